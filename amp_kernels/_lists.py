@@ -1,0 +1,132 @@
+"""List operators on native kernels: a table for one call, with copies where a tensor's memory has gaps."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ._table import (
+    DTYPE_CODES,
+    HYPER_COLUMNS,
+    UPDATE_ROWS,
+    Chunks,
+    Row,
+    cut,
+    gradient_table,
+    int64_tensor,
+    is_dense,
+    same_layout,
+    send,
+)
+
+if TYPE_CHECKING:
+    from ._ops import TableOp, TableOps
+
+
+def run_gradient_pass(
+    ops: TableOps, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None, *, write: bool
+) -> Tensor:
+    """One gradient pass; returns the norm."""
+    device = grads[0].device
+    dense = [g if is_dense(g) else g.contiguous() for g in grads]
+    chunks = cut([g.numel() for g in dense])
+    norm = torch.empty((), device=device)
+    ops._unscale_table_(
+        send(ops, gradient_table(dense), device),
+        send(ops, chunks.entries, device),
+        chunks.size,
+        inv_scale,
+        False,
+        write,
+        False,
+        torch.empty(chunks.entries.shape[0], dtype=torch.float64, device=device),
+        torch.empty((), device=device) if found_inf is None else found_inf,
+        norm,
+        torch.zeros(4, dtype=torch.int64, device=device),
+    )
+    if write:
+        _copy_back(grads, dense)
+    return norm
+
+
+def run_update(
+    table_op: TableOp,
+    ops: TableOps,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    *,
+    hyper: tuple[float, ...],
+    lr: float,
+    tensor_lr: Tensor | None,
+    steps_taken: int,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+) -> None:
+    """One update of every parameter, one launch for each combination of dtypes."""
+    device = params[0].device
+    dense_params = [p if is_dense(p) else p.contiguous() for p in params]
+    dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
+    dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
+    low = [p for p in dense_params if p.dtype is not torch.float32]
+    dense_masters = [_as_laid_out(m, p) for m, p in zip(masters, low, strict=True)]
+
+    table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_masters), device)
+    hyper_row = torch.tensor([*hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(hyper))])
+    rate = send(ops, torch.tensor([lr, 0.0]), device) if tensor_lr is None else tensor_lr
+    for codes, chunks in _by_dtypes(dense_params, dense_grads):
+        entries = send(ops, chunks.entries, device)
+        table_op(
+            table,
+            entries,
+            chunks.size,
+            torch.full((entries.shape[0],), steps_taken, dtype=torch.int32, device=device),
+            send(ops, hyper_row, device),
+            send(ops, int64_tensor([rate.data_ptr()]), device),
+            *codes,
+            grad_scale,
+            found_inf,
+            None,
+            0.0,
+        )
+    _copy_back(params, dense_params)
+    _copy_back(masters, dense_masters)
+    for state, dense_state in zip(states, dense_states, strict=True):
+        _copy_back(state, dense_state)
+
+
+def _update_table(
+    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Sequence[Tensor]], masters: Sequence[Tensor]
+) -> Tensor:
+    master = iter(masters)
+    table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64)
+    table[: Row.GROUP] = gradient_table(grads)
+    table[Row.PARAM] = int64_tensor(p.data_ptr() for p in params)
+    table[Row.MASTER] = int64_tensor(0 if p.dtype is torch.float32 else next(master).data_ptr() for p in params)
+    for k, state in enumerate(states):
+        if state:
+            table[Row.STATE + k] = int64_tensor(s.data_ptr() for s in state)
+    return table
+
+
+def _by_dtypes(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[tuple[tuple[int, int], Chunks]]:
+    codes = [(DTYPE_CODES[p.dtype], DTYPE_CODES[g.dtype]) for p, g in zip(params, grads, strict=True)]
+    numels = [p.numel() for p in params]
+    for code in sorted(set(codes)):
+        yield code, cut(numels, [i for i, c in enumerate(codes) if c == code])
+
+
+def _as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:
+    """`tensor`, or a copy of it, with its elements in the same order in memory as those of the dense `model`."""
+    return tensor if same_layout(tensor, model) else torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
+
+
+def _copy_back(tensors: Sequence[Tensor], worked_on: Sequence[Tensor]) -> None:
+    for tensor, copy in zip(tensors, worked_on, strict=True):
+        if copy is not tensor:
+            tensor.copy_(copy)

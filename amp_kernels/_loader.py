@@ -1,0 +1,52 @@
+"""Loads the compiled kernels, amp_kernels._C, and keeps the reason when it cannot."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.metadata
+import importlib.util
+from pathlib import Path
+
+_PACKAGE = Path(__file__).parent
+_REBUILD = "rebuild it with `pip install --no-build-isolation -e .`"
+
+
+def load() -> bool:
+    """Registers the kernels of amp_kernels._C with the dispatcher, once; False if they cannot be had."""
+    return load_error() is None
+
+
+@functools.cache
+def load_error() -> str | None:
+    """None if amp_kernels._C is loaded, else a sentence that says why not and what to do."""
+    if importlib.util.find_spec("amp_kernels._C") is None:
+        return shadowed() or build_note() or f"amp_kernels._C has not been built; {_REBUILD}"
+    try:
+        importlib.import_module("amp_kernels._C")
+    except ImportError as error:  # also what the dynamic linker says, e.g. of a CUDA build under a CPU torch
+        return f"amp_kernels._C was built for another torch or Python and cannot be loaded ({error}); {_REBUILD}"
+    return None
+
+
+def build_note() -> str | None:
+    """What the build left out, why, and what to do (written by setup.py); None if it left out nothing."""
+    try:
+        return (_PACKAGE / "_build.txt").read_text() or None
+    except FileNotFoundError:
+        return None
+
+
+def shadowed() -> str | None:
+    """A sentence if this is the bare source folder, found because Python runs in the clone, and not the installed
+    package: that folder holds neither the compiled kernels nor the Triton ones."""
+    try:
+        installed = Path(str(importlib.metadata.distribution("amp-kernels").locate_file("amp_kernels")))
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    if not (installed / "__init__.py").exists() or installed.samefile(_PACKAGE):
+        return None  # an editable install has no such folder beside its metadata
+    return (
+        f"the installed package {installed} is shadowed by the source folder {_PACKAGE}; run Python in another "
+        "directory, or install with `pip install --no-build-isolation -e .`"
+    )

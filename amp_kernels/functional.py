@@ -1,0 +1,230 @@
+"""Public functions: fused passes over lists of tensors.
+
+Lists may span several devices, mix fp16, bf16 and fp32, hold empty tensors and views of any strides. Nothing here
+waits for a device. Without a compiled extension they run as Triton kernels or as plain torch (`amp_kernels.reference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from . import _checks
+
+_ops = torch.ops.amp_kernels
+
+
+@torch.no_grad()
+def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -> None:
+    """Multiplies gradients by `inv_scale` in place and records whether an element was NaN or inf.
+
+    Both scalars are keyword-only: torch's ``_amp_foreach_non_finite_check_and_unscale_`` has them the other way round.
+
+    Args:
+        grads: fp16, bf16 or fp32 tensors of any strides, on any devices. The product is taken in fp32 and rounded once.
+        inv_scale: one fp32 element.
+        found_inf: one fp32 element; becomes 1.0 if an element (before scaling) is NaN or inf, and is never cleared.
+
+    Raises:
+        TypeError, ValueError: a tensor has another dtype, is sparse or expanded; a scalar is not one fp32 element.
+    """
+    grads = list(grads)
+    _checks.check_scalar("unscale_", "inv_scale", inv_scale)
+    _checks.check_scalar("unscale_", "found_inf", found_inf)
+    for device, group in _by_device(grads).items():
+        flag = _local_flag(found_inf, device)
+        _ops.unscale_(group, inv_scale.to(device, non_blocking=True), flag)
+        _merge_flag(found_inf, flag)
+
+
+@torch.no_grad()
+def grad_norm(
+    grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None
+) -> Tensor:
+    """L2 norm of ``inv_scale * grads`` over all elements, in one read; nothing but `found_inf` is written.
+
+    Squares are added in fp32 a few at a time and in fp64 from there on; where they overflow or vanish in fp32 they are
+    taken in fp64, so elements up to the largest of their dtype give the right norm. Not differentiable.
+
+    Args:
+        grads: fp16, bf16 or fp32 tensors of any strides, on any devices.
+        inv_scale: one fp32 element, or None for 1.
+        found_inf: one fp32 element or None; becomes 1.0 if an element is NaN or inf, and is never cleared.
+
+    Returns:
+        0-dim fp32 tensor on the device of the first gradient; inf or NaN if an element is. 0 for an empty list.
+
+    Raises:
+        TypeError, ValueError: as `unscale_`.
+    """
+    grads = list(grads)
+    _checks.check_scalar("grad_norm", "inv_scale", inv_scale)
+    _checks.check_scalar("grad_norm", "found_inf", found_inf)
+    norms = []
+    for device, group in _by_device(grads).items():
+        scale = None if inv_scale is None else inv_scale.to(device, non_blocking=True)
+        flag = None if found_inf is None else _local_flag(found_inf, device)
+        norms.append(_ops.grad_norm(group, scale, [] if flag is None else [flag]))
+        if found_inf is not None and flag is not None:
+            _merge_flag(found_inf, flag)
+    if not norms:
+        return torch.zeros(())
+    return norms[0] if len(norms) == 1 else total_norm(norms)
+
+
+def total_norm(norms: Sequence[Tensor]) -> Tensor:
+    """The norm over devices from a norm a device, on the first one's; nothing overflows that the result does not."""
+    device = norms[0].device
+    gathered = torch.stack([norm.to(device, non_blocking=True) for norm in norms])
+    return torch.linalg.vector_norm(gathered, dtype=torch.float64).float()
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
+) -> Tensor:
+    """`torch.nn.utils.clip_grad_norm_` with the norm taken in one fused read and the scaling in one fused pass.
+
+    Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``. For training use ``max_grad_norm`` of our
+    optimizers instead: it clips inside the update and writes no gradient.
+
+    Args:
+        parameters: tensors, or one; those without a gradient are passed over.
+        max_norm: the norm to clip to.
+        norm_type: other norms than 2 are left to torch.
+        error_if_nonfinite: raise RuntimeError if the norm is NaN or inf (waits for the device).
+        foreach: passed to torch for other norms; without a meaning here.
+
+    Returns:
+        The norm before clipping, a 0-dim tensor.
+    """
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    ours = all(g.layout is torch.strided and g.dtype in _checks.DTYPE_CODES for g in grads)
+    if float(norm_type) != 2.0 or not grads or not ours:
+        return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
+    norm = grad_norm(grads)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise RuntimeError(
+            f"clip_grad_norm_: the norm of the gradients must be finite, got {norm.item()}; "
+            "pass error_if_nonfinite=False to clip by it all the same"
+        )
+    coefficient = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
+    unscale_(grads, inv_scale=coefficient, found_inf=torch.zeros_like(norm))
+    return norm
+
+
+@torch.no_grad()
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One SGD step on lists, in the manner of ``torch._fused_sgd_``, with fp32 masters for 16-bit parameters.
+
+    All arithmetic is fp32; a 16-bit parameter becomes exactly ``master.to(dtype)``. Gradients are never written.
+    Formula: `torch.optim.SGD` (Sutskever et al. 2013).
+
+    Args:
+        params: fp16, bf16 or fp32 tensors of any strides.
+        grads: one for each parameter, of its shape, in any of those dtypes.
+        momentum_buffers: one fp32 tensor for each parameter; empty or ignored when `momentum` is 0. Not read in the
+            first step.
+        masters: one fp32 tensor for each 16-bit parameter, in their order.
+        lr: a float, or one fp32 element on the parameters' device, which is read there.
+        is_first_step: the momentum buffer becomes the gradient, whatever the dampening.
+        grad_scale: one fp32 element by which the gradients are divided.
+        found_inf: one fp32 element; unless it is 0 nothing at all is changed.
+
+    Raises:
+        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
+    """
+    rest = {
+        "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
+        "maximize": maximize, "is_first_step": is_first_step,
+    }  # fmt: skip
+    _update(_ops.sgd_, (params, grads, momentum_buffers, masters), lr, grad_scale, found_inf, rest)
+
+
+@torch.no_grad()
+def rmsprop_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    square_avgs: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor] = (),
+    grad_avgs: Sequence[Tensor] = (),
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: float | Tensor,
+    alpha: float,
+    eps: float,
+    weight_decay: float,
+    momentum: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """One RMSprop step on lists, in the manner of ``torch._fused_sgd_``, with fp32 masters for 16-bit parameters.
+
+    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013). Where rounding makes the centered variance
+    negative it counts as 0; torch gets NaN there.
+
+    Args:
+        square_avgs: one fp32 tensor for each parameter; zeros before the first step, as the other states.
+        momentum_buffers: the same, empty or ignored when `momentum` is 0.
+        grad_avgs: the same; given iff the variance is centered.
+        params, grads, masters, lr, grad_scale, found_inf: as in `sgd_`.
+
+    Raises:
+        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
+    """
+    rest = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "maximize": maximize}
+    lists = (params, grads, square_avgs, momentum_buffers, grad_avgs, masters)
+    _update(_ops.rmsprop_, lists, lr, grad_scale, found_inf, rest)
+
+
+def _update(
+    op: torch._ops.OpOverloadPacket,
+    lists: Sequence[Sequence[Tensor]],
+    lr: float | Tensor,
+    grad_scale: Tensor | None,
+    found_inf: Tensor | None,
+    options: dict[str, float | bool],
+) -> None:
+    tensor_lr = lr if isinstance(lr, Tensor) else None
+    rate = 0.0 if isinstance(lr, Tensor) else float(lr)
+    op(*map(list, lists), lr=rate, tensor_lr=tensor_lr, grad_scale=grad_scale, found_inf=found_inf, **options)
+
+
+def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
+    groups: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device, []).append(tensor)
+    return groups
+
+
+def _local_flag(found_inf: Tensor, device: torch.device) -> Tensor:
+    return found_inf if found_inf.device == device else torch.zeros((), device=device)
+
+
+def _merge_flag(found_inf: Tensor, flag: Tensor) -> None:
+    if flag is not found_inf:
+        arrived = flag.to(found_inf.device, non_blocking=True).view_as(found_inf)
+        found_inf.copy_(torch.where(arrived != 0, arrived, found_inf))

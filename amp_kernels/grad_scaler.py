@@ -1,0 +1,252 @@
+"""`torch.amp.GradScaler` whose check is the fused step's own first pass."""
+
+from __future__ import annotations
+
+import weakref
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
+from torch.distributed.tensor import DTensor
+
+from ._table import DTYPE_CODES
+from .functional import unscale_
+from .optim._base import FusedOptimizer
+
+
+class Overflow(NamedTuple):
+    """Where the last skipped step came from."""
+
+    step: int  # the optimizer's steps under a scaler, counted from 1, skipped ones included
+    parameter: str  # the first parameter whose gradient held NaN or inf
+
+
+class GradScaler(torch.amp.GradScaler):
+    """`torch.amp.GradScaler`, with overflow checks that cost nothing extra in our optimizers and never wait.
+
+    With `amp_kernels.optim` the check is the first pass of the step, gradients are not written, and the skip is decided
+    on the device. Any other optimizer works as under torch's scaler. `unscale_` accepts fp16 and bf16 gradients.
+
+    Args:
+        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
+        min_scale: the scale never falls below it; torch's reaches 0.0 after some 150 overflows.
+        hysteresis: overflows in a row that are tolerated, less one, before the scale is reduced (Megatron's meaning; 1
+            reduces it at once, as torch does). The steps are skipped either way.
+
+    Raises:
+        ValueError: `min_scale` is negative or `hysteresis` below 1.
+    """
+
+    def __init__(
+        self,
+        device: str = "cuda",
+        init_scale: float = 2.0**16,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+        *,
+        min_scale: float = 0.0,
+        hysteresis: int = 1,
+    ) -> None:
+        if min_scale < 0:
+            raise ValueError(f"GradScaler: min_scale must be at least 0, got {min_scale}")
+        if hysteresis < 1:
+            raise ValueError(f"GradScaler: hysteresis must be at least 1, got {hysteresis}")
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        self._min_scale = min_scale
+        self._hysteresis = hysteresis
+        self._init_hysteresis_tracker = hysteresis
+        self._hysteresis_tracker: Tensor | None = None
+        self._init_skipped_steps = 0
+        self._skipped_steps: Tensor | None = None
+        self._optimizers: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
+
+    # ----------------------------------------------------------------------------------------------- what it knows
+    @property
+    def skipped_steps(self) -> Tensor:
+        """Iterations in which an optimizer's step was skipped: a 0-dim int64 tensor on the scale's device."""
+        if self._skipped_steps is None:
+            return torch.tensor(self._init_skipped_steps)
+        return self._skipped_steps
+
+    @property
+    def last_overflow(self) -> Overflow | None:
+        """The last overflow in an optimizer of ours that this scaler stepped; reading it waits for the device."""
+        found: list[Overflow] = []
+        for optimizer in self._optimizers:
+            for plan in optimizer._plans or ():
+                _, _, step, member = plan.record.tolist()
+                if step > 0:
+                    found.append(Overflow(step, plan.members[member].name))
+        return max(found, key=lambda overflow: overflow.step, default=None)
+
+    # ------------------------------------------------------------------------------------------------ one iteration
+    def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
+        """As torch's; fp16 and bf16 gradients are accepted."""
+        if not self._enabled or not isinstance(optimizer, FusedOptimizer):
+            return super().unscale_(optimizer)
+        scale, _ = self._check_scale_growth_tracker("unscale_")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.UNSCALED:
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("unscale_() is being called after step().")
+        self._check_gradients(optimizer, scale, write=True)
+        state["stage"] = OptState.UNSCALED
+
+    def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
+        """As torch's. For optimizers of ours: all devices' checks, then their sum, then the updates."""
+        foreign = not isinstance(optimizer, FusedOptimizer) or hasattr(optimizer, "grad_scale")
+        if not self._enabled or foreign:
+            return super().step(optimizer, *args, **kwargs)
+        if "closure" in kwargs:
+            raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
+        scale, _ = self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self._check_gradients(optimizer, scale, write=False)
+            optimizer._is_checked = True
+            optimizer.grad_scale = scale
+        found_inf = next(iter(state["found_inf_per_device"].values()), None)
+        optimizer.found_inf = found_inf
+        try:
+            return optimizer.step(*args, **kwargs)
+        finally:
+            optimizer._is_checked = False
+            optimizer.__dict__.pop("grad_scale", None)
+            del optimizer.found_inf
+            state["stage"] = OptState.STEPPED
+
+    def _check_gradients(self, optimizer: FusedOptimizer, scale: Tensor, *, write: bool) -> None:
+        """The gradient pass on every device, and its verdict over devices and ranks in the optimizer's record."""
+        self._optimizers.add(optimizer)
+        plans = optimizer._check(scale, divide=True, write=write)
+        if not plans:
+            return
+        found_inf = plans[0].found_inf
+        if len(plans) > 1:
+            found_inf = torch.stack([p.found_inf.to(found_inf.device, non_blocking=True) for p in plans]).sum()
+        _reduce_over_ranks(found_inf, (p for plan in plans for p in plan.written))
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+
+    def _unscale_grads_(
+        self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
+    ) -> dict[torch.device, Tensor]:
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
+            if param.grad.is_sparse and param.grad.dtype is torch.float16:
+                param.grad = param.grad.coalesce()  # adding duplicates may overflow, which the check has to see
+            grad = param.grad._values() if param.grad.is_sparse else param.grad
+            if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
+                return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+            by_device[grad.device].append(grad)
+        flags = {device: torch.zeros((), device=device) for device in by_device}
+        for device, grads in by_device.items():
+            unscale_(grads, inv_scale=inv_scale, found_inf=flags[device])
+        return flags
+
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+        if not isinstance(optimizer, FusedOptimizer):
+            return super()._check_inf_per_device(optimizer)
+        plans = optimizer._check(None, divide=False, write=False)
+        flags = {plan.device: plan.found_inf for plan in plans}
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return flags
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """As torch's, then `min_scale`, `hysteresis` and `skipped_steps`. Waits for no device."""
+        if not self._enabled:
+            return
+        states = list(self._per_optimizer_states.values())
+        scale, growth_tracker = self._check_scale_growth_tracker("update")
+        flags = [
+            flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
+        ]
+        if new_scale is not None:
+            return super().update(new_scale)
+        if flags:
+            found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+            self._count_skip(found_inf)
+            self._adapt_scale(scale, growth_tracker, found_inf)
+        elif not any(s["stage"] is OptState.STEPPED for s in states):  # stepped, but without any gradient: no news
+            raise AssertionError("No inf checks were recorded prior to update.")
+        self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _count_skip(self, found_inf: Tensor) -> None:
+        if self._skipped_steps is None:
+            self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=found_inf.device)
+        self._skipped_steps.add_(found_inf != 0)
+
+    def _adapt_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
+        before = scale.clone() if self._hysteresis > 1 else scale
+        torch._amp_update_scale_(
+            scale, growth_tracker, found_inf, self._growth_factor, self._backoff_factor, self._growth_interval
+        )
+        if self._hysteresis > 1:
+            left = self._hysteresis_left(found_inf)
+            scale.copy_(torch.where((found_inf != 0) & (left > 0), before, scale))
+        if self._min_scale > 0:
+            scale.clamp_(min=self._min_scale)
+
+    def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
+        """Overflows in a row still tolerated; full again after a step without one."""
+        if self._hysteresis_tracker is None:
+            self._hysteresis_tracker = torch.full(
+                (), self._init_hysteresis_tracker, dtype=torch.int32, device=found_inf.device
+            )
+        full = torch.full_like(self._hysteresis_tracker, self._hysteresis)
+        return self._hysteresis_tracker.copy_(torch.where(found_inf != 0, self._hysteresis_tracker - 1, full))
+
+    # ------------------------------------------------------------------------------------------------- checkpoints
+    def state_dict(self) -> dict[str, Any]:
+        """torch's keys and ours; either scaler loads it. Waits for the device. Empty if not enabled."""
+        if not self._enabled:
+            return {}
+        return {**super().state_dict(), "min_scale": self._min_scale, "hysteresis": self._hysteresis, **self._counts()}
+
+    def _counts(self) -> dict[str, int]:
+        left = self._hysteresis_tracker
+        return {
+            "_hysteresis_tracker": self._init_hysteresis_tracker if left is None else int(left),
+            "skipped_steps": int(self.skipped_steps),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads ours or torch's; what the latter lacks keeps the value it was constructed with."""
+        super().load_state_dict(state_dict)
+        if not self._enabled:
+            return
+        self._min_scale = state_dict.get("min_scale", self._min_scale)
+        self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
+        self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
+        self._init_skipped_steps = state_dict.get("skipped_steps", 0)
+        self._hysteresis_tracker = None
+        self._skipped_steps = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        if self._enabled:
+            counts = self._counts()
+            state["_init_hysteresis_tracker"] = counts["_hysteresis_tracker"]
+            state["_init_skipped_steps"] = counts["skipped_steps"]
+            state["_hysteresis_tracker"] = state["_skipped_steps"] = None
+        state.pop("_optimizers")
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._optimizers = weakref.WeakSet()
+
+
+def _reduce_over_ranks(found_inf: Tensor, params: Iterable[Tensor]) -> None:
+    """All ranks that hold shards of a parameter skip together, or their weights part ways."""
+    meshes = {p.device_mesh for p in params if isinstance(p, DTensor)}
+    for mesh in meshes:
+        for dim in range(mesh.ndim):
+            torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))

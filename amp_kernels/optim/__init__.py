@@ -1,0 +1,6 @@
+"""`torch.optim` optimizers in fused kernels, with fp32 masters for 16-bit parameters."""
+
+from .rmsprop import FusedRMSprop
+from .sgd import FusedSGD
+
+__all__ = ["FusedRMSprop", "FusedSGD"]

@@ -1,0 +1,316 @@
+"""What `FusedSGD` and `FusedRMSprop` share: state, checkpoints, the protocol with a scaler, and the step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
+
+from .. import _ops
+from .._table import DTYPE_CODES, is_dense
+from ..functional import total_norm
+from ._plan import Hyper, Member, NativePlan, Plan, capturing, local
+from ._reference_plan import ReferencePlan, ReferenceStep
+
+
+class FusedOptimizer(torch.optim.Optimizer):
+    """Base class of the fused optimizers; see `FusedSGD` for what they promise."""
+
+    # torch.amp.GradScaler then hands over grad_scale and found_inf instead of waiting for the device.
+    _step_supports_amp_scaling = True
+
+    _table_op: str
+    _reference_step: ReferenceStep
+
+    max_grad_norm: float | None
+    grad_norm: Tensor | None
+
+    def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
+        """Called by the constructors once torch's has checked its arguments."""
+        name = type(self).__name__
+        if max_grad_norm is not None and not max_grad_norm > 0:
+            raise ValueError(f"{name}: max_grad_norm must be a positive number or None, got {max_grad_norm}")
+        for group in (self.defaults, *self.param_groups):
+            group["foreach"], group["fused"] = foreach, fused
+        self.max_grad_norm = max_grad_norm
+        self.grad_norm = None
+        self._plans: list[Plan] | None = None
+        self._plan_key: list[object] = []
+        self._records: dict[torch.device, Tensor] = {}
+        self._is_checked = False
+
+    # ------------------------------------------------------------------------------------ what a family says of itself
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        raise NotImplementedError
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        """The states of a parameter in table order; None for one that the options do without."""
+        raise NotImplementedError
+
+    # ------------------------------------------------------------------------------------------------------- step
+    @torch.compiler.disable
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step, or under a scaler that found NaN or inf none. Waits for no device.
+
+        Args:
+            closure: re-evaluates the model and returns the loss (not under a scaler, as in torch).
+
+        Raises:
+            RuntimeError: a gradient is sparse; a capture is under way before there is state.
+            TypeError: a gradient is not fp32, fp16 or bf16.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
+        plans = self._checked_plans(grad_scale)
+        norm = self._total_norm(plans) if self.max_grad_norm is not None else None
+        if norm is not None and any(isinstance(p, DTensor) for plan in plans for p in plan.written):
+            raise RuntimeError(f"{type(self).__name__}: max_grad_norm must be None with DTensor parameters, since "
+                               "each rank would clip by the norm of its shard; use torch's clip_grad_norm_")
+        for plan in plans:
+            plan.update(
+                _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device),
+                self.max_grad_norm or 0.0,
+            )  # fmt: skip
+        return loss
+
+    def _checked_plans(self, grad_scale: Tensor | None) -> list[Plan]:
+        """Plans that follow the gradients; the gradient pass is run unless a scaler has just done it, or nobody
+        wants its norm."""
+        is_checked, self._is_checked = self._is_checked, False
+        hooks_ran = bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
+        if is_checked and not hooks_ran:
+            return [plan for plan in self._plans or () if plan.written]
+        plans = self._prepare()
+        if self.max_grad_norm is not None:
+            for plan in plans:
+                plan.check(_on(grad_scale, plan.device), divide=True, write=False)
+        return plans
+
+    def _check(self, scale: Tensor | None, *, divide: bool, write: bool) -> list[Plan]:
+        """The gradient pass on every device, for `amp_kernels.GradScaler`; returns the plans that have gradients."""
+        plans = self._prepare()
+        for plan in plans:
+            plan.check(_on(scale, plan.device), divide=divide, write=write)
+        self.grad_norm = self._total_norm(plans) if plans else None
+        return plans
+
+    def _total_norm(self, plans: Sequence[Plan]) -> Tensor | None:
+        if not plans:
+            return None
+        self.grad_norm = plans[0].norm if len(plans) == 1 else total_norm([plan.norm for plan in plans])
+        return self.grad_norm
+
+    # ------------------------------------------------------------------------------------------------------ plans
+    def _prepare(self) -> list[Plan]:
+        """The plans, following whatever changed; those without any gradient are left out."""
+        if self._plans is None or not self._plans_fit() or not all([plan.refresh() for plan in self._plans]):
+            self._build_plans()
+            assert self._plans is not None
+            if not all([plan.refresh() for plan in self._plans]):
+                raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
+        hyper = [self._hyper(group) for group in self.param_groups]
+        plans = [plan for plan in self._plans if plan.written]
+        for plan in plans:
+            plan.set_hyper(hyper)
+        return plans
+
+    def _plans_fit(self) -> bool:
+        """Whether backends and options are those the plans were made for."""
+        assert self._plans is not None
+        return self._plan_key == self._current_plan_key() and all(
+            plan.backend == _ops.select(plan.device) for plan in self._plans
+        )
+
+    def _current_plan_key(self) -> list[object]:
+        return [(len(group["params"]), self._state_names(group)) for group in self.param_groups]
+
+    def _build_plans(self) -> None:
+        self._store_steps()
+        by_device: dict[torch.device, list[Member]] = {}
+        for name, index, param in self._named_parameters():
+            by_device.setdefault(local(param).device, []).append(self._member(name, index, param))
+        self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
+        self._plan_key = self._current_plan_key()
+
+    def _make_plan(self, device: torch.device, members: list[Member]) -> Plan:
+        if capturing(device):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: a capture must follow a step, or init_state(), since state and tables "
+                "cannot be allocated inside it"
+            )
+        if device not in self._records:
+            self._records[device] = torch.zeros(4, dtype=torch.int64, device=device)
+        backend = _ops.select(device)
+        ops = _ops.table_ops(backend)
+        if ops is None:
+            return ReferencePlan(type(self)._reference_step, device, members, self._records[device])
+        return NativePlan(backend, ops, self._table_op, device, members, self._records[device])
+
+    def _member(self, name: str, index: int, param: Tensor) -> Member:
+        memory = local(param)
+        if param.grad is None and not self.state.get(param):
+            return Member(param, name, index, memory, None, None, None, None)
+        self._fit_state(name, param, self.param_groups[index])
+        state = self.state[param]
+        target = memory if is_dense(memory) else torch.empty_like(memory)
+        names = self._state_names(self.param_groups[index])
+        states = tuple(None if n is None else local(state[n]) for n in names)
+        master = local(state["master"]) if "master" in state else None
+        return Member(param, name, index, target, master, states, state["step"], None)
+
+    def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
+        for g, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                yield (names[i] if names else f"param_groups[{g}]['params'][{i}]"), g, param
+
+    # ------------------------------------------------------------------------------------------------------ state
+    @torch.no_grad()
+    def init_state(self) -> None:
+        """Allocates the state of every parameter that requires a gradient, as the first step would.
+
+        Call it before capturing a CUDA graph whose first replay is the first step.
+        """
+        for name, index, param in self._named_parameters():
+            if param.requires_grad:
+                self._fit_state(name, param, self.param_groups[index])
+        self._plans = None
+
+    @torch.no_grad()
+    def reload_masters(self) -> None:
+        """Makes fp32 masters follow 16-bit parameters that were written through ``.data``, which no counter shows.
+
+        Other writes (``load_state_dict``, an EMA swap, pruning, a new ``.data``) are noticed by `step` itself. Where a
+        parameter is what its master rounds to, the master keeps its extra bits.
+        """
+        for plan in self._plans or ():
+            for member in plan.members:
+                member.reload_master()
+
+    def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
+        """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
+        if param.dtype not in DTYPE_CODES:
+            raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
+        state = self.state[param]
+        if "step" not in state:
+            state["step"] = torch.zeros((), dtype=torch.int32, device=local(param).device)
+        for key in self._state_names(group):
+            if key is not None and key not in state:
+                state[key] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        if param.dtype is torch.float32:
+            state.pop("master", None)
+        elif "master" not in state:
+            state["master"] = param.detach().float()
+        for key, value in state.items():
+            if key != "step" and value.shape != param.shape:
+                raise RuntimeError(
+                    f"{type(self).__name__}: {name} must keep its shape {tuple(value.shape)}, got "
+                    f"{tuple(param.shape)}; delete optimizer.state[parameter] to start it anew"
+                )
+
+    def _store_steps(self) -> None:
+        """Moves the plans' counters to ``state``, without asking the device for them."""
+        for plan in self._plans or ():
+            plan.store_steps()
+            for member in plan.members:
+                if member.step is not None and member.param in self.state:
+                    self.state[member.param]["step"] = member.step
+
+    # ------------------------------------------------------------------------------------------------ checkpoints
+    def state_dict(self) -> dict[str, Any]:
+        """As torch's, with fp32 masters and states as they are, and ``step`` as torch keeps it. Waits for the device.
+
+        Without 16-bit parameters the matching torch optimizer loads it.
+        """
+        self._store_steps()
+        result = super().state_dict()
+        result["state"] = {index: self._exported(state) for index, state in result["state"].items()}
+        return result
+
+    @staticmethod
+    def _exported(state: dict[str, Any]) -> dict[str, Any]:
+        exported = {**state, "step": state["step"].to("cpu", torch.float32)}
+        if exported["step"] == 0:
+            exported.pop("momentum_buffer", None)  # torch.optim.SGD would take it for a step taken
+        return exported
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads ours, or the matching torch optimizer's; what the latter lacks starts from its default.
+
+        Masters and states stay fp32 whatever the dtype of the parameters; torch would round them to it.
+        """
+        saved: dict[Any, Any] = {}
+
+        def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            saved.update(loaded["state"])
+            return {**loaded, "state": {}}
+
+        handle = self.register_load_state_dict_pre_hook(set_aside)  # the last to run
+        self._saved_state = saved
+        try:
+            super().load_state_dict(state_dict)
+        finally:
+            handle.remove()
+            del self._saved_state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._plans = None
+        self._is_checked = False
+        self.__dict__.setdefault("_records", {})
+        self.__dict__.setdefault("grad_norm", None)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+        saved = self.__dict__.get("_saved_state")
+        if saved:
+            named = list(self._named_parameters())
+            for index, (name, group, param) in enumerate(named):
+                if index in saved:
+                    self._load_parameter_state(name, param, self.param_groups[group], saved[index])
+
+    def __getstate__(self) -> dict[str, Any]:
+        self._store_steps()
+        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
+
+    def _load_parameter_state(
+        self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]
+    ) -> None:
+        self.state.pop(param, None)
+        self._fit_state(name, param, group)
+        state = self.state[param]
+        for key, value in state.items():
+            if key == "step" or saved.get(key) is None:
+                continue
+            if saved[key].shape != value.shape:
+                raise ValueError(
+                    f"{type(self).__name__}.load_state_dict: {key} of {name} must have shape {tuple(value.shape)}, "
+                    f"got {tuple(saved[key].shape)}"
+                )
+            value.copy_(saved[key])
+        # torch.optim.SGD counts no steps: a momentum buffer says that there was one.
+        step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
+        state["step"].fill_(int(step))
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        super().add_param_group(param_group)
+        self._plans = None
+
+
+def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
+    """What a scaler set: an fp32 tensor, or nothing; torch's sets the int 0 when there was no gradient."""
+    value = getattr(optimizer, name, None)
+    return value.float() if isinstance(value, Tensor) else None
+
+
+def _on(scalar: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if scalar is None else scalar.to(device, non_blocking=True)

@@ -1,0 +1,408 @@
+"""The step plan: everything a step needs on the device, built once, so that a step only looks for changes.
+
+A plan owns tables, counters and scalars of one device; masters and states belong to ``optimizer.state``; gradients to
+their parameters. See csrc/table.h for the table.
+"""
+
+from __future__ import annotations
+
+import itertools
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from .._table import DTYPE_CODES, HYPER_COLUMNS, UPDATE_ROWS, Row, cut, int64_tensor, resend, same_layout, send
+
+if TYPE_CHECKING:
+    from .._ops import TableOps
+
+# Mapped over a thousand tensors these cost half of what a loop in Python does.
+_data_ptr = torch._C.TensorBase.data_ptr
+_is_contiguous = torch._C.TensorBase.is_contiguous
+_stride = torch._C.TensorBase.stride
+_dtype = operator.attrgetter("dtype")
+_grad = operator.attrgetter("grad")
+_version = operator.attrgetter("_version")
+
+LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
+
+
+def local(tensor: Tensor) -> Tensor:
+    """The memory on this rank: of a DTensor its shard."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+@dataclass(eq=False, slots=True)
+class Member:
+    """A parameter as a plan sees it. Without `states` (None) it has had no gradient yet."""
+
+    param: Tensor
+    name: str
+    group: int
+    target: Tensor  # what the kernel writes: the parameter's local memory, or a dense mirror of it
+    master: Tensor | None
+    states: tuple[Tensor | None, ...] | None
+    step: Tensor | None  # 0-dim int32 on the device: updates applied before this plan took over
+    version: int | None  # of the parameter when the master last agreed with it; None: never compared
+
+    @property
+    def is_mirrored(self) -> bool:
+        return self.target.data_ptr() != local(self.param).data_ptr()
+
+    def reload_master(self) -> None:
+        """Where the weight is not what the master rounds to, someone else wrote it and the master follows; elsewhere
+        the master keeps its extra bits."""
+        if self.master is None:
+            return
+        self.target.copy_(local(self.param)) if self.is_mirrored else None
+        agrees = self.master.to(self.target.dtype) == self.target
+        self.master.copy_(torch.where(agrees, self.master, self.target.float()))
+
+
+class Hyper(NamedTuple):
+    """The hyper-parameters of a group, in the column order of its formula."""
+
+    values: tuple[float, ...]
+    lr: float | Tensor
+
+
+class Plan:
+    """What is common to the plan of the native kernels and the one of the reference."""
+
+    def __init__(self, backend: str, device: torch.device, members: Sequence[Member], record: Tensor) -> None:
+        self.backend = backend
+        self.device = device
+        self.members = members
+        self.record = record  # int64: ticket, passes, pass and member of the last overflow (csrc/table.h)
+        self.found_inf = torch.zeros((), device=device)
+        self.norm = torch.zeros((), device=device)
+        self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
+
+    def refresh(self) -> bool:
+        """Follows what changed since the last step; False if the plan has to be built anew."""
+        raise NotImplementedError
+
+    def set_hyper(self, hyper: Sequence[Hyper]) -> None:
+        raise NotImplementedError
+
+    def check(self, scale: Tensor | None, *, divide: bool, write: bool) -> None:
+        """The gradient pass, into `found_inf`, `norm` and `record`."""
+        raise NotImplementedError
+
+    def update(
+        self,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        grad_norm: Tensor | None,
+        max_norm: float,
+    ) -> None:
+        raise NotImplementedError
+
+    def store_steps(self) -> None:
+        """Leaves the number of updates of each parameter in its `Member.step`, on the device."""
+        raise NotImplementedError
+
+
+class _Tables(NamedTuple):
+    """Device copies of what the host knows; a capture gets its own, which no later step rewrites."""
+
+    table: Tensor
+    hyper: Tensor
+    lr: Tensor
+
+
+class _Bucket(NamedTuple):
+    """The chunks of one combination of dtypes, and their counters."""
+
+    codes: tuple[int, int]
+    entries: Tensor
+    steps: Tensor
+
+
+class NativePlan(Plan):
+    """Two launches a step: `check`, and `update` for each combination of dtypes."""
+
+    def __init__(
+        self,
+        backend: str,
+        ops: TableOps,
+        table_op: str,
+        device: torch.device,
+        members: Sequence[Member],
+        record: Tensor,
+    ) -> None:
+        super().__init__(backend, device, members, record)
+        self._ops = ops
+        self._table_op = getattr(ops, table_op)
+        self._rows = [t for t, m in enumerate(members) if m.states is not None]
+        self._started = [members[t] for t in self._rows]
+        self._idle = [m for m in members if m.states is None]
+        self._targets = [m.target for m in self._started]
+        self._params = [m.param for m in self._started]
+        self._mirrored = [m for m in self._started if m.is_mirrored]
+        self._distributed = any(isinstance(m.param, DTensor) for m in members)
+        self._all_contiguous = all(t.is_contiguous() for t in self._targets)
+        self._strides = [t.stride() for t in self._targets]
+        self._addresses = self._parameter_addresses()
+        self._low = [m for m in self._started if m.master is not None]
+        self._low_params = [m.param for m in self._low]
+        self._versions: list[int | None] = [m.version for m in self._low]
+
+        self._active = False  # every started parameter has a gradient
+        self._grads: list[Tensor | None] = []  # what the kernels read; keeps re-laid copies alive
+        self._relaid: list[tuple[Tensor, Tensor]] = []
+        self._grad_addresses: list[int] = []
+        self._grad_dtypes: list[torch.dtype] = []
+        self._codes: list[tuple[int, int]] = []
+        self._buckets: list[_Bucket] = []
+        self._host_table = self._make_table()
+        self._hyper_key: list[object] = []
+        self._host_hyper = torch.zeros(0, HYPER_COLUMNS)
+        self._tensor_lr: dict[int, Tensor] = {}
+        self._tables: _Tables | None = None
+        self._kept: list[object] = []  # what captured graphs point to
+
+    # ------------------------------------------------------------------------------------------------ refreshing
+    def refresh(self) -> bool:
+        if self._parameter_addresses() != self._addresses or any(m.param.grad is not None for m in self._idle):
+            return False
+        versions = list(map(_version, self._low_params))
+        if versions != self._versions:
+            self._reload_masters(versions)
+        return self._same_gradients() or self._take_gradients()
+
+    def _parameter_addresses(self) -> list[int]:
+        if self._distributed or self._mirrored:
+            return [local(p).data_ptr() for p in self._params]
+        return list(map(_data_ptr, self._params))
+
+    def _reload_masters(self, versions: list[int]) -> None:
+        if capturing(self.device):
+            raise RuntimeError(
+                "step: parameters changed since the last step, which a capture would undo at every replay; run one "
+                "step, or reload_masters(), before capturing"
+            )
+        for member, old, new in zip(self._low, self._versions, versions, strict=True):
+            if old != new:
+                member.reload_master()
+        self._versions = list(versions)
+
+    def _gradients(self) -> list[Tensor | None]:
+        grads = list(map(_grad, self._params))
+        return [g if g is None else local(g) for g in grads] if self._distributed else grads
+
+    def _same_gradients(self) -> bool:
+        """The steady state: same addresses, dtypes and layout as in the last step."""
+        if self._relaid or not self._active:
+            return False
+        grads = self._gradients()
+        try:
+            addresses = list(map(_data_ptr, grads))
+            dtypes = list(map(_dtype, grads))
+            if self._all_contiguous:
+                fits = all(map(_is_contiguous, grads))
+            else:
+                fits = list(map(_stride, grads)) == self._strides
+        except (TypeError, RuntimeError):  # a gradient is None, or sparse
+            return False
+        if not fits or dtypes != self._grad_dtypes:
+            return False
+        if addresses != self._grad_addresses:
+            self._send_gradients(addresses)
+        return True
+
+    def _take_gradients(self) -> bool:
+        """Any state of affairs: None, other dtypes, other strides."""
+        self._relaid = []
+        self._grads = []
+        for member, grad in zip(self._started, self._gradients(), strict=True):
+            if grad is not None and grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"step: the gradient of {member.name} must be dense, got {grad.layout}; use torch.optim for it"
+                )
+            if grad is not None and not same_layout(grad, member.target):
+                copy = torch.empty_like(member.target, dtype=grad.dtype).copy_(grad)
+                self._relaid.append((grad, copy))
+                grad = copy
+            self._grads.append(grad)
+        targets = self._targets
+        self._grad_dtypes = [t.dtype if g is None else g.dtype for t, g in zip(targets, self._grads, strict=True)]
+        for member, dtype in zip(self._started, self._grad_dtypes, strict=True):
+            if dtype not in DTYPE_CODES:
+                raise TypeError(
+                    f"step: the gradient of {member.name} must be float32, float16 or bfloat16, got {dtype}"
+                )
+        codes = [
+            (DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)
+        ]
+        if codes != self._codes:
+            self._arrange(codes)
+        self._send_gradients([0 if g is None else g.data_ptr() for g in self._grads])
+        self.written = [p for p, g in zip(self._params, self._grads, strict=True) if g is not None]
+        self._active = len(self.written) == len(self._started)
+        return True
+
+    def _send_gradients(self, addresses: list[int]) -> None:
+        self._grad_addresses = addresses
+        self._host_table[Row.GRAD, self._rows] = int64_tensor(addresses)
+        if capturing(self.device):
+            self._tables = None  # the capture's own table gets them; the next eager step sends all
+        if self._tables is not None:
+            resend(self._ops, self._host_table[Row.GRAD], self._tables.table[Row.GRAD])
+
+    # ---------------------------------------------------------------------------------------------------- tables
+    def _make_table(self) -> Tensor:
+        table = torch.zeros(UPDATE_ROWS, len(self.members), dtype=torch.int64)
+        for t, member in zip(self._rows, self._started, strict=True):
+            table[Row.NUMEL, t] = member.target.numel()
+            table[Row.GROUP, t] = member.group
+            table[Row.PARAM, t] = member.target.data_ptr()
+            table[Row.MASTER, t] = 0 if member.master is None else member.master.data_ptr()
+            for k, state in enumerate(member.states or ()):
+                table[Row.STATE + k, t] = 0 if state is None else state.data_ptr()
+        return table
+
+    def _arrange(self, codes: list[tuple[int, int]]) -> None:
+        """Cuts the tensors into chunks, those of a combination of dtypes side by side."""
+        if capturing(self.device):
+            raise RuntimeError(
+                "step: a capture must follow a step with gradients of the same dtypes, since state cannot be "
+                "allocated inside it; run one step before capturing"
+            )
+        self.store_steps()
+        code_of = dict(zip(self._rows, codes, strict=True))
+        chunks = cut([m.target.numel() for m in self.members], sorted(self._rows, key=lambda t: code_of[t]))
+        self._chunk_rows = chunks.entries[:, 0].tolist()
+        self._chunk_size = chunks.size
+        self._codes = codes
+        self._entries = send(self._ops, chunks.entries, self.device)
+        self._steps = self._spread_steps(chunks.entries[:, 0].long())
+        self._partials = torch.zeros(len(self._chunk_rows), dtype=torch.float64, device=self.device)
+        self._host_table[Row.GRAD_DTYPE, self._rows] = int64_tensor(grad for _, grad in codes)
+        self._tables = None
+        self._buckets = []
+        begin = 0
+        for code, rows in itertools.groupby(self._chunk_rows, key=code_of.__getitem__):
+            part = slice(begin, begin + len(list(rows)))
+            self._buckets.append(_Bucket(code, self._entries[part], self._steps[part]))
+            begin = part.stop
+
+    def _spread_steps(self, chunk_rows: Tensor) -> Tensor:
+        """For each chunk the number of updates of its tensor, without asking the device for it."""
+        if all(m.step is None for m in self._started):
+            return torch.zeros(len(chunk_rows), dtype=torch.int32, device=self.device)
+        zero = torch.zeros((), dtype=torch.int32, device=self.device)
+        taken = torch.stack([zero if m.step is None else m.step for m in self.members])
+        return taken[chunk_rows.to(self.device)]
+
+    def set_hyper(self, hyper: Sequence[Hyper]) -> None:
+        key = [(h.values, self._lr_key(h.lr)) for h in hyper]
+        if key == self._hyper_key:
+            return
+        self._hyper_key = list(key)
+        self._host_hyper = torch.zeros(len(hyper), HYPER_COLUMNS)
+        for row, (values, lr) in enumerate(key):
+            self._host_hyper[row, : len(values)] = torch.tensor(values)
+            self._host_hyper[row, LR_COLUMN] = lr if isinstance(lr, float) else 0.0
+        self._tensor_lr = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
+        if capturing(self.device):
+            self._tables = None
+        if self._tables is not None:
+            self._tables = self._tables._replace(**self._send_hyper())
+
+    def _is_live(self, lr: Tensor) -> bool:
+        return lr.device == self.device and lr.dtype is torch.float32
+
+    def _lr_key(self, lr: float | Tensor) -> float | int:
+        """A float, or the address of a tensor; one that kernels cannot read costs a look at its value a step."""
+        if isinstance(lr, Tensor):
+            return lr.data_ptr() if self._is_live(lr) else float(lr)
+        return float(lr)
+
+    def _send_hyper(self) -> dict[str, Tensor]:
+        hyper = send(self._ops, self._host_hyper, self.device)
+        own = hyper.data_ptr() + hyper.element_size() * LR_COLUMN
+        stride = hyper.element_size() * HYPER_COLUMNS
+        rates = (
+            self._tensor_lr[g].data_ptr() if g in self._tensor_lr else own + g * stride for g in range(hyper.shape[0])
+        )
+        return {"hyper": hyper, "lr": send(self._ops, int64_tensor(rates), self.device)}
+
+    def _device_tables(self) -> _Tables:
+        if capturing(self.device):
+            tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
+            self._kept.append((tables, self._grads, self._entries))
+            return tables
+        if self._tables is None:
+            self._tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
+        return self._tables
+
+    # --------------------------------------------------------------------------------------------------- launches
+    def check(self, scale: Tensor | None, *, divide: bool, write: bool) -> None:
+        self._ops._unscale_table_(
+            self._device_tables().table,
+            self._entries,
+            self._chunk_size,
+            scale,
+            divide,
+            write,
+            True,
+            self._partials,
+            self.found_inf,
+            self.norm,
+            self.record,
+        )
+        if write:
+            for grad, copy in self._relaid:
+                grad.copy_(copy)
+
+    def update(
+        self,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        grad_norm: Tensor | None,
+        max_norm: float,
+    ) -> None:
+        for member in self._mirrored:
+            member.target.copy_(local(member.param))
+        tables = self._device_tables()
+        for bucket in self._buckets:
+            self._table_op(
+                tables.table,
+                bucket.entries,
+                self._chunk_size,
+                bucket.steps,
+                tables.hyper,
+                tables.lr,
+                *bucket.codes,
+                grad_scale,
+                found_inf,
+                grad_norm,
+                max_norm,
+            )
+        torch.autograd.graph.increment_version(self.written)
+        for member in self._mirrored:
+            local(member.param).copy_(member.target)
+        self._note_versions()
+
+    def _note_versions(self) -> None:
+        if self._active and not self._mirrored and not self._distributed:
+            self._versions = [version + 1 for version in self._versions]  # type: ignore[operator]
+        else:
+            self._versions = list(map(_version, self._low_params))
+
+    def store_steps(self) -> None:
+        for member, version in zip(self._low, self._versions, strict=True):
+            member.version = version
+        if self._codes:
+            for row, chunk in {row: chunk for chunk, row in enumerate(self._chunk_rows)}.items():
+                self.members[row].step = self._steps[chunk]

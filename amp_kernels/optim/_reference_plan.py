@@ -1,0 +1,96 @@
+"""A step in plain torch, with the outcomes of the native plan: where nothing is compiled, and as its specification."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ._plan import Hyper, Member, Plan, local
+
+# (params, grads, states in table order, masters, first step, hyper, grad_scale, found_inf)
+ReferenceStep = Callable[..., None]
+
+
+class ReferencePlan(Plan):
+    """Loops over the parameters; sync-free like the kernels, since every choice is a `torch.where`."""
+
+    def __init__(
+        self, step: ReferenceStep, device: torch.device, members: Sequence[Member], record: Tensor
+    ) -> None:
+        super().__init__("reference", device, members, record)
+        self._step = step
+        self._hyper: Sequence[Hyper] = ()
+        self._pairs: list[tuple[int, Tensor]] = []
+        self._addresses = [local(m.param).data_ptr() for m in members]
+        for member in members:
+            if member.states is not None and member.step is None:
+                member.step = torch.zeros((), dtype=torch.int32, device=device)
+
+    def refresh(self) -> bool:
+        if [local(m.param).data_ptr() for m in self.members] != self._addresses:
+            return False
+        self._pairs = []
+        for t, member in enumerate(self.members):
+            if member.param.grad is None:
+                continue
+            if member.states is None:
+                return False
+            if member.param._version != member.version:
+                member.reload_master()
+            grad = local(member.param.grad)
+            if grad.layout is not torch.strided:
+                raise RuntimeError(
+                    f"step: the gradient of {member.name} must be dense, got {grad.layout}; use torch.optim for it"
+                )
+            self._pairs.append((t, grad))
+        self.written = [self.members[t].param for t, _ in self._pairs]
+        return True
+
+    def set_hyper(self, hyper: Sequence[Hyper]) -> None:
+        self._hyper = hyper
+
+    def check(self, scale: Tensor | None, *, divide: bool, write: bool) -> None:
+        factor = scale.reciprocal() if scale is not None and divide else scale
+        flags = [torch.zeros_like(self.found_inf) for _ in self._pairs]
+        for flag, (_, grad) in zip(flags, self._pairs, strict=True):
+            reference.grad_norm([grad], found_inf=flag)
+        grads = [grad for _, grad in self._pairs]
+        self.norm.copy_(reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm))
+        bad = torch.stack(flags) != 0 if flags else torch.zeros(1, dtype=torch.bool, device=self.device)
+        self.found_inf.copy_(bad.any())
+        members = torch.tensor([t for t, _ in self._pairs] or [0], device=self.device)
+        self.record[1] += 1
+        self.record[2:] = torch.where(
+            bad.any(), torch.stack([self.record[1], members[bad.int().argmax()]]), self.record[2:]
+        )
+        if write and factor is not None:
+            reference.unscale_(grads, inv_scale=factor, found_inf=torch.zeros_like(self.found_inf))
+
+    def update(
+        self,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+        grad_norm: Tensor | None,
+        max_norm: float,
+    ) -> None:
+        if grad_norm is not None:
+            coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
+            grad_scale = coefficient.reciprocal() if grad_scale is None else grad_scale / coefficient
+        applied = 1 if found_inf is None else (found_inf == 0).to(torch.int32).view(())
+        for t, grad in self._pairs:
+            member = self.members[t]
+            param = local(member.param)
+            masters = [] if member.master is None else [member.master]
+            states = [[] if s is None else [s] for s in member.states or ()]
+            assert member.step is not None
+            first = member.step == 0
+            hyper = self._hyper[member.group]
+            self._step([param], [grad], states, masters, first, hyper, grad_scale, found_inf)
+            member.step.add_(applied)
+            member.version = member.param._version
+
+    def store_steps(self) -> None:
+        pass

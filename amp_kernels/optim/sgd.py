@@ -1,0 +1,95 @@
+"""`torch.optim.SGD` in one fused pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import ParamsT
+
+from .. import reference
+from ._base import FusedOptimizer
+from ._plan import Hyper
+
+
+class FusedSGD(FusedOptimizer, torch.optim.SGD):
+    """`torch.optim.SGD` for fp32, fp16 and bf16 parameters in any mix, in one pass over memory.
+
+    A 16-bit parameter gets an fp32 master (``state[p]["master"]``) and fp32 state; the parameter itself is always
+    exactly ``master.to(dtype)``. Gradients may have any of the three dtypes and are never written. Works under
+    `torch.amp.GradScaler`, faster under `amp_kernels.GradScaler`, and without a scaler; a step whose ``found_inf`` is
+    not 0 changes nothing at all.
+
+    Args:
+        params: parameters, groups or named parameters, as in torch.
+        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch; an fp32 tensor `lr` on the parameters'
+            device is read there at every step.
+        foreach, fused: accepted and ignored; the step is fused.
+        differentiable: must be False.
+        max_grad_norm: clip the global L2 norm of the gradients to this inside the step; nothing is written to the
+            gradients. The norm before clipping is then ``optimizer.grad_norm``, overwritten by the next step.
+
+    Raises:
+        ValueError: an argument is out of its range.
+        TypeError: at the first step, if a parameter is not fp32, fp16 or bf16.
+    """
+
+    _table_op = "_sgd_table_"
+
+    def __init__(
+        self,
+        params: ParamsT,
+        lr: float | Tensor = 1e-3,
+        momentum: float = 0,
+        dampening: float = 0,
+        weight_decay: float | Tensor = 0,
+        nesterov: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        if differentiable:
+            raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
+        self._plans = None
+        torch.optim.SGD.__init__(
+            self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False
+        )
+        self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
+
+    def _hyper(self, group: dict[str, Any]) -> Hyper:
+        return Hyper(
+            (
+                group["momentum"],
+                1 - group["dampening"],
+                float(group["weight_decay"]),
+                float(group["nesterov"]),
+                -1.0 if group["maximize"] else 1.0,
+            ),
+            group["lr"],
+        )
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        return ("momentum_buffer" if group["momentum"] != 0 else None,)
+
+    @staticmethod
+    def _reference_step(
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor],
+        states: Sequence[Sequence[Tensor]],
+        masters: Sequence[Tensor],
+        is_first_step: Tensor,
+        hyper: Hyper,
+        grad_scale: Tensor | None,
+        found_inf: Tensor | None,
+    ) -> None:
+        momentum, one_minus_dampening, weight_decay, nesterov, sign = hyper.values
+        reference.sgd_(
+            params, grads, states[0], masters, lr=hyper.lr, momentum=momentum, dampening=1 - one_minus_dampening,
+            weight_decay=weight_decay, nesterov=bool(nesterov), maximize=sign < 0, is_first_step=is_first_step,
+            grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip

@@ -1,0 +1,45 @@
+"""RMSprop, plain, centered, with momentum, with fp32 masters for 16-bit parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from ._update import assign, fp32_parameters, gradient, write_weight
+
+
+def rmsprop_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    square_avgs: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor] = (),
+    grad_avgs: Sequence[Tensor] = (),
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: float | Tensor,
+    alpha: float,
+    eps: float,
+    weight_decay: float,
+    momentum: float,
+    maximize: bool,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The formula of csrc/formulas/rmsprop.h; centered iff `grad_avgs` are given."""
+    for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
+        g = gradient(grads[i], maximize=maximize, grad_scale=grad_scale) + weight_decay * fp32
+        square_avg = alpha * square_avgs[i] + (1 - alpha) * g * g
+        variance = square_avg
+        if grad_avgs:
+            grad_avg = grad_avgs[i] + (1 - alpha) * (g - grad_avgs[i])
+            # Rounding can push this below 0, where torch takes the root of a negative number.
+            variance = (square_avg - grad_avg * grad_avg).clamp(min=0)
+            assign(grad_avgs[i], grad_avg, found_inf)
+        step = g / (variance.sqrt() + eps)
+        if momentum_buffers:
+            step = momentum * momentum_buffers[i] + step
+            assign(momentum_buffers[i], step, found_inf)
+        assign(square_avgs[i], square_avg, found_inf)
+        assign(fp32, fp32 - lr * step, found_inf)
+        write_weight(param, fp32, found_inf)

@@ -1,0 +1,40 @@
+"""SGD with fp32 masters for 16-bit parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._update import assign, fp32_parameters, gradient, write_weight
+
+
+def sgd_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum_buffers: Sequence[Tensor],
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: float | Tensor,
+    momentum: float,
+    dampening: float,
+    weight_decay: float,
+    nesterov: bool,
+    maximize: bool,
+    is_first_step: bool | Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The formula of csrc/formulas/sgd.h; `is_first_step` may be a 0-dim bool tensor."""
+    for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
+        g = gradient(grads[i], maximize=maximize, grad_scale=grad_scale) + weight_decay * fp32
+        direction = g
+        if momentum_buffers:
+            buffer = momentum_buffers[i]
+            first = torch.as_tensor(is_first_step, device=g.device)
+            buf = torch.where(first, g, momentum * buffer + (1 - dampening) * g)
+            direction = g + momentum * buf if nesterov else buf
+            assign(buffer, buf, found_inf)
+        assign(fp32, fp32 - lr * direction, found_inf)
+        write_weight(param, fp32, found_inf)

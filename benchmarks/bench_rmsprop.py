@@ -1,0 +1,42 @@
+"""RMSprop, the whole step: scaler.step(optimizer), scaler.update().
+
+Bytes that a parameter costs with fp16 weights and fp32 masters: 22 = 2 gradient read by the check + 2 gradient read by
+the update + 8 master read and written + 8 square average read and written + 2 weight written. With an fp32 model:
+24 = 4 + 4 + 8 weight + 8 square average. torch has no fused RMSprop.
+
+    python benchmarks/bench_rmsprop.py --help
+"""
+
+import sys
+
+import torch
+from steps import Family, main
+
+from amp_kernels.optim import FusedRMSprop
+
+LR, ALPHA, EPS = 1e-3, 0.99, 1e-8
+
+
+def update(weights, grads, masters, square_avgs, inv_scale):
+    for weight, grad, master, square_avg in zip(weights, grads, masters, square_avgs, strict=True):
+        g = grad.float() * inv_scale
+        square_avg.mul_(ALPHA).addcmul_(g, g, value=1 - ALPHA)
+        master.addcdiv_(g, square_avg.sqrt() + EPS, value=-LR)
+        weight.copy_(master)
+
+
+FAMILY = Family(
+    name="rmsprop",
+    ours=FusedRMSprop,
+    torchs=torch.optim.RMSprop,
+    options={"lr": LR, "alpha": ALPHA, "eps": EPS},
+    variants=("foreach",),
+    update=update,
+    traffic={
+        torch.float16: (22, "22 bytes a parameter: 2 check + 2 gradient + 8 master + 8 square average + 2 weight"),
+        torch.float32: (24, "24 bytes a parameter: 4 check + 4 gradient + 8 weight + 8 square average"),
+    },
+)
+
+if __name__ == "__main__":
+    sys.exit(main(FAMILY, __doc__))

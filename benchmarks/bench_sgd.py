@@ -1,0 +1,42 @@
+"""SGD with momentum, the whole step: scaler.step(optimizer), scaler.update().
+
+Bytes that a parameter costs with fp16 weights and fp32 masters: 22 = 2 gradient read by the check + 2 gradient read by
+the update + 8 master read and written + 8 momentum read and written + 2 weight written. All gradients must have been
+checked before the first weight changes, hence the second read. With an fp32 model: 24 = 4 + 4 + 8 weight + 8 momentum.
+
+    python benchmarks/bench_sgd.py --help
+"""
+
+import sys
+
+import torch
+from steps import Family, main
+
+from amp_kernels.optim import FusedSGD
+
+LR, MOMENTUM = 1e-3, 0.9
+
+
+def update(weights, grads, masters, buffers, inv_scale):
+    for weight, grad, master, buffer in zip(weights, grads, masters, buffers, strict=True):
+        buffer.mul_(MOMENTUM).add_(grad.float() * inv_scale)
+        master.sub_(LR * buffer)
+        weight.copy_(master)
+
+
+FAMILY = Family(
+    name="sgd",
+    ours=FusedSGD,
+    torchs=torch.optim.SGD,
+    options={"lr": LR, "momentum": MOMENTUM},
+    variants=("fused", "foreach"),
+    update=update,
+    traffic={
+        torch.float16: (22, "22 bytes a parameter: 2 check + 2 gradient + 8 master + 8 momentum + 2 weight"),
+        torch.float32: (24, "24 bytes a parameter: 4 check + 4 gradient + 8 weight + 8 momentum"),
+    },
+    flashoptim="FlashSGD",
+)
+
+if __name__ == "__main__":
+    sys.exit(main(FAMILY, __doc__))

@@ -1,0 +1,315 @@
+"""What the benchmarks share: cases, interleaved timing against a plain copy, one long CSV and a printed table.
+
+A benchmark gives `run_case` its contenders, ours first. Each is built, compared with the reference and, only if it is
+right, timed: all of them and the copy in turn in one process, medians of the rounds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import gc
+import math
+import platform
+import re
+import statistics
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+
+import psutil
+import torch
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+import amp_kernels
+
+FIELDS = (
+    "benchmark", "case", "contender", "scaler", "dtype", "tensors", "elements", "bytes", "median_ms", "p20_ms",
+    "p80_ms", "gb_s", "copy_percent", "ratio_to_ours", "device_name", "torch_version", "amp_kernels_version",
+    "timestamp", "note",
+)  # fmt: skip
+SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
+COPY = "copy"
+MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 5, 200, 2
+# The copy runs before every timed call and so empties the nearer caches as the rest of a training step does. On a GPU
+# it must be far larger than the L2 (B200: 126 MB); on a CPU larger than what a core has of its own.
+MIN_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
+MAX_COPY_BYTES = 2**31
+# Calls queued back to back between two events: time per step as in a training loop, where the GPU is never idle when
+# the step begins. Their second to last find in L2 what fits there: below about 5M parameters a GPU's row says how fast
+# the host and the L2 are.
+CUDA_REPEATS = 10
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The shapes of a model's parameters."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def elements(self) -> int:
+        return sum(map(math.prod, self.shapes))
+
+
+@dataclass(frozen=True)
+class Case:
+    """One table: the same work, done by every contender."""
+
+    benchmark: str
+    name: str
+    dtype: torch.dtype
+    layout: Layout
+    bytes_per_element: int  # what our algorithm must move, hence what GB/s counts for everybody
+    traffic: str  # the same in words
+
+
+@dataclass(frozen=True)
+class Job:
+    """A contender built for a case."""
+
+    run: Callable[[], object]
+    check: Callable[[], str]  # runs it and compares; "" or the reason why the result is wrong
+    settle: Callable[[], object] = lambda: None  # after the check: values that stay finite however often it runs
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to do the work of a case; `build` raises where it cannot."""
+
+    name: str
+    scaler: str
+    memory: int  # bytes per element that it holds
+    build: Callable[[], Job]
+
+
+def few_large(elements: int) -> Layout:
+    return Layout("few large", ((elements // 4,),) * 4)
+
+
+def many_small() -> Layout:
+    return Layout("1000 x 64", ((64,),) * 1000)
+
+
+def resnet50() -> Layout:
+    """The 161 parameters (25.6M elements) of torchvision's ResNet-50."""
+    shapes: list[tuple[int, ...]] = [(64, 3, 7, 7), (64,), (64,)]
+    inputs = 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            outputs = 4 * width
+            convolutions = [(width, inputs, 1, 1), (width, width, 3, 3), (outputs, width, 1, 1)]
+            convolutions += [(outputs, inputs, 1, 1)] if block == 0 else []
+            for shape in convolutions:
+                shapes += [shape, (shape[0],), (shape[0],)]
+            inputs = outputs
+    return Layout("ResNet-50", (*shapes, (1000, 2048), (1000,)))
+
+
+def layouts(args: argparse.Namespace) -> list[Layout]:
+    """Layouts of a run, the small ones first; a line is printed for what is left out."""
+    sizes = (1_000_000,) if args.quick else SIZES
+    chosen = [few_large(n) for n in sizes] + [many_small()] + ([] if args.quick else [resnet50()])
+    for layout in chosen:
+        if layout.elements > args.max_elements:
+            print(f"left out: {layout.name}, {layout.elements:,} elements > --max-elements {args.max_elements:,}")
+    return [layout for layout in chosen if layout.elements <= args.max_elements]
+
+
+def parse_arguments(description: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", type=torch.device, default=default, help=f"cpu or cuda (here: {default})")
+    limit = "largest model in elements (CPU: 1e8, GPU: 1e9)"
+    parser.add_argument("--max-elements", type=lambda text: int(float(text)), help=limit)
+    parser.add_argument("--seconds", type=float, default=2.0, help="time for the rounds of a case (%(default)s)")
+    parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile'd contenders")
+    parser.add_argument("--quick", action="store_true", help="two sizes, no torch.compile: 20 seconds")
+    parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
+    args = parser.parse_args()
+    args.max_elements = args.max_elements or (10**9 if args.device.type == "cuda" else 10**8)
+    args.no_compile |= args.quick
+    args.seconds = min(args.seconds, 1.0) if args.quick else args.seconds
+    args.out = args.out or Path(__file__).parent / "results" / slug(device_name(args.device))
+    return args
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    return f"CPU, {torch.get_num_threads()} cores, {model[1] if model else platform.processor() or platform.machine()}"
+
+
+def slug(name: str) -> str:
+    words = re.sub(r"\((r|tm)\)|nvidia|processor", " ", name.lower())
+    return re.sub(r"[^a-z0-9]+", "-", words).strip("-")
+
+
+def free_bytes(device: torch.device) -> int:
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+
+
+class Report:
+    """Writes rows to the CSV as they come, and a table for each case."""
+
+    def __init__(self, benchmark: str, args: argparse.Namespace) -> None:
+        args.out.mkdir(parents=True, exist_ok=True)
+        self.path = args.out / f"{benchmark}.csv"
+        self._file = self.path.open("w", newline="")
+        self._writer = csv.DictWriter(self._file, FIELDS)
+        self._writer.writeheader()
+        self._device_name = device_name(args.device)
+        self.failures: list[str] = []  # cases in which ours was wrong or could not run
+
+    def add(self, case: Case, rows: Sequence[dict[str, object]]) -> None:
+        shared = {
+            "benchmark": case.benchmark,
+            "case": f"{case.name}, {case.layout.name}",
+            "dtype": str(case.dtype).removeprefix("torch."),
+            "tensors": len(case.layout.shapes),
+            "elements": case.layout.elements,
+            "bytes": case.bytes_per_element * case.layout.elements,
+            "device_name": self._device_name,
+            "torch_version": torch.__version__,
+            "amp_kernels_version": amp_kernels.__version__,
+        }
+        for row in rows:
+            stamp = datetime.now(timezone.utc).isoformat(timespec="seconds")
+            self._writer.writerow({**shared, "timestamp": stamp, **row})
+            self._file.flush()
+        print(f"\n{shared['case']}, {shared['dtype']}, {shared['elements']:,} elements; {case.traffic}")
+        columns = ("contender", "scaler", "median_ms", "p20_ms", "p80_ms", "gb_s", "copy_percent", "ratio_to_ours")
+        print(tabulate([[row.get(c, "") for c in columns] for row in rows if "median_ms" in row], columns))
+        for row in rows:
+            if "median_ms" not in row:
+                print(f"not timed: {row['contender']}: {row['note']}")
+
+
+def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespace, report: Report) -> None:
+    """Builds, checks, times and reports; `contenders[0]` is ours."""
+    torch.compiler.reset()
+    source, target = (torch.ones(_copy_elements(case, args.device), device=args.device) for _ in range(2))
+    calls: dict[Contender, Callable[[], object]] = {}
+    rows = {contender: {"contender": contender.name, "scaler": contender.scaler} for contender in contenders}
+    for contender in contenders:
+        job, why = _build(contender, case, args.device)
+        if job is None:
+            rows[contender]["note"] = why
+        else:
+            calls[contender] = job.run
+    times, copy_times = _interleave(calls, lambda: target.copy_(source), args)
+    copy_bytes = 2 * source.nbytes
+    copy_speed = copy_bytes / statistics.median(copy_times)
+    ours = statistics.median(times[contenders[0]]) if contenders[0] in times else math.nan
+    if contenders[0] not in times:
+        report.failures.append(f"{case.name}, {case.layout.name}: {rows[contenders[0]]['note']}")
+    size = case.bytes_per_element * case.layout.elements
+    for contender, samples in times.items():
+        rows[contender] |= _statistics(samples, size, copy_speed, ours) | {"note": case.traffic}
+    copy = {"contender": COPY, "scaler": "none", "bytes": copy_bytes, "note": f"{copy_bytes:,} bytes read and written"}
+    copy |= _statistics(copy_times, copy_bytes, copy_speed, math.nan)
+    report.add(case, [*rows.values(), copy])
+
+
+def _copy_elements(case: Case, device: torch.device) -> int:
+    size = case.bytes_per_element * case.layout.elements
+    return min(max(size, MIN_COPY_BYTES[device.type]), MAX_COPY_BYTES) // 8
+
+
+def _build(contender: Contender, case: Case, device: torch.device) -> tuple[Job | None, str]:
+    """The job, or None and why there is none."""
+    # 6 bytes: what a step may allocate while it runs (foreach RMSprop: 4) and fragmentation
+    needed = (contender.memory + 6) * case.layout.elements
+    if needed > free_bytes(device):
+        return None, f"needs about {needed / 1e9:.1f} GB, {free_bytes(device) / 1e9:.1f} GB are free"
+    why = ""
+    try:
+        job = contender.build()
+        why = job.check()
+        if not why:
+            job.settle()
+            for _ in range(WARM_UPS):
+                job.run()
+    except Exception as error:  # a peer that cannot run is a row that says so, whatever it raised
+        why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+    if why:
+        job = None
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return job, why
+
+
+def _interleave(
+    calls: dict[Contender, Callable[[], object]], copy: Callable[[], object], args: argparse.Namespace
+) -> tuple[dict[Contender, list[float]], list[float]]:
+    """Milliseconds of each call in rounds of all of them, a copy before every one."""
+    times: dict[Contender, list[float]] = defaultdict(list)
+    copy_times = [_milliseconds(copy, args.device) for _ in range(WARM_UPS)][:0]
+    deadline = time.perf_counter() + args.seconds
+    for done in tqdm(range(MAX_ROUNDS), desc="rounds", leave=False, delay=1):
+        if done >= MIN_ROUNDS and time.perf_counter() > deadline:
+            break
+        for contender, call in calls.items():
+            copy_times.append(_milliseconds(copy, args.device))
+            times[contender].append(_milliseconds(call, args.device))
+    return times, copy_times or [_milliseconds(copy, args.device)]
+
+
+def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+    if device.type == "cpu":
+        start = time.perf_counter()
+        call()
+        return 1e3 * (time.perf_counter() - start)
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize(device)
+    begin.record()
+    for _ in range(CUDA_REPEATS):
+        call()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / CUDA_REPEATS
+
+
+def _statistics(samples: Sequence[float], size: int, copy_speed: float, ours: float) -> dict[str, object]:
+    """Columns of a row; `copy_speed` in bytes per millisecond, `ours` in milliseconds."""
+    p20, *_, p80 = statistics.quantiles(samples, n=5) if len(samples) > 1 else samples * 2
+    median = statistics.median(samples)
+    return {
+        "median_ms": float(f"{median:.5g}"),
+        "p20_ms": float(f"{p20:.5g}"),
+        "p80_ms": float(f"{p80:.5g}"),
+        "gb_s": float(f"{size / median / 1e6:.4g}"),
+        "copy_percent": round(100 * size / median / copy_speed, 1),
+        "ratio_to_ours": "" if math.isnan(ours) else round(median / ours, 3),
+    }
+
+
+def sample(tensors: Sequence[Tensor], count: int = 2**16) -> Tensor:
+    """Up to `count` elements of each tensor, evenly spread, the first and the last among them."""
+    picked = []
+    for tensor in tensors:
+        flat = tensor.detach().reshape(-1)
+        last, k = flat.numel() - 1, min(flat.numel(), count)
+        picked.append(flat[torch.arange(k, device=flat.device) * last // max(k - 1, 1)])
+    return torch.cat(picked)
+
+
+def disagreement(ours: Tensor, torchs: Tensor, exact: Tensor, slack: float = 0.0) -> str:
+    """The error rule: at most twice the error of torch in the same dtype; "" or a sentence.
+
+    Args:
+        slack: more that is allowed, relative to the largest value, to those who compute with less precision by design.
+    """
+    error = (ours.double() - exact).abs().max().item()
+    largest = exact.abs().max().item()
+    allowed = 2 * (torchs.double() - exact).abs().max().item() + (1e-7 + slack) * largest
+    return "" if error <= allowed else f"wrong: error {error:.3g}, allowed {allowed:.3g}"

@@ -1,0 +1,282 @@
+"""The whole optimizer step as contenders: `scaler.step(optimizer)` and `scaler.update()`, ours and its peers.
+
+Gradients hold finite scaled values, as after backward. Every contender starts from the same weights and gradients;
+its fp32 weights after two steps are compared with torch.optim in fp64 before it is timed.
+
+Peers of 16-bit weights with fp32 masters:
+
+- masters by hand: fp32 copies under torch.optim; gradients go up and weights down with torch._foreach_copy_, the stock
+  scaler checks (and, without fused=True, unscales) the fp32 gradients.
+- masters by hand, compiled: conversion, unscaling, update and weight in one compiled function, a flag that makes the
+  stock scaler check the 16-bit gradients, one read of found_inf by the host. The most that a careful user can do.
+- an fp32 model under torch.optim and the stock scaler, what most people do with autocast.
+- flashoptim (16-bit weights with an error term, no scaler); bitsandbytes (fp32 weights).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import chain
+
+import torch
+from common import Case, Contender, Job, Layout, Report, disagreement, layouts, parse_arguments, run_case, sample
+from torch import Tensor
+
+import amp_kernels
+
+CHECK_SCALE, CHECKED_STEPS = 1024.0, 2
+OURS, STOCK, NONE = "GradScaler ours", "torch GradScaler", "none"
+SCALERS: dict[str, type[torch.amp.GradScaler]] = {OURS: amp_kernels.GradScaler, STOCK: torch.amp.GradScaler}
+# Inductor compiles each tensor of a list apart for CPUs: 25 s for 161 tensors, minutes for 1000.
+MAX_COMPILED_TENSORS = {"cpu": 200, "cuda": 1000}
+MIN_COMPILED_ELEMENTS = 10_000_000  # of few large tensors; below it compilation takes the time and no row needs it
+
+Update = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor], None]
+
+
+@dataclass(frozen=True)
+class Family:
+    """An optimizer: ours, torch's and those of other packages, with one set of options."""
+
+    name: str
+    ours: type[torch.optim.Optimizer]
+    torchs: type[torch.optim.Optimizer]
+    options: dict[str, float]
+    variants: tuple[str, ...]  # of torch: "fused", "foreach"
+    update: Update  # the same as a function over (weights, grads, masters, states, inv_scale), to be compiled
+    traffic: dict[torch.dtype, tuple[int, str]]  # bytes that a parameter costs, and the sum in words
+    flashoptim: str = ""  # name of the class, if it has one
+
+
+@dataclass
+class Step:
+    """One contender's model, optimizer and scaler."""
+
+    run: Callable[[], object]
+    grads: Sequence[Tensor]
+    weights: Callable[[], Sequence[Tensor]]  # the fp32 weights
+    low: Sequence[Tensor] = ()  # the 16-bit weights
+    scaler: torch.amp.GradScaler | None = None
+    slack: float = 0.0
+
+
+@dataclass(frozen=True)
+class Model:
+    """Weights and gradients that every contender of a case starts from."""
+
+    family: Family
+    dtype: torch.dtype
+    layout: Layout
+    device: torch.device
+    weights: list[Tensor] = field(init=False)
+    grads: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        generator = torch.Generator(self.device).manual_seed(0)
+
+        def normal(shape: tuple[int, ...]) -> Tensor:
+            return torch.randn(shape, generator=generator, device=self.device).to(self.dtype)
+
+        object.__setattr__(self, "weights", [normal(shape) for shape in self.layout.shapes])
+        object.__setattr__(self, "grads", [normal(shape) for shape in self.layout.shapes])
+
+    def parameters(self, dtype: torch.dtype) -> list[torch.nn.Parameter]:
+        parameters = [torch.nn.Parameter(weight.to(dtype, copy=True)) for weight in self.weights]
+        for p in parameters:
+            p.grad = torch.zeros_like(p)
+        return parameters
+
+    def preset(self, step: Step, scale: float) -> None:
+        torch._foreach_copy_(step.grads, self.grads)
+        torch._foreach_mul_(step.grads, scale if step.scaler is not None else 1.0)
+
+    @cached_property
+    def expected(self) -> tuple[Tensor, Tensor]:
+        """Sampled weights after the checked steps by torch in fp32 and in fp64."""
+        results = []
+        for dtype in (torch.float32, torch.float64):
+            weight = torch.nn.Parameter(sample(self.weights).to(dtype))
+            optimizer = self.family.torchs([weight], **self.family.options)
+            weight.grad = sample(self.grads).to(dtype)
+            for _ in range(CHECKED_STEPS):
+                optimizer.step()
+            results.append(weight.detach())
+        return results[0], results[1]
+
+    def job(self, step: Step) -> Job:
+        def check() -> str:
+            for _ in range(CHECKED_STEPS):
+                self.preset(step, CHECK_SCALE)
+                step.run()
+            weights = sample(step.weights())
+            if step.low and not torch.equal(sample(step.low), weights.to(self.dtype)):
+                return f"wrong: {self.dtype} weights are not the rounded fp32 weights"
+            return disagreement(weights, *self.expected, slack=step.slack)
+
+        def settle() -> None:
+            # Fused torch writes unscaled gradients back: only with a scale of 1 do they stay what they are.
+            self.preset(step, 1.0)
+            if step.scaler is not None:
+                step.scaler.update(1.0)
+
+        return Job(step.run, check, settle)
+
+
+def make_scaler(kind: str, device: torch.device) -> torch.amp.GradScaler | None:
+    if kind == NONE:
+        return None
+    scaler = SCALERS[kind](device.type, init_scale=CHECK_SCALE, growth_interval=10**9)
+    scaler.scale(torch.ones((), device=device))  # creates its tensors, as the loss would
+    return scaler
+
+
+def user_step(optimizer: torch.optim.Optimizer, scaler: torch.amp.GradScaler | None) -> Callable[[], None]:
+    if scaler is None:
+        return optimizer.step
+
+    def step() -> None:
+        scaler.step(optimizer)
+        scaler.update()
+
+    return step
+
+
+def fused_by_us(model: Model, kind: str) -> Step:
+    params = model.parameters(model.dtype)
+    optimizer, scaler = model.family.ours(params, **model.family.options), make_scaler(kind, model.device)
+    low = params if model.dtype != torch.float32 else ()
+
+    def weights() -> list[Tensor]:
+        return [optimizer.state[p]["master"] for p in params] if low else params
+
+    return Step(user_step(optimizer, scaler), [p.grad for p in params], weights, low, scaler)
+
+
+def torch_fp32(model: Model, variant: str, compiled: bool = False) -> Step:
+    params, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
+    optimizer = model.family.torchs(params, **model.family.options, **{variant: True})
+    if compiled:
+        optimizer.step = torch.compile(optimizer.step, dynamic=False)
+    return Step(user_step(optimizer, scaler), [p.grad for p in params], lambda: params, (), scaler)
+
+
+def masters_by_hand(model: Model, variant: str) -> Step:
+    low = model.parameters(model.dtype)
+    masters, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
+    optimizer = model.family.torchs(masters, **model.family.options, **{variant: True})
+    grads, master_grads = [p.grad for p in low], [p.grad for p in masters]
+    update = user_step(optimizer, scaler)
+
+    def step() -> None:
+        with torch.no_grad():
+            torch._foreach_copy_(master_grads, grads)
+            update()
+            torch._foreach_copy_(low, masters)
+
+    return Step(step, grads, lambda: masters, low, scaler)
+
+
+class CompiledMasters(torch.optim.Optimizer):
+    """What a careful user would write around a compiled update of masters, to run under the stock scaler."""
+
+    _step_supports_amp_scaling = True  # the scaler checks the 16-bit gradients and leaves the unscaling to the step
+
+    def __init__(self, params: Sequence[Tensor], update: Update) -> None:
+        super().__init__(params, {})
+        self.low = [p.detach() for p in params]
+        self.masters = [p.float() for p in self.low]
+        self.states = [torch.zeros_like(m) for m in self.masters]
+        self._update = torch.compile(update, dynamic=False)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        if not self.found_inf.item():
+            grads = [p.grad for p in self.param_groups[0]["params"]]
+            self._update(self.low, grads, self.masters, self.states, self.grad_scale.reciprocal())
+
+
+def masters_compiled(model: Model) -> Step:
+    params, scaler = model.parameters(model.dtype), make_scaler(STOCK, model.device)
+    optimizer = CompiledMasters(params, model.family.update)
+    return Step(user_step(optimizer, scaler), [p.grad for p in params], lambda: optimizer.masters, params, scaler)
+
+
+def flashoptim(model: Model) -> Step:
+    import flashoptim
+
+    params = model.parameters(model.dtype)
+    options = {"master_weight_bits": 32, "quantize": False}
+    optimizer = getattr(flashoptim, model.family.flashoptim)(params, **model.family.options, **options)
+
+    def weights() -> list[Tensor]:
+        return [flashoptim.reconstruct_fp32_param(p.detach(), optimizer.state[p]["error_bits"]) for p in params]
+
+    # its momentum has the 16 bits of the weights
+    return Step(optimizer.step, [p.grad for p in params], weights, params, slack=1e-4)
+
+
+def bitsandbytes_fp32(model: Model) -> Step:
+    import bitsandbytes
+
+    params, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
+    optimizer = getattr(bitsandbytes.optim, model.family.torchs.__name__)(params, **model.family.options)
+    return Step(user_step(optimizer, scaler), [p.grad for p in params], lambda: params, (), scaler)
+
+
+def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
+    family, low = model.family, model.dtype != torch.float32
+    torchs = family.torchs.__name__
+    prefix = "fp32 model, " if low else ""
+
+    def contender(name: str, scaler: str, memory: int, build: Callable[..., Step], *options: object) -> Contender:
+        return Contender(name, scaler, memory, lambda: model.job(build(model, *options)))
+
+    ours = f"amp_kernels {family.ours.__name__}"
+    found = [contender(ours, kind, 12, fused_by_us, kind) for kind in (OURS, STOCK)]
+    if low:
+        found += [
+            contender(f"masters by hand, torch {v} {torchs}", STOCK, 16, masters_by_hand, v) for v in family.variants
+        ]
+    found += [contender(f"{prefix}torch {v} {torchs}", STOCK, 12, torch_fp32, v) for v in family.variants]
+    if low:
+        found.append(contender("masters by hand, compiled", STOCK, 12, _unless(args, masters_compiled)))
+    found.append(contender(f"{prefix}torch {torchs}, compiled", STOCK, 12, _unless(args, torch_fp32), "foreach", True))
+    if low and family.flashoptim:
+        found.append(contender(f"flashoptim {family.flashoptim}", NONE, 10, flashoptim))
+    if not low:
+        found.append(contender(f"bitsandbytes {torchs}", STOCK, 12, bitsandbytes_fp32))
+    return found
+
+
+def _unless(args: argparse.Namespace, build: Callable[..., Step]) -> Callable[..., Step]:
+    """`build`, or a refusal where compiling is switched off or takes too long."""
+
+    def guarded(model: Model, *options: object) -> Step:
+        tensors, limit = len(model.layout.shapes), MAX_COMPILED_TENSORS[model.device.type]
+        if args.no_compile:
+            raise RuntimeError("left out by --no-compile or --quick")
+        if tensors > limit:
+            raise RuntimeError(f"compiling for {tensors} tensors takes minutes; not done above {limit} on this device")
+        if tensors < 10 and model.layout.elements < MIN_COMPILED_ELEMENTS:
+            raise RuntimeError(f"compiled only from {MIN_COMPILED_ELEMENTS:,} elements on")
+        return build(model, *options)
+
+    return guarded
+
+
+def main(family: Family, description: str | None) -> int:
+    """Runs the benchmark of a family from the command line; the exit code says whether ours was right everywhere."""
+    args = parse_arguments(description)
+    report = Report(family.name, args)
+    names = {torch.float16: "fp16 weights + fp32 masters", torch.float32: "fp32 model"}
+    for dtype, layout in chain.from_iterable(((d, one) for one in layouts(args)) for d in names):
+        size, traffic = family.traffic[dtype]
+        model = Model(family, dtype, layout, args.device)
+        run_case(Case(family.name, names[dtype], dtype, layout, size, traffic), contenders(model, args), args, report)
+    print(f"\n{report.path}")
+    for failure in report.failures:
+        print(f"FAILED: {failure}")
+    return 1 if report.failures else 0

@@ -1,0 +1,62 @@
+// From the arguments of the table ops (schemas: amp_kernels/_ops.py) to the structs the kernels take. Everything
+// was checked in Python, where the table was built.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+
+#include <optional>
+
+#include "../table.h"
+
+namespace amp_kernels {
+
+using torch::stable::Tensor;
+
+template <class T>
+T* data(const Tensor& tensor) {
+  return static_cast<T*>(tensor.data_ptr());
+}
+
+template <class T>
+const T* data(const std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
+}
+
+inline Table make_table(const Tensor& table, const Tensor& chunks, int64_t chunk_size) {
+  return {data<int64_t>(table), table.size(1), data<int32_t>(chunks), chunks.size(0), chunk_size};
+}
+
+inline GradientPass make_pass(const Tensor& table, const Tensor& chunks, int64_t chunk_size,
+                              const std::optional<Tensor>& scale, bool divide, bool write, bool clear,
+                              const Tensor& partials, const Tensor& found_inf, const Tensor& norm,
+                              const Tensor& record) {
+  return {make_table(table, chunks, chunk_size),
+          data<float>(scale),
+          divide,
+          write,
+          clear,
+          data<double>(partials),
+          data<float>(found_inf),
+          data<float>(norm),
+          data<Record>(record)};
+}
+
+inline Update make_update(const Tensor& table, const Tensor& chunks, int64_t chunk_size, const Tensor& steps,
+                          const Tensor& hyper, const Tensor& lr, int64_t param_dtype, int64_t grad_dtype,
+                          const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
+                          const std::optional<Tensor>& grad_norm, double max_norm) {
+  return {make_table(table, chunks, chunk_size),
+          data<int32_t>(steps),
+          data<float>(hyper),
+          data<int64_t>(lr),
+          data<float>(grad_scale),
+          data<float>(found_inf),
+          data<float>(grad_norm),
+          static_cast<float>(max_norm),
+          static_cast<Dtype>(param_dtype),
+          static_cast<Dtype>(grad_dtype)};
+}
+
+}  // namespace amp_kernels

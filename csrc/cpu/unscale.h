@@ -1,0 +1,95 @@
+// The gradient pass on a CPU: check, norm and unscaling.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+
+#include "../formulas/unscale.h"
+#include "convert.h"
+
+namespace amp_kernels::cpu {
+
+constexpr int64_t kBlock = 1024;  // elements staged as fp32 in L1
+constexpr int kLanes = 32;        // fp32 sums of 32 squares each: at most 1e-6 of rounding even when it is one-sided
+
+inline double block_sum_of_squares(const float* x, int64_t n) {
+  float lane[kLanes] = {};
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes)
+    for (int l = 0; l < kLanes; ++l) lane[l] += x[i + l] * x[i + l];
+  double sum = 0.0;
+  for (int l = 0; l < kLanes; ++l) sum += lane[l];
+  for (; i < n; ++i) sum += static_cast<double>(x[i]) * x[i];
+  return sum;
+}
+
+template <class G>
+double exact_sum_of_squares(const G* grad, int64_t n) {
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; ++i) {
+    const double x = static_cast<float>(grad[i]);
+    sum += x * x;
+  }
+  return sum;
+}
+
+template <class G>
+double sum_of_squares(const G* grad, int64_t n) {
+  float x[kBlock];
+  double sum = 0.0;
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t m = std::min(kBlock, n - i);
+    if constexpr (std::is_same_v<G, float>) {
+      sum += block_sum_of_squares(grad + i, m);
+    } else {
+      load(grad + i, x, m);
+      sum += block_sum_of_squares(x, m);
+    }
+  }
+  return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad, n);
+}
+
+template <class G>
+void multiply(G* grad, float factor, int64_t n) {
+  float x[kBlock];
+  for (int64_t i = 0; i < n; i += kBlock) {
+    const int64_t m = std::min(kBlock, n - i);
+    load(grad + i, x, m);
+    for (int64_t j = 0; j < m; ++j) x[j] *= factor;
+    store(x, grad + i, m);
+  }
+}
+
+inline void unscale_chunk(const GradientPass& pass, float factor, int64_t index) {
+  const Chunk chunk(pass.table, index);
+  const Dtype dtype = static_cast<Dtype>(pass.table.at(kGradDtype, chunk.tensor));
+  pass.partials[index] = with_dtype(dtype, [&](auto tag) {
+    auto* grad = chunk.in<decltype(tag)>(pass.table, kGrad);
+    if (grad == nullptr) return 0.0;
+    const double sum = sum_of_squares(grad, chunk.size);
+    if (pass.write) multiply(grad, factor, chunk.size);
+    return sum;
+  });
+}
+
+// Folds the partial sums in the order of the chunks, whatever thread made them.
+inline void finish_pass(const GradientPass& pass, float factor) {
+  double sum = 0.0;
+  int64_t first_bad = std::numeric_limits<int64_t>::max();
+  for (int64_t c = 0; c < pass.table.chunk_count; ++c) {
+    sum += pass.partials[c];
+    if (!std::isfinite(pass.partials[c])) first_bad = std::min<int64_t>(first_bad, pass.table.chunks[2 * c]);
+  }
+  const bool bad = !std::isfinite(sum);
+  *pass.norm = static_cast<float>(std::sqrt(sum) * factor);
+  if (bad || pass.clear) *pass.found_inf = bad ? 1.0f : 0.0f;
+  if (!pass.clear) return;
+  ++pass.record->passes;
+  if (!bad) return;
+  pass.record->overflow_pass = pass.record->passes;
+  pass.record->overflow_tensor = first_bad;
+}
+
+}  // namespace amp_kernels::cpu

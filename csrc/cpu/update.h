@@ -1,0 +1,68 @@
+// One pass of an optimizer over a chunk on a CPU: gradient in, master, state and 16-bit weight out.
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "../formulas/unscale.h"
+#include "convert.h"
+
+namespace amp_kernels::cpu {
+
+constexpr int64_t kUpdateBlock = 256;  // elements; the staged gradient and absent states stay in L1
+
+template <class Formula>
+void apply(const Formula& formula, float* __restrict p, const float* __restrict g, float* __restrict s0,
+           float* __restrict s1, float* __restrict s2, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    if constexpr (Formula::kStates == 1) {
+      float s[1] = {s0[i]};
+      p[i] = formula(p[i], g[i], s);
+      s0[i] = s[0];
+    } else {
+      float s[3] = {s0[i], s1[i], s2[i]};
+      p[i] = formula(p[i], g[i], s);
+      s0[i] = s[0], s1[i] = s[1], s2[i] = s[2];
+    }
+  }
+}
+
+template <class Formula, class P, class G>
+void update_chunk(const Update& update, float factor, int64_t index) {
+  const Chunk chunk(update.table, index);
+  const G* grad = chunk.in<G>(update.table, kGrad);
+  if (grad == nullptr) return;
+  P* weight = chunk.in<P>(update.table, kParam);
+  float* param = std::is_same_v<P, float> ? reinterpret_cast<float*>(weight)
+                                          : chunk.in<float>(update.table, kMaster);
+  float* state[3] = {};
+  bool has[Formula::kStates];
+  for (int k = 0; k < Formula::kStates; ++k) {
+    state[k] = chunk.in<float>(update.table, kState + k);
+    has[k] = state[k] != nullptr;
+  }
+  const int64_t group = update.table.at(kGroup, chunk.tensor);
+  const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]),
+                        factor, update.steps[index] == 0, has);
+  ++update.steps[index];
+
+  float staged[kUpdateBlock];
+  float absent[3][kUpdateBlock];
+  for (int64_t i = 0; i < chunk.size; i += kUpdateBlock) {
+    const int64_t n = std::min(kUpdateBlock, chunk.size - i);
+    float* s[3];
+    for (int k = 0; k < 3; ++k) {
+      s[k] = state[k] == nullptr ? absent[k] : state[k] + i;
+      if (k < Formula::kStates && state[k] == nullptr) std::fill_n(absent[k], n, 0.0f);
+    }
+    if constexpr (std::is_same_v<G, float>) {
+      apply(formula, param + i, grad + i, s[0], s[1], s[2], n);
+    } else {
+      load(grad + i, staged, n);
+      apply(formula, param + i, staged, s[0], s[1], s[2], n);
+    }
+    if constexpr (!std::is_same_v<P, float>) store(param + i, weight + i, n);
+  }
+}
+
+}  // namespace amp_kernels::cpu

@@ -1,0 +1,225 @@
+// All that our kernels use beyond plain C++, for nvcc and, with AMP_KERNELS_CUDA_ON_CPU, for a host compiler
+// (it gets tests/cuda_on_cpu/emulator.h first, as nvcc gets its own header), so that the same kernels run where there is no GPU. No torch header.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+#ifndef AMP_KERNELS_CUDA_ON_CPU
+#include <cuda_runtime.h>
+#endif
+
+namespace amp_kernels {
+
+using Stream = cudaStream_t;
+
+// ---------------------------------------------------------------------------------------------- element access
+// T is float, __half or __nv_bfloat16; arithmetic is in float; stores round to nearest even.
+
+__device__ __forceinline__ float to_float(float value) { return value; }
+__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
+
+template <class T>
+__device__ __forceinline__ T from_float(float value);
+template <>
+__device__ __forceinline__ float from_float<float>(float value) {
+  return value;
+}
+template <>
+__device__ __forceinline__ __half from_float<__half>(float value) {
+  return __float2half_rn(value);
+}
+template <>
+__device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) {
+  return __float2bfloat16_rn(value);
+}
+
+__host__ __device__ __forceinline__ bool is_aligned16(const void* address) {
+  return reinterpret_cast<uintptr_t>(address) % 16 == 0;
+}
+
+template <class T, int N>
+struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
+  T data[N];
+};
+
+// The widest access to a pack: 16 bytes, 8 for four 16-bit elements beside four of fp32, else an element. An integer
+// type pins the width: nvcc may split the copy of a struct of 16-bit members.
+template <class T, int N>
+using Access = std::conditional_t<sizeof(T) * N % 16 == 0, int4, std::conditional_t<sizeof(T) * N % 8 == 0, int2, T>>;
+
+// Addresses come from a table as integers, and without this word nvcc emits generic accesses (LD for LDG).
+template <class T>
+__device__ __forceinline__ void assume_global(const T* p) {
+#ifdef __CUDA_ARCH__
+  __builtin_assume(__isGlobal(p));
+#else
+  (void)p;
+#endif
+}
+
+// The N neighbours at p, in wide accesses if `aligned` (to the access, and the same for the whole block: the branch is
+// uniform), else one by one.
+template <int N, class T>
+__device__ __forceinline__ Vector<float, N> load_pack(const T* p, bool aligned) {
+  using Word = Access<T, N>;
+  constexpr int kElements = sizeof(Word) / sizeof(T);
+  assume_global(p);
+  Vector<T, N> raw;
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < N; i += kElements) {
+      const Word word = *reinterpret_cast<const Word*>(p + i);
+      memcpy(raw.data + i, &word, sizeof(Word));
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) raw.data[i] = p[i];
+  }
+  Vector<float, N> result;
+#pragma unroll
+  for (int i = 0; i < N; ++i) result.data[i] = to_float(raw.data[i]);
+  return result;
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool aligned) {
+  using Word = Access<T, N>;
+  constexpr int kElements = sizeof(Word) / sizeof(T);
+  assume_global(p);
+  Vector<T, N> raw;
+#pragma unroll
+  for (int i = 0; i < N; ++i) raw.data[i] = from_float<T>(values[i]);
+  if (aligned) {
+#pragma unroll
+    for (int i = 0; i < N; i += kElements) {
+      Word word;
+      memcpy(&word, raw.data + i, sizeof(Word));
+      *reinterpret_cast<Word*>(p + i) = word;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < N; ++i) p[i] = raw.data[i];
+  }
+}
+
+// ------------------------------------------------------------------------------------------- block cooperation
+// blockDim.x is a multiple of 32, at most 1024, and blocks are one-dimensional; every thread of the block calls.
+
+// The only shared memory a kernel may use (launch sizes it): the emulator poisons it before each block.
+__device__ __forceinline__ char* shared_memory() {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  return emulator::shared_memory();
+#else
+  extern __shared__ int4 amp_kernels_shared_memory[];
+  return reinterpret_cast<char*>(amp_kernels_shared_memory);
+#endif
+}
+
+__device__ __forceinline__ void barrier() { __syncthreads(); }
+__device__ __forceinline__ void device_fence() { __threadfence(); }
+__device__ __forceinline__ unsigned ticket(unsigned* counter) { return atomicAdd(counter, 1u); }
+__device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value) != 0; }
+
+template <class T>
+__device__ __forceinline__ T warp_shuffle_xor(T value, int mask) {
+  return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// Fixed order, and the same bits in every thread, since combine is commutative. `shared`: 32 values of T, free
+// again on return.
+template <class T, class Combine>
+__device__ __forceinline__ T block_reduce(T value, T identity, T* shared, Combine combine) {
+  const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value = combine(value, warp_shuffle_xor(value, mask));
+  if (lane == 0) shared[threadIdx.x / 32] = value;
+  barrier();
+  value = lane < blockDim.x / 32 ? shared[lane] : identity;
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) value = combine(value, warp_shuffle_xor(value, mask));
+  barrier();
+  return value;
+}
+
+struct Sum {
+  template <class T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return a + b;
+  }
+};
+
+struct Min {
+  template <class T>
+  __device__ __forceinline__ T operator()(T a, T b) const {
+    return b < a ? b : a;
+  }
+};
+
+__device__ __forceinline__ double block_sum(double value, double* shared) {
+  return block_reduce(value, 0.0, shared, Sum());
+}
+
+template <class T>
+__device__ __forceinline__ T block_min(T value, T identity, T* shared) {
+  return block_reduce(value, identity, shared, Min());
+}
+
+// True in all threads of the block that gets here last. What thread 0 wrote before is then visible to that block.
+// It leaves `counter` at 0, as every launch must find it.
+__device__ __forceinline__ bool is_last_block(unsigned* counter) {
+  bool last = false;
+  if (threadIdx.x == 0) {
+    device_fence();
+    last = ticket(counter) == gridDim.x - 1;
+    if (last) *counter = 0;
+  }
+  last = block_any(last);
+  if (last) device_fence();
+  return last;
+}
+
+// ---------------------------------------------------------------------------------------------------- host side
+
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+
+inline int multiprocessor_count() { return emulator::kMultiprocessors; }
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
+            Arguments... arguments) {
+  emulator::run(grid, block, shared_bytes, [&] { kernel(arguments...); });
+}
+
+#else
+
+inline void check(cudaError_t error) {
+  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
+
+inline int multiprocessor_count() {
+  int device = 0;
+  int count = 0;
+  check(cudaGetDevice(&device));
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
+  return count;
+}
+
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream stream,
+            Arguments... arguments) {
+  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+  check(cudaGetLastError());
+}
+
+#endif
+
+}  // namespace amp_kernels

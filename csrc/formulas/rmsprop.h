@@ -1,0 +1,41 @@
+// One element of RMSprop (Hinton 2012; centered: Graves 2013, as torch.optim.RMSprop writes it):
+//   g <- g + weight_decay * p
+//   v <- alpha * v + (1 - alpha) * g^2
+//   centered: a <- a + (1 - alpha) * (g - a)
+//   d <- sqrt(v - a^2) + eps                       (a = 0 unless centered)
+//   b <- momentum * b + g / d,  p <- p - lr * b    (b = g / d without momentum)
+#pragma once
+
+#include <cmath>
+
+#include "../table.h"
+
+namespace amp_kernels {
+
+struct RmspropFormula {
+  static constexpr int kStates = 3;  // square_avg, momentum_buffer, grad_avg; an absent one reads as 0
+
+  float factor, lr, alpha, one_minus_alpha, centering, eps, weight_decay, momentum;
+
+  AMP_KERNELS_HD RmspropFormula(const float* hyper, float lr, float factor, bool, const bool (&has)[kStates])
+      : factor(factor * hyper[4]),
+        lr(lr),
+        alpha(hyper[0]),
+        one_minus_alpha(hyper[1]),
+        centering(has[2] ? hyper[1] : 0.0f),
+        eps(hyper[2]),
+        weight_decay(hyper[3]),
+        momentum(has[1] ? hyper[5] : 0.0f) {}
+
+  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
+    g = g * factor + weight_decay * p;
+    s[0] = alpha * s[0] + one_minus_alpha * g * g;
+    s[2] += centering * (g - s[2]);
+    const float variance = s[0] - s[2] * s[2];
+    // Rounding can push v - a^2 below 0, where torch takes the root of a negative number. NaN is kept.
+    s[1] = momentum * s[1] + g / (sqrtf(variance < 0.0f ? 0.0f : variance) + eps);
+    return p - lr * s[1];
+  }
+};
+
+}  // namespace amp_kernels

@@ -1,0 +1,35 @@
+// One element of SGD (Sutskever et al. 2013, as torch.optim.SGD writes it):
+//   g <- g + weight_decay * p
+//   b <- momentum * b + (1 - dampening) * g        (b <- g at the first step)
+//   p <- p - lr * (nesterov ? g + momentum * b : b)
+#pragma once
+
+#include "../table.h"
+
+namespace amp_kernels {
+
+struct SgdFormula {
+  static constexpr int kStates = 1;  // momentum_buffer
+
+  float factor, lr, momentum, one_minus_dampening, weight_decay, lookahead;
+  bool first;
+
+  // Without a momentum buffer every step is a first one: b = g.
+  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, bool first, const bool (&has)[kStates])
+      : factor(factor * hyper[4]),
+        lr(lr),
+        momentum(hyper[0]),
+        one_minus_dampening(hyper[1]),
+        weight_decay(hyper[2]),
+        lookahead(hyper[3] != 0.0f && has[0] ? hyper[0] : 0.0f),
+        first(first || !has[0]) {}
+
+  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
+    g = g * factor + weight_decay * p;
+    s[0] = first ? g : momentum * s[0] + one_minus_dampening * g;
+    const float direction = lookahead != 0.0f ? g + lookahead * s[0] : s[0];
+    return p - lr * direction;
+  }
+};
+
+}  // namespace amp_kernels

@@ -1,0 +1,86 @@
+// The arguments of every kernel: a table of tensors, a list of chunks, and a few device scalars.
+//
+// The table is int64 [rows, tensors], built once by amp_kernels/_table.py; a step re-sends only the rows that
+// changed. Addresses point at dense memory, walked in storage order, and are aligned to their element only.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__) || defined(AMP_KERNELS_CUDA_ON_CPU)
+#define AMP_KERNELS_HD __host__ __device__ __forceinline__
+#else
+#define AMP_KERNELS_HD inline
+#endif
+
+namespace amp_kernels {
+
+enum Row { kNumel, kGrad, kGradDtype, kGroup, kParam, kMaster, kState };  // kState + i is the i-th state
+
+enum Dtype { kFloat, kHalf, kBFloat16 };
+
+constexpr int kHyperColumns = 8;
+
+struct Table {
+  const int64_t* data;
+  int64_t tensors;
+  const int32_t* chunks;  // [chunk_count, 2]: tensor, index of the chunk within it
+  int64_t chunk_count;
+  int64_t chunk_size;  // elements; a multiple of 1024, so every chunk is as aligned as its tensor
+
+  AMP_KERNELS_HD int64_t at(int row, int64_t tensor) const { return data[row * tensors + tensor]; }
+};
+
+// One chunk: elements [begin, begin + size) of a tensor.
+struct Chunk {
+  int64_t tensor;
+  int64_t begin;
+  int64_t size;
+
+  AMP_KERNELS_HD Chunk(const Table& table, int64_t index)
+      : tensor(table.chunks[2 * index]), begin(table.chunks[2 * index + 1] * table.chunk_size) {
+    const int64_t rest = table.at(kNumel, tensor) - begin;
+    size = rest < table.chunk_size ? rest : table.chunk_size;
+  }
+
+  // First element of the chunk in an array of the table; nullptr where the tensor has no such array.
+  template <class T>
+  AMP_KERNELS_HD T* in(const Table& table, int row) const {
+    const int64_t address = table.at(row, tensor);
+    return address == 0 ? nullptr : reinterpret_cast<T*>(address) + begin;
+  }
+};
+
+// What the gradient pass leaves for the host to read whenever it likes.
+struct Record {
+  int64_t ticket;  // blocks done; 0 between launches
+  int64_t passes;
+  int64_t overflow_pass;    // the last pass that met a NaN or inf
+  int64_t overflow_tensor;  // and the first tensor that held one
+};
+
+struct GradientPass {
+  Table table;
+  const float* scale;  // nullptr: factor 1
+  bool divide;
+  bool write;
+  bool clear;
+  double* partials;  // one per chunk: its sum of squares, finite iff its elements are
+  float* found_inf;
+  float* norm;
+  Record* record;
+};
+
+struct Update {
+  Table table;
+  int32_t* steps;         // per chunk: updates applied so far, written by the one block that owns the chunk
+  const float* hyper;     // [groups, kHyperColumns]
+  const int64_t* lr;      // [groups]: addresses, so that a tensor lr stays live
+  const float* grad_scale;
+  const float* found_inf;
+  const float* grad_norm;
+  float max_norm;
+  Dtype param_dtype;
+  Dtype grad_dtype;
+};
+
+}  // namespace amp_kernels

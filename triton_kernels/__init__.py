@@ -1,0 +1,14 @@
+if __name__ != "amp_kernels.triton_kernels":
+    raise ImportError(
+        f"amp_kernels: this folder must be imported as amp_kernels.triton_kernels, got {__name__!r} "
+        "(another project owns the import name triton_kernels). "
+        "Install with `pip install --no-build-isolation -e .` and import amp_kernels; "
+        "if you meant the other project, run Python in another directory"
+    )
+
+from .rmsprop import _rmsprop_table_
+from .send import _send_
+from .sgd import _sgd_table_
+from .unscale import _unscale_table_
+
+__all__ = ["_rmsprop_table_", "_send_", "_sgd_table_", "_unscale_table_"]

@@ -1,0 +1,196 @@
+"""What the kernels share: rows of the table, element access through int64 addresses, the launch."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+# Rows of the table and codes of the dtypes, see csrc/table.h.
+NUMEL = tl.constexpr(0)
+GRAD = tl.constexpr(1)
+GRAD_DTYPE = tl.constexpr(2)
+GROUP = tl.constexpr(3)
+PARAM = tl.constexpr(4)
+MASTER = tl.constexpr(5)
+STATE0 = tl.constexpr(6)
+STATE1 = tl.constexpr(7)
+STATE2 = tl.constexpr(8)
+HYPER_COLUMNS = tl.constexpr(8)
+
+FP32 = tl.constexpr(0)
+FP16 = tl.constexpr(1)
+BF16 = tl.constexpr(2)
+
+# Updates: four neighbours a thread are 16 bytes of fp32, side by side in a warp, and 8 bytes of a 16-bit
+# array. With eight, each fp32 access of a warp would skip every other 16 bytes, and most bytes of an update
+# are fp32.
+UPDATE_VEC = tl.constexpr(4)
+UPDATE_WARPS = 4
+# Eight elements a thread, four where access is by element: there each needs an address and a predicate of its
+# own, and that path would set the registers of the kernel (RMSprop, sm_90: 116 with eight, 75 with four).
+UPDATE_TILE = tl.constexpr(UPDATE_WARPS * 32 * 8)
+UPDATE_TILE_BY_ELEMENT = tl.constexpr(UPDATE_WARPS * 32 * 4)
+
+_INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
+
+
+# ------------------------------------------------------------------------------------------ table and scalars
+
+
+@triton.jit
+def table_entry(table_ptr, n_tensors, ROW: tl.constexpr, tensor):
+    return tl.load(table_ptr + ROW * n_tensors.to(tl.int64) + tensor)
+
+
+@triton.jit
+def chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size):
+    """(tensor, first element, number of elements) of a chunk; the first element is 64-bit."""
+    tensor = tl.load(chunks_ptr + 2 * chunk)
+    begin = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * chunk_size
+    rest = table_entry(table_ptr, n_tensors, NUMEL, tensor) - begin
+    return tensor, begin, tl.minimum(rest, chunk_size).to(tl.int32)
+
+
+@triton.jit
+def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE: tl.constexpr):
+    """Address of the chunk's first element in an array of the table; 0 where the tensor has no such array."""
+    address = table_entry(table_ptr, n_tensors, ROW, tensor)
+    return tl.where(address == 0, 0, address + begin * (4 if DTYPE == FP32 else 2))
+
+
+@triton.jit
+def is_skipped(found_inf_ptr):
+    skipped = False
+    if found_inf_ptr is not None:
+        skipped = tl.load(found_inf_ptr) != 0.0  # 2.0 skips too: a sum over devices or ranks
+    return skipped
+
+
+@triton.jit
+def update_factor(grad_scale_ptr, grad_norm_ptr, max_norm):
+    """What a gradient is multiplied by on its way into an update: unscaling and clipping."""
+    factor = tl.full((), 1.0, tl.float32)
+    if grad_scale_ptr is not None:
+        factor = tl.div_rn(factor, tl.load(grad_scale_ptr))
+    if grad_norm_ptr is not None:
+        # Eager Triton types a Python float fp32, Inductor fp64: hence the cast. 1e-6 is clip_grad_norm_'s.
+        coefficient = tl.div_rn(max_norm.to(tl.float32), tl.load(grad_norm_ptr) + 1e-6)
+        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # written so that a NaN norm stays visible
+    return factor
+
+
+# --------------------------------------------------------------------------------------------- element access
+# VEC is how many neighbours one access of a thread covers. Callers take VEC > 1 only in a branch where the
+# address and the count are multiples of it; both are rounded down to it there, which changes nothing and
+# keeps the hint true wherever the compiler moves the code.
+# bf16 travels as int16: the interpreter (3.6 to 3.9) misreads bf16 subnormals and truncates where it should
+# round.
+
+
+@triton.jit
+def is_aligned(address, DTYPE: tl.constexpr, VEC: tl.constexpr):
+    return address % (VEC * (4 if DTYPE == FP32 else 2)) == 0
+
+
+@triton.jit
+def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
+    BYTES: tl.constexpr = VEC * (4 if DTYPE == FP32 else 2)
+    if VEC > 1:
+        address = address // BYTES * BYTES
+    if DTYPE == FP32:
+        base = address.to(tl.pointer_type(tl.float32))
+    elif DTYPE == FP16:
+        base = address.to(tl.pointer_type(tl.float16))
+    else:
+        base = address.to(tl.pointer_type(tl.int16))
+    if VEC > 1:
+        base = tl.multiple_of(base, BYTES)
+    return base + offsets
+
+
+@triton.jit
+def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
+    """Elements as fp32; 0 where the mask is off."""
+    x = tl.load(element_pointers(address, offsets, DTYPE, VEC), mask=mask, other=0)
+    if DTYPE == BF16:
+        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
+    """Store fp32 values, rounded to nearest even."""
+    if DTYPE == FP32:
+        y = x
+    elif DTYPE == FP16:
+        y = x.to(tl.float16)
+    elif _INTERPRETED:
+        y = _bf16_bits(x)
+    else:
+        y = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
+    tl.store(element_pointers(address, offsets, DTYPE, VEC), y, mask=mask)
+
+
+@triton.jit
+def _bf16_bits(x):
+    bits = x.to(tl.int32, bitcast=True)
+    rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
+    return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
+
+
+# ----------------------------------------------------------------------------------------------------- launch
+
+
+def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **constants: Any) -> None:
+    """Runs one program per chunk on the table's device and its current stream.
+
+    The hardware hands out chunks as blocks retire, which evens out short tails and skipped tensors. A
+    persistent grid would divide the work beforehand, by the multiprocessor count of the right device.
+    """
+    if n_programs == 0:
+        return
+    guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if table.is_cuda and table.device.index != torch.cuda.current_device():
+        guard = torch.cuda.device(table.device)
+    with guard:
+        # Fused multiply-add as nvcc has it: the default changes with Triton 3.10.
+        kernel[(n_programs,)](table, *args, **constants, enable_fp_fusion=True)
+
+
+def launch_update(
+    kernel: Any,
+    table: torch.Tensor,
+    chunks: torch.Tensor,
+    chunk_size: int,
+    steps: torch.Tensor,
+    hyper: torch.Tensor,
+    lr: torch.Tensor,
+    param_dtype: int,
+    grad_dtype: int,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    grad_norm: torch.Tensor | None,
+    max_norm: float,
+) -> None:
+    launch(
+        kernel,
+        chunks.shape[0],
+        table,
+        chunks,
+        table.shape[1],
+        chunk_size,
+        steps,
+        hyper,
+        lr,
+        grad_scale,
+        found_inf,
+        grad_norm,
+        max_norm,
+        PARAM_DTYPE=param_dtype,
+        GRAD_DTYPE=grad_dtype,
+        num_warps=UPDATE_WARPS,
+    )

@@ -1,0 +1,21 @@
+"""Small tables to the device. No kernel: Triton would compile a variant for every mix of argument types."""
+
+from __future__ import annotations
+
+import torch
+
+
+def _send_(host: torch.Tensor, to: torch.Tensor) -> None:
+    if to.is_cuda and torch.cuda.is_current_stream_capturing():
+        _write_by_value(host, to)
+    else:
+        to.copy_(
+            host, non_blocking=True
+        )  # pageable memory is read before the call returns, so `host` may die
+
+
+def _write_by_value(host: torch.Tensor, to: torch.Tensor) -> None:
+    # A captured copy would read host memory again at every replay; the scalars of a foreach call are arguments
+    # of its kernels, which the graph keeps.
+    to.zero_()
+    torch._foreach_add_(list(to.view(-1).unbind()), host.view(-1).tolist())

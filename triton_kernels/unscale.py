@@ -1,0 +1,178 @@
+"""The gradient pass: one read of every gradient gives the non-finite check, the norm and the first bad
+tensor; with WRITE the gradients are unscaled in place as well. One launch for any mix of dtypes.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import (
+    BF16,
+    FP16,
+    FP32,
+    GRAD,
+    GRAD_DTYPE,
+    chunk_bounds,
+    is_aligned,
+    launch,
+    load_elements,
+    store_elements,
+    table_entry,
+)
+
+_NUM_WARPS = 4
+# 64 bytes of gradient a thread: four 16-byte loads in flight, at most 32 elements added in one lane. Half of
+# that where access is by element: with all of it that path takes 92 registers on sm_90 instead of 64.
+_TILE_BYTES = tl.constexpr(_NUM_WARPS * 32 * 64)
+_FOLD = tl.constexpr(1024)  # partial sums read at a time
+
+
+@triton.jit
+def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr):
+    TILE: tl.constexpr = (_TILE_BYTES if VEC > 1 else _TILE_BYTES // 2) // (4 if DTYPE == FP32 else 2)
+    total = tl.full((), 0.0, tl.float64)
+    if VEC > 1:
+        n = n // VEC * VEC
+    for i in range(0, n, TILE):
+        offsets = i + tl.arange(0, TILE)
+        mask = offsets < n
+        x = load_elements(address, offsets, mask, DTYPE, VEC)
+        if WRITE:
+            store_elements(address, offsets, x * factor, mask, DTYPE, VEC)
+        # Fast: squares in fp32, added in a lane and then as a tree. NaN or inf make the sum non-finite; so do
+        # finite elements above 1.8e19, and those below 1e-19 vanish from it.
+        s = tl.sum(x * x)
+        if (s >= 1e-24) & (s < float("inf")):
+            total += s
+        else:
+            # Slow, from registers: with WRITE, memory has changed. The largest magnitude, as an integer, is
+            # an exact isfinite, and spares tiles of zeros (embedding rows nobody used) the fp64 work.
+            magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+            if magnitude >= 0x7F800000:
+                total += float("nan")
+            elif magnitude > 0:
+                wide = x.to(tl.float64)
+                total += tl.sum(wide * wide)
+    return total
+
+
+@triton.jit
+def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr):
+    """Sum of squares of one chunk of raw gradients in fp64; NaN iff an element is NaN or inf."""
+    VEC: tl.constexpr = 4 if DTYPE == FP32 else 8
+    if is_aligned(address, DTYPE, VEC) & (n % VEC == 0):
+        total = _sum_tiles(address, n, factor, WRITE, DTYPE, VEC)
+    else:
+        total = _sum_tiles(address, n, factor, WRITE, DTYPE, 1)
+    return total
+
+
+@triton.jit
+def _finish_pass(
+    chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, CLEAR: tl.constexpr
+):
+    # Fixed order: same inputs, same bits, whichever block is the last. .cg because other blocks wrote these.
+    lanes = tl.full((_FOLD,), 0.0, tl.float64)
+    for i in range(0, n_chunks, _FOLD):
+        offsets = i + tl.arange(0, _FOLD)
+        lanes += tl.load(partials_ptr + offsets, mask=offsets < n_chunks, other=0.0, cache_modifier=".cg")
+    total = tl.sum(lanes)
+    bad = total != total
+    tl.store(norm_ptr, (tl.sqrt(total) * factor.to(tl.float64)).to(tl.float32))
+    if CLEAR:
+        tl.store(found_inf_ptr, tl.where(bad, 1.0, 0.0))
+        passes = tl.load(record_ptr + 1) + 1
+        tl.debug_barrier()  # every thread has read the count before one of them stores the next
+        tl.store(record_ptr + 1, passes)
+        if bad:
+            first = tl.full((_FOLD,), 0x7FFFFFFF, tl.int32)
+            for i in range(0, n_chunks, _FOLD):
+                offsets = i + tl.arange(0, _FOLD)
+                mask = offsets < n_chunks
+                partial = tl.load(partials_ptr + offsets, mask=mask, other=0.0, cache_modifier=".cg")
+                tensor = tl.load(chunks_ptr + 2 * offsets.to(tl.int64), mask=mask, other=0)
+                first = tl.where(partial != partial, tl.minimum(first, tensor), first)
+            tl.store(record_ptr + 2, passes)
+            tl.store(record_ptr + 3, tl.min(first).to(tl.int64))
+    elif bad:
+        tl.store(found_inf_ptr, 1.0)
+
+
+# Counts are not specialised: a variant per "is 1" or "is a multiple of 16" would gain nothing.
+@triton.jit(do_not_specialize=["n_tensors", "n_chunks", "chunk_size"])
+def _unscale_kernel(
+    table_ptr,  # int64 [rows, n_tensors]
+    chunks_ptr,  # int32 [n_chunks, 2]
+    n_tensors,
+    n_chunks,
+    chunk_size,
+    scale_ptr,  # fp32 scalar, or None: factor 1
+    partials_ptr,  # fp64 [n_chunks]
+    found_inf_ptr,  # fp32 scalar
+    norm_ptr,  # fp32 scalar
+    record_ptr,  # int64 [4]: ticket, passes, pass and tensor of the last overflow
+    DIVIDE: tl.constexpr,
+    WRITE: tl.constexpr,
+    CLEAR: tl.constexpr,
+):
+    factor = tl.full((), 1.0, tl.float32)
+    if scale_ptr is not None:
+        factor = tl.load(scale_ptr)
+        if DIVIDE:
+            factor = tl.div_rn(1.0, factor)
+    chunk = tl.program_id(0).to(tl.int64)
+    if chunk < n_chunks:  # without any chunk the one program that runs has only to finish
+        tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
+        grad = table_entry(table_ptr, n_tensors, GRAD, tensor)
+        dtype = table_entry(table_ptr, n_tensors, GRAD_DTYPE, tensor)
+        total = tl.full((), 0.0, tl.float64)
+        if grad != 0:
+            if dtype == FP32:
+                total = _sum_of_squares(grad + begin * 4, n, factor, WRITE, FP32)
+            elif dtype == FP16:
+                total = _sum_of_squares(grad + begin * 2, n, factor, WRITE, FP16)
+            else:
+                total = _sum_of_squares(grad + begin * 2, n, factor, WRITE, BF16)
+        tl.store(partials_ptr + chunk, total)
+    # The last block to draw a ticket has every partial sum before it, and puts the counter back to 0.
+    tl.debug_barrier()
+    ticket_ptr = record_ptr.to(tl.pointer_type(tl.int32))
+    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
+        tl.store(ticket_ptr, 0)
+        _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, CLEAR)
+
+
+def _unscale_table_(
+    table: torch.Tensor,
+    chunks: torch.Tensor,
+    chunk_size: int,
+    scale: torch.Tensor | None,
+    divide: bool,
+    write: bool,
+    clear: bool,
+    partials: torch.Tensor,
+    found_inf: torch.Tensor,
+    norm: torch.Tensor,
+    record: torch.Tensor,
+) -> None:
+    n_chunks = chunks.shape[0]
+    launch(
+        _unscale_kernel,
+        max(n_chunks, 1),
+        table,
+        chunks,
+        table.shape[1],
+        n_chunks,
+        chunk_size,
+        scale,
+        partials,
+        found_inf,
+        norm,
+        record,
+        DIVIDE=divide,
+        WRITE=write,
+        CLEAR=clear,
+        num_warps=_NUM_WARPS,
+    )
