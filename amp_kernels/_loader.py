@@ -25,7 +25,7 @@ def load_error() -> str | None:
     try:
         importlib.import_module("amp_kernels._C")
     except ImportError as error:  # also what the dynamic linker says, e.g. of a CUDA build under a CPU torch
-        return f"amp_kernels._C was built for another torch or Python and cannot be loaded ({error}); {_REBUILD}"
+        return f"amp_kernels._C was built for another torch and cannot be loaded ({error}); {_REBUILD}"
     return None
 
 
@@ -38,8 +38,10 @@ def build_note() -> str | None:
 
 
 def shadowed() -> str | None:
-    """A sentence if this is the bare source folder, found because Python runs in the clone, and not the installed
-    package: that folder holds neither the compiled kernels nor the Triton ones."""
+    """A sentence if this is not the installed package but the source folder, as Python runs in the clone.
+
+    That folder holds neither the compiled kernels nor the Triton ones.
+    """
     try:
         installed = Path(str(importlib.metadata.distribution("amp-kernels").locate_file("amp_kernels")))
     except importlib.metadata.PackageNotFoundError:
@@ -47,6 +49,6 @@ def shadowed() -> str | None:
     if not (installed / "__init__.py").exists() or installed.samefile(_PACKAGE):
         return None  # an editable install has no such folder beside its metadata
     return (
-        f"the installed package {installed} is shadowed by the source folder {_PACKAGE}; run Python in another "
-        "directory, or install with `pip install --no-build-isolation -e .`"
+        f"the installed package {installed} is shadowed by the source folder {_PACKAGE}; run Python in "
+        "another directory, or install with `pip install --no-build-isolation -e .`"
     )

@@ -48,11 +48,14 @@ def cut(numels: Sequence[int], order: Sequence[int] | None = None) -> Chunks:
     keep the last block's fold over all chunks short.
     """
     size = 1 << 14 if sum(numels) < 1 << 27 else 1 << 16
-    tensors = torch.arange(len(numels)) if order is None else torch.tensor(order, dtype=torch.int64)
-    counts = torch.tensor([-(-numel // size) for numel in numels], dtype=torch.int64)[tensors]
-    first = counts.cumsum(0) - counts
-    position = torch.arange(int(counts.sum())) - first.repeat_interleave(counts)
-    return Chunks(torch.stack([tensors.repeat_interleave(counts), position], 1).to(torch.int32), size)
+    entries = array("i")  # in Python: torch's repeat_interleave wakes its threads even for three elements
+    for tensor in range(len(numels)) if order is None else order:
+        for chunk in range(-(-numels[tensor] // size)):
+            entries.append(tensor)
+            entries.append(chunk)
+    if not entries:
+        return Chunks(torch.empty(0, 2, dtype=torch.int32), size)
+    return Chunks(torch.frombuffer(entries, dtype=torch.int32).view(-1, 2), size)
 
 
 def int64_tensor(values: Iterable[int]) -> Tensor:

@@ -1,14 +1,14 @@
 """The passes over gradients: unscale_, grad_norm, clip_grad_norm_, against torch's foreach functions.
 
-Bytes that a gradient element costs: unscale_ reads and writes it (2 x its size), grad_norm reads it (1 x), and
-clip_grad_norm_ reads it for the norm, then reads and writes it to scale (3 x). grad_norm checks for NaN and inf in the
-same read; the peer that does the same work runs torch's check before torch's norm.
+Bytes that a gradient element costs: unscale_ reads and writes it (2 times its size), grad_norm reads it
+(1), and clip_grad_norm_ reads it for the norm, then reads and writes it to scale (3). grad_norm checks for
+NaN and inf in the same read; the peer that does the same work runs torch's check before torch's norm.
 
     python benchmarks/bench_unscale.py --help
 """
 
 import sys
-from functools import cached_property
+from functools import cached_property, partial
 
 import torch
 from common import Case, Contender, Job, Report, disagreement, layouts, parse_arguments, run_case, sample
@@ -16,8 +16,29 @@ from common import Case, Contender, Job, Report, disagreement, layouts, parse_ar
 import amp_kernels
 
 CHECK_SCALE = 1 / 1024
-MAX_NORM = 1.0
-torch_unscale_ = torch._amp_foreach_non_finite_check_and_unscale_
+torch_norm = partial(torch.nn.utils.get_total_norm, foreach=True)
+torch_clip = partial(torch.nn.utils.clip_grad_norm_, foreach=True)
+
+
+def our_unscale(grads, inv_scale, found_inf):
+    amp_kernels.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
+
+
+def torch_unscale(grads, inv_scale, found_inf):
+    torch._amp_foreach_non_finite_check_and_unscale_(grads, found_inf, inv_scale)
+
+
+def our_norm(grads, inv_scale, found_inf):
+    return amp_kernels.grad_norm(grads, inv_scale=inv_scale, found_inf=found_inf)
+
+
+def torch_check_and_norm(grads, inv_scale, found_inf):
+    torch_unscale(grads, inv_scale, found_inf)
+    return torch_norm(grads)
+
+
+def torch_norm_alone(grads, inv_scale, found_inf):
+    return torch_norm(grads)
 
 
 class Gradients:
@@ -25,35 +46,36 @@ class Gradients:
 
     def __init__(self, layout, dtype, device):
         generator = torch.Generator(device).manual_seed(0)
-        make = lambda shape: torch.randn(shape, generator=generator, device=device).to(dtype)  # noqa: E731
-        self.grads = [make(shape) for shape in layout.shapes]
+        shapes = layout.shapes
+        self.grads = [torch.randn(s, generator=generator, device=device).to(dtype) for s in shapes]
         self.device, self.dtype = device, dtype
-
-    def scalar(self, value):
-        return torch.full((), value, device=self.device)
 
     def clones(self):
         return [g.clone() for g in self.grads]
+
+    def scalars(self, inv_scale):
+        """(inv_scale, found_inf)"""
+        return torch.full((), inv_scale, device=self.device), torch.zeros((), device=self.device)
 
     @cached_property
     def norm(self):
         norms = [torch.linalg.vector_norm(g, dtype=torch.float64) for g in self.grads]
         return torch.linalg.vector_norm(torch.stack(norms)).item()
 
-    def scaled_wrongly(self, grads, factor):
-        """The sentence about gradients that should be `factor` times ours; "" if they are."""
+    def disagreement(self, grads, factor, slack=0.0):
+        """What is wrong with gradients that should be `factor` times ours."""
         before = sample(self.grads)
-        return disagreement(sample(grads), (before.float() * factor).to(self.dtype), before.double() * factor)
+        torchs = (before.float() * factor).to(self.dtype)
+        return disagreement(sample(grads), torchs, before.double() * factor, slack)
 
 
-def unscale(data, function):
-    """Job of `function(grads, inv_scale, found_inf)`."""
-    grads, inv_scale, found_inf = data.clones(), data.scalar(CHECK_SCALE), data.scalar(0.0)
-    run = lambda: function(grads, inv_scale, found_inf)  # noqa: E731
+def unscale_job(data, function):
+    grads, (inv_scale, found_inf) = data.clones(), data.scalars(CHECK_SCALE)
+    run = partial(function, grads, inv_scale, found_inf)
 
     def check():
         run()
-        wrong = data.scaled_wrongly(grads, CHECK_SCALE)
+        wrong = data.disagreement(grads, CHECK_SCALE)
         if wrong or found_inf.item() != 0:
             return wrong or "wrong: found_inf set by finite gradients"
         grads[-1].view(-1)[-1] = torch.inf
@@ -67,32 +89,75 @@ def unscale(data, function):
     return Job(run, check, settle)
 
 
-def norm(data, function, tolerance):
-    """Job of `function(grads, inv_scale, found_inf)`, which returns the norm."""
-    grads, inv_scale, found_inf = data.clones(), data.scalar(1.0), data.scalar(0.0)
-    run = lambda: function(grads, inv_scale, found_inf)  # noqa: E731
+def norm_job(data, function, tolerance):
+    run = partial(function, data.clones(), *data.scalars(1.0))
 
     def check():
-        result = run()
-        allowed = max(tolerance, torch.finfo(result.dtype).eps)  # torch rounds the norm to the gradients' dtype
-        error = abs(result.item() / data.norm - 1)
-        return "" if error <= allowed else f"wrong: relative error {error:.3g}, allowed {allowed:.3g}"
+        error = abs(run().item() / data.norm - 1)
+        return "" if error <= tolerance else f"wrong: relative error {error:.3g}, allowed {tolerance:.3g}"
 
     return Job(run, check)
 
 
-def clip(data, function):
-    """Job of `function(parameters, max_norm)`. From the second run on the norm is the limit and the factor about 1."""
-    params = data.clones()
+def clip_job(data, function, slack):
+    """From the second run on the norm is the limit and the factor about 1: the values stay."""
+    params, limit = data.clones(), data.norm / 2
     for p in params:
-        p.grad = p  # clipping looks at nothing but the gradient
-    run = lambda: function(params, MAX_NORM)  # noqa: E731
+        p.grad = p.detach()  # clipping looks at nothing but the gradients
+    run = partial(function, params, limit)
 
     def check():
-        torchs = [g.clone() for g in data.grads] if False else None
-        del torchs
         run()
-        factor = min(1.0, MAX_NORM / (data.norm + 1e-6))
-        return data.scaled_wrongly([p.grad for p in params], factor)
+        return data.disagreement(params, limit / (data.norm + 1e-6), slack)
 
     return Job(run, check)
+
+
+def operators(data):
+    """(operator, how many times it moves an element, what for, contenders)"""
+
+    def contender(name, job, function, *tolerance):
+        build = partial(job, data, function, *tolerance)
+        return Contender(name, "none", data.dtype.itemsize, build)
+
+    # torch's norm and clip factor have the gradients' dtype, and its CPU norm of fp32 adds squares in fp32
+    coarse = max(1e-3, torch.finfo(data.dtype).eps)
+    yield (
+        "unscale_", 2, "read + write",
+        [
+            contender("amp_kernels.unscale_", unscale_job, our_unscale),
+            contender("torch._amp_foreach_non_finite_check_and_unscale_", unscale_job, torch_unscale),
+        ],
+    )  # fmt: skip
+    yield (
+        "grad_norm", 1, "read",
+        [
+            contender("amp_kernels.grad_norm", norm_job, our_norm, 1e-6),
+            contender("torch check, then get_total_norm", norm_job, torch_check_and_norm, coarse),
+            contender("torch get_total_norm, no check", norm_job, torch_norm_alone, coarse),
+        ],
+    )  # fmt: skip
+    yield (
+        "clip_grad_norm_", 3, "read for the norm + read + write",
+        [
+            contender("amp_kernels.clip_grad_norm_", clip_job, amp_kernels.clip_grad_norm_, 0.0),
+            contender("torch clip_grad_norm_", clip_job, torch_clip, coarse),
+        ],
+    )  # fmt: skip
+
+
+def main():
+    args = parse_arguments(__doc__)
+    report = Report("unscale", args)
+    for layout in layouts(args):
+        for dtype in (torch.float16, torch.bfloat16, torch.float32):
+            data = Gradients(layout, dtype, args.device)
+            for operator, passes, words, contenders in operators(data):
+                size = passes * dtype.itemsize
+                traffic = f"{size} bytes an element: {words}, {dtype.itemsize} each"
+                run_case(Case("unscale", operator, dtype, layout, size, traffic), contenders, args, report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,7 +1,7 @@
-"""What the benchmarks share: cases, interleaved timing against a plain copy, one long CSV and a printed table.
+"""What the benchmarks share: cases, interleaved timing against a plain copy, a long CSV and printed tables.
 
-A benchmark gives `run_case` its contenders, ours first. Each is built, compared with the reference and, only if it is
-right, timed: all of them and the copy in turn in one process, medians of the rounds.
+A benchmark gives `run_case` its contenders, ours first. Each is built, compared with the reference and,
+only if it is right, timed: all of them and the copy in turn in one process, medians of the rounds.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import argparse
 import csv
 import gc
 import math
+import os
 import platform
 import re
 import statistics
@@ -20,7 +21,6 @@ from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 
-import psutil
 import torch
 from tabulate import tabulate
 from torch import Tensor
@@ -29,20 +29,20 @@ from tqdm import tqdm
 import amp_kernels
 
 FIELDS = (
-    "benchmark", "case", "contender", "scaler", "dtype", "tensors", "elements", "bytes", "median_ms", "p20_ms",
-    "p80_ms", "gb_s", "copy_percent", "ratio_to_ours", "device_name", "torch_version", "amp_kernels_version",
-    "timestamp", "note",
+    "benchmark", "case", "contender", "scaler", "dtype", "tensors", "elements", "bytes",
+    "median_ms", "p20_ms", "p80_ms", "gb_s", "copy_percent", "ratio_to_ours",
+    "device_name", "torch_version", "amp_kernels_version", "timestamp", "note",
 )  # fmt: skip
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
 COPY = "copy"
 MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 5, 200, 2
-# The copy runs before every timed call and so empties the nearer caches as the rest of a training step does. On a GPU
-# it must be far larger than the L2 (B200: 126 MB); on a CPU larger than what a core has of its own.
+# The copy runs before every timed call and so empties the nearer caches, as the rest of a training step does.
+# On a GPU it must be far larger than the L2 (B200: 126 MB), on a CPU larger than what a core has of its own.
 MIN_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 MAX_COPY_BYTES = 2**31
-# Calls queued back to back between two events: time per step as in a training loop, where the GPU is never idle when
-# the step begins. Their second to last find in L2 what fits there: below about 5M parameters a GPU's row says how fast
-# the host and the L2 are.
+# Calls queued back to back between two events: time per step as in a training loop, where the GPU is not idle
+# when the step begins. All but the first find in L2 what fits there: below about 5M parameters a GPU's row
+# says how fast the host and the L2 are.
 CUDA_REPEATS = 10
 
 
@@ -76,7 +76,9 @@ class Job:
 
     run: Callable[[], object]
     check: Callable[[], str]  # runs it and compares; "" or the reason why the result is wrong
-    settle: Callable[[], object] = lambda: None  # after the check: values that stay finite however often it runs
+    settle: Callable[[], object] = lambda: (
+        None
+    )  # after the check: values that stay finite in any number of runs
 
 
 @dataclass(frozen=True)
@@ -118,17 +120,20 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
     chosen = [few_large(n) for n in sizes] + [many_small()] + ([] if args.quick else [resnet50()])
     for layout in chosen:
         if layout.elements > args.max_elements:
-            print(f"left out: {layout.name}, {layout.elements:,} elements > --max-elements {args.max_elements:,}")
+            print(f"left out: {layout.name}, {layout.elements:,} elements: more than --max-elements")
     return [layout for layout in chosen if layout.elements <= args.max_elements]
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=description, formatter_class=raw)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=torch.device, default=default, help=f"cpu or cuda (here: {default})")
     limit = "largest model in elements (CPU: 1e8, GPU: 1e9)"
     parser.add_argument("--max-elements", type=lambda text: int(float(text)), help=limit)
-    parser.add_argument("--seconds", type=float, default=2.0, help="time for the rounds of a case (%(default)s)")
+    parser.add_argument(
+        "--seconds", type=float, default=2.0, help="time for the rounds of a case (%(default)s)"
+    )
     parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile'd contenders")
     parser.add_argument("--quick", action="store_true", help="two sizes, no torch.compile: 20 seconds")
     parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
@@ -144,8 +149,9 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    model = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
-    return f"CPU, {torch.get_num_threads()} cores, {model[1] if model else platform.processor() or platform.machine()}"
+    found = re.search(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else None
+    model = found[1] if found else platform.processor() or platform.machine()
+    return f"CPU, {torch.get_num_threads()} cores, {model}"
 
 
 def slug(name: str) -> str:
@@ -154,7 +160,12 @@ def slug(name: str) -> str:
 
 
 def free_bytes(device: torch.device) -> int:
-    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    meminfo = Path("/proc/meminfo")
+    found = re.search(r"MemAvailable:\s*(\d+) kB", meminfo.read_text()) if meminfo.exists() else None
+    half = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
+    return 1024 * int(found[1]) if found else half
 
 
 class Report:
@@ -186,11 +197,18 @@ class Report:
             self._writer.writerow({**shared, "timestamp": stamp, **row})
             self._file.flush()
         print(f"\n{shared['case']}, {shared['dtype']}, {shared['elements']:,} elements; {case.traffic}")
-        columns = ("contender", "scaler", "median_ms", "p20_ms", "p80_ms", "gb_s", "copy_percent", "ratio_to_ours")
-        print(tabulate([[row.get(c, "") for c in columns] for row in rows if "median_ms" in row], columns))
+        columns = ["contender", "scaler", *FIELDS[8:14]]
+        print(tabulate([[row[c] for c in columns] for row in rows if "median_ms" in row], columns))
         for row in rows:
             if "median_ms" not in row:
                 print(f"not timed: {row['contender']}: {row['note']}")
+
+    def finish(self) -> int:
+        """Says where the rows are; the exit code says whether ours was right everywhere."""
+        print(f"\n{self.path}")
+        for failure in self.failures:
+            print(f"FAILED: {failure}")
+        return 1 if self.failures else 0
 
 
 def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespace, report: Report) -> None:
@@ -214,7 +232,7 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
     size = case.bytes_per_element * case.layout.elements
     for contender, samples in times.items():
         rows[contender] |= _statistics(samples, size, copy_speed, ours) | {"note": case.traffic}
-    copy = {"contender": COPY, "scaler": "none", "bytes": copy_bytes, "note": f"{copy_bytes:,} bytes read and written"}
+    copy = {"contender": COPY, "scaler": "none", "bytes": copy_bytes, "note": "bytes read and written"}
     copy |= _statistics(copy_times, copy_bytes, copy_speed, math.nan)
     report.add(case, [*rows.values(), copy])
 
@@ -253,7 +271,8 @@ def _interleave(
 ) -> tuple[dict[Contender, list[float]], list[float]]:
     """Milliseconds of each call in rounds of all of them, a copy before every one."""
     times: dict[Contender, list[float]] = defaultdict(list)
-    copy_times = [_milliseconds(copy, args.device) for _ in range(WARM_UPS)][:0]
+    copy_times: list[float] = []
+    copy()
     deadline = time.perf_counter() + args.seconds
     for done in tqdm(range(MAX_ROUNDS), desc="rounds", leave=False, delay=1):
         if done >= MIN_ROUNDS and time.perf_counter() > deadline:
@@ -307,7 +326,7 @@ def disagreement(ours: Tensor, torchs: Tensor, exact: Tensor, slack: float = 0.0
     """The error rule: at most twice the error of torch in the same dtype; "" or a sentence.
 
     Args:
-        slack: more that is allowed, relative to the largest value, to those who compute with less precision by design.
+        slack: more that is allowed, relative to the largest value, to what is less precise by design.
     """
     error = (ours.double() - exact).abs().max().item()
     largest = exact.abs().max().item()

@@ -127,7 +127,9 @@ class Transformer(nn.Module):
         """The loss in fp32: each byte from those before it."""
         text = text.long()
         x = self.token(text[:, :-1]) + self.position.weight
-        return F.cross_entropy(self.head(self.norm(self.blocks(x))).float().flatten(0, 1), text[:, 1:].flatten())
+        return F.cross_entropy(
+            self.head(self.norm(self.blocks(x))).float().flatten(0, 1), text[:, 1:].flatten()
+        )
 
 
 def batches(text: Tensor, size: Size, seed: int) -> Iterator[Tensor]:
@@ -155,7 +157,9 @@ def training_setup(run: Run, device: torch.device, seed: int):
             model.named_parameters(), **OPTIONS[run.optimizer], max_grad_norm=MAX_GRAD_NORM
         )
     else:
-        optimizer = TORCH[run.optimizer](model.parameters(), **OPTIONS[run.optimizer], **FASTEST[run.optimizer])
+        optimizer = TORCH[run.optimizer](
+            model.parameters(), **OPTIONS[run.optimizer], **FASTEST[run.optimizer]
+        )
     scaler = amp_kernels.GradScaler(
         device.type,
         init_scale=DRILL_SCALE if run.drill else 2.0**16,
@@ -179,7 +183,11 @@ def training_step(run: Run, batch: Tensor, model, optimizer, scaler) -> Tensor:
 @torch.no_grad()
 def evaluate(model: Transformer, held_out: Tensor, size: Size) -> float:
     """The mean loss over the same batches whoever asks."""
-    return torch.stack([model(batch) for batch in islice(batches(held_out, size, 0), EVALUATION_BATCHES)]).mean().item()
+    return (
+        torch.stack([model(batch) for batch in islice(batches(held_out, size, 0), EVALUATION_BATCHES)])
+        .mean()
+        .item()
+    )
 
 
 def train(run: Run, text: Tensor, held_out: Tensor, seed: int, steps: int) -> None:
@@ -333,7 +341,9 @@ def runs_of(args: argparse.Namespace, size: Size) -> list[Run]:
     optimizers = ["sgd", "rmsprop"] if args.optimizer == "both" else [args.optimizer]
     precision = args.precision
     if precision == "auto":
-        precision = "fp16" if args.device.type == "cuda" else "bf16"  # torch's fp16 matmul crawls on most CPUs
+        precision = (
+            "fp16" if args.device.type == "cuda" else "bf16"
+        )  # torch's fp16 matmul crawls on most CPUs
     runs = []
     for optimizer in optimizers:
         runs.append(Run(f"fp32 {TORCH[optimizer].__name__}", size, optimizer, "fp32", fused=False))
@@ -365,12 +375,16 @@ def plan(args: argparse.Namespace, text: Tensor) -> tuple[list[Run], int]:
         runs = runs_of(args, size)
         second = sum(seconds_per_step(run, text) for run in runs)
         # an evaluation batch is a third of a step; comparing the optimizers takes about ten steps
-        affordable = int((deadline - time.perf_counter()) / second - EVALUATIONS * EVALUATION_BATCHES / 3 - 10)
+        affordable = int(
+            (deadline - time.perf_counter()) / second - EVALUATIONS * EVALUATION_BATCHES / 3 - 10
+        )
         if affordable >= args.steps / 2:
             break
     steps = max(1, min(args.steps, affordable))
     if steps < args.steps:
-        print(f"Cut to {steps} of {args.steps} steps a run, to stay within --budget-seconds {args.budget_seconds:.0f}.")
+        print(
+            f"Cut to {steps} of {args.steps} steps a run, to stay within --budget-seconds {args.budget_seconds:.0f}."
+        )
     print(f"{len(runs)} runs of {steps} steps on {args.device}: {size}, seed {args.seed}")
     return runs, steps
 
@@ -396,7 +410,11 @@ def verdict(runs: list[Run], steps: int) -> str:
     differences, matched = [], True
     for base in (run for run in runs if not run.fused):
         for run in runs:
-            if run.fused and (run.size, run.optimizer) == (base.size, base.optimizer) and run.steps == base.steps == steps:
+            if (
+                run.fused
+                and (run.size, run.optimizer) == (base.size, base.optimizer)
+                and run.steps == base.steps == steps
+            ):
                 difference = run.validation_loss / base.validation_loss - 1
                 matched &= abs(difference) <= TOLERANCE
                 differences.append(f"{difference:+.2%} ({run.name})")
@@ -422,13 +440,19 @@ def report(runs: list[Run], steps: int, args: argparse.Namespace) -> None:
     print("\n" + tabulate(rows, headers=[c.replace(", ", "\n") for c in COLUMNS], floatfmt=formats))
     print(
         "optimizer: unscale, clip and update on equal gradients; torch's is its fastest, over fp32 copies for 16-bit weights\n"
-        + ("peak: torch.cuda.max_memory_allocated" if args.device.type == "cuda" else "peak: counted bytes of weights, gradients, optimizer state and what forward saves for backward")
+        + (
+            "peak: torch.cuda.max_memory_allocated"
+            if args.device.type == "cuda"
+            else "peak: counted bytes of weights, gradients, optimizer state and what forward saves for backward"
+        )
         + "\nbytes per parameter: weights, gradients, optimizer state and masters"
     )
     for run in runs:
         if run.overflows:
             step, parameter = run.overflows[0]
-            print(f"{run.name}: {run.steps_skipped} overflows; first at step {step} in {parameter}; training went on.")
+            print(
+                f"{run.name}: {run.steps_skipped} overflows; first at step {step} in {parameter}; training went on."
+            )
     draw(runs, args.out / "demo.png")
     print(f"\n{verdict(runs, steps)}\n\n{args.out}/demo.png and demo.csv hold the curves and the table.")
 
@@ -436,19 +460,34 @@ def report(runs: list[Run], steps: int, args: argparse.Namespace) -> None:
 def draw(runs: list[Run], path: Path) -> None:
     """A panel per optimizer and model size: training loss thin and smoothed, validation loss as dots."""
     panels = list(dict.fromkeys((run.size, run.optimizer) for run in runs))
-    figure, all_axes = plt.subplots(1, len(panels), figsize=(1 + 5 * len(panels), 4.2), squeeze=False, layout="constrained")
+    figure, all_axes = plt.subplots(
+        1, len(panels), figsize=(1 + 5 * len(panels), 4.2), squeeze=False, layout="constrained"
+    )
     for axes, panel in zip(all_axes[0], panels, strict=True):
         for run in (run for run in runs if (run.size, run.optimizer) == panel):
             color, style = ("C1", "--") if run.fused else ("C0", "-")
-            axes.plot(range(1, run.steps + 1), smooth(run.losses), style, color=color, label=f"{run.name}, training")
-            axes.plot(*zip(*run.validation, strict=True), "D" if run.fused else "o", color=color, fillstyle="none" if run.fused else "full", ms=9 if run.fused else 5, label=f"{run.name}, validation {run.validation_loss:.3f}")
+            axes.plot(
+                range(1, run.steps + 1), smooth(run.losses), style, color=color, label=f"{run.name}, training"
+            )
+            axes.plot(
+                *zip(*run.validation, strict=True),
+                "D" if run.fused else "o",
+                color=color,
+                fillstyle="none" if run.fused else "full",
+                ms=9 if run.fused else 5,
+                label=f"{run.name}, validation {run.validation_loss:.3f}",
+            )
             if run.drill:
                 scale = axes.twinx()
                 scale.step(range(1, len(run.scales) + 1), run.scales, color="0.6", where="mid")
                 scale.set_yscale("log", base=2)
                 scale.set_ylabel("loss scale (grey)")
         size = panel[0]
-        axes.set(title=f"{TORCH[panel[1]].__name__}, {size.layers} layers of width {size.width}", xlabel="step", ylabel="loss, nats per byte")
+        axes.set(
+            title=f"{TORCH[panel[1]].__name__}, {size.layers} layers of width {size.width}",
+            xlabel="step",
+            ylabel="loss, nats per byte",
+        )
         axes.grid(alpha=0.3)
         axes.legend()
     figure.savefig(path, dpi=150)
@@ -470,25 +509,37 @@ def parse_arguments() -> argparse.Namespace:
             raise argparse.ArgumentTypeError(f"must be a whole number above 0, got {text}")
         return int(text)
 
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__.split("\n")[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
+    )
     parser.add_argument("--model", choices=list(SIZES), help="default: large, or small on a slow machine")
     parser.add_argument("--layers", type=whole, help="instead of the model's own")
     parser.add_argument("--width", type=whole, help="instead of the model's own; a multiple of 32")
     parser.add_argument("--steps", type=whole, default=150, help="of each run, if the budget holds them")
-    parser.add_argument("--device", default="auto", help="cpu, cuda or cuda:N; auto takes a GPU if there is one")
-    parser.add_argument("--precision", choices=["auto", *DTYPES], default="auto", help="of the weights in our runs")
+    parser.add_argument(
+        "--device", default="auto", help="cpu, cuda or cuda:N; auto takes a GPU if there is one"
+    )
+    parser.add_argument(
+        "--precision", choices=["auto", *DTYPES], default="auto", help="of the weights in our runs"
+    )
     parser.add_argument("--optimizer", choices=["sgd", "rmsprop", "both"], default="both")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path("demo-results"), help="folder of demo.png and demo.csv")
+    parser.add_argument(
+        "--out", type=Path, default=Path("demo-results"), help="folder of demo.png and demo.csv"
+    )
     parser.add_argument("--budget-seconds", type=whole, default=150, help="steps are cut to stay within")
     args = parser.parse_args()
     if (args.width or 32) % 32:
         parser.error(f"argument --width: must be a multiple of 32 (the width of a head), got {args.width}")
     try:
-        args.device = torch.device(("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device)
+        args.device = torch.device(
+            ("cpu", "cuda")[torch.cuda.is_available()] if args.device == "auto" else args.device
+        )
         torch.empty((), device=args.device)
     except (RuntimeError, AssertionError) as error:
-        parser.error(f"argument --device: must be a device torch can use, got {args.device} ({str(error).splitlines()[0]})")
+        parser.error(
+            f"argument --device: must be a device torch can use, got {args.device} ({str(error).splitlines()[0]})"
+        )
     if args.device.type not in ("cpu", "cuda"):
         parser.error(f"argument --device: must be cpu or cuda, got {args.device}")
     return args

@@ -1,16 +1,19 @@
 """The whole optimizer step as contenders: `scaler.step(optimizer)` and `scaler.update()`, ours and its peers.
 
-Gradients hold finite scaled values, as after backward. Every contender starts from the same weights and gradients;
-its fp32 weights after two steps are compared with torch.optim in fp64 before it is timed.
+Gradients hold finite scaled values, as after backward. Every contender starts from the same weights and
+gradients; its fp32 weights after two steps are compared with torch.optim in fp64 before it is timed.
 
 Peers of 16-bit weights with fp32 masters:
 
-- masters by hand: fp32 copies under torch.optim; gradients go up and weights down with torch._foreach_copy_, the stock
-  scaler checks (and, without fused=True, unscales) the fp32 gradients.
-- masters by hand, compiled: conversion, unscaling, update and weight in one compiled function, a flag that makes the
-  stock scaler check the 16-bit gradients, one read of found_inf by the host. The most that a careful user can do.
+- masters by hand: fp32 copies under torch.optim; gradients go up and weights down with
+  torch._foreach_copy_, the stock scaler checks (and, without fused=True, unscales) the fp32 gradients.
+- masters by hand, compiled: conversion, unscaling, update and weight in one compiled function, a flag that
+  makes the stock scaler check the 16-bit gradients, one read of found_inf by the host. The most a user can
+  do.
 - an fp32 model under torch.optim and the stock scaler, what most people do with autocast.
-- flashoptim (16-bit weights with an error term, no scaler); bitsandbytes (fp32 weights).
+- flashoptim: 16-bit weights with an error term, no scaler.
+
+Peers of the fp32 model: torch.optim, compiled or not, and bitsandbytes, all under the stock scaler.
 """
 
 from __future__ import annotations
@@ -18,21 +21,35 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
+from functools import cached_property, partial
+from itertools import product
 
 import torch
-from common import Case, Contender, Job, Layout, Report, disagreement, layouts, parse_arguments, run_case, sample
+from common import (
+    Case,
+    Contender,
+    Job,
+    Layout,
+    Report,
+    disagreement,
+    layouts,
+    parse_arguments,
+    run_case,
+    sample,
+)
 from torch import Tensor
 
 import amp_kernels
 
 CHECK_SCALE, CHECKED_STEPS = 1024.0, 2
+HELD_BYTES = 16  # per parameter, by the largest contender: weight, gradient, fp32 master, its gradient, state
 OURS, STOCK, NONE = "GradScaler ours", "torch GradScaler", "none"
 SCALERS: dict[str, type[torch.amp.GradScaler]] = {OURS: amp_kernels.GradScaler, STOCK: torch.amp.GradScaler}
-# Inductor compiles each tensor of a list apart for CPUs: 25 s for 161 tensors, minutes for 1000.
+# For CPUs Inductor compiles each tensor of a list apart: 25 s for 161 tensors, more than 3 minutes for 1000.
 MAX_COMPILED_TENSORS = {"cpu": 200, "cuda": 1000}
-MIN_COMPILED_ELEMENTS = 10_000_000  # of few large tensors; below it compilation takes the time and no row needs it
+MIN_COMPILED_ELEMENTS = (
+    10_000_000  # of few large tensors; below it compilation takes the time and no row needs it
+)
 
 Update = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor], None]
 
@@ -182,7 +199,9 @@ def masters_by_hand(model: Model, variant: str) -> Step:
 class CompiledMasters(torch.optim.Optimizer):
     """What a careful user would write around a compiled update of masters, to run under the stock scaler."""
 
-    _step_supports_amp_scaling = True  # the scaler checks the 16-bit gradients and leaves the unscaling to the step
+    _step_supports_amp_scaling = (
+        True  # the scaler checks the 16-bit gradients and leaves the unscaling to the step
+    )
 
     def __init__(self, params: Sequence[Tensor], update: Update) -> None:
         super().__init__(params, {})
@@ -201,7 +220,9 @@ class CompiledMasters(torch.optim.Optimizer):
 def masters_compiled(model: Model) -> Step:
     params, scaler = model.parameters(model.dtype), make_scaler(STOCK, model.device)
     optimizer = CompiledMasters(params, model.family.update)
-    return Step(user_step(optimizer, scaler), [p.grad for p in params], lambda: optimizer.masters, params, scaler)
+    return Step(
+        user_step(optimizer, scaler), [p.grad for p in params], lambda: optimizer.masters, params, scaler
+    )
 
 
 def flashoptim(model: Model) -> Step:
@@ -212,7 +233,9 @@ def flashoptim(model: Model) -> Step:
     optimizer = getattr(flashoptim, model.family.flashoptim)(params, **model.family.options, **options)
 
     def weights() -> list[Tensor]:
-        return [flashoptim.reconstruct_fp32_param(p.detach(), optimizer.state[p]["error_bits"]) for p in params]
+        return [
+            flashoptim.reconstruct_fp32_param(p.detach(), optimizer.state[p]["error_bits"]) for p in params
+        ]
 
     # its momentum has the 16 bits of the weights
     return Step(optimizer.step, [p.grad for p in params], weights, params, slack=1e-4)
@@ -228,55 +251,54 @@ def bitsandbytes_fp32(model: Model) -> Step:
 
 def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
     family, low = model.family, model.dtype != torch.float32
-    torchs = family.torchs.__name__
-    prefix = "fp32 model, " if low else ""
-
-    def contender(name: str, scaler: str, memory: int, build: Callable[..., Step], *options: object) -> Contender:
-        return Contender(name, scaler, memory, lambda: model.job(build(model, *options)))
-
-    ours = f"amp_kernels {family.ours.__name__}"
-    found = [contender(ours, kind, 12, fused_by_us, kind) for kind in (OURS, STOCK)]
+    ours, torchs = f"amp_kernels {family.ours.__name__}", family.torchs.__name__
+    fp32 = "fp32 model, " if low else ""
+    compiled_fp32 = partial(torch_fp32, model, "foreach", compiled=True)
+    plan = [(ours, kind, partial(fused_by_us, model, kind)) for kind in (OURS, STOCK)]
     if low:
-        found += [
-            contender(f"masters by hand, torch {v} {torchs}", STOCK, 16, masters_by_hand, v) for v in family.variants
+        by_hand = "masters by hand"
+        plan += [
+            (f"{by_hand}, torch {v} {torchs}", STOCK, partial(masters_by_hand, model, v))
+            for v in family.variants
         ]
-    found += [contender(f"{prefix}torch {v} {torchs}", STOCK, 12, torch_fp32, v) for v in family.variants]
-    if low:
-        found.append(contender("masters by hand, compiled", STOCK, 12, _unless(args, masters_compiled)))
-    found.append(contender(f"{prefix}torch {torchs}, compiled", STOCK, 12, _unless(args, torch_fp32), "foreach", True))
+        plan += [
+            (
+                f"{by_hand}, compiled",
+                STOCK,
+                partial(unless_slow, model, args, partial(masters_compiled, model)),
+            )
+        ]
+    plan += [(f"{fp32}torch {v} {torchs}", STOCK, partial(torch_fp32, model, v)) for v in family.variants]
+    plan += [(f"{fp32}torch {torchs}, compiled", STOCK, partial(unless_slow, model, args, compiled_fp32))]
     if low and family.flashoptim:
-        found.append(contender(f"flashoptim {family.flashoptim}", NONE, 10, flashoptim))
+        plan += [(f"flashoptim {family.flashoptim}", NONE, partial(flashoptim, model))]
     if not low:
-        found.append(contender(f"bitsandbytes {torchs}", STOCK, 12, bitsandbytes_fp32))
-    return found
+        plan += [(f"bitsandbytes {torchs}", STOCK, partial(bitsandbytes_fp32, model))]
+
+    def build(make: Callable[[], Step]) -> Job:
+        return model.job(make())
+
+    return [Contender(name, scaler, HELD_BYTES, partial(build, make)) for name, scaler, make in plan]
 
 
-def _unless(args: argparse.Namespace, build: Callable[..., Step]) -> Callable[..., Step]:
-    """`build`, or a refusal where compiling is switched off or takes too long."""
-
-    def guarded(model: Model, *options: object) -> Step:
-        tensors, limit = len(model.layout.shapes), MAX_COMPILED_TENSORS[model.device.type]
-        if args.no_compile:
-            raise RuntimeError("left out by --no-compile or --quick")
-        if tensors > limit:
-            raise RuntimeError(f"compiling for {tensors} tensors takes minutes; not done above {limit} on this device")
-        if tensors < 10 and model.layout.elements < MIN_COMPILED_ELEMENTS:
-            raise RuntimeError(f"compiled only from {MIN_COMPILED_ELEMENTS:,} elements on")
-        return build(model, *options)
-
-    return guarded
+def unless_slow(model: Model, args: argparse.Namespace, build: Callable[[], Step]) -> Step:
+    """A compiled contender, or an error that says why compiling is not worth the time."""
+    tensors, limit = len(model.layout.shapes), MAX_COMPILED_TENSORS[model.device.type]
+    if args.no_compile:
+        raise RuntimeError("left out by --no-compile or --quick")
+    if tensors > limit:
+        raise RuntimeError(f"takes minutes to compile; left out above {limit} tensors on this device")
+    if tensors < 10 and model.layout.elements < MIN_COMPILED_ELEMENTS:
+        raise RuntimeError(f"left out below {MIN_COMPILED_ELEMENTS:,} elements")
+    return build()
 
 
 def main(family: Family, description: str | None) -> int:
-    """Runs the benchmark of a family from the command line; the exit code says whether ours was right everywhere."""
+    """Runs the benchmark of a family from the command line; returns the exit code."""
     args = parse_arguments(description)
     report = Report(family.name, args)
     names = {torch.float16: "fp16 weights + fp32 masters", torch.float32: "fp32 model"}
-    for dtype, layout in chain.from_iterable(((d, one) for one in layouts(args)) for d in names):
-        size, traffic = family.traffic[dtype]
-        model = Model(family, dtype, layout, args.device)
-        run_case(Case(family.name, names[dtype], dtype, layout, size, traffic), contenders(model, args), args, report)
-    print(f"\n{report.path}")
-    for failure in report.failures:
-        print(f"FAILED: {failure}")
-    return 1 if report.failures else 0
+    for dtype, layout in product(names, layouts(args)):
+        case = Case(family.name, names[dtype], dtype, layout, *family.traffic[dtype])
+        run_case(case, contenders(Model(family, dtype, layout, args.device), args), args, report)
+    return report.finish()

@@ -1,10 +1,12 @@
-"""The CUDA kernels, run on the CPU: every array between guard bands, threads and blocks in every order."""
+"""The CUDA kernels, run on the CPU: arrays between guard bands, threads and blocks in every order, and the cases
+that all backends share."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,10 +14,12 @@ import torch
 from cuda_on_cpu import backend
 from torch import Tensor
 
+from amp_kernels import _ops, testing
+
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = [pytest.param(dtype, id=name) for dtype, name in zip(CODES, ("fp32", "fp16", "bf16"), strict=True)]
 CHUNK = 1024
-# Around a 16-byte access, around a chunk, and (as 65 chunks) more chunks than the emulator's grid has blocks.
+# Around a 16-byte access, around a chunk, and (as 33 chunks) more chunks than the emulator's grid has blocks.
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 3 * CHUNK + 5)
 LARGE = 65537
 
@@ -24,18 +28,21 @@ offsets = pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"
 
 
 class Arena:
-    """Places arrays between guard bands of 0xff: NaN to whoever reads them, a canary where someone writes."""
+    """Places arrays between guard bands: poison to whoever reads them, canaries where someone writes."""
 
     GUARD = 64  # bytes; a multiple of 16, so that `offset` alone decides the alignment
+    NAN = 0xFF  # every byte of a guard: NaN in each dtype
+    FINITE = 0x5A  # 1.5e16, or 203 in fp16: shows where NaN would only send the norm down its exact path
 
-    def __init__(self) -> None:
+    def __init__(self, guard: int = NAN) -> None:
+        self._guard = guard
         self._buffers: list[tuple[Tensor, slice]] = []
 
     def place(self, values: Tensor, offset: int = 0) -> Tensor:
         """A copy of `values`, `offset` elements past an address that is a multiple of 16."""
         start = self.GUARD + offset * values.element_size()
         inside = slice(start, start + values.numel() * values.element_size())
-        buffer = torch.full((inside.stop + self.GUARD,), 0xFF, dtype=torch.uint8)
+        buffer = torch.full((inside.stop + self.GUARD,), self._guard, dtype=torch.uint8)
         self._buffers.append((buffer, inside))
         placed = buffer[inside].view(values.dtype).view(values.shape)
         assert placed.numel() == 0 or (placed.data_ptr() - offset * values.element_size()) % 16 == 0
@@ -43,9 +50,8 @@ class Arena:
 
     def check(self) -> None:
         for buffer, inside in self._buffers:
-            assert (buffer[: inside.start] == 0xFF).all() and (buffer[inside.stop :] == 0xFF).all(), (
-                "a kernel wrote outside an array"
-            )
+            guards = torch.cat([buffer[: inside.start], buffer[inside.stop :]])
+            assert (guards == self._guard).all(), "a kernel wrote outside an array"
 
     def bytes(self) -> Tensor:
         return torch.cat([buffer for buffer, _ in self._buffers])
@@ -55,8 +61,8 @@ def randn(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
     return torch.randn(size, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def cut(sizes: list[int]) -> list[tuple[int, int]]:
-    return [(t, k) for t, size in enumerate(sizes) for k in range(-(-size // CHUNK))]
+def cut(sizes: list[int], chunk: int = CHUNK) -> list[tuple[int, int]]:
+    return [(t, k) for t, size in enumerate(sizes) for k in range(-(-size // chunk))]
 
 
 def address(tensor: Tensor | None) -> int:
@@ -68,12 +74,12 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-# -------------------------------------------------------------------------------------------- the gradient pass
+# -------------------------------------------------------------------------------- the gradient pass
 @dataclasses.dataclass
 class Pass:
     """One gradient pass over `grads` (None: a tensor that is skipped), its arguments and its results."""
 
-    grads: list[Tensor | None]
+    grads: Sequence[Tensor | None]
     scale: float | None = None
     divide: bool = False
     write: bool = False
@@ -81,10 +87,11 @@ class Pass:
     found_inf: float = 0.0
     record: tuple[int, int, int, int] = (0, 4, 2, 1)
     chunks: list[tuple[int, int]] | None = None
+    chunk: int = CHUNK
     offset: int = 0
 
     def run(self, order: str = "forwards") -> Pass:
-        arena = Arena()
+        arena = Arena(Arena.NAN if order == "forwards" else Arena.FINITE)
         # int64 record, fp64 partials: their own alignment, whatever the gradients' is.
         self.out = [None if g is None else arena.place(g, self.offset) for g in self.grads]
         sizes = [0 if g is None else g.numel() for g in self.grads]
@@ -94,7 +101,7 @@ class Pass:
             [0 if g is None else CODES[g.dtype] for g in self.grads],
         ]
         if self.chunks is None:
-            self.chunks = cut(rows[0])
+            self.chunks = cut(rows[0], self.chunk)
         chunks = torch.tensor(self.chunks, dtype=torch.int32).reshape(-1, 2)
         self.partials = arena.place(torch.full((len(chunks),), math.nan, dtype=torch.float64))
         self.flag = arena.place(torch.tensor([self.found_inf]))[0]
@@ -103,8 +110,8 @@ class Pass:
         scale = None if self.scale is None else arena.place(torch.tensor([self.scale]))[0]
         with backend.scheduled(order, seed=7):
             backend._unscale_table_(
-                arena.place(torch.tensor(rows)), arena.place(chunks), CHUNK, scale, self.divide, self.write,
-                self.clear, self.partials, self.flag, self.norm, self.after,
+                arena.place(torch.tensor(rows)), arena.place(chunks), self.chunk, scale, self.divide,
+                self.write, self.clear, self.partials, self.flag, self.norm, self.after,
             )  # fmt: skip
         arena.check()
         return self
@@ -119,7 +126,7 @@ class Pass:
         sums = []
         for t, k in self.chunks or ():
             grad = self.grads[t]
-            part = torch.zeros(0) if grad is None else grad[k * CHUNK : (k + 1) * CHUNK]
+            part = torch.zeros(0) if grad is None else grad[k * self.chunk : (k + 1) * self.chunk]
             sums.append(part.double().square().sum())
         expected = torch.stack(sums) if sums else torch.zeros(0, dtype=torch.float64)
         torch.testing.assert_close(self.partials, expected, rtol=1e-6, atol=0)
@@ -149,7 +156,9 @@ def test_gradient_pass(dtype: torch.dtype, write: bool, offset: int, order: str)
 @orders
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_pass_with_more_chunks_than_blocks(dtype: torch.dtype, order: str) -> None:
-    Pass([randn(LARGE, 1, dtype)], scale=3.0, divide=True, write=True).run(order).check_values()
+    Pass([randn(LARGE, 1, dtype)], scale=3.0, divide=True, write=True, chunk=2 * CHUNK).run(
+        order
+    ).check_values()
 
 
 @orders
@@ -158,7 +167,9 @@ def test_gradient_pass_over_mixed_dtypes_and_skipped_tensors(order: str) -> None
     Pass(grads, scale=0.125, write=True).run(order).check_values()
 
 
-@pytest.mark.parametrize("grads", [[], [torch.zeros(0)], [None]], ids=["no-tensor", "no-element", "all-skipped"])
+@pytest.mark.parametrize(
+    "grads", [[], [torch.zeros(0)], [None]], ids=["no-tensor", "no-element", "all-skipped"]
+)
 @pytest.mark.parametrize("clear", [False, True], ids=["keep", "clear"])
 def test_gradient_pass_over_nothing(grads: list[Tensor | None], clear: bool) -> None:
     result = Pass(grads, clear=clear, found_inf=2.0).run()
@@ -185,7 +196,11 @@ def test_gradient_pass_over_nothing(grads: list[Tensor | None], clear: bool) -> 
 )
 def test_norm_of_extreme_elements(dtype: torch.dtype, value: float, scale: float | None) -> None:
     x = torch.full((2 * CHUNK + 3,), value, dtype=dtype)
-    for grads in ([x], [x[:1]], [torch.cat([torch.zeros(CHUNK, dtype=dtype), x[:9], torch.zeros(5, dtype=dtype)])]):
+    for grads in (
+        [x],
+        [x[:1]],
+        [torch.cat([torch.zeros(CHUNK, dtype=dtype), x[:9], torch.zeros(5, dtype=dtype)])],
+    ):
         result = Pass(grads, scale=scale).run()
         expected = grads[0].double().norm() * (1 if scale is None else scale)
         assert result.flag.item() == 0.0
@@ -200,7 +215,9 @@ def test_norm_of_extreme_elements(dtype: torch.dtype, value: float, scale: float
 @pytest.mark.parametrize("clear", [False, True], ids=["keep", "clear"])
 def test_overflow_is_found_wherever_it_is(clear: bool, dtype: torch.dtype, value: float) -> None:
     size = 2 * CHUNK + 9
-    for order, position in zip(itertools.cycle(backend.ORDERS), (0, 6, 7, CHUNK - 1, CHUNK, size - 2, size - 1)):
+    for order, position in zip(
+        itertools.cycle(backend.ORDERS), (0, 6, 7, CHUNK - 1, CHUNK, size - 2, size - 1)
+    ):
         grads = [randn(n, n, dtype) for n in (5, size, 20)]
         grads[1][position] = value
         result = Pass(grads, scale=0.5, write=True, clear=clear).run(order)
@@ -242,7 +259,7 @@ def test_gradient_pass_has_the_same_bits_in_every_order() -> None:
     assert all(torch.equal(result.partials, results[0].partials) for result in results)
 
 
-# ---------------------------------------------------------------------------------------------------- the updates
+# -------------------------------------------------------------------------------------- the updates
 @dataclasses.dataclass(frozen=True)
 class Optimizer:
     """One configuration, by the arguments of torch.optim, and how a table op is told."""
@@ -269,7 +286,13 @@ class Optimizer:
         return columns + [0.0] * (8 - len(columns))
 
     def torch_step(
-        self, dtype: torch.dtype, param: Tensor, grad: Tensor, states: dict[str, Tensor], lr: float, first: bool
+        self,
+        dtype: torch.dtype,
+        param: Tensor,
+        grad: Tensor,
+        states: dict[str, Tensor],
+        lr: float,
+        first: bool,
     ) -> list[Tensor]:
         """Parameter and states after torch's own step in this dtype."""
         p = torch.nn.Parameter(param.to(dtype, copy=True))
@@ -295,7 +318,9 @@ OPTIMIZERS = [
     Optimizer("RMSprop", {"centered": True}),
 ]
 optimizers = pytest.mark.parametrize(
-    "optimizer", OPTIMIZERS, ids=lambda o: "-".join([o.name.lower(), *(f"{k}={v}" for k, v in o.options.items())])
+    "optimizer",
+    OPTIMIZERS,
+    ids=lambda o: "-".join([o.name.lower(), *(f"{k}={v}" for k, v in o.options.items())]),
 )
 SGD, RMSPROP = OPTIMIZERS[3], OPTIMIZERS[8]
 families = pytest.mark.parametrize("optimizer", [SGD, RMSPROP], ids=["sgd", "rmsprop"])
@@ -315,9 +340,16 @@ class Step:
         *,
         first: bool = False,
         without_grad: tuple[int, ...] = (),
+        chunk: int = CHUNK,
         offset: int = 0,
     ) -> None:
-        self.optimizer, self.first, self.param_dtype, self.grad_dtype = optimizer, first, param_dtype, grad_dtype
+        self.optimizer, self.first, self.param_dtype, self.grad_dtype = (
+            optimizer,
+            first,
+            param_dtype,
+            grad_dtype,
+        )
+        self.chunk = chunk
         self.arena = arena = Arena()
         low = param_dtype != torch.float32
         self.masters = [arena.place(randn(n, n), offset) for n in sizes]
@@ -327,7 +359,9 @@ class Step:
             for n, master in zip(sizes, self.masters, strict=True)
         ]
         self.grads = [arena.place(randn(n, n + 1, grad_dtype), offset) for n in sizes]
-        self.states = {name: [self._state(name, n, offset) for n in sizes] for name in optimizer.states if name}
+        self.states = {
+            name: [self._state(name, n, offset) for n in sizes] for name in optimizer.states if name
+        }
         rows: list[list[int]] = [
             list(sizes),
             [0 if t in without_grad else address(g) for t, g in enumerate(self.grads)],
@@ -340,7 +374,7 @@ class Step:
             rows.append([address(s) for s in self.states[name]] if name else [0] * len(sizes))
         self.without_grad = without_grad
         self.table = arena.place(torch.tensor(rows[:9]))
-        self.chunks = arena.place(torch.tensor(cut(list(sizes)), dtype=torch.int32).reshape(-1, 2))
+        self.chunks = arena.place(torch.tensor(cut(list(sizes), chunk), dtype=torch.int32).reshape(-1, 2))
         self.steps = arena.place(torch.full((len(self.chunks),), 0 if first else 3, dtype=torch.int32))
         self.hyper = arena.place(torch.tensor([optimizer.hyper()] * 2))
         self.rates = arena.place(torch.tensor(self.LR))
@@ -354,7 +388,9 @@ class Step:
             unread = self.first and self.optimizer.name == "SGD"
             values = torch.full((size,), math.nan) if unread else randn(size, size + 2)
         else:
-            values = randn(size, size + 3) * 0.1 if name == "grad_avg" else randn(size, size + 3).square() + 0.1
+            values = (
+                randn(size, size + 3) * 0.1 if name == "grad_avg" else randn(size, size + 3).square() + 0.1
+            )
         return self.arena.place(values, offset)
 
     def run(
@@ -373,7 +409,7 @@ class Step:
         self.frozen = self.arena.bytes()
         with backend.scheduled(order, seed=11):
             getattr(backend, f"_{self.optimizer.name.lower()}_table_")(
-                self.table, self.chunks, CHUNK, self.steps, self.hyper, self.lr, CODES[self.param_dtype],
+                self.table, self.chunks, self.chunk, self.steps, self.hyper, self.lr, CODES[self.param_dtype],
                 CODES[self.grad_dtype], *scalars, max_norm,
             )  # fmt: skip
         self.arena.check()
@@ -430,7 +466,7 @@ def test_update_for_every_configuration(optimizer: Optimizer, first: bool) -> No
 @orders
 @families
 def test_update_with_more_chunks_than_blocks(optimizer: Optimizer, order: str) -> None:
-    Step(optimizer, (LARGE,), torch.float16, torch.float16).run(order).check()
+    Step(optimizer, (LARGE,), torch.float16, torch.float16, chunk=2 * CHUNK).run(order).check()
 
 
 @orders
@@ -463,7 +499,7 @@ def test_update_of_nothing(optimizer: Optimizer) -> None:
     ],
 )
 @families
-def test_scale_and_clip(optimizer: Optimizer, scalars: dict[str, float], factor: float) -> None:
+def test_scale_and_clip(optimizer: Optimizer, scalars: dict[str, Any], factor: float) -> None:
     Step(optimizer, (1025,), torch.bfloat16, torch.bfloat16).run(**scalars).check(factor)
 
 
@@ -484,5 +520,20 @@ def test_centered_rmsprop_survives_a_variance_rounded_below_zero() -> None:
 
 @families
 def test_update_has_the_same_bits_in_every_order(optimizer: Optimizer) -> None:
-    results = [torch.cat(Step(optimizer, param_dtype=torch.float16).run(order).masters) for order in backend.ORDERS]
+    results = [
+        torch.cat(Step(optimizer, param_dtype=torch.float16).run(order).masters) for order in backend.ORDERS
+    ]
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+# ----------------------------------------------------------------------------------------- shared cases
+SHARED = [case for cases in testing.CASES.values() for case in cases]
+
+
+@pytest.mark.parametrize("case", SHARED, ids=lambda case: f"{case.op}-{case}")
+def test_shared_case(case: testing.Case, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "select", lambda device: "cuda")
+    monkeypatch.setattr(_ops, "table_ops", lambda name: backend)
+    with backend.scheduled("shuffled"):
+        for result in case.body(torch.device("cpu")):
+            assert result.passed, f"{case}: {result}"

@@ -62,7 +62,7 @@ def _rmsprop_chunk(
     centering = tl.where(grad_avg != 0, one_minus_alpha, 0.0)
     if VEC > 1:
         n = n // VEC * VEC
-    # Absent state is masked rather than branched around, so that all loads are in flight together; it reads 0.
+    # Absent state is masked rather than branched around, so that all loads fly together; it reads 0.
     n_buffer = tl.where(buffer == 0, 0, n)
     n_grad_avg = tl.where(grad_avg == 0, 0, n)
     TILE: tl.constexpr = UPDATE_TILE if VEC > 1 else UPDATE_TILE_BY_ELEMENT

@@ -15,7 +15,7 @@ def _send_(host: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def _write_by_value(host: torch.Tensor, to: torch.Tensor) -> None:
-    # A captured copy would read host memory again at every replay; the scalars of a foreach call are arguments
+    # A captured copy would read host memory again at every replay; a foreach call passes scalars as arguments
     # of its kernels, which the graph keeps.
     to.zero_()
     torch._foreach_add_(list(to.view(-1).unbind()), host.view(-1).tolist())

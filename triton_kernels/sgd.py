@@ -55,7 +55,7 @@ def _sgd_chunk(
 ):
     if VEC > 1:
         n = n // VEC * VEC
-    # Absent state is masked rather than branched around, so that all loads are in flight together.
+    # Absent state is masked rather than branched around, so that all loads fly together.
     n_buffer = tl.where(buffer == 0, 0, n)
     TILE: tl.constexpr = UPDATE_TILE if VEC > 1 else UPDATE_TILE_BY_ELEMENT
     for i in range(0, n, TILE):

@@ -1,5 +1,4 @@
 // The table ops on CUDA tensors: device guard, current stream, launch.
-#include <cuda_runtime_api.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 

@@ -12,15 +12,28 @@
 namespace amp_kernels::cpu {
 
 constexpr int64_t kBlock = 1024;  // elements staged as fp32 in L1
-constexpr int kLanes = 32;        // fp32 sums of 32 squares each: at most 1e-6 of rounding even when it is one-sided
+constexpr int64_t kAheadBytes = 8192;
+
+// Eight fp32 lanes, which g++ and clang map to AVX2 or a pair of NEON registers. A plain array of 32 sums stays in
+// memory in g++ 12, and the pass is then bound by store forwarding at 3 cycles an element.
+using Lanes = float __attribute__((vector_size(32)));
+constexpr int kLanes = 8;
+constexpr int kSums = 4;  // in flight; each lane adds at most 32 squares: 1e-6 of rounding even when it is one-sided
 
 inline double block_sum_of_squares(const float* x, int64_t n) {
-  float lane[kLanes] = {};
+  Lanes lane[kSums] = {};
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes)
-    for (int l = 0; l < kLanes; ++l) lane[l] += x[i + l] * x[i + l];
+  for (; i + kSums * kLanes <= n; i += kSums * kLanes) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kSums; ++k) {
+      Lanes v;
+      std::memcpy(&v, x + i + k * kLanes, sizeof(v));
+      lane[k] += v * v;
+    }
+  }
   double sum = 0.0;
-  for (int l = 0; l < kLanes; ++l) sum += lane[l];
+  for (int k = 0; k < kSums; ++k)
+    for (int l = 0; l < kLanes; ++l) sum += lane[k][l];
   for (; i < n; ++i) sum += static_cast<double>(x[i]) * x[i];
   return sum;
 }
@@ -41,6 +54,7 @@ double sum_of_squares(const G* grad, int64_t n) {
   double sum = 0.0;
   for (int64_t i = 0; i < n; i += kBlock) {
     const int64_t m = std::min(kBlock, n - i);
+    prefetch(grad + i + kAheadBytes / sizeof(G), m);
     if constexpr (std::is_same_v<G, float>) {
       sum += block_sum_of_squares(grad + i, m);
     } else {

@@ -1,5 +1,6 @@
-// All that our kernels use beyond plain C++, for nvcc and, with AMP_KERNELS_CUDA_ON_CPU, for a host compiler
-// (it gets tests/cuda_on_cpu/emulator.h first, as nvcc gets its own header), so that the same kernels run where there is no GPU. No torch header.
+// All that our kernels use beyond plain C++, for nvcc and, with AMP_KERNELS_CUDA_ON_CPU, for a host compiler,
+// which gets tests/cuda_on_cpu/emulator.h first, as nvcc gets its own header: the same kernels run without a
+// GPU. No torch header.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -20,7 +21,7 @@ namespace amp_kernels {
 
 using Stream = cudaStream_t;
 
-// ---------------------------------------------------------------------------------------------- element access
+// ---------------------------------------------------------------------------------- element access
 // T is float, __half or __nv_bfloat16; arithmetic is in float; stores round to nearest even.
 
 __device__ __forceinline__ float to_float(float value) { return value; }
@@ -51,10 +52,11 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T data[N];
 };
 
-// The widest access to a pack: 16 bytes, 8 for four 16-bit elements beside four of fp32, else an element. An integer
-// type pins the width: nvcc may split the copy of a struct of 16-bit members.
+// The widest access to a pack: 16 bytes, 8 for four 16-bit elements beside four of fp32, else an element. An
+// integer type pins the width: nvcc may split the copy of a struct of 16-bit members.
 template <class T, int N>
-using Access = std::conditional_t<sizeof(T) * N % 16 == 0, int4, std::conditional_t<sizeof(T) * N % 8 == 0, int2, T>>;
+using Access =
+    std::conditional_t<sizeof(T) * N % 16 == 0, int4, std::conditional_t<sizeof(T) * N % 8 == 0, int2, T>>;
 
 // Addresses come from a table as integers, and without this word nvcc emits generic accesses (LD for LDG).
 template <class T>
@@ -66,8 +68,8 @@ __device__ __forceinline__ void assume_global(const T* p) {
 #endif
 }
 
-// The N neighbours at p, in wide accesses if `aligned` (to the access, and the same for the whole block: the branch is
-// uniform), else one by one.
+// The N neighbours at p, in wide accesses if `aligned` (to the access, and the same for the whole block: the
+// branch is uniform), else one by one.
 template <int N, class T>
 __device__ __forceinline__ Vector<float, N> load_pack(const T* p, bool aligned) {
   using Word = Access<T, N>;
@@ -111,8 +113,9 @@ __device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool 
   }
 }
 
-// ------------------------------------------------------------------------------------------- block cooperation
-// blockDim.x is a multiple of 32, at most 1024, and blocks are one-dimensional; every thread of the block calls.
+// ------------------------------------------------------------------------------- block cooperation
+// blockDim.x is a multiple of 32, at most 1024, and blocks are one-dimensional; every thread of the block
+// calls.
 
 // The only shared memory a kernel may use (launch sizes it): the emulator poisons it before each block.
 __device__ __forceinline__ char* shared_memory() {
@@ -134,8 +137,8 @@ __device__ __forceinline__ T warp_shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
 }
 
-// Fixed order, and the same bits in every thread, since combine is commutative. `shared`: 32 values of T, free
-// again on return.
+// Fixed order, and the same bits in every thread, since combine is commutative. `shared`: 32 values of T,
+// free again on return.
 template <class T, class Combine>
 __device__ __forceinline__ T block_reduce(T value, T identity, T* shared, Combine combine) {
   const unsigned lane = threadIdx.x % 32;
@@ -173,8 +176,8 @@ __device__ __forceinline__ T block_min(T value, T identity, T* shared) {
   return block_reduce(value, identity, shared, Min());
 }
 
-// True in all threads of the block that gets here last. What thread 0 wrote before is then visible to that block.
-// It leaves `counter` at 0, as every launch must find it.
+// True in all threads of the block that gets here last. What thread 0 wrote before is then visible to that
+// block. It leaves `counter` at 0, as every launch must find it.
 __device__ __forceinline__ bool is_last_block(unsigned* counter) {
   bool last = false;
   if (threadIdx.x == 0) {
@@ -187,7 +190,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
   return last;
 }
 
-// ---------------------------------------------------------------------------------------------------- host side
+// --------------------------------------------------------------------------------------- host side
 
 #ifdef AMP_KERNELS_CUDA_ON_CPU
 

@@ -1,6 +1,6 @@
 // Small tables to the device as kernel arguments: unlike a copy from pinned memory there is nothing to keep alive,
 // and a captured launch carries its values.
-#include "kernels.h"
+#include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {

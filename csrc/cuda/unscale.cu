@@ -1,7 +1,7 @@
 // The gradient pass: one read of every gradient gives the non-finite check, the norm and the first bad tensor;
 // with `write` the gradients are unscaled in place as well. One launch for any mix of dtypes.
 #include "../formulas/unscale.h"
-#include "kernels.h"
+#include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../formulas/unscale.h"
-#include "kernels.h"
+#include "grid.cuh"
 
 namespace amp_kernels::cuda {
 

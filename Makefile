@@ -1,0 +1,66 @@
+# Every target is a fine first command in a fresh clone: it makes .venv, installs what it needs and builds; stamp
+# files make the next call fast. Only gpu-check leaves all that alone and uses the Python that is there.
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV := .venv
+BIN := $(VENV)/bin
+PYTEST_ARGS ?=
+
+# nvcc with the headers and the compiler of CUDA kernels, for machines that have none. In a folder of their own:
+# a CUDA build of torch pins other versions of the same packages.
+TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
+	nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
+SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
+FORMATTED = $(shell find csrc tests/cuda_on_cpu -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+
+.PHONY: demo test lint bench gpu-check build venv clean
+
+demo: build
+	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
+
+test: build $(VENV)/toolkit
+	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+lint: build
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
+	$(BIN)/mypy amp_kernels
+
+bench: build
+	for family in unscale sgd rmsprop; do $(BIN)/python benchmarks/bench_$$family.py $(BENCH_ARGS) || exit; done
+	$(BIN)/python benchmarks/plot.py
+
+gpu-check:
+	$(PYTHON) benchmarks/gpu_check.py
+
+build: $(VENV)/built
+venv: $(VENV)/made
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info amp_kernels/_C.* amp_kernels/_build.txt .*_cache
+
+# --system-site-packages would not see the torch of an active venv; a .pth file with the active Python's folders does.
+$(VENV)/made:
+	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("make: python3 must be >= 3.10, got " + sys.version.split()[0] + "; set PYTHON=...")'
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	site=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	$(PYTHON) -c 'import sys, torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10); print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
+	  > $$site/active_python.pth 2>/dev/null || rm -f $$site/active_python.pth
+	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --progress-bar off '$(TORCH)'
+	$(BIN)/pip install -q 'setuptools>=70.1' wheel ninja
+	touch $@
+
+$(VENV)/built: $(VENV)/made $(SOURCES)
+	$(BIN)/pip install -q --no-build-isolation -e '.[dev]'
+	test -x $(BIN)/ruff || $(BIN)/pip install -q --ignore-installed --no-deps \
+	  $$($(BIN)/pip list --format=freeze | grep -E '^(clang-format|mypy|pytest|ruff)==')  # commands of the active Python
+	$(BIN)/python -m amp_kernels info
+	touch $@
+
+$(VENV)/toolkit: $(VENV)/made
+	mkdir -p $@
+	command -v nvcc || test -x "$$CUDA_HOME/bin/nvcc" || $(BIN)/pip install -q --target $@ $(TOOLKIT) || \
+	  echo 'no nvcc here and none to install: what needs it is skipped'
+	touch $@

@@ -1,0 +1,108 @@
+"""What nvcc makes of the CUDA sources, also where there is no GPU.
+
+They compile for every default architecture, spill nothing, and access memory 16 bytes at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
+STREAMING = ("unscale", "sgd", "rmsprop")  # sources whose every kernel is bound by memory
+ARCHS = ("75", "80", "86", "89", "90a", "100", "120")  # setup.py's default
+# The oldest standard that a supported torch compiles extensions with, and the macros torch gives nvcc.
+NO_OPERATORS = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
+FLAGS = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", *(f"-D__CUDA_NO_{name}__" for name in NO_OPERATORS)]
+FLAGS += ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
+
+
+def find(what: str, *candidates: str) -> str:
+    for candidate in candidates:
+        if path := shutil.which(candidate):
+            return path
+    reason = f"there is no {what} (looked for {', '.join(candidates)})"
+    if "nvcc" in os.environ.get("AMP_KERNELS_EXPECT", "").split(","):
+        pytest.fail(f"AMP_KERNELS_EXPECT names nvcc, but {reason}")
+    pytest.skip(reason)
+
+
+@pytest.fixture(scope="module")
+def nvcc() -> str:
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    return find("CUDA compiler", *([f"{home}/bin/nvcc"] if home else []), "nvcc")
+
+
+@pytest.fixture(scope="module")
+def cuobjdump() -> str:
+    triton = importlib.util.find_spec("triton")
+    folders = triton.submodule_search_locations if triton else None
+    shipped = [f"{folder}/backends/nvidia/bin/cuobjdump" for folder in folders or ()]
+    return find("disassembler", *shipped, "cuobjdump")
+
+
+def run(*command: str | Path) -> str:
+    result = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if result.returncode != 0:
+        pytest.fail(f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}", pytrace=False)
+    return result.stdout + result.stderr
+
+
+def archs_of(nvcc: str) -> list[str]:
+    known = run(nvcc, "--list-gpu-code").split()  # nvcc before 12.8 has no sm_100
+    return [arch for arch in ARCHS if f"sm_{arch.rstrip('a')}" in known]
+
+
+@pytest.fixture(scope="module")
+def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
+    """For each source its object and what ptxas says of it."""
+    folder = tmp_path_factory.mktemp("cuda")
+    targets = [f"-gencode=arch=compute_{arch},code=sm_{arch}" for arch in archs_of(nvcc)]
+
+    def compile_source(source: Path) -> tuple[Path, str]:
+        object_ = folder / f"{source.stem}.o"
+        return object_, run(nvcc, "-c", source, "-o", object_, "-Xptxas", "-v", *FLAGS, *targets)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        results = list(pool.map(compile_source, SOURCES))
+    return {source.stem: result for source, result in zip(SOURCES, results, strict=True)}
+
+
+def test_bindings_compile_against_this_torch(nvcc: str, tmp_path: Path) -> None:
+    include = Path(torch.__file__).parent / "include"
+    # nvcc hands a .cpp file to the host compiler, which a build calls directly, with the headers of cudart.
+    run(nvcc, "-c", ROOT / "csrc/bindings/cuda.cpp", "-o", tmp_path / "cuda.o", *FLAGS, "-I", include)
+
+
+@pytest.mark.parametrize("source", [source.stem for source in SOURCES])
+def test_nothing_spills(source: str, compiled: dict[str, tuple[Path, str]], nvcc: str) -> None:
+    number = r"(\d+) bytes "
+    pattern = rf"properties for (\S+)\s+{number}stack frame, {number}spill stores, {number}spill loads"
+    frames = re.findall(pattern, compiled[source][1])
+    assert len(frames) >= len(archs_of(nvcc))
+    assert [frame for frame in frames if frame[1:] != ("0", "0", "0")] == []
+
+
+@pytest.mark.parametrize("source", STREAMING)
+def test_streaming_kernels_access_16_bytes(
+    source: str, compiled: dict[str, tuple[Path, str]], cuobjdump: str, nvcc: str
+) -> None:
+    listing = run(cuobjdump, "-sass", compiled[source][0])
+    parts = re.split(r"^arch = (\S+)$", listing, flags=re.MULTILINE)[1:]
+    found = set()
+    for arch, functions in zip(parts[::2], parts[1::2], strict=True):
+        for function in re.split(r"^\s*Function : ", functions, flags=re.MULTILINE)[1:]:
+            found.add(arch)
+            for access in ("LDG", "STG"):
+                wide = re.search(rf"\b{access}\.E\S*\.128\b", function)
+                assert wide, f"{arch}: no 16-byte {access} in {function.split()[0]}"
+    assert found == {f"sm_{arch}" for arch in archs_of(nvcc)}
