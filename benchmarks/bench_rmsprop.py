@@ -18,10 +18,12 @@ LR, ALPHA, EPS = 1e-3, 0.99, 1e-8
 
 
 def update(weights, grads, masters, square_avgs, inv_scale):
-    for weight, grad, master, square_avg in zip(weights, grads, masters, square_avgs, strict=True):
-        g = grad.float() * inv_scale
-        square_avg.mul_(ALPHA).addcmul_(g, g, value=1 - ALPHA)
-        master.addcdiv_(g, square_avg.sqrt() + EPS, value=-LR)
+    grads = [grad.float() * inv_scale for grad in grads]
+    torch._foreach_mul_(square_avgs, ALPHA)
+    torch._foreach_addcmul_(square_avgs, grads, grads, value=1 - ALPHA)
+    roots = torch._foreach_add(torch._foreach_sqrt(square_avgs), EPS)
+    torch._foreach_addcdiv_(masters, grads, roots, value=-LR)
+    for weight, master in zip(weights, masters, strict=True):
         weight.copy_(master)
 
 

@@ -19,9 +19,10 @@ LR, MOMENTUM = 1e-3, 0.9
 
 
 def update(weights, grads, masters, buffers, inv_scale):
-    for weight, grad, master, buffer in zip(weights, grads, masters, buffers, strict=True):
-        buffer.mul_(MOMENTUM).add_(grad.float() * inv_scale)
-        master.sub_(LR * buffer)
+    torch._foreach_mul_(buffers, MOMENTUM)
+    torch._foreach_add_(buffers, [grad.float() * inv_scale for grad in grads])
+    torch._foreach_add_(masters, buffers, alpha=-LR)
+    for weight, master in zip(weights, masters, strict=True):
         weight.copy_(master)
 
 

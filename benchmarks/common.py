@@ -14,6 +14,7 @@ import os
 import platform
 import re
 import statistics
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
@@ -40,6 +41,7 @@ MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 5, 200, 2
 # On a GPU it must be far larger than the L2 (B200: 126 MB), on a CPU larger than what a core has of its own.
 MIN_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 MAX_COPY_BYTES = 2**31
+MIN_CASE_BYTES = 30  # per element, below which a case is not begun: the model that all start from, and ours
 # Calls queued back to back between two events: time per step as in a training loop, where the GPU is not idle
 # when the step begins. All but the first find in L2 what fits there: below about 5M parameters a GPU's row
 # says how fast the host and the L2 are.
@@ -76,9 +78,8 @@ class Job:
 
     run: Callable[[], object]
     check: Callable[[], str]  # runs it and compares; "" or the reason why the result is wrong
-    settle: Callable[[], object] = lambda: (
-        None
-    )  # after the check: values that stay finite in any number of runs
+    # after the check: sets values that stay finite however often it runs
+    settle: Callable[[], object] = lambda: None
 
 
 @dataclass(frozen=True)
@@ -117,11 +118,18 @@ def resnet50() -> Layout:
 def layouts(args: argparse.Namespace) -> list[Layout]:
     """Layouts of a run, the small ones first; a line is printed for what is left out."""
     sizes = (1_000_000,) if args.quick else SIZES
-    chosen = [few_large(n) for n in sizes] + [many_small()] + ([] if args.quick else [resnet50()])
-    for layout in chosen:
+    free = free_bytes(args.device)
+    chosen = []
+    for layout in [few_large(n) for n in sizes] + [many_small()] + ([] if args.quick else [resnet50()]):
+        needed = MIN_CASE_BYTES * layout.elements
         if layout.elements > args.max_elements:
             print(f"left out: {layout.name}, {layout.elements:,} elements: more than --max-elements")
-    return [layout for layout in chosen if layout.elements <= args.max_elements]
+        elif needed > free:
+            gigabytes = f"needs {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are free"
+            print(f"left out: {layout.name}, {layout.elements:,} elements: {gigabytes}")
+        else:
+            chosen.append(layout)
+    return chosen
 
 
 def parse_arguments(description: str | None) -> argparse.Namespace:
@@ -131,9 +139,7 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=default, help=f"cpu or cuda (here: {default})")
     limit = "largest model in elements (CPU: 1e8, GPU: 1e9)"
     parser.add_argument("--max-elements", type=lambda text: int(float(text)), help=limit)
-    parser.add_argument(
-        "--seconds", type=float, default=2.0, help="time for the rounds of a case (%(default)s)"
-    )
+    parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of a case (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile'd contenders")
     parser.add_argument("--quick", action="store_true", help="two sizes, no torch.compile: 20 seconds")
     parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
@@ -141,7 +147,9 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     args.max_elements = args.max_elements or (10**9 if args.device.type == "cuda" else 10**8)
     args.no_compile |= args.quick
     args.seconds = min(args.seconds, 1.0) if args.quick else args.seconds
-    args.out = args.out or Path(__file__).parent / "results" / slug(device_name(args.device))
+    # a quick run must not take the place of a machine's results
+    results = Path(tempfile.gettempdir()) / "amp_kernels" if args.quick else Path(__file__).parent / "results"
+    args.out = args.out or results / slug(device_name(args.device))
     return args
 
 
@@ -214,6 +222,7 @@ class Report:
 def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespace, report: Report) -> None:
     """Builds, checks, times and reports; `contenders[0]` is ours."""
     torch.compiler.reset()
+    _free_memory(args.device)
     source, target = (torch.ones(_copy_elements(case, args.device), device=args.device) for _ in range(2))
     calls: dict[Contender, Callable[[], object]] = {}
     rows = {contender: {"contender": contender.name, "scaler": contender.scaler} for contender in contenders}
@@ -260,10 +269,14 @@ def _build(contender: Contender, case: Case, device: torch.device) -> tuple[Job 
         why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
     if why:
         job = None
-        gc.collect()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
+        _free_memory(device)
     return job, why
+
+
+def _free_memory(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 def _interleave(

@@ -2,24 +2,24 @@
 
     python benchmarks/demo.py [--model small] [--device cuda] [--optimizer rmsprop] [--out folder]
 
-The text is the source of Python's standard library, byte by byte, so nothing is downloaded. Every run starts from the
-same weights and sees the same batches. 16-bit means what it says: `model.to(dtype)`, norms and embeddings included; the
-only fp32 copies are the masters inside the fused optimizer. Where the weights are fp16 an `amp_kernels.GradScaler` scales
-the loss, and the overflow drill starts a small model at an absurd scale so that skipping and recovery can be watched.
+The text is the source of Python's standard library, byte by byte, so nothing is downloaded. The runs start from the same
+weights, see the same batches and advance in turn, so that a load on the machine slows all of them and an interrupt
+leaves comparable results. 16-bit means `model.to(dtype)`, norms and embeddings included; the only fp32 weights are the
+masters inside our optimizers. fp16 runs have an `amp_kernels.GradScaler`. In the overflow drill it starts far too high.
 """
 
 import argparse
 import csv
-import gc
 import math
 import random
+import signal
 import statistics
 import sys
 import sysconfig
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from itertools import islice
+from itertools import groupby, islice
 from pathlib import Path
 
 import matplotlib
@@ -36,17 +36,15 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-TEXT_BYTES = 4_000_000
-MAX_GRAD_NORM = 1.0
-REPORT_EVERY = 10  # steps between two reads of the loss: on a GPU each read waits for the device
-EVALUATIONS, EVALUATION_BATCHES = 5, 10
-TOLERANCE = 0.01  # 16-bit matches fp32 when their validation losses differ by at most this fraction
-DRILL_SCALE = 2.0**24  # fp16 ends at 65504: the first backward passes must overflow
-
 OURS = {"sgd": FusedSGD, "rmsprop": FusedRMSprop}
 TORCH = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
 OPTIONS = {"sgd": {"lr": 0.3, "momentum": 0.9}, "rmsprop": {"lr": 1e-3}}
 FASTEST = {"sgd": {"fused": True}, "rmsprop": {"foreach": True}}  # torch's best implementation of each
+MAX_GRAD_NORM = 1.0
+TEXT_BYTES = 4_000_000
+EVALUATIONS, EVALUATION_BATCHES = 5, 10
+TOLERANCE = 0.01  # 16-bit matches fp32 when their validation losses differ by at most this fraction
+DRILL_SCALE = 2.0**24  # fp16 ends at 65504: the first backward passes must overflow
 
 
 @dataclass(frozen=True)
@@ -62,13 +60,14 @@ SIZES = {"small": Size(2, 64, 64, 8), "large": Size(6, 384, 128, 8)}
 
 @dataclass
 class Run:
-    """One training run: what it is, then what was measured."""
+    """What one training run is, then what was measured of it."""
 
     name: str
+    panel: str  # of the figure; the first run of a panel is the one that the others are compared with
     size: Size
     optimizer: str
     precision: str
-    fused: bool = True
+    ours: bool = True
     drill: bool = False
     steps: int = 0
     validation_loss: float = math.nan
@@ -81,7 +80,7 @@ class Run:
     losses: list[float] = field(default_factory=list)
     validation: list[tuple[int, float]] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
-    overflows: list[tuple[int, str]] = field(default_factory=list)  # (step, parameter)
+    overflows: list[amp_kernels.grad_scaler.Overflow] = field(default_factory=list)
 
 
 # Text and model
@@ -140,156 +139,163 @@ def batches(text: Tensor, size: Size, seed: int) -> Iterator[Tensor]:
         yield text[(start + window).to(text.device)]
 
 
-# One run
+# Training
 
 
-def learning_rate_factor(steps: int) -> Callable[[int], float]:
-    """Linear warm-up over a tenth of the steps, then half a cosine down to a tenth."""
-    warmup = max(1, steps // 10)
-    return lambda step: min((step + 1) / warmup, 0.55 + 0.45 * math.cos(math.pi * min(step / steps, 1)))
+class Training:
+    """A run under way. `advance` keeps `run` up to date, so that an interrupt leaves what was measured until then."""
 
-
-def training_setup(run: Run, device: torch.device, seed: int):
-    torch.manual_seed(seed)
-    model = Transformer(run.size).to(device, DTYPES[run.precision])
-    if run.fused:
-        optimizer = OURS[run.optimizer](
-            model.named_parameters(), **OPTIONS[run.optimizer], max_grad_norm=MAX_GRAD_NORM
+    def __init__(self, run: Run, text: Tensor, seed: int, steps: int):
+        torch.manual_seed(seed)
+        self.run, self.steps, self.times = run, steps, []
+        self.model = Transformer(run.size).to(text.device, DTYPES[run.precision])
+        options = OPTIONS[run.optimizer]
+        if run.ours:
+            named = (
+                self.model.named_parameters()
+            )  # with names, the scaler can say where an overflow came from
+            self.optimizer = OURS[run.optimizer](named, **options, max_grad_norm=MAX_GRAD_NORM)
+        else:
+            self.optimizer = TORCH[run.optimizer](
+                self.model.parameters(), **options, **FASTEST[run.optimizer]
+            )
+        scale, growth_interval = (DRILL_SCALE, 40) if run.drill else (2.0**16, 2000)
+        self.scaler = amp_kernels.GradScaler(
+            text.device.type,
+            init_scale=scale,
+            growth_interval=growth_interval,
+            enabled=run.precision == "fp16",
         )
-    else:
-        optimizer = TORCH[run.optimizer](
-            model.parameters(), **OPTIONS[run.optimizer], **FASTEST[run.optimizer]
+        # linear warm-up over a tenth of the steps, then half a cosine down to a tenth of the learning rate
+        self.schedule = torch.optim.lr_scheduler.LambdaLR(
+            self.optimizer,
+            lambda step: min(
+                (step + 1) / (1 + steps // 10), 0.55 + 0.45 * math.cos(math.pi * min(step / steps, 1))
+            ),
         )
-    scaler = amp_kernels.GradScaler(
-        device.type,
-        init_scale=DRILL_SCALE if run.drill else 2.0**16,
-        growth_interval=50 if run.drill else 2000,
-        enabled=run.precision == "fp16",
-    )
-    return model, optimizer, scaler
+        self.batches = batches(text, run.size, seed)
+
+    def step(self) -> Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(next(self.batches))
+        self.scaler.scale(loss).backward()
+        if not self.run.ours:
+            nn.utils.clip_grad_norm_(self.model.parameters(), MAX_GRAD_NORM)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+        return loss.detach()
+
+    def advance(self, count: int) -> None:
+        run, device, losses = self.run, self.model.head.weight.device, []
+        held_bytes = sum(t.nbytes for t in self.held())
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+            allocated = torch.cuda.memory_allocated(device)
+        began = time.perf_counter()
+        for _ in range(count):
+            if run.drill:
+                run.scales.append(self.scaler.get_scale())
+            losses.append(self.step())
+            if run.drill:
+                self.note_overflow()
+        run.losses += torch.stack(losses).tolist()  # waits for the device
+        self.times.append((time.perf_counter() - began) / count)
+        self.note_overflow()
+        run.steps += count
+        run.steps_skipped = int(self.scaler.skipped_steps)
+        run.step_ms = 1e3 * statistics.median(self.times)
+        if device.type == "cuda":
+            others = allocated - held_bytes  # the other runs' models, on the same device
+            run.peak_memory_mb = (torch.cuda.max_memory_allocated(device) - others) / 1e6
+
+    def held(self) -> list[Tensor]:
+        """Weights, gradients, optimizer state and masters."""
+        state = self.optimizer.state
+        everything = (t for p in self.model.parameters() for t in (p, p.grad, *state.get(p, {}).values()))
+        return [t for t in everything if isinstance(t, Tensor)]
+
+    def note_overflow(self) -> None:
+        overflow = self.scaler.last_overflow
+        if overflow and overflow not in self.run.overflows:
+            self.run.overflows.append(overflow)
+            tqdm.write(f"{self.run.name}: overflow at step {overflow.step} in {overflow.parameter}, skipped")
+
+    def evaluate(self, held_out: Tensor) -> None:
+        """The mean loss over the same batches whichever the run, and the bytes."""
+        run = self.run
+        some = islice(batches(held_out, run.size, 0), EVALUATION_BATCHES)
+        with torch.no_grad():
+            run.validation_loss = torch.stack([self.model(batch) for batch in some]).mean().item()
+        run.validation.append((run.steps, run.validation_loss))
+        held_bytes = sum(t.nbytes for t in self.held())
+        run.bytes_per_parameter = held_bytes / sum(p.numel() for p in self.model.parameters())
+        if not held_out.is_cuda:
+            run.peak_memory_mb = (held_bytes + self.activation_bytes(held_out)) / 1e6
+
+    def activation_bytes(self, text: Tensor) -> int:
+        """What a forward pass keeps for the backward pass, the parameters not counted."""
+        saved = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = self.model(next(batches(text, self.run.size, 0)))
+        for p in self.model.parameters():
+            saved.pop(p.data_ptr(), None)
+        del loss  # kept the tensors alive until here, so that no address was used twice
+        return sum(saved.values())
 
 
-def training_step(run: Run, batch: Tensor, model, optimizer, scaler) -> Tensor:
-    optimizer.zero_grad()
-    loss = model(batch)
-    scaler.scale(loss).backward()
-    if not run.fused:
-        nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
-    scaler.step(optimizer)
-    scaler.update()
-    return loss.detach()
-
-
-@torch.no_grad()
-def evaluate(model: Transformer, held_out: Tensor, size: Size) -> float:
-    """The mean loss over the same batches whoever asks."""
-    return (
-        torch.stack([model(batch) for batch in islice(batches(held_out, size, 0), EVALUATION_BATCHES)])
-        .mean()
-        .item()
-    )
-
-
-def train(run: Run, text: Tensor, held_out: Tensor, seed: int, steps: int) -> None:
-    """Fill in `run` as training goes on, so that an interrupt leaves what was measured until then."""
-    if text.is_cuda:
-        gc.collect()  # the previous run's model must not count
-        torch.cuda.reset_peak_memory_stats(text.device)
-    model, optimizer, scaler = training_setup(run, text.device, seed)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate_factor(steps))
-    source = batches(text, run.size, seed)
-    times = []
-    try:
-        with tqdm(total=steps, desc=f"{run.name:24}", unit="step", dynamic_ncols=True) as bar:
-            while run.steps < steps:
-                scale = scaler.get_scale() if run.drill else 1.0
-                losses = []
-                began = time.perf_counter()
-                for batch in islice(source, 1 if run.drill else min(REPORT_EVERY, steps - run.steps)):
-                    losses.append(training_step(run, batch, model, optimizer, scaler))
-                    schedule.step()
-                run.losses += torch.stack(losses).tolist()  # waits for the device
-                times.append((time.perf_counter() - began) / len(losses))
-                run.step_ms = 1e3 * statistics.median(times)
-                run.steps += len(losses)
-                run.scales.append(scale)
-                bar.update(len(losses))
-                bar.set_postfix(loss=f"{run.losses[-1]:.3f}", refresh=False)
-                if run.steps * EVALUATIONS // steps > len(run.validation):
-                    run.validation.append((run.steps, evaluate(model, held_out, run.size)))
-                note_overflow(run, scaler)
-    finally:
-        if run.steps:
-            finish(run, model, optimizer, scaler, text, held_out)
-    compare_optimizers(run, model)
-
-
-def note_overflow(run: Run, scaler: amp_kernels.GradScaler) -> None:
-    overflow = scaler.last_overflow
-    if overflow and (not run.overflows or overflow.step != run.overflows[-1][0]):
-        run.overflows.append((overflow.step, str(overflow.parameter)))
-        scale = f"2^{math.log2(run.scales[-1]):.0f}" if run.drill else "its scale"
-        tqdm.write(
-            f"  step {overflow.step}: the gradient of {overflow.parameter} overflowed at loss scale {scale}, step skipped"
-        )
-
-
-def finish(run: Run, model, optimizer, scaler, text: Tensor, held_out: Tensor) -> None:
-    if not run.validation or run.validation[-1][0] < run.steps:  # interrupted
-        run.validation.append((run.steps, evaluate(model, held_out, run.size)))
-    run.validation_loss = run.validation[-1][1]
-    run.steps_skipped = int(scaler.skipped_steps)
-    parameters = list(model.parameters())
-    held = [t for p in parameters for t in (p, p.grad, *optimizer.state[p].values()) if isinstance(t, Tensor)]
-    held_bytes = sum(t.nbytes for t in held)
-    run.bytes_per_parameter = held_bytes / sum(p.numel() for p in parameters)
-    if text.is_cuda:
-        peak = torch.cuda.max_memory_allocated(text.device)
-    else:
-        peak = held_bytes + activation_bytes(model, next(batches(text, run.size, 0)))
-    run.peak_memory_mb = peak / 1e6
-
-
-def activation_bytes(model: Transformer, batch: Tensor) -> int:
-    """What one forward pass keeps for the backward pass, the parameters not counted."""
-    parameters = {p.data_ptr() for p in model.parameters()}
-    saved = {}
-
-    def pack(tensor: Tensor) -> Tensor:
-        saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = model(batch)  # alive until the end, so that no address is used twice
-    total = sum(size for address, size in saved.items() if address not in parameters)
-    del loss
-    return total
+def train(trainings: list[Training], held_out: Tensor, steps: int, stop: Callable[[], bool]) -> None:
+    """All runs in turn: a step each, on a GPU ten, since reading the loss waits for the device."""
+    stride = 10 if held_out.is_cuda else 1
+    bars = [
+        tqdm(total=steps, desc=f"{t.run.name:20}", unit="step", position=i, disable=None, dynamic_ncols=True)
+        for i, t in enumerate(trainings)
+    ]
+    done, evaluated = 0, -1
+    while done < steps and not stop():
+        count = min(stride, steps - done)
+        for training, bar in zip(trainings, bars, strict=True):
+            training.advance(count)
+            bar.set_postfix(loss=f"{training.run.losses[-1]:.3f}", refresh=False)
+            bar.update(count)
+        done += count
+        if done * EVALUATIONS // steps > (done - count) * EVALUATIONS // steps:
+            evaluated = done
+            for training in trainings:
+                training.evaluate(held_out)
+    for training, bar in zip(trainings, bars, strict=True):
+        bar.close()
+        if 0 < done != evaluated:
+            training.evaluate(held_out)
 
 
 # Our optimizer step against torch's
 
 
-def compare_optimizers(run: Run, model: Transformer, repeats: int = 20) -> None:
+def compare_optimizers(training: Training, repeats: int = 20) -> None:
     """Median time of unscale, clip and update, ours and torch's in turn on equal weights and gradients."""
     rivals = {"optimizer_ms_ours": our_step, "optimizer_ms_torch": torch_step}
-    steps = {name: make(run, with_gradients(model)) for name, make in rivals.items()}
-    times = {name: [] for name in steps}
-    for _ in range(repeats + 3):
+    steps = {}
+    for name, make in rivals.items():
+        parameters = [nn.Parameter(p.detach().clone()) for p in training.model.parameters()]
+        for p in parameters:
+            p.grad = torch.randn_like(p)
+        steps[name] = make(training.run, parameters)
+    times = {name: [] for name in rivals}
+    for _ in range(repeats):
         for name, step in steps.items():
             began = time.perf_counter()
             step()
-            if torch.cuda.is_available():
+            if training.model.head.weight.is_cuda:
                 torch.cuda.synchronize()
             times[name].append(time.perf_counter() - began)
     for name, values in times.items():
-        setattr(run, name, 1e3 * statistics.median(values[3:]))
-
-
-def with_gradients(model: Transformer) -> list[nn.Parameter]:
-    parameters = [nn.Parameter(p.detach().clone()) for p in model.parameters()]
-    for p in parameters:
-        p.grad = torch.randn_like(p)
-    return parameters
+        setattr(training.run, name, 1e3 * statistics.median(values[3:]))
 
 
 def our_step(run: Run, parameters: list[nn.Parameter]) -> Callable[[], None]:
@@ -339,159 +345,122 @@ def ready_scaler(kind: type[torch.amp.GradScaler], run: Run, parameters: list[nn
 
 def runs_of(args: argparse.Namespace, size: Size) -> list[Run]:
     optimizers = ["sgd", "rmsprop"] if args.optimizer == "both" else [args.optimizer]
-    precision = args.precision
-    if precision == "auto":
-        precision = (
-            "fp16" if args.device.type == "cuda" else "bf16"
-        )  # torch's fp16 matmul crawls on most CPUs
+    automatic = "fp16" if args.device.type == "cuda" else "bf16"  # torch's fp16 matmul crawls on most CPUs
+    precision = automatic if args.precision == "auto" else args.precision
     runs = []
     for optimizer in optimizers:
-        runs.append(Run(f"fp32 {TORCH[optimizer].__name__}", size, optimizer, "fp32", fused=False))
-        runs.append(Run(f"{precision} {OURS[optimizer].__name__}", size, optimizer, precision))
+        torch_name, our_name = TORCH[optimizer].__name__, OURS[optimizer].__name__
+        panel = f"{torch_name}, {size.layers} layers of width {size.width}"
+        runs.append(Run(f"fp32 {torch_name}", panel, size, optimizer, "fp32", ours=False))
+        runs.append(Run(f"{precision} {our_name}", panel, size, optimizer, precision))
     if args.precision in ("auto", "fp16"):
-        optimizer = optimizers[0]
-        runs.append(Run("drill fp32", SIZES["small"], optimizer, "fp32", fused=False))
-        runs.append(Run("drill fp16 + scaler", SIZES["small"], optimizer, "fp16", drill=True))
+        panel = f"Overflow drill: small model, {our_name}"
+        runs.append(Run("drill, fp32", panel, SIZES["small"], optimizer, "fp32", ours=False))
+        runs.append(Run("drill, fp16 + scaler", panel, SIZES["small"], optimizer, "fp16", drill=True))
     return runs
 
 
 def seconds_per_step(run: Run, text: Tensor) -> float:
-    setup = training_setup(run, text.device, 0)
-    times = []
-    for batch in islice(batches(text, run.size, 0), 4):
-        began = time.perf_counter()
-        training_step(run, batch, *setup).item()
-        times.append(time.perf_counter() - began)
-    return statistics.median(times[1:])
+    training = Training(run, text, seed=0, steps=4)
+    for _ in range(4):
+        training.advance(1)
+    return statistics.median(training.times[1:])
 
 
 def plan(args: argparse.Namespace, text: Tensor) -> tuple[list[Run], int]:
-    """Measure a few steps of every run, then take as many as the budget holds; all runs take the same number. Without
-    --model the small one stands in where the large one could not take half of its steps."""
-    deadline = time.perf_counter() + 0.85 * args.budget_seconds
+    """Measures a few steps of every run, then takes as many as the budget holds, the same number for all. Without --model
+    the small one stands in where the large one could not take half of its steps."""
     for name in [args.model] if args.model else ["large", "small"]:
-        size = SIZES[name]
-        size = replace(size, layers=args.layers or size.layers, width=args.width or size.width)
-        runs = runs_of(args, size)
-        second = sum(seconds_per_step(run, text) for run in runs)
-        # an evaluation batch is a third of a step; comparing the optimizers takes about ten steps
-        affordable = int(
-            (deadline - time.perf_counter()) / second - EVALUATIONS * EVALUATION_BATCHES / 3 - 10
-        )
+        size = replace(SIZES[name], **{k: v for k in ("layers", "width") if (v := getattr(args, k))})
+        second = sum(seconds_per_step(replace(run, drill=False), text) for run in runs_of(args, size))
+        # an evaluation batch is a third of a step, comparing the optimizers takes about ten
+        left = args.deadline - time.perf_counter()
+        affordable = int(0.9 * left / second) - EVALUATIONS * EVALUATION_BATCHES // 3 - 10
         if affordable >= args.steps / 2:
             break
     steps = max(1, min(args.steps, affordable))
     if steps < args.steps:
         print(
-            f"Cut to {steps} of {args.steps} steps a run, to stay within --budget-seconds {args.budget_seconds:.0f}."
+            f"Cut from {args.steps} to {steps} steps a run to stay within --budget-seconds {args.budget_seconds}."
         )
-    print(f"{len(runs)} runs of {steps} steps on {args.device}: {size}, seed {args.seed}")
+    runs = runs_of(args, size)
+    print(f"{len(runs)} runs of {steps} steps on {args.device}, seed {args.seed}: {size}", flush=True)
     return runs, steps
 
 
 # The report
 
-
 COLUMNS = {
     "run": "name",
     "steps": "steps",
-    "validation loss": "validation_loss",
-    "ms per step": "step_ms",
-    "optimizer ms, ours": "optimizer_ms_ours",
-    "optimizer ms, torch": "optimizer_ms_torch",
-    "peak MB": "peak_memory_mb",
-    "bytes per parameter": "bytes_per_parameter",
-    "skipped": "steps_skipped",
+    "validation\nloss": "validation_loss",
+    "ms per\nstep": "step_ms",
+    "optimizer\nms, ours": "optimizer_ms_ours",
+    "optimizer\nms, torch": "optimizer_ms_torch",
+    "peak\nMB": "peak_memory_mb",
+    "bytes per\nparameter": "bytes_per_parameter",
+    "steps\nskipped": "steps_skipped",
 }
 
 
-def verdict(runs: list[Run], steps: int) -> str:
+def verdict(runs: list[Run]) -> str:
     """The sentence this program exists for, from the numbers."""
-    differences, matched = [], True
-    for base in (run for run in runs if not run.fused):
-        for run in runs:
-            if (
-                run.fused
-                and (run.size, run.optimizer) == (base.size, base.optimizer)
-                and run.steps == base.steps == steps
-            ):
-                difference = run.validation_loss / base.validation_loss - 1
-                matched &= abs(difference) <= TOLERANCE
-                differences.append(f"{difference:+.2%} ({run.name})")
-    if not differences:
-        return "No pair of runs was finished, so whether 16-bit training matches fp32 is not known."
-    word = "matched" if matched else "did NOT match"
+    differences = {}
+    for _, (base, *others) in groupby(runs, key=lambda run: run.panel):
+        for run in others:
+            differences[run.name] = run.validation_loss / base.validation_loss - 1
+    matched = all(abs(difference) <= TOLERANCE for difference in differences.values())  # NaN does not match
     return (
-        f"Training with 16-bit weights {word} fp32: after {steps} steps the validation loss differs by "
-        f"{', '.join(differences)}, where at most {TOLERANCE:.0%} counts as a match."
+        f"Training in {' and '.join(sorted({run.precision for run in runs if run.ours}))} "
+        f"{'matched' if matched else 'did NOT match'} fp32: after {runs[0].steps} steps the validation loss differs by "
+        f"{', '.join(f'{d:+.2%} ({name})' for name, d in differences.items())}; up to {TOLERANCE:.0%} is a match."
     )
 
 
-def report(runs: list[Run], steps: int, args: argparse.Namespace) -> None:
-    runs = [run for run in runs if run.steps]
-    if not runs:
-        print("\nStopped before the first step, so there is nothing to report.")
-        return
+def report(runs: list[Run], args: argparse.Namespace) -> None:
     args.out.mkdir(parents=True, exist_ok=True)
     rows = [[getattr(run, attribute) for attribute in COLUMNS.values()] for run in runs]
     with open(args.out / "demo.csv", "w", newline="") as file:
         csv.writer(file).writerows([COLUMNS.values(), *rows])
-    formats = ("", "", ".4f", ".1f", ".2f", ".2f", ".1f", ".1f", "")
-    print("\n" + tabulate(rows, headers=[c.replace(", ", "\n") for c in COLUMNS], floatfmt=formats))
-    print(
-        "optimizer: unscale, clip and update on equal gradients; torch's is its fastest, over fp32 copies for 16-bit weights\n"
-        + (
-            "peak: torch.cuda.max_memory_allocated"
-            if args.device.type == "cuda"
-            else "peak: counted bytes of weights, gradients, optimizer state and what forward saves for backward"
-        )
-        + "\nbytes per parameter: weights, gradients, optimizer state and masters"
+    print("\n" + tabulate(rows, COLUMNS, floatfmt=("", "", ".4f", ".1f", ".2f", ".2f", ".1f", ".1f", "")))
+    peak = "counted: all of those and what forward keeps for backward"
+    peak = (
+        "torch.cuda.max_memory_allocated, without the other runs' models"
+        if args.device.type == "cuda"
+        else peak
     )
+    print(
+        "\noptimizer: unscale, clip, update; torch's is its fastest, for 16-bit weights over fp32 copies made by hand"
+    )
+    print(f"bytes per parameter: weights, gradients, optimizer state, masters\npeak: {peak}")
     for run in runs:
         if run.overflows:
-            step, parameter = run.overflows[0]
-            print(
-                f"{run.name}: {run.steps_skipped} overflows; first at step {step} in {parameter}; training went on."
+            first, seen = (
+                run.overflows[0],
+                f"{run.steps_skipped} of {run.steps} steps overflowed and were skipped",
             )
+            print(f"{run.name}: {seen}, the first at step {first.step} in {first.parameter}")
     draw(runs, args.out / "demo.png")
-    print(f"\n{verdict(runs, steps)}\n\n{args.out}/demo.png and demo.csv hold the curves and the table.")
+    print(f"\n{verdict(runs)}\nCurves and table: {args.out / 'demo.png'}, {args.out / 'demo.csv'}")
 
 
 def draw(runs: list[Run], path: Path) -> None:
-    """A panel per optimizer and model size: training loss thin and smoothed, validation loss as dots."""
-    panels = list(dict.fromkeys((run.size, run.optimizer) for run in runs))
-    figure, all_axes = plt.subplots(
-        1, len(panels), figsize=(1 + 5 * len(panels), 4.2), squeeze=False, layout="constrained"
-    )
-    for axes, panel in zip(all_axes[0], panels, strict=True):
-        for run in (run for run in runs if (run.size, run.optimizer) == panel):
-            color, style = ("C1", "--") if run.fused else ("C0", "-")
-            axes.plot(
-                range(1, run.steps + 1), smooth(run.losses), style, color=color, label=f"{run.name}, training"
-            )
-            axes.plot(
-                *zip(*run.validation, strict=True),
-                "D" if run.fused else "o",
-                color=color,
-                fillstyle="none" if run.fused else "full",
-                ms=9 if run.fused else 5,
-                label=f"{run.name}, validation {run.validation_loss:.3f}",
-            )
+    panels = [(title, list(group)) for title, group in groupby(runs, key=lambda run: run.panel)]
+    size = (5.2 * len(panels), 4.4)
+    figure, all_axes = plt.subplots(1, len(panels), figsize=size, squeeze=False, layout="constrained")
+    for axes, (title, group) in zip(all_axes[0], panels, strict=True):
+        for run, line, dot in zip(group, ("C0-", "C1--"), ("C0o", "C1+"), strict=True):
+            axes.plot(range(1, run.steps + 1), smooth(run.losses), line, label=f"{run.name}, training")
+            axes.plot(*zip(*run.validation, strict=True), dot, ms=9, label=f"{run.name}, validation")
             if run.drill:
-                scale = axes.twinx()
-                scale.step(range(1, len(run.scales) + 1), run.scales, color="0.6", where="mid")
-                scale.set_yscale("log", base=2)
-                scale.set_ylabel("loss scale (grey)")
-        size = panel[0]
-        axes.set(
-            title=f"{TORCH[panel[1]].__name__}, {size.layers} layers of width {size.width}",
-            xlabel="step",
-            ylabel="loss, nats per byte",
-        )
+                right = axes.twinx()
+                right.step(range(1, run.steps + 1), run.scales, color="0.6", lw=1)
+                right.set_yscale("log", base=2)
+                right.set_ylabel("loss scale (grey)")
+        axes.set(title=title, xlabel="step", ylabel="loss in nats per byte, smoothed")
         axes.grid(alpha=0.3)
         axes.legend()
-    figure.savefig(path, dpi=150)
-    plt.close(figure)
+    figure.savefig(path, dpi=130)
 
 
 def smooth(values: list[float], weight: float = 0.8) -> list[float]:
@@ -547,19 +516,31 @@ def parse_arguments() -> argparse.Namespace:
 
 def main() -> int:
     args = parse_arguments()
-    runs, steps = [], 0
-    try:
-        text = read_text().to(args.device)
-        text, held_out = text[: -len(text) // 10], text[-len(text) // 10 :]
-        runs, steps = plan(args, text)
-        for run in runs:
-            train(run, text, held_out, args.seed, steps)
-    except KeyboardInterrupt:
-        print("\nInterrupted; here is what was done.")
-        report(runs, steps, args)
+    args.deadline = time.perf_counter() + args.budget_seconds
+    interrupts = []
+
+    def interrupt(*_) -> None:  # finish the step and report; a second Ctrl-C ends it at once
+        interrupts.append(True)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    signal.signal(signal.SIGINT, interrupt)
+    text = read_text().to(args.device)
+    cut = len(text) * 9 // 10
+    runs, steps = plan(args, text[:cut])
+    trainings = [Training(run, text[:cut], args.seed, steps) for run in runs]
+    train(trainings, text[cut:], steps, lambda: bool(interrupts) or time.perf_counter() > args.deadline)
+    if not runs[0].steps:
+        print("Stopped before the first step, so there is nothing to report.")
         return 130
-    report(runs, steps, args)
-    return 0
+    if runs[0].steps < steps:
+        print(
+            f"Stopped at step {runs[0].steps} of {steps}: {'Ctrl-C' if interrupts else 'the budget is used up'}."
+        )
+    if not interrupts:
+        for training in trainings:
+            compare_optimizers(training)
+    report(runs, args)
+    return 130 if interrupts else 0
 
 
 if __name__ == "__main__":

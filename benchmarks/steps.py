@@ -8,8 +8,7 @@ Peers of 16-bit weights with fp32 masters:
 - masters by hand: fp32 copies under torch.optim; gradients go up and weights down with
   torch._foreach_copy_, the stock scaler checks (and, without fused=True, unscales) the fp32 gradients.
 - masters by hand, compiled: conversion, unscaling, update and weight in one compiled function, a flag that
-  makes the stock scaler check the 16-bit gradients, one read of found_inf by the host. The most a user can
-  do.
+  makes the stock scaler check the 16-bit gradients, one read of found_inf by the host. The best we know.
 - an fp32 model under torch.optim and the stock scaler, what most people do with autocast.
 - flashoptim: 16-bit weights with an error term, no scaler.
 
@@ -46,10 +45,8 @@ HELD_BYTES = 16  # per parameter, by the largest contender: weight, gradient, fp
 OURS, STOCK, NONE = "GradScaler ours", "torch GradScaler", "none"
 SCALERS: dict[str, type[torch.amp.GradScaler]] = {OURS: amp_kernels.GradScaler, STOCK: torch.amp.GradScaler}
 # For CPUs Inductor compiles each tensor of a list apart: 25 s for 161 tensors, more than 3 minutes for 1000.
-MAX_COMPILED_TENSORS = {"cpu": 200, "cuda": 1000}
-MIN_COMPILED_ELEMENTS = (
-    10_000_000  # of few large tensors; below it compilation takes the time and no row needs it
-)
+MAX_COMPILED_TENSORS = 200
+MIN_COMPILED_ELEMENTS = 10_000_000  # of few large tensors: to compile for every size would take minutes
 
 Update = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor], None]
 
@@ -199,9 +196,7 @@ def masters_by_hand(model: Model, variant: str) -> Step:
 class CompiledMasters(torch.optim.Optimizer):
     """What a careful user would write around a compiled update of masters, to run under the stock scaler."""
 
-    _step_supports_amp_scaling = (
-        True  # the scaler checks the 16-bit gradients and leaves the unscaling to the step
-    )
+    _step_supports_amp_scaling = True  # the scaler only checks the 16-bit gradients; the step unscales them
 
     def __init__(self, params: Sequence[Tensor], update: Update) -> None:
         super().__init__(params, {})
@@ -220,9 +215,8 @@ class CompiledMasters(torch.optim.Optimizer):
 def masters_compiled(model: Model) -> Step:
     params, scaler = model.parameters(model.dtype), make_scaler(STOCK, model.device)
     optimizer = CompiledMasters(params, model.family.update)
-    return Step(
-        user_step(optimizer, scaler), [p.grad for p in params], lambda: optimizer.masters, params, scaler
-    )
+    grads = [p.grad for p in params]
+    return Step(user_step(optimizer, scaler), grads, lambda: optimizer.masters, params, scaler)
 
 
 def flashoptim(model: Model) -> Step:
@@ -256,18 +250,11 @@ def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
     compiled_fp32 = partial(torch_fp32, model, "foreach", compiled=True)
     plan = [(ours, kind, partial(fused_by_us, model, kind)) for kind in (OURS, STOCK)]
     if low:
-        by_hand = "masters by hand"
-        plan += [
-            (f"{by_hand}, torch {v} {torchs}", STOCK, partial(masters_by_hand, model, v))
-            for v in family.variants
-        ]
-        plan += [
-            (
-                f"{by_hand}, compiled",
-                STOCK,
-                partial(unless_slow, model, args, partial(masters_compiled, model)),
-            )
-        ]
+        by_hand = "masters by hand, "
+        for v in family.variants:
+            plan += [(f"{by_hand}torch {v} {torchs}", STOCK, partial(masters_by_hand, model, v))]
+        compiled = partial(masters_compiled, model)
+        plan += [(f"{by_hand}compiled", STOCK, partial(unless_slow, model, args, compiled))]
     plan += [(f"{fp32}torch {v} {torchs}", STOCK, partial(torch_fp32, model, v)) for v in family.variants]
     plan += [(f"{fp32}torch {torchs}, compiled", STOCK, partial(unless_slow, model, args, compiled_fp32))]
     if low and family.flashoptim:
@@ -283,11 +270,11 @@ def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
 
 def unless_slow(model: Model, args: argparse.Namespace, build: Callable[[], Step]) -> Step:
     """A compiled contender, or an error that says why compiling is not worth the time."""
-    tensors, limit = len(model.layout.shapes), MAX_COMPILED_TENSORS[model.device.type]
+    tensors = len(model.layout.shapes)
     if args.no_compile:
         raise RuntimeError("left out by --no-compile or --quick")
-    if tensors > limit:
-        raise RuntimeError(f"takes minutes to compile; left out above {limit} tensors on this device")
+    if tensors > MAX_COMPILED_TENSORS:
+        raise RuntimeError(f"takes minutes to compile; left out above {MAX_COMPILED_TENSORS} tensors")
     if tensors < 10 and model.layout.elements < MIN_COMPILED_ELEMENTS:
         raise RuntimeError(f"left out below {MIN_COMPILED_ELEMENTS:,} elements")
     return build()

@@ -72,9 +72,9 @@ struct GradientPass {
 
 struct Update {
   Table table;
-  int32_t* steps;         // per chunk: updates applied so far, written by the one block that owns the chunk
-  const float* hyper;     // [groups, kHyperColumns]
-  const int64_t* lr;      // [groups]: addresses, so that a tensor lr stays live
+  int32_t* steps;      // per chunk: updates applied so far, written by the one block that owns the chunk
+  const float* hyper;  // [groups, kHyperColumns]
+  const int64_t* lr;   // [groups]: addresses, so that a tensor lr stays live
   const float* grad_scale;
   const float* found_inf;
   const float* grad_norm;

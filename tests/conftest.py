@@ -1,13 +1,17 @@
-"""AMP_KERNELS_EXPECT names what this machine must be able to test: absent, it fails and is not skipped."""
+"""AMP_KERNELS_EXPECT names what this machine must be able to test: absent, it fails and is not skipped.
+
+Fixtures `backend` and `device` run a test on each backend that works here, forced by `use_backend`.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 
 def _backend(name: str, device_type: str) -> str | None:
@@ -52,3 +56,47 @@ def pytest_sessionstart() -> None:
             raise pytest.UsageError(f"AMP_KERNELS_EXPECT must be of {', '.join(WHY_NOT)}, got {name!r}")
         if reason := WHY_NOT[name]():
             raise pytest.UsageError(f"AMP_KERNELS_EXPECT names {name}, but {reason}")
+
+
+# id: (backend, device of its tensors)
+PLACES = {
+    "cpu": ("cpu", "cpu"),
+    "reference": ("reference", "cpu"),
+    "cuda": ("cuda", "cuda"),
+    "triton": ("triton", "cuda"),
+    "reference-on-cuda": ("reference", "cuda"),
+}
+# Triton reads the variable when it is imported, and then cannot compile: such a process tests nothing else.
+INTERPRETED = {"triton-interpret": ("triton", "cpu")}
+
+
+def _places() -> list[str]:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return list(INTERPRETED)
+    usable = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
+    return [name for name, (backend, on) in PLACES.items() if on in usable and _backend(backend, on) is None]
+
+
+def pytest_report_header() -> str:
+    return f"amp_kernels backends: {', '.join(_places())}"
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "place" in metafunc.fixturenames:
+        metafunc.parametrize("place", _places())
+
+
+@pytest.fixture
+def backend(place: str) -> Iterator[str]:
+    """The backend's name; operators inside the test run on it."""
+    from amp_kernels import use_backend
+
+    name = {**PLACES, **INTERPRETED}[place][0]
+    with use_backend(name):
+        yield name
+
+
+@pytest.fixture
+def device(place: str) -> torch.device:
+    """Where the tensors of this backend's tests are."""
+    return torch.device({**PLACES, **INTERPRETED}[place][1])

@@ -1,5 +1,5 @@
-"""The CUDA kernels, run on the CPU: arrays between guard bands, threads and blocks in every order, and the cases
-that all backends share."""
+"""The CUDA kernels, run on the CPU: arrays between guard bands, threads and blocks in every order; and the
+shared cases."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_on_cpu import backend
+from cuda_on_cpu.build import missing_headers
 from torch import Tensor
 
 from amp_kernels import _ops, testing
@@ -23,6 +24,7 @@ CHUNK = 1024
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 3 * CHUNK + 5)
 LARGE = 65537
 
+pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 orders = pytest.mark.parametrize("order", backend.ORDERS)
 offsets = pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 

@@ -192,15 +192,26 @@ def test_without_clear_found_inf_accumulates(found_inf: float, bad: bool) -> Non
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=NAMES.get)
 @pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
 @pytest.mark.parametrize(
-    "fill",
-    [[1e-30], [1e-45], [1e-30, 0.0], [3e38], [-3e38, 1.0], [1e-30, 3e38], [1e-10], [3e19, 1e-38]],
+    ("fill", "scale"),
+    [
+        ([1e-30], 2.0**100),
+        ([1e-45], 2.0**100),
+        ([1e-40, 0.0], 2.0**100),
+        ([3e38], 2.0**-20),
+        ([-3e38, 1.0], 2.0**-20),
+        ([1e-30, 3e38], 2.0**-20),
+        ([1e-13], 1.0),
+        ([3e19, 1e-38], 1.0),
+    ],
     ids=str,
 )
-def test_squares_outside_the_range_of_fp32(dtype: torch.dtype, write: bool, fill: list[float]) -> None:
+def test_squares_outside_the_range_of_fp32(
+    dtype: torch.dtype, write: bool, fill: list[float], scale: float
+) -> None:
     values = torch.tensor(fill).repeat(1500)[:2500].to(dtype)
-    out = run_pass([values.to(DEVICE, copy=True)], scale=2.0**-20, write=write)
+    out = run_pass([values.to(DEVICE, copy=True)], scale=scale, write=write)
     assert out.found_inf.item() == 0.0
-    assert out.norm.item() == pytest.approx(exact_norm([values]) * 2.0**-20, rel=2e-7)
+    assert out.norm.item() == pytest.approx(exact_norm([values]) * scale, rel=2e-7, abs=0)
 
 
 @dtypes
@@ -226,8 +237,8 @@ def test_more_chunks_than_one_fold() -> None:
     assert run_pass(grads, numels=[1] * 1030).norm.item() == pytest.approx(
         exact_norm([grads[0], grads[1025]])
     )
-    grads[1029], grads[1027] = torch.tensor([[math.nan], [math.inf]], device=DEVICE)
-    assert run_pass(grads, numels=[1] * 1030).record.tolist() == [0, 42, 42, 1027]
+    grads[3], grads[1027] = torch.tensor([[math.nan], [math.inf]], device=DEVICE)
+    assert run_pass(grads, numels=[1] * 1030).record.tolist() == [0, 42, 42, 3]
 
 
 def test_record_across_passes_and_same_bits() -> None:

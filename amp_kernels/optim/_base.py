@@ -11,10 +11,12 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import _ops
-from .._table import DTYPE_CODES, is_dense
+from .._table import DTYPE_CODES, is_dense, same_layout
 from ..functional import total_norm
 from ._plan import Hyper, Member, NativePlan, Plan, capturing, local
 from ._reference_plan import ReferencePlan, ReferenceStep
+
+_STATES = {"master", "momentum_buffer", "square_avg", "grad_avg"}
 
 
 class FusedOptimizer(torch.optim.Optimizer):
@@ -25,6 +27,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _table_op: str
     _reference_step: ReferenceStep
+    _set_at_first_step: str | None = None  # a state that the first step sets without reading it
 
     max_grad_norm: float | None
     grad_norm: Tensor | None
@@ -91,21 +94,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         plans = self._prepare()
         if self.max_grad_norm is not None:
             for plan in plans:
-                plan.check(_on(grad_scale, plan.device), divide=True, write=False)
+                plan.check(_on(grad_scale, plan.device), divide=True, write=False, clear=False)
         return plans
 
+    @torch.no_grad()
     def _check(self, scale: Tensor | None, *, divide: bool, write: bool) -> list[Plan]:
         """The gradient pass on every device, for `amp_kernels.GradScaler`; returns the plans that have gradients."""
         plans = self._prepare()
         for plan in plans:
-            plan.check(_on(scale, plan.device), divide=divide, write=write)
-        self.grad_norm = self._total_norm(plans) if plans else None
+            plan.check(_on(scale, plan.device), divide=divide, write=write, clear=True)
+        self._total_norm(plans)
         return plans
 
     def _total_norm(self, plans: Sequence[Plan]) -> Tensor | None:
-        if not plans:
-            return None
-        self.grad_norm = plans[0].norm if len(plans) == 1 else total_norm([plan.norm for plan in plans])
+        norms = [plan.norm for plan in plans]
+        self.grad_norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
         return self.grad_norm
 
     # ------------------------------------------------------------------------------------------------------ plans
@@ -130,7 +133,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         )
 
     def _current_plan_key(self) -> list[object]:
-        return [(len(group["params"]), self._state_names(group)) for group in self.param_groups]
+        groups = [(*map(id, group["params"]), self._state_names(group)) for group in self.param_groups]
+        return [id(self.state), *map(len, self.state.values()), *groups]  # who empties `state` starts anew
 
     def _build_plans(self) -> None:
         self._store_steps()
@@ -160,7 +164,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return Member(param, name, index, memory, None, None, None, None)
         self._fit_state(name, param, self.param_groups[index])
         state = self.state[param]
-        target = memory if is_dense(memory) else torch.empty_like(memory)
+        target = _dense(memory)
         names = self._state_names(self.param_groups[index])
         states = tuple(None if n is None else local(state[n]) for n in names)
         master = local(state["master"]) if "master" in state else None
@@ -179,10 +183,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Call it before capturing a CUDA graph whose first replay is the first step.
         """
+        self._drop_plans()
         for name, index, param in self._named_parameters():
             if param.requires_grad:
                 self._fit_state(name, param, self.param_groups[index])
-        self._plans = None
 
     @torch.no_grad()
     def reload_masters(self) -> None:
@@ -199,29 +203,42 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
         if param.dtype not in DTYPE_CODES:
             raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
-        state = self.state[param]
-        if "step" not in state:
-            state["step"] = torch.zeros((), dtype=torch.int32, device=local(param).device)
-        for key in self._state_names(group):
-            if key is not None and key not in state:
-                state[key] = torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+        if param.is_inference():
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} must not be an inference tensor, whose changes autograd cannot see; "
+                "create it outside torch.inference_mode()"
+            )
+        state, target = self.state[param], _dense(local(param))
+        none_yet = torch.zeros((), dtype=torch.int32, device=target.device)
+        state["step"] = state.get("step", none_yet).to(target.device, torch.int32)
+        names = [key for key in self._state_names(group) if key is not None]
         if param.dtype is torch.float32:
             state.pop("master", None)
-        elif "master" not in state:
-            state["master"] = param.detach().float()
-        for key, value in state.items():
-            if key != "step" and value.shape != param.shape:
+        else:
+            names.append("master")
+        for key in names:
+            if key not in state:
+                state[key] = param.detach().float() if key == "master" else _zeros_like(param)
+                if key == self._set_at_first_step:
+                    state["step"] = none_yet
+            elif state[key].shape != param.shape:
                 raise RuntimeError(
-                    f"{type(self).__name__}: {name} must keep its shape {tuple(value.shape)}, got "
+                    f"{type(self).__name__}: {name} must keep its shape {tuple(state[key].shape)}, got "
                     f"{tuple(param.shape)}; delete optimizer.state[parameter] to start it anew"
                 )
+            if not _is_laid_out(local(state[key]), target):  # model.to(): a device or a memory format
+                state[key] = _zeros_like(param).copy_(state[key])
+
+    def _drop_plans(self) -> None:
+        self._store_steps()
+        self._plans = None
 
     def _store_steps(self) -> None:
         """Moves the plans' counters to ``state``, without asking the device for them."""
         for plan in self._plans or ():
             plan.store_steps()
             for member in plan.members:
-                if member.step is not None and member.param in self.state:
+                if member.step is not None and "step" in self.state.get(member.param, ()):
                     self.state[member.param]["step"] = member.step
 
     # ------------------------------------------------------------------------------------------------ checkpoints
@@ -231,16 +248,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         Without 16-bit parameters the matching torch optimizer loads it.
         """
         self._store_steps()
-        result = super().state_dict()
-        result["state"] = {index: self._exported(state) for index, state in result["state"].items()}
-        return result
-
-    @staticmethod
-    def _exported(state: dict[str, Any]) -> dict[str, Any]:
-        exported = {**state, "step": state["step"].to("cpu", torch.float32)}
-        if exported["step"] == 0:
-            exported.pop("momentum_buffer", None)  # torch.optim.SGD would take it for a step taken
-        return exported
+        handle = self.register_state_dict_post_hook(_export, prepend=True)  # before the user's
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -248,11 +260,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Masters and states stay fp32 whatever the dtype of the parameters; torch would round them to it.
         """
-        saved: dict[Any, Any] = {}
+        saved: dict[int, dict[str, Any]] = {}
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
-            saved.update(loaded["state"])
-            return {**loaded, "state": {}}
+            rest = dict(loaded["state"])
+            for position, key in enumerate(key for group in loaded["param_groups"] for key in group["params"]):
+                if key in rest:
+                    saved[position] = rest.pop(key)
+            self._check_shapes(saved)
+            return {**loaded, "state": rest}
 
         handle = self.register_load_state_dict_pre_hook(set_aside)  # the last to run
         self._saved_state = saved
@@ -261,6 +277,16 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
             del self._saved_state
+
+    def _check_shapes(self, saved: dict[int, dict[str, Any]]) -> None:
+        """Before anything is changed."""
+        for position, (name, _, param) in enumerate(self._named_parameters()):
+            for key, value in saved.get(position, {}).items():
+                if key in _STATES and value is not None and value.shape != param.shape:
+                    raise ValueError(
+                        f"{type(self).__name__}.load_state_dict: {key} of {name} must have shape "
+                        f"{tuple(param.shape)}, got {tuple(value.shape)}"
+                    )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -271,12 +297,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
-        saved = self.__dict__.get("_saved_state")
-        if saved:
-            named = list(self._named_parameters())
-            for index, (name, group, param) in enumerate(named):
-                if index in saved:
-                    self._load_parameter_state(name, param, self.param_groups[group], saved[index])
+        saved = self.__dict__.get("_saved_state", {})
+        for position, (name, index, param) in enumerate(list(self._named_parameters()) if saved else ()):
+            if position in saved:
+                self._load_parameter_state(name, param, self.param_groups[index], saved[position])
 
     def __getstate__(self) -> dict[str, Any]:
         self._store_steps()
@@ -288,28 +312,44 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state.pop(param, None)
         self._fit_state(name, param, group)
         state = self.state[param]
-        for key, value in state.items():
-            if key == "step" or saved.get(key) is None:
-                continue
-            if saved[key].shape != value.shape:
-                raise ValueError(
-                    f"{type(self).__name__}.load_state_dict: {key} of {name} must have shape {tuple(value.shape)}, "
-                    f"got {tuple(saved[key].shape)}"
-                )
-            value.copy_(saved[key])
+        for key in _STATES & state.keys():
+            if saved.get(key) is not None:
+                state[key].copy_(saved[key])
         # torch.optim.SGD counts no steps: a momentum buffer says that there was one.
         step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
         state["step"].fill_(int(step))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
-        self._plans = None
+        self._drop_plans()
+
+
+def _zeros_like(param: Tensor) -> Tensor:
+    return torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+
+
+def _dense(memory: Tensor) -> Tensor:
+    """What kernels can walk: `memory`, or where it has gaps a mirror of it, not filled."""
+    return memory if is_dense(memory) else torch.empty_like(memory)
+
+
+def _is_laid_out(state: Tensor, target: Tensor) -> bool:
+    return state.dtype is torch.float32 and state.device == target.device and same_layout(state, target)
+
+
+def _export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    """State as torch keeps it: `step` an fp32 tensor of the CPU; before the first update no state but the master."""
+    for key, state in state_dict["state"].items():
+        if isinstance(state, dict) and "step" in state:
+            step = state["step"].to("cpu", torch.float32)
+            ours = {"step": step} if step > 0 else dict.fromkeys({"step", *_STATES} - {"master"})
+            state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if v is not None}
 
 
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
     """What a scaler set: an fp32 tensor, or nothing; torch's sets the int 0 when there was no gradient."""
     value = getattr(optimizer, name, None)
-    return value.float() if isinstance(value, Tensor) else None
+    return value.float().view(()) if isinstance(value, Tensor) else None
 
 
 def _on(scalar: Tensor | None, device: torch.device) -> Tensor | None:

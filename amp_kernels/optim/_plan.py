@@ -37,6 +37,21 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+def check_gradient(member: Member, grad: Tensor) -> None:
+    if grad.layout is not torch.strided:
+        raise RuntimeError(
+            f"step: the gradient of {member.name} must be dense, got {grad.layout}; use torch.optim for it"
+        )
+    if grad.dtype not in DTYPE_CODES:
+        raise TypeError(
+            f"step: the gradient of {member.name} must be float32, float16 or bfloat16, got {grad.dtype}"
+        )
+
+
+def _host(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.zeros(shape, dtype=dtype, device="cpu")  # whatever torch.set_default_device says
+
+
 def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
@@ -83,8 +98,8 @@ class Plan:
         self.device = device
         self.members = members
         self.record = record  # int64: ticket, passes, pass and member of the last overflow (csrc/table.h)
-        self.found_inf = torch.zeros((), device=device)
-        self.norm = torch.zeros((), device=device)
+        self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
+        self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
 
     def refresh(self) -> bool:
@@ -94,8 +109,9 @@ class Plan:
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         raise NotImplementedError
 
-    def check(self, scale: Tensor | None, *, divide: bool, write: bool) -> None:
-        """The gradient pass, into `found_inf`, `norm` and `record`."""
+    def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
+        """The gradient pass, into `norm`, `found_inf` and `record`; without `clear` the verdict of an earlier pass over
+        the same gradients stands, and this one is not counted."""
         raise NotImplementedError
 
     def update(
@@ -153,27 +169,29 @@ class NativePlan(Plan):
         self._all_contiguous = all(t.is_contiguous() for t in self._targets)
         self._strides = [t.stride() for t in self._targets]
         self._addresses = self._parameter_addresses()
+        self._dtypes = list(map(_dtype, self._params))
         self._low = [m for m in self._started if m.master is not None]
         self._low_params = [m.param for m in self._low]
         self._versions: list[int | None] = [m.version for m in self._low]
 
-        self._active = False  # every started parameter has a gradient
-        self._grads: list[Tensor | None] = []  # what the kernels read; keeps re-laid copies alive
-        self._relaid: list[tuple[Tensor, Tensor]] = []
+        self._is_steady = False  # every started parameter has a gradient, laid out as it
+        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and the copies that kernels read
         self._grad_addresses: list[int] = []
         self._grad_dtypes: list[torch.dtype] = []
         self._codes: list[tuple[int, int]] = []
         self._buckets: list[_Bucket] = []
         self._host_table = self._make_table()
         self._hyper_key: list[object] = []
-        self._host_hyper = torch.zeros(0, HYPER_COLUMNS)
+        self._host_hyper = _host(0, HYPER_COLUMNS, dtype=torch.float32)
         self._tensor_lr: dict[int, Tensor] = {}
         self._tables: _Tables | None = None
         self._kept: list[object] = []  # what captured graphs point to
 
     # ------------------------------------------------------------------------------------------------ refreshing
     def refresh(self) -> bool:
-        if self._parameter_addresses() != self._addresses or any(m.param.grad is not None for m in self._idle):
+        if self._parameter_addresses() != self._addresses or list(map(_dtype, self._params)) != self._dtypes:
+            return False
+        if any(m.param.grad is not None for m in self._idle):
             return False
         versions = list(map(_version, self._low_params))
         if versions != self._versions:
@@ -202,7 +220,7 @@ class NativePlan(Plan):
 
     def _same_gradients(self) -> bool:
         """The steady state: same addresses, dtypes and layout as in the last step."""
-        if self._relaid or not self._active:
+        if not self._is_steady:
             return False
         grads = self._gradients()
         try:
@@ -222,33 +240,25 @@ class NativePlan(Plan):
 
     def _take_gradients(self) -> bool:
         """Any state of affairs: None, other dtypes, other strides."""
-        self._relaid = []
-        self._grads = []
-        for member, grad in zip(self._started, self._gradients(), strict=True):
-            if grad is not None and grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"step: the gradient of {member.name} must be dense, got {grad.layout}; use torch.optim for it"
-                )
-            if grad is not None and not same_layout(grad, member.target):
-                copy = torch.empty_like(member.target, dtype=grad.dtype).copy_(grad)
-                self._relaid.append((grad, copy))
-                grad = copy
-            self._grads.append(grad)
         targets = self._targets
-        self._grad_dtypes = [t.dtype if g is None else g.dtype for t, g in zip(targets, self._grads, strict=True)]
-        for member, dtype in zip(self._started, self._grad_dtypes, strict=True):
-            if dtype not in DTYPE_CODES:
-                raise TypeError(
-                    f"step: the gradient of {member.name} must be float32, float16 or bfloat16, got {dtype}"
-                )
+        self._relaid = []
+        grads = self._gradients()
+        for t, (member, grad) in enumerate(zip(self._started, grads, strict=True)):
+            if grad is None:
+                continue
+            check_gradient(member, grad)
+            if not same_layout(grad, targets[t]):
+                grads[t] = torch.empty_like(targets[t], dtype=grad.dtype).copy_(grad)
+                self._relaid.append((grad, grads[t]))
+        self._grad_dtypes = [t.dtype if g is None else g.dtype for t, g in zip(targets, grads, strict=True)]
         codes = [
             (DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)
         ]
         if codes != self._codes:
             self._arrange(codes)
-        self._send_gradients([0 if g is None else g.data_ptr() for g in self._grads])
-        self.written = [p for p, g in zip(self._params, self._grads, strict=True) if g is not None]
-        self._active = len(self.written) == len(self._started)
+        self._send_gradients([0 if g is None else g.data_ptr() for g in grads])
+        self.written = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
+        self._is_steady = len(self.written) == len(self._started) and not self._relaid
         return True
 
     def _send_gradients(self, addresses: list[int]) -> None:
@@ -261,7 +271,7 @@ class NativePlan(Plan):
 
     # ---------------------------------------------------------------------------------------------------- tables
     def _make_table(self) -> Tensor:
-        table = torch.zeros(UPDATE_ROWS, len(self.members), dtype=torch.int64)
+        table = _host(UPDATE_ROWS, len(self.members), dtype=torch.int64)
         for t, member in zip(self._rows, self._started, strict=True):
             table[Row.NUMEL, t] = member.target.numel()
             table[Row.GROUP, t] = member.group
@@ -309,9 +319,9 @@ class NativePlan(Plan):
         if key == self._hyper_key:
             return
         self._hyper_key = list(key)
-        self._host_hyper = torch.zeros(len(hyper), HYPER_COLUMNS)
+        self._host_hyper = _host(len(hyper), HYPER_COLUMNS, dtype=torch.float32)
         for row, (values, lr) in enumerate(key):
-            self._host_hyper[row, : len(values)] = torch.tensor(values)
+            self._host_hyper[row, : len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
             self._host_hyper[row, LR_COLUMN] = lr if isinstance(lr, float) else 0.0
         self._tensor_lr = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
         if capturing(self.device):
@@ -340,14 +350,14 @@ class NativePlan(Plan):
     def _device_tables(self) -> _Tables:
         if capturing(self.device):
             tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
-            self._kept.append((tables, self._grads, self._entries))
+            self._kept.append((tables, self._relaid, self._entries))
             return tables
         if self._tables is None:
             self._tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
         return self._tables
 
     # --------------------------------------------------------------------------------------------------- launches
-    def check(self, scale: Tensor | None, *, divide: bool, write: bool) -> None:
+    def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
         self._ops._unscale_table_(
             self._device_tables().table,
             self._entries,
@@ -355,13 +365,14 @@ class NativePlan(Plan):
             scale,
             divide,
             write,
-            True,
+            clear,
             self._partials,
             self.found_inf,
             self.norm,
             self.record,
         )
         if write:
+            torch.autograd.graph.increment_version([g for g in self._gradients() if g is not None])
             for grad, copy in self._relaid:
                 grad.copy_(copy)
 
@@ -392,10 +403,11 @@ class NativePlan(Plan):
         torch.autograd.graph.increment_version(self.written)
         for member in self._mirrored:
             local(member.param).copy_(member.target)
+        self._relaid = []
         self._note_versions()
 
     def _note_versions(self) -> None:
-        if self._active and not self._mirrored and not self._distributed:
+        if self._is_steady and not self._mirrored and not self._distributed:
             self._versions = [version + 1 for version in self._versions]  # type: ignore[operator]
         else:
             self._versions = list(map(_version, self._low_params))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ._plan import Hyper, Member, Plan, local
+from ._plan import Hyper, Member, Plan, check_gradient, local
 
 # (params, grads, states in table order, masters, first step, hyper, grad_scale, found_inf)
 ReferenceStep = Callable[..., None]
@@ -24,13 +24,13 @@ class ReferencePlan(Plan):
         self._step = step
         self._hyper: Sequence[Hyper] = ()
         self._pairs: list[tuple[int, Tensor]] = []
-        self._addresses = [local(m.param).data_ptr() for m in members]
+        self._memory = self._parameter_memory()
         for member in members:
             if member.states is not None and member.step is None:
                 member.step = torch.zeros((), dtype=torch.int32, device=device)
 
     def refresh(self) -> bool:
-        if [local(m.param).data_ptr() for m in self.members] != self._addresses:
+        if self._parameter_memory() != self._memory:
             return False
         self._pairs = []
         for t, member in enumerate(self.members):
@@ -41,18 +41,18 @@ class ReferencePlan(Plan):
             if member.param._version != member.version:
                 member.reload_master()
             grad = local(member.param.grad)
-            if grad.layout is not torch.strided:
-                raise RuntimeError(
-                    f"step: the gradient of {member.name} must be dense, got {grad.layout}; use torch.optim for it"
-                )
+            check_gradient(member, grad)
             self._pairs.append((t, grad))
         self.written = [self.members[t].param for t, _ in self._pairs]
         return True
 
+    def _parameter_memory(self) -> list[object]:
+        return [(local(m.param).data_ptr(), m.param.dtype) for m in self.members]
+
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         self._hyper = hyper
 
-    def check(self, scale: Tensor | None, *, divide: bool, write: bool) -> None:
+    def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
         factor = scale.reciprocal() if scale is not None and divide else scale
         flags = [torch.zeros_like(self.found_inf) for _ in self._pairs]
         for flag, (_, grad) in zip(flags, self._pairs, strict=True):
@@ -60,12 +60,12 @@ class ReferencePlan(Plan):
         grads = [grad for _, grad in self._pairs]
         self.norm.copy_(reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm))
         bad = torch.stack(flags) != 0 if flags else torch.zeros(1, dtype=torch.bool, device=self.device)
-        self.found_inf.copy_(bad.any())
-        members = torch.tensor([t for t, _ in self._pairs] or [0], device=self.device)
-        self.record[1] += 1
-        self.record[2:] = torch.where(
-            bad.any(), torch.stack([self.record[1], members[bad.int().argmax()]]), self.record[2:]
-        )
+        self.found_inf.copy_(bad.any() if clear else (self.found_inf != 0) | bad.any())
+        if clear:
+            members = torch.tensor([t for t, _ in self._pairs] or [0], device=self.device)
+            self.record[1] += 1
+            overflow = torch.stack([self.record[1], members[bad.int().argmax()]])
+            self.record[2:] = torch.where(bad.any(), overflow, self.record[2:])
         if write and factor is not None:
             reference.unscale_(grads, inv_scale=factor, found_inf=torch.zeros_like(self.found_inf))
 

@@ -37,6 +37,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     """
 
     _table_op = "_sgd_table_"
+    _set_at_first_step = "momentum_buffer"
 
     def __init__(
         self,

@@ -8,12 +8,17 @@ import torch
 from torch import Tensor
 
 
-def gradient(grad: Tensor, *, maximize: bool, grad_scale: Tensor | None) -> Tensor:
-    """The gradient as the update sees it: fp32, divided by `grad_scale`, negated to maximize."""
+def gradient(
+    grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None
+) -> Tensor:
+    """The gradient as the update sees it: fp32, divided by `grad_scale`, negated to maximize, with weight decay."""
     value = grad.float()
     if grad_scale is not None:
         value = value * grad_scale.float().reciprocal()
-    return -value if maximize else value
+    if maximize:
+        value = -value
+    # add(alpha) is one fma: two roundings would show where gradient and decay nearly cancel.
+    return value if weight_decay == 0 else torch.add(value, fp32, alpha=weight_decay)
 
 
 def fp32_parameters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Tensor]:

@@ -28,7 +28,7 @@ def rmsprop_(
 ) -> None:
     """The formula of csrc/formulas/rmsprop.h; centered iff `grad_avgs` are given."""
     for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
-        g = gradient(grads[i], maximize=maximize, grad_scale=grad_scale) + weight_decay * fp32
+        g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)
         square_avg = alpha * square_avgs[i] + (1 - alpha) * g * g
         variance = square_avg
         if grad_avgs:

@@ -28,7 +28,7 @@ def sgd_(
 ) -> None:
     """The formula of csrc/formulas/sgd.h; `is_first_step` may be a 0-dim bool tensor."""
     for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
-        g = gradient(grads[i], maximize=maximize, grad_scale=grad_scale) + weight_decay * fp32
+        g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)
         direction = g
         if momentum_buffers:
             buffer = momentum_buffers[i]

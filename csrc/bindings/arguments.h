@@ -1,5 +1,5 @@
-// From the arguments of the table ops (schemas: amp_kernels/_ops.py) to the structs the kernels take. Everything
-// was checked in Python, where the table was built.
+// From the arguments of the table ops (schemas: amp_kernels/_ops.py) to the structs the kernels take.
+// Everything was checked in Python, where the table was built.
 #pragma once
 
 #include <torch/csrc/stable/library.h>

@@ -25,8 +25,8 @@ void for_each_chunk(const Table& table, const F& f) {
 
 void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optional<Tensor> scale, bool divide,
                    bool write, bool clear, Tensor partials, Tensor found_inf, Tensor norm, Tensor record) {
-  const GradientPass pass = make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials,
-                                      found_inf, norm, record);
+  const GradientPass pass =
+      make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record);
   const float factor = unscale_factor(pass);
   for_each_chunk(pass.table, [&](int64_t c) { unscale_chunk(pass, factor, c); });
   finish_pass(pass, factor);

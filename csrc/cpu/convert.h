@@ -30,8 +30,8 @@ auto with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-// Asks for n elements that will be read soon; addresses past the end are harmless. One stream read by one core is
-// bound by latency: the gradient pass gains half as much again from it.
+// Asks for n elements that will be read soon; addresses past the end are harmless. One stream read by one
+// core is bound by latency: the gradient pass gains half as much again from it.
 template <class T>
 void prefetch(const T* from, int64_t n) {
   const char* line = reinterpret_cast<const char*>(from);

@@ -14,11 +14,12 @@ namespace amp_kernels::cpu {
 constexpr int64_t kBlock = 1024;  // elements staged as fp32 in L1
 constexpr int64_t kAheadBytes = 8192;
 
-// Eight fp32 lanes, which g++ and clang map to AVX2 or a pair of NEON registers. A plain array of 32 sums stays in
-// memory in g++ 12, and the pass is then bound by store forwarding at 3 cycles an element.
+// Eight fp32 lanes, which g++ and clang map to AVX2 or a pair of NEON registers. A plain array of 32 sums
+// stays in memory in g++ 12, and the pass is then bound by store forwarding at 3 cycles an element.
 using Lanes = float __attribute__((vector_size(32)));
 constexpr int kLanes = 8;
-constexpr int kSums = 4;  // in flight; each lane adds at most 32 squares: 1e-6 of rounding even when it is one-sided
+constexpr int kSums =
+    4;  // in flight; each lane adds at most 32 squares: 1e-6 of rounding even when it is one-sided
 
 inline double block_sum_of_squares(const float* x, int64_t n) {
   Lanes lane[kSums] = {};

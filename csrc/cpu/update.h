@@ -33,8 +33,8 @@ void update_chunk(const Update& update, float factor, int64_t index) {
   const G* grad = chunk.in<G>(update.table, kGrad);
   if (grad == nullptr) return;
   P* weight = chunk.in<P>(update.table, kParam);
-  float* param = std::is_same_v<P, float> ? reinterpret_cast<float*>(weight)
-                                          : chunk.in<float>(update.table, kMaster);
+  float* param =
+      std::is_same_v<P, float> ? reinterpret_cast<float*>(weight) : chunk.in<float>(update.table, kMaster);
   float* state[3] = {};
   bool has[Formula::kStates];
   for (int k = 0; k < Formula::kStates; ++k) {
@@ -42,8 +42,9 @@ void update_chunk(const Update& update, float factor, int64_t index) {
     has[k] = state[k] != nullptr;
   }
   const int64_t group = update.table.at(kGroup, chunk.tensor);
-  const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]),
-                        factor, update.steps[index] == 0, has);
+  const Formula formula(update.hyper + group * kHyperColumns,
+                        *reinterpret_cast<const float*>(update.lr[group]), factor, update.steps[index] == 0,
+                        has);
   ++update.steps[index];
 
   float staged[kUpdateBlock];

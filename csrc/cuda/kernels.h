@@ -3,9 +3,11 @@
 
 #include "../table.h"
 
+struct CUstream_st;
+
 namespace amp_kernels {
 
-using Stream = struct CUstream_st*;  // cudaStream_t
+using Stream = ::CUstream_st*;  // cudaStream_t
 
 namespace cuda {
 

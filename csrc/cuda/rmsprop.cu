@@ -1,5 +1,4 @@
 #include "../formulas/rmsprop.h"
-
 #include "update.cuh"
 
 namespace amp_kernels::cuda {

@@ -1,5 +1,5 @@
-// Small tables to the device as kernel arguments: unlike a copy from pinned memory there is nothing to keep alive,
-// and a captured launch carries its values.
+// Small tables to the device as kernel arguments: unlike a copy from pinned memory there is nothing to keep
+// alive, and a captured launch carries its values.
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
@@ -15,7 +15,8 @@ struct Values {
   int64_t data[kValues];
 };
 
-__global__ void __launch_bounds__(kThreads) send_kernel(const __grid_constant__ Values values, int64_t* to, int n) {
+__global__ void __launch_bounds__(kThreads)
+    send_kernel(const __grid_constant__ Values values, int64_t* to, int n) {
   for (int i = threadIdx.x; i < n; i += kThreads) to[i] = values.data[i];
 }
 

@@ -1,29 +1,29 @@
-// The gradient pass: one read of every gradient gives the non-finite check, the norm and the first bad tensor;
-// with `write` the gradients are unscaled in place as well. One launch for any mix of dtypes.
+// The gradient pass: one read of every gradient gives the non-finite check, the norm and the first bad
+// tensor; with `write` the gradients are unscaled in place as well. One launch for any mix of dtypes.
 #include "../formulas/unscale.h"
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-// fp64 runs at 1/64 of the fp32 rate on consumer GPUs: squares are added in fp32 within a pack and in fp64 between
-// packs, one fp64 addition for 16 bytes, which stays hidden behind memory on all of them. Four or eight additions in
-// fp32 keep the norm within 1e-6 even when every rounding goes the same way.
+// fp64 runs at 1/64 of the fp32 rate on consumer GPUs: squares are added in fp32 within a pack and in fp64
+// between packs, one fp64 addition for 16 bytes, which stays hidden behind memory on all of them. Four or
+// eight additions in fp32 keep the norm within 1e-6 even when every rounding goes the same way.
 template <class T, int kPack>
 __device__ double fast_sum_of_squares(const T* x, int64_t n) {
   const bool aligned = is_aligned16(x);
   double sum = 0.0;
-  for (int64_t i = threadIdx.x * kPack; i < n; i += kThreads * kPack) {
+  const int64_t whole = n / kPack;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < whole; i += kThreads) {
+    const Vector<float, kPack> v = load_pack<kPack>(x + i * kPack, aligned);
     float pack_sum = 0.0f;
-    if (i + kPack <= n) {
-      const Vector<float, kPack> v = load_pack<kPack>(x + i, aligned);
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) pack_sum += v.data[k] * v.data[k];
-    } else {
-      for (int64_t k = i; k < n; ++k) pack_sum += to_float(x[k]) * to_float(x[k]);
-    }
+    for (int k = 0; k < kPack; ++k) pack_sum += v.data[k] * v.data[k];
     sum += pack_sum;
   }
+  const int64_t rest = whole * kPack + threadIdx.x;
+  if (rest < n) sum += static_cast<double>(to_float(x[rest])) * to_float(x[rest]);
   return sum;
 }
 
@@ -40,16 +40,16 @@ __device__ double exact_sum_of_squares(const T* x, int64_t n) {
 template <class T, int kPack>
 __device__ void multiply(T* x, float factor, int64_t n) {
   const bool aligned = is_aligned16(x);
-  for (int64_t i = threadIdx.x * kPack; i < n; i += kThreads * kPack) {
-    if (i + kPack <= n) {
-      Vector<float, kPack> v = load_pack<kPack>(x + i, aligned);
+  const int64_t whole = n / kPack;
+#pragma unroll 4
+  for (int64_t i = threadIdx.x; i < whole; i += kThreads) {
+    Vector<float, kPack> v = load_pack<kPack>(x + i * kPack, aligned);
 #pragma unroll
-      for (int k = 0; k < kPack; ++k) v.data[k] *= factor;
-      store_pack<kPack>(x + i, v.data, aligned);
-    } else {
-      for (int64_t k = i; k < n; ++k) x[k] = from_float<T>(to_float(x[k]) * factor);
-    }
+    for (int k = 0; k < kPack; ++k) v.data[k] *= factor;
+    store_pack<kPack>(x + i * kPack, v.data, aligned);
   }
+  const int64_t rest = whole * kPack + threadIdx.x;
+  if (rest < n) x[rest] = from_float<T>(to_float(x[rest]) * factor);
 }
 
 template <class T>
@@ -59,10 +59,8 @@ __device__ double unscale_chunk(const GradientPass& pass, const Chunk& chunk, fl
   if (grad == nullptr) return 0.0;
   double sum = block_sum(fast_sum_of_squares<T, kPack>(grad, chunk.size), shared);
   if (!fast_sum_is_exact(sum)) sum = block_sum(exact_sum_of_squares(grad, chunk.size), shared);
-  if (pass.write) {
-    barrier();  // the exact sum read elements that other threads overwrite
-    multiply<T, kPack>(grad, factor, chunk.size);
-  }
+  // block_sum ends with a barrier: the sums have read what other threads now overwrite.
+  if (pass.write) multiply<T, kPack>(grad, factor, chunk.size);
   return sum;
 }
 

@@ -1,5 +1,5 @@
-// The update pass of every optimizer: one read of gradient, fp32 parameter and state, one write of all but the
-// gradient. A formula (csrc/formulas) says what happens to an element.
+// The update pass of every optimizer: one read of gradient, fp32 parameter and state, one write of all but
+// the gradient. A formula (csrc/formulas) says what happens to an element.
 #pragma once
 
 #include "../formulas/unscale.h"
@@ -11,15 +11,16 @@ namespace amp_kernels::cuda {
 // parameter are fp32. Eight would make the fp32 accesses of a warp skip every other 16 bytes.
 constexpr int kUpdatePack = 4;
 
-// Without this ptxas aims at more blocks and spills (sm_90a: 48 registers and 16 bytes of stack for SGD; it needs 52,
-// centered RMSprop 67). Three blocks keep 768 threads x 40 bytes in flight, enough for 4.8 TB/s at 800 ns.
-constexpr int kResidentBlocks = 3;
+// Two packs a thread need 64 registers for SGD and 96 for centered RMSprop; with three resident blocks asked
+// for, ptxas spills the latter. Two blocks x 256 threads x 80 bytes are 41 KB in flight, what 4.8 TB/s over
+// 132 multiprocessors takes at a latency of 1.1 us.
+constexpr int kResidentBlocks = 2;
 
 template <class Formula, class P, class G>
 struct Arrays {
   const G* grad;
-  P* weight;      // the 16-bit copy; the parameter itself where P is float
-  float* param;   // master, or the fp32 parameter
+  P* weight;     // the 16-bit copy; the parameter itself where P is float
+  float* param;  // master, or the fp32 parameter
   float* state[Formula::kStates];
 
   __device__ Arrays(const Table& table, const Chunk& chunk)
@@ -34,36 +35,71 @@ struct Arrays {
   }
 };
 
-// Which arrays allow wide accesses. Gradients and weights are often views into a bucket and are not; one odd fp32
-// array makes all of them narrow, for masters and states are the optimizer's own allocations.
+// Which arrays allow wide accesses. Gradients and weights are often views into a bucket and are not; one odd
+// fp32 array makes all of them narrow, for masters and states are the optimizer's own allocations.
 struct Wide {
   bool grad, weight, fp32;
 };
 
-// Elements [i, i + N), all of them inside the chunk.
-template <int N, class Formula, class P, class G>
-__device__ __forceinline__ void update_pack(const Arrays<Formula, P, G>& arrays, const Formula& formula, int64_t i,
-                                            Wide wide) {
-  const Vector<float, N> g = load_pack<N>(arrays.grad + i, wide.grad);
-  Vector<float, N> p = load_pack<N>(arrays.param + i, wide.fp32);
-  Vector<float, N> s[Formula::kStates];
+// N neighbouring elements in registers. Loading, computing and storing are apart, so that a thread can load
+// one pack before it stores another: the compiler cannot, since for all it knows the arrays overlap.
+template <int N, class Formula>
+struct Pack {
+  Vector<float, N> g, p, s[Formula::kStates];
+
+  template <class P, class G>
+  __device__ __forceinline__ void load(const Arrays<Formula, P, G>& arrays, int64_t i, Wide wide) {
+    g = load_pack<N>(arrays.grad + i, wide.grad);
+    p = load_pack<N>(arrays.param + i, wide.fp32);
 #pragma unroll
-  for (int k = 0; k < Formula::kStates; ++k)
-    s[k] = arrays.state[k] == nullptr ? Vector<float, N>{} : load_pack<N>(arrays.state[k] + i, wide.fp32);
-#pragma unroll
-  for (int j = 0; j < N; ++j) {
-    float element[Formula::kStates];
-#pragma unroll
-    for (int k = 0; k < Formula::kStates; ++k) element[k] = s[k].data[j];
-    p.data[j] = formula(p.data[j], g.data[j], element);
-#pragma unroll
-    for (int k = 0; k < Formula::kStates; ++k) s[k].data[j] = element[k];
+    for (int k = 0; k < Formula::kStates; ++k)
+      s[k] = arrays.state[k] == nullptr ? Vector<float, N>{} : load_pack<N>(arrays.state[k] + i, wide.fp32);
   }
-  store_pack<N>(arrays.param + i, p.data, wide.fp32);
+
+  __device__ __forceinline__ void apply(const Formula& formula) {
 #pragma unroll
-  for (int k = 0; k < Formula::kStates; ++k)
-    if (arrays.state[k] != nullptr) store_pack<N>(arrays.state[k] + i, s[k].data, wide.fp32);
-  if constexpr (!std::is_same_v<P, float>) store_pack<N>(arrays.weight + i, p.data, wide.weight);
+    for (int j = 0; j < N; ++j) {
+      float element[Formula::kStates];
+#pragma unroll
+      for (int k = 0; k < Formula::kStates; ++k) element[k] = s[k].data[j];
+      p.data[j] = formula(p.data[j], g.data[j], element);
+#pragma unroll
+      for (int k = 0; k < Formula::kStates; ++k) s[k].data[j] = element[k];
+    }
+  }
+
+  template <class P, class G>
+  __device__ __forceinline__ void store(const Arrays<Formula, P, G>& arrays, int64_t i, Wide wide) const {
+    store_pack<N>(arrays.param + i, p.data, wide.fp32);
+#pragma unroll
+    for (int k = 0; k < Formula::kStates; ++k)
+      if (arrays.state[k] != nullptr) store_pack<N>(arrays.state[k] + i, s[k].data, wide.fp32);
+    if constexpr (!std::is_same_v<P, float>) store_pack<N>(arrays.weight + i, p.data, wide.weight);
+  }
+};
+
+template <class Formula, class P, class G>
+__device__ __forceinline__ void update_elements(const Arrays<Formula, P, G>& arrays, const Formula& formula,
+                                                int64_t size, Wide wide) {
+  constexpr int64_t kStride = kThreads * kUpdatePack;
+  int64_t i = threadIdx.x * kUpdatePack;
+  for (; i + kStride + kUpdatePack <= size; i += 2 * kStride) {
+    Pack<kUpdatePack, Formula> first, second;
+    first.load(arrays, i, wide);
+    second.load(arrays, i + kStride, wide);
+    first.apply(formula);
+    second.apply(formula);
+    first.store(arrays, i, wide);
+    second.store(arrays, i + kStride, wide);
+  }
+  for (; i < size; i += kStride) {
+    for (int64_t k = i; k < i + kUpdatePack && k < size; ++k) {
+      Pack<1, Formula> one;
+      one.load(arrays, k, Wide{});
+      one.apply(formula);
+      one.store(arrays, k, Wide{});
+    }
+  }
 }
 
 template <class Formula, class P, class G>
@@ -85,15 +121,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) update_kernel(const
     }
     const int64_t group = update.table.at(kGroup, chunk.tensor);
     const int32_t step = update.steps[index];
-    const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]),
-                          factor, step == 0, has);
-    for (int64_t e = threadIdx.x * kUpdatePack; e < chunk.size; e += kThreads * kUpdatePack) {
-      if (e + kUpdatePack <= chunk.size) {
-        update_pack<kUpdatePack>(arrays, formula, e, wide);
-      } else {
-        for (int64_t k = e; k < chunk.size; ++k) update_pack<1>(arrays, formula, k, Wide{});
-      }
-    }
+    const Formula formula(update.hyper + group * kHyperColumns,
+                          *reinterpret_cast<const float*>(update.lr[group]), factor, step == 0, has);
+    update_elements(arrays, formula, chunk.size, wide);
     barrier();  // every thread has read the count
     if (threadIdx.x == 0) update.steps[index] = step + 1;
   }
@@ -116,8 +146,8 @@ void launch_update(const Update& update, Stream stream) {
   if (update.table.chunk_count == 0) return;
   with_dtype(update.param_dtype, [&](auto param) {
     with_dtype(update.grad_dtype, [&](auto grad) {
-      launch(update_kernel<Formula, decltype(param), decltype(grad)>, grid_size(update.table), kThreads, 0, stream,
-             update);
+      launch(update_kernel<Formula, decltype(param), decltype(grad)>, grid_size(update.table), kThreads, 0,
+             stream, update);
     });
   });
 }

@@ -28,7 +28,9 @@ struct RmspropFormula {
         momentum(has[1] ? hyper[5] : 0.0f) {}
 
   AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
-    g = g * factor + weight_decay * p;
+    g *= factor;
+    // One fma, as torch's add(p, alpha): two roundings would show where gradient and decay nearly cancel.
+    if (weight_decay != 0.0f) g = fmaf(weight_decay, p, g);
     s[0] = alpha * s[0] + one_minus_alpha * g * g;
     s[2] += centering * (g - s[2]);
     const float variance = s[0] - s[2] * s[2];

@@ -4,6 +4,8 @@
 //   p <- p - lr * (nesterov ? g + momentum * b : b)
 #pragma once
 
+#include <cmath>
+
 #include "../table.h"
 
 namespace amp_kernels {
@@ -15,7 +17,8 @@ struct SgdFormula {
   bool first;
 
   // Without a momentum buffer every step is a first one: b = g.
-  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, bool first, const bool (&has)[kStates])
+  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, bool first,
+                            const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         lr(lr),
         momentum(hyper[0]),
@@ -25,7 +28,9 @@ struct SgdFormula {
         first(first || !has[0]) {}
 
   AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
-    g = g * factor + weight_decay * p;
+    g *= factor;
+    // One fma, as torch's add(p, alpha): two roundings would show where gradient and decay nearly cancel.
+    if (weight_decay != 0.0f) g = fmaf(weight_decay, p, g);
     s[0] = first ? g : momentum * s[0] + one_minus_dampening * g;
     const float direction = lookahead != 0.0f ? g + lookahead * s[0] : s[0];
     return p - lr * direction;

@@ -1,0 +1,66 @@
+"""`python -m amp_kernels info | verify`: what runs here, why the rest does not, and whether it is right."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import platform
+from collections.abc import Callable
+
+import torch
+
+import amp_kernels
+
+from . import _loader, _ops, _verify
+
+
+def info() -> int:
+    """Prints versions, what was compiled, which backend serves each device, and why the others do not."""
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
+    print(f"amp_kernels {amp_kernels.__version__} in {amp_kernels.__path__[0]}")
+    print(f"Python {platform.python_version()}, {platform.platform()}, {platform.machine()}")
+    print(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, {gpu}")
+    print(f"triton {_version('triton')}")
+    print(f"compiled kernels: {_loader.load_error() or _compiled()}")
+
+    for device, order in _ops.PREFERENCE.items():
+        reasons = _ops.backend_reasons(device)
+        serving = next((name for name in order if reasons[name] is None), "reference")
+        absent = "" if device == "cpu" or torch.cuda.is_available() else " (there are none here)"
+        print(f"\n{', '.join(_ops.LIST_OPS)} on {device} tensors{absent}: {serving}")
+        for name, reason in reasons.items():
+            if name != serving:
+                print(f"  not {name}: {reason or 'it is slower; amp_kernels.use_backend forces it'}")
+    return 0
+
+
+def _compiled() -> str:
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    keys = [key for key in ("CPU", "CUDA") if has(f"amp_kernels::{_ops.TABLE_OPS[0]}", key)]
+    note = _loader.build_note()
+    return " and ".join(keys) + (f"; {note}" if note else "")
+
+
+def _version(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return "is not installed"
+
+
+COMMANDS: dict[str, Callable[[], int]] = {"info": info}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m amp_kernels", description=__doc__)
+    commands = parser.add_subparsers(dest="command", required=True)
+    for name, function in COMMANDS.items():
+        command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
+        command.set_defaults(run=lambda _, function=function: function())
+    _verify.add_command(commands)
+    arguments = parser.parse_args()
+    return arguments.run(arguments)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,1 @@
+"""The CUDA kernels of csrc/cuda, executed on the CPU: no GPU, no nvcc."""

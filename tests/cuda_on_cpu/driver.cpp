@@ -1,0 +1,68 @@
+// C functions for ctypes: csrc/cuda's launchers, by the arguments of their structs. Each returns nullptr or,
+// until the next call, the sentence of the exception.
+#include <exception>
+#include <string>
+
+#include "../../csrc/cuda/kernels.h"
+
+using namespace amp_kernels;  // NOLINT: this file is nothing but an interface to it
+
+namespace {
+
+template <class F>
+const char* guarded(const F& f) {
+  static std::string message;
+  try {
+    f();
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}
+
+}  // namespace
+
+extern "C" {
+
+void set_order(int order, unsigned seed) { emulator::set_order(static_cast<emulator::Order>(order), seed); }
+
+const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
+                          int64_t chunk_size, const float* scale, bool divide, bool write, bool clear,
+                          double* partials, float* found_inf, float* norm, Record* record) {
+  return guarded([&] {
+    cuda::launch_unscale({{table, tensors, chunks, chunk_count, chunk_size},
+                          scale,
+                          divide,
+                          write,
+                          clear,
+                          partials,
+                          found_inf,
+                          norm,
+                          record},
+                         nullptr);
+  });
+}
+
+#define UPDATE_TABLE(optimizer)                                                                              \
+  const char* optimizer##_table(const int64_t* table, int64_t tensors, const int32_t* chunks,                \
+                                int64_t chunk_count, int64_t chunk_size, int32_t* steps, const float* hyper, \
+                                const int64_t* lr, int param_dtype, int grad_dtype, const float* grad_scale, \
+                                const float* found_inf, const float* grad_norm, float max_norm) {            \
+    return guarded([&] {                                                                                     \
+      cuda::launch_##optimizer({{table, tensors, chunks, chunk_count, chunk_size},                           \
+                                steps,                                                                       \
+                                hyper,                                                                       \
+                                lr,                                                                          \
+                                grad_scale,                                                                  \
+                                found_inf,                                                                   \
+                                grad_norm,                                                                   \
+                                max_norm,                                                                    \
+                                static_cast<Dtype>(param_dtype),                                             \
+                                static_cast<Dtype>(grad_dtype)},                                             \
+                               nullptr);                                                                     \
+    });                                                                                                      \
+  }
+UPDATE_TABLE(sgd)
+UPDATE_TABLE(rmsprop)
+}

@@ -1,0 +1,279 @@
+#include "emulator.h"
+
+#include <setjmp.h>
+#include <ucontext.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <utility>
+#include <vector>
+
+uint3 threadIdx;
+uint3 blockIdx;
+dim3 blockDim;
+dim3 gridDim;
+
+namespace emulator {
+namespace {
+
+constexpr size_t kStackBytes = 256 * 1024;
+constexpr size_t kSharedLimit = 48 * 1024;  // what a block gets without opting in
+constexpr size_t kGuardBytes = 1024;
+constexpr unsigned kMaxThreads = 1024;
+// As a float, a double or an int: NaN, NaN, -1.
+constexpr unsigned char kPoison = 0xff;
+constexpr unsigned char kGuard = 0xa5;
+
+enum State { kRunnable, kAtBarrier, kAtShuffle, kFinished };
+
+struct Fiber {
+  ucontext_t context;
+  jmp_buf resume;
+  std::unique_ptr<unsigned char[]> stack;
+  bool started;  // once started, a fiber runs thread after thread, block after block
+  State state;
+  const char* waiting_for;
+  unsigned mask, source_lane;  // of the shuffle it waits for
+  uint64_t bits;               // what it gave, and then what it gets
+};
+
+Order order = kForwards;
+std::mt19937 random_source;
+
+std::vector<Fiber> fibers;
+jmp_buf scheduler;
+unsigned current;                      // the running fiber
+const std::function<void()>* running;  // the kernel; nullptr between launches
+std::string error;
+alignas(16) unsigned char shared[kSharedLimit + kGuardBytes];
+bool barrier_value;
+
+// ------------------------------------------------------------------------------------------ fibers
+// ucontext makes the stacks; setjmp switches between them, without a system call.
+
+void suspend() {
+  if (_setjmp(fibers[current].resume) == 0) _longjmp(scheduler, 1);
+}
+
+void fiber_main() {
+  for (;;) {
+    (*running)();
+    fibers[current].state = kFinished;
+    suspend();
+  }
+}
+
+void resume(unsigned thread) {
+  current = thread;
+  threadIdx = make_uint3(thread, 0, 0);
+  Fiber& fiber = fibers[thread];
+  if (_setjmp(scheduler) != 0) return;
+  if (fiber.started) _longjmp(fiber.resume, 1);
+  fiber.started = true;
+  setcontext(&fiber.context);
+}
+
+void prepare_fibers(unsigned count) {
+  if (fibers.empty()) fibers.resize(kMaxThreads);  // never moved again: a ucontext_t points into itself
+  for (unsigned i = 0; i < count; ++i) {
+    Fiber& fiber = fibers[i];
+    fiber.state = kRunnable;
+    if (fiber.started) continue;
+    if (!fiber.stack) fiber.stack.reset(new unsigned char[kStackBytes]);
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.get();
+    fiber.context.uc_stack.ss_size = kStackBytes;
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, fiber_main, 0);
+  }
+}
+
+// --------------------------------------------------------------------------------------- one block
+
+std::string thread_name(unsigned thread) {
+  return "thread " + std::to_string(thread) + " of block " + std::to_string(blockIdx.x);
+}
+
+// The threads of a block that is reported are left where they are and their fibers made anew.
+void fail(const std::string& message) {
+  if (error.empty()) error = message;
+}
+
+// The next thread to run, or blockDim.x.
+unsigned pick() {
+  const unsigned count = blockDim.x;
+  const unsigned start = order == kShuffled ? random_source() % count : 0;
+  for (unsigned i = 0; i < count; ++i) {
+    const unsigned thread = order == kBackwards ? count - 1 - i : (start + i) % count;
+    if (fibers[thread].state == kRunnable) return thread;
+  }
+  return count;
+}
+
+void report_deadlock() {
+  std::string waiting;
+  unsigned finished = 0;
+  for (unsigned i = 0; i < blockDim.x; ++i) {
+    if (fibers[i].state == kFinished) {
+      ++finished;
+    } else if (i == 0 || fibers[i - 1].state == kFinished ||
+               strcmp(fibers[i].waiting_for, fibers[i - 1].waiting_for) != 0) {
+      waiting += (waiting.empty() ? "" : ", ") + std::to_string(i) + ".. at " + fibers[i].waiting_for;
+    }
+  }
+  if (finished == blockDim.x) return;
+  fail("deadlock in block " + std::to_string(blockIdx.x) + ": threads wait for threads that never arrive (" +
+       waiting + "; " + std::to_string(finished) + " of " + std::to_string(blockDim.x) +
+       " have left the kernel)");
+}
+
+void run_block(size_t shared_bytes, const std::function<void()>& kernel) {
+  running = &kernel;
+  memset(shared, kPoison, shared_bytes);
+  memset(shared + shared_bytes, kGuard, kGuardBytes);
+  prepare_fibers(blockDim.x);
+  barrier_value = false;
+  for (unsigned thread; error.empty() && (thread = pick()) != blockDim.x;) resume(thread);
+  running = nullptr;
+  if (error.empty()) report_deadlock();
+  for (size_t i = 0; i < kGuardBytes; ++i)
+    if (shared[shared_bytes + i] != kGuard)
+      fail("block " + std::to_string(blockIdx.x) + " wrote past its " + std::to_string(shared_bytes) +
+           " bytes of shared memory, at byte " + std::to_string(shared_bytes + i));
+}
+
+}  // namespace
+
+void set_order(Order new_order, unsigned seed) {
+  order = new_order;
+  random_source.seed(seed);
+}
+
+void run(unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel) {
+  if (grid == 0 || block == 0 || block > kMaxThreads || shared_bytes > kSharedLimit)
+    throw std::runtime_error("invalid launch: grid " + std::to_string(grid) + ", block " +
+                             std::to_string(block) + ", " + std::to_string(shared_bytes) +
+                             " bytes of shared memory");
+  gridDim = dim3(grid);
+  blockDim = dim3(block);
+  std::vector<unsigned> blocks(grid);
+  for (unsigned i = 0; i < grid; ++i) blocks[i] = order == kBackwards ? grid - 1 - i : i;
+  if (order == kShuffled) std::shuffle(blocks.begin(), blocks.end(), random_source);
+  for (unsigned i : blocks) {
+    blockIdx = make_uint3(i, 0, 0);
+    run_block(shared_bytes, kernel);
+    if (error.empty()) continue;
+    for (Fiber& fiber : fibers) fiber.started = false;
+    throw std::runtime_error(std::exchange(error, {}));
+  }
+}
+
+char* shared_memory() { return reinterpret_cast<char*>(shared); }
+
+// ---------------------------------------------------------------------------------------- barriers
+
+bool block_barrier(bool value, const char* name) {
+  fibers[current].state = kAtBarrier;
+  fibers[current].waiting_for = name;
+  barrier_value |= value;
+  for (unsigned i = 0; i < blockDim.x; ++i) {
+    if (fibers[i].state != kAtBarrier) {
+      suspend();
+      return fibers[current].bits != 0;
+    }
+    if (strcmp(fibers[i].waiting_for, name) != 0) {
+      fail(thread_name(current) + " is at " + name + " while thread " + std::to_string(i) + " is at " +
+           fibers[i].waiting_for);
+      suspend();
+    }
+  }
+  for (unsigned i = 0; i < blockDim.x; ++i) {
+    fibers[i].state = kRunnable;
+    fibers[i].bits = barrier_value;
+  }
+  barrier_value = false;
+  suspend();  // so that the order decides who goes first, not who came last
+  return fibers[current].bits != 0;
+}
+
+uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name) {
+  const unsigned lane = current % 32;
+  Fiber* const warp = &fibers[current - lane];
+  Fiber& self = fibers[current];
+  self.state = kAtShuffle;
+  self.waiting_for = name;
+  self.mask = mask;
+  self.source_lane = source_lane;
+  self.bits = bits;
+  if ((mask >> lane & 1) == 0 || (mask >> source_lane & 1) == 0) {
+    fail(thread_name(current) + ": " + name + " by lane " + std::to_string(lane) + " from lane " +
+         std::to_string(source_lane) + ", and its mask does not name both");
+    suspend();
+  }
+  for (unsigned i = 0; i < 32; ++i) {
+    if ((mask >> i & 1) == 0) continue;
+    if (current - lane + i >= blockDim.x || warp[i].state != kAtShuffle || warp[i].mask != mask) {
+      suspend();  // a lane that never arrives ends in report_deadlock
+      return self.bits;
+    }
+  }
+  uint64_t given[32];
+  for (unsigned i = 0; i < 32; ++i) given[i] = warp[i].bits;
+  for (unsigned i = 0; i < 32; ++i) {
+    if ((mask >> i & 1) == 0) continue;
+    warp[i].bits = given[warp[i].source_lane];
+    warp[i].state = kRunnable;
+  }
+  suspend();
+  return self.bits;
+}
+
+}  // namespace emulator
+
+// ----------------------------------------------------------------------------- undefined behaviour
+// In place of the sanitizer's run-time library, which would end the process: the launch fails, with the
+// place. The thread never goes on. Each handler gets a struct that begins with the source location.
+
+namespace {
+
+struct SourceLocation {
+  const char* file;
+  uint32_t line, column;
+};
+
+void undefined_behaviour(const char* what, const SourceLocation* where) {
+  std::string message =
+      std::string("undefined behaviour (") + what + ") at " + where->file + ":" + std::to_string(where->line);
+  if (emulator::running == nullptr) {
+    fprintf(stderr, "%s\n", message.c_str());
+    abort();
+  }
+  emulator::fail(emulator::thread_name(emulator::current) + ": " + message);
+  emulator::suspend();
+}
+
+}  // namespace
+
+#define HANDLER(name, what) \
+  extern "C" void __ubsan_handle_##name(const SourceLocation* where) { undefined_behaviour(what, where); }
+HANDLER(type_mismatch_v1, "null or misaligned pointer, or not enough room behind it")
+HANDLER(pointer_overflow, "pointer overflow")
+HANDLER(out_of_bounds, "index out of bounds")
+HANDLER(add_overflow, "overflow of +")
+HANDLER(sub_overflow, "overflow of -")
+HANDLER(mul_overflow, "overflow of *")
+HANDLER(negate_overflow, "overflow of unary -")
+HANDLER(divrem_overflow, "division by zero")
+HANDLER(shift_out_of_bounds, "shift out of bounds")
+HANDLER(load_invalid_value, "invalid bool or enum")
+HANDLER(nonnull_arg, "null argument")
+HANDLER(builtin_unreachable, "unreachable code")
+HANDLER(missing_return, "missing return")
+HANDLER(invalid_builtin, "invalid builtin argument")
+HANDLER(vla_bound_not_positive, "array bound not positive")
+HANDLER(float_cast_overflow, "float cast out of range")

@@ -1,0 +1,176 @@
+"""The emulator itself: what a GPU gets right comes out right in every order, and what it gets wrong shows."""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+
+import pytest
+import torch
+from torch import Tensor
+
+from .backend import ORDERS
+from .build import HERE, build, missing_headers
+
+pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+orders = pytest.mark.parametrize("order", ORDERS)
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    library = build("cases", [HERE / "cases.cu"])
+    library.run_case.restype = ctypes.c_char_p
+    library.run_case.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_uint] * 3, ctypes.c_size_t]
+    library.run_case.argtypes += [ctypes.c_void_p] * 2
+    return library
+
+
+def _run(
+    name: str,
+    order: str,
+    x: Tensor,
+    out: Tensor,
+    *,
+    grid: int = 1,
+    block: int = 256,
+    shared: int | None = None,
+) -> Tensor:
+    shared = block * 8 if shared is None else shared
+    message = _library().run_case(
+        name.encode(), ORDERS.index(order), 1, grid, block, shared, x.data_ptr(), out.data_ptr()
+    )
+    if message is not None:
+        raise RuntimeError(message.decode())
+    return out
+
+
+def _inputs(n: int = 256) -> Tensor:
+    return torch.randn(n, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+@orders
+@pytest.mark.parametrize("block", [32, 64, 256, 1024])
+def test_block_sum(order: str, block: int) -> None:
+    x = _inputs(3 * block)
+    total = _run("sum", order, x, torch.zeros_like(x), grid=3, block=block).view(3, block)
+    assert torch.equal(total, total[:, :1].expand(3, block))  # the same bits in every thread
+    torch.testing.assert_close(total[:, 0], x.view(3, block).sum(1), rtol=0, atol=1e-12)
+
+
+def test_block_sum_has_the_same_bits_in_every_order() -> None:
+    x = _inputs()
+    forwards, backwards, shuffled = (_run("sum", order, x, torch.zeros_like(x)) for order in ORDERS)
+    assert torch.equal(forwards, backwards) and torch.equal(forwards, shuffled)
+
+
+@orders
+def test_two_reductions_share_their_memory(order: str) -> None:
+    x = _inputs()
+    out = _run("min_and_sum", order, x, torch.zeros_like(x))
+    torch.testing.assert_close(out, (x - x.min()).sum().expand(256), rtol=1e-12, atol=0)
+
+
+def test_a_missing_barrier_between_reductions_shows() -> None:
+    x = _inputs()
+    right = [
+        torch.allclose(_run("hasty_sums", o, x, torch.zeros_like(x)), x.sum().expand(256)) for o in ORDERS
+    ]
+    assert not all(right)
+
+
+@orders
+def test_barrier(order: str) -> None:
+    x = _inputs()
+    assert torch.equal(_run("rotate", order, x, torch.zeros_like(x)), x.roll(-1))
+
+
+@orders
+def test_a_missing_barrier_shows(order: str) -> None:
+    x = _inputs()
+    assert not torch.equal(_run("rotate_without_barrier", order, x, torch.zeros_like(x)), x.roll(-1))
+
+
+@orders
+def test_any_keeps_nothing_from_one_call_to_the_next(order: str) -> None:
+    x = torch.zeros(256, dtype=torch.float64)
+    x[130] = 1.0
+    assert torch.equal(_run("any", order, x, torch.zeros_like(x)), torch.ones_like(x))
+
+
+@orders
+def test_shared_memory_starts_poisoned_in_every_block(order: str) -> None:
+    x = _inputs()
+    _run("rotate", order, x, torch.zeros_like(x))
+    assert _run("read_unwritten", order, x, torch.zeros_like(x), grid=2).isnan().all()
+
+
+@orders
+def test_shuffle_waits_for_the_lanes_it_names(order: str) -> None:
+    x = _inputs(64)
+    low, high = x.view(2, 2, 16).unbind(1)
+    swapped = torch.stack([high.view(2, 8, 2).flip(2).view(2, 16), low.view(2, 8, 2).flip(2).view(2, 16)], 1)
+    out = _run("shuffle_after_different_paths", order, x, torch.zeros_like(x), block=64)
+    assert torch.equal(out, swapped.reshape(64))
+
+
+@orders
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "half_of_the_block_at_a_barrier",
+            r"deadlock in block 0.*0\.\. at __syncthreads; 128 of 256 have left",
+        ),
+        ("early_exit", r"deadlock in block 0.*8\.\. at __syncthreads; 1 of 256 have left"),
+        ("two_kinds_of_barrier", r"is at __syncthreads(_or)? while thread \d+ is at __syncthreads"),
+        ("divergent_shuffle", r"deadlock in block 0.*at __shfl_xor_sync"),
+        ("shuffle_from_an_unnamed_lane", r"its mask does not name both"),
+        ("load_misaligned_pack", r"thread \d+ of block 0: undefined behaviour .*misaligned.*portable\.h:\d+"),
+        (
+            "store_misaligned_pack",
+            r"thread \d+ of block 0: undefined behaviour .*misaligned.*portable\.h:\d+",
+        ),
+        ("write_past_the_end", r"block 0 wrote past its 2048 bytes of shared memory"),
+    ],
+)
+def test_misuse_is_reported_and_the_next_launch_works(order: str, name: str, message: str) -> None:
+    x = _inputs()
+    with pytest.raises(RuntimeError, match=message):
+        _run(name, order, x, torch.zeros_like(x))
+    assert torch.equal(_run("rotate", order, x, torch.zeros_like(x)), x.roll(-1))
+
+
+@pytest.mark.parametrize(("grid", "block", "shared"), [(0, 32, 0), (1, 0, 0), (1, 1025, 0), (1, 32, 1 << 16)])
+def test_what_cuda_would_refuse_to_launch(grid: int, block: int, shared: int) -> None:
+    x = _inputs()
+    with pytest.raises(RuntimeError, match="invalid launch"):
+        _run("sum", "forwards", x, x, grid=grid, block=block, shared=shared)
+
+
+@orders
+def test_last_block(order: str) -> None:
+    grid, block = 7, 64
+    x = _inputs(grid * block)
+    out = torch.zeros(grid + 3, dtype=torch.float64)
+    totals, last = [], set()
+    for _ in range(3):  # the counter is left as it was found
+        _run("last_block", order, x, out, grid=grid, block=block)
+        totals.append(out[grid].item())
+        last.add(int(out[grid + 1]))
+        assert out[grid + 2].item() == 0.0
+    assert len(set(totals)) == 1
+    torch.testing.assert_close(out[grid], x.sum(), rtol=0, atol=1e-12)
+    assert last == {"forwards": {6}, "backwards": {0}}.get(order, last)
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
+)
+def test_packs(dtype: torch.dtype, offset: int) -> None:
+    name = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}[dtype]
+    x = _inputs(8 * 32 + offset).to(dtype)[offset:]
+    out = torch.zeros(8 * 32 + 2 + offset, dtype=dtype)[offset:]
+    _run(f"double_packs_{name}", "forwards", x, out, block=32)
+    assert torch.equal(out[:-2], x * 2)
+    assert torch.equal(out[-2:], torch.zeros(2, dtype=dtype))

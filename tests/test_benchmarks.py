@@ -1,0 +1,104 @@
+"""The benchmarks run at a small size, their rows add up, and what is wrong is not timed."""
+
+import argparse
+import csv
+import importlib
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+PEERS = {
+    "unscale": "torch._amp_foreach_non_finite_check_and_unscale_",
+    "sgd": "masters by hand, torch fused SGD",
+    "rmsprop": "masters by hand, torch foreach RMSprop",
+}
+
+
+def run(script, *options):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    command = [sys.executable, str(BENCHMARKS / script), *map(str, options)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture
+def common(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    yield importlib.import_module("common")
+    sys.modules.pop("common", None)
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_rows_of_a_small_run(name, tmp_path, common):
+    options = ("--device", "cpu", "--max-elements", "1e4", "--seconds", "0.01", "--no-compile")
+    run(f"bench_{name}.py", *options, "--out", tmp_path)
+    with (tmp_path / f"{name}.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == common.FIELDS
+    timed = [row for row in rows if row["median_ms"]]
+    assert all(row["note"] for row in rows)
+    assert {PEERS[name], "copy"} <= {row["contender"] for row in timed}
+    for row in timed:
+        median = float(row["median_ms"])
+        assert 0 < float(row["p20_ms"]) <= median <= float(row["p80_ms"])
+        assert float(row["gb_s"]) == pytest.approx(int(row["bytes"]) / median / 1e6, rel=1e-3)
+    for case in {(row["case"], row["dtype"]) for row in rows}:
+        here = [row for row in timed if (row["case"], row["dtype"]) == case]
+        ours, copy = here[0], here[-1]
+        assert ours["contender"].startswith("amp_kernels") and float(ours["ratio_to_ours"]) == 1
+        assert copy["contender"] == "copy" and float(copy["copy_percent"]) == 100
+        for row in here[1:-1]:
+            ratio = float(row["median_ms"]) / float(ours["median_ms"])
+            assert float(row["ratio_to_ours"]) == pytest.approx(ratio, rel=1e-3, abs=1e-3)
+            assert row["bytes"] == ours["bytes"]
+    run("plot.py", tmp_path)
+    assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}_largest.png").exists()
+    table = run("plot.py", "--table", tmp_path)
+    assert name == "unscale" or "fp16 weights + fp32 masters" in table
+
+
+def test_what_is_wrong_is_not_timed(tmp_path, common):
+    args = argparse.Namespace(device=torch.device("cpu"), seconds=0.0, out=tmp_path)
+    case = common.Case("toy", "toy", torch.float32, common.few_large(64), 4, "4 bytes")
+    runs = {"ours": 0, "peer": 0}
+
+    def job(name, verdict):
+        def step():
+            runs[name] += 1
+
+        return common.Contender(name, "none", 4, lambda: common.Job(step, lambda: verdict))
+
+    def broken():
+        raise ImportError("no such package")
+
+    report = common.Report("toy", args)
+    others = [job("peer", "wrong: error 1"), common.Contender("absent", "none", 4, broken)]
+    common.run_case(case, [job("ours", ""), *others], args, report)
+    with report.path.open(newline="") as file:
+        rows = {row["contender"]: row for row in csv.DictReader(file)}
+    assert runs["ours"] == common.WARM_UPS + common.MIN_ROUNDS and runs["peer"] == 0
+    assert rows["peer"]["median_ms"] == "" and rows["peer"]["note"] == "wrong: error 1"
+    assert rows["absent"]["note"] == "ImportError: no such package"
+    assert report.finish() == 0
+    common.run_case(case, [job("peer", "wrong")], args, report)
+    assert report.finish() == 1
+
+
+def test_what_does_not_fit_is_not_built(tmp_path, common, monkeypatch):
+    args = argparse.Namespace(device=torch.device("cpu"), seconds=0.0, out=tmp_path)
+    monkeypatch.setattr(common, "free_bytes", lambda device: 100)
+    case = common.Case("toy", "toy", torch.float32, common.few_large(64), 4, "4 bytes")
+    report = common.Report("toy", args)
+    common.run_case(case, [common.Contender("ours", "none", 4, lambda: pytest.fail("built"))], args, report)
+    assert "needs about" in report.failures[0]
+
+
+def test_the_resnet_is_the_real_one(common):
+    layout = common.resnet50()
+    assert len(layout.shapes) == 161 and layout.elements == 25_557_032
