@@ -13,7 +13,7 @@ TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED = $(shell find csrc tests/cuda_on_cpu -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
-.PHONY: demo test lint bench gpu-check build venv clean
+.PHONY: demo test lint format bench gpu-check build venv clean
 
 demo: build
 	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
@@ -27,6 +27,11 @@ lint: build
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run -Werror $(FORMATTED)
 	$(BIN)/mypy amp_kernels
+
+format: build
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(FORMATTED)
 
 bench: build
 	for family in unscale sgd rmsprop; do $(BIN)/python benchmarks/bench_$$family.py $(BENCH_ARGS) || exit; done

@@ -92,7 +92,7 @@ class BuildPy(build_py):
 
 
 WHAT, NOTE, NVCC = decide(os.environ.get("AMP_KERNELS_BUILD", "auto"))
-print(f"amp_kernels: {'compiling nothing' if WHAT == 'none' else 'compiling for ' + WHAT}. {NOTE}")
+print(f"amp_kernels: compiling for {WHAT}{'; ' if NOTE else ''}{NOTE}")
 MODULES, COMMANDS = ([], {}) if WHAT == "none" else extension(*NVCC)
 COMMANDS["build_py"] = BuildPy
 setup(ext_modules=MODULES, cmdclass=COMMANDS, options={"bdist_wheel": {"py_limited_api": LIMITED_API}})

@@ -34,7 +34,7 @@ def run_gradient_pass(
     device = grads[0].device
     dense = [g if is_dense(g) else g.contiguous() for g in grads]
     chunks = cut([g.numel() for g in dense])
-    norm = torch.empty((), device=device)
+    norm = torch.empty((), dtype=torch.float32, device=device)
     ops._unscale_table_(
         send(ops, gradient_table(dense), device),
         send(ops, chunks.entries, device),
@@ -44,7 +44,7 @@ def run_gradient_pass(
         write,
         False,
         torch.empty(chunks.entries.shape[0], dtype=torch.float64, device=device),
-        torch.empty((), device=device) if found_inf is None else found_inf,
+        torch.empty((), dtype=torch.float32, device=device) if found_inf is None else found_inf,
         norm,
         torch.zeros(4, dtype=torch.int64, device=device),
     )
@@ -72,13 +72,21 @@ def run_update(
     device = params[0].device
     dense_params = [p if is_dense(p) else p.contiguous() for p in params]
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
-    dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
+    dense_states = [
+        [_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states
+    ]
     low = [p for p in dense_params if p.dtype is not torch.float32]
     dense_masters = [_as_laid_out(m, p) for m, p in zip(masters, low, strict=True)]
 
     table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_masters), device)
-    hyper_row = torch.tensor([*hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(hyper))])
-    rate = send(ops, torch.tensor([lr, 0.0]), device) if tensor_lr is None else tensor_lr
+    hyper_row = torch.tensor(
+        [*hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(hyper))], dtype=torch.float32, device="cpu"
+    )
+    rate = (
+        send(ops, torch.tensor([lr, 0.0], dtype=torch.float32, device="cpu"), device)
+        if tensor_lr is None
+        else tensor_lr
+    )
     for codes, chunks in _by_dtypes(dense_params, dense_grads):
         entries = send(ops, chunks.entries, device)
         table_op(
@@ -101,13 +109,18 @@ def run_update(
 
 
 def _update_table(
-    params: Sequence[Tensor], grads: Sequence[Tensor], states: Sequence[Sequence[Tensor]], masters: Sequence[Tensor]
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
 ) -> Tensor:
     master = iter(masters)
-    table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64)
+    table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64, device="cpu")
     table[: Row.GROUP] = gradient_table(grads)
     table[Row.PARAM] = int64_tensor(p.data_ptr() for p in params)
-    table[Row.MASTER] = int64_tensor(0 if p.dtype is torch.float32 else next(master).data_ptr() for p in params)
+    table[Row.MASTER] = int64_tensor(
+        0 if p.dtype is torch.float32 else next(master).data_ptr() for p in params
+    )
     for k, state in enumerate(states):
         if state:
             table[Row.STATE + k] = int64_tensor(s.data_ptr() for s in state)

@@ -29,7 +29,7 @@ _UPDATE_TABLE = (
 )
 SCHEMAS = {
     "unscale_": "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
-    # found_inf: none or one; Inductor crashes on an optional mutable Tensor.
+    # found_inf: none or one; Inductor crashes on an optional mutable Tensor (and, beside a result, on none).
     "grad_norm": "(Tensor[] grads, Tensor? inv_scale, Tensor(a!)[] found_inf) -> Tensor",
     "sgd_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, *, float lr, "
     "Tensor? tensor_lr, float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, "
@@ -97,33 +97,41 @@ def use_backend(name: str) -> Iterator[None]:
 
 def backend_reasons(device_type: str) -> dict[str, str | None]:
     """For each backend None if it can run on tensors of this device type here, else why not."""
-    return {
-        "cuda": _why_not_compiled("CUDA") if device_type == "cuda" else "it serves CUDA tensors only",
-        "triton": _why_not_triton(device_type),
-        "cpu": _why_not_compiled("CPU") if device_type == "cpu" else "it serves CPU tensors only",
-        "reference": None,
-    }
+    return {backend: _reason(backend, device_type) for backend in BACKENDS}
+
+
+def _reason(backend: str, device_type: str) -> str | None:
+    if backend == "reference":
+        return None
+    if backend == "triton":
+        return _why_not_triton(device_type)
+    if backend != device_type:
+        return f"it serves {backend.upper()} tensors only"
+    return _why_not_compiled(backend.upper())
 
 
 def select(device: torch.device) -> str:
     """The backend that serves tensors of `device` now."""
     forced = _forced.get()
     if forced is not None:
-        reason = backend_reasons(device.type)[forced]
+        reason = _reason(forced, device.type)
         if reason is not None:
-            raise RuntimeError(f"amp_kernels: the backend {forced!r} cannot serve {device.type} tensors: {reason}")
+            raise RuntimeError(
+                f"amp_kernels: the backend {forced!r} cannot serve {device.type} tensors: {reason}"
+            )
         return forced
     return _automatic(device.type)
 
 
 @functools.cache
 def _automatic(device_type: str) -> str:
-    reasons = backend_reasons(device_type)
+    reasons = {}
     for name in PREFERENCE.get(device_type, ()):
+        reasons[name] = _reason(name, device_type)
         if reasons[name] is None:
             return name
     if device_type == "cuda":
-        why = "; ".join(f"{name}: {reasons[name]}" for name in PREFERENCE["cuda"])
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors, since {why}", stacklevel=2)
     return "reference"
 
@@ -141,7 +149,9 @@ def table_ops(backend: str) -> TableOps | None:
 def _why_not_compiled(key: str) -> str | None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_kernels::{TABLE_OPS[0]}", key):
         return None
-    return _loader.load_error() or f"amp_kernels._C was built without {key}; rebuild with AMP_KERNELS_BUILD=cuda"
+    return (
+        _loader.load_error() or f"amp_kernels._C was built without {key}; rebuild with AMP_KERNELS_BUILD=cuda"
+    )
 
 
 @functools.cache
@@ -179,7 +189,7 @@ def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
 def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: list[Tensor]) -> Tensor:
     flag = found_inf[0] if found_inf else None
     if not grads:
-        return torch.zeros((), device=None if flag is None else flag.device)
+        return torch.zeros((), dtype=torch.float32, device=None if flag is None else flag.device)
     _checks.check_grad_norm(grads, inv_scale, flag)
     ops = table_ops(select(grads[0].device))
     if ops is None:
@@ -279,7 +289,7 @@ def _fake_unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
 
 def _fake_grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: list[Tensor]) -> Tensor:
     if not grads:
-        return torch.empty((), device=found_inf[0].device if found_inf else None)
+        return torch.empty((), dtype=torch.float32, device=found_inf[0].device if found_inf else None)
     _checks.check_grad_norm(grads, inv_scale, found_inf[0] if found_inf else None)
     return grads[0].new_empty((), dtype=torch.float32)
 

@@ -54,14 +54,16 @@ def cut(numels: Sequence[int], order: Sequence[int] | None = None) -> Chunks:
             entries.append(tensor)
             entries.append(chunk)
     if not entries:
-        return Chunks(torch.empty(0, 2, dtype=torch.int32), size)
+        return Chunks(torch.empty(0, 2, dtype=torch.int32, device="cpu"), size)
     return Chunks(torch.frombuffer(entries, dtype=torch.int32).view(-1, 2), size)
 
 
 def int64_tensor(values: Iterable[int]) -> Tensor:
     """int64 host tensor; ten times faster than torch.tensor(list), which matters once a step."""
     data = array("q", values)
-    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64)
+    return (
+        torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
+    )
 
 
 def send(ops: TableOps, host: Tensor, device: torch.device) -> Tensor:

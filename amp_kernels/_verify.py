@@ -52,10 +52,7 @@ def verify(backend: str | None = None, device: str | None = None, op: str | None
     operators = [op] if op else list(testing.CASES)
     several = len({on for _, on in places}) > 1
     rows = [
-        row
-        for name in operators
-        for where, on in places
-        for row in _rows(name, where, on, label=several)
+        row for name in operators for where, on in places for row in _rows(name, where, on, label=several)
     ]
     print(_table([row.cells() for row in rows]))
     failures = [failure for row in rows for failure in row.failures]

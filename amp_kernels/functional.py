@@ -30,7 +30,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     Raises:
         TypeError, ValueError: a tensor has another dtype, is sparse or expanded; a scalar is not one fp32 element.
     """
-    grads = list(grads)
+    grads = _checks.as_list("unscale_", "grads", grads)
     _checks.check_scalar("unscale_", "inv_scale", inv_scale)
     _checks.check_scalar("unscale_", "found_inf", found_inf)
     for device, group in _by_device(grads).items():
@@ -59,18 +59,23 @@ def grad_norm(
     Raises:
         TypeError, ValueError: as `unscale_`.
     """
-    grads = list(grads)
+    grads = _checks.as_list("grad_norm", "grads", grads)
     _checks.check_scalar("grad_norm", "inv_scale", inv_scale)
     _checks.check_scalar("grad_norm", "found_inf", found_inf)
     norms = []
     for device, group in _by_device(grads).items():
         scale = None if inv_scale is None else inv_scale.to(device, non_blocking=True)
-        flag = None if found_inf is None else _local_flag(found_inf, device)
-        norms.append(_ops.grad_norm(group, scale, [] if flag is None else [flag]))
-        if found_inf is not None and flag is not None:
+        # A flag even where nobody asked: Inductor crashes on an empty list of mutable tensors beside a result.
+        flag = (
+            torch.empty((), dtype=torch.float32, device=device)
+            if found_inf is None
+            else _local_flag(found_inf, device)
+        )
+        norms.append(_ops.grad_norm(group, scale, [flag]))
+        if found_inf is not None:
             _merge_flag(found_inf, flag)
     if not norms:
-        return torch.zeros(())
+        return torch.zeros((), dtype=torch.float32)
     return norms[0] if len(norms) == 1 else total_norm(norms)
 
 
@@ -160,7 +165,8 @@ def sgd_(
         "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
         "maximize": maximize, "is_first_step": is_first_step,
     }  # fmt: skip
-    _update(_ops.sgd_, (params, grads, momentum_buffers, masters), lr, grad_scale, found_inf, rest)
+    lists = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers, "masters": masters}
+    _update("sgd_", lists, lr, grad_scale, found_inf, rest)
 
 
 @torch.no_grad()
@@ -195,14 +201,23 @@ def rmsprop_(
     Raises:
         TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
     """
-    rest = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "maximize": maximize}
-    lists = (params, grads, square_avgs, momentum_buffers, grad_avgs, masters)
-    _update(_ops.rmsprop_, lists, lr, grad_scale, found_inf, rest)
+    rest = {
+        "alpha": alpha,
+        "eps": eps,
+        "weight_decay": weight_decay,
+        "momentum": momentum,
+        "maximize": maximize,
+    }
+    lists = {
+        "params": params, "grads": grads, "square_avgs": square_avgs, "momentum_buffers": momentum_buffers,
+        "grad_avgs": grad_avgs, "masters": masters,
+    }  # fmt: skip
+    _update("rmsprop_", lists, lr, grad_scale, found_inf, rest)
 
 
 def _update(
-    op: torch._ops.OpOverloadPacket,
-    lists: Sequence[Sequence[Tensor]],
+    op: str,
+    lists: dict[str, Sequence[Tensor]],
     lr: float | Tensor,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
@@ -210,7 +225,9 @@ def _update(
 ) -> None:
     tensor_lr = lr if isinstance(lr, Tensor) else None
     rate = 0.0 if isinstance(lr, Tensor) else float(lr)
-    op(*map(list, lists), lr=rate, tensor_lr=tensor_lr, grad_scale=grad_scale, found_inf=found_inf, **options)
+    checked = [_checks.as_list(op, name, tensors) for name, tensors in lists.items()]
+    scalars = {"tensor_lr": tensor_lr, "grad_scale": grad_scale, "found_inf": found_inf}
+    getattr(_ops, op)(*checked, lr=rate, **scalars, **options)
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
@@ -221,7 +238,7 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
 
 
 def _local_flag(found_inf: Tensor, device: torch.device) -> Tensor:
-    return found_inf if found_inf.device == device else torch.zeros((), device=device)
+    return found_inf if found_inf.device == device else torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _merge_flag(found_inf: Tensor, flag: Tensor) -> None:

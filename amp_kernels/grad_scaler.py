@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from ._table import DTYPE_CODES
 from .functional import unscale_
 from .optim._base import FusedOptimizer
+from .optim._plan import Plan
 
 
 class Overflow(NamedTuple):
@@ -70,18 +71,13 @@ class GradScaler(torch.amp.GradScaler):
     def skipped_steps(self) -> Tensor:
         """Iterations in which an optimizer's step was skipped: a 0-dim int64 tensor on the scale's device."""
         if self._skipped_steps is None:
-            return torch.tensor(self._init_skipped_steps)
+            return torch.tensor(self._init_skipped_steps, device="cpu")
         return self._skipped_steps
 
     @property
     def last_overflow(self) -> Overflow | None:
         """The last overflow in an optimizer of ours that this scaler stepped; reading it waits for the device."""
-        found: list[Overflow] = []
-        for optimizer in self._optimizers:
-            for plan in optimizer._plans or ():
-                _, _, step, member = plan.record.tolist()
-                if step > 0:
-                    found.append(Overflow(step, plan.members[member].name))
+        found = [Overflow(*last) for optimizer in self._optimizers for last in optimizer._overflows()]
         return max(found, key=lambda overflow: overflow.step, default=None)
 
     # ------------------------------------------------------------------------------------------------ one iteration
@@ -92,7 +88,9 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
+            raise RuntimeError(
+                "unscale_() has already been called on this optimizer since the last update()."
+            )
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._check_gradients(optimizer, scale, write=True)
@@ -103,7 +101,7 @@ class GradScaler(torch.amp.GradScaler):
         foreign = not isinstance(optimizer, FusedOptimizer) or hasattr(optimizer, "grad_scale")
         if not self._enabled or foreign:
             return super().step(optimizer, *args, **kwargs)
-        if "closure" in kwargs:
+        if args or "closure" in kwargs:  # it would replace the gradients that were checked
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -131,8 +129,10 @@ class GradScaler(torch.amp.GradScaler):
             return
         found_inf = plans[0].found_inf
         if len(plans) > 1:
-            found_inf = torch.stack([p.found_inf.to(found_inf.device, non_blocking=True) for p in plans]).sum()
-        _reduce_over_ranks(found_inf, (p for plan in plans for p in plan.written))
+            found_inf = torch.stack(
+                [p.found_inf.to(found_inf.device, non_blocking=True) for p in plans]
+            ).sum()
+        _reduce_over_ranks(found_inf, plans)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
 
     def _unscale_grads_(
@@ -141,12 +141,13 @@ class GradScaler(torch.amp.GradScaler):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and param.grad.dtype is torch.float16:
-                param.grad = param.grad.coalesce()  # adding duplicates may overflow, which the check has to see
+                # Adding duplicates may overflow, which the check has to see.
+                param.grad = param.grad.coalesce()
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
                 return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
             by_device[grad.device].append(grad)
-        flags = {device: torch.zeros((), device=device) for device in by_device}
+        flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
         for device, grads in by_device.items():
             unscale_(grads, inv_scale=inv_scale, found_inf=flags[device])
         return flags
@@ -154,6 +155,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
         if not isinstance(optimizer, FusedOptimizer):
             return super()._check_inf_per_device(optimizer)
+        self._optimizers.add(optimizer)
         plans = optimizer._check(None, divide=False, write=False)
         flags = {plan.device: plan.found_inf for plan in plans}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
@@ -166,21 +168,26 @@ class GradScaler(torch.amp.GradScaler):
         states = list(self._per_optimizer_states.values())
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         flags = [
-            flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
+            flag.to(scale.device, non_blocking=True)
+            for s in states
+            for flag in s["found_inf_per_device"].values()
         ]
+        found_inf = None if not flags else flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+        if found_inf is not None:
+            self._count_skip(found_inf)
         if new_scale is not None:
             return super().update(new_scale)
-        if flags:
-            found_inf = flags[0] if len(flags) == 1 else torch.stack(flags).sum()
-            self._count_skip(found_inf)
+        if found_inf is not None:
             self._adapt_scale(scale, growth_tracker, found_inf)
-        elif not any(s["stage"] is OptState.STEPPED for s in states):  # stepped, but without any gradient: no news
+        elif all(s["stage"] is not OptState.STEPPED for s in states):  # else stepped without any gradient
             raise AssertionError("No inf checks were recorded prior to update.")
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _count_skip(self, found_inf: Tensor) -> None:
         if self._skipped_steps is None:
-            self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=found_inf.device)
+            self._skipped_steps = torch.full(
+                (), self._init_skipped_steps, dtype=torch.int64, device=found_inf.device
+            )
         self._skipped_steps.add_(found_inf != 0)
 
     def _adapt_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
@@ -208,7 +215,12 @@ class GradScaler(torch.amp.GradScaler):
         """torch's keys and ours; either scaler loads it. Waits for the device. Empty if not enabled."""
         if not self._enabled:
             return {}
-        return {**super().state_dict(), "min_scale": self._min_scale, "hysteresis": self._hysteresis, **self._counts()}
+        return {
+            **super().state_dict(),
+            "min_scale": self._min_scale,
+            "hysteresis": self._hysteresis,
+            **self._counts(),
+        }
 
     def _counts(self) -> dict[str, int]:
         left = self._hysteresis_tracker
@@ -244,9 +256,8 @@ class GradScaler(torch.amp.GradScaler):
         self._optimizers = weakref.WeakSet()
 
 
-def _reduce_over_ranks(found_inf: Tensor, params: Iterable[Tensor]) -> None:
+def _reduce_over_ranks(found_inf: Tensor, plans: Iterable[Plan]) -> None:
     """All ranks that hold shards of a parameter skip together, or their weights part ways."""
-    meshes = {p.device_mesh for p in params if isinstance(p, DTensor)}
-    for mesh in meshes:
+    for mesh in set().union(*(plan.meshes for plan in plans)):
         for dim in range(mesh.ndim):
             torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))

@@ -287,7 +287,7 @@ def _interleave(
     copy_times: list[float] = []
     copy()
     deadline = time.perf_counter() + args.seconds
-    for done in tqdm(range(MAX_ROUNDS), desc="rounds", leave=False, delay=1):
+    for done in tqdm(range(MAX_ROUNDS), desc="rounds", leave=False, delay=1, disable=None):
         if done >= MIN_ROUNDS and time.perf_counter() > deadline:
             break
         for contender, call in calls.items():

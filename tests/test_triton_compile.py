@@ -121,6 +121,13 @@ def test_update_without_scalars(kernel: Any, tmp_path: Path) -> None:
     Compiled(kernel, 90, UPDATE, tmp_path, PARAM_DTYPE=2, GRAD_DTYPE=2, **absent).check()
 
 
+@pytest.mark.parametrize("kernel", [_unscale_kernel, _sgd_kernel, _rmsprop_kernel], ids=lambda k: k.__name__)
+def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
+    """A new variant would be compiled in the middle of a graph capture."""
+    assert all(p.is_constexpr or p.do_not_specialize for p in kernel.params)
+    assert not any(p.is_constexpr and p.do_not_specialize for p in kernel.params)
+
+
 flags = [(90, *f) for f in itertools.product([False, True], ["1", "scale", "1/scale"], [False, True])]
 flags += [(arch, write, "1/scale", True) for arch in ARCHITECTURES for write in (False, True)]
 

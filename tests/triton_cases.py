@@ -65,13 +65,14 @@ def scalar(value: float) -> Tensor:
     return torch.tensor(value, dtype=FP32, device=DEVICE)
 
 
-def cut(numels: Sequence[int], chunk_size: int) -> Tensor:
-    chunks = [(t, k) for t, numel in enumerate(numels) for k in range(-(-numel // chunk_size))]
+def cut(numels: Sequence[int], chunk_size: int, first_chunk: int = 0) -> Tensor:
+    chunks = [(t, first_chunk + k) for t, numel in enumerate(numels) for k in range(-(-numel // chunk_size))]
     return torch.tensor(chunks, dtype=torch.int32, device=DEVICE).view(-1, 2)
 
 
-def address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()
+def address(tensor: Tensor | None, begin: int = 0) -> int:
+    """Where an array starts of which `tensor` holds the elements from `begin` on."""
+    return 0 if tensor is None else tensor.data_ptr() - begin * tensor.element_size()
 
 
 # ---------------------------------------------------------------------------------------------- gradient pass
@@ -86,13 +87,15 @@ def run_pass(
     write: bool = False,
     clear: bool = True,
     chunk_size: int = CHUNK,
+    first_chunk: int = 0,
     found_inf: float = 7.0,
     record: Sequence[int] = (0, 41, -5, -6),
 ) -> SimpleNamespace:
     numels = [0 if g is None else g.numel() for g in grads] if numels is None else numels
     codes = [0 if g is None else CODES[g.dtype] for g in grads]
-    table = torch.tensor([list(numels), [address(g) for g in grads], codes], device=DEVICE)
-    chunks = cut(numels, chunk_size)
+    begin = first_chunk * chunk_size
+    table = [[begin + numel for numel in numels], [address(g, begin) for g in grads], codes]
+    chunks = cut(numels, chunk_size, first_chunk)
     arena = Arena()
     out = SimpleNamespace(
         chunks=chunks.cpu(),
@@ -102,7 +105,8 @@ def run_pass(
         record=arena.place(torch.tensor(record)),
     )
     _unscale_table_(
-        table, chunks, chunk_size, None if scale is None else scalar(scale), divide, write, clear,
+        torch.tensor(table, dtype=torch.int64, device=DEVICE), chunks, chunk_size,
+        None if scale is None else scalar(scale), divide, write, clear,
         out.partials, out.found_inf[0], out.norm[0], out.record,
     )  # fmt: skip
     arena.check()
@@ -158,6 +162,18 @@ def test_write_every_16_bit_value(dtype: torch.dtype, scale: float | None) -> No
     torch.testing.assert_close(grad.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@dtypes
+def test_more_than_32_bits_of_elements(dtype: torch.dtype) -> None:
+    """The last chunk of an array whose other 2**33 elements nobody needs."""
+    arena = Arena()
+    values = randn(1000).to(dtype)
+    grad = arena.place(values)
+    out = run_pass([grad], first_chunk=2**23, scale=0.5, write=True)
+    arena.check()
+    assert torch.equal(grad.cpu(), values / 2)
+    assert out.norm.item() == pytest.approx(exact_norm([values]) / 2, rel=2e-7)
+
+
 def test_mixed_dtypes_in_one_launch() -> None:
     grads = [randn(2000, seed).to(dtype).to(DEVICE) for seed, dtype in enumerate(CODES)]
     assert run_pass(grads).norm.item() == pytest.approx(exact_norm(grads), rel=2e-7)
@@ -174,9 +190,10 @@ def test_non_finite(dtype: torch.dtype, bad: float, position: int, write: bool) 
     grads = [value.to(DEVICE, copy=True) for value in values]
     out = run_pass(grads, scale=0.0 if write else None, write=write)  # inf * 0: the check is on the input
     is_bad = [(t, k) in ((1, position // CHUNK), (2, 0)) for t, k in out.chunks.tolist()]
-    assert out.partials.isnan().tolist() == is_bad
+    assert (~out.partials.isfinite()).tolist() == is_bad
     assert out.found_inf.item() == 1.0
-    assert math.isnan(out.norm.item())
+    norm = math.nan if write or math.isnan(bad) else math.inf  # inf * 0 is NaN
+    torch.testing.assert_close(out.norm.item(), norm, equal_nan=True)
     assert out.record.tolist() == [0, 42, 42, 1]
 
 
@@ -348,8 +365,10 @@ class Model:
         offset: int = 0,
         steps: int = 0,
         chunk_size: int = CHUNK,
+        first_chunk: int = 0,
     ) -> None:
         self.arena = Arena()
+        self.begin = first_chunk * chunk_size
         self.chunk_size = chunk_size
         self.configs = [config for config in configs for _ in sizes]
         self.groups = [g for g in range(len(configs)) for _ in sizes]
@@ -367,7 +386,7 @@ class Model:
         self.grads: list[Tensor | None] = [
             self.arena.place(randn(n, 50 + i).to(grad_dtype), offset) for i, n in enumerate(self.numels)
         ]
-        self.chunks = cut(self.numels, chunk_size)
+        self.chunks = cut(self.numels, chunk_size, first_chunk)
         self.steps = self.arena.place(torch.full((len(self.chunks),), steps, dtype=torch.int32))
         self.hyper = torch.tensor([[*c.hyper(), math.nan, math.nan] for c in configs], device=DEVICE)
 
@@ -385,13 +404,13 @@ class Model:
     ) -> None:
         is_16_bit = self.param_dtype != FP32
         rows = [
-            self.numels,
-            [address(g) for g in self.grads],
+            [self.begin + numel for numel in self.numels],
+            [address(g, self.begin) for g in self.grads],
             [CODES[self.grad_dtype]] * len(self.numels),
             self.groups,
-            [address(p) for p in self.params],
-            [address(m) if is_16_bit else 0 for m in self.masters],
-            *([address(s[k]) if k < len(s) else 0 for s in self.states] for k in range(3)),
+            [address(p, self.begin) for p in self.params],
+            [address(m, self.begin) if is_16_bit else 0 for m in self.masters],
+            *([address(s[k], self.begin) if k < len(s) else 0 for s in self.states] for k in range(3)),
         ]
         optional = [None if x is None else scalar(x) for x in (grad_scale, found_inf, grad_norm)]
         self.configs[0].table_op(
@@ -478,6 +497,18 @@ def test_options(configs: list[Config]) -> None:
         expected.step(first=step == 0)
         model.step()
         expected.check()
+
+
+@pytest.mark.parametrize("config", FULL, ids=name)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, BF16)], ids=["fp32", "16-bit"])
+def test_update_of_more_than_32_bits_of_elements(
+    config: Config, dtypes: tuple[torch.dtype, torch.dtype]
+) -> None:
+    model = Model([config], [1000], *dtypes, first_chunk=2**23)
+    expected = Expected(model)
+    expected.step(first=True)
+    model.step()
+    expected.check()
 
 
 @pytest.mark.parametrize("config", FULL, ids=name)

@@ -151,6 +151,9 @@ def _bf16_bits(x):
 def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **constants: Any) -> None:
     """Runs one program per chunk on the table's device and its current stream.
 
+    Kernels specialise on no argument ("is 1", "is a multiple of 16"): it would gain nothing, and a new value
+    could then compile a variant in the middle of a graph capture.
+
     The hardware hands out chunks as blocks retire, which evens out short tails and skipped tensors. A
     persistent grid would divide the work beforehand, by the multiprocessor count of the right device.
     """

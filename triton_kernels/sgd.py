@@ -74,7 +74,7 @@ def _sgd_chunk(
             store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
 
 
-@triton.jit(do_not_specialize=["n_tensors", "chunk_size"])
+@triton.jit(do_not_specialize=list(range(11)))
 def _sgd_kernel(
     table_ptr,  # int64 [rows, n_tensors]
     chunks_ptr,  # int32 [n_chunks, 2]

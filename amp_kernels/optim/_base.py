@@ -74,9 +74,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
         plans = self._checked_plans(grad_scale)
         norm = self._total_norm(plans) if self.max_grad_norm is not None else None
-        if norm is not None and any(isinstance(p, DTensor) for plan in plans for p in plan.written):
-            raise RuntimeError(f"{type(self).__name__}: max_grad_norm must be None with DTensor parameters, since "
-                               "each rank would clip by the norm of its shard; use torch's clip_grad_norm_")
+        if norm is not None and any(plan.meshes for plan in plans):
+            raise RuntimeError(
+                f"{type(self).__name__}: max_grad_norm must be None with DTensor parameters, since "
+                "each rank would clip by the norm of its shard; use torch's clip_grad_norm_"
+            )
         for plan in plans:
             plan.update(
                 _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device),
@@ -118,7 +120,9 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._build_plans()
             assert self._plans is not None
             if not all([plan.refresh() for plan in self._plans]):
-                raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
+                raise RuntimeError(
+                    f"{type(self).__name__}.step: parameters changed while the step was prepared"
+                )
         hyper = [self._hyper(group) for group in self.param_groups]
         plans = [plan for plan in self._plans if plan.written]
         for plan in plans:
@@ -202,7 +206,9 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
         if param.dtype not in DTYPE_CODES:
-            raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
+            raise TypeError(
+                f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}"
+            )
         if param.is_inference():
             raise RuntimeError(
                 f"{type(self).__name__}: {name} must not be an inference tensor, whose changes autograd cannot see; "
@@ -228,6 +234,14 @@ class FusedOptimizer(torch.optim.Optimizer):
                 )
             if not _is_laid_out(local(state[key]), target):  # model.to(): a device or a memory format
                 state[key] = _zeros_like(param).copy_(state[key])
+
+    def _overflows(self) -> Iterator[tuple[int, str]]:
+        """For each device the last check under a scaler that met NaN or inf, and the parameter. Waits for the device."""
+        for device, record in self._records.items():
+            _, _, number, member = record.tolist()
+            if number > 0:
+                names = [name for name, _, param in self._named_parameters() if local(param).device == device]
+                yield number, names[member]
 
     def _drop_plans(self) -> None:
         self._store_steps()
@@ -264,7 +278,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             rest = dict(loaded["state"])
-            for position, key in enumerate(key for group in loaded["param_groups"] for key in group["params"]):
+            for position, key in enumerate(
+                key for group in loaded["param_groups"] for key in group["params"]
+            ):
                 if key in rest:
                     saved[position] = rest.pop(key)
             self._check_shapes(saved)

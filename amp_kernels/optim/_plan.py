@@ -16,7 +16,17 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._table import DTYPE_CODES, HYPER_COLUMNS, UPDATE_ROWS, Row, cut, int64_tensor, resend, same_layout, send
+from .._table import (
+    DTYPE_CODES,
+    HYPER_COLUMNS,
+    UPDATE_ROWS,
+    Row,
+    cut,
+    int64_tensor,
+    resend,
+    same_layout,
+    send,
+)
 
 if TYPE_CHECKING:
     from .._ops import TableOps
@@ -97,6 +107,7 @@ class Plan:
         self.backend = backend
         self.device = device
         self.members = members
+        self.meshes = {m.param.device_mesh for m in members if isinstance(m.param, DTensor)}
         self.record = record  # int64: ticket, passes, pass and member of the last overflow (csrc/table.h)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
@@ -175,7 +186,7 @@ class NativePlan(Plan):
         self._versions: list[int | None] = [m.version for m in self._low]
 
         self._is_steady = False  # every started parameter has a gradient, laid out as it
-        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and the copies that kernels read
+        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
         self._grad_addresses: list[int] = []
         self._grad_dtypes: list[torch.dtype] = []
         self._codes: list[tuple[int, int]] = []
@@ -323,7 +334,9 @@ class NativePlan(Plan):
         for row, (values, lr) in enumerate(key):
             self._host_hyper[row, : len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
             self._host_hyper[row, LR_COLUMN] = lr if isinstance(lr, float) else 0.0
-        self._tensor_lr = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
+        self._tensor_lr = {
+            g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)
+        }
         if capturing(self.device):
             self._tables = None
         if self._tables is not None:
@@ -343,7 +356,8 @@ class NativePlan(Plan):
         own = hyper.data_ptr() + hyper.element_size() * LR_COLUMN
         stride = hyper.element_size() * HYPER_COLUMNS
         rates = (
-            self._tensor_lr[g].data_ptr() if g in self._tensor_lr else own + g * stride for g in range(hyper.shape[0])
+            self._tensor_lr[g].data_ptr() if g in self._tensor_lr else own + g * stride
+            for g in range(hyper.shape[0])
         )
         return {"hyper": hyper, "lr": send(self._ops, int64_tensor(rates), self.device)}
 

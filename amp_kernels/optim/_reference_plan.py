@@ -50,7 +50,7 @@ class ReferencePlan(Plan):
         return [(local(m.param).data_ptr(), m.param.dtype) for m in self.members]
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
-        self._hyper = hyper
+        self._hyper = [h._replace(lr=h.lr.view(())) if isinstance(h.lr, Tensor) else h for h in hyper]
 
     def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
         factor = scale.reciprocal() if scale is not None and divide else scale
@@ -58,7 +58,9 @@ class ReferencePlan(Plan):
         for flag, (_, grad) in zip(flags, self._pairs, strict=True):
             reference.grad_norm([grad], found_inf=flag)
         grads = [grad for _, grad in self._pairs]
-        self.norm.copy_(reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm))
+        self.norm.copy_(
+            reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm)
+        )
         bad = torch.stack(flags) != 0 if flags else torch.zeros(1, dtype=torch.bool, device=self.device)
         self.found_inf.copy_(bad.any() if clear else (self.found_inf != 0) | bad.any())
         if clear:
@@ -91,6 +93,7 @@ class ReferencePlan(Plan):
             self._step([param], [grad], states, masters, first, hyper, grad_scale, found_inf)
             member.step.add_(applied)
             member.version = member.param._version
+        self._pairs = []  # gradients are not ours to keep
 
     def store_steps(self) -> None:
         pass

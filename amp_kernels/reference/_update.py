@@ -14,7 +14,7 @@ def gradient(
     """The gradient as the update sees it: fp32, divided by `grad_scale`, negated to maximize, with weight decay."""
     value = grad.float()
     if grad_scale is not None:
-        value = value * grad_scale.float().reciprocal()
+        value = value * grad_scale.view(()).float().reciprocal()
     if maximize:
         value = -value
     # add(alpha) is one fma: two roundings would show where gradient and decay nearly cancel.
@@ -30,7 +30,7 @@ def fp32_parameters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iter
 def assign(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
     """``target <- value`` unless the step is skipped (``found_inf != 0``)."""
     if found_inf is not None:
-        value = torch.where(found_inf != 0, target, value)
+        value = torch.where(found_inf.view(()) != 0, target, value)
     target.copy_(value)
 
 

@@ -27,6 +27,7 @@ def rmsprop_(
     found_inf: Tensor | None = None,
 ) -> None:
     """The formula of csrc/formulas/rmsprop.h; centered iff `grad_avgs` are given."""
+    rate = lr.view(()) if isinstance(lr, Tensor) else lr
     for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
         g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)
         square_avg = alpha * square_avgs[i] + (1 - alpha) * g * g
@@ -41,5 +42,5 @@ def rmsprop_(
             step = momentum * momentum_buffers[i] + step
             assign(momentum_buffers[i], step, found_inf)
         assign(square_avgs[i], square_avg, found_inf)
-        assign(fp32, fp32 - lr * step, found_inf)
+        assign(fp32, fp32 - rate * step, found_inf)
         write_weight(param, fp32, found_inf)

@@ -27,6 +27,7 @@ def sgd_(
     found_inf: Tensor | None = None,
 ) -> None:
     """The formula of csrc/formulas/sgd.h; `is_first_step` may be a 0-dim bool tensor."""
+    rate = lr.view(()) if isinstance(lr, Tensor) else lr
     for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
         g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)
         direction = g
@@ -36,5 +37,5 @@ def sgd_(
             buf = torch.where(first, g, momentum * buffer + (1 - dampening) * g)
             direction = g + momentum * buf if nesterov else buf
             assign(buffer, buf, found_inf)
-        assign(fp32, fp32 - lr * direction, found_inf)
+        assign(fp32, fp32 - rate * direction, found_inf)
         write_weight(param, fp32, found_inf)

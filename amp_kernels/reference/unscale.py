@@ -12,7 +12,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     """``grad <- round(grad * inv_scale)``; ``found_inf <- 1`` if an element was NaN or inf, else left as it is."""
     for grad in grads:
         _record_non_finite(grad, found_inf)
-        grad.copy_(grad.float() * inv_scale)
+        grad.copy_(grad.float() * inv_scale.view(()))
 
 
 def grad_norm(
@@ -26,7 +26,7 @@ def grad_norm(
             _record_non_finite(grad, found_inf)
         total = total + grad.double().square().sum()
     norm = total.sqrt()
-    return (norm if inv_scale is None else norm * inv_scale).float()
+    return (norm if inv_scale is None else norm * inv_scale.view(())).float()
 
 
 def _record_non_finite(grad: Tensor, found_inf: Tensor) -> None:

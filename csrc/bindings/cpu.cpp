@@ -9,11 +9,11 @@ namespace amp_kernels::cpu {
 namespace {
 
 // Chunks per task. A chunk of a model of small tensors may hold a few elements only, so tasks are sized in
-// elements: below 32768 of them waking a second thread costs more than it saves.
+// elements: below 65536 of them waking a second thread costs more than it saves.
 int64_t grain(const Table& table) {
   int64_t elements = 0;
   for (int64_t c = 0; c < table.chunk_count; ++c) elements += Chunk(table, c).size;
-  return elements < 32768 ? table.chunk_count + 1 : 1;
+  return elements < 65536 ? table.chunk_count + 1 : 1;
 }
 
 template <class F>

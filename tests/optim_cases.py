@@ -1,0 +1,116 @@
+"""What the optimizer tests share: backends, the two families with their options, and runs against torch.optim."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_kernels import testing, use_backend
+from amp_kernels._ops import backend_reasons
+from amp_kernels.optim import FusedRMSprop, FusedSGD
+
+TORCH = {FusedSGD: torch.optim.SGD, FusedRMSprop: torch.optim.RMSprop}
+# Every state that a family can have is there.
+FULL = {
+    FusedSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
+    FusedRMSprop: {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "centered": True},
+}
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+BACKENDS = [
+    pytest.param(name, device, id=name)
+    for name, device in (("cpu", "cpu"), ("reference", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))
+    if backend_reasons(device)[name] is None
+]
+
+# Of one element torch's error may happen to be 0, and twice that is no yardstick.
+SHAPES = ((40, 9), (257,), (33, 129), (2, 3, 5, 11))
+
+families = pytest.mark.parametrize("family", [FusedSGD, FusedRMSprop], ids=["sgd", "rmsprop"])
+dtypes = pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+low_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+
+
+@pytest.fixture(params=[p.values for p in BACKENDS], ids=[p.id for p in BACKENDS])
+def device(request: pytest.FixtureRequest) -> Any:
+    """A device, under each backend that serves it."""
+    backend, name = request.param
+    with use_backend(backend):
+        yield torch.device(name)
+
+
+def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device, dtype)
+
+
+def parameters(
+    dtypes: Sequence[torch.dtype], device: Any, shapes: Sequence[tuple[int, ...]] = SHAPES
+) -> list[torch.nn.Parameter]:
+    return [
+        torch.nn.Parameter(randn(*shape, seed=i, dtype=dtypes[i % len(dtypes)], device=device))
+        for i, shape in enumerate(shapes)
+    ]
+
+
+def set_grads(
+    params: Sequence[Tensor], step: int, dtype: torch.dtype | None = None, scale: float = 1.0
+) -> None:
+    """New gradient tensors, the same for the same step."""
+    for i, p in enumerate(params):
+        grad = scale * randn(*p.shape, seed=1000 * step + i)
+        p.grad = grad.to(p.device, p.dtype if dtype is None else dtype)
+
+
+def copies(params: Sequence[Tensor], dtype: torch.dtype) -> list[torch.nn.Parameter]:
+    return [torch.nn.Parameter(p.detach().to(dtype, copy=True)) for p in params]
+
+
+def give_grads(params: Sequence[Tensor], to: Sequence[Tensor]) -> None:
+    for p, q in zip(params, to, strict=True):
+        q.grad = None if p.grad is None else p.grad.detach().to(q.dtype, copy=True)
+
+
+def fp32(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+    """What the update is computed on: the master, or the fp32 parameter."""
+    return optimizer.state[param].get("master", param).detach()
+
+
+def assert_within_rule(
+    optimizer: torch.optim.Optimizer,
+    params: Sequence[Tensor],
+    theirs: Sequence[Tensor],
+    truth: Sequence[Tensor],
+) -> None:
+    """The error rule, and 16-bit weights that are what their masters round to."""
+    for i, (p, q, t) in enumerate(zip(params, theirs, truth, strict=True)):
+        error, allowed = testing.error_and_allowed(fp32(optimizer, p), q, t)
+        if 0 < p.numel() < 100:
+            allowed += 1e-6
+        assert error <= allowed, f"parameter {i}: {error} > {allowed}"
+        assert_rounded(optimizer, [p])
+
+
+def assert_rounded(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
+    for p in params:
+        assert torch.equal(p.detach(), fp32(optimizer, p).to(p.dtype))
+        assert ("master" in optimizer.state[p]) == (p.dtype is not torch.float32)
+
+
+def snapshot(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """Copies of all parameters and their states."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    optimizer.state_dict()  # brings the step counts up to date
+    states = [v for p in params for k, v in sorted(optimizer.state.get(p, {}).items())]
+    return [t.detach().clone() for t in (*params, *states)]
+
+
+def assert_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
+    """Bit for bit."""
+    assert len(a) == len(b)
+    for x, y in zip(a, b, strict=True):
+        assert x.dtype == y.dtype
+        assert torch.equal(x, y)

@@ -1,0 +1,331 @@
+"""Schemas, fakes, errors, compilation and the choice of a backend."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import amp_kernels
+from amp_kernels import _lists, _ops, testing
+
+OPS = torch.ops.amp_kernels
+F16 = torch.float16
+
+
+def one(value: float = 1.0) -> Tensor:
+    return torch.tensor(value)
+
+
+def sgd_arguments(momentum: float = 0.9, **rest: Any) -> dict[str, Any]:
+    return {
+        "lr": 0.1, "momentum": momentum, "dampening": 0.0, "weight_decay": 0.1, "nesterov": False, "maximize": False,
+        "is_first_step": True, **rest,
+    }  # fmt: skip
+
+
+def rmsprop_arguments(**rest: Any) -> dict[str, Any]:
+    return {
+        "lr": 0.1,
+        "alpha": 0.9,
+        "eps": 1e-8,
+        "weight_decay": 0.1,
+        "momentum": 0.9,
+        "maximize": False,
+        **rest,
+    }
+
+
+def lists(op: str) -> tuple[list[Tensor], ...]:
+    """A 16-bit and an fp32 parameter, their gradients, states and the master."""
+    params = [testing.randn(5).to(F16), testing.randn(2, 3)]
+    grads = [testing.randn(5, dtype=F16), testing.randn(2, 3)]
+    states = [[torch.zeros(p.shape) for p in params] for _ in range(1 if op == "sgd_" else 3)]
+    return params, grads, *states, [params[0].float()]
+
+
+# ------------------------------------------------------------------------------------------------------- opcheck
+def op_samples() -> Iterator[Any]:
+    grads = lambda: [testing.randn(5), testing.randn(3, 4, dtype=F16).mT, testing.randn(0)]  # noqa: E731
+    more = {"tensor_lr": None, "grad_scale": None, "found_inf": None}
+    scaled = {"tensor_lr": one(0.1), "grad_scale": one(2.0), "found_inf": one(0.0)}
+    yield pytest.param("unscale_", (grads(), one(0.5), one(0.0)), {}, id="unscale_")
+    yield pytest.param("grad_norm", (grads(), None, []), {}, id="grad_norm")
+    yield pytest.param("grad_norm", (grads(), one(0.5), [one(0.0)]), {}, id="grad_norm-checked")
+    yield pytest.param("sgd_", lists("sgd_"), sgd_arguments(**more), id="sgd_")
+    yield pytest.param("sgd_", lists("sgd_"), sgd_arguments(**scaled), id="sgd_-scaled")
+    yield pytest.param(
+        "sgd_", (*lists("sgd_")[:2], [], lists("sgd_")[3]), sgd_arguments(0.0, **more), id="sgd_-plain"
+    )
+    yield pytest.param("rmsprop_", lists("rmsprop_"), rmsprop_arguments(**more), id="rmsprop_")
+    yield pytest.param("rmsprop_", lists("rmsprop_"), rmsprop_arguments(**scaled), id="rmsprop_-scaled")
+
+
+@pytest.mark.parametrize(("op", "arguments", "options"), list(op_samples()))
+def test_opcheck(op: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+    torch.library.opcheck(getattr(OPS, op).default, arguments, options)
+
+
+class Checked:
+    """Stands for a backend's table ops: checks each call while the memory that its table points at is alive."""
+
+    def __init__(self) -> None:
+        self.called: list[str] = []
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        def check(*args: Any) -> None:
+            self.called.append(name)
+            torch.library.opcheck(getattr(OPS, name).default, args, test_utils=["test_schema"])
+
+        return check
+
+
+# Table ops write through addresses that no schema can show, so they are never traced and have no fake: only what the
+# schema says of their arguments is checked. `_send_` has no CPU kernel.
+@pytest.mark.skipif(_ops.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
+@pytest.mark.parametrize("op", ["_unscale_table_", "_sgd_table_", "_rmsprop_table_"])
+def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
+    checked: Any = Checked()
+    if op == "_unscale_table_":
+        _lists.run_gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
+    else:
+        params, grads, *states, masters = lists("sgd_" if op == "_sgd_table_" else "rmsprop_")
+        options = {"lr": 0.1, "tensor_lr": None, "steps_taken": 0, "grad_scale": None, "found_inf": None}
+        table_op = getattr(checked, op)
+        _lists.run_update(table_op, checked, params, grads, states, masters, hyper=(0.9,), **options)
+    assert op in checked.called
+
+
+# --------------------------------------------------------------------------------------------------------- fakes
+def test_fakes_of_the_norm_have_its_dtype_and_shape() -> None:
+    with torch._subclasses.FakeTensorMode():
+        norm = amp_kernels.grad_norm([torch.empty(5, dtype=F16)], inv_scale=torch.empty(()))
+    assert norm.dtype == torch.float32 and norm.shape == ()
+
+
+def test_fakes_check_arguments() -> None:
+    with (
+        torch._subclasses.FakeTensorMode(),
+        pytest.raises(TypeError, match=r"unscale_: grads\[0\] must be float32"),
+    ):
+        amp_kernels.unscale_(
+            [torch.empty(5, dtype=torch.int32)], inv_scale=torch.empty(()), found_inf=torch.empty(())
+        )
+
+
+# -------------------------------------------------------------------------------------------------------- errors
+def unscale(grads: Any, inv_scale: Any = None, found_inf: Any = None) -> None:
+    inv_scale, found_inf = (
+        (one(0.5) if inv_scale is None else inv_scale),
+        (one(0.0) if found_inf is None else found_inf),
+    )
+    amp_kernels.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
+
+
+def sgd(params: Any, grads: Any, buffers: Any, masters: Any = (), **options: Any) -> None:
+    amp_kernels.sgd_(params, grads, buffers, masters, **sgd_arguments(**options))
+
+
+def rmsprop(params: Any, grads: Any, square: Any, buffers: Any = (), avgs: Any = (), **options: Any) -> None:
+    amp_kernels.rmsprop_(params, grads, square, buffers, avgs, **rmsprop_arguments(**options))
+
+
+def f(*shape: int) -> Tensor:
+    return torch.ones(shape)
+
+
+D64, HALF = f(2).double(), f(2).half()
+ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], str]] = {
+    # id: (function, arguments, exception, sentence); the first tensors are good ones that must stay as they are.
+    "grads_dtype": (unscale, ([f(2), D64],), TypeError, r"unscale_: grads\[1\] must be float32, .*got torch.float64"),
+    "grads_none": (unscale, ([f(2), None],), TypeError, r"unscale_: grads\[1\] must be a Tensor, got NoneType"),
+    "grads_sparse": (
+        unscale, ([f(2), f(2).to_sparse()],), ValueError, r"unscale_: grads\[1\] must be a dense .*got torch.sparse_coo; call",
+    ),
+    "grads_expanded": (unscale, ([f(2), f(1).expand(2)],), ValueError, r"unscale_: grads\[1\] must not be an expanded"),
+    "inv_scale_dtype": (unscale, ([f(2)], D64[0]), ValueError, r"unscale_: inv_scale must be one float32 .*float64"),
+    "inv_scale_shape": (unscale, ([f(2)], f(2)), ValueError, r"unscale_: inv_scale must be one .*shape \(2,\)"),
+    "inv_scale_float": (unscale, ([f(2)], 0.5), TypeError, r"unscale_: inv_scale must be a Tensor, got float"),
+    "found_inf_dtype": (unscale, ([f(2)], None, D64[0]), ValueError, r"unscale_: found_inf must be one float32"),
+    "norm_dtype": (
+        lambda g: amp_kernels.grad_norm(g), ([f(2), D64],), TypeError, r"grad_norm: grads\[1\] must be float32, .*float64",
+    ),
+    "norm_none": (
+        lambda g: amp_kernels.grad_norm(g), ([None],), TypeError, r"grad_norm: grads\[0\] must be a Tensor, got NoneType",
+    ),
+    "fewer_grads": (sgd, ([f(2), f(2)], [f(2)], []), ValueError, r"sgd_: grads must hold one .*of the 2 params, got 1"),
+    "grad_none": (sgd, ([f(2)], [None], [f(2)]), TypeError, r"sgd_: grads\[0\] must be a Tensor, got NoneType"),
+    "param_dtype": (sgd, ([D64], [f(2)], [f(2)]), TypeError, r"sgd_: params\[0\] must be float32, .*got torch.float64"),
+    "param_expanded": (sgd, ([f(1).expand(2)], [f(2)], [f(2)]), ValueError, r"sgd_: params\[0\] must not be an expanded"),
+    "grad_shape": (
+        sgd, ([f(2), f(3)], [f(2), f(2)], [f(2), f(3)]), ValueError, r"sgd_: grads\[1\] must have shape \(3,\).*got \(2,\)",
+    ),
+    "buffers_missing": (sgd, ([f(2)], [f(2)], []), ValueError, r"sgd_: momentum_buffers must hold one .*got 0"),
+    "buffer_dtype": (
+        sgd, ([HALF], [f(2)], [HALF], [f(2)]), TypeError, r"sgd_: momentum_buffers\[0\] must be float32, got torch.float16",
+    ),
+    "masters_missing": (sgd, ([HALF], [f(2)], [f(2)]), ValueError, r"sgd_: masters must hold .* 1 16-bit params.*got 0"),
+    "masters_too_many": (sgd, ([f(2)], [f(2)], [f(2)], [f(2)]), ValueError, r"sgd_: masters must hold .*got 1"),
+    "master_dtype": (
+        sgd, ([HALF], [f(2)], [f(2)], [HALF]), TypeError, r"sgd_: masters\[0\] must be float32, got torch.float16",
+    ),
+    "square_avgs_missing": (rmsprop, ([f(2)], [f(2)], []), ValueError, r"rmsprop_: square_avgs must hold one .*got 0"),
+    "grad_avgs_shape": (
+        rmsprop, ([f(2)], [f(2)], [f(2)], [f(2)], [f(3)]), ValueError, r"rmsprop_: grad_avgs\[0\] must have shape \(2,\)",
+    ),
+}  # fmt: skip
+
+
+def tensors_in(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value] if value.layout is torch.strided else []
+    return [t for item in value for t in tensors_in(item)] if isinstance(value, (tuple, list)) else []
+
+
+@pytest.mark.parametrize(("function", "arguments", "exception", "sentence"), ERRORS.values(), ids=ERRORS)
+def test_error(
+    function: Callable[..., None], arguments: tuple[Any, ...], exception: type[Exception], sentence: str
+) -> None:
+    before = [t.clone() for t in tensors_in(arguments)]
+    with pytest.raises(exception, match=sentence):
+        function(*arguments)
+    assert all(torch.equal(a, b) for a, b in zip(before, tensors_in(arguments), strict=True))
+
+
+@pytest.mark.parametrize("name", ["lr", "grad_scale", "found_inf"])
+def test_scalars_of_an_update_are_checked(name: str) -> None:
+    p = f(2)
+    with pytest.raises(ValueError, match=rf"sgd_: {name} must be one float32 element, got torch.float64"):
+        sgd([p], [f(2)], [f(2)], **{name: D64[0]})
+    assert p.tolist() == [1.0, 1.0]
+
+
+# ---------------------------------------------------------------------------------------------------- use_backend
+def test_use_backend_names_the_backends() -> None:
+    with (
+        pytest.raises(ValueError, match=r"use_backend: name must be one of cuda, .*got 'gpu'"),
+        amp_kernels.use_backend("gpu"),
+    ):
+        pass
+
+
+def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_ops, "backend_reasons", lambda _: dict.fromkeys(_ops.BACKENDS, "the disk is full"))
+    with (
+        pytest.raises(RuntimeError, match="use_backend: triton cannot run here: the disk is full"),
+        amp_kernels.use_backend("triton"),
+    ):
+        pass
+
+
+def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    reasons = {"cpu": "no CPU", "cuda": None}
+    monkeypatch.setattr(_ops, "backend_reasons", lambda device: dict.fromkeys(_ops.BACKENDS, reasons[device]))
+    with (
+        amp_kernels.use_backend("cuda"),
+        pytest.raises(RuntimeError, match="'cuda' cannot serve cpu tensors: no CPU"),
+    ):
+        unscale([f(2)])
+
+
+def test_use_backend_is_undone_also_by_an_error() -> None:
+    before = _ops.select(torch.device("cpu"))
+    with pytest.raises(KeyError), amp_kernels.use_backend("reference"):
+        assert _ops.select(torch.device("cpu")) == "reference"
+        raise KeyError
+    assert _ops.select(torch.device("cpu")) == before
+
+
+def test_the_reference_runs_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    monkeypatch.setattr(amp_kernels.reference, "unscale_", lambda *_, **__: called.append(True))
+    with amp_kernels.use_backend("reference"):
+        unscale([f(2)])
+    assert called
+
+
+def test_cuda_tensors_on_the_reference_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        _ops, "backend_reasons", lambda _: {**dict.fromkeys(_ops.BACKENDS, "it is off"), "reference": None}
+    )
+    _ops._automatic.cache_clear()
+    try:
+        with pytest.warns(
+            UserWarning, match="slow reference on CUDA tensors, since cuda: it is off; triton: it is off"
+        ):
+            assert _ops.select(torch.device("cuda")) == "reference"
+        assert _ops.select(torch.device("cuda")) == "reference"  # a second warning would be an error
+    finally:
+        _ops._automatic.cache_clear()
+
+
+# -------------------------------------------------------------------------------------------------------- compile
+def compiled_unscale(grads: list[Tensor], factor: Tensor, flag: Tensor) -> Tensor:
+    scaled = [g * 2 for g in grads]
+    amp_kernels.unscale_(scaled, inv_scale=factor, found_inf=flag)
+    amp_kernels.unscale_(grads, inv_scale=factor, found_inf=flag)
+    return scaled[0] + grads[0]
+
+
+def compiled_norm(grads: list[Tensor], factor: Tensor, flag: Tensor) -> Tensor:
+    return amp_kernels.grad_norm([g * 2 for g in grads], inv_scale=factor, found_inf=flag) + flag
+
+
+def compiled_clip(params: list[Tensor]) -> Tensor:
+    return amp_kernels.clip_grad_norm_(params, 0.5) * 2
+
+
+def compiled_sgd(
+    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], masters: list[Tensor]
+) -> Tensor:
+    sgd(params, grads, buffers, masters, grad_scale=torch.full((), 2.0))
+    return params[0] * 2
+
+
+def compiled_rmsprop(
+    params: list[Tensor], grads: list[Tensor], square: list[Tensor], buffers: list[Tensor], avgs: list[Tensor],
+    masters: list[Tensor],
+) -> Tensor:  # fmt: skip
+    amp_kernels.rmsprop_(params, grads, square, buffers, avgs, masters, **rmsprop_arguments())
+    return params[0] * 2
+
+
+def gradients() -> list[Tensor]:
+    return [testing.randn(9), testing.randn(3, 4, dtype=F16)]
+
+
+def with_grads() -> list[Tensor]:
+    params = [torch.zeros_like(g, requires_grad=True) for g in gradients()]
+    for param, grad in zip(params, gradients(), strict=True):
+        param.grad = grad
+    return params
+
+
+COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]] = {
+    "unscale_": (compiled_unscale, lambda: (gradients(), one(0.5), one(0.0))),
+    "unscale_-overflow": (compiled_unscale, lambda: ([*gradients(), f(3) * torch.inf], one(0.5), one(0.0))),
+    "grad_norm": (compiled_norm, lambda: ([*gradients(), f(3) * torch.inf], one(0.5), one(0.0))),
+    "clip_grad_norm_": (compiled_clip, lambda: (with_grads(),)),
+    "sgd_": (compiled_sgd, lambda: lists("sgd_")),
+    "rmsprop_": (compiled_rmsprop, lambda: lists("rmsprop_")),
+}
+
+
+@pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted process compiles nothing"
+)
+@pytest.mark.parametrize(("function", "make"), COMPILED.values(), ids=COMPILED)
+def test_compiled_is_eager(function: Callable[..., Tensor], make: Callable[[], tuple[Any, ...]]) -> None:
+    torch.compiler.reset()
+    eager, traced = make(), make()
+    expected = function(*eager)
+    result = torch.compile(function, fullgraph=True)(*traced)
+    torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    for a, b in zip(tensors_in(traced), tensors_in(eager), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0, equal_nan=True)
+        if b.grad is not None:
+            torch.testing.assert_close(a.grad, b.grad, rtol=0, atol=0)
