@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -105,9 +105,9 @@ def check_update(
     op: str,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    states: dict[str, Sequence[Tensor]],
+    states: Mapping[str, Sequence[Tensor]],
     masters: Sequence[Tensor],
-    scalars: dict[str, Tensor | None],
+    scalars: Mapping[str, Tensor | None],
 ) -> None:
     """What `sgd_` and `rmsprop_` have in common; an empty optional list stands for an absent state."""
     check_tensors(op, "params", params)

@@ -19,6 +19,7 @@ from typing import Protocol, cast
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _checks, _loader, reference
 from ._lists import run_gradient_pass, run_update
@@ -29,8 +30,8 @@ _UPDATE_TABLE = (
 )
 SCHEMAS = {
     "unscale_": "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
-    # found_inf: none or one; Inductor crashes on an optional mutable Tensor (and, beside a result, on none).
-    "grad_norm": "(Tensor[] grads, Tensor? inv_scale, Tensor(a!)[] found_inf) -> Tensor",
+    # found_inf is not optional: Inductor crashes on an optional mutable Tensor, and on an empty list beside a result.
+    "grad_norm": "(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf) -> Tensor",
     "sgd_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, *, float lr, "
     "Tensor? tensor_lr, float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, "
     "bool is_first_step, Tensor? grad_scale, Tensor? found_inf) -> ()",
@@ -149,9 +150,7 @@ def table_ops(backend: str) -> TableOps | None:
 def _why_not_compiled(key: str) -> str | None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_kernels::{TABLE_OPS[0]}", key):
         return None
-    return (
-        _loader.load_error() or f"amp_kernels._C was built without {key}; rebuild with AMP_KERNELS_BUILD=cuda"
-    )
+    return _loader.load_error() or _loader.build_note() or f"amp_kernels._C was built without {key}"
 
 
 @functools.cache
@@ -174,6 +173,11 @@ def _mutates(*tensors: Sequence[Tensor]) -> None:
     torch.autograd.graph.increment_version(changed)
 
 
+def _is_fake(tensors: Sequence[Tensor]) -> bool:
+    """While tracing, an update is its checks."""
+    return isinstance(tensors[0], FakeTensor) or tensors[0].is_meta
+
+
 def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     if not grads:
         return
@@ -186,17 +190,16 @@ def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     _mutates(grads, [found_inf])
 
 
-def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: list[Tensor]) -> Tensor:
-    flag = found_inf[0] if found_inf else None
+def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
     if not grads:
-        return torch.zeros((), dtype=torch.float32, device=None if flag is None else flag.device)
-    _checks.check_grad_norm(grads, inv_scale, flag)
+        return torch.zeros((), dtype=torch.float32, device=found_inf.device)
+    _checks.check_grad_norm(grads, inv_scale, found_inf)
     ops = table_ops(select(grads[0].device))
     if ops is None:
-        norm = reference.grad_norm(grads, inv_scale=inv_scale, found_inf=flag)
+        norm = reference.grad_norm(grads, inv_scale=inv_scale, found_inf=found_inf)
     else:
-        norm = run_gradient_pass(ops, grads, inv_scale, flag, write=False)
-    _mutates(found_inf)
+        norm = run_gradient_pass(ops, grads, inv_scale, found_inf, write=False)
+    _mutates([found_inf])
     return norm
 
 
@@ -222,6 +225,8 @@ def _sgd(
     states = {"momentum_buffers": momentum_buffers} if momentum != 0 else {}
     scalars = {"lr": tensor_lr, "grad_scale": grad_scale, "found_inf": found_inf}
     _checks.check_update("sgd_", params, grads, states, masters, scalars)
+    if _is_fake(params):
+        return
     ops = table_ops(select(params[0].device))
     if ops is None:
         reference.sgd_(
@@ -232,8 +237,8 @@ def _sgd(
     else:
         hyper = (momentum, 1 - dampening, weight_decay, float(nesterov), -1.0 if maximize else 1.0)
         run_update(
-            ops._sgd_table_, ops, params, grads, list(states.values()), masters, hyper=hyper, lr=lr, tensor_lr=tensor_lr,
-            steps_taken=0 if is_first_step else 1, grad_scale=grad_scale, found_inf=found_inf,
+            ops._sgd_table_, ops, params, grads, list(states.values()), masters, hyper=hyper, lr=lr,
+            tensor_lr=tensor_lr, steps_taken=0 if is_first_step else 1, grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
     _mutates(params, masters, *states.values())
 
@@ -265,6 +270,8 @@ def _rmsprop(
         states["grad_avgs"] = grad_avgs
     scalars = {"lr": tensor_lr, "grad_scale": grad_scale, "found_inf": found_inf}
     _checks.check_update("rmsprop_", params, grads, states, masters, scalars)
+    if _is_fake(params):
+        return
     ops = table_ops(select(params[0].device))
     momentum_buffers = momentum_buffers if momentum != 0 else []
     if ops is None:
@@ -287,22 +294,18 @@ def _fake_unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> 
         _checks.check_unscale(grads, inv_scale, found_inf)
 
 
-def _fake_grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: list[Tensor]) -> Tensor:
+def _fake_grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
     if not grads:
-        return torch.empty((), dtype=torch.float32, device=found_inf[0].device if found_inf else None)
-    _checks.check_grad_norm(grads, inv_scale, found_inf[0] if found_inf else None)
+        return torch.empty_like(found_inf, dtype=torch.float32).view(())
+    _checks.check_grad_norm(grads, inv_scale, found_inf)
     return grads[0].new_empty((), dtype=torch.float32)
-
-
-def _fake_update(*args: object, **kwargs: object) -> None:
-    """The checks of an update look at nothing that tracing hides, and the eager call repeats them."""
 
 
 for _name, _kernel, _fake in (
     ("unscale_", _unscale, _fake_unscale),
     ("grad_norm", _grad_norm, _fake_grad_norm),
-    ("sgd_", _sgd, _fake_update),
-    ("rmsprop_", _rmsprop, _fake_update),
+    ("sgd_", _sgd, _sgd),
+    ("rmsprop_", _rmsprop, _rmsprop),
 ):
     # One kernel for every device: it selects the backend itself, so that use_backend reaches it.
     _library.impl(_name, _kernel, "CompositeExplicitAutograd")

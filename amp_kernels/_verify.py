@@ -1,4 +1,4 @@
-"""`python -m amp_kernels verify`: the cases of `amp_kernels.testing` on every backend that runs on this machine."""
+"""`python -m amp_kernels verify`: the cases of `amp_kernels.testing` on every backend that runs here."""
 
 from __future__ import annotations
 

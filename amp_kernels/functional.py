@@ -1,7 +1,7 @@
 """Public functions: fused passes over lists of tensors.
 
-Lists may span several devices, mix fp16, bf16 and fp32, hold empty tensors and views of any strides. Nothing here
-waits for a device. Without a compiled extension they run as Triton kernels or as plain torch (`amp_kernels.reference`).
+Lists may mix fp16, bf16 and fp32, hold empty tensors and views of any strides; gradients may be on several devices,
+the tensors of an update on one. Nothing here waits for a device. Without a compiled extension they run as Triton kernels or as plain torch (`amp_kernels.reference`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from . import _checks
+from ._table import DTYPE_CODES
 
 _ops = torch.ops.amp_kernels
 
@@ -65,13 +66,8 @@ def grad_norm(
     norms = []
     for device, group in _by_device(grads).items():
         scale = None if inv_scale is None else inv_scale.to(device, non_blocking=True)
-        # A flag even where nobody asked: Inductor crashes on an empty list of mutable tensors beside a result.
-        flag = (
-            torch.empty((), dtype=torch.float32, device=device)
-            if found_inf is None
-            else _local_flag(found_inf, device)
-        )
-        norms.append(_ops.grad_norm(group, scale, [flag]))
+        flag = _local_flag(found_inf, device)
+        norms.append(_ops.grad_norm(group, scale, flag))
         if found_inf is not None:
             _merge_flag(found_inf, flag)
     if not norms:
@@ -111,7 +107,7 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    ours = all(g.layout is torch.strided and g.dtype in _checks.DTYPE_CODES for g in grads)
+    ours = all(g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
     if float(norm_type) != 2.0 or not grads or not ours:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = grad_norm(grads)
@@ -237,8 +233,10 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     return groups
 
 
-def _local_flag(found_inf: Tensor, device: torch.device) -> Tensor:
-    return found_inf if found_inf.device == device else torch.zeros((), dtype=torch.float32, device=device)
+def _local_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
+    if found_inf is not None and found_inf.device == device:
+        return found_inf
+    return torch.zeros((), dtype=torch.float32, device=device)
 
 
 def _merge_flag(found_inf: Tensor, flag: Tensor) -> None:

@@ -6,8 +6,8 @@ A case makes its inputs, runs one operator on one backend, and compares with fp6
         for result in case.run("cpu"):
             assert result.passed, f"{case}: {result}"
 
-Nothing here looks at `amp_kernels.reference`: the truth is torch's formula in fp64, and the reference is one of
-the backends.
+Nothing here looks at `amp_kernels.reference`: the truth is torch's formula in fp64, and the reference is one
+of the backends.
 """
 
 from __future__ import annotations

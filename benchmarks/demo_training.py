@@ -22,7 +22,8 @@ from amp_kernels.optim import FusedRMSprop, FusedSGD
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 OURS = {"sgd": FusedSGD, "rmsprop": FusedRMSprop}
 TORCH = {"sgd": torch.optim.SGD, "rmsprop": torch.optim.RMSprop}
-OPTIONS = {"sgd": {"lr": 0.3, "momentum": 0.9}, "rmsprop": {"lr": 1e-3}}
+# At lr 0.1 SGD is chaotic here: runs that differ by rounding ended up to 6% apart; at 0.03, 0.4%.
+OPTIONS = {"sgd": {"lr": 0.03, "momentum": 0.9}, "rmsprop": {"lr": 1e-3}}
 FASTEST = {"sgd": {"fused": True}, "rmsprop": {"foreach": True}}  # torch's best implementation of each
 MAX_GRAD_NORM = 1.0
 TEXT_BYTES = 4_000_000
@@ -111,9 +112,7 @@ class Transformer(nn.Module):
         """The loss in fp32: each byte from those before it."""
         text = text.long()
         x = self.token(text[:, :-1]) + self.position.weight
-        return F.cross_entropy(
-            self.head(self.norm(self.blocks(x))).float().flatten(0, 1), text[:, 1:].flatten()
-        )
+        return F.cross_entropy(self.head(self.norm(self.blocks(x))).float().flatten(0, 1), text[:, 1:].flatten())
 
 
 def batches(text: Tensor, size: Size, seed: int) -> Iterator[Tensor]:

@@ -97,6 +97,6 @@ def backend(place: str) -> Iterator[str]:
 
 
 @pytest.fixture
-def device(place: str) -> torch.device:
-    """Where the tensors of this backend's tests are."""
+def device(place: str, backend: str) -> torch.device:
+    """Where the tensors of this backend's tests are; what they call runs on it."""
     return torch.device({**PLACES, **INTERPRETED}[place][1])

@@ -1,7 +1,8 @@
-"""What the optimizer tests share: backends, the two families with their options, and runs against torch.optim."""
+"""What the optimizer tests share: the two families with their options, inputs and comparisons."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,8 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_kernels import testing, use_backend
-from amp_kernels._ops import backend_reasons
+from amp_kernels import testing
 from amp_kernels.optim import FusedRMSprop, FusedSGD
 
 TORCH = {FusedSGD: torch.optim.SGD, FusedRMSprop: torch.optim.RMSprop}
@@ -20,12 +20,6 @@ FULL = {
     FusedRMSprop: {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "centered": True},
 }
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-BACKENDS = [
-    pytest.param(name, device, id=name)
-    for name, device in (("cpu", "cpu"), ("reference", "cpu"), ("cuda", "cuda"), ("triton", "cuda"))
-    if backend_reasons(device)[name] is None
-]
-
 # Of one element torch's error may happen to be 0, and twice that is no yardstick.
 SHAPES = ((40, 9), (257,), (33, 129), (2, 3, 5, 11))
 
@@ -34,17 +28,13 @@ dtypes = pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES
 low_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
-@pytest.fixture(params=[p.values for p in BACKENDS], ids=[p.id for p in BACKENDS])
-def device(request: pytest.FixtureRequest) -> Any:
-    """A device, under each backend that serves it."""
-    backend, name = request.param
-    with use_backend(backend):
-        yield torch.device(name)
+@functools.lru_cache(maxsize=1000)
+def _numbers(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float32, device="cpu")
 
 
 def randn(*shape: int, seed: int, dtype: torch.dtype = torch.float32, device: Any = "cpu") -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=torch.float32).to(device, dtype)
+    return _numbers(shape, seed).to(device, dtype, copy=True)
 
 
 def parameters(
@@ -56,9 +46,7 @@ def parameters(
     ]
 
 
-def set_grads(
-    params: Sequence[Tensor], step: int, dtype: torch.dtype | None = None, scale: float = 1.0
-) -> None:
+def set_grads(params: Sequence[Tensor], step: int, dtype: torch.dtype | None = None, scale: float = 1.0) -> None:
     """New gradient tensors, the same for the same step."""
     for i, p in enumerate(params):
         grad = scale * randn(*p.shape, seed=1000 * step + i)

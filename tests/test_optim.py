@@ -1,4 +1,4 @@
-"""20 steps of the fused optimizers against torch.optim, under the error rule, for every combination of options."""
+"""20 steps against torch.optim under the error rule, for every combination of options."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from optim_cases import (
     assert_same,
     assert_within_rule,
     copies,
-    device,  # noqa: F401
     families,
     give_grads,
     parameters,
@@ -30,9 +29,7 @@ STEPS = 20
 
 
 def product(**options: Any) -> list[Any]:
-    combinations = (
-        dict(zip(options, values, strict=True)) for values in itertools.product(*options.values())
-    )
+    combinations = (dict(zip(options, values, strict=True)) for values in itertools.product(*options.values()))
     return [pytest.param(c, id="-".join(f"{k}={v}" for k, v in c.items())) for c in combinations]
 
 
@@ -45,8 +42,7 @@ SGD_OPTIONS = [
         nesterov=[False, True],
         maximize=[False, True],
     )
-    if not p.values[0]["nesterov"]
-    or (p.values[0]["momentum"] and not p.values[0]["dampening"])  # torch's rule
+    if not p.values[0]["nesterov"] or (p.values[0]["momentum"] and not p.values[0]["dampening"])  # torch's rule
 ]
 RMSPROP_OPTIONS = product(
     centered=[False, True],
@@ -58,9 +54,7 @@ RMSPROP_OPTIONS = product(
 ) + product(centered=[False, True], alpha=[0.99], eps=[1e-3])
 
 
-def run_against_torch(
-    family: type, device: torch.device, options: dict[str, Any], lr: Any, dtypes: Any
-) -> None:
+def run_against_torch(family: type, device: torch.device, options: dict[str, Any], lr: Any, dtypes: Any) -> None:
     params = parameters(dtypes, device)
     theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
     ours = family(params, lr=lr, **options)
@@ -81,38 +75,36 @@ def run_against_torch(
 
 
 @pytest.mark.parametrize("options", SGD_OPTIONS)
-def test_sgd(device, options):  # noqa: F811
+def test_sgd(device, options):
     run_against_torch(FusedSGD, device, options, 0.05, list(DTYPES.values()))
 
 
 @pytest.mark.parametrize("options", RMSPROP_OPTIONS)
-def test_rmsprop(device, options):  # noqa: F811
+def test_rmsprop(device, options):
     run_against_torch(FusedRMSprop, device, options, 0.01, list(DTYPES.values()))
 
 
 @families
 @pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
-def test_one_dtype(device, family, dtype):  # noqa: F811
+def test_one_dtype(device, family, dtype):
     run_against_torch(family, device, {k: v for k, v in FULL[family].items() if k != "lr"}, 0.02, [dtype])
 
 
 @families
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-dim", "1-element"])
-def test_tensor_lr(device, family, shape):  # noqa: F811
+def test_tensor_lr(device, family, shape):
     lr = torch.full(shape, 0.02, device=device)
     run_against_torch(family, device, {"momentum": 0.9}, lr, list(DTYPES.values()))
 
 
 @families
-@pytest.mark.parametrize(
-    "lr", [torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.02)], ids=["fp64", "cpu"]
-)
-def test_a_tensor_lr_that_kernels_cannot_read(device, family, lr):  # noqa: F811
+@pytest.mark.parametrize("lr", [torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.02)], ids=["fp64", "cpu"])
+def test_a_tensor_lr_that_kernels_cannot_read(device, family, lr):
     run_against_torch(family, device, {}, lr, [torch.float32])
 
 
 @families
-def test_several_groups_with_different_options(device, family):  # noqa: F811
+def test_several_groups_with_different_options(device, family):
     params = parameters(list(DTYPES.values()), device, [(40, 9), (257,), (33, 129), (199,), (30, 20), (9,)])
     second = {
         FusedSGD: {"momentum": 0, "maximize": True},
@@ -142,7 +134,7 @@ def test_several_groups_with_different_options(device, family):  # noqa: F811
 
 @families
 @pytest.mark.parametrize("grad", list(DTYPES.values()), ids=[f"grad-{name}" for name in DTYPES])
-def test_gradients_of_another_dtype(device, family, grad):  # noqa: F811
+def test_gradients_of_another_dtype(device, family, grad):
     params = parameters(list(DTYPES.values()), device)
     for p in params:
         p.grad_dtype = None  # any
@@ -159,7 +151,7 @@ def test_gradients_of_another_dtype(device, family, grad):  # noqa: F811
 
 
 @families
-def test_gradient_dtypes_that_change_between_steps(device, family):  # noqa: F811
+def test_gradient_dtypes_that_change_between_steps(device, family):
     params = parameters(list(DTYPES.values()), device)
     for p in params:
         p.grad_dtype = None
@@ -178,7 +170,7 @@ def test_gradient_dtypes_that_change_between_steps(device, family):  # noqa: F81
 
 @families
 @pytest.mark.parametrize("max_norm", [0.5, 1e4], ids=["clipped", "not clipped"])
-def test_max_grad_norm_is_clip_grad_norm(device, family, max_norm):  # noqa: F811
+def test_max_grad_norm_is_clip_grad_norm(device, family, max_norm):
     params = parameters(list(DTYPES.values()), device)
     theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
     ours = family(params, **FULL[family], max_grad_norm=max_norm)
@@ -199,9 +191,9 @@ def test_max_grad_norm_is_clip_grad_norm(device, family, max_norm):  # noqa: F81
 
 @families
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic_algorithms"])
-def test_same_inputs_same_bits(device, family, deterministic):  # noqa: F811
+def test_same_inputs_same_bits(device, family, deterministic):
     def run():
-        params = parameters(list(DTYPES.values()), device, [(40000,), (5, 7), (65537,)])
+        params = parameters(list(DTYPES.values()), device, [(9,), (5, 7), (65537,)])
         optimizer = family(params, **FULL[family], max_grad_norm=0.5)
         for step in range(3):
             set_grads(params, step)
@@ -217,24 +209,23 @@ def test_same_inputs_same_bits(device, family, deterministic):  # noqa: F811
 
 @families
 @pytest.mark.parametrize("size", [0, 1, 7, 65537])
-def test_sizes(device, family, size):  # noqa: F811
-    for dtype in DTYPES.values():
-        params = parameters([dtype], device, [(size,)])
-        theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
-        ours = family(params, **FULL[family], max_grad_norm=100.0)
-        others = [TORCH[family](ps, **FULL[family]) for ps in (theirs, truth)]
-        for step in range(3):
-            set_grads(params, step)
-            for ps, optimizer in zip((theirs, truth), others, strict=True):
-                give_grads(params, ps)
-                torch.nn.utils.clip_grad_norm_(ps, 100.0)
-                optimizer.step()
-            ours.step()
-        assert_within_rule(ours, params, theirs, truth)
-        assert (ours.grad_norm == 0) == (size == 0)
+def test_sizes(device, family, size):
+    params = parameters(list(DTYPES.values()), device, [(size,)] * 3)
+    theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
+    ours = family(params, **FULL[family], max_grad_norm=100.0)
+    others = [TORCH[family](ps, **FULL[family]) for ps in (theirs, truth)]
+    for step in range(2):
+        set_grads(params, step)
+        for ps, optimizer in zip((theirs, truth), others, strict=True):
+            give_grads(params, ps)
+            torch.nn.utils.clip_grad_norm_(ps, 100.0)
+            optimizer.step()
+        ours.step()
+    assert_within_rule(ours, params, theirs, truth)
+    assert (ours.grad_norm == 0) == (size == 0)
 
 
-# ------------------------------------------------------------------------------------------------------- arguments
+# ------------------------------------------------------------------------------------------------------------ arguments
 @families
 @pytest.mark.parametrize(
     "options",
@@ -285,7 +276,7 @@ def test_named_parameters(family):
 
 
 @families
-def test_a_parameter_of_another_dtype_is_refused(device, family):  # noqa: F811
+def test_a_parameter_of_another_dtype_is_refused(device, family):
     p = torch.nn.Parameter(torch.zeros(3, dtype=torch.float64, device=device))
     p.grad = torch.ones_like(p)
     with pytest.raises(TypeError, match=r"params.*must be float32, float16 or bfloat16, got torch.float64"):

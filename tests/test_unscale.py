@@ -14,7 +14,7 @@ from amp_kernels import clip_grad_norm_, functional, grad_norm, testing, unscale
 
 pytestmark = [
     pytest.mark.usefixtures("backend"),
-    # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is what is tested.
+    # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
 ]
 FAMILY = [case for op in ("unscale_", "grad_norm", "clip_grad_norm_") for case in testing.CASES[op]]
@@ -30,7 +30,7 @@ def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
     assert not failed
 
 
-# ------------------------------------------------------------------------------------------------------- unscale_
+# --------------------------------------------------------------------------------------------------- unscale_
 def test_unscale_returns_nothing(device: torch.device) -> None:
     assert (
         unscale_([torch.ones(3, device=device)], inv_scale=scalar(0.5, device), found_inf=scalar(0, device))
@@ -99,7 +99,7 @@ def test_every_single_position_is_checked(dtype: torch.dtype, device: torch.devi
         assert found_inf.item() == 1.0, i
 
 
-# --------------------------------------------------------------------------------------------- gradients, autograd
+# ---------------------------------------------------------------------------------------- gradients, autograd
 def test_unscale_of_a_saved_tensor_makes_backward_raise(device: torch.device) -> None:
     x = torch.ones(3, device=device, requires_grad=True)
     y = x * 1.0
@@ -141,7 +141,7 @@ def test_inference_tensors(device: torch.device) -> None:
         assert grad_norm([grad]).item() == pytest.approx(0.75**0.5)
 
 
-# ------------------------------------------------------------------------------------------------------- grad_norm
+# -------------------------------------------------------------------------------------------------- grad_norm
 def test_grad_norm_of_an_empty_list_is_zero() -> None:
     assert grad_norm([]).item() == 0.0
 
@@ -184,7 +184,7 @@ def test_grad_norm_of_100_million_elements(value: float, backend: str, device: t
 def test_norm_does_not_depend_on_threads(backend: str) -> None:
     if backend != "cpu":
         pytest.skip("CPU threads")
-    grads = testing.mixed() + [testing.randn(300_000)]
+    grads = [*testing.mixed(), testing.randn(300_000)]
     threads = torch.get_num_threads()
     norms = []
     try:
@@ -196,7 +196,7 @@ def test_norm_does_not_depend_on_threads(backend: str) -> None:
     assert len({norm.item() for norm in norms}) == 1
 
 
-# ------------------------------------------------------------------------------------------------- clip_grad_norm_
+# -------------------------------------------------------------------------------------------- clip_grad_norm_
 def parameters(device: torch.device, *dtypes: torch.dtype) -> list[Tensor]:
     params = [torch.zeros(50, dtype=dtype, device=device, requires_grad=True) for dtype in dtypes]
     for i, param in enumerate(params):
@@ -258,10 +258,10 @@ def test_clip_leaves_fp64_to_torch(device: torch.device) -> None:
     assert clip_grad_norm_(params, 0.5).dtype == torch.float64
 
 
-# ------------------------------------------------------------------------------------------------- several devices
+# -------------------------------------------------------------------------------------------- several devices
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
-    """Lists are split as if every other tensor were elsewhere: `cpu:0` is not `cpu` to the code that compares them."""
+    """Lists are split as if every other tensor were elsewhere: compared as devices, `cpu:0` is not `cpu`."""
     if device.type != "cpu":
         pytest.skip("the stand-in for a second device is on the CPU")
     names = itertools.cycle([torch.device("cpu"), torch.device("cpu", 0)])

@@ -87,7 +87,7 @@ def test_the_table_without_tabulate(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-# ----------------------------------------------------------------------------------------------------- error rule
+# ------------------------------------------------------------------------------------------------- error rule
 def test_the_rule_is_the_designs() -> None:
     truth = torch.tensor([1.0, 2.0], dtype=torch.float64)
     error, allowed = testing.error_and_allowed(truth + 3e-7, truth + torch.tensor([0.0, 1e-7]), truth)

@@ -76,7 +76,9 @@ def _rmsprop_chunk(
         v = load_elements(square_avg, offsets, mask, FP32, VEC)
         b = load_elements(buffer, offsets, buffer_mask, FP32, VEC)
         a = load_elements(grad_avg, offsets, grad_avg_mask, FP32, VEC)
-        g = g * factor + weight_decay * p
+        g *= factor
+        # One fma, see csrc/formulas; and no decay leaves an infinite parameter as it is, as in torch.
+        g = tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
         v = alpha * v + one_minus_alpha * g * g
         a += centering * (g - a)
         # Rounding can push v - a^2 below 0, where torch takes the root of a negative number. NaN is kept.

@@ -65,7 +65,9 @@ def _sgd_chunk(
         g = load_elements(grad, offsets, mask, GRAD_DTYPE, VEC)
         p = load_elements(master, offsets, mask, FP32, VEC)
         b = load_elements(buffer, offsets, buffer_mask, FP32, VEC)
-        g = g * factor + weight_decay * p
+        g *= factor
+        # One fma, see csrc/formulas; and no decay leaves an infinite parameter as it is, as in torch.
+        g = tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
         b = tl.where(first, g, momentum * b + one_minus_dampening * g)
         p -= lr * tl.where(lookahead != 0.0, g + lookahead * b, b)
         store_elements(buffer, offsets, b, buffer_mask, FP32, VEC)

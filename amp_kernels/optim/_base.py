@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from operator import length_hint
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import _ops
@@ -99,6 +99,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 plan.check(_on(grad_scale, plan.device), divide=True, write=False, clear=False)
         return plans
 
+    @torch.compiler.disable
     @torch.no_grad()
     def _check(self, scale: Tensor | None, *, divide: bool, write: bool) -> list[Plan]:
         """The gradient pass on every device, for `amp_kernels.GradScaler`; returns the plans that have gradients."""
@@ -138,7 +139,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _current_plan_key(self) -> list[object]:
         groups = [(*map(id, group["params"]), self._state_names(group)) for group in self.param_groups]
-        return [id(self.state), *map(len, self.state.values()), *groups]  # who empties `state` starts anew
+        # Who empties `state`, or that of a parameter, starts anew. Anything may lie there under a key of its own.
+        return [id(self.state), *map(length_hint, self.state.values()), *groups]
 
     def _build_plans(self) -> None:
         self._store_steps()
@@ -181,6 +183,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 yield (names[i] if names else f"param_groups[{g}]['params'][{i}]"), g, param
 
     # ------------------------------------------------------------------------------------------------------ state
+    @torch.compiler.disable
     @torch.no_grad()
     def init_state(self) -> None:
         """Allocates the state of every parameter that requires a gradient, as the first step would.
@@ -192,6 +195,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param.requires_grad:
                 self._fit_state(name, param, self.param_groups[index])
 
+    @torch.compiler.disable
     @torch.no_grad()
     def reload_masters(self) -> None:
         """Makes fp32 masters follow 16-bit parameters that were written through ``.data``, which no counter shows.

@@ -11,7 +11,7 @@ from torch import Tensor
 def gradient(
     grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None
 ) -> Tensor:
-    """The gradient as the update sees it: fp32, divided by `grad_scale`, negated to maximize, with weight decay."""
+    """The gradient as the update sees it: fp32, divided by `grad_scale`, negated to maximize, plus decay."""
     value = grad.float()
     if grad_scale is not None:
         value = value * grad_scale.view(()).float().reciprocal()
