@@ -88,9 +88,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.UNSCALED:
-            raise RuntimeError(
-                "unscale_() has already been called on this optimizer since the last update()."
-            )
+            raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
         self._check_gradients(optimizer, scale, write=True)
@@ -98,8 +96,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's. For optimizers of ours: all devices' checks, then their sum, then the updates."""
-        foreign = not isinstance(optimizer, FusedOptimizer) or hasattr(optimizer, "grad_scale")
-        if not self._enabled or foreign:
+        if not self._enabled or not isinstance(optimizer, FusedOptimizer) or hasattr(optimizer, "grad_scale"):
             return super().step(optimizer, *args, **kwargs)
         if args or "closure" in kwargs:  # it would replace the gradients that were checked
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
@@ -129,9 +126,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         found_inf = plans[0].found_inf
         if len(plans) > 1:
-            found_inf = torch.stack(
-                [p.found_inf.to(found_inf.device, non_blocking=True) for p in plans]
-            ).sum()
+            found_inf = torch.stack([p.found_inf.to(found_inf.device, non_blocking=True) for p in plans]).sum()
         _reduce_over_ranks(found_inf, plans)
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
 
@@ -152,7 +147,7 @@ class GradScaler(torch.amp.GradScaler):
             unscale_(grads, inv_scale=inv_scale, found_inf=flags[device])
         return flags
 
-    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[torch.device, Tensor]:
+    def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, FusedOptimizer):
             return super()._check_inf_per_device(optimizer)
         self._optimizers.add(optimizer)
@@ -168,9 +163,7 @@ class GradScaler(torch.amp.GradScaler):
         states = list(self._per_optimizer_states.values())
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         flags = [
-            flag.to(scale.device, non_blocking=True)
-            for s in states
-            for flag in s["found_inf_per_device"].values()
+            flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
         ]
         found_inf = None if not flags else flags[0] if len(flags) == 1 else torch.stack(flags).sum()
         if found_inf is not None:
@@ -185,9 +178,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _count_skip(self, found_inf: Tensor) -> None:
         if self._skipped_steps is None:
-            self._skipped_steps = torch.full(
-                (), self._init_skipped_steps, dtype=torch.int64, device=found_inf.device
-            )
+            self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=found_inf.device)
         self._skipped_steps.add_(found_inf != 0)
 
     def _adapt_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:

@@ -31,6 +31,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     max_grad_norm: float | None
     grad_norm: Tensor | None
+    # Set by a scaler for the time of a step.
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
         """Called by the constructors once torch's has checked its arguments."""
@@ -117,18 +120,21 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self) -> list[Plan]:
         """The plans, following whatever changed; those without any gradient are left out."""
-        if self._plans is None or not self._plans_fit() or not all([plan.refresh() for plan in self._plans]):
+        if self._plans is None or not self._plans_fit() or not self._refresh(self._plans):
             self._build_plans()
             assert self._plans is not None
-            if not all([plan.refresh() for plan in self._plans]):
-                raise RuntimeError(
-                    f"{type(self).__name__}.step: parameters changed while the step was prepared"
-                )
+            if not self._refresh(self._plans):
+                raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
         hyper = [self._hyper(group) for group in self.param_groups]
         plans = [plan for plan in self._plans if plan.written]
         for plan in plans:
             plan.set_hyper(hyper)
         return plans
+
+    @staticmethod
+    def _refresh(plans: Sequence[Plan]) -> bool:
+        fits = [plan.refresh() for plan in plans]  # every one, also after one that does not
+        return all(fits)
 
     def _plans_fit(self) -> bool:
         """Whether backends and options are those the plans were made for."""
@@ -210,9 +216,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
         if param.dtype not in DTYPE_CODES:
-            raise TypeError(
-                f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}"
-            )
+            raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
         if param.is_inference():
             raise RuntimeError(
                 f"{type(self).__name__}: {name} must not be an inference tensor, whose changes autograd cannot see; "
@@ -240,7 +244,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[key] = _zeros_like(param).copy_(state[key])
 
     def _overflows(self) -> Iterator[tuple[int, str]]:
-        """For each device the last check under a scaler that met NaN or inf, and the parameter. Waits for the device."""
+        """For each device the last check under a scaler that met NaN or inf, and the parameter. Waits for it."""
         for device, record in self._records.items():
             _, _, number, member = record.tolist()
             if number > 0:
@@ -282,9 +286,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             rest = dict(loaded["state"])
-            for position, key in enumerate(
-                key for group in loaded["param_groups"] for key in group["params"]
-            ):
+            for position, key in enumerate(key for group in loaded["param_groups"] for key in group["params"]):
                 if key in rest:
                     saved[position] = rest.pop(key)
             self._check_shapes(saved)
@@ -326,9 +328,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._store_steps()
         return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
 
-    def _load_parameter_state(
-        self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]
-    ) -> None:
+    def _load_parameter_state(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
         self.state.pop(param, None)
         self._fit_state(name, param, group)
         state = self.state[param]

@@ -10,7 +10,7 @@ import itertools
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -53,9 +53,7 @@ def check_gradient(member: Member, grad: Tensor) -> None:
             f"step: the gradient of {member.name} must be dense, got {grad.layout}; use torch.optim for it"
         )
     if grad.dtype not in DTYPE_CODES:
-        raise TypeError(
-            f"step: the gradient of {member.name} must be float32, float16 or bfloat16, got {grad.dtype}"
-        )
+        raise TypeError(f"step: the gradient of {member.name} must be float32, float16 or bfloat16, got {grad.dtype}")
 
 
 def _host(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -233,7 +231,7 @@ class NativePlan(Plan):
         """The steady state: same addresses, dtypes and layout as in the last step."""
         if not self._is_steady:
             return False
-        grads = self._gradients()
+        grads: list[Any] = self._gradients()
         try:
             addresses = list(map(_data_ptr, grads))
             dtypes = list(map(_dtype, grads))
@@ -259,12 +257,10 @@ class NativePlan(Plan):
                 continue
             check_gradient(member, grad)
             if not same_layout(grad, targets[t]):
-                grads[t] = torch.empty_like(targets[t], dtype=grad.dtype).copy_(grad)
-                self._relaid.append((grad, grads[t]))
+                grads[t] = copy = torch.empty_like(targets[t], dtype=grad.dtype).copy_(grad)
+                self._relaid.append((grad, copy))
         self._grad_dtypes = [t.dtype if g is None else g.dtype for t, g in zip(targets, grads, strict=True)]
-        codes = [
-            (DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)
-        ]
+        codes = [(DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)]
         if codes != self._codes:
             self._arrange(codes)
         self._send_gradients([0 if g is None else g.data_ptr() for g in grads])
@@ -334,9 +330,7 @@ class NativePlan(Plan):
         for row, (values, lr) in enumerate(key):
             self._host_hyper[row, : len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
             self._host_hyper[row, LR_COLUMN] = lr if isinstance(lr, float) else 0.0
-        self._tensor_lr = {
-            g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)
-        }
+        self._tensor_lr = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
         if capturing(self.device):
             self._tables = None
         if self._tables is not None:
@@ -356,8 +350,7 @@ class NativePlan(Plan):
         own = hyper.data_ptr() + hyper.element_size() * LR_COLUMN
         stride = hyper.element_size() * HYPER_COLUMNS
         rates = (
-            self._tensor_lr[g].data_ptr() if g in self._tensor_lr else own + g * stride
-            for g in range(hyper.shape[0])
+            self._tensor_lr[g].data_ptr() if g in self._tensor_lr else own + g * stride for g in range(hyper.shape[0])
         )
         return {"hyper": hyper, "lr": send(self._ops, int64_tensor(rates), self.device)}
 

@@ -17,9 +17,7 @@ ReferenceStep = Callable[..., None]
 class ReferencePlan(Plan):
     """Loops over the parameters; sync-free like the kernels, since every choice is a `torch.where`."""
 
-    def __init__(
-        self, step: ReferenceStep, device: torch.device, members: Sequence[Member], record: Tensor
-    ) -> None:
+    def __init__(self, step: ReferenceStep, device: torch.device, members: Sequence[Member], record: Tensor) -> None:
         super().__init__("reference", device, members, record)
         self._step = step
         self._hyper: Sequence[Hyper] = ()
@@ -58,9 +56,7 @@ class ReferencePlan(Plan):
         for flag, (_, grad) in zip(flags, self._pairs, strict=True):
             reference.grad_norm([grad], found_inf=flag)
         grads = [grad for _, grad in self._pairs]
-        self.norm.copy_(
-            reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm)
-        )
+        self.norm.copy_(reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm))
         bad = torch.stack(flags) != 0 if flags else torch.zeros(1, dtype=torch.bool, device=self.device)
         self.found_inf.copy_(bad.any() if clear else (self.found_inf != 0) | bad.any())
         if clear:

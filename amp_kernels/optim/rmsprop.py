@@ -48,9 +48,7 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         max_grad_norm: float | None = None,
     ) -> None:
         if differentiable:
-            raise ValueError(
-                "FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that"
-            )
+            raise ValueError("FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that")
         self._plans = None
         torch.optim.RMSprop.__init__(
             self, params, lr, alpha, eps, weight_decay, momentum, centered, capturable, False, maximize
@@ -90,6 +88,6 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     ) -> None:
         alpha, _, eps, weight_decay, sign, momentum = hyper.values
         reference.rmsprop_(
-            params, grads, *states, masters, lr=hyper.lr, alpha=alpha, eps=eps, weight_decay=weight_decay,
-            momentum=momentum, maximize=sign < 0, grad_scale=grad_scale, found_inf=found_inf,
+            params, grads, states[0], states[1], states[2], masters, lr=hyper.lr, alpha=alpha, eps=eps,
+            weight_decay=weight_decay, momentum=momentum, maximize=sign < 0, grad_scale=grad_scale, found_inf=found_inf,
         )  # fmt: skip
