@@ -25,24 +25,18 @@ def check_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     """Strided fp32, fp16 or bf16 tensors, all on one device."""
     for i, tensor in enumerate(as_list(op, name, tensors)):
         if tensor.layout is not torch.strided:
-            raise ValueError(
-                f"{op}: {name}[{i}] must be a dense tensor, got {tensor.layout}; call to_dense() first"
-            )
+            raise ValueError(f"{op}: {name}[{i}] must be a dense tensor, got {tensor.layout}; call to_dense() first")
         if tensor.dtype not in DTYPE_CODES:
             raise TypeError(f"{op}: {name}[{i}] must be {_DTYPES}, got {tensor.dtype}")
         if tensor.device != tensors[0].device:
-            raise ValueError(
-                f"{op}: {name}[{i}] must be on {tensors[0].device} as {name}[0] is, got {tensor.device}"
-            )
+            raise ValueError(f"{op}: {name}[{i}] must be on {tensors[0].device} as {name}[0] is, got {tensor.device}")
 
 
 def check_written(op: str, name: str, tensors: Sequence[Tensor]) -> None:
     """No element of a tensor that is written may stand for several (an expanded tensor)."""
     for i, tensor in enumerate(tensors):
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
-            raise ValueError(
-                f"{op}: {name}[{i}] must not be an expanded tensor, since it is written; clone() it first"
-            )
+            raise ValueError(f"{op}: {name}[{i}] must not be an expanded tensor, since it is written; clone() it first")
 
 
 def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device | None = None) -> None:
@@ -52,30 +46,22 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
     if not isinstance(tensor, Tensor):
         raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
     if tensor.dtype is not torch.float32 or tensor.numel() != 1:
-        raise ValueError(
-            f"{op}: {name} must be one float32 element, got {tensor.dtype} of shape {tuple(tensor.shape)}"
-        )
+        raise ValueError(f"{op}: {name} must be one float32 element, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if device is not None and tensor.device != device:
-        raise ValueError(
-            f"{op}: {name} must be on {device} with the tensors, got {tensor.device}; move it there"
-        )
+        raise ValueError(f"{op}: {name} must be on {device} with the tensors, got {tensor.device}; move it there")
 
 
 def check_same_shapes(op: str, name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     """One tensor for each parameter, of its shape and on its device."""
     if len(tensors) != len(params):
-        raise ValueError(
-            f"{op}: {name} must hold one tensor for each of the {len(params)} params, got {len(tensors)}"
-        )
+        raise ValueError(f"{op}: {name} must hold one tensor for each of the {len(params)} params, got {len(tensors)}")
     for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
         if tensor.shape != param.shape:
             raise ValueError(
                 f"{op}: {name}[{i}] must have shape {tuple(param.shape)} as its parameter, got {tuple(tensor.shape)}"
             )
         if tensor.device != param.device:
-            raise ValueError(
-                f"{op}: {name}[{i}] must be on {param.device} with its parameter, got {tensor.device}"
-            )
+            raise ValueError(f"{op}: {name}[{i}] must be on {param.device} with its parameter, got {tensor.device}")
 
 
 def check_states(op: str, name: str, states: Sequence[Tensor], params: Sequence[Tensor]) -> None:

@@ -72,9 +72,7 @@ def run_update(
     device = params[0].device
     dense_params = [p if is_dense(p) else p.contiguous() for p in params]
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
-    dense_states = [
-        [_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states
-    ]
+    dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     low = [p for p in dense_params if p.dtype is not torch.float32]
     dense_masters = [_as_laid_out(m, p) for m, p in zip(masters, low, strict=True)]
 
@@ -118,9 +116,7 @@ def _update_table(
     table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64, device="cpu")
     table[: Row.GROUP] = gradient_table(grads)
     table[Row.PARAM] = int64_tensor(p.data_ptr() for p in params)
-    table[Row.MASTER] = int64_tensor(
-        0 if p.dtype is torch.float32 else next(master).data_ptr() for p in params
-    )
+    table[Row.MASTER] = int64_tensor(0 if p.dtype is torch.float32 else next(master).data_ptr() for p in params)
     for k, state in enumerate(states):
         if state:
             table[Row.STATE + k] = int64_tensor(s.data_ptr() for s in state)

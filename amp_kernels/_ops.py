@@ -117,9 +117,7 @@ def select(device: torch.device) -> str:
     if forced is not None:
         reason = _reason(forced, device.type)
         if reason is not None:
-            raise RuntimeError(
-                f"amp_kernels: the backend {forced!r} cannot serve {device.type} tensors: {reason}"
-            )
+            raise RuntimeError(f"amp_kernels: the backend {forced!r} cannot serve {device.type} tensors: {reason}")
         return forced
     return _automatic(device.type)
 

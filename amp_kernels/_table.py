@@ -61,15 +61,13 @@ def cut(numels: Sequence[int], order: Sequence[int] | None = None) -> Chunks:
 def int64_tensor(values: Iterable[int]) -> Tensor:
     """int64 host tensor; ten times faster than torch.tensor(list), which matters once a step."""
     data = array("q", values)
-    return (
-        torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
-    )
+    return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def send(ops: TableOps, host: Tensor, device: torch.device) -> Tensor:
     """A copy of `host` (a multiple of 8 bytes) on `device`, without waiting and right inside a graph capture."""
     if device.type == "cpu":
-        return host
+        return host.clone()
     to = torch.empty_like(host, device=device)
     resend(ops, host, to)
     return to

@@ -34,9 +34,7 @@ class Row(NamedTuple):
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``verify`` to the command line."""
-    parser = commands.add_parser(
-        "verify", help="Checks every operator on every backend against torch and fp64."
-    )
+    parser = commands.add_parser("verify", help="Checks every operator on every backend against torch and fp64.")
     parser.add_argument("--backend", choices=_ops.BACKENDS, help="only this one (default: all that run here)")
     parser.add_argument("--device", choices=tuple(_ops.PREFERENCE), help="only tensors on this device")
     parser.add_argument("--op", choices=tuple(testing.CASES), help="only this operator")
@@ -51,9 +49,7 @@ def verify(backend: str | None = None, device: str | None = None, op: str | None
         return 2
     operators = [op] if op else list(testing.CASES)
     several = len({on for _, on in places}) > 1
-    rows = [
-        row for name in operators for where, on in places for row in _rows(name, where, on, label=several)
-    ]
+    rows = [row for name in operators for where, on in places for row in _rows(name, where, on, label=several)]
     print(_table([row.cells() for row in rows]))
     failures = [failure for row in rows for failure in row.failures]
     for failure in failures:
@@ -119,7 +115,6 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
         widths = [max(map(len, column)) for column in zip(HEADERS, *rows, strict=True)]
         lines = (HEADERS, ["-" * width for width in widths], *rows)
         return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip()
-            for line in lines
+            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         )
     return str(tabulate(rows, HEADERS, disable_numparse=True))

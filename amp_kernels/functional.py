@@ -1,7 +1,8 @@
 """Public functions: fused passes over lists of tensors.
 
 Lists may mix fp16, bf16 and fp32, hold empty tensors and views of any strides; gradients may be on several devices,
-the tensors of an update on one. Nothing here waits for a device. Without a compiled extension they run as Triton kernels or as plain torch (`amp_kernels.reference`).
+the tensors of an update on one. Nothing here waits for a device. Without a compiled extension they run as Triton
+kernels or as plain torch (`amp_kernels.reference`).
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
 
 
 @torch.no_grad()
-def grad_norm(
-    grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None
-) -> Tensor:
+def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
     """L2 norm of ``inv_scale * grads`` over all elements, in one read; nothing but `found_inf` is written.
 
     Squares are added in fp32 a few at a time and in fp64 from there on; where they overflow or vanish in fp32 they are

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections import defaultdict
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -15,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from ._table import DTYPE_CODES
 from .functional import unscale_
 from .optim._base import FusedOptimizer
-from .optim._plan import Plan
+from .optim._plan import capturing
 
 
 class Overflow(NamedTuple):
@@ -34,8 +33,9 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale: the scale never falls below it; torch's reaches 0.0 after some 150 overflows.
-        hysteresis: overflows in a row that are tolerated, less one, before the scale is reduced (Megatron's meaning; 1
-            reduces it at once, as torch does). The steps are skipped either way.
+        hysteresis: overflows in a row that are tolerated, less one, before the scale is reduced (Apex's meaning: one
+            step without overflow restores them all; 1 reduces the scale at once, as torch does). The steps are
+            skipped either way.
 
     Raises:
         ValueError: `min_scale` is negative or `hysteresis` below 1.
@@ -65,6 +65,14 @@ class GradScaler(torch.amp.GradScaler):
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
         self._optimizers: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
+
+    def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
+        if capturing(torch.device(dev)):
+            raise RuntimeError(
+                "GradScaler: a capture must follow an ordinary iteration, since a scale allocated inside it would "
+                "start anew at every replay; run one iteration before capturing"
+            )
+        super()._lazy_init_scale_growth_tracker(dev)
 
     # ----------------------------------------------------------------------------------------------- what it knows
     @property
@@ -122,12 +130,17 @@ class GradScaler(torch.amp.GradScaler):
         """The gradient pass on every device, and its verdict over devices and ranks in the optimizer's record."""
         self._optimizers.add(optimizer)
         plans = optimizer._check(scale, divide=True, write=write)
-        if not plans:
+        meshes = list(dict.fromkeys(mesh for plan in optimizer._plans or () for mesh in plan.meshes))
+        if not plans and not meshes:
             return
-        found_inf = plans[0].found_inf
-        if len(plans) > 1:
-            found_inf = torch.stack([p.found_inf.to(found_inf.device, non_blocking=True) for p in plans]).sum()
-        _reduce_over_ranks(found_inf, plans)
+        flags = [plan.found_inf for plan in plans] or [torch.zeros_like(scale)]
+        found_inf = flags[0]
+        if len(flags) > 1:
+            found_inf = torch.stack([flag.to(found_inf.device, non_blocking=True) for flag in flags]).sum()
+        # All ranks that hold shards of a parameter skip together, also those without a gradient, or weights part ways.
+        for mesh in meshes:
+            for dim in range(mesh.ndim):
+                torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
 
     def _unscale_grads_(
@@ -229,8 +242,11 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         self._init_skipped_steps = state_dict.get("skipped_steps", 0)
-        self._hysteresis_tracker = None
-        self._skipped_steps = None
+        # In place, for a captured graph keeps their addresses.
+        if self._hysteresis_tracker is not None:
+            self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
+        if self._skipped_steps is not None:
+            self._skipped_steps.fill_(self._init_skipped_steps)
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
@@ -245,10 +261,3 @@ class GradScaler(torch.amp.GradScaler):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self._optimizers = weakref.WeakSet()
-
-
-def _reduce_over_ranks(found_inf: Tensor, plans: Iterable[Plan]) -> None:
-    """All ranks that hold shards of a parameter skip together, or their weights part ways."""
-    for mesh in set().union(*(plan.meshes for plan in plans)):
-        for dim in range(mesh.ndim):
-            torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))

@@ -98,9 +98,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": Tensor.clone,
     "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
     "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
-    "reversed": lambda x: (
-        x.permute(3, 2, 1, 0).clone(memory_format=torch.contiguous_format).permute(3, 2, 1, 0)
-    ),
+    "reversed": lambda x: x.permute(3, 2, 1, 0).clone(memory_format=torch.contiguous_format).permute(3, 2, 1, 0),
     "sliced": lambda x: _nan_around(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
     "every_other": lambda x: _nan_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
     "misaligned": lambda x: _nan_around(x, (x.numel() + 2,), slice(1, -1)),
@@ -285,16 +283,12 @@ def _clip_cases() -> Iterator[Case]:
     for name, dtype in DTYPES.items():
         sizes = partial(of_sizes, dtype, (0, 9, 1025))
         for max_norm in (0.5, 1e6):
-            yield Case(
-                "clip_grad_norm_", name, f"to_{max_norm:g}", partial(_clip, sizes, "contiguous", max_norm)
-            )
+            yield Case("clip_grad_norm_", name, f"to_{max_norm:g}", partial(_clip, sizes, "contiguous", max_norm))
         for layout in LAYOUTS:
             yield Case("clip_grad_norm_", name, layout, partial(_clip, partial(_shaped, dtype), layout, 1.0))
 
 
-def _compare(
-    name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]
-) -> Iterator[Result]:
+def _compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
     """The error rule for each large tensor, and for all small ones together: on one element torch's error may
     happen to be 0."""
     rows = list(zip(ours, theirs, truth, strict=True))
@@ -445,9 +439,7 @@ def _update(
     yield Result("memory around tensors", sum(map(written_outside, [*ours.written(), *all_grads])), 0)
 
 
-def _skipped(
-    op: str, options: dict[str, Any], make: Make, found: float, device: torch.device
-) -> Iterator[Result]:
+def _skipped(op: str, options: dict[str, Any], make: Make, found: float, device: torch.device) -> Iterator[Result]:
     ours = UpdateInputs(op, make(), options, device)
     before = _clones(ours.written())
     grads = [torch.full_like(p, math.inf) for p in ours.params]
@@ -461,9 +453,7 @@ def _update_cases(op: str) -> Iterator[Case]:
     same = ("contiguous", "contiguous")
     few = (9, 1025)
 
-    def case(
-        dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], **rest: Any
-    ) -> Case:
+    def case(dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], **rest: Any) -> Case:
         arguments = {"layouts": same, "scale": None, "tensor_lr": False, **rest}
         return Case(op, dtype, name, partial(_update, op, options, params, grads, *arguments.values()))
 
@@ -490,9 +480,7 @@ def _update_cases(op: str) -> Iterator[Case]:
         one = partial(of_sizes, dtype, (_LENGTH,))
         for kind in VALUES:
             # Not centered: the overflow of a square would make it inf - inf with an fma, or NaN, without one.
-            yield case(
-                dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2
-            )
+            yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
         three = partial(with_element, 1.0, "middle", dtype)
         for value in (math.nan, math.inf):
             yield case(

@@ -153,9 +153,7 @@ def main() -> int:
         print(f"gpu-check: needs a CUDA device, and torch {torch.__version__} of {PYTHON} sees none")
         return 1
     gpu = torch.cuda.get_device_name()
-    check = Check(
-        Path(__file__).parent / "results" / gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
-    )
+    check = Check(Path(__file__).parent / "results" / gpu.lower().replace("nvidia", "").strip().replace(" ", "-"))
     compiled = build(check, torch.cuda.get_device_capability())
     check.run("info", PYTHON, "-m", "amp_kernels", "info", limit=LIMITS["info"])
 
@@ -179,9 +177,7 @@ def main() -> int:
             # torch's caching allocator would hide an access just past a tensor inside its blocks.
             check.run(tool, *command, limit=LIMITS[tool], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         else:
-            check.skip(
-                tool, "there is no compute-sanitizer on PATH" if compiled else "no CUDA kernels were built"
-            )
+            check.skip(tool, "there is no compute-sanitizer on PATH" if compiled else "no CUDA kernels were built")
     for family in ("unscale", "sgd", "rmsprop"):
         script = ROOT / "benchmarks" / f"bench_{family}.py"
         options = ["--out", check.folder, "--seconds", "0.5"]

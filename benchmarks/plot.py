@@ -67,18 +67,14 @@ def draw_speed(axes: Axes, rows: Sequence[Row]) -> None:
     for name in dict.fromkeys(map(label, rows)):
         points = sorted((int(row["elements"]), float(row["gb_s"])) for row in rows if label(row) == name)
         style = {"color": "black", "linestyle": "--"} if name == COPY else {"marker": "o", "markersize": 3}
-        axes.plot(
-            *zip(*points, strict=True), label=name, linewidth=2.5 if name.startswith(OURS) else 1.2, **style
-        )
+        axes.plot(*zip(*points, strict=True), label=name, linewidth=2.5 if name.startswith(OURS) else 1.2, **style)
     axes.set(xscale="log", yscale="log", xlabel="elements", ylabel="GB/s that the work needs")
     axes.grid(alpha=0.3)
     axes.legend(fontsize=6)
 
 
 def draw_largest(axes: Axes, rows: Sequence[Row]) -> None:
-    rows = sorted(
-        (row for row in largest(rows) if row["contender"] != COPY), key=lambda row: -float(row["median_ms"])
-    )
+    rows = sorted((row for row in largest(rows) if row["contender"] != COPY), key=lambda row: -float(row["median_ms"]))
     colours = ["tab:red" if row["contender"].startswith(OURS) else "tab:gray" for row in rows]
     bars = axes.barh([label(row) for row in rows], [float(row["median_ms"]) for row in rows], color=colours)
     axes.bar_label(bars, [f"{float(row['median_ms']):.4g}" for row in rows], fontsize=6, padding=2)
@@ -91,9 +87,7 @@ def figure(path: Path, rows: Sequence[Row], draw: Callable[[Axes, Sequence[Row]]
     cases = list(panels(rows))
     columns = min(3, len(cases))
     height = math.ceil(len(cases) / columns)
-    chart, grid = plt.subplots(
-        height, columns, figsize=(6 * columns, 4 * height), squeeze=False, layout="constrained"
-    )
+    chart, grid = plt.subplots(height, columns, figsize=(6 * columns, 4 * height), squeeze=False, layout="constrained")
     for axes, (title, members) in zip(grid.flat, cases, strict=False):
         draw(axes, members)
         axes.set_title(title, fontsize=9)
@@ -137,9 +131,7 @@ def table_line(title: str, rows: Sequence[Row]) -> list[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="folders with CSVs (benchmarks/results/*)")
     parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
     args = parser.parse_args()

@@ -227,9 +227,7 @@ def flashoptim(model: Model) -> Step:
     optimizer = getattr(flashoptim, model.family.flashoptim)(params, **model.family.options, **options)
 
     def weights() -> list[Tensor]:
-        return [
-            flashoptim.reconstruct_fp32_param(p.detach(), optimizer.state[p]["error_bits"]) for p in params
-        ]
+        return [flashoptim.reconstruct_fp32_param(p.detach(), optimizer.state[p]["error_bits"]) for p in params]
 
     # its momentum has the 16 bits of the weights
     return Step(optimizer.step, [p.grad for p in params], weights, params, slack=1e-4)

@@ -158,9 +158,7 @@ def test_gradient_pass(dtype: torch.dtype, write: bool, offset: int, order: str)
 @orders
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradient_pass_with_more_chunks_than_blocks(dtype: torch.dtype, order: str) -> None:
-    Pass([randn(LARGE, 1, dtype)], scale=3.0, divide=True, write=True, chunk=2 * CHUNK).run(
-        order
-    ).check_values()
+    Pass([randn(LARGE, 1, dtype)], scale=3.0, divide=True, write=True, chunk=2 * CHUNK).run(order).check_values()
 
 
 @orders
@@ -169,9 +167,7 @@ def test_gradient_pass_over_mixed_dtypes_and_skipped_tensors(order: str) -> None
     Pass(grads, scale=0.125, write=True).run(order).check_values()
 
 
-@pytest.mark.parametrize(
-    "grads", [[], [torch.zeros(0)], [None]], ids=["no-tensor", "no-element", "all-skipped"]
-)
+@pytest.mark.parametrize("grads", [[], [torch.zeros(0)], [None]], ids=["no-tensor", "no-element", "all-skipped"])
 @pytest.mark.parametrize("clear", [False, True], ids=["keep", "clear"])
 def test_gradient_pass_over_nothing(grads: list[Tensor | None], clear: bool) -> None:
     result = Pass(grads, clear=clear, found_inf=2.0).run()
@@ -217,9 +213,7 @@ def test_norm_of_extreme_elements(dtype: torch.dtype, value: float, scale: float
 @pytest.mark.parametrize("clear", [False, True], ids=["keep", "clear"])
 def test_overflow_is_found_wherever_it_is(clear: bool, dtype: torch.dtype, value: float) -> None:
     size = 2 * CHUNK + 9
-    for order, position in zip(
-        itertools.cycle(backend.ORDERS), (0, 6, 7, CHUNK - 1, CHUNK, size - 2, size - 1)
-    ):
+    for order, position in zip(itertools.cycle(backend.ORDERS), (0, 6, 7, CHUNK - 1, CHUNK, size - 2, size - 1)):
         grads = [randn(n, n, dtype) for n in (5, size, 20)]
         grads[1][position] = value
         result = Pass(grads, scale=0.5, write=True, clear=clear).run(order)
@@ -361,9 +355,7 @@ class Step:
             for n, master in zip(sizes, self.masters, strict=True)
         ]
         self.grads = [arena.place(randn(n, n + 1, grad_dtype), offset) for n in sizes]
-        self.states = {
-            name: [self._state(name, n, offset) for n in sizes] for name in optimizer.states if name
-        }
+        self.states = {name: [self._state(name, n, offset) for n in sizes] for name in optimizer.states if name}
         rows: list[list[int]] = [
             list(sizes),
             [0 if t in without_grad else address(g) for t, g in enumerate(self.grads)],
@@ -390,9 +382,7 @@ class Step:
             unread = self.first and self.optimizer.name == "SGD"
             values = torch.full((size,), math.nan) if unread else randn(size, size + 2)
         else:
-            values = (
-                randn(size, size + 3) * 0.1 if name == "grad_avg" else randn(size, size + 3).square() + 0.1
-            )
+            values = randn(size, size + 3) * 0.1 if name == "grad_avg" else randn(size, size + 3).square() + 0.1
         return self.arena.place(values, offset)
 
     def run(
@@ -522,9 +512,7 @@ def test_centered_rmsprop_survives_a_variance_rounded_below_zero() -> None:
 
 @families
 def test_update_has_the_same_bits_in_every_order(optimizer: Optimizer) -> None:
-    results = [
-        torch.cat(Step(optimizer, param_dtype=torch.float16).run(order).masters) for order in backend.ORDERS
-    ]
+    results = [torch.cat(Step(optimizer, param_dtype=torch.float16).run(order).masters) for order in backend.ORDERS]
     assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
 
 

@@ -58,9 +58,7 @@ def op_samples() -> Iterator[Any]:
     yield pytest.param("grad_norm", (grads(), one(0.5), one(0.0)), {}, id="grad_norm-checked")
     yield pytest.param("sgd_", lists("sgd_"), sgd_arguments(**more), id="sgd_")
     yield pytest.param("sgd_", lists("sgd_"), sgd_arguments(**scaled), id="sgd_-scaled")
-    yield pytest.param(
-        "sgd_", (*lists("sgd_")[:2], [], lists("sgd_")[3]), sgd_arguments(0.0, **more), id="sgd_-plain"
-    )
+    yield pytest.param("sgd_", (*lists("sgd_")[:2], [], lists("sgd_")[3]), sgd_arguments(0.0, **more), id="sgd_-plain")
     yield pytest.param("rmsprop_", lists("rmsprop_"), rmsprop_arguments(**more), id="rmsprop_")
     yield pytest.param("rmsprop_", lists("rmsprop_"), rmsprop_arguments(**scaled), id="rmsprop_-scaled")
 
@@ -112,9 +110,7 @@ def test_fakes_check_arguments() -> None:
         torch._subclasses.FakeTensorMode(),
         pytest.raises(TypeError, match=r"unscale_: grads\[0\] must be float32"),
     ):
-        amp_kernels.unscale_(
-            [torch.empty(5, dtype=torch.int32)], inv_scale=torch.empty(()), found_inf=torch.empty(())
-        )
+        amp_kernels.unscale_([torch.empty(5, dtype=torch.int32)], inv_scale=torch.empty(()), found_inf=torch.empty(()))
 
 
 # ----------------------------------------------------------------------------------------------------- errors
@@ -372,9 +368,7 @@ def compiled_clip(params: list[Tensor]) -> Tensor:
     return amp_kernels.clip_grad_norm_(params, 0.5) * 2
 
 
-def compiled_sgd(
-    params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], masters: list[Tensor]
-) -> Tensor:
+def compiled_sgd(params: list[Tensor], grads: list[Tensor], buffers: list[Tensor], masters: list[Tensor]) -> Tensor:
     sgd(params, grads, buffers, masters, grad_scale=torch.full((), 2.0))
     return params[0] * 2
 
@@ -408,9 +402,7 @@ COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]]
 }
 
 
-@pytest.mark.skipif(
-    os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted process compiles nothing"
-)
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted process compiles nothing")
 @pytest.mark.parametrize(("function", "make"), COMPILED.values(), ids=COMPILED)
 def test_compiled_is_eager(function: Callable[..., Tensor], make: Callable[[], tuple[Any, ...]]) -> None:
     torch.compiler.reset()

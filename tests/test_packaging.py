@@ -63,9 +63,7 @@ def test_installed_wheel_works_from_another_directory(installed: Path, tmp_path:
 
 def test_info_says_why_nothing_was_compiled(installed: Path, tmp_path: Path) -> None:
     printed = run_installed(installed, "-m", "amp_kernels", "info", cwd=tmp_path)
-    assert (
-        "compiled kernels: nothing was compiled because AMP_KERNELS_BUILD=none was set; unset it" in printed
-    )
+    assert "compiled kernels: nothing was compiled because AMP_KERNELS_BUILD=none was set; unset it" in printed
 
 
 def test_installed_package_shadowed_by_its_sources(installed: Path, tmp_path: Path) -> None:

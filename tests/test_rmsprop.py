@@ -31,9 +31,7 @@ def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
     assert not failed
 
 
-def inputs(
-    device: torch.device, *dtypes: torch.dtype, **options: Any
-) -> tuple[testing.UpdateInputs, list[Tensor]]:
+def inputs(device: torch.device, *dtypes: torch.dtype, **options: Any) -> tuple[testing.UpdateInputs, list[Tensor]]:
     """Parameters of these dtypes, and gradients for them."""
     values = [testing.randn(50, dtype=dtype, seed=i) for i, dtype in enumerate(dtypes)]
     grads = [testing.randn(50, dtype=dtype, seed=10 + i).to(device) for i, dtype in enumerate(dtypes)]
@@ -91,9 +89,7 @@ def test_a_zero_gradient_moves_nothing(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.01, 0.1])
-def test_decay_that_nearly_cancels_the_gradient(
-    weight_decay: float, backend: str, device: torch.device
-) -> None:
+def test_decay_that_nearly_cancels_the_gradient(weight_decay: float, backend: str, device: torch.device) -> None:
     if backend == "triton" and device.type == "cpu":
         pytest.skip("the interpreter rounds the product of an fma")
     ours = testing.UpdateInputs("rmsprop_", [testing.randn(20000)], {"weight_decay": weight_decay}, device)

@@ -28,9 +28,7 @@ def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
     assert not failed
 
 
-def inputs(
-    device: torch.device, *dtypes: torch.dtype, **options: Any
-) -> tuple[testing.UpdateInputs, list[Tensor]]:
+def inputs(device: torch.device, *dtypes: torch.dtype, **options: Any) -> tuple[testing.UpdateInputs, list[Tensor]]:
     """Parameters of these dtypes, and gradients for them."""
     values = [testing.randn(50, dtype=dtype, seed=i) for i, dtype in enumerate(dtypes)]
     grads = [testing.randn(50, dtype=dtype, seed=10 + i).to(device) for i, dtype in enumerate(dtypes)]
@@ -56,9 +54,7 @@ def test_twenty_steps_follow_torch(dtype: torch.dtype, options: dict[str, Any], 
 
 def test_the_first_step_ignores_dampening_and_the_buffer(device: torch.device) -> None:
     p, buffer = torch.zeros(3, device=device), torch.full((3,), math.nan, device=device)
-    sgd_(
-        [p], [torch.ones(3, device=device)], [buffer], lr=1.0, **OPTIONS | {"momentum": 0.9, "dampening": 0.5}
-    )
+    sgd_([p], [torch.ones(3, device=device)], [buffer], lr=1.0, **OPTIONS | {"momentum": 0.9, "dampening": 0.5})
     assert buffer.tolist() == [1.0] * 3 and p.tolist() == [-1.0] * 3
 
 
@@ -82,9 +78,7 @@ def test_nesterov_without_momentum_is_plain(device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("weight_decay", [0.01, 0.1])
-def test_decay_that_nearly_cancels_the_gradient(
-    weight_decay: float, backend: str, device: torch.device
-) -> None:
+def test_decay_that_nearly_cancels_the_gradient(weight_decay: float, backend: str, device: torch.device) -> None:
     if backend == "triton" and device.type == "cpu":
         pytest.skip("the interpreter rounds the product of an fma")
     ours = testing.UpdateInputs("sgd_", [testing.randn(20000)], {"weight_decay": weight_decay}, device)

@@ -51,9 +51,7 @@ updates = pytest.mark.parametrize(
 
 
 class Compiled:
-    def __init__(
-        self, kernel: Any, arch: int, options: dict[str, int], tmp_path: Path, **constants: object
-    ) -> None:
+    def __init__(self, kernel: Any, arch: int, options: dict[str, int], tmp_path: Path, **constants: object) -> None:
         signature = {arg: "constexpr" if arg in constants else TYPES[arg] for arg in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         binary = triton.compile(
@@ -66,9 +64,7 @@ class Compiled:
         self.sass = self._dump("-sass")
 
     def _dump(self, what: str) -> str:
-        return subprocess.run(
-            [CUOBJDUMP, what, self._cubin], capture_output=True, text=True, check=True
-        ).stdout
+        return subprocess.run([CUOBJDUMP, what, self._cubin], capture_output=True, text=True, check=True).stdout
 
     def count(self, access: str) -> int:
         """Vector accesses, as `ld.v4.b32`, whatever cache hints stand between."""
@@ -90,9 +86,7 @@ class Compiled:
             assert len(re.findall(rf"{access}\.E\.128", self.sass)) >= self.count(f"{operation}.v4.b32")
 
 
-def check_accesses(
-    compiled: Compiled, fp32_loads: int, fp32_stores: int, loads16: int, stores16: int
-) -> None:
+def check_accesses(compiled: Compiled, fp32_loads: int, fp32_stores: int, loads16: int, stores16: int) -> None:
     """Eight elements a thread: two 16-byte accesses to each fp32 array, two of 8 bytes to each 16-bit one."""
     compiled.check()
     assert compiled.count("ld.v4.b32") == 2 * fp32_loads

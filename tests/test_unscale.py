@@ -32,10 +32,7 @@ def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
 
 # --------------------------------------------------------------------------------------------------- unscale_
 def test_unscale_returns_nothing(device: torch.device) -> None:
-    assert (
-        unscale_([torch.ones(3, device=device)], inv_scale=scalar(0.5, device), found_inf=scalar(0, device))
-        is None
-    )
+    assert unscale_([torch.ones(3, device=device)], inv_scale=scalar(0.5, device), found_inf=scalar(0, device)) is None
 
 
 def test_unscale_takes_a_generator(device: torch.device) -> None:
@@ -238,9 +235,7 @@ def test_clip_error_if_nonfinite_writes_nothing(device: torch.device) -> None:
     params = parameters(device, torch.float32)
     params[0].grad[3] = math.inf
     before = params[0].grad.clone()
-    with pytest.raises(
-        RuntimeError, match=r"clip_grad_norm_: the norm of the gradients must be finite, got inf"
-    ):
+    with pytest.raises(RuntimeError, match=r"clip_grad_norm_: the norm of the gradients must be finite, got inf"):
         clip_grad_norm_(params, 1.0, error_if_nonfinite=True)
     assert torch.equal(params[0].grad, before)
 

@@ -59,9 +59,7 @@ def test_a_wrong_backend_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     assert "NO (" in printed and "unscale_ on reference, fp32-sizes: grads[1]: error 1" in printed
 
 
-def test_a_crashing_backend_fails(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_crashing_backend_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     def crash(*_: object, **__: object) -> None:
         raise ZeroDivisionError("boom")
 
@@ -80,11 +78,7 @@ def test_the_table_without_tabulate(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(builtins, "__import__", refuse)
     header, rule, row = _verify._table([["sgd_", "cpu", "fp32", "3", "exact", "exact", "yes"]]).splitlines()
-    assert (
-        len(header.split("  ")) >= 7
-        and set(rule) == {"-", " "}
-        and row.index("cpu") == header.index("backend")
-    )
+    assert len(header.split("  ")) >= 7 and set(rule) == {"-", " "} and row.index("cpu") == header.index("backend")
 
 
 # ------------------------------------------------------------------------------------------------- error rule

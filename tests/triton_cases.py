@@ -119,9 +119,7 @@ def exact_norm(grads: Sequence[Tensor]) -> float:
 
 @dtypes
 @offsets
-@pytest.mark.parametrize(
-    ("sizes", "chunk_size"), [(SIZES, CHUNK), ((LARGE,), 1 << 14)], ids=["sizes", "large"]
-)
+@pytest.mark.parametrize(("sizes", "chunk_size"), [(SIZES, CHUNK), ((LARGE,), 1 << 14)], ids=["sizes", "large"])
 def test_norm(dtype: torch.dtype, offset: int, sizes: tuple[int, ...], chunk_size: int) -> None:
     arena = Arena()
     grads = [arena.place(randn(size).to(dtype), offset) for size in sizes]
@@ -222,9 +220,7 @@ def test_without_clear_found_inf_accumulates(found_inf: float, bad: bool) -> Non
     ],
     ids=str,
 )
-def test_squares_outside_the_range_of_fp32(
-    dtype: torch.dtype, write: bool, fill: list[float], scale: float
-) -> None:
+def test_squares_outside_the_range_of_fp32(dtype: torch.dtype, write: bool, fill: list[float], scale: float) -> None:
     values = torch.tensor(fill).repeat(1500)[:2500].to(dtype)
     out = run_pass([values.to(DEVICE, copy=True)], scale=scale, write=write)
     assert out.found_inf.item() == 0.0
@@ -251,9 +247,7 @@ def test_no_chunks(grads: list[Tensor], clear: bool) -> None:
 def test_more_chunks_than_one_fold() -> None:
     grads: list[Tensor | None] = [None] * 1030
     grads[0], grads[1025] = randn(1).to(DEVICE), randn(1, 1).to(DEVICE)
-    assert run_pass(grads, numels=[1] * 1030).norm.item() == pytest.approx(
-        exact_norm([grads[0], grads[1025]])
-    )
+    assert run_pass(grads, numels=[1] * 1030).norm.item() == pytest.approx(exact_norm([grads[0], grads[1025]]))
     grads[3], grads[1027] = torch.tensor([[math.nan], [math.inf]], device=DEVICE)
     assert run_pass(grads, numels=[1] * 1030).record.tolist() == [0, 42, 42, 3]
 
@@ -501,9 +495,7 @@ def test_options(configs: list[Config]) -> None:
 
 @pytest.mark.parametrize("config", FULL, ids=name)
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, BF16)], ids=["fp32", "16-bit"])
-def test_update_of_more_than_32_bits_of_elements(
-    config: Config, dtypes: tuple[torch.dtype, torch.dtype]
-) -> None:
+def test_update_of_more_than_32_bits_of_elements(config: Config, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     model = Model([config], [1000], *dtypes, first_chunk=2**23)
     expected = Expected(model)
     expected.step(first=True)
@@ -586,16 +578,12 @@ def test_no_chunks_to_update(config: Config) -> None:
 
 @pytest.mark.parametrize("dtype", [FP16, BF16], ids=NAMES.get)
 def test_weights_round_to_nearest_even(dtype: torch.dtype) -> None:
-    upper = (
-        torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16
-    )  # ties, and their neighbours, of every exponent
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16  # ties, and their neighbours, of every exponent
     shift = 0 if dtype == BF16 else 3
     lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]) >> shift
     values = (upper[:, None] + lower).view(-1).to(torch.int32).view(FP32)
     special = torch.tensor([65504.0, 65519.996, 65520.0, 2.0**-24, 2.0**-25, 3 * 2.0**-25, -0.0, 3.3961e38])
-    values = torch.cat(
-        [special, values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]]
-    )
+    values = torch.cat([special, values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]])
     model = Model([Sgd()], sizes=(40000,), param_dtype=dtype)
     model.masters[0].copy_(values[:40000])
     model.grads[0].zero_()  # type: ignore[union-attr]

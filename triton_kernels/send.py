@@ -9,9 +9,7 @@ def _send_(host: torch.Tensor, to: torch.Tensor) -> None:
     if to.is_cuda and torch.cuda.is_current_stream_capturing():
         _write_by_value(host, to)
     else:
-        to.copy_(
-            host, non_blocking=True
-        )  # pageable memory is read before the call returns, so `host` may die
+        to.copy_(host, non_blocking=True)  # pageable memory is read before the call returns, so `host` may die
 
 
 def _write_by_value(host: torch.Tensor, to: torch.Tensor) -> None:

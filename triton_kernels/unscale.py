@@ -69,9 +69,7 @@ def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _finish_pass(
-    chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, CLEAR: tl.constexpr
-):
+def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, CLEAR: tl.constexpr):
     # Fixed order: same inputs, same bits, whichever block is the last. .cg because other blocks wrote these.
     lanes = tl.full((_FOLD,), 0.0, tl.float64)
     for i in range(0, n_chunks, _FOLD):

@@ -105,7 +105,8 @@ class Plan:
         self.backend = backend
         self.device = device
         self.members = members
-        self.meshes = {m.param.device_mesh for m in members if isinstance(m.param, DTensor)}
+        # In the order of the parameters, which is the same on every rank.
+        self.meshes = list(dict.fromkeys(m.param.device_mesh for m in members if isinstance(m.param, DTensor)))
         self.record = record  # int64: ticket, passes, pass and member of the last overflow (csrc/table.h)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
@@ -194,11 +195,16 @@ class NativePlan(Plan):
         self._host_hyper = _host(0, HYPER_COLUMNS, dtype=torch.float32)
         self._tensor_lr: dict[int, Tensor] = {}
         self._tables: _Tables | None = None
+        self._was_captured = False
         self._kept: list[object] = []  # what captured graphs point to
 
     # ------------------------------------------------------------------------------------------------ refreshing
     def refresh(self) -> bool:
-        if self._parameter_addresses() != self._addresses or list(map(_dtype, self._params)) != self._dtypes:
+        is_captured = capturing(self.device)
+        if is_captured or self._was_captured:
+            self._tables = None  # a captured step sends tables of its own, which no later step rewrites
+        self._was_captured = is_captured
+        if self._parameter_addresses() != self._addresses:
             return False
         if any(m.param.grad is not None for m in self._idle):
             return False
@@ -249,6 +255,8 @@ class NativePlan(Plan):
 
     def _take_gradients(self) -> bool:
         """Any state of affairs: None, other dtypes, other strides."""
+        if list(map(_dtype, self._params)) != self._dtypes:
+            return False  # another dtype at the same address; the gradients' change with it
         targets = self._targets
         self._relaid = []
         grads = self._gradients()
@@ -271,8 +279,6 @@ class NativePlan(Plan):
     def _send_gradients(self, addresses: list[int]) -> None:
         self._grad_addresses = addresses
         self._host_table[Row.GRAD, self._rows] = int64_tensor(addresses)
-        if capturing(self.device):
-            self._tables = None  # the capture's own table gets them; the next eager step sends all
         if self._tables is not None:
             resend(self._ops, self._host_table[Row.GRAD], self._tables.table[Row.GRAD])
 
@@ -331,8 +337,6 @@ class NativePlan(Plan):
             self._host_hyper[row, : len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
             self._host_hyper[row, LR_COLUMN] = lr if isinstance(lr, float) else 0.0
         self._tensor_lr = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
-        if capturing(self.device):
-            self._tables = None
         if self._tables is not None:
             self._tables = self._tables._replace(**self._send_hyper())
 
@@ -355,12 +359,10 @@ class NativePlan(Plan):
         return {"hyper": hyper, "lr": send(self._ops, int64_tensor(rates), self.device)}
 
     def _device_tables(self) -> _Tables:
-        if capturing(self.device):
-            tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
-            self._kept.append((tables, self._relaid, self._entries))
-            return tables
         if self._tables is None:
             self._tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
+            if self._was_captured:
+                self._kept.append((self._tables, self._relaid, self._entries))
         return self._tables
 
     # --------------------------------------------------------------------------------------------------- launches

@@ -8,9 +8,7 @@ import torch
 from torch import Tensor
 
 
-def gradient(
-    grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None
-) -> Tensor:
+def gradient(grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None) -> Tensor:
     """The gradient as the update sees it: fp32, divided by `grad_scale`, negated to maximize, plus decay."""
     value = grad.float()
     if grad_scale is not None:

@@ -15,9 +15,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
         grad.copy_(grad.float() * inv_scale.view(()))
 
 
-def grad_norm(
-    grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None
-) -> Tensor:
+def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
     """``sqrt(sum((grad * inv_scale)^2))`` over all elements, in fp64, rounded once to a 0-dim fp32 tensor."""
     device = grads[0].device if grads else None
     total = torch.zeros((), dtype=torch.float64, device=device)

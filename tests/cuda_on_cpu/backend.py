@@ -48,9 +48,7 @@ def _unscale_table_(
     clear: bool, partials: Tensor, found_inf: Tensor, norm: Tensor, record: Tensor,
 ) -> None:  # fmt: skip
     results = [x.data_ptr() for x in (partials, found_inf, norm, record)]
-    _call(
-        "unscale_table", *_table(table, chunks, chunk_size), _address(scale), divide, write, clear, *results
-    )
+    _call("unscale_table", *_table(table, chunks, chunk_size), _address(scale), divide, write, clear, *results)
 
 
 def _sgd_table_(*arguments: object) -> None:

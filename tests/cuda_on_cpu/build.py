@@ -63,9 +63,7 @@ def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
     """The library of `sources` and the emulator, compiled unless this very text was compiled before."""
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
-        raise RuntimeError(
-            f"cuda_on_cpu: the C++ compiler {compiler!r} must be on PATH; install g++ or set CXX"
-        )
+        raise RuntimeError(f"cuda_on_cpu: the C++ compiler {compiler!r} must be on PATH; install g++ or set CXX")
     include = header_folders()
     sources = [*sources, HERE / "emulator.cpp"]
     command = [compiler, *FLAGS]

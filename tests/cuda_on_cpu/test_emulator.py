@@ -72,9 +72,7 @@ def test_two_reductions_share_their_memory(order: str) -> None:
 
 def test_a_missing_barrier_between_reductions_shows() -> None:
     x = _inputs()
-    right = [
-        torch.allclose(_run("hasty_sums", o, x, torch.zeros_like(x)), x.sum().expand(256)) for o in ORDERS
-    ]
+    right = [torch.allclose(_run("hasty_sums", o, x, torch.zeros_like(x)), x.sum().expand(256)) for o in ORDERS]
     assert not all(right)
 
 
@@ -164,9 +162,7 @@ def test_last_block(order: str) -> None:
 
 
 @pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
-@pytest.mark.parametrize(
-    "dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"]
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=["fp32", "fp16", "bf16"])
 def test_packs(dtype: torch.dtype, offset: int) -> None:
     name = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}[dtype]
     x = _inputs(8 * 32 + offset).to(dtype)[offset:]
