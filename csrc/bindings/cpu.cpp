@@ -8,17 +8,18 @@
 namespace amp_kernels::cpu {
 namespace {
 
-// Chunks per task. A chunk of a model of small tensors may hold a few elements only, so tasks are sized in
-// elements: below 65536 of them waking a second thread costs more than it saves.
-int64_t grain(const Table& table) {
-  int64_t elements = 0;
-  for (int64_t c = 0; c < table.chunk_count; ++c) elements += Chunk(table, c).size;
-  return elements < 65536 ? table.chunk_count + 1 : 1;
+int64_t elements(const Table& table) {
+  int64_t sum = 0;
+  for (int64_t c = 0; c < table.chunk_count; ++c) sum += Chunk(table, c).size;
+  return sum;
 }
 
+// A chunk of a model of small tensors may hold a few elements only, so it is elements that decide: below
+// 65536 of them waking a second thread costs more than it saves.
 template <class F>
-void for_each_chunk(const Table& table, const F& f) {
-  torch::stable::parallel_for(0, table.chunk_count, grain(table), [&](int64_t begin, int64_t end) {
+void for_each_chunk(const Table& table, int64_t elements, const F& f) {
+  const int64_t grain = elements < 65536 ? table.chunk_count + 1 : 1;
+  torch::stable::parallel_for(0, table.chunk_count, grain, [&](int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; ++c) f(c);
   });
 }
@@ -28,7 +29,7 @@ void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optiona
   const GradientPass pass =
       make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record);
   const float factor = unscale_factor(pass);
-  for_each_chunk(pass.table, [&](int64_t c) { unscale_chunk(pass, factor, c); });
+  for_each_chunk(pass.table, elements(pass.table), [&](int64_t c) { unscale_chunk(pass, factor, c); });
   finish_pass(pass, factor);
 }
 
@@ -36,14 +37,16 @@ template <class Formula>
 void update_table(Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps, Tensor hyper, Tensor lr,
                   int64_t param_dtype, int64_t grad_dtype, std::optional<Tensor> grad_scale,
                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_norm) {
-  const Update update = make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, grad_dtype,
-                                    grad_scale, found_inf, grad_norm, max_norm);
+  const Update update = make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, grad_dtype, grad_scale,
+                                    found_inf, grad_norm, max_norm);
   if (is_skipped(update)) return;
   const float factor = update_factor(update);
+  const int64_t size = elements(update.table);
+  const bool streams = size >= 1 << 22;  // 8 MB of weights
   with_dtype(update.param_dtype, [&](auto param) {
     with_dtype(update.grad_dtype, [&](auto grad) {
-      for_each_chunk(update.table, [&](int64_t c) {
-        update_chunk<Formula, decltype(param), decltype(grad)>(update, factor, c);
+      for_each_chunk(update.table, size, [&](int64_t c) {
+        update_chunk<Formula, decltype(param), decltype(grad)>(update, factor, streams, c);
       });
     });
   });

@@ -17,9 +17,8 @@ Stream current_stream(const Tensor& tensor) {
 void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optional<Tensor> scale, bool divide,
                    bool write, bool clear, Tensor partials, Tensor found_inf, Tensor norm, Tensor record) {
   const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
-  launch_unscale(
-      make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record),
-      current_stream(table));
+  launch_unscale(make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record),
+                 current_stream(table));
 }
 
 template <void (*kLaunch)(const Update&, Stream)>
@@ -27,8 +26,8 @@ void update_table(Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps,
                   int64_t param_dtype, int64_t grad_dtype, std::optional<Tensor> grad_scale,
                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_norm) {
   const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
-  kLaunch(make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, grad_dtype, grad_scale,
-                      found_inf, grad_norm, max_norm),
+  kLaunch(make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, grad_dtype, grad_scale, found_inf,
+                      grad_norm, max_norm),
           current_stream(table));
 }
 

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
-#if defined(__F16C__) && defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
@@ -77,6 +77,36 @@ inline void store(const float* from, BFloat16* to, int64_t n) {
     // A NaN whose payload sits in the low bits would round to inf.
     to[i].x = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
   }
+}
+
+// n elements as fp32: where they lie, or converted into `staged`.
+inline const float* as_float(const float* from, float*, int64_t) { return from; }
+
+template <class T>
+const float* as_float(const T* from, float* staged, int64_t n) {
+  load(from, staged, n);
+  return staged;
+}
+
+// Copies past the caches. An ordinary store reads a line before it overwrites it, which for a weight that
+// nobody reads before the next forward pass is a tenth of an update's traffic. Call fence_streams before
+// another thread may read.
+template <class T>
+void stream(const T* from, T* to, int64_t n) {
+  int64_t i = 0;
+#if defined(__SSE2__)
+  constexpr int64_t kStep = 16 / sizeof(T);
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0)
+    for (; i + kStep <= n; i += kStep)
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+#endif
+  std::memcpy(to + i, from + i, (n - i) * sizeof(T));
+}
+
+inline void fence_streams() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
 }
 
 }  // namespace amp_kernels::cpu

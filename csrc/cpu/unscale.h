@@ -11,31 +11,34 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kBlock = 1024;  // elements staged as fp32 in L1
-constexpr int64_t kAheadBytes = 8192;
-
-// Eight fp32 lanes, which g++ and clang map to AVX2 or a pair of NEON registers. A plain array of 32 sums
-// stays in memory in g++ 12, and the pass is then bound by store forwarding at 3 cycles an element.
+// Eight fp32 lanes, which g++ and clang map to AVX2 or a pair of NEON registers. A plain array of 32 sums stays in
+// memory in g++ 12, and the pass is then bound by store forwarding at 3 cycles an element.
 using Lanes = float __attribute__((vector_size(32)));
 constexpr int kLanes = 8;
-constexpr int kSums =
-    4;  // in flight; each lane adds at most 32 squares: 1e-6 of rounding even when it is one-sided
+constexpr int kSums = 4;          // in flight
+constexpr int64_t kBlock = 1024;  // 32 squares a lane: at most 1e-6 of rounding even when it is one-sided
+constexpr int64_t kAhead = 1024;  // elements
 
-inline double block_sum_of_squares(const float* x, int64_t n) {
+template <class G>
+double block_sum_of_squares(const G* x, int64_t n) {
+  constexpr int64_t kStep = kSums * kLanes;
   Lanes lane[kSums] = {};
   int64_t i = 0;
-  for (; i + kSums * kLanes <= n; i += kSums * kLanes) {
+  for (; i + kStep <= n; i += kStep) {
+    prefetch(x + i + kAhead, kStep);
+    float staged[kStep];
+    const float* step = as_float(x + i, staged, kStep);
 #pragma GCC unroll 4
     for (int k = 0; k < kSums; ++k) {
       Lanes v;
-      std::memcpy(&v, x + i + k * kLanes, sizeof(v));
+      std::memcpy(&v, step + k * kLanes, sizeof(v));
       lane[k] += v * v;
     }
   }
   double sum = 0.0;
   for (int k = 0; k < kSums; ++k)
     for (int l = 0; l < kLanes; ++l) sum += lane[k][l];
-  for (; i < n; ++i) sum += static_cast<double>(x[i]) * x[i];
+  for (; i < n; ++i) sum += static_cast<double>(static_cast<float>(x[i])) * static_cast<float>(x[i]);
   return sum;
 }
 
@@ -51,18 +54,8 @@ double exact_sum_of_squares(const G* grad, int64_t n) {
 
 template <class G>
 double sum_of_squares(const G* grad, int64_t n) {
-  float x[kBlock];
   double sum = 0.0;
-  for (int64_t i = 0; i < n; i += kBlock) {
-    const int64_t m = std::min(kBlock, n - i);
-    prefetch(grad + i + kAheadBytes / sizeof(G), m);
-    if constexpr (std::is_same_v<G, float>) {
-      sum += block_sum_of_squares(grad + i, m);
-    } else {
-      load(grad + i, x, m);
-      sum += block_sum_of_squares(x, m);
-    }
-  }
+  for (int64_t i = 0; i < n; i += kBlock) sum += block_sum_of_squares(grad + i, std::min(kBlock, n - i));
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad, n);
 }
 

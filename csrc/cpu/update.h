@@ -10,6 +10,7 @@
 namespace amp_kernels::cpu {
 
 constexpr int64_t kUpdateBlock = 256;  // elements; the staged gradient and absent states stay in L1
+constexpr int64_t kUpdateAhead = 512;  // elements; on a Xeon with 2 MB of L2 a tenth faster than none, or than 2048
 
 template <class Formula>
 void apply(const Formula& formula, float* __restrict p, const float* __restrict g, float* __restrict s0,
@@ -27,14 +28,14 @@ void apply(const Formula& formula, float* __restrict p, const float* __restrict 
   }
 }
 
+// `streams`: the model is too large for its weights to stay in a cache until they are used.
 template <class Formula, class P, class G>
-void update_chunk(const Update& update, float factor, int64_t index) {
+void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);
   const G* grad = chunk.in<G>(update.table, kGrad);
   if (grad == nullptr) return;
   P* weight = chunk.in<P>(update.table, kParam);
-  float* param =
-      std::is_same_v<P, float> ? reinterpret_cast<float*>(weight) : chunk.in<float>(update.table, kMaster);
+  float* param = std::is_same_v<P, float> ? reinterpret_cast<float*>(weight) : chunk.in<float>(update.table, kMaster);
   float* state[3] = {};
   bool has[Formula::kStates];
   for (int k = 0; k < Formula::kStates; ++k) {
@@ -42,28 +43,35 @@ void update_chunk(const Update& update, float factor, int64_t index) {
     has[k] = state[k] != nullptr;
   }
   const int64_t group = update.table.at(kGroup, chunk.tensor);
-  const Formula formula(update.hyper + group * kHyperColumns,
-                        *reinterpret_cast<const float*>(update.lr[group]), factor, update.steps[index] == 0,
-                        has);
+  const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]), factor,
+                        update.steps[index] == 0, has);
   ++update.steps[index];
 
   float staged[kUpdateBlock];
   float absent[3][kUpdateBlock];
   for (int64_t i = 0; i < chunk.size; i += kUpdateBlock) {
     const int64_t n = std::min(kUpdateBlock, chunk.size - i);
+    prefetch(grad + i + kUpdateAhead, n);
+    prefetch(param + i + kUpdateAhead, n);
+    for (float* array : state)
+      if (array != nullptr) prefetch(array + i + kUpdateAhead, n);
     float* s[3];
     for (int k = 0; k < 3; ++k) {
       s[k] = state[k] == nullptr ? absent[k] : state[k] + i;
       if (k < Formula::kStates && state[k] == nullptr) std::fill_n(absent[k], n, 0.0f);
     }
-    if constexpr (std::is_same_v<G, float>) {
-      apply(formula, param + i, grad + i, s[0], s[1], s[2], n);
-    } else {
-      load(grad + i, staged, n);
-      apply(formula, param + i, staged, s[0], s[1], s[2], n);
+    apply(formula, param + i, as_float(grad + i, staged, n), s[0], s[1], s[2], n);
+    if constexpr (!std::is_same_v<P, float>) {
+      if (streams) {
+        P rounded[kUpdateBlock];
+        store(param + i, rounded, n);
+        stream(rounded, weight + i, n);
+      } else {
+        store(param + i, weight + i, n);
+      }
     }
-    if constexpr (!std::is_same_v<P, float>) store(param + i, weight + i, n);
   }
+  if (streams) fence_streams();
 }
 
 }  // namespace amp_kernels::cpu

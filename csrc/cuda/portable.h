@@ -55,8 +55,7 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
 // The widest access to a pack: 16 bytes, 8 for four 16-bit elements beside four of fp32, else an element. An
 // integer type pins the width: nvcc may split the copy of a struct of 16-bit members.
 template <class T, int N>
-using Access =
-    std::conditional_t<sizeof(T) * N % 16 == 0, int4, std::conditional_t<sizeof(T) * N % 8 == 0, int2, T>>;
+using Access = std::conditional_t<sizeof(T) * N % 16 == 0, int4, std::conditional_t<sizeof(T) * N % 8 == 0, int2, T>>;
 
 // Addresses come from a table as integers, and without this word nvcc emits generic accesses (LD for LDG).
 template <class T>

@@ -15,8 +15,7 @@ struct Values {
   int64_t data[kValues];
 };
 
-__global__ void __launch_bounds__(kThreads)
-    send_kernel(const __grid_constant__ Values values, int64_t* to, int n) {
+__global__ void __launch_bounds__(kThreads) send_kernel(const __grid_constant__ Values values, int64_t* to, int n) {
   for (int i = threadIdx.x; i < n; i += kThreads) to[i] = values.data[i];
 }
 

@@ -121,8 +121,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) update_kernel(const
     }
     const int64_t group = update.table.at(kGroup, chunk.tensor);
     const int32_t step = update.steps[index];
-    const Formula formula(update.hyper + group * kHyperColumns,
-                          *reinterpret_cast<const float*>(update.lr[group]), factor, step == 0, has);
+    const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]),
+                          factor, step == 0, has);
     update_elements(arrays, formula, chunk.size, wide);
     barrier();  // every thread has read the count
     if (threadIdx.x == 0) update.steps[index] = step + 1;
@@ -146,8 +146,8 @@ void launch_update(const Update& update, Stream stream) {
   if (update.table.chunk_count == 0) return;
   with_dtype(update.param_dtype, [&](auto param) {
     with_dtype(update.grad_dtype, [&](auto grad) {
-      launch(update_kernel<Formula, decltype(param), decltype(grad)>, grid_size(update.table), kThreads, 0,
-             stream, update);
+      launch(update_kernel<Formula, decltype(param), decltype(grad)>, grid_size(update.table), kThreads, 0, stream,
+             update);
     });
   });
 }

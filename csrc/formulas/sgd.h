@@ -17,8 +17,7 @@ struct SgdFormula {
   bool first;
 
   // Without a momentum buffer every step is a first one: b = g.
-  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, bool first,
-                            const bool (&has)[kStates])
+  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, bool first, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         lr(lr),
         momentum(hyper[0]),

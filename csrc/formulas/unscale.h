@@ -32,8 +32,7 @@ AMP_KERNELS_HD float update_factor(const Update& update) {
 }
 
 AMP_KERNELS_HD bool is_skipped(const Update& update) {
-  return update.found_inf != nullptr &&
-         *update.found_inf != 0.0f;  // 2.0 skips too: a sum over devices or ranks
+  return update.found_inf != nullptr && *update.found_inf != 0.0f;  // 2.0 skips too: a sum over devices or ranks
 }
 
 }  // namespace amp_kernels

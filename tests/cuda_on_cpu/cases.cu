@@ -46,9 +46,7 @@ __global__ void rotate(const double* in, double* out) {
   out[threadIdx.x] = shared[(threadIdx.x + 1) % blockDim.x];
 }
 
-__global__ void read_unwritten(const double*, double* out) {
-  out[threadIdx.x] = shared_doubles()[threadIdx.x];
-}
+__global__ void read_unwritten(const double*, double* out) { out[threadIdx.x] = shared_doubles()[threadIdx.x]; }
 
 __global__ void write_past_the_end(const double*, double*) { shared_doubles()[blockDim.x] = 0.0; }
 

@@ -28,8 +28,8 @@ extern "C" {
 void set_order(int order, unsigned seed) { emulator::set_order(static_cast<emulator::Order>(order), seed); }
 
 const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
-                          int64_t chunk_size, const float* scale, bool divide, bool write, bool clear,
-                          double* partials, float* found_inf, float* norm, Record* record) {
+                          int64_t chunk_size, const float* scale, bool divide, bool write, bool clear, double* partials,
+                          float* found_inf, float* norm, Record* record) {
   return guarded([&] {
     cuda::launch_unscale({{table, tensors, chunks, chunk_count, chunk_size},
                           scale,
@@ -44,24 +44,24 @@ const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* 
   });
 }
 
-#define UPDATE_TABLE(optimizer)                                                                              \
-  const char* optimizer##_table(const int64_t* table, int64_t tensors, const int32_t* chunks,                \
-                                int64_t chunk_count, int64_t chunk_size, int32_t* steps, const float* hyper, \
-                                const int64_t* lr, int param_dtype, int grad_dtype, const float* grad_scale, \
-                                const float* found_inf, const float* grad_norm, float max_norm) {            \
-    return guarded([&] {                                                                                     \
-      cuda::launch_##optimizer({{table, tensors, chunks, chunk_count, chunk_size},                           \
-                                steps,                                                                       \
-                                hyper,                                                                       \
-                                lr,                                                                          \
-                                grad_scale,                                                                  \
-                                found_inf,                                                                   \
-                                grad_norm,                                                                   \
-                                max_norm,                                                                    \
-                                static_cast<Dtype>(param_dtype),                                             \
-                                static_cast<Dtype>(grad_dtype)},                                             \
-                               nullptr);                                                                     \
-    });                                                                                                      \
+#define UPDATE_TABLE(optimizer)                                                                                    \
+  const char* optimizer##_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count, \
+                                int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,         \
+                                int param_dtype, int grad_dtype, const float* grad_scale, const float* found_inf,  \
+                                const float* grad_norm, float max_norm) {                                          \
+    return guarded([&] {                                                                                           \
+      cuda::launch_##optimizer({{table, tensors, chunks, chunk_count, chunk_size},                                 \
+                                steps,                                                                             \
+                                hyper,                                                                             \
+                                lr,                                                                                \
+                                grad_scale,                                                                        \
+                                found_inf,                                                                         \
+                                grad_norm,                                                                         \
+                                max_norm,                                                                          \
+                                static_cast<Dtype>(param_dtype),                                                   \
+                                static_cast<Dtype>(grad_dtype)},                                                   \
+                               nullptr);                                                                           \
+    });                                                                                                            \
   }
 UPDATE_TABLE(sgd)
 UPDATE_TABLE(rmsprop)

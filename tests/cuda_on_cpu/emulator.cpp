@@ -127,9 +127,8 @@ void report_deadlock() {
     }
   }
   if (finished == blockDim.x) return;
-  fail("deadlock in block " + std::to_string(blockIdx.x) + ": threads wait for threads that never arrive (" +
-       waiting + "; " + std::to_string(finished) + " of " + std::to_string(blockDim.x) +
-       " have left the kernel)");
+  fail("deadlock in block " + std::to_string(blockIdx.x) + ": threads wait for threads that never arrive (" + waiting +
+       "; " + std::to_string(finished) + " of " + std::to_string(blockDim.x) + " have left the kernel)");
 }
 
 void run_block(size_t shared_bytes, const std::function<void()>& kernel) {
@@ -156,9 +155,8 @@ void set_order(Order new_order, unsigned seed) {
 
 void run(unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel) {
   if (grid == 0 || block == 0 || block > kMaxThreads || shared_bytes > kSharedLimit)
-    throw std::runtime_error("invalid launch: grid " + std::to_string(grid) + ", block " +
-                             std::to_string(block) + ", " + std::to_string(shared_bytes) +
-                             " bytes of shared memory");
+    throw std::runtime_error("invalid launch: grid " + std::to_string(grid) + ", block " + std::to_string(block) +
+                             ", " + std::to_string(shared_bytes) + " bytes of shared memory");
   gridDim = dim3(grid);
   blockDim = dim3(block);
   std::vector<unsigned> blocks(grid);
