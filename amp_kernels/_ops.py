@@ -47,7 +47,7 @@ SCHEMAS = {
 }
 LIST_OPS = ("unscale_", "grad_norm", "sgd_", "rmsprop_")
 TABLE_OPS = ("_unscale_table_", "_sgd_table_", "_rmsprop_table_", "_send_")
-# Automatic choice, first that runs. Triton stands behind CUDA C++ until it is measured to be faster.
+# Automatic choice, first that runs.
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 

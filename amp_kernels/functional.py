@@ -37,7 +37,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     _checks.check_scalar("unscale_", "found_inf", found_inf)
     for device, group in _by_device(grads).items():
         flag = _local_flag(found_inf, device)
-        _ops.unscale_(group, inv_scale.to(device, non_blocking=True), flag)
+        _ops.unscale_(group, moved(inv_scale, device), flag)
         _merge_flag(found_inf, flag)
 
 
@@ -64,7 +64,7 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     _checks.check_scalar("grad_norm", "found_inf", found_inf)
     norms = []
     for device, group in _by_device(grads).items():
-        scale = None if inv_scale is None else inv_scale.to(device, non_blocking=True)
+        scale = None if inv_scale is None else moved(inv_scale, device)
         flag = _local_flag(found_inf, device)
         norms.append(_ops.grad_norm(group, scale, flag))
         if found_inf is not None:
@@ -74,10 +74,15 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     return norms[0] if len(norms) == 1 else total_norm(norms)
 
 
+def moved(scalar: Tensor, device: torch.device) -> Tensor:
+    """`scalar` on `device`; waits only where it is the host that reads it, which an asynchronous copy would race."""
+    return scalar.to(device, non_blocking=device.type != "cpu")
+
+
 def total_norm(norms: Sequence[Tensor]) -> Tensor:
     """The norm over devices from a norm a device, on the first one's; nothing overflows that the result does not."""
     device = norms[0].device
-    gathered = torch.stack([norm.to(device, non_blocking=True) for norm in norms])
+    gathered = torch.stack([moved(norm, device) for norm in norms])
     return torch.linalg.vector_norm(gathered, dtype=torch.float64).float()
 
 
@@ -106,7 +111,7 @@ def clip_grad_norm_(
     """
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     grads = [p.grad for p in parameters if p.grad is not None]
-    ours = all(g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
+    ours = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
     if float(norm_type) != 2.0 or not grads or not ours:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = grad_norm(grads)
@@ -240,5 +245,5 @@ def _local_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
 
 def _merge_flag(found_inf: Tensor, flag: Tensor) -> None:
     if flag is not found_inf:
-        arrived = flag.to(found_inf.device, non_blocking=True).view_as(found_inf)
+        arrived = moved(flag, found_inf.device).view_as(found_inf)
         found_inf.copy_(torch.where(arrived != 0, arrived, found_inf))

@@ -12,7 +12,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
 
 from ._table import DTYPE_CODES
-from .functional import unscale_
+from .functional import moved, unscale_
 from .optim._base import FusedOptimizer
 from .optim._plan import capturing
 
@@ -64,7 +64,8 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        self._optimizers: weakref.WeakSet[FusedOptimizer] = weakref.WeakSet()
+        self._optimizers: weakref.WeakKeyDictionary[FusedOptimizer, int] = weakref.WeakKeyDictionary()
+        self._iterations = 0
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if capturing(torch.device(dev)):
@@ -73,6 +74,8 @@ class GradScaler(torch.amp.GradScaler):
                 "start anew at every replay; run one iteration before capturing"
             )
         super()._lazy_init_scale_growth_tracker(dev)
+        self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=dev)
+        self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
 
     # ----------------------------------------------------------------------------------------------- what it knows
     @property
@@ -85,8 +88,17 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def last_overflow(self) -> Overflow | None:
         """The last overflow in an optimizer of ours that this scaler stepped; reading it waits for the device."""
-        found = [Overflow(*last) for optimizer in self._optimizers for last in optimizer._overflows()]
-        return max(found, key=lambda overflow: overflow.step, default=None)
+        found = [
+            (last[0] + offset, Overflow(*last))
+            for optimizer, offset in self._optimizers.items()
+            for last in optimizer._overflows()
+        ]
+        return max(found, key=lambda overflow: overflow[0])[1] if found else None
+
+    def _note_check(self, optimizer: FusedOptimizer) -> None:
+        """Keeps how far an optimizer's own count of steps lies behind the iterations, to tell which came last."""
+        optimizer._checks += 1
+        self._optimizers[optimizer] = self._iterations - optimizer._checks
 
     # ------------------------------------------------------------------------------------------------ one iteration
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -106,7 +118,9 @@ class GradScaler(torch.amp.GradScaler):
         """As torch's. For optimizers of ours: all devices' checks, then their sum, then the updates."""
         if not self._enabled or not isinstance(optimizer, FusedOptimizer) or hasattr(optimizer, "grad_scale"):
             return super().step(optimizer, *args, **kwargs)
-        if args or "closure" in kwargs:  # it would replace the gradients that were checked
+        if (
+            any(arg is not None for arg in args) or "closure" in kwargs
+        ):  # it would replace the gradients that were checked
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -116,19 +130,19 @@ class GradScaler(torch.amp.GradScaler):
             self._check_gradients(optimizer, scale, write=False)
             optimizer._is_checked = True
             optimizer.grad_scale = scale
-        found_inf = next(iter(state["found_inf_per_device"].values()), None)
-        optimizer.found_inf = found_inf
+        optimizer.found_inf = next(iter(state["found_inf_per_device"].values()), None)
         try:
-            return optimizer.step(*args, **kwargs)
+            result = optimizer.step(*args, **kwargs)
         finally:
             optimizer._is_checked = False
             optimizer.__dict__.pop("grad_scale", None)
             del optimizer.found_inf
-            state["stage"] = OptState.STEPPED
+        state["stage"] = OptState.STEPPED
+        return result
 
     def _check_gradients(self, optimizer: FusedOptimizer, scale: Tensor, *, write: bool) -> None:
         """The gradient pass on every device, and its verdict over devices and ranks in the optimizer's record."""
-        self._optimizers.add(optimizer)
+        self._note_check(optimizer)
         plans = optimizer._check(scale, divide=True, write=write)
         meshes = list(dict.fromkeys(mesh for plan in optimizer._plans or () for mesh in plan.meshes))
         if not plans and not meshes:
@@ -136,7 +150,7 @@ class GradScaler(torch.amp.GradScaler):
         flags = [plan.found_inf for plan in plans] or [torch.zeros_like(scale)]
         found_inf = flags[0]
         if len(flags) > 1:
-            found_inf = torch.stack([flag.to(found_inf.device, non_blocking=True) for flag in flags]).sum()
+            found_inf = torch.stack([moved(flag, found_inf.device) for flag in flags]).sum()
         # All ranks that hold shards of a parameter skip together, also those without a gradient, or weights part ways.
         for mesh in meshes:
             for dim in range(mesh.ndim):
@@ -163,7 +177,7 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, FusedOptimizer):
             return super()._check_inf_per_device(optimizer)
-        self._optimizers.add(optimizer)
+        self._note_check(optimizer)
         plans = optimizer._check(None, divide=False, write=False)
         flags = {plan.device: plan.found_inf for plan in plans}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
@@ -175,9 +189,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         states = list(self._per_optimizer_states.values())
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags = [
-            flag.to(scale.device, non_blocking=True) for s in states for flag in s["found_inf_per_device"].values()
-        ]
+        flags = [moved(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()]
         found_inf = None if not flags else flags[0] if len(flags) == 1 else torch.stack(flags).sum()
         if found_inf is not None:
             self._count_skip(found_inf)
@@ -187,11 +199,11 @@ class GradScaler(torch.amp.GradScaler):
             self._adapt_scale(scale, growth_tracker, found_inf)
         elif all(s["stage"] is not OptState.STEPPED for s in states):  # else stepped without any gradient
             raise AssertionError("No inf checks were recorded prior to update.")
+        self._iterations += 1
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _count_skip(self, found_inf: Tensor) -> None:
-        if self._skipped_steps is None:
-            self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=found_inf.device)
+        assert self._skipped_steps is not None  # allocated with the scale
         self._skipped_steps.add_(found_inf != 0)
 
     def _adapt_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
@@ -207,10 +219,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
         """Overflows in a row still tolerated; full again after a step without one."""
-        if self._hysteresis_tracker is None:
-            self._hysteresis_tracker = torch.full(
-                (), self._init_hysteresis_tracker, dtype=torch.int32, device=found_inf.device
-            )
+        assert self._hysteresis_tracker is not None  # allocated with the scale
         full = torch.full_like(self._hysteresis_tracker, self._hysteresis)
         return self._hysteresis_tracker.copy_(torch.where(found_inf != 0, self._hysteresis_tracker - 1, full))
 
@@ -260,4 +269,4 @@ class GradScaler(torch.amp.GradScaler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._optimizers = weakref.WeakSet()
+        self._optimizers = weakref.WeakKeyDictionary()

@@ -29,10 +29,10 @@ TOTAL = 590
 LIMITS = {
     "build": 110,
     "info": 20,
-    "tests": 240,
-    "memcheck": 45,
-    "racecheck": 45,
-    "benchmark": 80,
+    "tests": 190,
+    "memcheck": 30,
+    "racecheck": 30,
+    "benchmark": 65,
     "plot": 20,
 }
 # Under compute-sanitizer a kernel is tens of times slower: heads, tails and 16-byte accesses, and no more.

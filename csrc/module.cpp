@@ -1,5 +1,5 @@
 // `import amp_kernels._C` runs the static registrations of the bindings; the module itself is empty.
-// torch may raise Py_LIMITED_API one day; the wheel's tag says cp310 (setup.py).
+// torch's build flags set Py_LIMITED_API too; the wheel's tag says cp310 (setup.py).
 #ifdef Py_LIMITED_API
 #undef Py_LIMITED_API
 #define Py_LIMITED_API 0x030a0000

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -43,7 +45,7 @@ def test_captured_step_has_tables_of_its_own(capture):
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, captured, strict=True))
-    assert any(kept[0] is captured for kept in optimizer._plans[0]._kept)
+    assert any(kept is captured for kept in optimizer._plans[0]._kept)
     assert optimizer._plans[0]._tables.table[1, 0] == param.grad.data_ptr() != old_gradient.data_ptr()
 
 
@@ -65,6 +67,40 @@ def test_capture_before_state_exists_raises(capture):
     optimizer = FusedSGD([one_parameter()], lr=0.1, momentum=0.9)
     with pytest.raises(RuntimeError, match="a capture must follow a step"):
         optimizer.step()
+    assert not optimizer.state  # allocated in a capture, it would never be filled
+    with pytest.raises(RuntimeError, match="a capture must follow a step"):
+        optimizer.init_state()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("optimizer_class", [FusedSGD, FusedRMSprop])
+def test_capture_may_follow_init_state(capture, optimizer_class):
+    params = [one_parameter(), one_parameter()]
+    params[1].data.copy_(params[0].data)
+    params[1].grad.copy_(params[0].grad)
+    optimizers = [optimizer_class([p], lr=0.1, momentum=0.9) for p in params]
+    optimizers[0].init_state()
+    capture(True)
+    optimizers[0].step()
+    capture(False)
+    optimizers[1].step()
+    assert torch.equal(params[0], params[1])
+
+
+def test_what_a_graph_points_to_outlives_rebuilt_plans(capture):
+    param = one_parameter()
+    optimizer = FusedSGD([param], lr=0.1, momentum=0.9)
+    optimizer.step()
+    capture(True)
+    optimizer.step()
+    capture(False)
+    plan = optimizer._plans[0]
+    owned = [weakref.ref(t) for t in (plan._steps, plan._partials, plan._entries, plan._tables.table, plan.found_inf)]
+    del plan
+    optimizer.add_param_group({"params": [one_parameter()]})
+    optimizer.step()
+    gc.collect()
+    assert all(ref() is not None for ref in owned)
 
 
 def test_capture_after_someone_wrote_a_parameter_raises(capture):
@@ -87,6 +123,10 @@ def test_capture_with_other_gradient_dtypes_raises(capture):
     capture(True)
     with pytest.raises(RuntimeError, match="gradients of the same dtypes"):
         optimizer.step()
+    capture(False)
+    expected = param.detach() - 0.1 * param.grad.float()
+    optimizer.step()  # what the sentence asks for
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=1e-7)
 
 
 def test_scale_allocated_in_a_capture_raises(capture):

@@ -562,3 +562,24 @@ def test_gradients_with_a_history(device):
     scaler.unscale_(FusedSGD([p], lr=0.1))
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         penalty.backward()
+
+
+def test_last_overflow_is_the_last_of_several_optimizers_that_step_unevenly():
+    params = {name: torch.nn.Parameter(torch.ones(3)) for name in "ab"}
+    optimizers = {name: FusedSGD([(name, param)], lr=0.1) for name, param in params.items()}
+    scaler = amp_kernels.GradScaler("cpu", init_scale=4.0)
+    scaler.scale(torch.ones(()))
+    for name, overflows in [("a", False), ("a", False), ("a", True), ("b", False), ("b", True)]:
+        params[name].grad = torch.full((3,), torch.inf if overflows else 1.0)
+        scaler.step(optimizers[name])
+        scaler.update()
+    assert scaler.last_overflow == (2, "b")
+
+
+def test_step_takes_a_positional_none_for_the_closure():
+    param = torch.nn.Parameter(torch.ones(3))
+    param.grad = torch.ones(3)
+    scaler = amp_kernels.GradScaler("cpu", init_scale=1.0)
+    scaler.scale(torch.ones(()))
+    scaler.step(FusedSGD([param], lr=0.5), None)
+    torch.testing.assert_close(param.detach(), torch.full((3,), 0.5))

@@ -970,3 +970,17 @@ def test_random_histories(device, family, seed):
             target.grad = target.grad.to(ALL[choose(3)])
         pair.step()
     pair.check()
+
+
+def test_replaced_state_is_followed():
+    """Offloading state between steps replaces its tensors."""
+    param = torch.nn.Parameter(torch.ones(4))
+    optimizer = FusedSGD([param], lr=0.1, momentum=0.9)
+    param.grad = torch.ones(4)
+    optimizer.step()
+    state = optimizer.state[param]
+    for key, value in list(state.items()):
+        state[key] = value.clone()
+    optimizer.step()
+    torch.testing.assert_close(optimizer.state_dict()["state"][0]["momentum_buffer"], torch.full((4,), 1.9))
+    torch.testing.assert_close(param.detach(), torch.full((4,), 1 - 0.1 - 0.19))

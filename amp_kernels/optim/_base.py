@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
-from operator import length_hint
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import _ops
 from .._table import DTYPE_CODES, is_dense, same_layout
-from ..functional import total_norm
+from ..functional import moved, total_norm
 from ._plan import Hyper, Member, NativePlan, Plan, capturing, local
 from ._reference_plan import ReferencePlan, ReferenceStep
 
@@ -31,6 +31,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     max_grad_norm: float | None
     grad_norm: Tensor | None
+    _plans: list[Plan] | None = None
+    _checks = 0  # gradient passes under a scaler, as far as the host knows
+    _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
     # Set by a scaler for the time of a step.
     grad_scale: Tensor | None
     found_inf: Tensor | None
@@ -40,11 +43,13 @@ class FusedOptimizer(torch.optim.Optimizer):
         name = type(self).__name__
         if max_grad_norm is not None and not max_grad_norm > 0:
             raise ValueError(f"{name}: max_grad_norm must be a positive number or None, got {max_grad_norm}")
+        if foreach and fused:
+            raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
-        self._plans: list[Plan] | None = None
+        self._plans = None
         self._plan_key: list[object] = []
         self._records: dict[torch.device, Tensor] = {}
         self._is_checked = False
@@ -145,11 +150,24 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _current_plan_key(self) -> list[object]:
         groups = [(*map(id, group["params"]), self._state_names(group)) for group in self.param_groups]
-        # Who empties `state`, or that of a parameter, starts anew. Anything may lie there under a key of its own.
-        return [id(self.state), *map(length_hint, self.state.values()), *groups]
+        # Who replaces or empties state is followed. Anything may lie there under a key of the user's own.
+        try:
+            values = list(map(id, itertools.chain.from_iterable(map(dict.values, self.state.values()))))
+        except TypeError:
+            states = [state for state in self.state.values() if isinstance(state, dict)]
+            values = [id(value) for state in states for value in state.values()]
+        return [id(self.state), values, groups]
+
+    def _refuse_capture(self) -> None:
+        if any(capturing(local(param).device) for _, _, param in self._named_parameters()):
+            raise RuntimeError(
+                f"{type(self).__name__}: a capture must follow a step, or init_state(), since state and tables cannot "
+                "be allocated inside it"
+            )
 
     def _build_plans(self) -> None:
-        self._store_steps()
+        self._refuse_capture()
+        self._drop_plans()
         by_device: dict[torch.device, list[Member]] = {}
         for name, index, param in self._named_parameters():
             by_device.setdefault(local(param).device, []).append(self._member(name, index, param))
@@ -157,11 +175,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plan_key = self._current_plan_key()
 
     def _make_plan(self, device: torch.device, members: list[Member]) -> Plan:
-        if capturing(device):
-            raise RuntimeError(
-                f"{type(self).__name__}.step: a capture must follow a step, or init_state(), since state and tables "
-                "cannot be allocated inside it"
-            )
         if device not in self._records:
             self._records[device] = torch.zeros(4, dtype=torch.int64, device=device)
         backend = _ops.select(device)
@@ -192,14 +205,17 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.compiler.disable
     @torch.no_grad()
     def init_state(self) -> None:
-        """Allocates the state of every parameter that requires a gradient, as the first step would.
+        """Allocates state and tables for every parameter that requires a gradient, as the first step would.
 
-        Call it before capturing a CUDA graph whose first replay is the first step.
+        Call it before capturing a CUDA graph whose first replay is the first step. Gradients are expected in their
+        parameters' dtypes.
         """
-        self._drop_plans()
+        self._refuse_capture()
         for name, index, param in self._named_parameters():
             if param.requires_grad:
                 self._fit_state(name, param, self.param_groups[index])
+        self._build_plans()
+        self._refresh(self._plans or ())
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -249,19 +265,24 @@ class FusedOptimizer(torch.optim.Optimizer):
             _, _, number, member = record.tolist()
             if number > 0:
                 names = [name for name, _, param in self._named_parameters() if local(param).device == device]
-                yield number, names[member]
+                yield number, names[member] if member < len(names) else "a parameter that was removed"
 
     def _drop_plans(self) -> None:
         self._store_steps()
+        # A graph may be replayed all the same, which must not write into freed memory.
+        self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         self._plans = None
 
     def _store_steps(self) -> None:
         """Moves the plans' counters to ``state``, without asking the device for them."""
+        steps: list[tuple[Tensor, Tensor]] = []
         for plan in self._plans or ():
             plan.store_steps()
             for member in plan.members:
                 if member.step is not None and "step" in self.state.get(member.param, ()):
-                    self.state[member.param]["step"] = member.step
+                    steps.append((self.state[member.param]["step"], member.step))
+        if steps:  # in place: a plan knows its state by identity
+            torch._foreach_copy_([to for to, _ in steps], [step for _, step in steps])
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
@@ -311,6 +332,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                     )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         super().__setstate__(state)
         self._plans = None
         self._is_checked = False
@@ -373,4 +395,4 @@ def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
 
 
 def _on(scalar: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if scalar is None else scalar.to(device, non_blocking=True)
+    return None if scalar is None else moved(scalar, device)

@@ -86,7 +86,8 @@ class Member:
         the master keeps its extra bits."""
         if self.master is None:
             return
-        self.target.copy_(local(self.param)) if self.is_mirrored else None
+        if self.is_mirrored:
+            self.target.copy_(local(self.param))
         agrees = self.master.to(self.target.dtype) == self.target
         self.master.copy_(torch.where(agrees, self.master, self.target.float()))
 
@@ -136,6 +137,11 @@ class Plan:
     def store_steps(self) -> None:
         """Leaves the number of updates of each parameter in its `Member.step`, on the device."""
         raise NotImplementedError
+
+    @property
+    def is_captured(self) -> bool:
+        """Whether a CUDA graph points to what this plan owns."""
+        return False
 
 
 class _Tables(NamedTuple):
@@ -255,6 +261,7 @@ class NativePlan(Plan):
 
     def _take_gradients(self) -> bool:
         """Any state of affairs: None, other dtypes, other strides."""
+        self._is_steady = False  # also if something below raises
         if list(map(_dtype, self._params)) != self._dtypes:
             return False  # another dtype at the same address; the gradients' change with it
         targets = self._targets
@@ -267,7 +274,8 @@ class NativePlan(Plan):
             if not same_layout(grad, targets[t]):
                 grads[t] = copy = torch.empty_like(targets[t], dtype=grad.dtype).copy_(grad)
                 self._relaid.append((grad, copy))
-        self._grad_dtypes = [t.dtype if g is None else g.dtype for t, g in zip(targets, grads, strict=True)]
+        before = self._grad_dtypes or [t.dtype for t in targets]
+        self._grad_dtypes = [d if g is None else g.dtype for d, g in zip(before, grads, strict=True)]
         codes = [(DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)]
         if codes != self._codes:
             self._arrange(codes)
@@ -362,7 +370,7 @@ class NativePlan(Plan):
         if self._tables is None:
             self._tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
             if self._was_captured:
-                self._kept.append((self._tables, self._relaid, self._entries))
+                self._kept += [self._tables, self._relaid, self._entries, self._steps, self._partials, self._tensor_lr]
         return self._tables
 
     # --------------------------------------------------------------------------------------------------- launches
@@ -420,6 +428,10 @@ class NativePlan(Plan):
             self._versions = [version + 1 for version in self._versions]  # type: ignore[operator]
         else:
             self._versions = list(map(_version, self._low_params))
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._kept)
 
     def store_steps(self) -> None:
         for member, version in zip(self._low, self._versions, strict=True):

@@ -49,7 +49,6 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     ) -> None:
         if differentiable:
             raise ValueError("FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that")
-        self._plans = None
         torch.optim.RMSprop.__init__(
             self, params, lr, alpha, eps, weight_decay, momentum, centered, capturable, False, maximize
         )

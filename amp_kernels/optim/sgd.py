@@ -56,7 +56,6 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     ) -> None:
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
-        self._plans = None
         torch.optim.SGD.__init__(
             self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False
         )

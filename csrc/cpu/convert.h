@@ -4,6 +4,7 @@
 #include <torch/headeronly/util/BFloat16.h>
 #include <torch/headeronly/util/Half.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #if defined(__SSE2__)
@@ -36,6 +37,15 @@ template <class T>
 void prefetch(const T* from, int64_t n) {
   const char* line = reinterpret_cast<const char*>(from);
   for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(line + i);
+}
+
+constexpr int64_t kChunksAhead = 8;
+
+// The same for the head of a chunk that comes later: with small tensors no chunk is long enough to prefetch itself, and
+// each of its arrays begins with a miss.
+template <class T>
+void prefetch_head(const Table& table, const Chunk& chunk, int row) {
+  prefetch(chunk.in<const T>(table, row), std::min<int64_t>(chunk.size, 256));
 }
 
 inline void load(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }

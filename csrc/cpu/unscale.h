@@ -72,6 +72,8 @@ void multiply(G* grad, float factor, int64_t n) {
 
 inline void unscale_chunk(const GradientPass& pass, float factor, int64_t index) {
   const Chunk chunk(pass.table, index);
+  if (index + kChunksAhead < pass.table.chunk_count)
+    prefetch_head<BFloat16>(pass.table, Chunk(pass.table, index + kChunksAhead), kGrad);
   const Dtype dtype = static_cast<Dtype>(pass.table.at(kGradDtype, chunk.tensor));
   pass.partials[index] = with_dtype(dtype, [&](auto tag) {
     auto* grad = chunk.in<decltype(tag)>(pass.table, kGrad);

@@ -34,6 +34,12 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
   const Chunk chunk(update.table, index);
   const G* grad = chunk.in<G>(update.table, kGrad);
   if (grad == nullptr) return;
+  if (index + kChunksAhead < update.table.chunk_count) {
+    const Chunk later(update.table, index + kChunksAhead);
+    prefetch_head<G>(update.table, later, kGrad);
+    prefetch_head<float>(update.table, later, std::is_same_v<P, float> ? kParam : kMaster);
+    for (int k = 0; k < Formula::kStates; ++k) prefetch_head<float>(update.table, later, kState + k);
+  }
   P* weight = chunk.in<P>(update.table, kParam);
   float* param = std::is_same_v<P, float> ? reinterpret_cast<float*>(weight) : chunk.in<float>(update.table, kMaster);
   float* state[3] = {};

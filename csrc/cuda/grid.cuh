@@ -9,7 +9,7 @@ namespace amp_kernels::cuda {
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;  // 2048 threads fill a multiprocessor of sm_80 and sm_90
 
-// Blocks walk the chunks with a stride, so that a launch needs one wave whatever the model's size.
+// Blocks walk the chunks with a stride, so that the grid does not grow with the model.
 inline unsigned grid_size(const Table& table) {
   const int64_t most = static_cast<int64_t>(multiprocessor_count()) * kBlocksPerMultiprocessor;
   return static_cast<unsigned>(table.chunk_count < most ? table.chunk_count : most);
