@@ -46,7 +46,7 @@ def test_a_compiled_model_trains_as_the_eager_one(device, family):
     compiled_losses, compiled = train(family, device, forward=torch.compile)
     assert compiled_losses == pytest.approx(losses, rel=1e-4)
     for a, b in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-6)
 
 
 @families
@@ -68,7 +68,7 @@ def test_a_step_inside_a_compiled_function(device, family, backend):
         return [*outputs, *snapshot(optimizer)]
 
     for a, b in zip(run(True), run(False), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
 
 
 @families
@@ -77,4 +77,4 @@ def test_a_whole_iteration_inside_a_compiled_function(device, family):
     compiled_losses, compiled = train(family, device, step=lambda f: torch.compile(f, backend="aot_eager"))
     assert compiled_losses == pytest.approx(losses, rel=1e-5)
     for a, b in zip(compiled, eager, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
