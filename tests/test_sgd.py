@@ -181,3 +181,22 @@ def test_generators(device: torch.device) -> None:
 
 def test_empty_lists(device: torch.device) -> None:
     testing.UpdateInputs("sgd_", [], {}, device).step([])
+
+
+@pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_weights_written_past_the_caches(dtype: torch.dtype, offset: int, backend: str, device: torch.device) -> None:
+    """From 2^22 elements on the C++ kernel streams 16-bit weights; neighbours of the parameter are canaries."""
+    if backend == "triton" and device.type == "cpu":
+        pytest.skip("the interpreter takes minutes, and the path is that of C++")
+    size = (1 << 22) + 5
+    storage = torch.full((offset + size + 16,), 7.0, dtype=dtype, device=device)
+    param = storage[offset : offset + size]
+    param.copy_(testing.randn(size, dtype=dtype))
+    master, grad = param.float(), testing.randn(size, dtype=dtype, seed=1).to(device)
+    expected = master - 0.5 * grad.float()
+    options: dict[str, Any] = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+    sgd_([param], [grad], [], [master], lr=0.5, momentum=0.0, is_first_step=True, **options)
+    torch.testing.assert_close(master, expected, rtol=1e-6, atol=1e-6)
+    assert torch.equal(param, master.to(dtype))
+    assert bool((storage[:offset] == 7).all() and (storage[offset + size :] == 7).all())
