@@ -62,8 +62,9 @@ def extension(version=None, toolkit=None):
     x86 = platform.machine().lower() in ("x86_64", "amd64")
     arch = os.environ.get("AMP_KERNELS_CPU_ARCH") or ("x86-64-v3" if x86 else "")
     flags = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-    flags += ["-ffp-contract=fast", *([f"-march={arch}" if x86 else f"-mcpu={arch}"] if arch else [])]
-    ext = Extension("amp_kernels._C", ["csrc/module.cpp", "csrc/bindings/cpu.cpp"], language="c++")
+    flags += ["-ffp-contract=off", *([f"-march={arch}" if x86 else f"-mcpu={arch}"] if arch else [])]
+    ext = Extension("amp_kernels._C", ["csrc/module.cpp", "csrc/bindings/addresses.cpp"], language="c++")
+    ext.sources += sorted(glob("csrc/bindings/*cpu.cpp"))
     ext.include_dirs, ext.library_dirs = cpp_extension.include_paths(), cpp_extension.library_paths()
     ext.libraries, ext.define_macros = ["torch_cpu"], [("TORCH_TARGET_VERSION", "0x020a000000000000")]
     ext.extra_compile_args = {"cxx": flags, "nvcc": ["-O3", "-Xcompiler=-fvisibility=hidden"]}
@@ -77,7 +78,7 @@ def extension(version=None, toolkit=None):
         ext.library_dirs += [f"{f}/{lib}" for f in folders for lib in ("lib64", "lib")]
         ext.libraries += ["torch_cuda", "cudart_static", "rt", "dl", "pthread"]
         ext.define_macros.append(("USE_CUDA", None))
-        ext.sources += ["csrc/bindings/cuda.cpp", *sorted(glob("csrc/cuda/*.cu"))]
+        ext.sources += sorted(glob("csrc/bindings/*cuda.cpp") + glob("csrc/cuda/*.cu"))
     return [ext], {"build_ext": cpp_extension.BuildExtension}
 
 

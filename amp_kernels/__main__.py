@@ -1,4 +1,5 @@
-"""`python -m amp_kernels info | verify`: what runs here, why the rest does not, and whether it is right."""
+"""`python -m amp_kernels info | verify | audit`: what runs here and why the rest does not; whether it is right; which
+layers of a model are slow for their shapes."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ import torch
 
 import amp_kernels
 
-from . import _loader, _ops, _verify
+from . import _backends, _loader, _ops, _verify, audit
 
 
 def info() -> int:
@@ -23,11 +24,11 @@ def info() -> int:
     print(f"triton {_version('triton')}")
     print(f"compiled kernels: {_loader.load_error() or _compiled()}")
 
-    for device, order in _ops.PREFERENCE.items():
-        reasons = _ops.backend_reasons(device)
+    for device, order in _backends.PREFERENCE.items():
+        reasons = _backends.backend_reasons(device)
         serving = next((name for name in order if reasons[name] is None), "reference")
         absent = "" if device == "cpu" or torch.cuda.is_available() else " (there are none here)"
-        print(f"\n{', '.join(_ops.LIST_OPS)} on {device} tensors{absent}: {serving}")
+        print(f"\n{', '.join(_ops.SCHEMAS)} on {device} tensors{absent}: {serving}")
         for name, reason in reasons.items():
             if name != serving:
                 print(f"  not {name}: {reason or 'it is slower; amp_kernels.use_backend forces it'}")
@@ -36,7 +37,7 @@ def info() -> int:
 
 def _compiled() -> str:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
-    keys = [key for key in ("CPU", "CUDA") if has(f"amp_kernels::{_ops.TABLE_OPS[0]}", key)]
+    keys = [key for key in ("CPU", "CUDA") if has(f"amp_kernels::{next(iter(_backends.KERNEL_SCHEMAS))}", key)]
     note = _loader.build_note()
     return " and ".join(keys) + (f"; {note}" if note else "")
 
@@ -58,6 +59,7 @@ def main() -> int:
         command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
         command.set_defaults(run=lambda _, function=function: function())
     _verify.add_command(commands)
+    audit.add_command(commands)
     arguments = parser.parse_args()
     return arguments.run(arguments)
 

@@ -24,11 +24,11 @@ from ._table import (
 )
 
 if TYPE_CHECKING:
-    from ._ops import TableOp, TableOps
+    from ._backends import Kernel, Kernels
 
 
 def run_gradient_pass(
-    ops: TableOps, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None, *, write: bool
+    ops: Kernels, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None, *, write: bool
 ) -> Tensor:
     """One gradient pass; returns the norm."""
     device = grads[0].device
@@ -54,8 +54,8 @@ def run_gradient_pass(
 
 
 def run_update(
-    table_op: TableOp,
-    ops: TableOps,
+    table_op: Kernel,
+    ops: Kernels,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],

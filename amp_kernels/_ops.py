@@ -1,33 +1,18 @@
-"""Operators: schemas, fakes, and the choice of a backend. The only file that knows backends.
-
-A list operator (`unscale_`, `grad_norm`, `sgd_`, `rmsprop_`) is plain torch (`reference/`) or a *table op* on a table
-of addresses (`_table.py`); the optimizers call table ops directly. Table ops write memory that their schema does not
-show, so they are internal and never traced.
-"""
+"""Operators: schemas, fakes, and one implementation each that runs on whatever backend serves its tensors."""
 
 from __future__ import annotations
 
-import contextlib
-import contextvars
-import functools
-import importlib
-import os
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from types import SimpleNamespace
-from typing import Protocol, cast
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import _checks, _loader, reference
+from . import _checks, _int8, _matmul, reference
+from ._backends import kernels, library, select
 from ._lists import run_gradient_pass, run_update
 
-_UPDATE_TABLE = (
-    "(Tensor table, Tensor chunks, int chunk_size, Tensor(a!) steps, Tensor hyper, Tensor lr, int param_dtype, "
-    "int grad_dtype, Tensor? grad_scale, Tensor? found_inf, Tensor? grad_norm, float max_norm) -> ()"
-)
 SCHEMAS = {
     "unscale_": "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
     # found_inf is not optional: Inductor crashes on an optional mutable Tensor, and on an empty list beside a result.
@@ -38,130 +23,22 @@ SCHEMAS = {
     "rmsprop_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] square_avgs, Tensor(c!)[] momentum_buffers, "
     "Tensor(d!)[] grad_avgs, Tensor(e!)[] masters, *, float lr, Tensor? tensor_lr, float alpha, float eps, "
     "float weight_decay, float momentum, bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
-    "_unscale_table_": "(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, "
-    "bool clear, Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()",
-    # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
-    "_send_": "(Tensor host, Tensor(a!) to) -> ()",
-    "_sgd_table_": _UPDATE_TABLE,
-    "_rmsprop_table_": _UPDATE_TABLE,
+    # Codes, or with `fake` dequantized values. A scale that was given is not returned, nor the zero point of symmetric
+    # codes: an output may not be an input, or None, and these are tensors without elements.
+    "quantize_int8": "(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric, "
+    "int? seed, bool fake) -> (Tensor, Tensor, Tensor)",
+    "dequantize_int8": "(Tensor values, Tensor scale, Tensor? zero_point, int? block_size, ScalarType dtype) -> Tensor",
+    "straight_through_int8": "(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int? block_size) -> Tensor",
+    "int8_matmul": "(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, Tensor? b_zero_point, "
+    "Tensor? bias, ScalarType out_dtype, Tensor? out_scale, Tensor? out_zero_point) -> Tensor",
+    "int8_linear": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    "addmm": "(Tensor? input, Tensor a, Tensor b, float beta, float alpha, ScalarType out_dtype) -> Tensor",
+    # (result, argument of the activation, padded x, padded weight), the last three empty if not needed; `keeps`: for
+    # a backward pass.
+    "linear": "(Tensor x, Tensor weight, Tensor? bias, int activation, bool keeps) -> (Tensor, Tensor, Tensor, Tensor)",
+    "linear_backward": "(Tensor grad, Tensor x, Tensor weight, Tensor saved, int activation, bool[] needs) -> "
+    "(Tensor, Tensor, Tensor)",
 }
-LIST_OPS = ("unscale_", "grad_norm", "sgd_", "rmsprop_")
-TABLE_OPS = ("_unscale_table_", "_sgd_table_", "_rmsprop_table_", "_send_")
-# Automatic choice, first that runs.
-PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
-BACKENDS = ("cuda", "triton", "cpu", "reference")
-
-_library = torch.library.Library("amp_kernels", "DEF")
-for _name, _schema in SCHEMAS.items():
-    _library.define(_name + _schema)
-_loader.load()  # registers the table ops of CPU and, if built for it, CUDA
-
-TableOp = Callable[..., None]
-
-
-class TableOps(Protocol):
-    """A backend: its table ops, called as their schemas say."""
-
-    _unscale_table_: TableOp
-    _sgd_table_: TableOp
-    _rmsprop_table_: TableOp
-    _send_: TableOp
-
-
-# ------------------------------------------------------------------------------------------------------- backends
-_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
-
-
-@contextlib.contextmanager
-def use_backend(name: str) -> Iterator[None]:
-    """Forces one backend for every operator and optimizer step inside the ``with`` block.
-
-    Args:
-        name: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
-
-    Raises:
-        ValueError: `name` is none of these.
-        RuntimeError: the backend cannot run here at all, with its reason; also raised by an operator whose tensors
-            are on a device the backend does not serve.
-    """
-    if name not in BACKENDS:
-        raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
-    reasons = [backend_reasons(device)[name] for device in PREFERENCE]
-    if all(reasons):
-        raise RuntimeError(f"use_backend: {name} cannot run here: {reasons[0 if name != 'cpu' else 1]}")
-    token = _forced.set(name)
-    try:
-        yield
-    finally:
-        _forced.reset(token)
-
-
-def backend_reasons(device_type: str) -> dict[str, str | None]:
-    """For each backend None if it can run on tensors of this device type here, else why not."""
-    return {backend: _reason(backend, device_type) for backend in BACKENDS}
-
-
-def _reason(backend: str, device_type: str) -> str | None:
-    if backend == "reference":
-        return None
-    if backend == "triton":
-        return _why_not_triton(device_type)
-    if backend != device_type:
-        return f"it serves {backend.upper()} tensors only"
-    return _why_not_compiled(backend.upper())
-
-
-def select(device: torch.device) -> str:
-    """The backend that serves tensors of `device` now."""
-    forced = _forced.get()
-    if forced is not None:
-        reason = _reason(forced, device.type)
-        if reason is not None:
-            raise RuntimeError(f"amp_kernels: the backend {forced!r} cannot serve {device.type} tensors: {reason}")
-        return forced
-    return _automatic(device.type)
-
-
-@functools.cache
-def _automatic(device_type: str) -> str:
-    reasons = {}
-    for name in PREFERENCE.get(device_type, ()):
-        reasons[name] = _reason(name, device_type)
-        if reasons[name] is None:
-            return name
-    if device_type == "cuda":
-        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors, since {why}", stacklevel=2)
-    return "reference"
-
-
-@functools.cache
-def table_ops(backend: str) -> TableOps | None:
-    """The table ops of a backend; None for the reference, which works on lists."""
-    if backend == "reference":
-        return None
-    if backend == "triton":
-        return cast(TableOps, importlib.import_module(".triton_kernels", __package__))
-    return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in TABLE_OPS})
-
-
-def _why_not_compiled(key: str) -> str | None:
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_kernels::{TABLE_OPS[0]}", key):
-        return None
-    return _loader.load_error() or _loader.build_note() or f"amp_kernels._C was built without {key}"
-
-
-@functools.cache
-def _why_not_triton(device_type: str) -> str | None:
-    try:
-        importlib.import_module(".triton_kernels", __package__)
-    except ImportError as error:
-        return f"triton cannot be imported ({error})"
-    if device_type == "cuda":
-        return None if torch.cuda.is_available() else "there is no CUDA device"
-    if os.environ.get("TRITON_INTERPRET") == "1":
-        return None
-    return "it serves CUDA tensors only (CPU tensors under TRITON_INTERPRET=1)"
 
 
 # ---------------------------------------------------------------------------------------------------- list operators
@@ -180,7 +57,7 @@ def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     if not grads:
         return
     _checks.check_unscale(grads, inv_scale, found_inf)
-    ops = table_ops(select(grads[0].device))
+    ops = kernels(select(grads[0].device))
     if ops is None:
         reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
     else:
@@ -192,7 +69,7 @@ def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor)
     if not grads:
         return torch.zeros((), dtype=torch.float32, device=found_inf.device)
     _checks.check_grad_norm(grads, inv_scale, found_inf)
-    ops = table_ops(select(grads[0].device))
+    ops = kernels(select(grads[0].device))
     if ops is None:
         norm = reference.grad_norm(grads, inv_scale=inv_scale, found_inf=found_inf)
     else:
@@ -225,7 +102,7 @@ def _sgd(
     _checks.check_update("sgd_", params, grads, states, masters, scalars)
     if _is_fake(params):
         return
-    ops = table_ops(select(params[0].device))
+    ops = kernels(select(params[0].device))
     if ops is None:
         reference.sgd_(
             params, grads, momentum_buffers if states else (), masters, lr=lr if tensor_lr is None else tensor_lr,
@@ -270,7 +147,7 @@ def _rmsprop(
     _checks.check_update("rmsprop_", params, grads, states, masters, scalars)
     if _is_fake(params):
         return
-    ops = table_ops(select(params[0].device))
+    ops = kernels(select(params[0].device))
     momentum_buffers = momentum_buffers if momentum != 0 else []
     if ops is None:
         reference.rmsprop_(
@@ -299,12 +176,338 @@ def _fake_grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Te
     return grads[0].new_empty((), dtype=torch.float32)
 
 
+# -------------------------------------------------------------------------------------------------------------- int8
+def _quantize_int8(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    dim: list[int] | None,
+    block_size: int | None,
+    symmetric: bool,
+    seed: int | None,
+    fake: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _checks.check_quantize(x, scale, zero_point, dim, block_size)
+    ops = kernels(select(x.device))
+    zero_point = _laid_out_as(scale, zero_point)
+    if ops is not None:
+        symmetric = symmetric if scale is None else zero_point is None
+        groups = _int8.grouping(x.shape, scale, dim, block_size)
+        out, *own = _int8.quantize(ops, x, groups, x.dtype if fake else torch.int8, scale, zero_point, symmetric, seed)
+    elif fake:
+        out, *own = reference.fake_quantize_int8(
+            x, dim=dim, block_size=block_size, symmetric=symmetric, scale=scale, zero_point=zero_point
+        )
+    else:
+        out, *own = reference.quantize_int8(
+            x, dim=dim, block_size=block_size, symmetric=symmetric, seed=seed, scale=scale, zero_point=zero_point
+        )
+    own_scale, own_zero_point = own if scale is None else (None, None)
+    return (
+        out,
+        x.new_empty(0, dtype=torch.float32) if own_scale is None else own_scale,
+        x.new_empty(0, dtype=torch.int32) if own_zero_point is None else own_zero_point,
+    )
+
+
+def _dequantize_int8(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
+) -> Tensor:
+    _checks.check_dequantize(values, scale, zero_point, block_size, dtype)
+    ops = kernels(select(values.device))
+    zero_point = _laid_out_as(scale, zero_point)
+    if ops is None:
+        return reference.dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=dtype)
+    groups = _int8.grouping(values.shape, scale, None, block_size)
+    return _int8.dequantize(ops, values, groups, scale, zero_point, dtype)
+
+
+def _straight_through_int8(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
+) -> Tensor:
+    ops = kernels(select(x.device))
+    zero_point = _laid_out_as(scale, zero_point)
+    if ops is None:
+        return reference.straight_through_int8(grad, x, scale, zero_point, block_size=block_size)
+    return _int8.straight_through(ops, grad, x, _int8.grouping(x.shape, scale, None, block_size), scale, zero_point)
+
+
+def _int8_matmul(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor | None,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
+) -> Tensor:
+    out = _fake_int8_matmul(
+        a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out_dtype, out_scale, out_zero_point
+    )
+    if out.numel() == 0:
+        return out
+    ops = kernels(select(a.device))
+    scales = (a_scale, a_zero_point, b_scale, b_zero_point)
+    if ops is None:
+        final = {"out_dtype": out_dtype, "out_scale": out_scale, "out_zero_point": out_zero_point}
+        return reference.int8_matmul(a, b, *scales, bias=bias, **final)  # type: ignore[arg-type]
+    ops._int8_matmul_(a, b, *map(_dense, scales), _dense(bias), out, out_scale, out_zero_point)
+    return out
+
+
+def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    out = _fake_int8_linear(x, weight, scale, bias)
+    if out.numel() == 0:
+        return out
+    ops = kernels(select(x.device))
+    if ops is None:
+        return reference.int8_linear(x, weight, scale, bias)
+    x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+    ops._int8_linear_(x, weight.contiguous(), _dense(scale), _dense(bias), out)
+    return out
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _laid_out_as(scale: Tensor | None, zero_point: Tensor | None) -> Tensor | None:
+    """Kernels walk both by the same strides."""
+    if scale is None or zero_point is None or scale.stride() == zero_point.stride():
+        return zero_point
+    return torch.empty_strided(scale.shape, scale.stride(), dtype=torch.int32, device=scale.device).copy_(zero_point)
+
+
+def _fake_quantize_int8(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    dim: list[int] | None,
+    block_size: int | None,
+    symmetric: bool,
+    seed: int | None,
+    fake: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    _checks.check_quantize(x, scale, zero_point, dim, block_size)
+    groups = _int8.grouping(x.shape, scale, dim, block_size)
+    out = _int8.like(groups, x, x.dtype if fake else torch.int8)
+    if scale is not None:
+        return out, x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.int32)
+    own = x.new_empty_strided(groups.scale_shape, _int8.scale_strides(groups, out), dtype=torch.float32)
+    return out, own, x.new_empty(0, dtype=torch.int32) if symmetric else torch.empty_like(own, dtype=torch.int32)
+
+
+def _fake_straight_through_int8(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
+) -> Tensor:
+    return _int8.like(_int8.grouping(x.shape, scale, None, block_size), x, x.dtype)
+
+
+def _fake_dequantize_int8(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
+) -> Tensor:
+    _checks.check_dequantize(values, scale, zero_point, block_size, dtype)
+    return _int8.like(_int8.grouping(values.shape, scale, None, block_size), values, dtype)
+
+
+def _fake_int8_matmul(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor | None,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+    out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
+) -> Tensor:
+    _checks.check_int8_matmul(
+        a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out_dtype, out_scale, out_zero_point
+    )
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype if out_scale is None else torch.int8)
+
+
+def _fake_int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    _checks.check_int8_linear(x, weight, scale, bias)
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+def _save_for_straight_through(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, scale, zero_point, _, ctx.block_size, symmetric, _, fake = inputs
+    out, own_scale, own_zero_point = output
+    ctx.mark_non_differentiable(own_scale, own_zero_point, *(() if fake else (out,)))
+    if scale is None:
+        scale, zero_point = own_scale, None if symmetric else own_zero_point
+    ctx.save_for_backward(x, scale, zero_point)
+
+
+def _straight_through(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point = ctx.saved_tensors
+    result = torch.ops.amp_kernels.straight_through_int8(grad, x, scale, zero_point, ctx.block_size)
+    return result, *([None] * 7)
+
+
+# ------------------------------------------------------------------------------------------------------------ matmul
+def _addmm(input: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float, out_dtype: torch.dtype) -> Tensor:
+    out = _fake_addmm(input, a, b, beta, alpha, out_dtype)
+    if out.numel() > 0:
+        _matmul.product(a, b, input, out=out, alpha=alpha, beta=beta)
+    return out
+
+
+def _fake_addmm(
+    input: Tensor | None, a: Tensor, b: Tensor, beta: float, alpha: float, out_dtype: torch.dtype
+) -> Tensor:
+    _checks.check_addmm(input, a, b, out_dtype)
+    return _matmul.new_output(a, (*a.shape[:-1], b.shape[-1]), out_dtype)
+
+
+def _addmm_setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    input, a, b, ctx.beta, ctx.alpha, _ = inputs
+    ctx.has_input = input is not None
+    ctx.save_for_backward(a, b)
+
+
+def _addmm_backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    a, b = ctx.saved_tensors
+    grad = grad.to(a.dtype)
+    needs_input, needs_a, needs_b = ctx.needs_input_grad[:3]
+
+    def times(left: Tensor, right: Tensor) -> Tensor:
+        return OPS.addmm(None, left, right, 0.0, ctx.alpha, left.dtype)
+
+    return (
+        grad * ctx.beta if ctx.has_input and needs_input else None,
+        times(grad, b.mT) if needs_a else None,
+        times(a.mT, grad) if needs_b else None,
+        None,
+        None,
+        None,
+    )
+
+
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, keeps: bool) -> tuple[Tensor, ...]:
+    out, pre, x_padded, weight_padded = _fake_linear(x, weight, bias, activation, keeps)
+    if out.numel() > 0:
+        name = _matmul.ACTIVATIONS[activation]
+        pads_x, pads_weight = _matmul.choose(x, weight.t(), name).pads
+        left = _matmul.pad_copy(x) if pads_x else x
+        right = _matmul.weights.padded(weight, keeps=keeps) if pads_weight else weight
+        input = None if bias is None else bias.expand(out.shape)
+        saved = pre if pre.numel() > 0 else None
+        _matmul.product(left, right.t(), input, out=out, pre=saved, activation=activation)
+        x_padded = left if x_padded.numel() > 0 else x_padded
+        weight_padded = right if weight_padded.numel() > 0 else weight_padded
+    return out, pre, x_padded, weight_padded
+
+
+def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: int, keeps: bool) -> tuple[Tensor, ...]:
+    _checks.check_linear(x, weight, bias)
+    name = _matmul.ACTIVATIONS[activation]
+    out = _matmul.new_output(x, (x.shape[0], weight.shape[0]), x.dtype)
+    pads_x, pads_weight = _matmul.choose(x, weight.t(), name).pads if out.numel() > 0 else (False, False)
+    return (
+        out,
+        torch.empty_like(out) if keeps and name in ("gelu", "gelu_tanh") else x.new_empty(0),
+        _matmul.padded_like(x) if keeps and pads_x else x.new_empty(0),
+        _matmul.padded_like(weight) if keeps and pads_weight else x.new_empty(0),
+    )
+
+
+def _linear_setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    x, weight, bias, ctx.activation, _ = inputs
+    out, pre, x_padded, weight_padded = output
+    ctx.mark_non_differentiable(pre, x_padded, weight_padded)
+    saved = out if _matmul.ACTIVATIONS[ctx.activation] == "relu" else pre
+    ctx.save_for_backward(x, weight, bias, saved, x_padded, weight_padded)
+
+
+def _linear_autograd(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x, weight, bias, saved, x_padded, weight_padded = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    if torch.is_grad_enabled():  # for a double backward
+        grads: Sequence[Tensor] = _linear_backward_by_torch(grad, x, weight, bias, ctx.activation)
+    else:
+        x, weight = (p if p.numel() > 0 else t for p, t in ((x_padded, x), (weight_padded, weight)))
+        grads = OPS.linear_backward(grad, x, weight, saved, ctx.activation, needs)
+    return *(g if needed else None for g, needed in zip(grads, needs, strict=True)), None, None
+
+
+def _linear_backward_by_torch(
+    grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """By operators that can be differentiated again."""
+    name = _matmul.ACTIVATIONS[activation]
+    if name is not None:
+        argument = OPS.linear(x, weight, bias, 0, True)[0]
+        if name == "relu":
+            grad = torch.where(argument > 0, grad, 0.0)
+        else:
+            approximate = "tanh" if name == "gelu_tanh" else "none"
+            grad = torch.ops.aten.gelu_backward(grad, argument, approximate=approximate)
+    return (
+        OPS.addmm(None, grad, weight, 0.0, 1.0, x.dtype),
+        OPS.addmm(None, grad.t(), x, 0.0, 1.0, x.dtype),
+        grad.sum(0),
+    )
+
+
+def _linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, saved: Tensor, activation: int, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """One pass over `grad` for the activation's derivative, the bias's gradient and padding; then two products."""
+    grad_x, grad_weight, grad_bias = _fake_linear_backward(grad, x, weight, saved, activation, needs)
+    few = grad.shape[0] <= _matmul.FEW_ROWS or grad.device.type != "cuda"
+    if activation != 0 or needs[2] or not (few or _matmul.is_aligned(grad)):
+        argument = saved if activation != 0 else None
+        columns = grad.shape[1]
+        padded, sums = _matmul.copy_pad(grad, argument, activation, needs_bias_grad=needs[2])
+        grad, grad_bias = padded[:, :columns], sums.to(grad.dtype) if needs[2] else grad_bias
+    if grad_x.numel() > 0:
+        _matmul.product(grad, weight, out=grad_x)
+    if grad_weight.numel() > 0:
+        _matmul.product(grad.t(), x, out=grad_weight)
+    return grad_x, grad_weight, grad_bias
+
+
+def _fake_linear_backward(
+    grad: Tensor, x: Tensor, weight: Tensor, saved: Tensor, activation: int, needs: list[bool]
+) -> tuple[Tensor, Tensor, Tensor]:
+    return (
+        _matmul.new_output(x, tuple(x.shape), x.dtype) if needs[0] else x.new_empty(0),
+        x.new_empty(weight.shape if needs[1] else 0),
+        x.new_empty(weight.shape[0] if needs[2] else 0),
+    )
+
+
 for _name, _kernel, _fake in (
     ("unscale_", _unscale, _fake_unscale),
     ("grad_norm", _grad_norm, _fake_grad_norm),
     ("sgd_", _sgd, _sgd),
     ("rmsprop_", _rmsprop, _rmsprop),
+    ("quantize_int8", _quantize_int8, _fake_quantize_int8),
+    ("dequantize_int8", _dequantize_int8, _fake_dequantize_int8),
+    ("straight_through_int8", _straight_through_int8, _fake_straight_through_int8),
+    ("int8_matmul", _int8_matmul, _fake_int8_matmul),
+    ("int8_linear", _int8_linear, _fake_int8_linear),
+    ("addmm", _addmm, _fake_addmm),
+    ("linear", _linear, _fake_linear),
+    ("linear_backward", _linear_backward, _fake_linear_backward),
 ):
+    library.define(_name + SCHEMAS[_name])
     # One kernel for every device: it selects the backend itself, so that use_backend reaches it.
-    _library.impl(_name, _kernel, "CompositeExplicitAutograd")
-    torch.library.register_fake(f"amp_kernels::{_name}", _fake, lib=_library)
+    library.impl(_name, _kernel, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"amp_kernels::{_name}", _fake, lib=library)
+
+for _name, _setup, _backward in (
+    ("quantize_int8", _save_for_straight_through, _straight_through),
+    ("addmm", _addmm_setup, _addmm_backward),
+    ("linear", _linear_setup, _linear_autograd),
+):
+    torch.library.register_autograd(f"amp_kernels::{_name}", _backward, setup_context=_setup, lib=library)
+
+OPS = torch.ops.amp_kernels

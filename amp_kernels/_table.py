@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from array import array
 from collections.abc import Iterable, Sequence
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ._ops import TableOps
+    from ._backends import Kernels
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 HYPER_COLUMNS = 8
@@ -64,7 +65,33 @@ def int64_tensor(values: Iterable[int]) -> Tensor:
     return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
-def send(ops: TableOps, host: Tensor, device: torch.device) -> Tensor:
+def addresses_of(tensors: Sequence[Tensor], addresses: Tensor, kinds: Tensor) -> None:
+    """Fills two int64 host tensors: where each tensor lies, and twice the code of its dtype plus 1 if it is contiguous
+    (-1 and address 0 for what kernels do not read).
+
+    TypeError if one is no tensor.
+    """
+    if _has_compiled_addresses():
+        torch.ops.amp_kernels._addresses_.default(tensors, addresses, kinds)
+        return
+    codes = []
+    for tensor in tensors:
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"addresses_of: tensors must be Tensors, got {type(tensor).__name__}")
+        reads = tensor.layout is torch.strided and tensor.dtype in DTYPE_CODES
+        codes.append(2 * DTYPE_CODES[tensor.dtype] + tensor.is_contiguous() if reads else -1)
+    kinds.copy_(int64_tensor(codes))
+    addresses.copy_(
+        int64_tensor(0 if code < 0 else tensor.data_ptr() for code, tensor in zip(codes, tensors, strict=True))
+    )
+
+
+@functools.cache
+def _has_compiled_addresses() -> bool:
+    return torch._C._dispatch_has_kernel_for_dispatch_key("amp_kernels::_addresses_", "CompositeExplicitAutograd")
+
+
+def send(ops: Kernels, host: Tensor, device: torch.device) -> Tensor:
     """A copy of `host` (a multiple of 8 bytes) on `device`, without waiting and right inside a graph capture."""
     if device.type == "cpu":
         return host.clone()
@@ -73,7 +100,7 @@ def send(ops: TableOps, host: Tensor, device: torch.device) -> Tensor:
     return to
 
 
-def resend(ops: TableOps, host: Tensor, to: Tensor) -> None:
+def resend(ops: Kernels, host: Tensor, to: Tensor) -> None:
     """Overwrites `to`, which `send` made, with `host`."""
     if to.device.type == "cpu":
         to.copy_(host)

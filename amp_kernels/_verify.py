@@ -10,7 +10,8 @@ from typing import NamedTuple
 
 import torch
 
-from . import _ops, testing
+from . import _backends, testing
+from ._tables import table
 
 HEADERS = ("operator", "backend", "dtype", "cases", "max error", "allowed", "pass")
 
@@ -35,8 +36,8 @@ class Row(NamedTuple):
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``verify`` to the command line."""
     parser = commands.add_parser("verify", help="Checks every operator on every backend against torch and fp64.")
-    parser.add_argument("--backend", choices=_ops.BACKENDS, help="only this one (default: all that run here)")
-    parser.add_argument("--device", choices=tuple(_ops.PREFERENCE), help="only tensors on this device")
+    parser.add_argument("--backend", choices=_backends.BACKENDS, help="only this one (default: all that run here)")
+    parser.add_argument("--device", choices=tuple(_backends.PREFERENCE), help="only tensors on this device")
     parser.add_argument("--op", choices=tuple(testing.CASES), help="only this operator")
     parser.set_defaults(run=lambda args: verify(args.backend, args.device, args.op))
 
@@ -62,11 +63,11 @@ def verify(backend: str | None = None, device: str | None = None, op: str | None
 def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, str]], list[str]]:
     """(backend, device) that run here, of those asked for; and why the others do not."""
     places, reasons = [], []
-    for on in [device] if device else list(_ops.PREFERENCE):
+    for on in [device] if device else list(_backends.PREFERENCE):
         if on == "cuda" and not torch.cuda.is_available():
             reasons.append("on cuda tensors: there is no CUDA device")
             continue
-        for name, reason in _ops.backend_reasons(on).items():
+        for name, reason in _backends.backend_reasons(on).items():
             if backend not in (None, name):
                 continue
             if reason is None:
@@ -109,12 +110,4 @@ def _nearness(result: testing.Result) -> float:
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
-    try:
-        from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
-    except ImportError:
-        widths = [max(map(len, column)) for column in zip(HEADERS, *rows, strict=True)]
-        lines = (HEADERS, ["-" * width for width in widths], *rows)
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
-        )
-    return str(tabulate(rows, HEADERS, disable_numparse=True))
+    return table(HEADERS, rows)

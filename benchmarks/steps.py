@@ -70,7 +70,7 @@ class Step:
     """One contender's model, optimizer and scaler."""
 
     run: Callable[[], object]
-    grads: Sequence[Tensor]
+    params: Sequence[Tensor]  # that the model computes with
     weights: Callable[[], Sequence[Tensor]]  # the fp32 weights
     low: Sequence[Tensor] = ()  # the 16-bit weights
     scaler: torch.amp.GradScaler | None = None
@@ -104,8 +104,9 @@ class Model:
         return parameters
 
     def preset(self, step: Step, scale: float) -> None:
-        torch._foreach_copy_(step.grads, self.grads)
-        torch._foreach_mul_(step.grads, scale if step.scaler is not None else 1.0)
+        grads = [p.grad for p in step.params]
+        torch._foreach_copy_(grads, self.grads)
+        torch._foreach_mul_(grads, scale if step.scaler is not None else 1.0)
 
     @cached_property
     def expected(self) -> tuple[Tensor, Tensor]:
@@ -136,7 +137,14 @@ class Model:
             if step.scaler is not None:
                 step.scaler.update(1.0)
 
-        return Job(step.run, check, settle)
+        def precede() -> None:
+            # A step comes after Python has walked the model: forward read every weight, backward wrote every gradient.
+            # After the copy alone, a small model would begin with thousands of cold Python objects.
+            for p, grad in zip(step.params, self.grads, strict=True):
+                p.detach().norm()
+                p.grad.copy_(grad)
+
+        return Job(step.run, check, settle, precede)
 
 
 def make_scaler(kind: str, device: torch.device) -> torch.amp.GradScaler | None:
@@ -166,7 +174,7 @@ def fused_by_us(model: Model, kind: str) -> Step:
     def weights() -> list[Tensor]:
         return [optimizer.state[p]["master"] for p in params] if low else params
 
-    return Step(user_step(optimizer, scaler), [p.grad for p in params], weights, low, scaler)
+    return Step(user_step(optimizer, scaler), params, weights, low, scaler)
 
 
 def torch_fp32(model: Model, variant: str, compiled: bool = False) -> Step:
@@ -174,7 +182,7 @@ def torch_fp32(model: Model, variant: str, compiled: bool = False) -> Step:
     optimizer = model.family.torchs(params, **model.family.options, **{variant: True})
     if compiled:
         optimizer.step = torch.compile(optimizer.step, dynamic=False)
-    return Step(user_step(optimizer, scaler), [p.grad for p in params], lambda: params, (), scaler)
+    return Step(user_step(optimizer, scaler), params, lambda: params, (), scaler)
 
 
 def masters_by_hand(model: Model, variant: str) -> Step:
@@ -190,7 +198,7 @@ def masters_by_hand(model: Model, variant: str) -> Step:
             update()
             torch._foreach_copy_(low, masters)
 
-    return Step(step, grads, lambda: masters, low, scaler)
+    return Step(step, low, lambda: masters, low, scaler)
 
 
 class CompiledMasters(torch.optim.Optimizer):
@@ -215,8 +223,7 @@ class CompiledMasters(torch.optim.Optimizer):
 def masters_compiled(model: Model) -> Step:
     params, scaler = model.parameters(model.dtype), make_scaler(STOCK, model.device)
     optimizer = CompiledMasters(params, model.family.update)
-    grads = [p.grad for p in params]
-    return Step(user_step(optimizer, scaler), grads, lambda: optimizer.masters, params, scaler)
+    return Step(user_step(optimizer, scaler), params, lambda: optimizer.masters, params, scaler)
 
 
 def flashoptim(model: Model) -> Step:
@@ -230,7 +237,7 @@ def flashoptim(model: Model) -> Step:
         return [flashoptim.reconstruct_fp32_param(p.detach(), optimizer.state[p]["error_bits"]) for p in params]
 
     # its momentum has the 16 bits of the weights
-    return Step(optimizer.step, [p.grad for p in params], weights, params, slack=1e-4)
+    return Step(optimizer.step, params, weights, params, slack=1e-4)
 
 
 def bitsandbytes_fp32(model: Model) -> Step:
@@ -238,7 +245,7 @@ def bitsandbytes_fp32(model: Model) -> Step:
 
     params, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
     optimizer = getattr(bitsandbytes.optim, model.family.torchs.__name__)(params, **model.family.options)
-    return Step(user_step(optimizer, scaler), [p.grad for p in params], lambda: params, (), scaler)
+    return Step(user_step(optimizer, scaler), params, lambda: params, (), scaler)
 
 
 def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:

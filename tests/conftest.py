@@ -15,7 +15,7 @@ import torch
 
 
 def _backend(name: str, device_type: str) -> str | None:
-    from amp_kernels._ops import backend_reasons
+    from amp_kernels._backends import backend_reasons
 
     return backend_reasons(device_type)[name]
 

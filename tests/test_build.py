@@ -1,15 +1,18 @@
 """What nvcc makes of the CUDA sources, also where there is no GPU.
 
-They compile for every default architecture, spill nothing, and access memory 16 bytes at a time.
+They compile for every default architecture, spill nothing, access memory 16 bytes at a time, multiply on tensor cores,
+and keep the roundings of int8.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import os
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,7 +21,19 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-STREAMING = ("unscale", "sgd", "rmsprop")  # sources whose every kernel is bound by memory
+# Instructions that every kernel has, of those of a source whose names match.
+WIDE_LOAD, WIDE_STORE = r"\bLDG\.E\S*\.128\b", r"\bSTG\.E\S*\.128\b"
+INSTRUCTIONS = [
+    *((source, "", access) for source in ("unscale", "sgd", "rmsprop") for access in (WIDE_LOAD, WIDE_STORE)),
+    ("int8_quantize", "rows_kernel|columns_kernel|extremes_kernel", WIDE_LOAD),
+    ("int8_quantize", "(rows|columns)_kernel.*QuantizeOpI(6__half|13__nv_bfloat16)a", r"\bSTG\.E\S*\.64\b"),  # codes
+    ("int8_dequantize", "", WIDE_STORE),
+    ("int8_dequantize", "StraightThrough", WIDE_LOAD),
+    ("int8_matmul", "few_rows_kernel", WIDE_LOAD),
+    ("int8_matmul", "", r"\bIMMA\."),
+    ("int8_linear", "few_rows_kernel|vector_kernel", WIDE_LOAD),
+    ("int8_linear", "(tiled|few_rows)_kernelI6__half", r"\bHMMA\."),
+]
 ARCHS = ("75", "80", "86", "89", "90a", "100", "120")  # setup.py's default
 # The oldest standard that a supported torch compiles extensions with, and the macros torch gives nvcc.
 NO_OPERATORS = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
@@ -77,10 +92,11 @@ def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return {source.stem: result for source, result in zip(SOURCES, results, strict=True)}
 
 
-def test_bindings_compile_against_this_torch(nvcc: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["cuda", "int8_cuda"])
+def test_bindings_compile_against_this_torch(name: str, nvcc: str, tmp_path: Path) -> None:
     include = Path(torch.__file__).parent / "include"
     # nvcc hands a .cpp file to the host compiler, which a build calls directly, with the headers of cudart.
-    run(nvcc, "-c", ROOT / "csrc/bindings/cuda.cpp", "-o", tmp_path / "cuda.o", *FLAGS, "-I", include)
+    run(nvcc, "-c", ROOT / f"csrc/bindings/{name}.cpp", "-o", tmp_path / "cuda.o", *FLAGS, "-I", include)
 
 
 @pytest.mark.parametrize("source", [source.stem for source in SOURCES])
@@ -92,17 +108,40 @@ def test_nothing_spills(source: str, compiled: dict[str, tuple[Path, str]], nvcc
     assert [frame for frame in frames if frame[1:] != ("0", "0", "0")] == []
 
 
-@pytest.mark.parametrize("source", STREAMING)
-def test_streaming_kernels_access_16_bytes(
-    source: str, compiled: dict[str, tuple[Path, str]], cuobjdump: str, nvcc: str
+@pytest.fixture(scope="module")
+def disassembled(compiled: dict[str, tuple[Path, str]], cuobjdump: str) -> Callable[[str], list[tuple[str, str, str]]]:
+    """Of a source all (architecture, name of the function, instructions)."""
+
+    @functools.cache
+    def functions(source: str) -> list[tuple[str, str, str]]:
+        listing = run(cuobjdump, "-sass", compiled[source][0])
+        parts = re.split(r"^arch = (\S+)$", listing, flags=re.MULTILINE)[1:]
+        return [
+            (arch, *re.split(r"\s", function, maxsplit=1))  # type: ignore[misc]
+            for arch, of_arch in zip(parts[::2], parts[1::2], strict=True)
+            for function in re.split(r"^\s*Function : ", of_arch, flags=re.MULTILINE)[1:]
+        ]
+
+    return functions
+
+
+@pytest.mark.parametrize(("source", "kernels", "instruction"), INSTRUCTIONS)
+def test_kernels_have_their_instructions(
+    source: str, kernels: str, instruction: str, disassembled: Callable[..., list[tuple[str, str, str]]], nvcc: str
 ) -> None:
-    listing = run(cuobjdump, "-sass", compiled[source][0])
-    parts = re.split(r"^arch = (\S+)$", listing, flags=re.MULTILINE)[1:]
     found = set()
-    for arch, functions in zip(parts[::2], parts[1::2], strict=True):
-        for function in re.split(r"^\s*Function : ", functions, flags=re.MULTILINE)[1:]:
+    for arch, name, code in disassembled(source):
+        if re.search(kernels, name):
             found.add(arch)
-            for access in ("LDG", "STG"):
-                wide = re.search(rf"\b{access}\.E\S*\.128\b", function)
-                assert wide, f"{arch}: no 16-byte {access} in {function.split()[0]}"
+            assert re.search(instruction, code), f"{arch}: no {instruction} in {name}"
     assert found == {f"sm_{arch}" for arch in archs_of(nvcc)}
+
+
+@pytest.mark.parametrize("source", ["int8_quantize", "int8_dequantize", "int8_matmul"])
+def test_int8_keeps_its_roundings(source: str, nvcc: str, tmp_path: Path) -> None:
+    """Fused, approximate and flushing instructions would make other codes than the other backends."""
+    ptx = tmp_path / "out.ptx"
+    run(nvcc, "-ptx", ROOT / f"csrc/cuda/{source}.cu", "-o", ptx, "-arch=compute_90", *FLAGS)
+    text = ptx.read_text()
+    assert "mul.rn.f32" in text  # so that the next line has something to look at
+    assert re.findall(r"\b(?:fma\.\S+|div\.(?:full|approx)\S*|(?:rcp|ex2|sqrt)\.\S+|\S+\.ftz\S*)", text) == []

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_on_cpu import backend
+from cuda_on_cpu.arena import Arena
 from cuda_on_cpu.build import missing_headers
 from torch import Tensor
 
@@ -27,36 +28,6 @@ LARGE = 65537
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 orders = pytest.mark.parametrize("order", backend.ORDERS)
 offsets = pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
-
-
-class Arena:
-    """Places arrays between guard bands: poison to whoever reads them, canaries where someone writes."""
-
-    GUARD = 64  # bytes; a multiple of 16, so that `offset` alone decides the alignment
-    NAN = 0xFF  # every byte of a guard: NaN in each dtype
-    FINITE = 0x5A  # 1.5e16, or 203 in fp16: shows where NaN would only send the norm down its exact path
-
-    def __init__(self, guard: int = NAN) -> None:
-        self._guard = guard
-        self._buffers: list[tuple[Tensor, slice]] = []
-
-    def place(self, values: Tensor, offset: int = 0) -> Tensor:
-        """A copy of `values`, `offset` elements past an address that is a multiple of 16."""
-        start = self.GUARD + offset * values.element_size()
-        inside = slice(start, start + values.numel() * values.element_size())
-        buffer = torch.full((inside.stop + self.GUARD,), self._guard, dtype=torch.uint8)
-        self._buffers.append((buffer, inside))
-        placed = buffer[inside].view(values.dtype).view(values.shape)
-        assert placed.numel() == 0 or (placed.data_ptr() - offset * values.element_size()) % 16 == 0
-        return placed.copy_(values)
-
-    def check(self) -> None:
-        for buffer, inside in self._buffers:
-            guards = torch.cat([buffer[: inside.start], buffer[inside.stop :]])
-            assert (guards == self._guard).all(), "a kernel wrote outside an array"
-
-    def bytes(self) -> Tensor:
-        return torch.cat([buffer for buffer, _ in self._buffers])
 
 
 def randn(size: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -523,7 +494,7 @@ SHARED = [case for cases in testing.CASES.values() for case in cases]
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_ops, "select", lambda device: "cuda")
-    monkeypatch.setattr(_ops, "table_ops", lambda name: backend)
+    monkeypatch.setattr(_ops, "kernels", lambda name: backend)
     with backend.scheduled("shuffled"):
         for result in case.body(torch.device("cpu")):
             assert result.passed, f"{case}: {result}"

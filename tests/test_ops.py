@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import amp_kernels
-from amp_kernels import _lists, _ops, testing
+from amp_kernels import _backends, _lists, testing
 
 OPS = torch.ops.amp_kernels
 F16 = torch.float16
@@ -84,7 +84,7 @@ class Checked:
 
 # Table ops write through addresses that no schema can show, so they are never traced and have no fake: only
 # what the schema says of their arguments is checked. `_send_` has no CPU kernel.
-@pytest.mark.skipif(_ops.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
+@pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
 @pytest.mark.parametrize("op", ["_unscale_table_", "_sgd_table_", "_rmsprop_table_"])
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
@@ -306,7 +306,7 @@ def test_use_backend_names_the_backends() -> None:
 
 
 def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ops, "_reason", lambda *_: "the disk is full")
+    monkeypatch.setattr(_backends, "_reason", lambda *_: "the disk is full")
     with (
         pytest.raises(RuntimeError, match="use_backend: triton cannot run here: the disk is full"),
         amp_kernels.use_backend("triton"),
@@ -315,7 +315,7 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ops, "_reason", lambda _, device: {"cpu": "no CPU", "cuda": None}[device])
+    monkeypatch.setattr(_backends, "_reason", lambda _, device: {"cpu": "no CPU", "cuda": None}[device])
     with (
         amp_kernels.use_backend("cuda"),
         pytest.raises(RuntimeError, match="'cuda' cannot serve cpu tensors: no CPU"),
@@ -324,11 +324,11 @@ def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPat
 
 
 def test_use_backend_is_undone_also_by_an_error() -> None:
-    before = _ops.select(torch.device("cpu"))
+    before = _backends.select(torch.device("cpu"))
     with pytest.raises(KeyError), amp_kernels.use_backend("reference"):
-        assert _ops.select(torch.device("cpu")) == "reference"
+        assert _backends.select(torch.device("cpu")) == "reference"
         raise KeyError
-    assert _ops.select(torch.device("cpu")) == before
+    assert _backends.select(torch.device("cpu")) == before
 
 
 def test_the_reference_runs_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -340,16 +340,16 @@ def test_the_reference_runs_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cuda_tensors_on_the_reference_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ops, "_reason", lambda *_: "it is off")
-    _ops._automatic.cache_clear()
+    monkeypatch.setattr(_backends, "_reason", lambda *_: "it is off")
+    _backends._automatic.cache_clear()
     try:
         with pytest.warns(
             UserWarning, match="slow reference on CUDA tensors, since cuda: it is off; triton: it is off"
         ):
-            assert _ops.select(torch.device("cuda")) == "reference"
-        assert _ops.select(torch.device("cuda")) == "reference"  # a second warning would be an error
+            assert _backends.select(torch.device("cuda")) == "reference"
+        assert _backends.select(torch.device("cuda")) == "reference"  # a second warning would be an error
     finally:
-        _ops._automatic.cache_clear()
+        _backends._automatic.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------- compile

@@ -11,8 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import triton
+from amp_kernels.triton_kernels import int8_matmul, int8_quantize, int8_tiles
 from amp_kernels.triton_kernels.common import UPDATE_REGISTERS, UPDATE_WARPS
+from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
 from amp_kernels.triton_kernels.rmsprop import _rmsprop_kernel
 from amp_kernels.triton_kernels.sgd import _sgd_kernel
 from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
@@ -51,13 +54,24 @@ updates = pytest.mark.parametrize(
 
 
 class Compiled:
-    def __init__(self, kernel: Any, arch: int, options: dict[str, int], tmp_path: Path, **constants: object) -> None:
-        signature = {arg: "constexpr" if arg in constants else TYPES[arg] for arg in kernel.arg_names}
+    def __init__(
+        self,
+        kernel: Any,
+        arch: int,
+        options: dict[str, int],
+        tmp_path: Path,
+        types: dict[str, str] | None = None,
+        fp_fusion: bool = True,
+        **constants: object,
+    ) -> None:
+        types = TYPES if types is None else types | {p.name: p.annotation_type for p in kernel.params[len(types) :]}
+        signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         binary = triton.compile(
-            source, target=GPUTarget("cuda", arch, 32), options=options | {"enable_fp_fusion": True}
+            source, target=GPUTarget("cuda", arch, 32), options=options | {"enable_fp_fusion": fp_fusion}
         )
         self.arch = arch
+        self.shared = binary.metadata.shared
         self.ptx = binary.asm["ptx"]
         self._cubin = tmp_path / "kernel.cubin"
         self._cubin.write_bytes(binary.asm["cubin"])
@@ -71,10 +85,13 @@ class Compiled:
         operation, vector, width = access.split(".")
         return len(re.findall(rf"\b{operation}\.global[\w.:]*\.{vector}\.{width}", self.ptx))
 
-    def check(self) -> None:
+    def registers_stack_local(self) -> list[int]:
         usage = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", self._dump("-res-usage"))
         assert usage is not None
-        registers, stack, local = map(int, usage.groups())
+        return [int(n) for n in usage.groups()]
+
+    def check(self) -> None:
+        registers, stack, local = self.registers_stack_local()
         if self.arch > 75:  # Triton 3.6 spills 8 bytes of one variant there
             assert (stack, local) == (0, 0)
             assert not re.search(r"\b(LDL|STL)\b", self.sass)
@@ -115,7 +132,20 @@ def test_update_without_scalars(kernel: Any, tmp_path: Path) -> None:
     Compiled(kernel, 90, UPDATE, tmp_path, PARAM_DTYPE=2, GRAD_DTYPE=2, **absent).check()
 
 
-@pytest.mark.parametrize("kernel", [_unscale_kernel, _sgd_kernel, _rmsprop_kernel], ids=lambda k: k.__name__)
+INT8_KERNELS = [
+    int8_quantize._extremes_kernel,
+    int8_quantize._quantize_kernel,
+    _dequantize_kernel,
+    _straight_through_kernel,
+    int8_matmul._sums_kernel,
+    int8_matmul._matmul_kernel,
+    int8_matmul._combine_kernel,
+]
+
+
+@pytest.mark.parametrize(
+    "kernel", [_unscale_kernel, _sgd_kernel, _rmsprop_kernel, *INT8_KERNELS], ids=lambda k: k.__name__
+)
 def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
     """A new variant would be compiled in the middle of a graph capture."""
     assert all(p.is_constexpr or p.do_not_specialize for p in kernel.params)
@@ -136,3 +166,283 @@ def test_unscale(arch: int, write: bool, factor: str, clear: bool, tmp_path: Pat
     # 64 bytes a thread, once for each of three dtypes.
     assert compiled.count("ld.v4.b32") == 4 * 3
     assert compiled.count("st.v4.b32") == 4 * 3 * write
+
+
+# ----------------------------------------------------------------------------------------------------------- int8
+POINTER = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8"}
+INT8_CODES = CODES | {"int8": 3}
+SOURCES = {
+    "given": int8_quantize.GIVEN,
+    "registers": int8_quantize.REGISTERS,
+    "two_reads": int8_quantize.TWO_READS,
+    "partials": int8_quantize.PARTIALS,
+}
+
+
+def check_exact(compiled: Compiled, may_fuse: bool = False) -> None:
+    """No operation that another backend would round otherwise, and registers alone."""
+    assert not re.search(r"\.ftz|\bdiv\.(full|approx)", compiled.ptx)
+    assert may_fuse or not re.search(r"\bfma\.", compiled.ptx)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert not re.search(r"\b(LDL|STL)\b", compiled.sass)
+
+
+def walk(dtype: str, wide: bool) -> dict[str, object]:
+    return {"DTYPE": CODES[dtype], "UNIT": True, "VEC": (4 if dtype == "fp32" else 8) if wide else 1}
+
+
+def plan_options(plan: int8_tiles.Plan) -> tuple[dict[str, int], dict[str, object]]:
+    constants = plan.constants()
+    return {"num_warps": constants.pop("num_warps")}, constants
+
+
+def quantize_plans(size: tuple[int, int, int, int], wide: bool) -> list[tuple[str, int8_tiles.Plan]]:
+    fitting = int8_tiles.register_plan(size, wide)
+    return [
+        ("registers", fitting) if fitting is not None else ("partials", int8_tiles.two_pass_plan(size, wide)),
+        ("two_reads", int8_tiles.two_pass_plan(size, wide)),
+        ("given", int8_tiles.streaming_plan(size, wide)),
+    ]
+
+
+def compile_quantize(
+    arch: int, dtype: str, source: str, plan: int8_tiles.Plan, wide: bool, tmp_path: Path, symmetric: bool,
+    fake: bool = False, seed: str = "",
+) -> Compiled:  # fmt: skip
+    options, constants = plan_options(plan)
+    constants |= walk(dtype, wide) | {"FROM": SOURCES[source].value, "FAKE": fake}
+    constants |= {"STOCHASTIC": bool(seed), "FOURS": seed == "fours"}
+    types = {
+        "x_ptr": POINTER[dtype], "out_ptr": POINTER[dtype] if fake else "*i8", "scale_ptr": "*fp32",
+        "zero_point_ptr": "*i32", "partials_ptr": "*i32",
+    }  # fmt: skip
+    absent = (["zero_point_ptr"] if symmetric else []) + ([] if source == "partials" else ["partials_ptr"])
+    constants |= dict.fromkeys(absent)
+    return Compiled(int8_quantize._quantize_kernel, arch, options, tmp_path, types, fp_fusion=False, **constants)
+
+
+# Rows that fill registers, short rows, columns that fill registers and that do not, one tensor.
+SIZES = {
+    "longest_rows": (1, 1, 4096, 16384),
+    "rows": (1, 1, 4096, 4096),
+    "blocks": (1, 1, 4096, 32),
+    "columns": (1, 256, 4096, 1),
+    "tall_columns": (1, 8192, 4096, 1),
+    "tensor": (1, 1, 1, 1 << 26),
+}
+# sm_90 for every way through the kernels, the others for those that need most registers.
+everywhere = pytest.mark.parametrize("arch", (75, 80, 90, 100, 120), ids=lambda arch: f"sm_{arch}")
+access = pytest.mark.parametrize("wide", [True, False], ids=["wide", "by_element"])
+sizes = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+
+
+def check_quantize(arch: int, dtype: str, source: str, plan: int8_tiles.Plan, wide: bool, tmp_path: Path) -> None:
+    compiled = compile_quantize(arch, dtype, source, plan, wide, tmp_path, symmetric=False)
+    check_exact(compiled)
+    if wide:
+        assert compiled.count("ld.v4.b32") > 0
+        assert compiled.count("st.v2.b32") > 0 or dtype == "fp32"  # eight codes; of fp32 four
+    if source == "registers" and wide:
+        # One read: a load for each 16 bytes of a thread's share of the tile.
+        share = plan.outer * plan.inner // (32 * plan.warps)
+        assert compiled.count("ld.v4.b32") == share // (4 if dtype == "fp32" else 8)
+
+
+@sizes
+@access
+def test_int8_quantize(size: tuple[int, int, int, int], wide: bool, tmp_path: Path) -> None:
+    source, plan = quantize_plans(size, wide)[0]
+    check_quantize(90, "bf16", source, plan, wide, tmp_path)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_int8_quantize_everywhere(arch: int, dtype: str, tmp_path: Path) -> None:
+    for size, wide in (("longest_rows", True), ("columns", dtype == "fp16")):
+        source, plan = quantize_plans(SIZES[size], wide)[0]
+        check_quantize(arch, dtype, source, plan, wide, tmp_path)
+
+
+def test_int8_quantize_with_extremes_from_elsewhere(tmp_path: Path) -> None:
+    for source, plan in quantize_plans(SIZES["rows"], True)[1:]:
+        check_quantize(90, "bf16", source, plan, True, tmp_path)
+
+
+@pytest.mark.parametrize(("arch", "seed"), [(75, "fours"), (90, "fours"), (90, "each"), (120, "each")])
+def test_int8_stochastic_rounding(arch: int, seed: str, tmp_path: Path) -> None:
+    source, plan = quantize_plans(SIZES["rows"], True)[0]
+    check_exact(compile_quantize(arch, "fp16", source, plan, True, tmp_path, symmetric=True, seed=seed))
+
+
+def test_int8_fake_quantize(tmp_path: Path) -> None:
+    for source, plan in quantize_plans(SIZES["rows"], True):
+        compiled = compile_quantize(90, "fp16", source, plan, True, tmp_path, symmetric=True, fake=True)
+        check_exact(compiled)
+        assert compiled.count("st.v4.b32") > 0
+
+
+@access
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_int8_extremes(wide: bool, symmetric: bool, tmp_path: Path) -> None:
+    for size in (SIZES["tensor"], SIZES["tall_columns"]):
+        options, constants = plan_options(int8_tiles.two_pass_plan(size, wide))
+        constants |= walk("bf16", wide) | {"SYMMETRIC": symmetric}
+        types = {"x_ptr": "*bf16", "partials_ptr": "*i32"}
+        compiled = Compiled(int8_quantize._extremes_kernel, 90, options, tmp_path, types, fp_fusion=False, **constants)
+        check_exact(compiled)
+        assert (compiled.count("ld.v4.b32") > 0) == wide
+
+
+@pytest.mark.parametrize("kernel", [_dequantize_kernel, _straight_through_kernel], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    ("arch", "size", "wide"),
+    [(90, "rows", False), (90, "blocks", True), (90, "columns", True), (90, "columns", False)]
+    + [(arch, "rows", True) for arch in (75, 80, 90, 100, 120)],
+)
+def test_int8_elementwise(kernel: Any, arch: int, size: str, wide: bool, tmp_path: Path) -> None:
+    options, constants = plan_options(int8_tiles.streaming_plan(SIZES[size], wide))
+    given = {"scale_ptr": "*fp32", "zero_point_ptr": "*i32", "out_ptr": "*bf16"}
+    first = {"codes_ptr": "*i8"} if kernel is _dequantize_kernel else {"grad_ptr": "*bf16", "x_ptr": "*bf16"}
+    constants |= walk("bf16", wide)
+    compiled = Compiled(kernel, arch, options, tmp_path, first | given, fp_fusion=False, **constants)
+    check_exact(compiled)
+    assert (compiled.count("st.v4.b32") > 0) == wide
+
+
+def compile_matmul(
+    arch: int, tiles: int8_matmul._Tiles, dtype: str, tmp_path: Path, *, zero_points: bool = False,
+    inner: tuple[int, int] = (int8_matmul.COLUMNS.value, int8_matmul.ROWS.value), wide: bool = True,
+    codes: bool = False, split: bool = False,
+) -> Compiled:  # fmt: skip
+    """Of an fp32 or bf16 output, of codes, or of one share of K."""
+    out = "int8" if codes else "bf16" if dtype == "int8" else dtype
+    bias = "fp32" if dtype == "int8" else dtype
+    partials = "*fp32" if dtype != "int8" else "*i64" if zero_points else "*i32"
+    types = {
+        "a_ptr": POINTER[dtype], "b_ptr": "*i8", "a_scale_ptr": "*fp32", "a_zero_point_ptr": "*i32",
+        "b_scale_ptr": "*fp32", "b_zero_point_ptr": "*i32", "bias_ptr": POINTER[bias], "out_ptr": POINTER[out],
+        "out_scale_ptr": "*fp32", "out_zero_point_ptr": "*i32", "a_sums_ptr": "*i32", "b_sums_ptr": "*i32",
+        "partials_ptr": partials,
+    }  # fmt: skip
+    absent = [] if codes else ["out_scale_ptr", "out_zero_point_ptr"]
+    absent += [] if split else ["partials_ptr"]
+    absent += [] if zero_points else ["a_zero_point_ptr", "b_zero_point_ptr"]
+    absent += [] if tiles == int8_matmul._LARGE_EPILOGUE else ["a_sums_ptr", "b_sums_ptr"]
+    absent += [] if dtype == "int8" else ["a_scale_ptr"]
+    vec = {"fp32": 4, "fp16": 8, "bf16": 8, "int8": 16}
+    constants = tiles.constants()
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    return Compiled(
+        int8_matmul._matmul_kernel, arch, options, tmp_path, types, fp_fusion=False, **constants,
+        **dict.fromkeys(absent), A_DTYPE=INT8_CODES[dtype], AS_HALF=dtype == "int8" and arch == 75,
+        BIAS_DTYPE=INT8_CODES[bias], DTYPE=INT8_CODES[out], VEC=vec[out] if wide else 1, A_INNER=inner[0],
+        A_VEC=vec[dtype] if wide else 1, B_INNER=inner[1], B_VEC=16 if wide else 1, K_VEC=16 if wide else 1,
+    )  # fmt: skip
+
+
+TENSOR_CORES = {
+    80: r"mma\.sync\S*\.s32\.s8\.s8\.s32",
+    90: r"wgmma\.mma_async\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32",
+    100: r"tcgen05\.mma\S*kind::i8|mma\.sync\S*\.s32\.s8\.s8\.s32",
+    120: r"mma\.sync\S*\.s32\.s8\.s8\.s32",
+}
+SHARED_MEMORY = {75: 64, 80: 99, 90: 227, 100: 227, 120: 99}  # KB for one block; sm_86 and sm_89 run what sm_80 does
+
+
+def matmul_tiles(arch: int, dtype: torch.dtype) -> list[tuple[int8_matmul._Tiles, bool, bool]]:
+    """Every tile size that this architecture uses, with whether access is wide and the epilogue plain."""
+    capability = divmod(arch, 10)
+    products = ((1, 4096), (4096, 1), (100, 100), (8192, 8192))
+    kinds = [*itertools.product([False, True], [False, True] if dtype == torch.int8 else [True])]
+    return sorted({(int8_matmul._tiles(dtype, *mn, *kind, capability), *kind) for kind in kinds for mn in products})
+
+
+def check_matmul(compiled: Compiled, wide: bool = True) -> None:
+    # Turing multiplies integers with an FMA, which is exact.
+    check_exact(compiled, may_fuse=compiled.arch == 75)
+    assert compiled.shared <= SHARED_MEMORY[compiled.arch] * 1024
+    if compiled.arch > 75:
+        assert re.search(TENSOR_CORES[compiled.arch], compiled.ptx)
+        assert not wide or "cp.async.cg.shared.global" in compiled.ptx
+
+
+@pytest.mark.parametrize(("tiles", "wide", "plain"), matmul_tiles(90, torch.int8), ids=str)
+def test_int8_matmul(tiles: int8_matmul._Tiles, wide: bool, plain: bool, tmp_path: Path) -> None:
+    inner = (2, 1) if wide else (0, 0)
+    check_matmul(compile_matmul(90, tiles, "int8", tmp_path, zero_points=not plain, wide=wide, inner=inner), wide)
+
+
+@everywhere
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_everywhere(arch: int, zero_points: bool, tmp_path: Path) -> None:
+    for n, wide in ((8192, True), (100, True), (100, False)):
+        tiles = int8_matmul._tiles(torch.int8, n, n, wide, not zero_points, divmod(arch, 10))
+        check_matmul(compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, wide=wide), wide)
+
+
+def test_int8_matmul_drives_wgmma(tmp_path: Path) -> None:
+    tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, True, (9, 0))
+    assert "wgmma.mma_async" in compile_matmul(90, tiles, "int8", tmp_path).ptx
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("inner", [(2, 2), (1, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_layouts(arch: int, inner: tuple[int, int], zero_points: bool, tmp_path: Path) -> None:
+    tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, not zero_points, (arch // 10, 0))
+    check_matmul(compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, inner=inner))
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_of_codes(arch: int, zero_points: bool, tmp_path: Path) -> None:
+    tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, False, divmod(arch, 10))
+    check_matmul(compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, codes=True))
+
+
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_of_shares(zero_points: bool, tmp_path: Path) -> None:
+    tiles = int8_matmul._tiles(torch.int8, 100, 100, True, not zero_points, (9, 0))
+    check_matmul(compile_matmul(90, tiles, "int8", tmp_path, zero_points=zero_points, split=True))
+
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+linears = [(90, dtype, *kind[:2]) for dtype in CODES for kind in matmul_tiles(90, TORCH_DTYPES[dtype])]
+linears += [
+    (arch, dtype, int8_matmul._tiles(TORCH_DTYPES[dtype], 8192, 8192, True, True, divmod(arch, 10)), True)
+    for arch in (75, 80, 100, 120)
+    for dtype in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "tiles", "wide"), linears, ids=str)
+def test_int8_linear(arch: int, dtype: str, tiles: int8_matmul._Tiles, wide: bool, tmp_path: Path) -> None:
+    compiled = compile_matmul(arch, tiles, dtype, tmp_path, wide=wide)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert compiled.shared <= SHARED_MEMORY[arch] * 1024
+    assert ".tf32" not in compiled.ptx
+    if arch > 75 and dtype != "fp32":
+        assert re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.ptx)
+
+
+@pytest.mark.parametrize(("inner", "vec"), [(1, 16), (2, 16), (0, 1)])
+def test_int8_sums(inner: int, vec: int, tmp_path: Path) -> None:
+    bm, bk = (128, 32) if inner == 1 else (8, 512)
+    types = {"a_ptr": "*i8", "sums_ptr": "*i32"}
+    constants = {"INNER": inner, "VEC": vec, "BM": bm, "BK": bk}
+    compiled = Compiled(int8_matmul._sums_kernel, 90, {"num_warps": 4}, tmp_path, types, fp_fusion=False, **constants)
+    check_exact(compiled)
+    assert (compiled.count("ld.v4.b32") > 0) == (vec > 1)
+
+
+@pytest.mark.parametrize(("partials", "codes"), [("*i32", False), ("*i64", True), ("*fp32", False)])
+def test_int8_combination(partials: str, codes: bool, tmp_path: Path) -> None:
+    types = {
+        "partials_ptr": partials, "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "bias_ptr": "*fp32",
+        "out_ptr": "*i8" if codes else "*bf16", "out_scale_ptr": "*fp32", "out_zero_point_ptr": "*i32",
+    }  # fmt: skip
+    constants: dict[str, object] = {"BIAS_DTYPE": 0, "DTYPE": 3 if codes else 2}
+    if not codes:
+        constants |= dict.fromkeys(["out_scale_ptr", "out_zero_point_ptr"])
+    kernel = int8_matmul._combine_kernel
+    check_exact(Compiled(kernel, 90, {"num_warps": 4}, tmp_path, types, fp_fusion=False, **constants))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -10,11 +9,12 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from .. import _ops
+from .. import _backends
 from .._table import DTYPE_CODES, is_dense, same_layout
 from ..functional import moved, total_norm
 from ._plan import Hyper, Member, NativePlan, Plan, capturing, local
 from ._reference_plan import ReferencePlan, ReferenceStep
+from ._state import States
 
 _STATES = {"master", "momentum_buffer", "square_avg", "grad_avg"}
 
@@ -47,6 +47,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
+        self.state = States(self.state)
         self.max_grad_norm = max_grad_norm
         self.grad_norm = None
         self._plans = None
@@ -145,18 +146,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Whether backends and options are those the plans were made for."""
         assert self._plans is not None
         return self._plan_key == self._current_plan_key() and all(
-            plan.backend == _ops.select(plan.device) for plan in self._plans
+            plan.backend == _backends.select(plan.device) for plan in self._plans
         )
 
     def _current_plan_key(self) -> list[object]:
         groups = [(*map(id, group["params"]), self._state_names(group)) for group in self.param_groups]
-        # Who replaces or empties state is followed. Anything may lie there under a key of the user's own.
-        try:
-            values = list(map(id, itertools.chain.from_iterable(map(dict.values, self.state.values()))))
-        except TypeError:
-            states = [state for state in self.state.values() if isinstance(state, dict)]
-            values = [id(value) for state in states for value in state.values()]
-        return [id(self.state), values, groups]
+        # Who replaces or empties state is followed.
+        changes = self.state.changes.count if isinstance(self.state, States) else None
+        return [id(self.state), changes, groups]
 
     def _refuse_capture(self) -> None:
         if any(capturing(local(param).device) for _, _, param in self._named_parameters()):
@@ -168,6 +165,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _build_plans(self) -> None:
         self._refuse_capture()
         self._drop_plans()
+        if not isinstance(self.state, States):
+            self.state = States(self.state)
         by_device: dict[torch.device, list[Member]] = {}
         for name, index, param in self._named_parameters():
             by_device.setdefault(local(param).device, []).append(self._member(name, index, param))
@@ -177,8 +176,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _make_plan(self, device: torch.device, members: list[Member]) -> Plan:
         if device not in self._records:
             self._records[device] = torch.zeros(4, dtype=torch.int64, device=device)
-        backend = _ops.select(device)
-        ops = _ops.table_ops(backend)
+        backend = _backends.select(device)
+        ops = _backends.kernels(backend)
         if ops is None:
             return ReferencePlan(type(self)._reference_step, device, members, self._records[device])
         return NativePlan(backend, ops, self._table_op, device, members, self._records[device])
@@ -334,6 +333,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         super().__setstate__(state)
+        self.state = States(self.state)
         self._plans = None
         self._is_checked = False
         self.__dict__.setdefault("_records", {})
@@ -382,10 +382,13 @@ def _is_laid_out(state: Tensor, target: Tensor) -> bool:
 def _export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """State as torch keeps it: `step` an fp32 tensor of the CPU; before the first update no state but the master."""
     for key, state in state_dict["state"].items():
-        if isinstance(state, dict) and "step" in state:
+        if not isinstance(state, dict):
+            continue
+        ours: dict[str, Tensor | None] = {}
+        if "step" in state:
             step = state["step"].to("cpu", torch.float32)
             ours = {"step": step} if step > 0 else dict.fromkeys({"step", *_STATES} - {"master"})
-            state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if v is not None}
+        state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
 
 
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:

@@ -21,6 +21,7 @@ from .._table import (
     HYPER_COLUMNS,
     UPDATE_ROWS,
     Row,
+    addresses_of,
     cut,
     int64_tensor,
     resend,
@@ -29,11 +30,10 @@ from .._table import (
 )
 
 if TYPE_CHECKING:
-    from .._ops import TableOps
+    from .._backends import Kernels
 
 # Mapped over a thousand tensors these cost half of what a loop in Python does.
 _data_ptr = torch._C.TensorBase.data_ptr
-_is_contiguous = torch._C.TensorBase.is_contiguous
 _stride = torch._C.TensorBase.stride
 _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
@@ -166,7 +166,7 @@ class NativePlan(Plan):
     def __init__(
         self,
         backend: str,
-        ops: TableOps,
+        ops: Kernels,
         table_op: str,
         device: torch.device,
         members: Sequence[Member],
@@ -176,6 +176,7 @@ class NativePlan(Plan):
         self._ops = ops
         self._table_op = getattr(ops, table_op)
         self._rows = [t for t, m in enumerate(members) if m.states is not None]
+        self._row_index = int64_tensor(self._rows)
         self._started = [members[t] for t in self._rows]
         self._idle = [m for m in members if m.states is None]
         self._targets = [m.target for m in self._started]
@@ -192,7 +193,13 @@ class NativePlan(Plan):
 
         self._is_steady = False  # every started parameter has a gradient, laid out as it
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
-        self._grad_addresses: list[int] = []
+        count = len(self._started)
+        self._grad_addresses = _host(count, dtype=torch.int64)
+        self._grad_kinds = _host(count, dtype=torch.int64)
+        self._seen_addresses, self._seen_kinds = (
+            torch.empty_like(self._grad_addresses),
+            torch.empty_like(self._grad_kinds),
+        )
         self._grad_dtypes: list[torch.dtype] = []
         self._codes: list[tuple[int, int]] = []
         self._buckets: list[_Bucket] = []
@@ -245,18 +252,15 @@ class NativePlan(Plan):
             return False
         grads: list[Any] = self._gradients()
         try:
-            addresses = list(map(_data_ptr, grads))
-            dtypes = list(map(_dtype, grads))
-            if self._all_contiguous:
-                fits = all(map(_is_contiguous, grads))
-            else:
-                fits = list(map(_stride, grads)) == self._strides
-        except (TypeError, RuntimeError):  # a gradient is None, or sparse
+            addresses_of(grads, self._seen_addresses, self._seen_kinds)
+        except (TypeError, RuntimeError):  # a gradient is None
             return False
-        if not fits or dtypes != self._grad_dtypes:
+        if not torch.equal(self._seen_kinds, self._grad_kinds):
             return False
-        if addresses != self._grad_addresses:
-            self._send_gradients(addresses)
+        if not self._all_contiguous and list(map(_stride, grads)) != self._strides:
+            return False
+        if not torch.equal(self._seen_addresses, self._grad_addresses):
+            self._send_gradients(self._seen_addresses)
         return True
 
     def _take_gradients(self) -> bool:
@@ -279,14 +283,16 @@ class NativePlan(Plan):
         codes = [(DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)]
         if codes != self._codes:
             self._arrange(codes)
-        self._send_gradients([0 if g is None else g.data_ptr() for g in grads])
+        self._send_gradients(int64_tensor(0 if g is None else g.data_ptr() for g in grads))
         self.written = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
         self._is_steady = len(self.written) == len(self._started) and not self._relaid
+        if self._is_steady:
+            addresses_of([g for g in grads if g is not None], self._seen_addresses, self._grad_kinds)
         return True
 
-    def _send_gradients(self, addresses: list[int]) -> None:
-        self._grad_addresses = addresses
-        self._host_table[Row.GRAD, self._rows] = int64_tensor(addresses)
+    def _send_gradients(self, addresses: Tensor) -> None:
+        self._grad_addresses.copy_(addresses)
+        self._host_table[Row.GRAD].index_copy_(0, self._row_index, addresses)
         if self._tables is not None:
             resend(self._ops, self._host_table[Row.GRAD], self._tables.table[Row.GRAD])
 

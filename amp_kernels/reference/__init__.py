@@ -1,10 +1,25 @@
-"""The specification: every list operator in plain torch, without a compiler, for any device.
+"""The specification: every operator in plain torch, without a compiler, for any device.
 
-Same names, arguments and results as in `amp_kernels`, which prefers a native kernel where there is one.
+Same names, arguments and results as in `amp_kernels`, which prefers a native kernel where there is one; the int8
+operators here take and return plain tensors.
 """
 
+from . import matmul
+from .int8 import dequantize_int8, fake_quantize_int8, int8_linear, int8_matmul, quantize_int8, straight_through_int8
 from .rmsprop import rmsprop_
 from .sgd import sgd_
 from .unscale import grad_norm, unscale_
 
-__all__ = ["grad_norm", "rmsprop_", "sgd_", "unscale_"]
+__all__ = [
+    "dequantize_int8",
+    "fake_quantize_int8",
+    "grad_norm",
+    "int8_linear",
+    "int8_matmul",
+    "matmul",
+    "quantize_int8",
+    "rmsprop_",
+    "sgd_",
+    "straight_through_int8",
+    "unscale_",
+]

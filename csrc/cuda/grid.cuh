@@ -15,4 +15,16 @@ inline unsigned grid_size(const Table& table) {
   return static_cast<unsigned>(table.chunk_count < most ? table.chunk_count : most);
 }
 
+template <class F>
+void with_dtype(Dtype dtype, const F& f) {
+  switch (dtype) {
+    case kHalf:
+      return f(__half{});
+    case kBFloat16:
+      return f(__nv_bfloat16{});
+    default:
+      return f(float{});
+  }
+}
+
 }  // namespace amp_kernels::cuda

@@ -1,6 +1,7 @@
 // What the CUDA sources offer to the bindings, which a host compiler builds: no device code here.
 #pragma once
 
+#include "../int8.h"
 #include "../table.h"
 
 struct CUstream_st;
@@ -15,6 +16,13 @@ void launch_unscale(const GradientPass& pass, Stream stream);
 void launch_sgd(const Update& update, Stream stream);
 void launch_rmsprop(const Update& update, Stream stream);
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
+
+int64_t quantize_workspace(const Quantize& quantize);  // bytes, aligned to 16, that launch_quantize takes
+void launch_quantize(const Quantize& quantize, void* workspace, Stream stream);
+void launch_dequantize(const Dequantize& dequantize, Stream stream);
+void launch_straight_through(const StraightThrough& pass, Stream stream);
+void launch_int8_matmul(const Int8Matmul& matmul, Stream stream);
+void launch_int8_linear(const Int8Linear& linear, Stream stream);
 
 }  // namespace cuda
 }  // namespace amp_kernels

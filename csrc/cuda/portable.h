@@ -52,10 +52,12 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T data[N];
 };
 
-// The widest access to a pack: 16 bytes, 8 for four 16-bit elements beside four of fp32, else an element. An
-// integer type pins the width: nvcc may split the copy of a struct of 16-bit members.
+// The widest access to a pack: 16 bytes, 8 for four 16-bit elements beside four of fp32, 4 for four codes, else an
+// element. An integer type pins the width: nvcc may split the copy of a struct of 16-bit members.
 template <class T, int N>
-using Access = std::conditional_t<sizeof(T) * N % 16 == 0, int4, std::conditional_t<sizeof(T) * N % 8 == 0, int2, T>>;
+using Access = std::conditional_t<
+    sizeof(T) * N % 16 == 0, int4,
+    std::conditional_t<sizeof(T) * N % 8 == 0, int2, std::conditional_t<sizeof(T) * N % 4 == 0, int, T>>>;
 
 // Addresses come from a table as integers, and without this word nvcc emits generic accesses (LD for LDG).
 template <class T>
@@ -112,6 +114,73 @@ __device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool 
   }
 }
 
+// N elements as they come from memory. Held as elements, each of 16 bits would take a register of its own.
+template <class T, int N>
+struct Packed {
+  uint32_t word[sizeof(T) * N / 4];
+
+  __device__ __forceinline__ Vector<T, N> unpacked() const {
+    Vector<T, N> elements;
+    memcpy(elements.data, word, sizeof(word));
+    return elements;
+  }
+
+  // Keeps the compiler from holding what it unpacked before instead of unpacking again.
+  __device__ __forceinline__ void forget() {
+#ifdef __CUDA_ARCH__
+#pragma unroll
+    for (uint32_t& w : word) asm volatile("" : "+r"(w));
+#endif
+  }
+};
+
+// The N elements at p, in accesses of up to 16 bytes: p is aligned to them.
+template <int N, class T>
+__device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
+  using Word = Access<T, N>;
+  constexpr int kWords = sizeof(Word) / 4;
+  assume_global(p);
+  Packed<T, N> packed;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) * N / 4); i += kWords) {
+    const Word word = *reinterpret_cast<const Word*>(reinterpret_cast<const uint32_t*>(p) + i);
+    memcpy(packed.word + i, &word, sizeof(Word));
+  }
+  return packed;
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_wide(T* p, const Vector<T, N>& elements) {
+  using Word = Access<T, N>;
+  constexpr int kElements = sizeof(Word) / sizeof(T);
+  assume_global(p);
+#pragma unroll
+  for (int i = 0; i < N; i += kElements) {
+    Word word;
+    memcpy(&word, elements.data + i, sizeof(Word));
+    *reinterpret_cast<Word*>(p + i) = word;
+  }
+}
+
+// The first `count` of N elements one by one; the others are 0.
+template <int N, class T>
+__device__ __forceinline__ Vector<T, N> load_each(const T* p, int64_t stride, int count) {
+  assume_global(p);
+  Vector<T, N> elements{};
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < count) elements.data[i] = p[i * stride];
+  return elements;
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_each(T* p, const Vector<T, N>& elements, int64_t stride, int count) {
+  assume_global(p);
+#pragma unroll
+  for (int i = 0; i < N; ++i)
+    if (i < count) p[i * stride] = elements.data[i];
+}
+
 // ------------------------------------------------------------------------------- block cooperation
 // blockDim.x is a multiple of 32, at most 1024, and blocks are one-dimensional; every thread of the block
 // calls.
@@ -134,6 +203,13 @@ __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(
 template <class T>
 __device__ __forceinline__ T warp_shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+// Over groups of `lanes` neighbours in a warp, a power of two.
+template <class T, class Combine>
+__device__ __forceinline__ T lanes_reduce(T value, int lanes, Combine combine) {
+  for (int mask = lanes / 2; mask > 0; mask /= 2) value = combine(value, warp_shuffle_xor(value, mask));
+  return value;
 }
 
 // Fixed order, and the same bits in every thread, since combine is commutative. `shared`: 32 values of T,
@@ -194,6 +270,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
 
 inline int multiprocessor_count() { return emulator::kMultiprocessors; }
+inline int compute_capability() { return emulator::compute_capability; }
 
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
@@ -207,12 +284,19 @@ inline void check(cudaError_t error) {
   if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
-inline int multiprocessor_count() {
+inline int device_attribute(cudaDeviceAttr attribute) {
   int device = 0;
-  int count = 0;
+  int value = 0;
   check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device));
-  return count;
+  check(cudaDeviceGetAttribute(&value, attribute, device));
+  return value;
+}
+
+inline int multiprocessor_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+// 75 to 120, as in sm_75.
+inline int compute_capability() {
+  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
 template <class... Parameters, class... Arguments>

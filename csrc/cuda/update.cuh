@@ -129,18 +129,6 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) update_kernel(const
   }
 }
 
-template <class F>
-void with_dtype(Dtype dtype, const F& f) {
-  switch (dtype) {
-    case kHalf:
-      return f(__half{});
-    case kBFloat16:
-      return f(__nv_bfloat16{});
-    default:
-      return f(float{});
-  }
-}
-
 template <class Formula>
 void launch_update(const Update& update, Stream stream) {
   if (update.table.chunk_count == 0) return;

@@ -1,4 +1,4 @@
-"""The table ops (schemas: amp_kernels/_ops.py) on CPU tensors, by the CUDA kernels on the emulator."""
+"""The internal ops (schemas: amp_kernels/_ops.py) on CPU tensors, by the CUDA kernels on the emulator."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import ctypes
 import functools
 from collections.abc import Iterator
 
+import torch
 from torch import Tensor
 
 from .build import HERE, ROOT, build
@@ -19,13 +20,48 @@ _SIGNATURES = {
     "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
     "sgd_table": _UPDATE,
     "rmsprop_table": _UPDATE,
+    **dict.fromkeys(
+        ("quantize_int8", "dequantize_int8", "straight_through_int8", "int8_matmul", "int8_linear"), (_POINTER,)
+    ),
 }
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype of csrc/table.h
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (("numbers", _INT64 * 19),)
+
+
+def _struct(name: str, **fields: object) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": tuple(fields.items())})
+
+
+# The structs of csrc/int8.h.
+_Quantize = _struct(
+    "Quantize", x=_POINTER, out=_POINTER, scale=_POINTER, zero_point=_POINTER, layout=_Layout, dtype=_INT,
+    fake=_BOOL, is_static=_BOOL, stochastic=_BOOL, seed=ctypes.c_uint64,
+)  # fmt: skip
+_Dequantize = _struct(
+    "Dequantize", values=_POINTER, scale=_POINTER, zero_point=_POINTER, out=_POINTER, layout=_Layout, dtype=_INT
+)
+_StraightThrough = _struct(
+    "StraightThrough", grad=_POINTER, x=_POINTER, scale=_POINTER, zero_point=_POINTER, out=_POINTER,
+    layout=_Layout, dtype=_INT,
+)  # fmt: skip
+_Int8Matmul = _struct(
+    "Int8Matmul", m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 2, b=_POINTER, b_strides=_INT64 * 2,
+    a_scale=_POINTER, a_zero_point=_POINTER, a_step=_INT64, b_scale=_POINTER, b_zero_point=_POINTER, b_step=_INT64,
+    bias=_POINTER, out=_POINTER, dtype=_INT, out_scale=_POINTER, out_zero_point=_POINTER,
+)  # fmt: skip
+_Int8Linear = _struct(
+    "Int8Linear", m=_INT64, n=_INT64, k=_INT64, x=_POINTER, x_stride=_INT64, weight=_POINTER, scale=_POINTER,
+    scale_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT,
+)  # fmt: skip
 
 
 @functools.cache
 def library() -> ctypes.CDLL:
     """The CUDA kernels, compiled on first use."""
-    lib = build("kernels", [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), HERE / "driver.cpp"])
+    lib = build("kernels", [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), *sorted(HERE.glob("driver*.cpp"))])
     for name, arguments in _SIGNATURES.items():
         function = getattr(lib, name)
         function.argtypes = arguments
@@ -41,6 +77,16 @@ def scheduled(order: str, seed: int = 0) -> Iterator[None]:
         yield
     finally:
         library().set_order(0, 0)
+
+
+@contextlib.contextmanager
+def compute_capability(value: int) -> Iterator[None]:
+    """Makes the launchers choose as for a GPU of ``sm_<value>``."""
+    library().set_compute_capability(value)
+    try:
+        yield
+    finally:
+        library().set_compute_capability(90)
 
 
 def _unscale_table_(
@@ -69,6 +115,54 @@ def _update(
     _call(name, *_table(table, chunks, chunk_size), *arrays, param_dtype, grad_dtype, *scalars, max_norm)
 
 
+def _quantize_int8_(
+    x: Tensor, out: Tensor, scale: Tensor, zero_point: Tensor | None, layout: list[int], is_static: bool,
+    stochastic: bool, seed: int,
+) -> None:  # fmt: skip
+    pointers = [_address(t) for t in (x, out, scale, zero_point)]
+    fake = out.dtype != torch.int8
+    flags = (_DTYPES[x.dtype], fake, is_static, stochastic, seed % 2**64)
+    _call_with("quantize_int8", _Quantize(*pointers, _layout(layout), *flags))
+
+
+def _dequantize_int8_(values: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: list[int]) -> None:
+    pointers = [_address(t) for t in (values, scale, zero_point, out)]
+    _call_with("dequantize_int8", _Dequantize(*pointers, _layout(layout), _DTYPES[out.dtype]))
+
+
+def _straight_through_int8_(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: list[int]
+) -> None:
+    pointers = [_address(t) for t in (grad, x, scale, zero_point, out)]
+    _call_with("straight_through_int8", _StraightThrough(*pointers, _layout(layout), _DTYPES[out.dtype]))
+
+
+def _int8_matmul_(
+    a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor,
+    b_zero_point: Tensor | None, bias: Tensor | None, out: Tensor, out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
+) -> None:  # fmt: skip
+    matmul = _Int8Matmul(
+        a.shape[0], b.shape[1], a.shape[1], _address(a), a.stride(), _address(b), b.stride(),
+        _address(a_scale), _address(a_zero_point), a_scale.numel() != 1,
+        _address(b_scale), _address(b_zero_point), b_scale.numel() != 1,
+        _address(bias), _address(out), _DTYPES.get(out.dtype, 0), _address(out_scale), _address(out_zero_point),
+    )  # fmt: skip
+    _call_with("int8_matmul", matmul)
+
+
+def _int8_linear_(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    linear = _Int8Linear(
+        x.shape[0], weight.shape[0], x.shape[1], _address(x), x.stride(0), _address(weight), _address(scale),
+        scale.numel() != 1, _address(bias), _address(out), _DTYPES[x.dtype],
+    )  # fmt: skip
+    _call_with("int8_linear", linear)
+
+
+def _layout(numbers: list[int]) -> _Layout:
+    return _Layout((_INT64 * 19)(*numbers))
+
+
 def _table(table: Tensor, chunks: Tensor, chunk_size: int) -> tuple[int, int, int, int, int]:
     assert table.is_contiguous() and chunks.is_contiguous()
     return table.data_ptr(), table.shape[1], chunks.data_ptr(), chunks.shape[0], chunk_size
@@ -82,3 +176,7 @@ def _call(name: str, *arguments: object) -> None:
     message = getattr(library(), name)(*arguments)
     if message is not None:
         raise RuntimeError(message.decode())
+
+
+def _call_with(name: str, struct: ctypes.Structure) -> None:
+    _call(name, ctypes.addressof(struct))

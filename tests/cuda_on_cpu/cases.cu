@@ -2,7 +2,7 @@
 #include <map>
 #include <string>
 
-#include "../../csrc/cuda/portable.h"
+#include "../../csrc/cuda/int8_tiles.cuh"
 
 namespace amp_kernels {
 namespace {
@@ -111,6 +111,85 @@ __global__ void last_block(const double* in, double* out) {
   if (threadIdx.x == 0) out[gridDim.x + 1] = blockIdx.x;
 }
 
+// ---------------------------------------------------------------------------- tensor cores and copies
+// Codes a[16, 32] and then b[8, 32].
+__global__ void codes_product(const double* in, double* out) {
+  const char* const a = reinterpret_cast<const char*>(in);
+  const char* const b = a + 16 * 32;
+  char* const shared = shared_memory();
+  for (int i = threadIdx.x; i < 24 * 2; i += 32) cuda::copy_async(shared + i * 16, a + i * 16, 16);
+  cuda::commit_copies();
+  cuda::wait_copies<0>();
+  barrier();
+  const unsigned lane = threadIdx.x;
+  uint32_t a_words[4], b_words[2];
+  cuda::load_matrices(a_words, shared + lane % 16 * 32 + lane / 16 * 16);
+  for (int i = 0; i < 2; ++i) memcpy(&b_words[i], b + lane / 4 * 32 + i * 16 + lane % 4 * 4, 4);
+  int c[4] = {1, 2, 3, 4};
+  cuda::multiply_codes(c, a_words, b_words);
+  for (int i = 0; i < 4; ++i) out[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = c[i] - (i + 1);
+}
+
+__global__ void halves_product(const double* in, double* out) {
+  const __half* const a = reinterpret_cast<const __half*>(in);  // [16, 16]
+  const __half* const b = a + 256;                              // [8, 16]
+  const unsigned g = threadIdx.x / 4, t = threadIdx.x % 4;
+  uint32_t a_words[4], b_words[2];
+  for (unsigned i = 0; i < 4; ++i) memcpy(&a_words[i], a + (g + i % 2 * 8) * 16 + t * 2 + i / 2 * 8, 4);
+  for (unsigned i = 0; i < 2; ++i) memcpy(&b_words[i], b + g * 16 + t * 2 + i * 8, 4);
+  float c[4] = {};
+  cuda::multiply_numbers<__half>(c, a_words, b_words);
+  for (unsigned i = 0; i < 4; ++i) out[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
+}
+
+__global__ void half_of_a_warp_at_an_mma(const double*, double*) {
+  int c[4] = {};
+  if (threadIdx.x < 16) cuda::multiply_codes(c, {0, 0, 0, 0}, {0, 0});
+}
+
+// Two stages of two numbers a thread: kWait groups may be missing when the first stage is read, and only with kKeep
+// that is done before it is filled again.
+template <int kWait, bool kKeep>
+__global__ void staged_copies(const double* in, double* out) {
+  double* const shared = shared_doubles();
+  const unsigned i = 2 * threadIdx.x, n = 2 * blockDim.x;
+  const auto copy = [&](unsigned stage, unsigned from) {
+    cuda::copy_async(reinterpret_cast<char*>(shared + stage * n + i), reinterpret_cast<const char*>(in + from + i), 16);
+    cuda::commit_copies();
+  };
+  copy(0, 0);
+  copy(1, n);
+  cuda::wait_copies<kWait>();
+  barrier();
+  double first = 0.0;
+  if (kKeep) first = shared[(i + 2) % n];
+  barrier();
+  copy(0, n);
+  if (!kKeep) first = shared[(i + 2) % n];
+  out[threadIdx.x] = first;
+  cuda::wait_copies<0>();
+}
+
+__global__ void short_copy(const double* in, double* out) {
+  cuda::copy_async(reinterpret_cast<char*>(shared_doubles() + 2 * threadIdx.x),
+                   reinterpret_cast<const char*>(in + 2 * threadIdx.x), threadIdx.x % 2 == 0 ? 8 : 0);
+  cuda::commit_copies();
+  cuda::wait_copies<0>();
+  barrier();
+  for (unsigned i = 0; i < 2; ++i) out[2 * threadIdx.x + i] = shared_doubles()[2 * threadIdx.x + i];
+}
+
+__global__ void misaligned_copy(const double* in, double*) {
+  cuda::copy_async(shared_memory(), reinterpret_cast<const char*>(in) + 8, 16);
+}
+
+__global__ void swap_bytes(const double* in, double* out) {
+  uint32_t word[4];
+  memcpy(word, in, sizeof(word));
+  cuda::transpose_bytes(word);
+  memcpy(out, word, sizeof(word));
+}
+
 template <class T>
 __global__ void double_packs(const double* in, double* out) {
   T* data = reinterpret_cast<T*>(out);
@@ -137,6 +216,15 @@ const std::map<std::string, Kernel> kKernels = {
     {"shuffle_after_different_paths", shuffle_after_different_paths},
     {"shuffle_from_an_unnamed_lane", shuffle_from_an_unnamed_lane},
     {"last_block", last_block},
+    {"codes_product", codes_product},
+    {"halves_product", halves_product},
+    {"half_of_a_warp_at_an_mma", half_of_a_warp_at_an_mma},
+    {"staged_copies", staged_copies<1, true>},
+    {"staged_copies_without_wait", staged_copies<2, true>},
+    {"staged_copies_into_what_is_read", staged_copies<1, false>},
+    {"short_copy", short_copy},
+    {"misaligned_copy", misaligned_copy},
+    {"swap_bytes", swap_bytes},
     {"double_packs_float", double_packs<float>},
     {"double_packs_half", double_packs<__half>},
     {"double_packs_bfloat16", double_packs<__nv_bfloat16>},

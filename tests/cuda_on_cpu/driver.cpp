@@ -1,27 +1,8 @@
-// C functions for ctypes: csrc/cuda's launchers, by the arguments of their structs. Each returns nullptr or,
-// until the next call, the sentence of the exception.
-#include <exception>
-#include <string>
-
+// C functions for ctypes: csrc/cuda's launchers of the table ops, by the arguments of their structs.
 #include "../../csrc/cuda/kernels.h"
+#include "guarded.h"
 
 using namespace amp_kernels;  // NOLINT: this file is nothing but an interface to it
-
-namespace {
-
-template <class F>
-const char* guarded(const F& f) {
-  static std::string message;
-  try {
-    f();
-    return nullptr;
-  } catch (const std::exception& error) {
-    message = error.what();
-    return message.c_str();
-  }
-}
-
-}  // namespace
 
 extern "C" {
 

@@ -19,6 +19,9 @@ dim3 blockDim;
 dim3 gridDim;
 
 namespace emulator {
+
+int compute_capability = 90;
+
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
@@ -31,6 +34,12 @@ constexpr unsigned char kGuard = 0xa5;
 
 enum State { kRunnable, kAtBarrier, kAtShuffle, kFinished };
 
+struct Copy {
+  char* shared;
+  const char* global;
+  int bytes;
+};
+
 struct Fiber {
   ucontext_t context;
   jmp_buf resume;
@@ -40,6 +49,8 @@ struct Fiber {
   const char* waiting_for;
   unsigned mask, source_lane;  // of the shuffle it waits for
   uint64_t bits;               // what it gave, and then what it gets
+  unsigned char given[kMostGiven];
+  std::vector<std::vector<Copy>> copies;  // groups that were committed, and the one that is being made
 };
 
 Order order = kForwards;
@@ -52,6 +63,7 @@ const std::function<void()>* running;  // the kernel; nullptr between launches
 std::string error;
 alignas(16) unsigned char shared[kSharedLimit + kGuardBytes];
 bool barrier_value;
+Given exchanged[kMaxThreads / 32];
 
 // ------------------------------------------------------------------------------------------ fibers
 // ucontext makes the stacks; setjmp switches between them, without a system call.
@@ -83,6 +95,7 @@ void prepare_fibers(unsigned count) {
   for (unsigned i = 0; i < count; ++i) {
     Fiber& fiber = fibers[i];
     fiber.state = kRunnable;
+    fiber.copies.assign(1, {});
     if (fiber.started) continue;
     if (!fiber.stack) fiber.stack.reset(new unsigned char[kStackBytes]);
     getcontext(&fiber.context);
@@ -199,13 +212,37 @@ bool block_barrier(bool value, const char* name) {
   return fibers[current].bits != 0;
 }
 
-uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name) {
+// Waits until all lanes that the mask names are here. True for the last of them, which does the work for all and then
+// calls `release`; the others are resumed by that.
+static bool is_last_to_meet(unsigned mask, const char* name) {
   const unsigned lane = current % 32;
-  Fiber* const warp = &fibers[current - lane];
+  const Fiber* const warp = &fibers[current - lane];
   Fiber& self = fibers[current];
   self.state = kAtShuffle;
   self.waiting_for = name;
   self.mask = mask;
+  for (unsigned i = 0; i < 32; ++i) {
+    if ((mask >> i & 1) == 0) continue;
+    if (current - lane + i >= blockDim.x || warp[i].state != kAtShuffle || warp[i].mask != mask ||
+        strcmp(warp[i].waiting_for, name) != 0) {
+      suspend();  // a lane that never arrives ends in report_deadlock
+      return false;
+    }
+  }
+  return true;
+}
+
+static void release(unsigned mask) {
+  Fiber* const warp = &fibers[current - current % 32];
+  for (unsigned i = 0; i < 32; ++i)
+    if (mask >> i & 1) warp[i].state = kRunnable;
+  suspend();
+}
+
+uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name) {
+  const unsigned lane = current % 32;
+  Fiber* const warp = &fibers[current - lane];
+  Fiber& self = fibers[current];
   self.source_lane = source_lane;
   self.bits = bits;
   if ((mask >> lane & 1) == 0 || (mask >> source_lane & 1) == 0) {
@@ -213,22 +250,55 @@ uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const 
          std::to_string(source_lane) + ", and its mask does not name both");
     suspend();
   }
-  for (unsigned i = 0; i < 32; ++i) {
-    if ((mask >> i & 1) == 0) continue;
-    if (current - lane + i >= blockDim.x || warp[i].state != kAtShuffle || warp[i].mask != mask) {
-      suspend();  // a lane that never arrives ends in report_deadlock
-      return self.bits;
-    }
+  if (is_last_to_meet(mask, name)) {
+    uint64_t given[32];
+    for (unsigned i = 0; i < 32; ++i) given[i] = warp[i].bits;
+    for (unsigned i = 0; i < 32; ++i)
+      if (mask >> i & 1) warp[i].bits = given[warp[i].source_lane];
+    release(mask);
   }
-  uint64_t given[32];
-  for (unsigned i = 0; i < 32; ++i) given[i] = warp[i].bits;
-  for (unsigned i = 0; i < 32; ++i) {
-    if ((mask >> i & 1) == 0) continue;
-    warp[i].bits = given[warp[i].source_lane];
-    warp[i].state = kRunnable;
-  }
-  suspend();
   return self.bits;
+}
+
+const Given& warp_exchange(const void* mine, size_t size, const char* name) {
+  const unsigned first = current - current % 32;
+  Given& all = exchanged[first / 32];
+  memcpy(fibers[current].given, mine, size);
+  if (is_last_to_meet(~0u, name)) {
+    for (unsigned i = 0; i < 32; ++i) memcpy(all.bytes[i], fibers[first + i].given, kMostGiven);
+    release(~0u);
+  }
+  return all;
+}
+
+// --------------------------------------------------------------------------------- delayed copies
+
+static void carry_out(const Copy& copy) {
+  memset(copy.shared, 0, 16);
+  memcpy(copy.shared, copy.global, copy.bytes);
+}
+
+void copy_async(char* shared_address, const char* global, int bytes) {
+  const Copy copy{shared_address, global, bytes};
+  if ((reinterpret_cast<uintptr_t>(shared_address) | reinterpret_cast<uintptr_t>(global)) % 16 != 0 || bytes < 0 ||
+      bytes > 16) {
+    fail(thread_name(current) + ": cp.async of " + std::to_string(bytes) + " bytes, or not aligned to 16");
+    suspend();
+  }
+  if (order == kBackwards || (order == kShuffled && random_source() % 2 == 0)) {
+    carry_out(copy);
+  } else {
+    fibers[current].copies.back().push_back(copy);
+  }
+}
+
+void commit_copies() { fibers[current].copies.emplace_back(); }
+
+void wait_copies(unsigned pending) {
+  auto& copies = fibers[current].copies;  // the last group is not committed
+  const size_t done = copies.size() - 1 > pending ? copies.size() - 1 - pending : 0;
+  for (size_t i = 0; i < done; ++i) std::for_each(copies[i].begin(), copies[i].end(), carry_out);
+  copies.erase(copies.begin(), copies.begin() + done);
 }
 
 }  // namespace emulator

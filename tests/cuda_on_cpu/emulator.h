@@ -25,6 +25,7 @@ extern dim3 gridDim;
 namespace emulator {
 
 constexpr int kMultiprocessors = 3;
+extern int compute_capability;
 
 // In which order the threads of a block, and the blocks of a grid, get to run. A thread runs until it has to
 // wait, so the first of two threads gets ahead of the other by as much as the barriers allow.
@@ -39,6 +40,73 @@ char* shared_memory();
 bool block_barrier(bool value, const char* name);  // whether any thread gave true
 uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name);
 
+// What each of the 32 lanes gave, to all of them. Valid until the lane calls again.
+constexpr size_t kMostGiven = 32;
+struct Given {
+  unsigned char bytes[32][kMostGiven];
+
+  template <class T>
+  T of(unsigned lane) const {
+    static_assert(sizeof(T) <= kMostGiven);
+    T value;
+    memcpy(&value, bytes[lane], sizeof(T));
+    return value;
+  }
+};
+const Given& warp_exchange(const void* mine, size_t size, const char* name);
+
+// Copies happen at the last moment when threads run forwards, at once when they run backwards, and now so, now so when
+// they are shuffled: a missing wait shows in one order, a buffer that is still being read in the other.
+void copy_async(char* shared, const char* global, int bytes);
+void commit_copies();
+void wait_copies(unsigned pending);
+
+// ldmatrix.x4.
+inline void load_matrices(uint32_t (&words)[4], const char* row) {
+  const Given& given = warp_exchange(&row, sizeof(row), "ldmatrix");
+  for (int i = 0; i < 4; ++i)
+    memcpy(&words[i], given.of<const char*>(8 * i + threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4, 4);
+}
+
+// The operands of a warp's mma, 16 rows and 8 columns of k numbers each, from fragments of 4-byte words.
+struct Fragments {
+  uint32_t a[4], b[2];
+};
+
+// c += a * b, where `dot` multiplies two words.
+template <class C, class Dot>
+void multiply_fragments(C (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Dot& dot) {
+  const Fragments mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+  const Given& given = warp_exchange(&mine, sizeof(mine), "mma.sync");
+  const unsigned g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  for (unsigned lane = 0; lane < 4; ++lane) {
+    const Fragments row = given.of<Fragments>(g * 4 + lane);
+    for (unsigned i = 0; i < 2; ++i) {
+      const Fragments column = given.of<Fragments>((t * 2 + i) * 4 + lane);
+      for (unsigned half = 0; half < 2; ++half) {
+        c[i] += dot(row.a[2 * half], column.b[half]);
+        c[i + 2] += dot(row.a[2 * half + 1], column.b[half]);
+      }
+    }
+  }
+}
+
+inline void multiply_codes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  multiply_fragments(c, a, b, [](uint32_t x, uint32_t y) {
+    int sum = 0;
+    for (int i = 0; i < 32; i += 8) sum += static_cast<int8_t>(x >> i) * static_cast<int8_t>(y >> i);
+    return sum;
+  });
+}
+
+template <class ToFloat>
+void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const ToFloat& to_float) {
+  multiply_fragments(c, a, b, [&](uint32_t x, uint32_t y) {
+    return to_float(static_cast<uint16_t>(x)) * to_float(static_cast<uint16_t>(y)) +
+           to_float(static_cast<uint16_t>(x >> 16)) * to_float(static_cast<uint16_t>(y >> 16));
+  });
+}
+
 }  // namespace emulator
 
 inline void __syncthreads() { emulator::block_barrier(false, "__syncthreads"); }
@@ -46,12 +114,28 @@ inline int __syncthreads_or(int value) { return emulator::block_barrier(value !=
 inline void __threadfence() {}
 inline unsigned atomicAdd(unsigned* address, unsigned value) { return (*address += value) - value; }
 
+namespace emulator {
+
 template <class T>
-T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+T shuffle(unsigned mask, T value, unsigned source_lane, const char* name) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8, "shuffles move 4 or 8 bytes");
   uint64_t bits = 0;
   memcpy(&bits, &value, sizeof(T));
-  bits = emulator::warp_shuffle(mask, bits, (threadIdx.x ^ lane_mask) % 32, "__shfl_xor_sync");
+  bits = warp_shuffle(mask, bits, source_lane % 32, name);
   memcpy(&value, &bits, sizeof(T));
   return value;
+}
+
+}  // namespace emulator
+
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
+  return emulator::shuffle(mask, value, threadIdx.x ^ lane_mask, "__shfl_xor_sync");
+}
+
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (selector >> 4 * i & 7) * 8 & 0xff) << 8 * i;
+  return result;
 }

@@ -112,6 +112,54 @@ def test_shuffle_waits_for_the_lanes_it_names(order: str) -> None:
 
 
 @orders
+def test_product_of_codes(order: str) -> None:
+    codes = torch.randint(-128, 128, (24, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
+    out = _run("codes_product", order, codes, torch.zeros(16, 8, dtype=torch.float64), block=32, shared=1024)
+    assert torch.equal(out, codes[:16].double() @ codes[16:].double().T)
+
+
+@orders
+def test_product_of_halves(order: str) -> None:
+    numbers = torch.randint(-9, 9, (24, 16), generator=torch.Generator().manual_seed(0)).half()
+    out = _run("halves_product", order, numbers, torch.zeros(16, 8, dtype=torch.float64), block=32)
+    assert torch.equal(out, numbers[:16].double() @ numbers[16:].double().T)
+
+
+def _staged(name: str, order: str) -> bool:
+    x = _inputs(256)
+    out = _run(name, order, x, torch.zeros(64, dtype=torch.float64), block=64, shared=2048)
+    return torch.equal(out, x[:128].view(64, 2).roll(-1, 0)[:, 0])
+
+
+@orders
+def test_copies_arrive_by_their_wait(order: str) -> None:
+    assert _staged("staged_copies", order)
+
+
+def test_a_copy_that_is_not_waited_for_shows() -> None:
+    assert not _staged("staged_copies_without_wait", "forwards")
+    assert not _staged("staged_copies_without_wait", "shuffled")
+
+
+def test_a_copy_over_what_is_still_read_shows() -> None:
+    assert not _staged("staged_copies_into_what_is_read", "backwards")
+    assert not _staged("staged_copies_into_what_is_read", "shuffled")
+
+
+@orders
+def test_short_copies_are_filled_with_zeros(order: str) -> None:
+    x = _inputs(64)
+    expected = torch.zeros_like(x)
+    expected[::4] = x[::4]
+    assert torch.equal(_run("short_copy", order, x, torch.ones_like(x), block=32, shared=512), expected)
+
+
+def test_transpose_of_bytes() -> None:
+    x = torch.arange(16, dtype=torch.uint8)
+    assert torch.equal(_run("swap_bytes", "forwards", x, torch.zeros_like(x), block=32), x.view(4, 4).T.flatten())
+
+
+@orders
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -122,6 +170,8 @@ def test_shuffle_waits_for_the_lanes_it_names(order: str) -> None:
         ("early_exit", r"deadlock in block 0.*8\.\. at __syncthreads; 1 of 256 have left"),
         ("two_kinds_of_barrier", r"is at __syncthreads(_or)? while thread \d+ is at __syncthreads"),
         ("divergent_shuffle", r"deadlock in block 0.*at __shfl_xor_sync"),
+        ("half_of_a_warp_at_an_mma", r"deadlock in block 0.*0\.\. at mma.sync"),
+        ("misaligned_copy", r"thread \d+ of block 0: cp.async of 16 bytes, or not aligned to 16"),
         ("shuffle_from_an_unnamed_lane", r"its mask does not name both"),
         ("load_misaligned_pack", r"thread \d+ of block 0: undefined behaviour .*misaligned.*portable\.h:\d+"),
         (

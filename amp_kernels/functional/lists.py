@@ -1,4 +1,4 @@
-"""Public functions: fused passes over lists of tensors.
+"""Fused passes over lists of tensors.
 
 Lists may mix fp16, bf16 and fp32, hold empty tensors and views of any strides; gradients may be on several devices,
 the tensors of an update on one. Nothing here waits for a device. Without a compiled extension they run as Triton
@@ -12,10 +12,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from . import _checks
-from ._table import DTYPE_CODES
-
-_ops = torch.ops.amp_kernels
+from .. import _checks
+from .._ops import OPS as _ops
+from .._table import DTYPE_CODES
 
 
 @torch.no_grad()

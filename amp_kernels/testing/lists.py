@@ -1,188 +1,38 @@
-"""Inputs, the error rule, and the cases that the tests and ``python -m amp_kernels verify`` share.
-
-A case makes its inputs, runs one operator on one backend, and compares with fp64 and with torch:
-
-    for case in testing.CASES["sgd_"]:
-        for result in case.run("cpu"):
-            assert result.passed, f"{case}: {result}"
-
-Nothing here looks at `amp_kernels.reference`: the truth is torch's formula in fp64, and the reference is one
-of the backends.
-"""
+"""Cases of the gradient pass and of the updates; the truth is torch's formula in fp64."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._ops import use_backend
-from .functional import clip_grad_norm_, grad_norm, rmsprop_, sgd_, unscale_
-
-DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Around a 16-byte access, around a block of 1024, and more than one chunk of a table.
-SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
-NORM_TOLERANCE = 1e-6
-
-
-# ------------------------------------------------------------------------------------------------- comparison
-class Result(NamedTuple):
-    """One comparison of a case."""
-
-    name: str
-    error: float
-    allowed: float
-
-    @property
-    def passed(self) -> bool:
-        return self.error <= self.allowed  # False for NaN
-
-
-def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
-    """The error rule: ``max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|``.
-
-    Where torch got NaN or inf (an overflow of fp32 that fp64 does not have), ours must be the same, else the
-    error is inf.
-    """
-    ours, theirs, truth = (x.detach().double().flatten() for x in (ours, theirs, truth))
-    if ours.shape != theirs.shape:
-        return math.inf, 0.0
-    odd = ~theirs.isfinite()
-    if bool((odd & (ours != theirs) & ~(ours.isnan() & theirs.isnan())).any()):
-        return math.inf, 0.0
-    ours, theirs, truth = (x[~odd] for x in (ours, theirs, truth))
-    if ours.numel() == 0:
-        return 0.0, 0.0
-    allowed = 2 * (theirs - truth).abs().max() + 1e-7 * truth.abs().max()
-    return (ours - truth).abs().max().item(), allowed.item()
-
-
-def differing(ours: Tensor, expected: Tensor) -> int:
-    """Number of elements that differ, -0.0 from 0.0 too; any NaN equals any other."""
-    if ours.shape != expected.shape or ours.dtype != expected.dtype:
-        return max(ours.numel(), expected.numel(), 1)
-    equal = (ours == expected) & (ours.signbit() == expected.signbit())
-    return int((~(equal | (ours.isnan() & expected.isnan()))).sum())
-
-
-def changed(before: Tensor, after: Tensor) -> int:
-    """Number of elements of which any bit changed."""
-    code = torch.int32 if after.element_size() == 4 else torch.int16
-    return int((before.view(code) != after.view(code)).sum())
-
-
-def written_outside(view: Tensor) -> int:
-    """Elements of the memory around a `view` (a LAYOUT) that are no longer NaN; overwrites the view."""
-    if view._base is None:
-        return 0
-    view.fill_(math.nan)
-    return int((~view._base.isnan()).sum())
-
-
-# ----------------------------------------------------------------------------------------------------- inputs
-def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The same normal numbers on every machine, on the CPU."""
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
-
-
-def _nan_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
-    return torch.full(tuple(shape), math.nan, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
-
-
-# Copies in other layouts; memory around them is NaN. For tensors of four dimensions.
-LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "contiguous": Tensor.clone,
-    "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
-    "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
-    "reversed": lambda x: x.permute(3, 2, 1, 0).clone(memory_format=torch.contiguous_format).permute(3, 2, 1, 0),
-    "sliced": lambda x: _nan_around(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
-    "every_other": lambda x: _nan_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
-    "misaligned": lambda x: _nan_around(x, (x.numel() + 2,), slice(1, -1)),
-}
-SHAPE = (3, 5, 7, 11)
-
-_LENGTH = 4099
-
-
-def _spread(dtype: torch.dtype) -> Tensor:
-    powers = 28 if dtype is not torch.float16 else 4
-    exponents = torch.linspace(-powers, powers, _LENGTH, dtype=torch.float64)
-    return randn(_LENGTH).double() * 10**exponents
-
-
-# Elements at the ends of a dtype's range, as fp64.
-VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
-    "zeros": lambda _: torch.zeros(_LENGTH, dtype=torch.float64),
-    "negative_zeros": lambda _: -torch.zeros(_LENGTH, dtype=torch.float64),
-    "denormals": lambda dtype: (torch.arange(_LENGTH) % 7 - 3) * (torch.finfo(dtype).smallest_normal / 4),
-    "tiny": lambda dtype: torch.full((_LENGTH,), max(1e-30, torch.finfo(dtype).smallest_normal)).double(),
-    "largest": lambda dtype: (1.0 - 2.0 * (torch.arange(_LENGTH) % 2)) * torch.finfo(dtype).max,
-    "one_largest": lambda dtype: (torch.arange(_LENGTH) == 2000) * torch.finfo(dtype).max,
-    "constant": lambda _: torch.full((_LENGTH,), 0.1, dtype=torch.float64),  # rounding errors of one sign
-    "spread": _spread,
-}
-
-
-def values(kind: str, dtype: torch.dtype) -> list[Tensor]:
-    return [VALUES[kind](dtype).to(dtype)]
-
-
-def of_sizes(dtype: torch.dtype, sizes: Sequence[int] = SIZES, seed: int = 0) -> list[Tensor]:
-    return [randn(n, dtype=dtype, seed=seed + n) for n in sizes]
-
-
-def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
-    """Every size in another dtype than its neighbours', 0-dim tensors too."""
-    cycle = list(DTYPES.values())
-    tensors = [randn(n, dtype=cycle[i % 3], seed=seed + n) for i, n in enumerate((*SIZES, *SIZES[:-1], 0, 5))]
-    return [factor * x for x in (*tensors, *(randn(dtype=dtype, seed=seed) for dtype in cycle))]
-
-
-def _shaped(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    return [randn(*SHAPE, dtype=dtype, seed=seed)]
-
-
-def many(dtype: torch.dtype) -> list[Tensor]:
-    return [randn(1 + i % 13, dtype=dtype, seed=i) for i in range(40)]
-
-
-def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
-    """Three tensors, the second of several chunks; `value` is the first, middle or last element of all."""
-    tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
-    tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]
-    tensors[tensor][index] = value
-    return tensors
-
-
-def _place(tensors: Sequence[Tensor], device: torch.device, layout: str = "contiguous") -> list[Tensor]:
-    return [LAYOUTS[layout](x.to(device)) for x in tensors]
-
-
-def _clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    return [x.clone() for x in tensors]
-
-
-# ------------------------------------------------------------------------------------------------------ cases
-class Case(NamedTuple):
-    """One operator on one kind of input; ``str(case)`` is its id."""
-
-    op: str
-    dtype: str
-    name: str
-    body: Callable[[torch.device], Iterator[Result]]
-
-    def __str__(self) -> str:
-        return f"{self.dtype}-{self.name}"
-
-    def run(self, backend: str, device: str | torch.device | None = None) -> list[Result]:
-        """The comparisons, on tensors of `device` (default: CUDA for "cuda", else the CPU)."""
-        with use_backend(backend):
-            return list(self.body(torch.device(device or ("cuda" if backend == "cuda" else "cpu"))))
-
+from ..functional import clip_grad_norm_, grad_norm, rmsprop_, sgd_, unscale_
+from .common import (
+    DTYPES,
+    LAYOUTS,
+    LENGTH,
+    NORM_TOLERANCE,
+    VALUES,
+    Case,
+    Result,
+    changed,
+    clones,
+    differing,
+    error_and_allowed,
+    many,
+    mixed,
+    of_sizes,
+    place,
+    randn,
+    shaped,
+    values,
+    with_element,
+    written_outside,
+)
 
 Make = Callable[[], list[Tensor]]
 
@@ -193,7 +43,7 @@ def _gradient_inputs() -> Iterator[tuple[str, str, Make, str]]:
         yield name, "sizes", partial(of_sizes, dtype), "contiguous"
         yield name, "many_tensors", partial(many, dtype), "contiguous"
         for layout in LAYOUTS:
-            yield name, layout, partial(_shaped, dtype), layout
+            yield name, layout, partial(shaped, dtype), layout
         for kind in VALUES:
             yield name, kind, partial(values, kind, dtype), "contiguous"
     yield "mixed", "sizes", mixed, "contiguous"
@@ -209,8 +59,8 @@ def _non_finite_inputs() -> Iterator[tuple[str, str, Make]]:
 def _unscale(
     make: Make, layout: str, inv_scale: float, found: float, expected: float, device: torch.device
 ) -> Iterator[Result]:
-    grads = _place(make(), device, layout)
-    before = _clones(grads)
+    grads = place(make(), device, layout)
+    before = clones(grads)
     factor, found_inf = torch.tensor(inv_scale, device=device), torch.tensor(found, device=device)
     unscale_(grads, inv_scale=factor, found_inf=found_inf)
     for i, (grad, old) in enumerate(zip(grads, before, strict=True)):
@@ -230,8 +80,8 @@ def _norm_result(norm: Tensor, grads: Sequence[Tensor], factor: Tensor | None) -
 def _grad_norm(
     make: Make, layout: str, inv_scale: float | None, found: float, expected: float, device: torch.device
 ) -> Iterator[Result]:
-    grads = _place(make(), device, layout)
-    before = _clones(grads)
+    grads = place(make(), device, layout)
+    before = clones(grads)
     factor = None if inv_scale is None else torch.tensor(inv_scale, device=device)
     found_inf = torch.tensor(found, device=device)
     norm = grad_norm(grads, inv_scale=factor, found_inf=found_inf)
@@ -264,7 +114,7 @@ def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float
 
 
 def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Iterator[Result]:
-    grads = _place(make(), device, layout)
+    grads = place(make(), device, layout)
     params = [torch.empty_like(g, requires_grad=True) for g in grads]
     theirs = [torch.empty_like(g, requires_grad=True) for g in grads]
     truth = [torch.empty_like(g, dtype=torch.float64, requires_grad=True) for g in grads]
@@ -285,7 +135,7 @@ def _clip_cases() -> Iterator[Case]:
         for max_norm in (0.5, 1e6):
             yield Case("clip_grad_norm_", name, f"to_{max_norm:g}", partial(_clip, sizes, "contiguous", max_norm))
         for layout in LAYOUTS:
-            yield Case("clip_grad_norm_", name, layout, partial(_clip, partial(_shaped, dtype), layout, 1.0))
+            yield Case("clip_grad_norm_", name, layout, partial(_clip, partial(shaped, dtype), layout, 1.0))
 
 
 def _compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
@@ -349,17 +199,15 @@ class UpdateInputs:
         device = torch.device(device)
         self.op, self.options = op, dict(options)
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
-        self.params = _place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
-        self.masters = _place(
-            [x for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32], device, layout
-        )
+        self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
+        self.masters = place([x for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32], device, layout)
         kept = {"momentum_buffer": "momentum", "grad_avg": "centered"}
         self.states: dict[str, list[Tensor]] = {}
         for name in _STATES[op]:
             present = name not in kept or bool(options.get(kept[name]))
             # SGD's first step must not read the buffer.
             fill = math.nan if op == "sgd_" else 0.0
-            self.states[name] = _place([torch.full_like(x, fill) for x in fp32 if present], device, layout)
+            self.states[name] = place([torch.full_like(x, fill) for x in fp32 if present], device, layout)
 
     def step(self, grads: Sequence[Tensor], *, first: bool = True, **arguments: Any) -> None:
         """One call of the operator."""
@@ -421,8 +269,8 @@ def _update(
         arguments["found_inf"] = torch.zeros((), device=device)
     all_grads = []
     for k, make in enumerate(make_grads):
-        grads = _place(make(), device, layouts[1])
-        before = _clones(grads)
+        grads = place(make(), device, layouts[1])
+        before = clones(grads)
         ours.step(grads, first=k == 0, **arguments)
         torch_step(theirs, grads, scale)
         torch_step(truth, grads, scale)
@@ -441,7 +289,7 @@ def _update(
 
 def _skipped(op: str, options: dict[str, Any], make: Make, found: float, device: torch.device) -> Iterator[Result]:
     ours = UpdateInputs(op, make(), options, device)
-    before = _clones(ours.written())
+    before = clones(ours.written())
     grads = [torch.full_like(p, math.inf) for p in ours.params]
     ours.step(grads, first=False, found_inf=torch.tensor(found, device=device))
     yield Result("bits changed by a skipped step", sum(map(changed, before, ours.written())), 0)
@@ -471,13 +319,13 @@ def _update_cases(op: str) -> Iterator[Case]:
         yield case(dtype_name, "tensor_lr", most, params, grads, tensor_lr=True)
         yield case(dtype_name, "sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)])
         yield case(dtype_name, "many_tensors", most, partial(many, dtype), [partial(many, dtype)] * 2)
-        shaped, *gradients = (partial(_shaped, dtype, k) for k in range(3))
+        weights, *gradients = (partial(shaped, dtype, k) for k in range(3))
         for layout in LAYOUTS:
-            yield case(dtype_name, layout, most, shaped, gradients, layouts=(layout, layout))
+            yield case(dtype_name, layout, most, weights, gradients, layouts=(layout, layout))
         for layout in ("channels_last", "every_other"):
             for name, layouts in (("grads", ("contiguous", layout)), ("params", (layout, "contiguous"))):
-                yield case(dtype_name, f"{name}_{layout}", most, shaped, gradients, layouts=layouts)
-        one = partial(of_sizes, dtype, (_LENGTH,))
+                yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
+        one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
             # Not centered: the overflow of a square would make it inf - inf with an fma, or NaN, without one.
             yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)

@@ -1,0 +1,176 @@
+"""Backends: what implements the kernel ops, which of them can run here, and which one serves a tensor.
+
+A *kernel op* is what the compiled library (CPU, CUDA) and Triton offer under one schema; operators (`_ops.py`) are made
+of them or of plain torch (`reference/`). Kernel ops may write memory that their schema does not show (through a table
+of addresses, `_table.py`), so they are internal and never traced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import functools
+import importlib
+import os
+import warnings
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Protocol, cast
+
+import torch
+
+from . import _loader
+
+_UPDATE_TABLE = (
+    "(Tensor table, Tensor chunks, int chunk_size, Tensor(a!) steps, Tensor hyper, Tensor lr, int param_dtype, "
+    "int grad_dtype, Tensor? grad_scale, Tensor? found_inf, Tensor? grad_norm, float max_norm) -> ()"
+)
+KERNEL_SCHEMAS = {
+    "_unscale_table_": "(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, "
+    "bool clear, Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()",
+    # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
+    "_send_": "(Tensor host, Tensor(a!) to) -> ()",
+    # On the host, of tensors of any device; see _table.addresses_of.
+    "_addresses_": "(Tensor[] tensors, Tensor(a!) addresses, Tensor(b!) kinds) -> ()",
+    "_sgd_table_": _UPDATE_TABLE,
+    "_rmsprop_table_": _UPDATE_TABLE,
+    # `layout`: struct Int8Layout of csrc/int8.h, made by _int8.py. Without a zero point codes are symmetric.
+    "_quantize_int8_": "(Tensor x, Tensor(a!) out, Tensor(b!) scale, Tensor(c!)? zero_point, int[] layout, "
+    "bool is_static, bool stochastic, int seed) -> ()",
+    "_dequantize_int8_": "(Tensor values, Tensor scale, Tensor? zero_point, Tensor(a!) out, int[] layout) -> ()",
+    "_straight_through_int8_": "(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, Tensor(a!) out, "
+    "int[] layout) -> ()",
+    "_int8_matmul_": "(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, "
+    "Tensor? b_zero_point, Tensor? bias, Tensor(a!) out, Tensor? out_scale, Tensor? out_zero_point) -> ()",
+    "_int8_linear_": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor(a!) out) -> ()",
+    # `activation`: its index in _matmul.ACTIVATIONS.
+    "_matmul_": "(Tensor a, Tensor b, Tensor? input, Tensor(a!) out, Tensor(b!)? pre, float alpha, float beta, "
+    "int activation) -> ()",
+    "_copy_pad_": "(Tensor x, Tensor? pre, Tensor(a!) out, Tensor(b!)? bias_grad, int activation) -> ()",
+}
+# Automatic choice, first that runs.
+PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
+BACKENDS = ("cuda", "triton", "cpu", "reference")
+
+library = torch.library.Library("amp_kernels", "DEF")
+for _name, _schema in KERNEL_SCHEMAS.items():
+    library.define(_name + _schema)
+_loader.load()  # registers the kernel ops of CPU and, if built for it, CUDA
+
+Kernel = Callable[..., None]
+
+
+class Kernels(Protocol):
+    """A backend: its kernel ops, called as their schemas say."""
+
+    _unscale_table_: Kernel
+    _sgd_table_: Kernel
+    _rmsprop_table_: Kernel
+    _send_: Kernel
+    _quantize_int8_: Kernel
+    _dequantize_int8_: Kernel
+    _straight_through_int8_: Kernel
+    _int8_matmul_: Kernel
+    _int8_linear_: Kernel
+    _matmul_: Kernel
+    _copy_pad_: Kernel
+
+
+_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
+
+
+@contextlib.contextmanager
+def use_backend(name: str) -> Iterator[None]:
+    """Forces one backend for every operator and optimizer step inside the ``with`` block.
+
+    Args:
+        name: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+
+    Raises:
+        ValueError: `name` is none of these.
+        RuntimeError: the backend cannot run here at all, with its reason; also raised by an operator whose tensors
+            are on a device the backend does not serve.
+    """
+    if name not in BACKENDS:
+        raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
+    reasons = [backend_reasons(device)[name] for device in PREFERENCE]
+    if all(reasons):
+        raise RuntimeError(f"use_backend: {name} cannot run here: {reasons[0 if name != 'cpu' else 1]}")
+    token = _forced.set(name)
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+def backend_reasons(device_type: str) -> dict[str, str | None]:
+    """For each backend None if it can run on tensors of this device type here, else why not."""
+    return {backend: _reason(backend, device_type) for backend in BACKENDS}
+
+
+def _reason(backend: str, device_type: str) -> str | None:
+    if backend == "reference":
+        return None
+    if backend == "triton":
+        return _why_not_triton(device_type)
+    if backend != device_type:
+        return f"it serves {backend.upper()} tensors only"
+    return _why_not_compiled(backend.upper())
+
+
+def is_forced() -> bool:
+    """Whether the caller is inside `use_backend`."""
+    return _forced.get() is not None
+
+
+def select(device: torch.device) -> str:
+    """The backend that serves tensors of `device` now."""
+    forced = _forced.get()
+    if forced is not None:
+        reason = _reason(forced, device.type)
+        if reason is not None:
+            raise RuntimeError(f"amp_kernels: the backend {forced!r} cannot serve {device.type} tensors: {reason}")
+        return forced
+    return _automatic(device.type)
+
+
+@functools.cache
+def _automatic(device_type: str) -> str:
+    reasons = {}
+    for name in PREFERENCE.get(device_type, ()):
+        reasons[name] = _reason(name, device_type)
+        if reasons[name] is None:
+            return name
+    if device_type == "cuda":
+        why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+        warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors, since {why}", stacklevel=2)
+    return "reference"
+
+
+@functools.cache
+def kernels(backend: str) -> Kernels | None:
+    """The kernel ops of a backend; None for the reference, which works on lists."""
+    if backend == "reference":
+        return None
+    if backend == "triton":
+        return cast(Kernels, importlib.import_module(".triton_kernels", __package__))
+    return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in KERNEL_SCHEMAS})
+
+
+def _why_not_compiled(key: str) -> str | None:
+    if torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_kernels::{next(iter(KERNEL_SCHEMAS))}", key):
+        return None
+    return _loader.load_error() or _loader.build_note() or f"amp_kernels._C was built without {key}"
+
+
+@functools.cache
+def _why_not_triton(device_type: str) -> str | None:
+    try:
+        importlib.import_module(".triton_kernels", __package__)
+    except ImportError as error:
+        return f"triton cannot be imported ({error})"
+    if device_type == "cuda":
+        return None if torch.cuda.is_available() else "there is no CUDA device"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
+    return "it serves CUDA tensors only (CPU tensors under TRITON_INTERPRET=1)"

@@ -1,0 +1,205 @@
+"""matmul: which engine a product takes, what is padded for it, and the operators made of kernel ops.
+
+Tensor cores are fed 16 bytes at a time, so what decides is the distance between rows (the pitch), not M, N or K: cuBLAS
+has no Hopper kernel for a pitch that is not a multiple of 16 bytes and falls back to ones for Ampere or Turing. An
+operand with such a pitch is copied into padded storage, its tail zeroed; results are made in such storage.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import _backends, reference
+
+if TYPE_CHECKING:
+    from ._backends import Kernels
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
+DTYPES = (torch.float16, torch.bfloat16)
+ALIGNMENT = 16  # bytes
+# A product with so few rows is bound by reading the other matrix once, which takes no tensor core and no padding.
+FEW_ROWS = 16
+LIBRARY = "cublas"
+
+
+def padded(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+class Choice(NamedTuple):
+    """How a product will be done."""
+
+    engine: str  # a backend, or the library
+    pads: tuple[bool, bool]  # whether a and b are copied into padded storage first
+    reason: str
+
+
+def choose(a: Tensor, b: Tensor, activation: str | None = None) -> Choice:
+    """The engine for ``a @ b`` (matrices, or batches of them), and what is padded for it."""
+    backend = _backends.select(a.device)
+    if a.device.type == "cpu" and backend == "cpu":
+        bits = "fp32, rounded once" if _in_fp32(a, activation) else "16 bits"
+        return Choice("cpu", (False, False), f"torch multiplies in {bits}; a CPU needs no padding")
+    if a.device.type != "cuda" or backend == "reference":
+        return Choice(backend, (False, False), "nothing is padded there")
+    # Not measured yet: which of our kernels beats the library where. It multiplies, except that an activation
+    # would be another pass over the result.
+    if _backends.is_forced():
+        engine, reason = backend, "it is forced"
+    elif activation is not None:
+        engine, reason = backend, "it applies the activation in the same pass"
+    else:
+        engine, reason = LIBRARY, "it is the fastest on aligned operands"
+    if a.shape[-2] <= FEW_ROWS:
+        return Choice(engine, (False, False), f"{reason}; {a.shape[-2]} rows are bound by reading b once")
+    return Choice(engine, (not is_aligned(a), not is_aligned(b)), reason)
+
+
+def is_aligned(x: Tensor) -> bool:
+    """Whether a matrix can be loaded 16 bytes at a time: row- or column-major with an aligned pitch."""
+    elements = ALIGNMENT // x.element_size()
+    (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
+    by_row = column == 1 and (rows == 1 or row % elements == 0)
+    by_column = row == 1 and (columns == 1 or column % elements == 0)
+    return (by_row or by_column) and all(stride % elements == 0 for stride in x.stride()[:-2])
+
+
+# ------------------------------------------------------------------------------------------------------- padding
+def new_output(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """On a GPU with a pitch of a multiple of 16 bytes, so that the next product finds it aligned."""
+    if like.device.type != "cuda":
+        return like.new_empty(shape, dtype=dtype)
+    pitch = padded(shape[-1], ALIGNMENT // dtype.itemsize)
+    return like.new_empty((*shape[:-1], pitch), dtype=dtype)[..., : shape[-1]]
+
+
+def padded_like(x: Tensor) -> Tensor:
+    """Memory for what `pad_copy` makes of a matrix."""
+    if x.stride(0) == 1 and x.stride(1) != 1:
+        return padded_like(x.t()).t()
+    pitch = padded(x.shape[1], ALIGNMENT // x.element_size())
+    return x.new_empty((x.shape[0], pitch))[:, : x.shape[1]]
+
+
+def pad_copy(x: Tensor) -> Tensor:
+    """A matrix, or a batch of them, in padded storage; what was column-major stays so."""
+    if x.stride(-2) == 1 and x.stride(-1) != 1:
+        return pad_copy(x.mT).mT
+    rows = x.reshape(-1, x.shape[-1])
+    out, _ = copy_pad(rows, None, 0, needs_bias_grad=False)
+    return out.view(*x.shape[:-1], -1)[..., : x.shape[-1]]
+
+
+def copy_pad(x: Tensor, saved: Tensor | None, activation: int, *, needs_bias_grad: bool) -> tuple[Tensor, Tensor]:
+    """(x * activation'(saved) in padded storage [R, P], column sums) in one pass; the tail is zero."""
+    out = x.new_empty((x.shape[0], padded(x.shape[1], ALIGNMENT // x.element_size())))
+    sums = x.new_zeros(x.shape[1] if needs_bias_grad else 0, dtype=torch.float32)
+    if x.numel() == 0:
+        return out.zero_(), sums
+    ops = _kernels(_backends.select(x.device))
+    if ops is not None:
+        ops._copy_pad_(x, saved, out, sums if needs_bias_grad else None, activation)
+        return out, sums
+    grad = x.float() if saved is None else reference.matmul.activation_backward(x, saved, ACTIVATIONS[activation])
+    out.zero_()[:, : x.shape[1]] = grad.to(x.dtype)
+    return out, grad.sum(0) if needs_bias_grad else sums
+
+
+class _Weights:
+    """Padded copies of weights for inference, each valid while its weight has the version and the address it had.
+
+    They are not kept where that could go unnoticed: with gradients enabled (FSDP gathers weights anew without a new
+    version; then the copy lives from forward to backward only), and once a CUDA graph used a weight (its replays change
+    weights without a new version). Memory: as much as the weight, for weights with such a pitch.
+    """
+
+    def __init__(self) -> None:
+        self._copies: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def padded(self, weight: Tensor, *, keeps: bool) -> Tensor:
+        """`keeps`: a backward pass will follow."""
+        if weight.device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            self._copies[weight] = None  # from now on anew each time
+            return pad_copy(weight)
+        known = weight in self._copies
+        entry = self._copies.get(weight)
+        if keeps or weight.is_inference() or (known and entry is None):
+            if entry is not None:
+                del self._copies[weight]
+            return pad_copy(weight)
+        key = (weight._version, weight.data_ptr())
+        if entry is None or entry[0] != key:
+            entry = self._copies[weight] = (key, pad_copy(weight))
+        return entry[1]
+
+
+weights = _Weights()
+
+
+# ------------------------------------------------------------------------------------------------------ products
+def _kernels(engine: str) -> Kernels | None:
+    """None where torch's operators do the work: on a CPU its fp32 and bf16 products are the fastest there are."""
+    return None if engine == "cpu" else _backends.kernels(engine)
+
+
+def _in_fp32(a: Tensor, activation: str | None) -> bool:
+    """Whether a CPU multiplies in fp32: for an activation, which takes the unrounded sums, and for fp16 of many rows,
+    whose product in torch took a second where fp32 took 19 ms ([2048, 256] @ [256, 1024] and back, two cores)."""
+    return activation is not None or (a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS)
+
+
+def product(
+    a: Tensor,
+    b: Tensor,
+    input: Tensor | None = None,
+    *,
+    out: Tensor,
+    pre: Tensor | None = None,
+    alpha: float = 1.0,
+    beta: float = 1.0,
+    activation: int = 0,
+) -> None:
+    """``out = activation(alpha * a @ b + beta * input)`` of matrices or batches of them."""
+    choice = choose(a, b, ACTIVATIONS[activation])
+    a, b = (pad_copy(x) if pads else x for x, pads in zip((a, b), choice.pads, strict=True))
+    if beta == 0:
+        input = None
+    if choice.engine == LIBRARY:
+        return _by_library(a, b, input, out, alpha, beta)
+    name = ACTIVATIONS[activation]
+    if choice.engine == "cpu" and not (_in_fp32(a, name) or out.dtype != a.dtype):
+        return _by_library(a, b, input, out, alpha, beta)
+    ops = _kernels(choice.engine)
+    if ops is None:
+        result, argument = reference.matmul.addmm(
+            input, a, b, beta=beta, alpha=alpha, activation=name, out_dtype=out.dtype
+        )
+        out.copy_(result)
+        if pre is not None:
+            pre.copy_(argument)
+        return
+    three = [x if x is None or x.dim() == 3 else x.unsqueeze(0) for x in (a, b, input, out, pre)]
+    ops._matmul_(*three, alpha, beta, activation)
+
+
+def _by_library(a: Tensor, b: Tensor, input: Tensor | None, out: Tensor, alpha: float, beta: float) -> None:
+    """torch's product, whose accumulation in fp32 and rounding are ours."""
+    batched = a.dim() == 3
+    if input is None and alpha == 1:
+        multiply = torch.bmm if batched else torch.mm
+        if out.dtype == a.dtype:
+            multiply(a, b, out=out)
+        else:
+            out.copy_(multiply(a, b, out_dtype=out.dtype))
+        return
+    add = torch.baddbmm if batched else torch.addmm
+    term = a.new_zeros(()).expand(out.shape) if input is None else input
+    beta = 0.0 if input is None else beta
+    if out.dtype == a.dtype:
+        add(term, a, b, beta=beta, alpha=alpha, out=out)
+    else:
+        out.copy_(add(term.to(out.dtype), a, b, out_dtype=out.dtype, beta=beta, alpha=alpha))

@@ -1,0 +1,332 @@
+"""Why a product or a layer is slow: `explain`, `audit`, and ``python -m amp_kernels audit FILE.py:FACTORY``.
+
+A layer is listed for its shape alone, nothing is measured: tensor cores are fed 16 bytes at a time, and a matrix whose
+rows are not a multiple of 16 bytes apart sends cuBLAS to the kernels of older GPUs. For 16-bit weights and activations
+(also those that autocast makes) these are features that are not a multiple of 8.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib.util
+import math
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.lazy import LazyModuleMixin
+
+from . import _backends, _checks, _matmul
+from ._linear import Linear, converts
+from ._tables import table
+from .functional.matmul import Activation, _autocast
+
+ITEM = 2  # bytes of an element of the 16-bit dtypes
+MULTIPLE = _matmul.ALIGNMENT // ITEM
+
+
+# ---------------------------------------------------------------------------------------------------------- products
+class Explanation(NamedTuple):
+    """How ``amp_kernels.matmul(a, b)`` is done; ``str()`` says it in a sentence."""
+
+    engine: str  # a backend of amp_kernels, "cublas", or "torch" for dtypes that are left to it
+    reason: str
+    padded: tuple[str, ...]  # operands that are first copied into padded rows, of "a" and "b"
+    padding_bytes: int  # of these copies
+
+    def __str__(self) -> str:
+        if not self.padded:
+            return f"{self.engine}: {self.reason}; nothing is copied"
+        verb = "is" if len(self.padded) == 1 else "are"
+        return (
+            f"{self.engine}: {self.reason}; {' and '.join(self.padded)} {verb} first copied into rows padded to a "
+            f"multiple of {_matmul.ALIGNMENT} bytes, {self.padding_bytes:,} bytes"
+        )
+
+
+def explain(
+    a: Tensor | Sequence[int],
+    b: Tensor | Sequence[int],
+    activation: Activation | None = None,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+) -> Explanation:
+    """What multiplies `a` and `b`, and what is copied for it: ``print(explain(x, layer.weight.t()))``.
+
+    Nothing is computed. Fake tensors of a GPU, meta tensors (taken as those of a GPU) and shapes are answered on a
+    machine without a GPU too, as one with compiled kernels would.
+
+    Args:
+        a, b: as for `amp_kernels.matmul`; or two shapes, of contiguous tensors.
+        activation: that will be fused, as `amp_kernels.linear` does.
+        dtype: with shapes (default: fp16).
+        device: with shapes (default: "cuda").
+
+    Raises:
+        TypeError, ValueError: `a` and `b` cannot be multiplied, or are not both tensors or both shapes.
+    """
+    if activation not in _matmul.ACTIVATIONS:
+        names = ", ".join(map(repr, _matmul.ACTIVATIONS))
+        raise ValueError(f"explain: activation must be one of {names}, got {activation!r}")
+    with FakeTensorMode():
+        if isinstance(a, Tensor) and isinstance(b, Tensor):
+            if dtype is not None or device is not None:
+                raise TypeError("explain: dtype and device must be left out with tensors, which have their own")
+            left, right = (_fake(x, x.stride(), x.dtype, "cuda" if x.is_meta else x.device) for x in (a, b))
+        elif isinstance(a, Tensor) or isinstance(b, Tensor):
+            kinds = [type(x).__name__ for x in (a, b)]
+            raise TypeError(f"explain: a and b must be two tensors or two shapes, got {kinds[0]} and {kinds[1]}")
+        else:
+            place = torch.device(device or "cuda")
+            left, right = (torch.empty(tuple(x), dtype=dtype or torch.float16, device=place) for x in (a, b))
+        left, right = _autocast(left, right)
+        if left.dtype not in _matmul.DTYPES or right.dtype not in _matmul.DTYPES:
+            return Explanation("torch", f"{str(left.dtype).removeprefix('torch.')} is left to it", (), 0)
+        left, right = _as_matrices(left, right)
+        _checks.check_addmm(None, left, right, left.dtype)
+        with _as_if_on_a_gpu():
+            choice = _matmul.choose(left, right, activation)
+    padded = {name: x for name, x, pads in zip("ab", (left, right), choice.pads, strict=True) if pads}
+    return Explanation(choice.engine, choice.reason, tuple(padded), sum(map(_copy_bytes, padded.values())))
+
+
+def _fake(x: Tensor, strides: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
+    # A fake tensor of another mode cannot be mixed with ours, so each is made anew.
+    return torch.empty_strided(x.shape, strides, dtype=dtype, device=device)
+
+
+@contextlib.contextmanager
+def _as_if_on_a_gpu() -> Iterator[None]:
+    """Where there is none and nothing is forced, CUDA tensors, which can only be fake, count as served."""
+    if torch.cuda.is_available() or _backends.is_forced():
+        yield
+        return
+    select = _backends.select
+    with mock.patch.object(_backends, "select", lambda on: "cuda" if on.type == "cuda" else select(on)):
+        yield
+
+
+def _as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The two matrices, or batches of them, that `amp_kernels.matmul` makes of its operands."""
+    if a.dim() == 0 or b.dim() == 0:
+        raise ValueError(f"explain: a and b must have at least 1 dimension, got {a.dim()} and {b.dim()}")
+    a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
+    if b.dim() == 2:
+        return (a.flatten(0, -2) if a.dim() > 2 else a), b
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+    return a, b
+
+
+def _copy_bytes(x: Tensor) -> int:
+    rows, columns = x.shape[-2:]
+    if x.stride(-2) == 1 and x.stride(-1) != 1:  # column-major stays so
+        rows, columns = columns, rows
+    return math.prod(x.shape[:-2]) * rows * _matmul.padded(columns, MULTIPLE) * ITEM
+
+
+# ------------------------------------------------------------------------------------------------------------ models
+class Finding(NamedTuple):
+    """A layer whose shape is slow on tensor cores; ``str()`` says it in a sentence."""
+
+    name: str  # in the model; empty for the model itself
+    kind: str  # its class
+    size: str
+    cause: str
+    remedy: str
+    converts: bool  # whether amp_kernels.nn.convert_linear_ is a remedy
+    weight_bytes: int  # of memory that padding takes for the weight
+    row_bytes: (
+        int  # of memory that padding takes at most for a row (a token, a pixel) of activations, in a training step
+    )
+
+    def __str__(self) -> str:
+        return f"{self.name or 'the model'} ({self.kind}, {self.size}): {self.cause}; {self.remedy}"
+
+
+def audit(model: nn.Module) -> list[Finding]:
+    """Layers of `model` whose shapes are slow on tensor cores in fp16 or bf16, in the model's order.
+
+    Every `nn.Linear` and subclass of it but `amp_kernels.nn.Linear`, convolutions, and every `nn.Embedding` that shares
+    its weight with such a Linear. Only shapes are read: the model may be on the meta device.
+    """
+    findings: list[Finding] = []
+    slow: dict[int, tuple[str, nn.Linear]] = {}  # by weight
+    for name, layer in model.named_modules():
+        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+            continue
+        if isinstance(layer, nn.Linear) and not isinstance(layer, Linear):
+            found = _linear(name, layer)
+            weight = layer._parameters.get("weight")  # a parametrized layer computes another one each time
+            if found and weight is not None:
+                slow[id(weight)] = (name, layer)
+        else:
+            found = _conv(name, layer) if isinstance(layer, _ConvNd) else None
+        findings += [found] if found else []
+    for name, layer in model.named_modules():
+        if isinstance(layer, nn.Embedding) and id(layer.weight) in slow:
+            findings.append(_tied(name, layer, *slow[id(layer.weight)]))
+    order = {name: i for i, (name, _) in enumerate(model.named_modules())}
+    return sorted(findings, key=lambda finding: order[finding.name])
+
+
+def _rounded(n: int, multiple: int = MULTIPLE) -> int:
+    return _matmul.padded(n, multiple)
+
+
+def _linear(name: str, layer: nn.Linear) -> Finding | None:
+    inputs, outputs = layer.in_features, layer.out_features
+    causes, weight_bytes, row_bytes = [], 0, 0
+    if inputs % MULTIPLE:
+        causes.append(f"in_features={inputs} (x, W, dx, dW)")
+        weight_bytes = ITEM * outputs * _rounded(inputs)
+        row_bytes += ITEM * _rounded(inputs)
+    if outputs % MULTIPLE:
+        causes.append(f"out_features={outputs} (y, dy)")
+        row_bytes += ITEM * _rounded(outputs)
+    if not causes:
+        return None
+    remedy = f"{_rounded(inputs)} -> {_rounded(outputs)}"
+    if converts(layer):
+        remedy = f"amp_kernels.nn.Linear, or {remedy}"
+    kind, size = type(layer).__name__, f"{inputs} -> {outputs}"
+    return Finding(name, kind, size, ", ".join(causes), remedy, converts(layer), weight_bytes, row_bytes)
+
+
+def _conv(name: str, layer: _ConvNd) -> Finding | None:
+    multiple = math.lcm(MULTIPLE, layer.groups)
+    channels = {"in_channels": layer.in_channels, "out_channels": layer.out_channels}
+    odd = {which: n for which, n in channels.items() if n % MULTIPLE}
+    if not odd:
+        return None
+    rounded = {which: _rounded(n, multiple) if which in odd else n for which, n in channels.items()}
+    cause = ", ".join(f"{which}={n}" for which, n in odd.items())
+    remedy = " -> ".join(map(str, rounded.values())) + ", channels_last"
+    added = math.prod(rounded.values()) - math.prod(channels.values())
+    weight_bytes = ITEM * math.prod(layer.kernel_size) * added // layer.groups
+    row_bytes = ITEM * (sum(rounded.values()) - sum(channels.values()))
+    size = " -> ".join(map(str, channels.values()))
+    return Finding(name, type(layer).__name__, size, cause, remedy, False, weight_bytes, row_bytes)
+
+
+def _tied(name: str, layer: nn.Embedding, other: str, linear: nn.Linear) -> Finding:
+    rows, columns = layer.num_embeddings, layer.embedding_dim
+    remedy = f"{_rounded(rows)} x {_rounded(columns)}"
+    if converts(linear):
+        remedy = f"nothing, or {remedy} with it"
+    cause = f"shares the weight of {other}"
+    return Finding(name, type(layer).__name__, f"{rows} x {columns}", cause, remedy, converts(linear), 0, 0)
+
+
+# ------------------------------------------------------------------------------------------------------ command line
+class CannotLoad(Exception):
+    """With a sentence for the user."""
+
+
+def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Adds ``audit`` to the command line."""
+    parser = commands.add_parser(
+        "audit", help="Lists layers of a model whose shapes are slow on tensor cores, and why."
+    )
+    parser.add_argument("model", metavar="FILE.py:FACTORY", help="a function without arguments that returns the model")
+    parser.add_argument(
+        "--batch",
+        type=int,
+        metavar="ROWS",
+        help="rows of activations in a step (tokens, pixels), to add up the padding",
+    )
+    parser.set_defaults(run=lambda args: run(args.model, args.batch))
+
+
+def run(target: str, rows: int | None = None) -> int:
+    """Prints the table and a sentence; returns 0, or 2 if the model cannot be had."""
+    try:
+        model = _load(target)
+    except CannotLoad as error:
+        print(f"audit: {error}", file=sys.stderr)
+        return 2
+    findings = audit(model)
+    if findings:
+        headers = ("layer", "class", "size", "slow for", "instead", f"padding{f' at {rows:,} rows' if rows else ''}")
+        print(table(headers, [_cells(finding, rows) for finding in findings]), end="\n\n")
+    print(_summary(findings))
+    return 0
+
+
+def _cells(finding: Finding, rows: int | None) -> list[str]:
+    name, kind, size, cause, remedy, _, weight, row = finding
+    if not (weight or row):
+        cost = "none"
+    elif rows is None:
+        cost = " + ".join([f"{weight:,} B"] * bool(weight) + [f"{row:,} B a row"] * bool(row))
+    else:
+        cost = f"{weight + rows * row:,} B"
+    return [name or "(the model)", kind, size, cause, remedy, cost]
+
+
+def _summary(findings: Sequence[Finding]) -> str:
+    if not findings:
+        return "No layer has a shape that is slow on tensor cores in fp16 or bf16."
+    layers = [finding for finding in findings if finding.kind != "Embedding"]
+    ours = sum(finding.converts for finding in layers)
+    count, rest = len(layers), len(layers) - ours
+    parts = []
+    if ours:
+        parts.append(f"amp_kernels.nn.convert_linear_(model) pads for {ours} of them and changes no shape")
+    if rest:
+        parts.append(f"{rest} can only be helped by other sizes")
+    what = "layer has a shape that is" if count == 1 else "layers have shapes that are"
+    return f"{count} {what} slow on tensor cores in fp16 or bf16: {'; '.join(parts)}."
+
+
+def _load(target: str) -> nn.Module:
+    """The model of ``FILE.py:FACTORY``."""
+    file, colon, name = target.rpartition(":")
+    path = Path(file)
+    if not colon or not name or path.suffix != ".py":
+        raise CannotLoad(f"the model must be given as FILE.py:FACTORY, got {target!r}")
+    if not path.is_file():
+        raise CannotLoad(f"FILE.py must be a file, got {file!r}, which is none")
+    as_name = path.stem if path.stem not in sys.modules else f"audited_{path.stem}"
+    spec = importlib.util.spec_from_file_location(as_name, path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.path.insert(0, str(path.parent.resolve()))  # as if it was run
+    sys.modules[as_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise CannotLoad(f"{file} cannot be imported: {_said(error)}") from error
+    if not hasattr(module, name):
+        raise CannotLoad(f"FACTORY must be a name in {file}, got {name!r}")
+    factory = getattr(module, name)
+    model = factory if isinstance(factory, nn.Module) else _made_by(factory, target)
+    if not isinstance(model, nn.Module):
+        raise CannotLoad(f"{target} must return an nn.Module, got {type(model).__name__}")
+    return model
+
+
+def _made_by(factory: Any, target: str) -> Any:
+    if not callable(factory):
+        raise CannotLoad(f"{target} must be a function or an nn.Module, got {type(factory).__name__}")
+    # On the meta device a model of any size takes no memory. Not every factory can be run there.
+    with contextlib.suppress(Exception, SystemExit), warnings.catch_warnings(), torch.device("meta"):
+        warnings.simplefilter("ignore")
+        return factory()
+    try:
+        return factory()
+    except (Exception, SystemExit) as error:
+        raise CannotLoad(f"{target} must run without arguments, but: {_said(error)}") from error
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

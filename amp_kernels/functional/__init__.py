@@ -1,0 +1,27 @@
+"""The public functions, a file for each family; nothing here waits for a device.
+
+Without a compiled extension they run as Triton kernels or as plain torch (`amp_kernels.reference`).
+"""
+
+from .int8 import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
+from .lists import clip_grad_norm_, grad_norm, moved, rmsprop_, sgd_, total_norm, unscale_
+from .matmul import addmm, linear, matmul, pad_to_multiple
+
+__all__ = [
+    "Int8Tensor",
+    "addmm",
+    "clip_grad_norm_",
+    "dequantize_int8",
+    "fake_quantize_int8",
+    "grad_norm",
+    "int8_matmul",
+    "linear",
+    "matmul",
+    "moved",
+    "pad_to_multiple",
+    "quantize_int8",
+    "rmsprop_",
+    "sgd_",
+    "total_norm",
+    "unscale_",
+]

@@ -1,0 +1,125 @@
+"""Products of fp16 and bf16 matrices of any shape: fp32 sums, one rounding, tensor-core speed without round sizes."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _checks, _matmul
+from .._ops import OPS as _ops
+
+Activation = Literal["relu", "gelu", "gelu_tanh"]
+
+
+def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
+    """``torch.matmul(a, b)`` whose speed does not depend on sizes being multiples of 8.
+
+    fp16 and bf16 are accumulated in fp32 and rounded once; fp32 and fp64 are left to torch. Differentiable, twice too.
+    On a GPU the rows of the result are a multiple of 16 bytes apart, so it may be a view of a wider tensor.
+
+    Args:
+        a, b: of one dtype, in the shapes that torch.matmul takes, of any strides: transposed, sliced, expanded.
+        out_dtype: fp16, bf16 or fp32 (default: that of the operands).
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit.
+    """
+    a, b = _autocast(a, b)
+    if a.dtype not in _matmul.DTYPES or b.dtype not in _matmul.DTYPES:
+        return torch.matmul(a, b).to(out_dtype or a.dtype)
+    if a.dim() == 0 or b.dim() == 0:
+        raise ValueError(f"matmul: a and b must have at least 1 dimension, got {a.dim()} and {b.dim()}")
+    dtype = out_dtype or a.dtype
+    if b.dim() == 1:
+        return matmul(a, b.unsqueeze(1), out_dtype=dtype).squeeze(-1)
+    if a.dim() == 1:
+        return matmul(a.unsqueeze(0), b, out_dtype=dtype).squeeze(-2)
+    if b.dim() == 2 and a.dim() > 2:
+        rows = a.flatten(0, -2)
+        return _ops.addmm(None, rows, b, 0.0, 1.0, dtype).unflatten(0, a.shape[:-1])
+    if a.dim() == 2 and b.dim() == 2:
+        return _ops.addmm(None, a, b, 0.0, 1.0, dtype)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+    return _ops.addmm(None, a, b, 0.0, 1.0, dtype).unflatten(0, batch)
+
+
+def addmm(
+    input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out_dtype: torch.dtype | None = None
+) -> Tensor:
+    """``beta * input + alpha * (a @ b)`` in fp32, rounded once: `torch.addmm`, of batches too (`torch.baddbmm`).
+
+    Args:
+        input: of the operands' dtype, broadcast to the result; not read if `beta` is 0.
+        a, b: [M, K] and [K, N], or batches of as many; fp16 or bf16, of any strides. fp32 is left to torch.
+        out_dtype: as in `matmul`.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit.
+    """
+    a, b, input = _autocast(a, b, input)
+    if a.dtype not in _matmul.DTYPES:
+        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return multiply(input, a, b, beta=beta, alpha=alpha).to(out_dtype or a.dtype)
+    shape = (*a.shape[:-1], b.shape[-1])
+    return _ops.addmm(input.expand(shape), a, b, float(beta), float(alpha), out_dtype or a.dtype)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
+    """``activation(x @ weight.T + bias)``: `torch.nn.functional.linear` with bias and activation in the same pass.
+
+    The backward pass reads the gradient once for the activation's derivative, the bias's gradient (fp32 sums) and the
+    padding that its two products need. Under autocast the operands are cast as torch's are.
+
+    Args:
+        x: [..., in_features], fp16 or bf16, of any strides; fp32 is left to torch.
+        weight: [out_features, in_features] of x's dtype.
+        bias: [out_features] of x's dtype, or None.
+        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` (torch's ``approximate="tanh"``), or None.
+
+    Returns:
+        [..., out_features] of x's dtype; on a GPU its rows are a multiple of 16 bytes apart.
+
+    Raises:
+        TypeError, ValueError: dtypes, devices or shapes do not fit, or `activation` is none of these.
+    """
+    if activation not in _matmul.ACTIVATIONS:
+        names = ", ".join(map(repr, _matmul.ACTIVATIONS))
+        raise ValueError(f"linear: activation must be one of {names}, got {activation!r}")
+    given = [x, weight] if bias is None else [x, weight, bias]
+    x, weight, *rest = _autocast(*given)
+    bias = rest[0] if rest else None
+    if x.dtype not in _matmul.DTYPES:
+        result = F.linear(x, weight, bias)
+        if activation is None or activation == "relu":
+            return result if activation is None else F.relu(result)
+        return F.gelu(result, approximate="tanh" if activation == "gelu_tanh" else "none")
+    _checks.check_linear(x, weight, bias)
+    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    rows = x.reshape(-1, x.shape[-1])
+    out = _ops.linear(rows, weight, bias, _matmul.ACTIVATIONS.index(activation), keeps)[0]
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
+    """A copy of `x` as a view of padded storage: rows begin `multiple` elements apart or a multiple of that.
+
+    The view has x's shape (a [N, 1023] view of [N, 1024]); the padding is zero. Of any dtype; differentiable.
+    """
+    if multiple < 1:
+        raise ValueError(f"pad_to_multiple: multiple must be at least 1, got {multiple}")
+    if x.dim() == 0:
+        raise ValueError("pad_to_multiple: x must have a last dimension to pad, got a 0-dim tensor")
+    return F.pad(x, (0, -x.shape[-1] % multiple))[..., : x.shape[-1]]
+
+
+def _autocast(*tensors: Tensor) -> list[Tensor]:
+    """Under autocast floating-point operands get its dtype, as those of torch's products do."""
+    kind = tensors[0].device.type
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors]

@@ -1,0 +1,189 @@
+"""int8 codes: fp32 operations in one order, none fused, so that every backend can have the same bits.
+
+Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def quantize_int8(
+    x: Tensor,
+    *,
+    dim: Sequence[int] | None = None,
+    block_size: int | None = None,
+    symmetric: bool = True,
+    seed: int | None = None,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(values, scale, zero_point) of groups that span `dim` (None: everything) or blocks of the last dimension.
+
+    Rounds to nearest even, or with a `seed` stochastically. Given `scale` the groups' own is not computed.
+    """
+    if scale is None:
+        scale, zero_point, inverse = _affine(x, dim, block_size, symmetric)
+    else:
+        inverse = 1 / scale
+    code = _codes(x, inverse, zero_point, block_size, seed)
+    return code.clamp(-127 if zero_point is None else -128, 127).to(torch.int8), scale, zero_point
+
+
+def dequantize_int8(
+    values: Tensor,
+    scale: Tensor,
+    zero_point: Tensor | None = None,
+    *,
+    block_size: int | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``(values - zero_point) * scale``, rounded once."""
+    steps = values.to(torch.int32) - (0 if zero_point is None else _spread(zero_point, values.shape, block_size))
+    return (steps.float() * _spread(scale, values.shape, block_size)).to(dtype)
+
+
+def fake_quantize_int8(
+    x: Tensor,
+    *,
+    dim: Sequence[int] | None = None,
+    block_size: int | None = None,
+    symmetric: bool = True,
+    scale: Tensor | None = None,
+    zero_point: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """(dequantized values of x's dtype, scale, zero_point); NaN stays NaN."""
+    options = {"dim": dim, "block_size": block_size, "symmetric": symmetric}
+    values, scale, zero_point = quantize_int8(x, **options, scale=scale, zero_point=zero_point)  # type: ignore[arg-type]
+    result = dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=x.dtype)
+    return torch.where(x.isnan(), x, result), scale, zero_point
+
+
+def straight_through_int8(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, block_size: int | None = None
+) -> Tensor:
+    """Gradient of `fake_quantize_int8`: `grad` where the code needed no clamping, else 0."""
+    code = _codes(x, 1 / scale, zero_point, block_size, None)
+    inside = (code >= (-127 if zero_point is None else -128)) & (code <= 127)
+    return torch.where(inside, grad, torch.zeros_like(grad))
+
+
+def int8_matmul(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor | None,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None,
+    *,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    out_scale: Tensor | None = None,
+    out_zero_point: Tensor | None = None,
+) -> Tensor:
+    """``(a - a_zero_point) @ (b - b_zero_point) * (a_scale * b_scale) + bias``; the sum of products is exact.
+
+    `a` is [M, K] with a scale for all or each of its rows, `b` [K, N] with one for all or each of its columns.
+    """
+    left, right = a.double(), b.double()  # sums of less than 2^53: exact
+    if a_zero_point is not None:
+        left = left - a_zero_point.reshape(-1, 1)
+    if b_zero_point is not None:
+        right = right - b_zero_point.reshape(1, -1)
+    total = (left @ right).float()
+    result = total * (a_scale.reshape(-1, 1) * b_scale.reshape(1, -1))
+    if bias is not None:
+        result = result + bias
+    if out_scale is None:
+        return result.to(out_dtype)
+    return quantize_int8(result, scale=out_scale, zero_point=out_zero_point)[0]
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
+    """``x @ weight.T * scale + bias`` of int8 `weight` [N, K], in fp32, rounded once."""
+    with torch.autocast(x.device.type, enabled=False):  # which would take the product in 16 bits
+        result = (x.float() @ weight.float().T) * scale.reshape(-1)
+    return (result if bias is None else result + bias.float()).to(x.dtype)
+
+
+# ------------------------------------------------------------------------------------------------------- the parts
+def _affine(
+    x: Tensor, dim: Sequence[int] | None, block_size: int | None, symmetric: bool
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """(scale, zero_point, 1 / scale); the last is 0 for a group that has only zero codes."""
+    grouped = _blocks(x, block_size).float()
+    dims = tuple(dim or range(x.dim()))
+    dims = (-1,) if block_size is not None else dims
+    if x.numel() == 0:  # a group without elements is like one of zeros
+        grouped = torch.zeros([1 if d in {k % x.dim() for k in dims} else n for d, n in enumerate(grouped.shape)],
+                              device=x.device)  # fmt: skip
+    magnitude = grouped.abs().amax(dims, keepdim=True)  # NaN if there is one
+    low, high = (grouped.amin(dims, keepdim=True).clamp(max=0), grouped.amax(dims, keepdim=True).clamp(min=0))
+    if block_size is not None:
+        magnitude, low, high = (t.squeeze(-1) for t in (magnitude, low, high))
+    # By tensors: torch turns the division of a CUDA tensor by a Python number into a product with its reciprocal.
+    scale = magnitude / _like(magnitude, 127) if symmetric else high / _like(high, 255) - low / _like(low, 255)
+    inverse = 1 / scale
+    is_finite, usable = magnitude.isfinite(), inverse.isfinite()
+    scale = torch.where(is_finite, torch.where(usable, scale, 1.0), torch.nan)
+    inverse = torch.where(is_finite & usable, inverse, 0.0)
+    if symmetric:
+        return scale, None, inverse
+    zero_point = torch.round(-128 - low * inverse).clamp(-128, 127)
+    return scale, torch.where(inverse == 0, 0, zero_point).to(torch.int32), inverse
+
+
+def _like(tensor: Tensor, value: float) -> Tensor:
+    return torch.full_like(tensor, value)
+
+
+def _blocks(x: Tensor, block_size: int | None) -> Tensor:
+    """[..., blocks, block_size], the last one filled up with zeros, which change no range."""
+    if block_size is None:
+        return x
+    rest = -x.shape[-1] % block_size
+    return F.pad(x, (0, rest)).unflatten(-1, (-1, block_size))
+
+
+def _spread(group: Tensor, shape: Sequence[int], block_size: int | None) -> Tensor:
+    """A value for each group, broadcast to the elements."""
+    if group.numel() == 1:
+        return group.reshape([1] * len(shape))
+    if block_size is None:
+        return group
+    return group.repeat_interleave(block_size, dim=-1)[..., : shape[-1]]
+
+
+def _codes(x: Tensor, inverse: Tensor, zero_point: Tensor | None, block_size: int | None, seed: int | None) -> Tensor:
+    """Codes before clamping, int32; NaN stands on the zero point."""
+    factor = _spread(inverse, x.shape, block_size)
+    steps = x.float() * factor
+    steps = torch.round(steps) if seed is None else torch.floor(steps + uniform(x.shape, seed, x.device))
+    steps = torch.where(factor == 0, 0.0, steps).nan_to_num(0.0, 512.0, -512.0).clamp(-512, 512).to(torch.int32)
+    return steps if zero_point is None else steps + _spread(zero_point, x.shape, block_size)
+
+
+def uniform(shape: Sequence[int], seed: int, device: torch.device | None = None) -> Tensor:
+    """fp32 in [0, 1): for the element of row-major index i word ``i & 3`` of Philox with counter ``i >> 2``."""
+    numel = torch.Size(shape).numel()
+    words = philox(torch.arange(-(-numel // 4), device=device), seed)
+    return ((words.flatten()[:numel] >> 8).float() * 2.0**-24).reshape(tuple(shape))
+
+
+def philox(counter: Tensor, seed: int) -> Tensor:
+    """Philox4x32-10 words, int64 [..., 4], of 64-bit counters under a 64-bit key."""
+    zero = torch.zeros_like(counter)
+    c = [counter & _MASK, counter >> 32 & _MASK, zero, zero]
+    keys = [seed & _MASK, seed >> 32 & _MASK]
+    for _ in range(10):
+        # int64 products wrap; their upper half is right all the same.
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32 & _MASK) ^ c[1] ^ keys[0], p1 & _MASK, (p0 >> 32 & _MASK) ^ c[3] ^ keys[1], p0 & _MASK]
+        keys = [(keys[0] + 0x9E3779B9) & _MASK, (keys[1] + 0xBB67AE85) & _MASK]
+    return torch.stack(c, dim=-1)

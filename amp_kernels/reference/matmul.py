@@ -1,0 +1,47 @@
+"""Products of 16-bit matrices: fp32 sums, one rounding."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def addmm(
+    input: Tensor | None,
+    a: Tensor,
+    b: Tensor,
+    *,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    activation: str | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> tuple[Tensor, Tensor]:
+    """``activation(alpha * a @ b + beta * input)`` and the argument of the activation, both rounded to `out_dtype`."""
+    left, right = a.float(), b.float()
+    if input is not None and beta != 0:
+        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+        argument = multiply(input.float(), left, right, beta=beta, alpha=alpha)
+    else:
+        argument = left @ right if alpha == 1 else alpha * (left @ right)
+    dtype = out_dtype or a.dtype
+    return activate(argument, activation).to(dtype), argument.to(dtype)
+
+
+def activate(x: Tensor, activation: str | None) -> Tensor:
+    if activation is None:
+        return x
+    if activation == "relu":
+        return F.relu(x)
+    return F.gelu(x, approximate="tanh" if activation == "gelu_tanh" else "none")
+
+
+def activation_backward(grad: Tensor, saved: Tensor, activation: str | None) -> Tensor:
+    """fp32 gradient of the argument; `saved` is that argument, of relu its result."""
+    grad = grad.float()
+    if activation is None:
+        return grad
+    if activation == "relu":
+        return torch.where(saved > 0, grad, 0.0)
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return torch.ops.aten.gelu_backward(grad, saved.float(), approximate=approximate)

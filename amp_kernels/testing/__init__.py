@@ -1,0 +1,48 @@
+"""Inputs, the error rule, and the cases that the tests and ``python -m amp_kernels verify`` share.
+
+A case makes its inputs, runs one operator on one backend, and compares with fp64 and with torch, or bit for bit with
+the reference on the CPU:
+
+    for case in testing.CASES["sgd_"]:
+        for result in case.run("cpu"):
+            assert result.passed, f"{case}: {result}"
+"""
+
+from . import int8, lists, matmul
+from .common import (
+    DTYPES,
+    LAYOUTS,
+    SHAPE,
+    SIZES,
+    Case,
+    Result,
+    changed,
+    differing,
+    error_and_allowed,
+    mixed,
+    randn,
+    written_outside,
+)
+from .lists import RMSPROP_OPTIONS, SGD_OPTIONS, UpdateInputs, torch_step
+
+CASES: dict[str, tuple[Case, ...]] = {**lists.CASES, **int8.CASES, **matmul.CASES}
+
+__all__ = [
+    "CASES",
+    "DTYPES",
+    "LAYOUTS",
+    "RMSPROP_OPTIONS",
+    "SGD_OPTIONS",
+    "SHAPE",
+    "SIZES",
+    "Case",
+    "Result",
+    "UpdateInputs",
+    "changed",
+    "differing",
+    "error_and_allowed",
+    "mixed",
+    "randn",
+    "torch_step",
+    "written_outside",
+]

@@ -1,0 +1,172 @@
+"""What all cases are made of: comparisons, the error rule, inputs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._backends import use_backend
+
+DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# Around a 16-byte access, around a block of 1024, and more than one chunk of a table.
+SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
+NORM_TOLERANCE = 1e-6
+
+
+# ------------------------------------------------------------------------------------------------- comparison
+class Result(NamedTuple):
+    """One comparison of a case."""
+
+    name: str
+    error: float
+    allowed: float
+
+    @property
+    def passed(self) -> bool:
+        return self.error <= self.allowed  # False for NaN
+
+
+def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
+    """The error rule: ``max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|``.
+
+    Where torch got NaN or inf (an overflow of fp32 that fp64 does not have), ours must be the same, else the
+    error is inf.
+    """
+    ours, theirs, truth = (x.detach().double().flatten() for x in (ours, theirs, truth))
+    if ours.shape != theirs.shape:
+        return math.inf, 0.0
+    odd = ~theirs.isfinite()
+    if bool((odd & (ours != theirs) & ~(ours.isnan() & theirs.isnan())).any()):
+        return math.inf, 0.0
+    ours, theirs, truth = (x[~odd] for x in (ours, theirs, truth))
+    if ours.numel() == 0:
+        return 0.0, 0.0
+    allowed = 2 * (theirs - truth).abs().max() + 1e-7 * truth.abs().max()
+    return (ours - truth).abs().max().item(), allowed.item()
+
+
+def differing(ours: Tensor, expected: Tensor) -> int:
+    """Number of elements that differ, -0.0 from 0.0 too; any NaN equals any other."""
+    if ours.shape != expected.shape or ours.dtype != expected.dtype:
+        return max(ours.numel(), expected.numel(), 1)
+    equal = (ours == expected) & (ours.signbit() == expected.signbit())
+    return int((~(equal | (ours.isnan() & expected.isnan()))).sum())
+
+
+def changed(before: Tensor, after: Tensor) -> int:
+    """Number of elements of which any bit changed."""
+    code = torch.int32 if after.element_size() == 4 else torch.int16
+    return int((before.view(code) != after.view(code)).sum())
+
+
+def written_outside(view: Tensor) -> int:
+    """Elements of the memory around a `view` (a LAYOUT) that are no longer NaN; overwrites the view."""
+    if view._base is None:
+        return 0
+    view.fill_(math.nan)
+    return int((~view._base.isnan()).sum())
+
+
+# ----------------------------------------------------------------------------------------------------- inputs
+def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """The same normal numbers on every machine, on the CPU."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def _nan_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
+    return torch.full(tuple(shape), math.nan, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
+
+
+# Copies in other layouts; memory around them is NaN. For tensors of four dimensions.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.clone,
+    "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
+    "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
+    "reversed": lambda x: x.permute(3, 2, 1, 0).clone(memory_format=torch.contiguous_format).permute(3, 2, 1, 0),
+    "sliced": lambda x: _nan_around(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
+    "every_other": lambda x: _nan_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
+    "misaligned": lambda x: _nan_around(x, (x.numel() + 2,), slice(1, -1)),
+}
+SHAPE = (3, 5, 7, 11)
+
+LENGTH = 4099  # of the inputs made of VALUES
+
+
+def _spread(dtype: torch.dtype) -> Tensor:
+    powers = 28 if dtype is not torch.float16 else 4
+    exponents = torch.linspace(-powers, powers, LENGTH, dtype=torch.float64)
+    return randn(LENGTH).double() * 10**exponents
+
+
+# Elements at the ends of a dtype's range, as fp64.
+VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "zeros": lambda _: torch.zeros(LENGTH, dtype=torch.float64),
+    "negative_zeros": lambda _: -torch.zeros(LENGTH, dtype=torch.float64),
+    "denormals": lambda dtype: (torch.arange(LENGTH) % 7 - 3) * (torch.finfo(dtype).smallest_normal / 4),
+    "tiny": lambda dtype: torch.full((LENGTH,), max(1e-30, torch.finfo(dtype).smallest_normal)).double(),
+    "largest": lambda dtype: (1.0 - 2.0 * (torch.arange(LENGTH) % 2)) * torch.finfo(dtype).max,
+    "one_largest": lambda dtype: (torch.arange(LENGTH) == 2000) * torch.finfo(dtype).max,
+    "constant": lambda _: torch.full((LENGTH,), 0.1, dtype=torch.float64),  # rounding errors of one sign
+    "spread": _spread,
+}
+
+
+def values(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    return [VALUES[kind](dtype).to(dtype)]
+
+
+def of_sizes(dtype: torch.dtype, sizes: Sequence[int] = SIZES, seed: int = 0) -> list[Tensor]:
+    return [randn(n, dtype=dtype, seed=seed + n) for n in sizes]
+
+
+def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
+    """Every size in another dtype than its neighbours', 0-dim tensors too."""
+    cycle = list(DTYPES.values())
+    tensors = [randn(n, dtype=cycle[i % 3], seed=seed + n) for i, n in enumerate((*SIZES, *SIZES[:-1], 0, 5))]
+    return [factor * x for x in (*tensors, *(randn(dtype=dtype, seed=seed) for dtype in cycle))]
+
+
+def shaped(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    return [randn(*SHAPE, dtype=dtype, seed=seed)]
+
+
+def many(dtype: torch.dtype) -> list[Tensor]:
+    return [randn(1 + i % 13, dtype=dtype, seed=i) for i in range(40)]
+
+
+def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
+    """Three tensors, the second of several chunks; `value` is the first, middle or last element of all."""
+    tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
+    tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]
+    tensors[tensor][index] = value
+    return tensors
+
+
+def place(tensors: Sequence[Tensor], device: torch.device, layout: str = "contiguous") -> list[Tensor]:
+    return [LAYOUTS[layout](x.to(device)) for x in tensors]
+
+
+def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    return [x.clone() for x in tensors]
+
+
+# ------------------------------------------------------------------------------------------------------ cases
+class Case(NamedTuple):
+    """One operator on one kind of input; ``str(case)`` is its id."""
+
+    op: str
+    dtype: str
+    name: str
+    body: Callable[[torch.device], Iterator[Result]]
+
+    def __str__(self) -> str:
+        return f"{self.dtype}-{self.name}"
+
+    def run(self, backend: str, device: str | torch.device | None = None) -> list[Result]:
+        """The comparisons, on tensors of `device` (default: CUDA for "cuda", else the CPU)."""
+        with use_backend(backend):
+            return list(self.body(torch.device(device or ("cuda" if backend == "cuda" else "cpu"))))

@@ -1,0 +1,354 @@
+"""Cases of the int8 family, compared bit for bit with the reference on the CPU, which tests/test_int8.py proves."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
+from .common import DTYPES, LAYOUTS, SHAPE, Case, Result, changed, differing, error_and_allowed, place, randn
+
+# What shares a scale, of the 4-dimensional inputs: the arguments of `quantize_int8`.
+GROUPS: dict[str, dict[str, Any]] = {
+    "tensor": {},
+    "rows": {"dim": -1},
+    "columns": {"dim": 0},
+    "channels": {"dim": (0, 2, 3)},
+    "middle": {"dim": 2},
+    "interlocked": {"dim": (0, 2)},
+    "all_but_last": {"dim": (0, 1, 2)},
+    "nothing_named": {"dim": ()},
+    "blocks": {"block_size": 4},
+    "long_blocks": {"block_size": 64},
+}
+KINDS: dict[str, dict[str, Any]] = {"symmetric": {"symmetric": True}, "asymmetric": {"symmetric": False}}
+# Around 4, 8, 16 and 32 elements, a block of 1024, and what one thread block holds of a row.
+ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 1023, 1025, 4099)
+
+
+def _rows_of(values: Sequence[float]) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64).repeat(3, 1) * torch.tensor([[1.0], [-1.0], [0.5]]).double()
+
+
+def _scaled(exponent: float) -> Callable[[torch.dtype], Tensor]:
+    return lambda _: randn(5, 37).double() * 10.0**exponent
+
+
+def _with(value: float) -> Callable[[torch.dtype], Tensor]:
+    def make(_: torch.dtype) -> Tensor:
+        x = randn(5, 37).double()
+        x[0, 0] = x[2, 36] = x[3, 17] = value
+        return x
+
+    return make
+
+
+# Rows at the ends of a dtype's range, as fp64.
+VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
+    "nan": _with(math.nan),
+    "inf": _with(math.inf),
+    "minus_inf": _with(-math.inf),
+    "inf_and_nan": lambda dtype: torch.where(_with(math.nan)(dtype).isnan(), math.nan, _with(math.inf)(dtype).roll(1)),
+    "negative_zeros": lambda _: -torch.zeros(3, 37, dtype=torch.float64),
+    "zero_rows": lambda _: randn(5, 37).double() * torch.tensor([[1.0], [0.0], [1.0], [0.0], [0.0]]),
+    "constant": lambda _: torch.full((3, 37), 0.1, dtype=torch.float64),
+    "negative_constant": lambda _: torch.full((3, 37), -0.1, dtype=torch.float64),
+    "all_negative": lambda _: -randn(5, 37).double().abs() - 1,
+    "all_positive": lambda _: randn(5, 37).double().abs() + 1,
+    "denormals": lambda dtype: (torch.arange(5 * 37).view(5, 37) % 7 - 3) * (torch.finfo(dtype).smallest_normal / 4),
+    "tiniest": lambda dtype: (torch.arange(5 * 37).view(5, 37) % 3 - 1) * torch.finfo(dtype).tiny / 2**10,
+    # 1 / scale is finite on one side of 2^-128 * 127 only.
+    "around_the_smallest_scale": lambda _: 2.0 ** torch.linspace(-124, -119, 5 * 37).double().view(5, 37),
+    "largest": lambda dtype: (1.0 - 2.0 * (torch.arange(5 * 37).view(5, 37) % 2)) * torch.finfo(dtype).max,
+    "one_largest": lambda dtype: (torch.arange(5 * 37).view(5, 37) == 50) * torch.finfo(dtype).max,
+    "ties": lambda _: _rows_of([127.0, *(k + 0.5 for k in range(-64, 64)), 0.0, -127.0]),
+    "large": _scaled(4),
+    "small": _scaled(-4),
+}
+
+
+def _rounded(values: Callable[[torch.dtype], Tensor], dtype: torch.dtype) -> Tensor:
+    return values(dtype).to(dtype)
+
+
+class _Made(NamedTuple):
+    values: Tensor
+    scale: Tensor
+    zero_point: Tensor | None
+
+
+def _compare_codes(name: str, ours: Int8Tensor, expected: _Made) -> Iterator[Result]:
+    yield Result(f"{name} values", differing_codes(ours.values, expected.values), 0)
+    yield Result(f"{name} scale", differing(ours.scale.cpu(), expected.scale), 0)
+    if (ours.zero_point is None) != (expected.zero_point is None):
+        yield Result(f"{name} has a zero point", 1, 0)
+    elif ours.zero_point is not None and expected.zero_point is not None:
+        yield Result(f"{name} zero_point", differing_codes(ours.zero_point, expected.zero_point), 0)
+
+
+def differing_codes(ours: Tensor, expected: Tensor) -> int:
+    """Number of integers that differ."""
+    if ours.shape != expected.shape or ours.dtype != expected.dtype:
+        return max(ours.numel(), expected.numel(), 1)
+    return int((ours.cpu() != expected.cpu()).sum())
+
+
+def _dims(options: dict[str, Any]) -> dict[str, Any]:
+    dim = options.get("dim")
+    return {**options, "dim": (dim,) if isinstance(dim, int) else dim}
+
+
+Make = Callable[[], Tensor]
+
+
+def _rounding(seed: int | None) -> Literal["nearest", "stochastic"]:
+    return "nearest" if seed is None else "stochastic"
+
+
+def _quantize(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device) -> Iterator[Result]:
+    x = make()
+    laid_out = place([x], device, layout)[0]
+    before = laid_out.clone()
+    for options in all_options:
+        name = ", ".join(f"{k}={v}" for k, v in options.items())
+        expected = _Made(*reference.quantize_int8(x, **_dims(options)))
+        ours = quantize_int8(laid_out, rounding=_rounding(options.get("seed")), **options)
+        yield from _compare_codes(name, ours, expected)
+        yield Result(f"{name} shape of x", float(ours.values.shape != x.shape), 0)
+    yield Result("x written", changed(before, laid_out), 0)
+
+
+def _static(
+    make: Make, scales: Callable[[Tensor], Tensor], zero_point: int | None, block: int | None, seed: int | None,
+    device: torch.device,
+) -> Iterator[Result]:  # fmt: skip
+    x = make()
+    scale = scales(x)
+    zero = None if zero_point is None else torch.full_like(scale, zero_point, dtype=torch.int32)
+    given: dict[str, Any] = {"block_size": block, "seed": seed, "scale": scale, "zero_point": zero}
+    expected = _Made(*reference.quantize_int8(x, **given))
+    moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in given.items()}
+    yield from _compare_codes("static", quantize_int8(x.to(device), rounding=_rounding(seed), **moved), expected)
+
+
+def _dequantize(
+    dtype: torch.dtype, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device
+) -> Iterator[Result]:
+    for options in all_options:
+        name = ", ".join(f"{k}={v}" for k, v in options.items())
+        made = _Made(*reference.quantize_int8(randn(*SHAPE), **_dims(options)))
+        block = options.get("block_size")
+        # Scales at the ends of the range, and a group that held NaN.
+        made.scale.view(-1)[:3] = torch.tensor([math.nan, 3e38, 1e-45])[: made.scale.numel()]
+        expected = reference.dequantize_int8(*made, block_size=block, dtype=dtype)
+        values = INT8_LAYOUTS[layout](made.values.to(device))
+        zero_point = None if made.zero_point is None else made.zero_point.to(device)
+        q = Int8Tensor(values, made.scale.to(device), zero_point, block_size=block)
+        yield Result(name, differing(dequantize_int8(q, dtype).cpu(), expected), 0)
+
+
+def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device) -> Iterator[Result]:
+    x = make()
+    laid_out = place([x], device, layout)[0]
+    for options in all_options:
+        name = ", ".join(f"{k}={v}" for k, v in options.items())
+        expected, scale, zero = reference.fake_quantize_int8(x, **_dims(options))
+        leaf = laid_out.detach().requires_grad_()
+        ours = fake_quantize_int8(leaf, **options)
+        yield Result(name, differing(ours.detach().cpu(), expected), 0)
+        block = options.get("block_size")
+        for factor in (1.0, 0.5):  # all codes inside the range, and many outside
+            given = (scale * factor).to(device)
+            given_zero = None if zero is None else zero.to(device)
+            static = fake_quantize_int8(leaf, block_size=block, scale=given, zero_point=given_zero)
+            truth = reference.fake_quantize_int8(x, block_size=block, scale=scale * factor, zero_point=zero)[0]
+            yield Result(f"{name} static", differing(static.detach().cpu(), truth), 0)
+            grad = randn(*x.shape, dtype=x.dtype, seed=1)
+            (ours_grad,) = torch.autograd.grad(static, leaf, grad.to(device))
+            straight = reference.straight_through_int8(grad, x, scale * factor, zero, block_size=block)
+            yield Result(f"{name} gradient", differing(ours_grad.cpu(), straight), 0)
+
+
+# ------------------------------------------------------------------------------------------------------- products
+SHAPES = (
+    (1, 1, 1), (1, 5, 0), (1, 64, 64), (1, 127, 1023), (3, 2, 7), (8, 8, 8), (16, 16, 16), (17, 33, 65), (63, 65, 31),
+    (64, 64, 64), (128, 96, 130), (130, 129, 127), (257, 7, 9), (5, 257, 96), (2, 1000, 5),
+)  # fmt: skip
+INT8_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.clone,
+    "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
+    "sliced": lambda x: _surrounded(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
+    "every_other": lambda x: _surrounded(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
+    "misaligned": lambda x: _surrounded(x, (x.numel() + 2,), slice(1, -1)),
+}
+
+
+def _surrounded(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
+    return torch.full(tuple(shape), 111, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
+
+
+def integers(*shape: int, seed: int = 0) -> Tensor:
+    """All codes, -128 too."""
+    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+
+
+def _operand(rows: int, columns: int, per: int | None, zeros: bool, seed: int) -> _Made:
+    """Codes [rows, columns] with a scale for all, or for each index of dimension `per`."""
+    count = 1 if per is None else (rows, columns)[per]
+    shape = (1, 1) if per is None else (count, 1) if per == 0 else (1, count)
+    scale = (randn(count, seed=seed).abs() + 0.01).view(shape)
+    zero = integers(count, seed=seed + 1).to(torch.int32).view(shape) if zeros else None
+    return _Made(integers(rows, columns, seed=seed + 2), scale, zero)
+
+
+def _product(
+    sizes: tuple[int, int, int], layouts: tuple[str, str], per: bool, zeros: tuple[bool, bool], out: torch.dtype,
+    extreme: bool, device: torch.device,
+) -> Iterator[Result]:  # fmt: skip
+    m, n, k = sizes
+    a = _operand(m, k, 0 if per else None, zeros[0], 10)
+    b = _operand(k, n, 1 if per else None, zeros[1], 20)
+    if extreme:  # the largest sums that int32 holds
+        a, b = (made._replace(values=torch.full_like(made.values, -128)) for made in (a, b))
+    on_device = [
+        Int8Tensor(INT8_LAYOUTS[layout](v.to(device)), s.to(device), None if z is None else z.to(device))
+        for layout, (v, s, z) in zip(layouts, (a, b), strict=True)
+    ]
+    for bias in (None, randn(n, seed=30)):
+        dtype = torch.float32 if out is torch.int8 else out
+        final: dict[str, Any] = {"out_dtype": dtype}
+        if out is torch.int8:
+            final |= {"out_scale": torch.tensor(30.0), "out_zero_point": torch.tensor(-7, dtype=torch.int32)}
+        expected = reference.int8_matmul(a.values, b.values, *a[1:], *b[1:], bias=bias, **final)
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in final.items()}
+        ours = int8_matmul(*on_device, bias=None if bias is None else bias.to(device), **moved)
+        different = differing_codes if out is torch.int8 else differing
+        yield Result(f"bias {bias is not None}", different(ours.cpu(), expected), 0)
+
+
+def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device: torch.device) -> Iterator[Result]:
+    m, n, k = sizes
+    x, weight = randn(m, k, dtype=dtype, seed=1), integers(n, k, seed=2)
+    scale = randn(n if scales else 1, seed=3).abs() + 0.01
+    for bias in (None, randn(n, dtype=dtype, seed=4)):
+        truth = (x.double() @ weight.double().T) * scale.double() + (0 if bias is None else bias.double())
+        theirs = torch.nn.functional.linear(x.float(), weight.float() * scale.view(-1, 1)).add(
+            0 if bias is None else bias.float()
+        )
+        bias_here = None if bias is None else bias.to(device)
+        ours = torch.ops.amp_kernels.int8_linear(x.to(device), weight.to(device), scale.to(device), bias_here)
+        yield Result(f"bias {bias is not None}", *error_and_allowed(ours.cpu(), theirs.to(dtype), truth))
+        yield Result("dtype", float(ours.dtype != dtype), 0)
+
+
+# ---------------------------------------------------------------------------------------------------------- cases
+def _all(*fixed: dict[str, Any]) -> list[dict[str, Any]]:
+    """Every grouping, symmetric and not."""
+    return [
+        {**groups, **kind, **rest} for groups in GROUPS.values() for kind in KINDS.values() for rest in fixed or ({},)
+    ]
+
+
+_BLOCKS: dict[str, Any] = {"block_size": 8}
+_BY_ROW: list[dict[str, Any]] = [{"dim": -1, **kind} for kind in KINDS.values()] + [
+    {"dim": 0, **kind} for kind in KINDS.values()
+]
+
+
+def _quantize_cases() -> Iterator[Case]:
+    def case(dtype: str, name: str, make: Make, layout: str, options: Sequence[dict[str, Any]]) -> Case:
+        return Case("quantize_int8", dtype, name, partial(_quantize, make, layout, options))
+
+    for dtype_name, dtype in DTYPES.items():
+        shaped = partial(randn, *SHAPE, dtype=dtype)
+        for layout in LAYOUTS:
+            yield case(dtype_name, layout, shaped, layout, _all())
+        seeds = ({"seed": 1}, {"seed": -(2**63)}, {"seed": 2**40 + 12345})
+        yield case(dtype_name, "stochastic", shaped, "contiguous", _all(*seeds))
+        yield case(dtype_name, "stochastic_channels_last", shaped, "channels_last", _all({"seed": 7}))
+        for kind, values in VALUES.items():
+            options = [*_BY_ROW, *KINDS.values(), _BLOCKS]
+            yield case(dtype_name, kind, partial(_rounded, values, dtype), "contiguous", options)
+        for length in ROWS:
+            yield case(dtype_name, f"rows_of_{length}", partial(randn, 5, length, dtype=dtype), "contiguous", _BY_ROW)
+        long = partial(randn, 2, 70001, dtype=dtype)
+        options = [*_BY_ROW, *KINDS.values(), _BLOCKS, {"block_size": 70000}]
+        yield case(dtype_name, "long_rows", long, "contiguous", options)
+        yield case(dtype_name, "many_rows", partial(randn, 3001, 20, dtype=dtype), "contiguous", _BY_ROW)
+        for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
+            empty = partial(torch.empty, shape, dtype=dtype)
+            yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", [*_BY_ROW[:2], {}])
+        yield case(dtype_name, "scalar", partial(randn, dtype=dtype), "contiguous", list(KINDS.values()))
+
+
+def _static_cases() -> Iterator[Case]:
+    def per_row(x: Tensor) -> Tensor:
+        scale = x.float().nan_to_num(1, 1, 1).abs().amax(-1, keepdim=True).clamp(1e-3, 1e3) / 100
+        scale[0] = 0.0  # everything saturates
+        scale[-1] = math.inf
+        return scale
+
+    for dtype_name, dtype in DTYPES.items():
+        for kind in ("nan", "inf", "ties", "largest", "denormals", "large"):
+            for zero_point in (None, -128, 5):
+                body = partial(_static, partial(_rounded, VALUES[kind], dtype), per_row, zero_point, None, None)
+                yield Case("quantize_int8", dtype_name, f"static_{kind}_{zero_point}", body)
+        x = partial(randn, 33, 70, dtype=dtype)
+        for name, scales, block in (
+            ("tensor", lambda _: torch.tensor(0.02), None),
+            ("columns", lambda _: randn(1, 70, seed=3).abs() + 0.01, None),
+            ("blocks", lambda _: randn(33, 5, seed=3).abs() + 0.01, 16),
+        ):
+            for seed in (None, 11):
+                body = partial(_static, x, scales, 3, block, seed)
+                yield Case("quantize_int8", dtype_name, f"static_{name}_seed_{seed}", body)
+
+
+def _other_cases() -> Iterator[Case]:
+    for dtype_name, dtype in DTYPES.items():
+        for layout in INT8_LAYOUTS:
+            yield Case("dequantize_int8", dtype_name, layout, partial(_dequantize, dtype, layout, _all()))
+        for layout in LAYOUTS:
+            shaped = partial(randn, *SHAPE, dtype=dtype)
+            yield Case("fake_quantize_int8", dtype_name, layout, partial(_fake, shaped, layout, _all()))
+        for kind in ("nan", "inf", "zero_rows", "denormals", "largest", "all_negative", "ties"):
+            body = partial(_fake, partial(_rounded, VALUES[kind], dtype), "contiguous", [*_BY_ROW, *KINDS.values()])
+            yield Case("fake_quantize_int8", dtype_name, kind, body)
+        for sizes in SHAPES:
+            name = "x".join(map(str, sizes))
+            both = ("contiguous", "contiguous")
+            product = partial(_product, sizes, both, True, (True, True), dtype, False)
+            yield Case("int8_matmul", dtype_name, name, product)
+            if sizes[2] > 0:
+                yield Case("int8_linear", dtype_name, name, partial(_linear, sizes, dtype, 1))
+        yield Case("int8_linear", dtype_name, "one_scale", partial(_linear, (5, 33, 70), dtype, 0))
+    for sizes in ((17, 33, 65), (1, 130, 127), (70, 66, 64)):
+        name = "x".join(map(str, sizes))
+        for left in INT8_LAYOUTS:
+            for right in INT8_LAYOUTS:
+                body = partial(_product, sizes, (left, right), True, (True, False), torch.float32, False)
+                yield Case("int8_matmul", "fp32", f"{name}_{left}_{right}", body)
+        both = ("contiguous", "transposed")
+        for zeros in ((False, False), (True, False), (False, True)):
+            for per in (True, False):
+                body = partial(_product, sizes, both, per, zeros, torch.float32, False)
+                yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
+        yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
+    yield Case(
+        "int8_matmul", "fp32", "largest_sums",
+        partial(_product, (3, 5, 131071), ("contiguous", "transposed"), True, (True, True), torch.float32, True),
+    )  # fmt: skip
+
+
+def _by_operator() -> dict[str, tuple[Case, ...]]:
+    cases = [*_quantize_cases(), *_static_cases(), *_other_cases()]
+    return {op: tuple(case for case in cases if case.op == op) for op in dict.fromkeys(case.op for case in cases)}
+
+
+CASES = _by_operator()

@@ -1,0 +1,163 @@
+"""Cases of the matmul family under the error rule; the truth is the product in fp64, the yardstick torch's own."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..functional import addmm, linear, matmul
+from ..reference.matmul import activate
+from .common import DTYPES, Case, Result, error_and_allowed, randn
+
+LOW = {name: dtype for name, dtype in DTYPES.items() if dtype is not torch.float32}
+SIZES = (0, 1, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 1023)
+LONG = (4095, 50257)
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
+
+
+def _nan_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
+    return torch.full(tuple(shape), math.nan, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
+
+
+# Copies of a matrix, or a batch of them, in other layouts; memory around them is NaN.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "row": Tensor.clone,
+    "column": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
+    "padded": lambda x: _nan_around(x, (*x.shape[:-1], -(-x.shape[-1] // 8) * 8 + 8), (..., slice(x.shape[-1]))),
+    "padded_column": lambda x: LAYOUTS["padded"](x.mT).mT,
+    "odd_pitch": lambda x: _nan_around(
+        x, (*x.shape[:-1], x.shape[-1] + 5 + x.shape[-1] % 2), (..., slice(x.shape[-1]))
+    ),
+    "offset": lambda x: _nan_around(x, (*x.shape[:-1], x.shape[-1] + 3), (..., slice(1, -2))),
+    "every_other": lambda x: _nan_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
+    "every_other_row": lambda x: _nan_around(
+        x, (*x.shape[:-2], 2 * x.shape[-2], x.shape[-1]), (..., slice(None, None, 2), slice(None))
+    ),
+}
+
+
+def compare(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Result:
+    """The error rule, where a correctly rounded result is always right: on few elements torch's error may be 0."""
+    error, allowed = error_and_allowed(ours.cpu(), theirs, truth)
+    largest = truth.abs().max().item() if truth.numel() > 0 else 0.0
+    rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(ours.dtype, 0.0)
+    return Result(name, error, max(allowed, 1.001 * rounding * largest, 2e-6 * largest if rounding == 0 else 0.0))
+
+
+def _product(
+    sizes: tuple[int, ...], layouts: tuple[str, str], dtype: torch.dtype, out: torch.dtype, device: torch.device
+) -> Iterator[Result]:
+    *batch, m, n, k = sizes
+    a, b = randn(*batch, m, k, dtype=dtype, seed=1), randn(*batch, k, n, dtype=dtype, seed=2)
+    on_device = [LAYOUTS[layout](x.to(device)) for layout, x in zip(layouts, (a, b), strict=True)]
+    theirs = a @ b if out == dtype else (a.float() @ b.float()).to(out)
+    ours = matmul(*on_device, out_dtype=out)
+    yield Result("dtype and shape", float(ours.dtype != out or ours.shape != theirs.shape), 0)
+    yield compare("product", ours, theirs, a.double() @ b.double())
+
+
+def _addmm(
+    sizes: tuple[int, ...], beta: float, alpha: float, layout: str, dtype: torch.dtype, device: torch.device
+) -> Iterator[Result]:
+    *batch, m, n, k = sizes
+    a, b = randn(*batch, m, k, dtype=dtype, seed=1), randn(*batch, k, n, dtype=dtype, seed=2)
+    for shape in ((*batch, m, n), (n,), (1,), (m, 1)):
+        input = randn(*shape, dtype=dtype, seed=3)
+        truth = beta * input.double() + alpha * (a.double() @ b.double())
+        theirs = (beta * input.float() + alpha * (a.float() @ b.float())).to(dtype)
+        if beta == 0:  # then it is not read
+            input.fill_(math.nan)
+        laid_out = LAYOUTS[layout](input.to(device)) if input.dim() > 1 else input.to(device)
+        ours = addmm(laid_out, a.to(device), b.to(device), beta=beta, alpha=alpha)
+        yield compare(f"input {tuple(shape)}", ours, theirs, truth)
+
+
+def _linear(
+    sizes: tuple[int, int, int], activation: Any, layouts: tuple[str, str], with_bias: bool, dtype: torch.dtype,
+    device: torch.device,
+) -> Iterator[Result]:  # fmt: skip
+    m, n, k = sizes
+    tensors = [randn(m, k, dtype=dtype, seed=1), randn(n, k, dtype=dtype, seed=2) / max(k, 1) ** 0.5]
+    tensors = [t.to(dtype) for t in tensors] + ([randn(n, dtype=dtype, seed=3)] if with_bias else [])
+    grad = randn(m, n, dtype=dtype, seed=4)
+
+    def passes(cast: torch.dtype | None) -> list[Tensor]:
+        """The result and the gradients by torch, in fp64 or in the dtype of the operands with fp32 inside."""
+        leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
+        result = activate(F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None), activation)
+        grads = torch.autograd.grad(result, leaves, grad.to(result.dtype))
+        return [t.detach().to(cast or dtype) for t in (result, *grads)]
+
+    moved = [LAYOUTS[layout](t.to(device)) for layout, t in zip(layouts, tensors[:2], strict=True)]
+    leaves = [t.detach().requires_grad_() for t in (*moved, *(t.to(device) for t in tensors[2:]))]
+    ours = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
+    grads = torch.autograd.grad(ours, leaves, LAYOUTS[layouts[0]](grad.to(device)))
+    with torch.no_grad():
+        again = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
+    yield Result("without gradients", float(not torch.equal(ours, again)), 0)
+    # Gradients go through an activation's argument that was rounded, as torch's do.
+    slack = 1.0 if activation is None else 4.0
+    names = ("result", "grad of x", "grad of weight", "grad of bias")
+    for name, our, their, true in zip(names, (ours, *grads), passes(None), passes(torch.float64), strict=False):
+        result = compare(name, our.detach(), their, true)
+        yield result._replace(allowed=result.allowed * (slack if name != "result" else 1.0))
+
+
+def _cases() -> Iterator[Case]:
+    plain = ("row", "row")
+    for dtype_name, dtype in LOW.items():
+
+        def case(op: str, name: str, body: Callable[..., Iterator[Result]], *rest: Any, d: str = dtype_name) -> Case:
+            return Case(op, d, name, partial(body, *rest))
+
+        for size in SIZES:
+            for sizes in ((size, 33, 40), (33, size, 40), (33, 40, size)):
+                yield case("matmul", "x".join(map(str, sizes)), _product, sizes, plain, dtype, dtype)
+        for size in LONG:
+            for sizes in ((size, 3, 5), (3, size, 5), (3, 5, size)):
+                yield case("matmul", "x".join(map(str, sizes)), _product, sizes, plain, dtype, dtype)
+        for left in LAYOUTS:
+            for right in LAYOUTS:
+                yield case("matmul", f"{left}_{right}", _product, (37, 41, 43), (left, right), dtype, dtype)
+        for pair in (("row", "row"), ("row", "column"), ("column", "row"), ("column", "column")):
+            name = "_".join(pair)
+            yield case("matmul", f"aligned_{name}", _product, (136, 144, 96), pair, dtype, dtype)
+            yield case("matmul", f"batched_{name}", _product, (3, 17, 19, 23), pair, dtype, dtype)
+            yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
+            yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
+        for beta, alpha in ((1.0, 1.0), (0.5, -2.0), (0.0, 1.0)):
+            for layout in ("row", "column", "every_other"):
+                name = f"beta_{beta:g}_alpha_{alpha:g}_{layout}"
+                yield case("addmm", name, _addmm, (19, 21, 33), beta, alpha, layout, dtype)
+        yield case("addmm", "batched", _addmm, (2, 19, 21, 33), 0.5, 2.0, "row", dtype)
+        yield case("addmm", "nothing_to_sum", _addmm, (5, 6, 0), 0.5, 2.0, "row", dtype)
+        for activation in ACTIVATIONS:
+            for sizes in ((33, 40, 48), (17, 23, 31), (1, 9, 7), (5, 1, 3), (65, 130, 127)):
+                name = f"{activation}_{'x'.join(map(str, sizes))}"
+                yield case("linear", name, _linear, sizes, activation, plain, True, dtype)
+            for layouts in (("column", "column"), ("odd_pitch", "offset"), ("every_other", "padded")):
+                yield case(
+                    "linear",
+                    f"{activation}_{'_'.join(layouts)}",
+                    _linear,
+                    (18, 21, 30),
+                    activation,
+                    layouts,
+                    True,
+                    dtype,
+                )
+            yield case("linear", f"{activation}_no_bias", _linear, (18, 21, 30), activation, plain, False, dtype)
+
+
+def _by_operator() -> dict[str, tuple[Case, ...]]:
+    cases = list(_cases())
+    return {op: tuple(case for case in cases if case.op == op) for op in dict.fromkeys(case.op for case in cases)}
+
+
+CASES = _by_operator()

@@ -1,0 +1,147 @@
+// The int8 ops on CPU tensors.
+#include "../cpu/int8_matmul.h"
+#include "../cpu/int8_quantize.h"
+#include "int8_arguments.h"
+
+namespace amp_kernels::cpu {
+namespace {
+
+// Calls f(i, bundle, begin, end) for every piece of every bundle.
+template <class F>
+void for_each_piece(const Walk& walk, const Pieces& pieces, const F& f) {
+  const int64_t size = std::max<int64_t>(walk.bundle_size() / pieces.each(), 1);
+  const int64_t grain = std::max<int64_t>(kOneThread / size, 1);
+  torch::stable::parallel_for(0, walk.bundles() * pieces.each(), grain, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const Piece piece = pieces.at(walk, i);
+      f(i, piece.bundle, piece.begin, piece.end);
+    }
+  });
+}
+
+// Calls f with a value of the dtype's C++ type and the kStep of the runs as an integral_constant.
+template <class F>
+void with_types(Dtype dtype, const Walk& walk, const F& f) {
+  with_dtype(dtype, [&](auto value) {
+    if (walk.across())
+      f(value, std::integral_constant<int, 1>{});
+    else
+      f(value, std::integral_constant<int, 0>{});
+  });
+}
+
+template <class T, int kStep>
+void quantize_static(const Quantize& args, const Walk& walk, const Pieces& pieces) {
+  for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
+    Affines affines;
+    given_affines(args.scale, args.zero_point, walk, bundle, affines);
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+  });
+}
+
+// A thread reads a bundle for its ranges, and again, from its cache, for the codes.
+template <class T, int kStep>
+void quantize_bundles(const Quantize& args, const Walk& walk, const Pieces& whole) {
+  for_each_piece(walk, whole, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
+    Ranges ranges(bundle.groups);
+    find_ranges<T>(args, walk, bundle, begin, end, ranges);
+    Affines affines;
+    solve_affines(args, walk, bundle, ranges, affines);
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+  });
+}
+
+// Few large bundles: the ranges of all pieces first.
+template <class T, int kStep>
+void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& pieces) {
+  std::vector<Ranges> ranges(walk.bundles() * pieces.each(), Ranges(kStrip));
+  for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
+    find_ranges<T>(args, walk, bundle, begin, end, ranges[i]);
+  });
+  std::vector<Affines> affines(walk.bundles());
+  for (int64_t b = 0; b < walk.bundles(); ++b) {
+    const Bundle bundle = walk.bundle(b);
+    Ranges* of_pieces = &ranges[b * pieces.each()];
+    for (int64_t i = 1; i < pieces.each(); ++i)
+      for (int64_t group = 0; group < bundle.groups; ++group) of_pieces->add(group, of_pieces[i].at(group));
+    solve_affines(args, walk, bundle, *of_pieces, affines[b]);
+  }
+  for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines[i / pieces.each()]);
+  });
+}
+
+void quantize_int8(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zero_point, std::vector<int64_t> layout,
+                   bool is_static, bool stochastic, int64_t seed) {
+  const Quantize args = make_quantize(x, out, scale, zero_point, layout, is_static, stochastic, seed);
+  const Walk walk(args.layout);
+  const Pieces pieces(walk, torch::stable::get_num_threads());
+  with_types(args.dtype, walk, [&](auto value, auto step) {
+    using T = decltype(value);
+    constexpr int kStep = step;
+    if (args.is_static)
+      quantize_static<T, kStep>(args, walk, pieces);
+    else if (pieces.each() == 1)
+      quantize_bundles<T, kStep>(args, walk, pieces);
+    else
+      quantize_pieces<T, kStep>(args, walk, pieces);
+  });
+}
+
+void dequantize_int8(Tensor values, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
+                     std::vector<int64_t> layout) {
+  const Dequantize args = make_dequantize(values, scale, zero_point, out, layout);
+  const Walk walk(args.layout);
+  with_types(args.dtype, walk, [&](auto value, auto step) {
+    const Pieces pieces(walk, torch::stable::get_num_threads());
+    for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
+      dequantize_pass<decltype(value), step>(args, walk, bundle, begin, end);
+    });
+  });
+}
+
+void straight_through_int8(Tensor grad, Tensor x, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
+                           std::vector<int64_t> layout) {
+  const StraightThrough args = make_straight_through(grad, x, scale, zero_point, out, layout);
+  const Walk walk(args.layout);
+  with_types(args.dtype, walk, [&](auto value, auto step) {
+    const Pieces pieces(walk, torch::stable::get_num_threads());
+    for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
+      straight_through_pass<decltype(value), step>(args, walk, bundle, begin, end);
+    });
+  });
+}
+
+template <class Tile, class Product>
+void multiply(Product&& product) {
+  const auto parallel = [](int64_t n, int64_t grain, const auto& f) { torch::stable::parallel_for(0, n, grain, f); };
+  Multiplication<Tile, Product, decltype(parallel)>(product, torch::stable::get_num_threads(), parallel).run();
+}
+
+void int8_matmul(Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor> a_zero_point, Tensor b_scale,
+                 std::optional<Tensor> b_zero_point, std::optional<Tensor> bias, Tensor out,
+                 std::optional<Tensor> out_scale, std::optional<Tensor> out_zero_point) {
+  const Int8Matmul args =
+      make_matmul(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point);
+  with_int8_tile([&](auto tile) { multiply<decltype(tile)>(Int8Product<decltype(tile)>(args)); });
+}
+
+void int8_linear(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, Tensor out) {
+  const Int8Linear args = make_linear(x, weight, scale, bias, out);
+  with_float_tile([&](auto tile) {
+    with_dtype(args.dtype,
+               [&](auto value) { multiply<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args)); });
+  });
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) {
+  m.impl("_quantize_int8_", TORCH_BOX(&quantize_int8));
+  m.impl("_dequantize_int8_", TORCH_BOX(&dequantize_int8));
+  m.impl("_straight_through_int8_", TORCH_BOX(&straight_through_int8));
+  m.impl("_int8_matmul_", TORCH_BOX(&int8_matmul));
+  m.impl("_int8_linear_", TORCH_BOX(&int8_linear));
+}
+
+}  // namespace amp_kernels::cpu

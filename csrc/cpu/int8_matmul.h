@@ -1,0 +1,412 @@
+// Products with int8 codes on a CPU: packed panels of the right operand stay in a core's cache while the tiles of the
+// left one pass by. Every tile goes through its epilogue as soon as it is summed.
+#pragma once
+
+#include <new>
+#include <utility>
+#include <vector>
+
+#include "../formulas/int8.h"
+#include "convert.h"
+#include "int8_pack.h"
+#include "int8_tiles.h"
+
+namespace amp_kernels::cpu {
+
+constexpr int64_t kPanelBytes = 1 << 18;      // of the panels packed at a time: half of most L2 caches
+constexpr int64_t kWideDepth = 16;            // groups
+constexpr int64_t kThreadProducts = 1 << 20;  // below which waking a second thread costs more than it saves
+
+inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Uninitialised memory, aligned to cache lines.
+template <class T>
+class Buffer {
+ public:
+  explicit Buffer(int64_t n) : data_(static_cast<T*>(::operator new(n * sizeof(T), kAlignment))) {}
+  ~Buffer() { ::operator delete(data_, kAlignment); }
+  Buffer(const Buffer&) = delete;
+  Buffer& operator=(const Buffer&) = delete;
+
+  T* operator+(int64_t i) const { return data_ + i; }
+  T& operator[](int64_t i) const { return data_[i]; }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  T* data_;
+};
+
+// Nearly always all of a panel's, for which the compiler needs no loop.
+template <int kColumns, class T>
+void store_columns(const float* y, T* to, int64_t count) {
+  count == kColumns ? store(y, to, kColumns) : store(y, to, count);
+}
+
+template <class Tile, int... kRowsMinusOne>
+void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
+                   typename Tile::Sum* sums, bool first, std::integer_sequence<int, kRowsMinusOne...>) {
+  static constexpr decltype(&Tile::template multiply<1>) kTiles[] = {&Tile::template multiply<kRowsMinusOne + 1>...};
+  kTiles[rows - 1](left, right, groups, sums, first);
+}
+
+template <class Tile>
+void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
+                   typename Tile::Sum* sums, bool first) {
+  int64_t begin = 0;
+  do {
+    const int64_t depth = std::min(groups - begin, Tile::kDepth);
+    multiply_tile<Tile>(rows, left + 4 * begin * rows, right + 4 * begin * Tile::kColumns, depth, sums,
+                        first && begin == 0, std::make_integer_sequence<int, Tile::kRows>{});
+    begin += depth;
+  } while (begin < groups);
+}
+
+template <class Tile, int... kRowsMinusOne>
+void dot(int64_t rows, const typename Tile::Left* left, int64_t left_stride, const int8_t* right, int64_t k,
+         typename Tile::Sum* sums, bool first, std::integer_sequence<int, kRowsMinusOne...>) {
+  static constexpr decltype(&Tile::template dot<1>) kDots[] = {&Tile::template dot<kRowsMinusOne + 1>...};
+  kDots[rows - 1](left, left_stride, right, k, sums, first);
+}
+
+// Row by row one column of any length.
+template <class Tile>
+void dot(int64_t rows, const typename Tile::Left* left, int64_t left_stride, const int8_t* right, int64_t k,
+         typename Tile::Sum* sums) {
+  constexpr auto kAll = std::make_integer_sequence<int, kDotRows + 1>{};
+  const int64_t whole = k / kDotDepth * kDotDepth;
+  dot<Tile>(rows, left, left_stride, right, whole, sums, true, kAll);
+  if (whole == k) return;
+  int8_t rest[kDotDepth] = {};
+  std::memcpy(rest, right + whole, k - whole);
+  dot<Tile>(rows, left + whole, left_stride, rest, kDotDepth, sums, false, kAll);
+}
+
+// Computes a Product<Tile>, made of
+//   m, n, k; right: the int8 operand as a view of [k, n]
+//   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
+//   plain_left(row, k, to): a row for Tile::dot, padded to `k` elements
+//   needs_column_sums(): of the codes of `right`
+//   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
+//   finish(row, rows, columns, sums): the epilogue of a tile
+// parallel(n, grain, f) calls f(begin, end) for ranges of [0, n) on several threads, as torch's parallel_for does.
+template <class Tile, class Product, class Parallel>
+class Multiplication {
+ public:
+  using Left = typename Tile::Left;
+  using Sum = typename Tile::Sum;
+  static constexpr int64_t kColumns = Tile::kColumns, kTile = Tile::kRows * kColumns;
+
+  Multiplication(Product& product, int64_t threads, const Parallel& parallel)
+      : product_(product), threads_(threads), parallel_(parallel), panels_(divide_up(product.n, kColumns)) {}
+
+  void run() {
+    if (product_.m <= kDotRows && product_.right.k_stride == 1) return run_dots();
+    cut();
+    run_tiles();
+  }
+
+ private:
+  // Few rows by columns that are contiguous: nothing is packed, every column is read once.
+  void run_dots() {
+    const int64_t rows = product_.m, padded = divide_up(product_.k, kDotDepth) * kDotDepth;
+    const int64_t all_rows = rows + product_.needs_column_sums();
+    Buffer<Left> left(all_rows * padded);
+    for (int64_t r = 0; r < rows; ++r) product_.plain_left(r, padded, left + r * padded);
+    std::fill(left + rows * padded, left + all_rows * padded, Left{1});
+    const int64_t grain = divide_up(kThreadProducts / 8, (padded + 1) * kColumns);
+    parallel_(panels_, grain, [&](int64_t begin, int64_t end) {
+      alignas(64) Sum sums[(kDotRows + 1) * kColumns];
+      for (int64_t p = begin; p < end; ++p) {
+        typename Product::Columns columns(product_, p * kColumns);
+        for (int64_t c = 0; c < columns.count; ++c)
+          dot<Tile>(all_rows, left + 0, padded, product_.right.data + (p * kColumns + c) * product_.right.stride,
+                    product_.k, sums + c);
+        if (product_.needs_column_sums()) std::copy_n(sums + rows * kColumns, kColumns, columns.sum);
+        product_.finish(0, rows, columns, sums);
+      }
+    });
+  }
+
+  // Rows into tiles of nearly equal height; columns into blocks of panels, which a thread packs at a time, so deep that
+  // they stay in its L2. The rows of a row-major operand are read a cache line at least at a time, and if there is but
+  // one tile, for which packing is most of the work, far more, in blocks of little depth.
+  void cut() {
+    const Product& product = product_;
+    groups_ = divide_up(product.k, 4);
+    tile_rows_ = divide_up(product.m, divide_up(product.m, Tile::kRows));
+    tiles_ = divide_up(product.m, tile_rows_);
+    const bool wide = tiles_ == 1 && product.right.stride == 1;
+    depth_ = std::max<int64_t>(1, wide ? std::min(groups_, kWideDepth) : groups_);
+    const int64_t fit = kPanelBytes / (4 * depth_ * kColumns);
+    const int64_t fair = panels_ / (wide ? threads_ : 4 * threads_);
+    block_panels_ = std::min(panels_, std::max<int64_t>(64 / kColumns, std::min(fit, fair)));
+    blocks_ = divide_up(panels_, block_panels_);
+    const int64_t spans = std::max<int64_t>(1, std::min(4 * threads_ / blocks_, tiles_ / 4));
+    span_tiles_ = divide_up(tiles_, spans);
+    spans_ = divide_up(tiles_, span_tiles_);
+  }
+
+  void run_tiles() {
+    const int64_t tile_size = 4 * groups_ * tile_rows_;
+    Buffer<Left> left(tiles_ * tile_size);
+    parallel_(tiles_, divide_up(kThreadProducts / 16, tile_size + 1), [&](int64_t begin, int64_t end) {
+      for (int64_t t = begin; t < end; ++t) product_.pack_left(t * tile_rows_, rows(t), groups_, left + t * tile_size);
+    });
+    const int64_t unit_products = (tile_size + 1) * span_tiles_ * block_panels_ * kColumns;
+    parallel_(blocks_ * spans_, divide_up(kThreadProducts, unit_products), [&](int64_t begin, int64_t end) {
+      Scratch scratch(*this);
+      for (int64_t i = begin; i < end; ++i) run_unit(left + 0, i / spans_, i % spans_ * span_tiles_, scratch);
+    });
+  }
+
+  struct Scratch {
+    Buffer<int8_t> packed;
+    Buffer<Left> ones;
+    Buffer<Sum> sums;  // of one tile, or if that takes several packings of one for each panel
+    std::vector<typename Product::Columns> columns;
+
+    explicit Scratch(const Multiplication& of)
+        : packed(of.block_panels_ * of.panel_size()),
+          ones(of.product_.needs_column_sums() ? 4 * of.depth_ : 0),
+          sums(of.block_panels_ * kTile) {
+      if (of.product_.needs_column_sums()) std::fill_n(ones + 0, 4 * of.depth_, Left{1});
+    }
+  };
+
+  // A block of columns times a span of tiles: there is one packing, or else one tile.
+  void run_unit(const Left* left, int64_t block, int64_t first_tile, Scratch& scratch) {
+    const int64_t first = block * block_panels_, panels = std::min(block_panels_, panels_ - first);
+    scratch.columns.clear();
+    for (int64_t p = 0; p < panels; ++p) scratch.columns.emplace_back(product_, (first + p) * kColumns);
+    for (int64_t g = 0; g == 0 || g < groups_; g += depth_) {
+      const int64_t depth = std::min(depth_, groups_ - g);
+      pack_panels(first, panels, g, depth, scratch.packed + 0);
+      if (product_.needs_column_sums())
+        for (int64_t p = 0; p < panels; ++p)
+          multiply_tile<Tile>(1, scratch.ones + 0, scratch.packed + p * panel_size(), depth, scratch.columns[p].sum,
+                              g == 0);
+      for (int64_t t = first_tile; t < std::min(first_tile + span_tiles_, tiles_); ++t) {
+        const Left* tile = left + 4 * (t * groups_ * tile_rows_ + g * rows(t));
+        for (int64_t p = 0; p < panels; ++p) {
+          Sum* sums = scratch.sums + p * kTile;
+          multiply_tile<Tile>(rows(t), tile, scratch.packed + p * panel_size(), depth, sums, g == 0);
+          if (g + depth == groups_) product_.finish(t * tile_rows_, rows(t), scratch.columns[p], sums);
+        }
+      }
+    }
+  }
+
+  // A few groups at a time through all panels: the rows of a row-major operand are then in cache, and in the TLB, when
+  // the second panel wants them.
+  void pack_panels(int64_t first, int64_t panels, int64_t begin, int64_t depth, int8_t* to) const {
+    for (int64_t g = 0; g < depth; g += kWideDepth) {
+      for (int64_t p = 0; p < panels; ++p) {
+        const int64_t column = (first + p) * kColumns;
+        Bytes from = product_.right;
+        from.data += column * from.stride + 4 * begin * from.k_stride;
+        pack(from, g, std::min(g + kWideDepth, depth), product_.k - 4 * begin, std::min(kColumns, product_.n - column),
+             kColumns, to + p * panel_size());
+      }
+    }
+  }
+
+  int64_t rows(int64_t tile) const { return std::min(tile_rows_, product_.m - tile * tile_rows_); }
+  int64_t panel_size() const { return 4 * depth_ * kColumns; }
+
+  Product& product_;
+  const int64_t threads_;
+  const Parallel& parallel_;
+  const int64_t panels_;  // of kColumns columns
+  int64_t groups_;        // of four k
+  int64_t tile_rows_;     // of every tile but the last
+  int64_t tiles_;
+  int64_t depth_;         // groups packed at a time
+  int64_t block_panels_;  // panels packed at a time
+  int64_t blocks_;
+  int64_t span_tiles_;  // that one thread multiplies with a block: all, or fewer where there are few blocks
+  int64_t spans_;
+};
+
+// ------------------------------------------------------------------------------------------------- int8 x int8
+template <class Tile>
+class Int8Product {
+ public:
+  static constexpr int kColumns = Tile::kColumns;
+  using Left = typename Tile::Left;
+
+  explicit Int8Product(const Int8Matmul& args)
+      : m(args.m),
+        n(args.n),
+        k(args.k),
+        right{args.b, args.b_strides[0], args.b_strides[1], 0},
+        args_(args),
+        row_sums_(args.b_zero_point == nullptr ? 0 : args.m) {}
+
+  const int64_t m, n, k;
+  const Bytes right;
+
+  void pack_left(int64_t row, int64_t rows, int64_t groups, Left* to) {
+    const Bytes from{args_.a + row * args_.a_strides[0], args_.a_strides[1], args_.a_strides[0],
+                     static_cast<int8_t>(Tile::kShift)};
+    if constexpr (std::is_same_v<Left, int8_t>) {
+      pack(from, 0, groups, k, rows, rows, to);
+    } else {
+      Buffer<int8_t> codes(4 * groups * rows);
+      pack(from, 0, groups, k, rows, rows, codes + 0);
+      for (int64_t i = 0; i < 4 * groups * rows; i += 4) Tile::widen(codes + i, to + i);
+    }
+    if (args_.b_zero_point != nullptr) sum_rows(to, row, rows, groups);
+  }
+
+  void plain_left(int64_t row, int64_t padded, Left* to) {
+    const int8_t* from = args_.a + row * args_.a_strides[0];
+    int32_t sum = 0;
+    for (int64_t i = 0; i < k; ++i) {
+      const int8_t code = from[i * args_.a_strides[1]];
+      to[i] = static_cast<int8_t>(code ^ Tile::kShift);
+      sum += code;
+    }
+    std::fill(to + k, to + padded, Left{0});
+    if (args_.b_zero_point != nullptr) row_sums_[row] = sum;
+  }
+
+  bool needs_column_sums() const { return args_.a_zero_point != nullptr || Tile::kShift != 0; }
+
+  struct Columns {
+    int64_t first, count;
+    float scale[kColumns];
+    float bias[kColumns];
+    double zero_point[kColumns];
+    int32_t sum[kColumns];  // of the codes
+
+    Columns(const Int8Product& product, int64_t column)
+        : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
+      const Int8Matmul& args = product.args_;
+      for (int64_t c = 0; c < count; ++c) {
+        scale[c] = args.b_scale[(first + c) * args.b_step];
+        bias[c] = args.bias == nullptr ? 0.0f : static_cast<const float*>(args.bias)[first + c];
+        zero_point[c] = args.b_zero_point == nullptr ? 0 : args.b_zero_point[(first + c) * args.b_step];
+      }
+      std::fill_n(sum, kColumns, 0);
+    }
+  };
+
+  void finish(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums) const {
+    if (args_.out_scale == nullptr)
+      return with_dtype(args_.dtype, [&](auto value) { finish_as<decltype(value)>(row, rows, columns, sums); });
+    finish_as<int8_t>(row, rows, columns, sums);
+  }
+
+ private:
+  // The tile times a panel of ones.
+  void sum_rows(const Left* tile, int64_t row, int64_t rows, int64_t groups) {
+    Buffer<int8_t> ones(4 * groups * kColumns);
+    std::fill_n(ones + 0, 4 * groups * kColumns, int8_t{1});
+    alignas(64) int32_t sums[Tile::kRows * kColumns];
+    multiply_tile<Tile>(rows, tile, ones + 0, groups, sums, true);
+    for (int64_t r = 0; r < rows; ++r) row_sums_[row + r] = static_cast<int32_t>(sums[r * kColumns] - Tile::kShift * k);
+  }
+
+  template <class Out>
+  void finish_as(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums) const {
+    const bool is_plain = args_.a_zero_point == nullptr && args_.b_zero_point == nullptr;
+    for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {
+      float y[kColumns];
+      const float scale = args_.a_scale[r * args_.a_step];
+      if (is_plain)
+        for (int c = 0; c < kColumns; ++c)
+          y[c] = static_cast<float>(unshifted(sums[c], columns.sum[c])) * (scale * columns.scale[c]);
+      else
+        corrected(r, scale, columns, sums, y);
+      if (args_.bias != nullptr)
+        for (int c = 0; c < kColumns; ++c) y[c] += columns.bias[c];
+      write(y, static_cast<Out*>(args_.out) + r * n + columns.first, columns.count);
+    }
+  }
+
+  static int32_t unshifted(int32_t sum, int32_t column_sum) {
+    return static_cast<int32_t>(static_cast<uint32_t>(sum) - static_cast<uint32_t>(Tile::kShift) * column_sum);
+  }
+
+  // float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb): an integer below 2^35, which a double holds.
+  void corrected(int64_t r, float scale, const Columns& columns, const int32_t* sums, float* y) const {
+    const double zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[r * args_.a_step];
+    const double row_sum = args_.b_zero_point == nullptr ? 0 : row_sums_[r];
+    for (int c = 0; c < kColumns; ++c) {
+      const double exact = unshifted(sums[c], columns.sum[c]) - zero_point * columns.sum[c] +
+                           (k * zero_point - row_sum) * columns.zero_point[c];
+      y[c] = static_cast<float>(exact) * (scale * columns.scale[c]);
+    }
+  }
+
+  void write(const float* y, int8_t* to, int64_t count) const {
+    const Affine affine = given_affine(*args_.out_scale, args_.out_zero_point);
+    for (int64_t c = 0; c < count; ++c) to[c] = static_cast<int8_t>(code_of(y[c], affine));
+  }
+
+  template <class Out>
+  static void write(const float* y, Out* to, int64_t count) {
+    store_columns<kColumns>(y, to, count);
+  }
+
+  const Int8Matmul args_;
+  Buffer<int32_t> row_sums_;
+};
+
+// ------------------------------------------------------------------------------------------------ float x int8
+template <class Tile, class T>
+class LinearProduct {
+ public:
+  static constexpr int kColumns = Tile::kColumns;
+
+  explicit LinearProduct(const Int8Linear& args)
+      : m(args.m), n(args.n), k(args.k), right{args.weight, 1, args.k, 0}, args_(args) {}
+
+  const int64_t m, n, k;
+  const Bytes right;
+
+  void pack_left(int64_t row, int64_t rows, int64_t groups, float* to) const {
+    Buffer<float> x(4 * groups);
+    for (int64_t r = 0; r < rows; ++r) {
+      load(static_cast<const T*>(args_.x) + (row + r) * args_.x_stride, x + 0, k);
+      std::fill(x + k, x + 4 * groups, 0.0f);
+      for (int64_t g = 0; g < groups; ++g) Tile::widen(x + 4 * g, to + 4 * (g * rows + r));
+    }
+  }
+
+  void plain_left(int64_t row, int64_t padded, float* to) const {
+    load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k);
+    std::fill(to + k, to + padded, 0.0f);
+  }
+
+  bool needs_column_sums() const { return false; }
+
+  struct Columns {
+    int64_t first, count;
+    float scale[kColumns];
+    float bias[kColumns];
+    float sum[kColumns];  // unused
+
+    Columns(const LinearProduct& product, int64_t column)
+        : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
+      const Int8Linear& args = product.args_;
+      for (int64_t c = 0; c < count; ++c) scale[c] = args.scale[(first + c) * args.scale_step];
+      if (args.bias != nullptr) load(static_cast<const T*>(args.bias) + first, bias, count);
+    }
+  };
+
+  void finish(int64_t row, int64_t rows, const Columns& columns, const float* sums) const {
+    for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {
+      float y[kColumns];
+      for (int64_t c = 0; c < columns.count; ++c) y[c] = sums[c] * columns.scale[c];
+      if (args_.bias != nullptr)
+        for (int64_t c = 0; c < columns.count; ++c) y[c] += columns.bias[c];
+      store_columns<kColumns>(y, static_cast<T*>(args_.out) + r * n + columns.first, columns.count);
+    }
+  }
+
+ private:
+  const Int8Linear args_;
+};
+
+}  // namespace amp_kernels::cpu

@@ -1,0 +1,393 @@
+// Quantization, dequantization and the straight-through gradient on a CPU: runs of a layout, staged as fp32.
+#pragma once
+
+#include "convert.h"
+#include "int8_runs.h"
+
+namespace amp_kernels::cpu {
+
+// ------------------------------------------------------------------------------------------------------- memory
+template <class T>
+const float* as_float(const T* from, int64_t step, float* staged, int64_t n) {
+  if (step == 1) return as_float(from, staged, n);
+  for (int64_t i = 0; i < n; ++i) staged[i] = static_cast<float>(from[i * step]);
+  return staged;
+}
+
+template <class T>
+void store(const float* from, T* to, int64_t step, int64_t n) {
+  if (step == 1) return store(from, to, n);
+  T rounded[kRun];
+  store(from, rounded, n);
+  for (int64_t i = 0; i < n; ++i) to[i * step] = rounded[i];
+}
+
+// ------------------------------------------------------------------------------------------------------- ranges
+// Extremes of each group of a bundle.
+struct Ranges {
+  uint32_t magnitude[kStrip];
+  float low[kStrip];
+  float high[kStrip];
+
+  explicit Ranges(int64_t groups) {
+    std::fill_n(magnitude, groups, 0u);
+    std::fill_n(low, groups, 0.0f);
+    std::fill_n(high, groups, 0.0f);
+  }
+
+  Extremes at(int64_t i) const { return {magnitude[i], low[i], high[i]}; }
+
+  void add(int64_t i, const Extremes& other) {
+    Extremes both = at(i);
+    both.add(other);
+    magnitude[i] = both.magnitude, low[i] = both.low, high[i] = both.high;
+  }
+};
+
+inline uint32_t largest_magnitude(const float* x, int64_t n) {
+  uint32_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, float_bits(x[i]) & 0x7fffffffu);
+  return largest;
+}
+
+// 16-bit numbers are ordered as their fp32 values are, and go twice as many to a register.
+template <class T>
+uint32_t largest_magnitude(const T* x, int64_t n) {
+  uint16_t largest = 0;
+  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, static_cast<uint16_t>(x[i].x & 0x7fff));
+  return float_bits(static_cast<float>(T(largest, T::from_bits())));
+}
+
+// The lowest and highest, with 0; NaN is passed over. g++ does not vectorise this by itself, for it keeps the order of
+// comparisons.
+inline Extremes low_and_high(const float* x, int64_t n) {
+  using Vector = float __attribute__((vector_size(32)));
+  constexpr int kVectors = 4, kWidth = 8;
+  Vector low[kVectors] = {}, high[kVectors] = {};
+  Extremes all;
+  int64_t i = 0;
+  for (; i + kVectors * kWidth <= n; i += kVectors * kWidth) {
+#pragma GCC unroll 4
+    for (int k = 0; k < kVectors; ++k) {
+      Vector v;
+      std::memcpy(&v, x + i + k * kWidth, sizeof(v));
+      low[k] = v < low[k] ? v : low[k];
+      high[k] = v > high[k] ? v : high[k];
+    }
+  }
+#pragma GCC unroll 4
+  for (int k = 1; k < kVectors; ++k) {
+    low[0] = low[k] < low[0] ? low[k] : low[0];
+    high[0] = high[k] > high[0] ? high[k] : high[0];
+  }
+  for (int l = 0; l < kWidth; ++l) all.add({0, low[0][l], high[0][l]});
+  for (; i < n; ++i) all.add(x[i]);
+  return all;
+}
+
+template <class T>
+void add_run(const T* x, int64_t step, int64_t n, bool symmetric, Ranges& ranges) {
+  float staged[kRun];
+  if (step != 1) return add_run(as_float(x, step, staged, n), 1, n, symmetric, ranges);
+  Extremes run = symmetric ? Extremes{} : low_and_high(as_float(x, staged, n), n);
+  run.magnitude = largest_magnitude(x, n);
+  ranges.add(0, run);
+}
+
+// One element of each group.
+template <class T>
+void add_across(const T* from, int64_t step, int64_t n, bool symmetric, Ranges& ranges) {
+  float staged[kStrip];
+  const float* x = as_float(from, step, staged, n);
+  for (int64_t i = 0; i < n; ++i) ranges.magnitude[i] = std::max(ranges.magnitude[i], float_bits(x[i]) & 0x7fffffffu);
+  if (symmetric) return;
+  for (int64_t i = 0; i < n; ++i) {
+    ranges.low[i] = x[i] < ranges.low[i] ? x[i] : ranges.low[i];
+    ranges.high[i] = x[i] > ranges.high[i] ? x[i] : ranges.high[i];
+  }
+}
+
+// -------------------------------------------------------------------------------------------------------- codes
+// The affines of a bundle's groups, with the clamp before the rounding: the two commute, as the clamp's ends are
+// integers, and then a code takes a third of the instructions of code_of. A zero point is within its range, so that NaN
+// taken for 0 gives it, and so does an inverse of 0.
+struct Affines {
+  float scale[kStrip];
+  float inverse[kStrip];
+  float lowest[kStrip];  // the clamp's ends, in steps from the zero point
+  float highest[kStrip];
+  int zero_point[kStrip];
+  int low;
+
+  void set(int64_t i, const Affine& affine) {
+    scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
+    lowest[i] = static_cast<float>(affine.low - affine.zero_point);
+    highest[i] = static_cast<float>(127 - affine.zero_point);
+    low = affine.low;
+  }
+
+  Affine first() const { return {scale[0], inverse[0], zero_point[0], low}; }
+};
+
+inline float clamped(float steps, float lowest, float highest) {
+  const float known = steps == steps ? steps : 0.0f;
+  const float raised = known < lowest ? lowest : known;
+  return raised > highest ? highest : raised;
+}
+
+// Added to |x| < 2^22 it leaves x, rounded to nearest even, as an integer in the low bits.
+constexpr float kRounder = 12582912.0f;
+
+inline int8_t code_at(float steps, int zero_point) {
+  return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
+}
+
+// The loops over a run's elements: with kStep 0 all share the first affine, with 1 each has its own. g++ vectorises
+// them only as they are, each a function of its own and every affine's member a scalar: inlined it forgets what does
+// not alias, and a struct of members it keeps in memory.
+template <int kStep>
+[[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int8_t* __restrict out,
+                              int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t j = kStep * i;
+    const float steps = clamped(x[i] * affines.inverse[j], affines.lowest[j], affines.highest[j]);
+    out[i] = code_at(steps, affines.zero_point[j]);
+  }
+}
+
+template <int kStep>
+[[gnu::noinline]] void encode(const float* __restrict x, const float* __restrict noise,
+                              const Affines& __restrict affines, int8_t* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t j = kStep * i;
+    const float steps = clamped(x[i] * affines.inverse[j] + noise[i], affines.lowest[j], affines.highest[j]);
+    out[i] = code_at(floorf(steps), affines.zero_point[j]);
+  }
+}
+
+template <int kStep>
+[[gnu::noinline]] void fake(const float* __restrict x, const Affines& __restrict affines, float* __restrict out,
+                            int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t j = kStep * i;
+    const float steps = clamped(x[i] * affines.inverse[j], affines.lowest[j], affines.highest[j]);
+    const float value = ((steps + kRounder) - kRounder) * affines.scale[j];
+    out[i] = x[i] == x[i] ? value : x[i];
+  }
+}
+
+template <int kStep>
+[[gnu::noinline]] void decode(const int8_t* __restrict codes, const Affines& __restrict affines, float* __restrict out,
+                              int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t j = kStep * i;
+    out[i] = static_cast<float>(codes[i] - affines.zero_point[j]) * affines.scale[j];
+  }
+}
+
+#if defined(__AVX2__) && defined(__F16C__)
+inline __m256 load_eight(const float* from) { return _mm256_loadu_ps(from); }
+
+inline __m256 load_eight(const Half* from) {
+  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
+
+inline __m256 load_eight(const BFloat16* from) {
+  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
+}
+
+// encode<0> from where x lies, in half the instructions: the packing saturates. Out of range _mm256_cvtps_epi32 gives
+// the most negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in a group that made its own scale.
+template <bool kIsFinite, class T>
+int64_t encode_blocks(const T* x, const Affine& affine, int8_t* out, int64_t n) {
+  const __m256 inverse = _mm256_set1_ps(affine.inverse), most = _mm256_set1_ps(512.0f);
+  const __m256i zero_point = _mm256_set1_epi16(static_cast<int16_t>(affine.zero_point));
+  const __m256i lowest = _mm256_set1_epi8(static_cast<int8_t>(affine.low));
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
+  int64_t i = 0;
+  for (; i + 32 <= n; i += 32) {
+    __m256i steps[4];
+    for (int k = 0; k < 4; ++k) {
+      __m256 v = _mm256_mul_ps(load_eight(x + i + 8 * k), inverse);
+      if constexpr (!kIsFinite) v = _mm256_min_ps(_mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q)), most);
+      steps[k] = _mm256_cvtps_epi32(v);
+    }
+    const __m256i low = _mm256_adds_epi16(_mm256_packs_epi32(steps[0], steps[1]), zero_point);
+    const __m256i high = _mm256_adds_epi16(_mm256_packs_epi32(steps[2], steps[3]), zero_point);
+    const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_max_epi8(codes, lowest));
+  }
+  return i;
+}
+#else
+template <bool kIsFinite, class T>
+int64_t encode_blocks(const T*, const Affine&, int8_t*, int64_t) {
+  return 0;
+}
+#endif
+
+// NaN, which stands on the zero point, is inside the range.
+template <int kStep>
+[[gnu::noinline]] void mask(const float* __restrict grad, const float* __restrict x, const Affines& __restrict affines,
+                            float* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t j = kStep * i;
+    const float steps = rintf(x[i] * affines.inverse[j]);
+    const bool is_outside = (steps < affines.lowest[j]) | (steps > affines.highest[j]);  // || would be a branch
+    out[i] = is_outside ? 0.0f : grad[i];
+  }
+}
+
+// ------------------------------------------------------------------------------------------------------- random
+constexpr int kCounters = 16;
+
+// Uniform numbers of kCounters counters; philox() with the loop over the counters inside, where it vectorises.
+inline void philox_block(uint64_t counter, uint64_t seed, float* __restrict noise) {
+  uint32_t c0[kCounters], c1[kCounters], c2[kCounters] = {}, c3[kCounters] = {};
+  for (int i = 0; i < kCounters; ++i) {
+    c0[i] = static_cast<uint32_t>(counter + i);
+    c1[i] = static_cast<uint32_t>((counter + i) >> 32);
+  }
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    for (int i = 0; i < kCounters; ++i) {
+      const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0[i];
+      const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2[i];
+      c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
+      c1[i] = static_cast<uint32_t>(p1);
+      c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
+      c3[i] = static_cast<uint32_t>(p0);
+    }
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  for (int i = 0; i < kCounters; ++i) {
+    noise[4 * i] = uniform(c0[i]), noise[4 * i + 1] = uniform(c1[i]);
+    noise[4 * i + 2] = uniform(c2[i]), noise[4 * i + 3] = uniform(c3[i]);
+  }
+}
+
+// Uniform numbers of the elements with logical indices first, first + step, ...
+inline void fill_noise(float* noise, int64_t first, int64_t step, int64_t n, uint64_t seed) {
+  int64_t i = 0;
+  const auto one = [&] {
+    const uint64_t index = static_cast<uint64_t>(first + i * step);
+    noise[i++] = uniform(philox(index >> 2, seed).word[index & 3]);
+  };
+  if (step == 1) {
+    while (i < n && (first + i) % 4 != 0) one();
+    for (; i + 4 * kCounters <= n; i += 4 * kCounters) {
+      philox_block(static_cast<uint64_t>(first + i) >> 2, seed, noise + i);
+    }
+  }
+  while (i < n) one();
+}
+
+// -------------------------------------------------------------------------------------------------------- passes
+// Each pass takes elements [begin, end) of a bundle.
+
+inline void given_affines(const float* scale, const int32_t* zero_point, const Walk& walk, const Bundle& bundle,
+                          Affines& affines) {
+  for (int64_t i = 0; i < bundle.groups; ++i) {
+    const int64_t at = bundle.scale + i * walk.scale_step();
+    affines.set(i, given_affine(scale[at], zero_point == nullptr ? nullptr : zero_point + at));
+  }
+}
+
+template <class T>
+void find_ranges(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+                 Ranges& ranges) {
+  const auto* x = static_cast<const T*>(args.x);
+  const bool symmetric = args.zero_point == nullptr;
+  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    if (walk.across())
+      add_across(x + run.x, walk.x_step(), run.n, symmetric, ranges);
+    else
+      add_run(x + run.x, walk.x_step(), run.n, symmetric, ranges);
+  });
+}
+
+// Writes scales and zero points too.
+inline void solve_affines(const Quantize& args, const Walk& walk, const Bundle& bundle, const Ranges& ranges,
+                          Affines& affines) {
+  for (int64_t i = 0; i < bundle.groups; ++i) {
+    const Affine affine = affine_of(ranges.at(i), args.zero_point == nullptr);
+    const int64_t at = bundle.scale + i * walk.scale_step();
+    args.scale[at] = affine.scale;
+    if (args.zero_point != nullptr) args.zero_point[at] = affine.zero_point;
+    affines.set(i, affine);
+  }
+}
+
+template <class T, int kStep>
+void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+                 const Affines& affines) {
+  const auto* x = static_cast<const T*>(args.x);
+  auto* out = static_cast<int8_t*>(args.out);
+  const bool is_direct = kStep == 0 && walk.x_step() == 1 && !args.stochastic;
+  // Of a group without a scale some x may be infinite or NaN.
+  const bool is_finite = !args.is_static && affines.inverse[0] != 0.0f;
+  float staged[kRun], noise[kRun];
+  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    int64_t done = 0;
+    if (is_direct)
+      done = is_finite ? encode_blocks<true>(x + run.x, affines.first(), out + run.out, run.n)
+                       : encode_blocks<false>(x + run.x, affines.first(), out + run.out, run.n);
+    if (done == run.n) return;
+    const float* from = as_float(x + run.x + done * walk.x_step(), walk.x_step(), staged, run.n - done);
+    if (args.stochastic) {
+      fill_noise(noise, run.index, walk.index_step(), run.n, args.seed);
+      encode<kStep>(from, noise, affines, out + run.out, run.n);
+    } else {
+      encode<kStep>(from, affines, out + run.out + done, run.n - done);
+    }
+  });
+}
+
+template <class T, int kStep>
+void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+               const Affines& affines) {
+  float staged[kRun], values[kRun];
+  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    const float* from = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
+    fake<kStep>(from, affines, values, run.n);
+    store(values, static_cast<T*>(args.out) + run.out, run.n);
+  });
+}
+
+template <class T, int kStep>
+void quantize_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+                   const Affines& affines) {
+  if (args.fake)
+    fake_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+  else
+    encode_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+}
+
+template <class T, int kStep>
+void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end) {
+  Affines affines;
+  given_affines(args.scale, args.zero_point, walk, bundle, affines);
+  float values[kRun];
+  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    decode<kStep>(args.values + run.out, affines, values, run.n);
+    store(values, static_cast<T*>(args.out) + run.x, walk.x_step(), run.n);
+  });
+}
+
+template <class T, int kStep>
+void straight_through_pass(const StraightThrough& args, const Walk& walk, const Bundle& bundle, int64_t begin,
+                           int64_t end) {
+  Affines affines;
+  given_affines(args.scale, args.zero_point, walk, bundle, affines);
+  float staged_grad[kRun], staged_x[kRun], result[kRun];
+  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    const float* grad = as_float(static_cast<const T*>(args.grad) + run.out, staged_grad, run.n);
+    const float* x = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged_x, run.n);
+    mask<kStep>(grad, x, affines, result, run.n);
+    store(result, static_cast<T*>(args.out) + run.out, run.n);
+  });
+}
+
+}  // namespace amp_kernels::cpu

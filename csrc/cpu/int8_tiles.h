@@ -1,0 +1,400 @@
+// The innermost loops of the int8 products, one class for each instruction set, all of one form: a tile of up to kRows
+// rows by kColumns columns is summed in registers over `groups` groups of four k.
+//
+//   left:  [groups][rows][4] elements of type Left, made by `widen` of four floats or of four codes plus kShift
+//   right: [groups][kColumns][4] codes
+//   sums:  [rows][kColumns], written if `first`, else added to
+//
+// Few rows are multiplied without packing, by `dot`: `left` are rows of `k` elements, left_stride apart, k a multiple
+// of kDotDepth; `right` is one column; the sums are kColumns apart.
+//
+// kDepth limits the groups of one call: the partial sums of fp32 are added in blocks for the sake of their rounding.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+namespace amp_kernels::cpu {
+
+constexpr int64_t kAnyDepth = std::numeric_limits<int64_t>::max();
+constexpr int64_t kFloatDepth = 32;
+constexpr int64_t kDotDepth = 64;
+constexpr int64_t kDotRows = 4;     // and one of ones
+constexpr int64_t kDotAhead = 512;  // bytes
+
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+inline int32_t multiply_add(int32_t a, int32_t b, int32_t c) { return a * b + c; }
+
+// Sums int32 or float.
+template <class SumType>
+struct PortableTile {
+  using Left = SumType;
+  using Sum = SumType;
+  static constexpr int kRows = 4, kColumns = 16, kShift = 0;
+  static constexpr int64_t kDepth = std::is_same_v<Sum, float> ? kFloatDepth : kAnyDepth;
+
+  static bool runs() { return true; }
+
+  template <class T>
+  static void widen(const T* four, Left* to) {
+    for (int i = 0; i < 4; ++i) to[i] = static_cast<Left>(four[i]);
+  }
+
+  template <int kTileRows>
+  static void multiply(const Left* left, const int8_t* right, int64_t groups, Sum* sums, bool first) {
+    Sum sum[kTileRows][kColumns] = {};
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns)
+      for (int r = 0; r < kTileRows; ++r)
+        for (int c = 0; c < kColumns; ++c)
+          for (int i = 0; i < 4; ++i)
+            sum[r][c] = multiply_add(left[4 * r + i], static_cast<Sum>(right[4 * c + i]), sum[r][c]);
+    for (int r = 0; r < kTileRows; ++r)
+      for (int c = 0; c < kColumns; ++c) sums[r * kColumns + c] = sum[r][c] + (first ? Sum{} : sums[r * kColumns + c]);
+  }
+
+  template <int kDots>
+  static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k, Sum* sums, bool first) {
+    for (int r = 0; r < kDots; ++r) {
+      constexpr int kLanes = 16;
+      Sum lanes[kLanes] = {};
+      for (int64_t i = 0; i < k; i += kLanes)
+        for (int l = 0; l < kLanes; ++l)
+          lanes[l] = multiply_add(left[r * left_stride + i + l], static_cast<Sum>(right[i + l]), lanes[l]);
+      Sum sum = first ? Sum{} : sums[r * kColumns];
+      for (const Sum lane : lanes) sum += lane;
+      sums[r * kColumns] = sum;
+    }
+  }
+};
+
+#if defined(__x86_64__)
+
+// vpdpbusd multiplies unsigned by signed bytes, hence the shift: sums are too large by 128 times the row's sum of
+// `left`, modulo 2^32.
+struct VnniTile {
+  using Left = int8_t;
+  using Sum = int32_t;
+  static constexpr int kRows = 14, kColumns = 32, kShift = 128;
+  static constexpr int64_t kDepth = kAnyDepth;
+
+  static bool runs() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni"); }
+
+  static void widen(const int8_t* four, Left* to) { std::memcpy(to, four, 4); }
+
+  template <int kTileRows>
+  __attribute__((target("avx512f,avx512vnni"))) static void multiply(const Left* left, const int8_t* right,
+                                                                     int64_t groups, Sum* sums, bool first) {
+    __m512i sum[kTileRows][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+      const __m512i right0 = _mm512_loadu_si512(right), right1 = _mm512_loadu_si512(right + 64);
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+        int32_t four;
+        std::memcpy(&four, left + 4 * r, 4);
+        const __m512i row = _mm512_set1_epi32(four);
+        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], row, right0);
+        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], row, right1);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) {
+        Sum* to = sums + r * kColumns + 16 * v;
+        _mm512_storeu_si512(to, first ? sum[r][v] : _mm512_add_epi32(sum[r][v], _mm512_loadu_si512(to)));
+      }
+  }
+
+  template <int kDots>
+  __attribute__((target("avx512f,avx512vnni"))) static void dot(const Left* left, int64_t left_stride,
+                                                                const int8_t* right, int64_t k, Sum* sums, bool first) {
+    __m512i sum[kDots];
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r) sum[r] = _mm512_setzero_si512();
+    for (int64_t i = 0; i < k; i += 64) {
+      __builtin_prefetch(right + i + kDotAhead);
+      const __m512i codes = _mm512_loadu_si512(right + i);
+#pragma GCC unroll 16
+      for (int r = 0; r < kDots; ++r)
+        sum[r] = _mm512_dpbusd_epi32(sum[r], _mm512_loadu_si512(left + r * left_stride + i), codes);
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r)
+      sums[r * kColumns] = _mm512_reduce_add_epi32(sum[r]) + (first ? 0 : sums[r * kColumns]);
+  }
+};
+
+// vpmaddwd on 16 bits, exact. In each dword of `right` the bytes 0, 2 and 1, 3 are widened where they lie, so `left`
+// has its elements in that order.
+struct Avx2Tile {
+  using Left = int16_t;
+  using Sum = int32_t;
+  static constexpr int kRows = 5, kColumns = 16, kShift = 0;
+  static constexpr int64_t kDepth = kAnyDepth;
+
+  static bool runs() { return __builtin_cpu_supports("avx2"); }
+
+  static void widen(const int8_t* four, Left* to) {
+    to[0] = four[0], to[1] = four[2], to[2] = four[1], to[3] = four[3];
+  }
+
+  template <int kTileRows>
+  __attribute__((target("avx2"))) static void multiply(const Left* left, const int8_t* right, int64_t groups, Sum* sums,
+                                                       bool first) {
+    __m256i sum[kTileRows][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+      __m256i even[2], odd[2];
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) {
+        odd[v] = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right + 32 * v));
+        even[v] = _mm256_srai_epi16(_mm256_slli_epi16(odd[v], 8), 8);
+        odd[v] = _mm256_srai_epi16(odd[v], 8);
+      }
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+        int32_t pair[2];
+        std::memcpy(pair, left + 4 * r, 8);
+        const __m256i row_even = _mm256_set1_epi32(pair[0]), row_odd = _mm256_set1_epi32(pair[1]);
+#pragma GCC unroll 16
+        for (int v = 0; v < 2; ++v) {
+          const __m256i both =
+              _mm256_add_epi32(_mm256_madd_epi16(even[v], row_even), _mm256_madd_epi16(odd[v], row_odd));
+          sum[r][v] = _mm256_add_epi32(sum[r][v], both);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) {
+        auto* to = reinterpret_cast<__m256i*>(sums + r * kColumns + 8 * v);
+        _mm256_storeu_si256(to, first ? sum[r][v] : _mm256_add_epi32(sum[r][v], _mm256_loadu_si256(to)));
+      }
+  }
+
+  template <int kDots>
+  __attribute__((target("avx2"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k,
+                                                  Sum* sums, bool first) {
+    __m256i sum[kDots];
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r) sum[r] = _mm256_setzero_si256();
+    for (int64_t i = 0; i < k; i += 16) {
+      __builtin_prefetch(right + i + kDotAhead);
+      const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(right + i)));
+#pragma GCC unroll 16
+      for (int r = 0; r < kDots; ++r) {
+        const auto* row = reinterpret_cast<const __m256i*>(left + r * left_stride + i);
+        sum[r] = _mm256_add_epi32(sum[r], _mm256_madd_epi16(codes, _mm256_loadu_si256(row)));
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r) {
+      Sum lanes[8];
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum[r]);
+      Sum all = first ? 0 : sums[r * kColumns];
+      for (const Sum lane : lanes) all += lane;
+      sums[r * kColumns] = all;
+    }
+  }
+};
+
+// Byte i of each dword becomes a float in its lane. With few rows every i has sums of its own, for the latency of an
+// addition is then what limits.
+struct Avx512FloatTile {
+  using Left = float;
+  using Sum = float;
+  static constexpr int kRows = 12, kColumns = 32, kShift = 0;
+  static constexpr int64_t kDepth = kFloatDepth;
+
+  static bool runs() { return __builtin_cpu_supports("avx512f"); }
+
+  static void widen(const float* four, Left* to) { std::memcpy(to, four, 16); }
+
+  template <int kTileRows>
+  __attribute__((target("avx512f"))) static void multiply(const Left* left, const int8_t* right, int64_t groups,
+                                                          Sum* sums, bool first) {
+    constexpr int kChains = kTileRows <= 3 ? 4 : 1;
+    __m512 sum[kChains][kTileRows][2];
+#pragma GCC unroll 16
+    for (auto& chain : sum)
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm512_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+#pragma GCC unroll 16
+      for (int i = 0; i < 4; ++i) {
+        __m512 codes[2];
+#pragma GCC unroll 16
+        for (int v = 0; v < 2; ++v) {
+          const __m512i bytes = _mm512_loadu_si512(right + 64 * v);
+          codes[v] = _mm512_cvtepi32_ps(_mm512_srai_epi32(_mm512_slli_epi32(bytes, 24 - 8 * i), 24));
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kTileRows; ++r) {
+          const __m512 row = _mm512_set1_ps(left[4 * r + i]);
+#pragma GCC unroll 16
+          for (int v = 0; v < 2; ++v) sum[i % kChains][r][v] = _mm512_fmadd_ps(row, codes[v], sum[i % kChains][r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) {
+        Sum* to = sums + r * kColumns + 16 * v;
+        __m512 all = first ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
+#pragma GCC unroll 16
+        for (auto& chain : sum) all = _mm512_add_ps(all, chain[r][v]);
+        _mm512_storeu_ps(to, all);
+      }
+    }
+  }
+
+  template <int kDots>
+  __attribute__((target("avx512f"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right,
+                                                     int64_t k, Sum* sums, bool first) {
+    __m512 sum[kDots][4];
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_setzero_ps();
+    for (int64_t i = 0; i < k; i += 64) {
+      __builtin_prefetch(right + i + kDotAhead);
+#pragma GCC unroll 16
+      for (int v = 0; v < 4; ++v) {
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(right + i + 16 * v));
+        const __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+#pragma GCC unroll 16
+        for (int r = 0; r < kDots; ++r)
+          sum[r][v] = _mm512_fmadd_ps(codes, _mm512_loadu_ps(left + r * left_stride + i + 16 * v), sum[r][v]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r) {
+      const __m512 all = _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][1]), _mm512_add_ps(sum[r][2], sum[r][3]));
+      sums[r * kColumns] = _mm512_reduce_add_ps(all) + (first ? 0.0f : sums[r * kColumns]);
+    }
+  }
+};
+
+struct Avx2FloatTile {
+  using Left = float;
+  using Sum = float;
+  static constexpr int kRows = 6, kColumns = 16, kShift = 0;
+  static constexpr int64_t kDepth = kFloatDepth;
+
+  static bool runs() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
+
+  static void widen(const float* four, Left* to) { std::memcpy(to, four, 16); }
+
+  template <int kTileRows>
+  __attribute__((target("avx2,fma"))) static void multiply(const Left* left, const int8_t* right, int64_t groups,
+                                                           Sum* sums, bool first) {
+    constexpr int kChains = kTileRows == 1 ? 4 : 1;
+    __m256 sum[kChains][kTileRows][2];
+#pragma GCC unroll 16
+    for (auto& chain : sum)
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm256_setzero_ps();
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+#pragma GCC unroll 16
+      for (int i = 0; i < 4; ++i) {
+        __m256 codes[2];
+#pragma GCC unroll 16
+        for (int v = 0; v < 2; ++v) {
+          const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(right + 32 * v));
+          codes[v] = _mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(bytes, 24 - 8 * i), 24));
+        }
+#pragma GCC unroll 16
+        for (int r = 0; r < kTileRows; ++r) {
+          const __m256 row = _mm256_set1_ps(left[4 * r + i]);
+#pragma GCC unroll 16
+          for (int v = 0; v < 2; ++v) sum[i % kChains][r][v] = _mm256_fmadd_ps(row, codes[v], sum[i % kChains][r][v]);
+        }
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r) {
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) {
+        Sum* to = sums + r * kColumns + 8 * v;
+        __m256 all = first ? _mm256_setzero_ps() : _mm256_loadu_ps(to);
+#pragma GCC unroll 16
+        for (auto& chain : sum) all = _mm256_add_ps(all, chain[r][v]);
+        _mm256_storeu_ps(to, all);
+      }
+    }
+  }
+
+  template <int kDots>
+  __attribute__((target("avx2,fma"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right,
+                                                      int64_t k, Sum* sums, bool first) {
+    __m256 sum[kDots][2];
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) sum[r][v] = _mm256_setzero_ps();
+    for (int64_t i = 0; i < k; i += 16) {
+      __builtin_prefetch(right + i + kDotAhead);
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) {
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(right + i + 8 * v));
+        const __m256 codes = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
+#pragma GCC unroll 16
+        for (int r = 0; r < kDots; ++r)
+          sum[r][v] = _mm256_fmadd_ps(codes, _mm256_loadu_ps(left + r * left_stride + i + 8 * v), sum[r][v]);
+      }
+    }
+#pragma GCC unroll 16
+    for (int r = 0; r < kDots; ++r) {
+      Sum lanes[8];
+      _mm256_storeu_ps(lanes, _mm256_add_ps(sum[r][0], sum[r][1]));
+      Sum all = first ? 0.0f : sums[r * kColumns];
+      for (const Sum lane : lanes) all += lane;
+      sums[r * kColumns] = all;
+    }
+  }
+};
+
+#endif
+
+// Calls f with the first of the tiles that runs on this CPU; the last one must run on any.
+template <class Tile, class... Others, class F>
+void with_first_tile(const F& f) {
+  if constexpr (sizeof...(Others) > 0)
+    if (!Tile::runs()) return with_first_tile<Others...>(f);
+  f(Tile{});
+}
+
+template <class F>
+void with_int8_tile(const F& f) {
+#if defined(__x86_64__)
+  with_first_tile<VnniTile, Avx2Tile, PortableTile<int32_t>>(f);
+#else
+  with_first_tile<PortableTile<int32_t>>(f);
+#endif
+}
+
+template <class F>
+void with_float_tile(const F& f) {
+#if defined(__x86_64__)
+  with_first_tile<Avx512FloatTile, Avx2FloatTile, PortableTile<float>>(f);
+#else
+  with_first_tile<PortableTile<float>>(f);
+#endif
+}
+
+}  // namespace amp_kernels::cpu

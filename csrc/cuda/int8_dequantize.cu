@@ -1,0 +1,123 @@
+// From codes back to numbers, and the gradient of fake quantization: one pass each.
+#include "int8_codes.cuh"
+#include "int8_walk.cuh"
+
+namespace amp_kernels::cuda {
+namespace {
+
+template <class T>
+struct DequantizeOp {
+  static constexpr int kPack = 16 / sizeof(T);
+  static constexpr int kEach = 4;
+  using Raw = Packed<int8_t, kPack>;
+
+  const int8_t* values;
+  T* out;
+  Scales scales;
+  bool wide;
+
+  template <class AffineAt>
+  static __device__ __forceinline__ Vector<T, kPack> convert(const Vector<int8_t, kPack>& codes,
+                                                             const AffineAt& affine_at) {
+    Vector<T, kPack> result;
+#pragma unroll
+    for (int k = 0; k < kPack; ++k)
+      result.data[k] = from_float<T>(value_of(codes.data[k], affine_at(k).scale, affine_at(k).zero_point));
+    return result;
+  }
+
+  __device__ __forceinline__ Raw load(const Place& place) const { return load_wide<kPack>(values + place.out); }
+
+  template <class AffineAt>
+  __device__ __forceinline__ void store(const Raw& raw, const Place& place, const Level&,
+                                        const AffineAt& affine_at) const {
+    store_wide(out + place.x, convert(raw.unpacked(), affine_at));
+  }
+
+  template <class AffineAt>
+  __device__ __forceinline__ void narrow(const Place& place, const Level& level, int count,
+                                         const AffineAt& affine_at) const {
+    const Vector<int8_t, kPack> codes = load_each<kPack>(values + place.out, level.out, count);
+    store_each(out + place.x, convert(codes, affine_at), level.x, count);
+  }
+};
+
+template <class T>
+struct StraightThroughOp {
+  static constexpr int kPack = 16 / sizeof(T);
+  static constexpr int kEach = 2;  // of two arrays
+  struct Raw {
+    Packed<T, kPack> grad, x;
+  };
+
+  const T* grad;
+  const T* x;
+  T* out;
+  Scales scales;
+  bool wide;
+
+  template <class AffineAt>
+  static __device__ __forceinline__ Vector<T, kPack> convert(const Vector<T, kPack>& grad, const Vector<T, kPack>& x,
+                                                             const AffineAt& affine_at) {
+    Vector<T, kPack> result;
+#pragma unroll
+    for (int k = 0; k < kPack; ++k)
+      result.data[k] = keeps_gradient(to_float(x.data[k]), affine_at(k)) ? grad.data[k] : from_float<T>(0.0f);
+    return result;
+  }
+
+  __device__ __forceinline__ Raw load(const Place& place) const {
+    return {load_wide<kPack>(grad + place.out), load_wide<kPack>(x + place.x)};
+  }
+
+  template <class AffineAt>
+  __device__ __forceinline__ void store(const Raw& raw, const Place& place, const Level&,
+                                        const AffineAt& affine_at) const {
+    store_wide(out + place.out, convert(raw.grad.unpacked(), raw.x.unpacked(), affine_at));
+  }
+
+  template <class AffineAt>
+  __device__ __forceinline__ void narrow(const Place& place, const Level& level, int count,
+                                         const AffineAt& affine_at) const {
+    const Vector<T, kPack> result = convert(load_each<kPack>(grad + place.out, level.out, count),
+                                            load_each<kPack>(x + place.x, level.x, count), affine_at);
+    store_each(out + place.out, result, level.out, count);
+  }
+};
+
+}  // namespace
+
+void launch_dequantize(const Dequantize& dequantize, Stream stream) {
+  const Levels levels(dequantize.layout);
+  with_dtype(dequantize.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using Op = DequantizeOp<T>;
+    const bool wide = levels.is_wide(dequantize.values, 1, Op::kPack, &Level::out, levels.out_fast) &&
+                      levels.is_wide(dequantize.out, sizeof(T), Op::kPack, &Level::x, levels.out_fast);
+    launch_pass(Op{dequantize.values,
+                   static_cast<T*>(dequantize.out),
+                   {dequantize.scale, dequantize.zero_point, nullptr},
+                   wide},
+                levels, stream);
+  });
+}
+
+void launch_straight_through(const StraightThrough& pass, Stream stream) {
+  const Levels levels(pass.layout);
+  with_dtype(pass.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    using Op = StraightThroughOp<T>;
+    const auto is_wide = [&](const void* p, int64_t Level::* stride) {
+      return levels.is_wide(p, sizeof(T), Op::kPack, stride, levels.out_fast);
+    };
+    const bool wide = is_wide(pass.grad, &Level::out) && is_wide(pass.x, &Level::x) && is_wide(pass.out, &Level::out);
+    launch_pass(Op{static_cast<const T*>(pass.grad),
+                   static_cast<const T*>(pass.x),
+                   static_cast<T*>(pass.out),
+                   {pass.scale, pass.zero_point, nullptr},
+                   wide},
+                levels, stream);
+  });
+}
+
+}  // namespace amp_kernels::cuda

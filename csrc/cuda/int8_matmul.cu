@@ -1,0 +1,279 @@
+// The exact product of two matrices of codes with its zero points, scales and bias: tiles on tensor cores, and for up
+// to 16 rows a kernel that reads the weights once from memory straight into fragments.
+#include <algorithm>
+
+#include "../formulas/int8.h"
+#include "int8_codes.cuh"
+#include "int8_tiles.cuh"
+
+namespace amp_kernels::cuda {
+namespace {
+
+// ---------------------------------------------------------------------------------------- results
+
+// Of one sum over codes and the sums of its row of a and its column of b, which count where there are zero points.
+__device__ __forceinline__ float result_of(const Int8Matmul& matmul, int64_t m, int64_t n, int sum, int row_sum,
+                                           int column_sum) {
+  const int64_t za = matmul.a_zero_point == nullptr ? 0 : matmul.a_zero_point[m * matmul.a_step];
+  const int64_t zb = matmul.b_zero_point == nullptr ? 0 : matmul.b_zero_point[n * matmul.b_step];
+  const int64_t exact = sum - za * column_sum - zb * row_sum + matmul.k * za * zb;
+  const float scale = multiply_rn(matmul.a_scale[m * matmul.a_step], matmul.b_scale[n * matmul.b_step]);
+  const float y = multiply_rn(static_cast<float>(exact), scale);
+  return matmul.bias == nullptr ? y : add_rn(y, static_cast<const float*>(matmul.bias)[n]);
+}
+
+template <int N>
+__device__ __forceinline__ void store_numbers(const Int8Matmul& matmul, int64_t m, int64_t n, const float (&y)[N]) {
+  const auto store = [&](auto zero, const auto& convert) {
+    Vector<decltype(zero), N> results;
+#pragma unroll
+    for (int i = 0; i < N; ++i) results.data[i] = convert(y[i]);
+    store_results(static_cast<decltype(zero)*>(matmul.out), matmul.n, m, n, results);
+  };
+  if (matmul.out_scale != nullptr) {
+    const Affine affine = given_affine(*matmul.out_scale, matmul.out_zero_point);
+    return store(int8_t{}, [&](float v) { return static_cast<int8_t>(nearest_code(v, affine)); });
+  }
+  switch (matmul.dtype) {
+    case kHalf:
+      return store(__half{}, [](float v) { return from_float<__half>(v); });
+    case kBFloat16:
+      return store(__nv_bfloat16{}, [](float v) { return from_float<__nv_bfloat16>(v); });
+    default:
+      return store(float{}, [](float v) { return v; });
+  }
+}
+
+// ------------------------------------------------------------------------------------------ tiles
+
+constexpr int kStages = 3;
+
+template <int kM, int kN>
+struct Tile {
+  static constexpr int kRowTiles = kM / kWarpsDown / 16, kColumnTiles = kN / kWarpsAcross / 8;  // of a warp
+  static constexpr int kStageBytes = (kM + kN) * kTileBytes;
+  static constexpr int kSumsOffset = ResultTile<kM, kN>::kBytes;
+  static constexpr int kSharedBytes = std::max(kStages * kStageBytes, kSumsOffset + (kM + kN) * 4);
+
+  int sum[kRowTiles][kColumnTiles][4] = {};
+  int row_sum[kRowTiles][2] = {};
+  int column_sum[kColumnTiles] = {};
+
+  template <bool kSums>
+  __device__ __forceinline__ void multiply(const char* a, const char* b, int down, int across) {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int chunk = 0; chunk < kTileChunks; chunk += 2) {
+      uint32_t a_words[kRowTiles][4], b_words[kColumnTiles][2];
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i) {
+        const int row = (down * kRowTiles + i) * 16 + lane % 16;
+        load_matrices(a_words[i], a + row * kTileBytes + MatrixSwizzle::at(row, chunk + lane / 16) * 16);
+      }
+#pragma unroll
+      for (int j = 0; j < kColumnTiles; j += 2) {
+        const int row = (across * kColumnTiles + j) * 8 + lane / 16 * 8 + lane % 8;
+        uint32_t words[4];
+        load_matrices(words, b + row * kTileBytes + MatrixSwizzle::at(row, chunk + lane / 8 % 2) * 16);
+        b_words[j][0] = words[0];
+        b_words[j][1] = words[1];
+        b_words[j + 1][0] = words[2];
+        b_words[j + 1][1] = words[3];
+      }
+#pragma unroll
+      for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j) multiply_codes(sum[i][j], a_words[i], b_words[j]);
+      if constexpr (kSums) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+          for (int w = 0; w < 4; ++w) row_sum[i][w % 2] = add_codes(a_words[i][w], row_sum[i][w % 2]);
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j)
+          column_sum[j] = add_codes(b_words[j][1], add_codes(b_words[j][0], column_sum[j]));
+      }
+    }
+  }
+
+  // The sums of codes of the four lanes that share a row or column, to shared memory.
+  __device__ __forceinline__ void store_sums(int* row_sums, int* column_sums, int down, int across) const {
+    const int lane = threadIdx.x % 32;
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int total = lanes_reduce(row_sum[i][half], 4, Sum());
+        if (across == 0 && lane % 4 == 0) row_sums[(down * kRowTiles + i) * 16 + half * 8 + lane / 4] = total;
+      }
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) {
+      const int total = lanes_reduce(column_sum[j], 4, Sum());
+      if (down == 0 && lane % 4 == 0) column_sums[(across * kColumnTiles + j) * 8 + lane / 4] = total;
+    }
+  }
+};
+
+template <int kM, int kN, class LoadA, class LoadB, bool kSums>
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    tiled_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
+  using TileOf = Tile<kM, kN>;
+  char* const shared = shared_memory();
+  const TilePosition at = TilePosition::of<kM, kN>(matmul.m, matmul.n, blockIdx.x);
+  const int warp = threadIdx.x / 32, down = warp / kWarpsAcross, across = warp % kWarpsAcross;
+  const int64_t steps = (matmul.k + kTileBytes - 1) / kTileBytes;
+  const auto stage = [&](int64_t step) { return shared + step % kStages * TileOf::kStageBytes; };
+  LoadA load_a(a);
+  LoadB load_b(b);
+  const auto fetch = [&](int64_t step) {
+    if (step < steps) {
+      load_a.fetch(a, stage(step), at.m, step * kTileBytes);
+      load_b.fetch(b, stage(step) + kM * kTileBytes, at.n, step * kTileBytes);
+    }
+    commit_copies();
+  };
+  const auto store = [&](int64_t step) {
+    if (step >= steps) return;
+    load_a.store(a, stage(step), at.m, step * kTileBytes);
+    load_b.store(b, stage(step) + kM * kTileBytes, at.n, step * kTileBytes);
+  };
+  for (int64_t step = 0; step < kStages - 1; ++step) {
+    fetch(step);
+    store(step);
+  }
+  TileOf tile;
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    wait_copies<kStages - 2>();
+    barrier();  // everyone's part of this step is there, and everyone is done with the step before
+    fetch(step + kStages - 1);
+    tile.template multiply<kSums>(stage(step), stage(step) + kM * kTileBytes, down, across);
+    store(step + kStages - 1);
+  }
+  wait_copies<0>();
+  barrier();
+  int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
+  int* const column_sums = row_sums + kM;
+  if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
+  ResultTile<kM, kN>::for_each(shared, tile.sum, [&](int row, int column, const int* sums) {
+    const int64_t m = at.m + row, n = at.n + column;
+    if (m >= matmul.m || n >= matmul.n) return;
+    float y[4] = {};
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (n + i < matmul.n)
+        y[i] = result_of(matmul, m, n + i, sums[i], kSums ? row_sums[row] : 0, kSums ? column_sums[column + i] : 0);
+    store_numbers(matmul, m, n, y);
+  });
+}
+
+// --------------------------------------------------------------------------------------- few rows
+
+constexpr int kFewRows = 16;
+constexpr int kFewColumns = 16;  // of a block: two fragments of b use each fragment of a
+constexpr int kWarps = kThreads / 32;
+constexpr int kEach = 4;  // 64 bytes of k under way in a lane: 2 rows and 2 columns of 4 x 16
+
+// Lane (g, t) has chunk t of 64 bytes of k in row g and in column g: the same k in both, which is all that a fragment
+// needs, whatever the hardware calls it.
+struct FewSums {
+  int sum[2][4];
+  int row_sum[2], column_sum[2];
+};
+
+__device__ __forceinline__ void multiply_chunks(FewSums& sums, const int4 (&a)[2], const int4 (&b)[2]) {
+  uint32_t a_words[2][4], b_words[2][4];
+  memcpy(a_words, a, sizeof(a_words));
+  memcpy(b_words, b, sizeof(b_words));
+#pragma unroll
+  for (int w = 0; w < 4; w += 2) {
+    const uint32_t fragment[4] = {a_words[0][w], a_words[1][w], a_words[0][w + 1], a_words[1][w + 1]};
+#pragma unroll
+    for (int j = 0; j < 2; ++j) multiply_codes(sums.sum[j], fragment, {b_words[j][w], b_words[j][w + 1]});
+  }
+#pragma unroll
+  for (int w = 0; w < 4; ++w)
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      sums.row_sum[j] = add_codes(a_words[j][w], sums.row_sum[j]);
+      sums.column_sum[j] = add_codes(b_words[j][w], sums.column_sum[j]);
+    }
+}
+
+__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+    few_rows_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
+  int* const shared = reinterpret_cast<int*>(shared_memory());  // FewSums of all lanes, warp by warp
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
+  const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kFewColumns;
+  FewSums sums = {};
+#pragma unroll 1
+  for (int64_t k = warp * 64 + lane % 4 * 16; k - lane % 4 * 16 < matmul.k; k += kEach * kWarps * 64) {
+    int4 a_chunks[kEach][2], b_chunks[kEach][2];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        a_chunks[i][j] = load_chunk(a, g + 8 * j, k + i * kWarps * 64);
+        b_chunks[i][j] = load_chunk(b, first_n + g + 8 * j, k + i * kWarps * 64);
+      }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) multiply_chunks(sums, a_chunks[i], b_chunks[i]);
+  }
+  constexpr int kValues = sizeof(FewSums) / sizeof(int);
+  const int* const values = reinterpret_cast<const int*>(&sums);
+#pragma unroll
+  for (int i = 0; i < kValues; ++i) shared[(warp * kValues + i) * 32 + lane] = values[i];
+  barrier();
+  // Thread (m, n) adds what the warps have of its sum; rows and columns of codes are spread over four lanes as well.
+  const int m = threadIdx.x / kFewColumns, n = threadIdx.x % kFewColumns;
+  if (m >= matmul.m || first_n + n >= matmul.n) return;
+  const int value = n / 8 * 4 + m / 8 * 2 + n % 2, from = m % 8 * 4 + n % 8 / 2;
+  int sum = 0, row_sum = 0, column_sum = 0;
+  for (int w = 0; w < kWarps; ++w) {
+    const int* const of_warp = shared + w * kValues * 32;
+    sum += of_warp[value * 32 + from];
+    for (int t = 0; t < 4; ++t) {
+      row_sum += of_warp[(8 + m / 8) * 32 + m % 8 * 4 + t];
+      column_sum += of_warp[(10 + n / 8) * 32 + n % 8 * 4 + t];
+    }
+  }
+  store_numbers<1>(matmul, m, first_n + n, {result_of(matmul, m, first_n + n, sum, row_sum, column_sum)});
+}
+
+// ------------------------------------------------------------------------------------- host side
+
+template <int kM, int kN, class LoadA, class LoadB>
+void launch_tiled(const Int8Matmul& matmul, const Operand& a, const Operand& b, Stream stream) {
+  const int64_t tiles = (matmul.m + kM - 1) / kM * ((matmul.n + kN - 1) / kN);
+  const auto kernel = matmul.a_zero_point != nullptr || matmul.b_zero_point != nullptr
+                          ? tiled_kernel<kM, kN, LoadA, LoadB, true>
+                          : tiled_kernel<kM, kN, LoadA, LoadB, false>;
+  launch(kernel, static_cast<unsigned>(tiles), kThreads, Tile<kM, kN>::kSharedBytes, stream, matmul, a, b);
+}
+
+}  // namespace
+
+void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
+  const Operand a{reinterpret_cast<const char*>(matmul.a), matmul.m, matmul.k, matmul.a_strides[0],
+                  matmul.a_strides[1]};
+  const Operand b{reinterpret_cast<const char*>(matmul.b), matmul.n, matmul.k, matmul.b_strides[1],
+                  matmul.b_strides[0]};
+  const bool a_is_direct = a.is_direct(1), b_is_direct = b.is_direct(1);
+  if (a_is_direct && b_is_direct) {
+    const int64_t tiles = (matmul.m + 127) / 128 * ((matmul.n + 127) / 128);
+    if (matmul.m <= kFewRows) {
+      launch(few_rows_kernel, static_cast<unsigned>((matmul.n + kFewColumns - 1) / kFewColumns), kThreads,
+             kThreads * sizeof(FewSums), stream, matmul, a, b);
+    } else if (tiles < multiprocessor_count()) {
+      launch_tiled<64, 64, DirectLoader<64>, DirectLoader<64>>(matmul, a, b, stream);
+    } else {
+      launch_tiled<128, 128, DirectLoader<128>, DirectLoader<128>>(matmul, a, b, stream);
+    }
+  } else if (a_is_direct) {
+    launch_tiled<64, 64, DirectLoader<64>, AnyLoader<64>>(matmul, a, b, stream);
+  } else {
+    launch_tiled<64, 64, AnyLoader<64>, AnyLoader<64>>(matmul, a, b, stream);
+  }
+}
+
+}  // namespace amp_kernels::cuda

@@ -1,0 +1,271 @@
+// Quantization: rows that fit on chip are read once; other groups are read for their extremes first and then again;
+// with a scale given there is one pass.
+#include "int8_codes.cuh"
+#include "int8_extremes.cuh"
+#include "int8_walk.cuh"
+
+namespace amp_kernels::cuda {
+namespace {
+
+// Out is int8_t, or T for fake quantization.
+template <class T, class Out, bool kStochastic>
+struct QuantizeOp {
+  static constexpr int kPack = 16 / sizeof(T);
+  static constexpr int kEach = 4;  // 2048 threads x 64 bytes in flight are three times what an H200 needs
+  using Raw = Packed<T, kPack>;
+
+  const T* x;
+  Out* out;
+  Scales scales;
+  bool wide;
+  uint64_t seed;
+
+  static __device__ __forceinline__ Out convert(float value, float noise, const Affine& affine) {
+    if constexpr (std::is_same_v<Out, int8_t>) {
+      return static_cast<int8_t>(kStochastic ? stochastic_code(value, noise, affine) : nearest_code(value, affine));
+    } else {
+      return from_float<Out>(fake_of(value, nearest_code(value, affine), affine));
+    }
+  }
+
+  template <class AffineAt>
+  __device__ __forceinline__ Vector<Out, kPack> convert(const Vector<T, kPack>& values, const Place& place,
+                                                        const Level& level, const AffineAt& affine_at) const {
+    float noise[kPack] = {};
+    if constexpr (kStochastic) random_noise(noise, place.index, level.index, seed);
+    Vector<Out, kPack> result;
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) result.data[k] = convert(to_float(values.data[k]), noise[k], affine_at(k));
+    return result;
+  }
+
+  __device__ __forceinline__ Raw load(const Place& place) const { return load_wide<kPack>(x + place.x); }
+
+  template <class AffineAt>
+  __device__ __forceinline__ void store(const Raw& raw, const Place& place, const Level& level,
+                                        const AffineAt& affine_at) const {
+    store_wide(out + place.out, convert(raw.unpacked(), place, level, affine_at));
+  }
+
+  template <class AffineAt>
+  __device__ __forceinline__ void narrow(const Place& place, const Level& level, int count,
+                                         const AffineAt& affine_at) const {
+    const Vector<T, kPack> values = load_each<kPack>(x + place.x, level.x, count);
+    store_each(out + place.out, convert(values, place, level, affine_at), level.out, count);
+  }
+};
+
+// ------------------------------------------------------------------------------- rows held on chip
+
+constexpr int kMostLanes = 1024;
+
+// The packs of a row stay in registers from their only load to the store of their codes. What is not wide is read
+// again, from cache.
+template <class Op>
+__global__ void __launch_bounds__(kMostLanes)
+    held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
+  constexpr int kPack = Op::kPack, kEach = Op::kEach;
+  Extremes* shared = reinterpret_cast<Extremes*>(shared_memory());
+  const bool symmetric = zero_point == nullptr;
+  const int teams = blockDim.x / walk.lanes;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < walk.items;
+       first += static_cast<int64_t>(gridDim.x) * teams) {
+    const int64_t item = first + threadIdx.x / walk.lanes;
+    const Segment row = Segment::of<kPack, kEach>(walk, item);
+    typename Op::Raw raw[kEach] = {};
+    Extremes extremes;
+    if (op.wide) {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j)
+        if (row.has<kPack>(j)) raw[j] = op.load(row.at(walk, row.begin + j * row.stride));
+#pragma unroll
+      for (int j = 0; j < kEach; ++j) {
+        add(extremes, raw[j].unpacked(), symmetric);
+        raw[j].forget();
+      }
+    }
+    row.each_narrow<kPack>(walk, op.wide, [&](const Place& place, int count) {
+      add(extremes, load_each<kPack>(op.x + place.x, walk.inner.x, count), symmetric);
+    });
+    extremes = walk.lanes > 32 ? block_reduce(extremes, Extremes{}, shared, Fold())
+                               : lanes_reduce(extremes, walk.lanes, Fold());
+    const Affine affine = affine_of(extremes, symmetric);
+    if (item < walk.items && threadIdx.x % walk.lanes == 0) {
+      scale[row.row.scale] = affine.scale;
+      if (!symmetric) zero_point[row.row.scale] = affine.zero_point;
+    }
+    const auto affine_at = [&](int) { return affine; };
+    if (op.wide) {
+#pragma unroll
+      for (int j = 0; j < kEach; ++j)
+        if (row.has<kPack>(j)) op.store(raw[j], row.at(walk, row.begin + j * row.stride), walk.inner, affine_at);
+    }
+    row.each_narrow<kPack>(walk, op.wide,
+                           [&](const Place& place, int count) { op.narrow(place, walk.inner, count, affine_at); });
+  }
+}
+
+bool fits_on_chip(const Levels& levels, int pack, int each) {
+  const int row = levels.out_fast;
+  return Levels::is_reduced(row) && levels.x_fast == row && levels.level[Levels::twin(row)].size == 1 &&
+         levels.level[row].size <= static_cast<int64_t>(kMostLanes) * each * pack;
+}
+
+template <class Op>
+void launch_held(const Op& op, const Levels& levels, float* scale, int32_t* zero_point, Stream stream) {
+  RowWalk walk = row_walk(levels, levels.out_fast, Op::kPack, Op::kEach, kMostLanes);
+  int block = kThreads;
+  if (walk.lanes > 32) {  // a block for a row, of just the warps it takes
+    block = static_cast<int>(ceil_div(ceil_div(walk.inner.size, Op::kPack * Op::kEach), 32) * 32);
+    walk.lanes = block;
+  }
+  launch(held_rows_kernel<Op>, grid_of(ceil_div(walk.items, block / walk.lanes)), block, 32 * sizeof(Extremes), stream,
+         op, walk, scale, zero_point);
+}
+
+// ------------------------------------------------------------------ neighbours in x and out differ
+
+struct TileWalk {
+  Level across;  // neighbours in x
+  Level along;   // neighbours in out
+  Level outer[2];
+  int64_t length;
+  int64_t tiles_across, tiles_along, items;
+};
+
+constexpr int kTile = 64;  // a warp reads 128 bytes of 16-bit elements and writes 128 bytes of codes
+constexpr int kTileRow = kTile + 1;
+constexpr int kTilePack = 4;  // elements that a thread writes
+
+template <class T, class Out, bool kStochastic>
+__global__ void __launch_bounds__(kThreads)
+    transposing_kernel(const QuantizeOp<T, Out, kStochastic> op, const TileWalk walk) {
+  using Op = QuantizeOp<T, Out, kStochastic>;
+  float* tile = reinterpret_cast<float*>(shared_memory());  // [along, across]
+  for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
+    int64_t rest = item;
+    const int64_t across = split_off(rest, walk.tiles_across) * kTile,
+                  along = split_off(rest, walk.tiles_along) * kTile;
+    Place place;
+    place.move(walk.outer[0], split_off(rest, walk.outer[0].size));
+    place.move(walk.outer[1], rest);
+    place.move(walk.across, across);
+    place.move(walk.along, along);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kTile * kTile; i += kThreads) {
+      const int row = i / kTile, column = i % kTile;
+      Place at = place;
+      at.move(walk.across, column);
+      at.move(walk.along, row);
+      const bool exists =
+          across + column < walk.across.size && along + row < walk.along.size && at.position < walk.length;
+      tile[row * kTileRow + column] = exists ? to_float(op.x[at.x]) : 0.0f;
+    }
+    barrier();
+    for (int i = threadIdx.x; i < kTile * kTile / kTilePack; i += kThreads) {
+      const int row = i % (kTile / kTilePack) * kTilePack, column = i / (kTile / kTilePack);
+      Place at = place;
+      at.move(walk.across, column);
+      at.move(walk.along, row);
+      // No level is cut off but R2, which is `along` or whole.
+      const int present = clip_count(at.present(walk.along, walk.length), kTilePack);
+      const int count = clip_count(walk.along.size - along - row, present);
+      if (count == 0 || across + column >= walk.across.size) continue;
+      float noise[kTilePack] = {};
+      if constexpr (kStochastic) random_noise(noise, at.index, walk.along.index, op.seed);
+      Vector<Out, kTilePack> result{};
+      Place scale = at;
+#pragma unroll
+      for (int k = 0; k < kTilePack; ++k) {
+        if (k < count) result.data[k] = Op::convert(tile[(row + k) * kTileRow + column], noise[k], op.scales.at(scale));
+        scale.move(walk.along, 1);
+      }
+      if (op.wide && count == kTilePack) {
+        store_wide(op.out + at.out, result);
+      } else {
+        store_each(op.out + at.out, result, walk.along.out, count);
+      }
+    }
+    barrier();
+  }
+}
+
+TileWalk tile_walk(const Levels& levels) {
+  TileWalk walk{};
+  walk.across = levels.level[levels.x_fast];
+  walk.along = levels.level[levels.out_fast];
+  int next = 0;
+  for (int i = Int8Layout::kLevels - 1; i >= 0; --i)
+    if (i != levels.x_fast && i != levels.out_fast) walk.outer[next++] = levels.level[i];
+  walk.length = levels.length;
+  walk.tiles_across = ceil_div(walk.across.size, kTile);
+  walk.tiles_along = ceil_div(walk.along.size, kTile);
+  walk.items = walk.tiles_across * walk.tiles_along * walk.outer[0].size * walk.outer[1].size;
+  return walk;
+}
+
+// ------------------------------------------------------------------------------------- host side
+
+template <class T, class Out, bool kStochastic>
+void launch_codes(const Quantize& quantize, const Levels& levels, const Affine* computed, Stream stream) {
+  using Op = QuantizeOp<T, Out, kStochastic>;
+  const int inner = levels.out_fast;
+  Op op{static_cast<const T*>(quantize.x),
+        static_cast<Out*>(quantize.out),
+        {quantize.scale, quantize.zero_point, computed},
+        levels.is_wide(quantize.x, sizeof(T), Op::kPack, &Level::x, inner) &&
+            levels.is_wide(quantize.out, sizeof(Out), Op::kPack, &Level::out, inner),
+        quantize.seed};
+  if (levels.x_fast != inner) {
+    op.wide = levels.is_wide(quantize.out, sizeof(Out), kTilePack, &Level::out, inner);
+    const TileWalk walk = tile_walk(levels);
+    launch(transposing_kernel<T, Out, kStochastic>, grid_of(walk.items), kThreads, kTile * kTileRow * sizeof(float),
+           stream, op, walk);
+  } else if (quantize.is_static || computed != nullptr) {
+    launch_pass(op, levels, stream);
+  } else {
+    launch_held(op, levels, quantize.scale, quantize.zero_point, stream);
+  }
+}
+
+struct TwoPasses {
+  Levels levels;
+  bool needed;
+  ExtremesPlan plan;
+
+  explicit TwoPasses(const Quantize& quantize)
+      : levels(quantize.layout),
+        needed(!quantize.is_static && !fits_on_chip(levels, quantize.dtype == kFloat ? 4 : 8, 4)),
+        plan(levels, quantize.dtype == kFloat ? 4 : 8, 4) {}
+};
+
+}  // namespace
+
+int64_t quantize_workspace(const Quantize& quantize) {
+  const TwoPasses passes(quantize);
+  return passes.needed ? passes.plan.bytes() : 0;
+}
+
+void launch_quantize(const Quantize& quantize, void* workspace, Stream stream) {
+  const TwoPasses passes(quantize);
+  const Levels& levels = passes.levels;
+  with_dtype(quantize.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    Affine* computed = nullptr;
+    if (passes.needed) {
+      computed = static_cast<Affine*>(workspace);
+      const bool wide = levels.is_wide(quantize.x, sizeof(T), 16 / sizeof(T), &Level::x, levels.x_fast);
+      passes.plan.launch(static_cast<const T*>(quantize.x), wide, computed, levels, quantize.scale, quantize.zero_point,
+                         stream);
+    }
+    if (quantize.fake) {
+      launch_codes<T, T, false>(quantize, levels, computed, stream);
+    } else if (quantize.stochastic) {
+      launch_codes<T, int8_t, true>(quantize, levels, computed, stream);
+    } else {
+      launch_codes<T, int8_t, false>(quantize, levels, computed, stream);
+    }
+  });
+}
+
+}  // namespace amp_kernels::cuda

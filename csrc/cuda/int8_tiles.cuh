@@ -1,0 +1,240 @@
+// Tiles of a matrix product on their way into shared memory, rows of 16-byte chunks along k.
+#pragma once
+
+#include "grid.cuh"
+#include "tensor_cores.cuh"
+
+namespace amp_kernels::cuda {
+
+// Two blocks of 48 KB on a multiprocessor and 128 registers a thread; sm_75 has memory for one.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr int kResidentBlocks = 1;
+#else
+constexpr int kResidentBlocks = 2;
+#endif
+
+// One operand: rows over m or n, and k. Strides in bytes.
+struct Operand {
+  const char* first;
+  int64_t rows, k;
+  int64_t row_stride, k_stride;
+
+  bool is_direct(int element_size) const {
+    return k_stride == element_size && is_aligned16(first) && row_stride % 16 == 0;
+  }
+};
+
+// A warp reads chunks of many rows at once, and they must not begin in the same bank of shared memory (32 of 4 bytes),
+// so the chunks of a row trade places. Here eight rows of one chunk are apart, for ldmatrix.
+struct MatrixSwizzle {
+  static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row >> 1 & 3); }
+};
+
+constexpr int kTileBytes = 64;  // of k, for codes
+constexpr int kTileChunks = kTileBytes / 16;
+
+// Rows along k, aligned to 16 bytes: copied by the hardware, with zeros past the edges. k is in bytes.
+template <int kRows, int kBytes = kTileBytes, class Swizzle = MatrixSwizzle>
+struct DirectLoader {
+  __device__ explicit DirectLoader(const Operand&) {}
+
+  __device__ __forceinline__ void fetch(const Operand& operand, char* tile, int64_t first_row, int64_t first_k) {
+    constexpr int kChunks = kBytes / 16;
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
+      const int row = i / kChunks, chunk = i % kChunks;
+      const int64_t rest = first_row + row < operand.rows ? operand.k - first_k - chunk * 16 : 0;
+      const int bytes = rest <= 0 ? 0 : rest < 16 ? static_cast<int>(rest) : 16;
+      const int64_t offset = bytes == 0 ? 0 : (first_row + row) * operand.row_stride + first_k + chunk * 16;
+      copy_async(tile + row * kBytes + Swizzle::at(row, chunk) * 16, operand.first + offset, bytes);
+    }
+  }
+
+  __device__ __forceinline__ void store(const Operand&, char*, int64_t, int64_t) {}
+};
+
+// Rows along k in elements of type Word, aligned to that alone.
+template <int kRows, int kBytes, class Swizzle, class Word>
+struct ElementLoader {
+  __device__ explicit ElementLoader(const Operand&) {}
+
+  __device__ __forceinline__ void fetch(const Operand&, char*, int64_t, int64_t) {}
+
+  __device__ __forceinline__ void store(const Operand& operand, char* tile, int64_t first_row, int64_t first_k) {
+    constexpr int kSize = sizeof(Word), kElements = kBytes / kSize;
+#pragma unroll 4
+    for (int i = threadIdx.x; i < kRows * kElements; i += kThreads) {
+      const int row = i / kElements, k = i % kElements * kSize;
+      Word word = 0;
+      if (first_row + row < operand.rows && first_k + k < operand.k)
+        word = *reinterpret_cast<const Word*>(operand.first + (first_row + row) * operand.row_stride + first_k + k);
+      *reinterpret_cast<Word*>(tile + row * kBytes + Swizzle::at(row, k / 16) * 16 + k % 16) = word;
+    }
+  }
+};
+
+// c[j] gets byte i of r[j], for all i, j: the transpose of 4 x 4 bytes.
+__device__ __forceinline__ void transpose_bytes(uint32_t (&r)[4]) {
+  const uint32_t a = __byte_perm(r[0], r[1], 0x5140), b = __byte_perm(r[2], r[3], 0x5140);
+  const uint32_t c = __byte_perm(r[0], r[1], 0x7362), d = __byte_perm(r[2], r[3], 0x7362);
+  r[0] = __byte_perm(a, b, 0x5410);
+  r[1] = __byte_perm(a, b, 0x7632);
+  r[2] = __byte_perm(c, d, 0x5410);
+  r[3] = __byte_perm(c, d, 0x7632);
+}
+
+// Codes in any layout, in squares of 4 rows and 4 along k, by way of registers: `fetch` starts the loads, `store`
+// comes after the arithmetic on the tile before.
+template <int kRows>
+struct AnyLoader {
+  static constexpr int kSquares = kRows / 4 * (kTileBytes / 4) / kThreads;
+
+  uint32_t word[kSquares][4];
+  // Which are neighbours in memory, and so in a warp; and whether four of them are aligned to a word.
+  bool along_rows, wide;
+
+  __device__ explicit AnyLoader(const Operand& operand) : along_rows(operand.row_stride == 1 && operand.k_stride != 1) {
+    const bool aligned = reinterpret_cast<uintptr_t>(operand.first) % 4 == 0;
+    wide = aligned && (along_rows ? operand.k_stride : operand.row_stride) % 4 == 0 &&
+           (along_rows || operand.k_stride == 1);
+  }
+
+  struct Square {
+    int row, k;
+  };
+
+  __device__ __forceinline__ Square square(int j) const {
+    const int i = j * kThreads + threadIdx.x;
+    if (!along_rows) return {i / 16 * 4, i % 16 * 4};
+    // Eight squares of rows by four of k in a warp: 32 bytes of each k, and four words apart in shared memory.
+    const int warp = i / 32, lane = i % 32;
+    return {(warp % (kRows / 32) * 8 + lane % 8) * 4, (warp / (kRows / 32) * 4 + lane / 8) * 4};
+  }
+
+  // Words along rows where they are neighbours, else along k.
+  __device__ __forceinline__ void fetch(const Operand& operand, char*, int64_t first_row, int64_t first_k) {
+    const int64_t word_stride = along_rows ? operand.k_stride : operand.row_stride;
+    const int64_t byte_stride = along_rows ? operand.row_stride : operand.k_stride;
+#pragma unroll
+    for (int j = 0; j < kSquares; ++j) {
+      const Square at = square(j);
+      const int64_t row = first_row + at.row, k = first_k + at.k;
+      const int64_t rows = operand.rows - row, ks = operand.k - k;
+      const int64_t words = along_rows ? ks : rows, bytes = along_rows ? rows : ks;
+      const char* p = operand.first + row * operand.row_stride + k * operand.k_stride;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        word[j][i] = 0;
+        if (wide && bytes >= 4) {
+          if (i < words) word[j][i] = *reinterpret_cast<const uint32_t*>(p + i * word_stride);
+        } else {
+#pragma unroll
+          for (int b = 0; b < 4; ++b)
+            if (i < words && b < bytes)
+              word[j][i] |= static_cast<uint32_t>(static_cast<unsigned char>(p[i * word_stride + b * byte_stride]))
+                            << 8 * b;
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void store(const Operand&, char* tile, int64_t, int64_t) {
+#pragma unroll
+    for (int j = 0; j < kSquares; ++j) {
+      const Square at = square(j);
+      if (along_rows) transpose_bytes(word[j]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        *reinterpret_cast<uint32_t*>(tile + (at.row + i) * kTileBytes + MatrixSwizzle::at(at.row + i, at.k / 16) * 16 +
+                                     at.k % 16) = word[j][i];
+    }
+  }
+};
+
+// ---------------------------------------------------------------------------------------- results
+
+// Eight warps: two down, four across.
+constexpr int kWarpsDown = 2, kWarpsAcross = 4;
+
+// Blocks that run at the same time take tiles near each other, so that both operands come from L2.
+struct TilePosition {
+  int64_t m, n;
+
+  template <int kM, int kN>
+  static __device__ __forceinline__ TilePosition of(int64_t m, int64_t n, int64_t tile) {
+    constexpr int kBand = 8;
+    const int64_t down = (m + kM - 1) / kM, across = (n + kN - 1) / kN;
+    const int64_t first = tile / (kBand * across) * kBand;
+    const int64_t rows = down - first < kBand ? down - first : kBand;
+    const int64_t inside = tile - first * across;
+    return {(first + inside % rows) * kM, inside / rows * kN};
+  }
+};
+
+// Results go through shared memory, half of the rows at a time, so that stores are wide. The padding keeps the
+// fragments of a warp in different banks.
+template <int kM, int kN>
+struct ResultTile {
+  static constexpr int kRows = kM / kWarpsDown, kStride = kN + 8;
+  static constexpr int kBytes = kRows * kStride * 4;
+
+  // f(row of the tile, column, four sums) for all of them.
+  template <class Sum, int kRowTiles, int kColumnTiles, class F>
+  static __device__ __forceinline__ void for_each(char* shared, const Sum (&sums)[kRowTiles][kColumnTiles][4],
+                                                  const F& f) {
+    static_assert(sizeof(Sum) == 4 && kRowTiles * 16 == kRows && kColumnTiles * 8 * kWarpsAcross == kN);
+    Sum* const results = reinterpret_cast<Sum*>(shared);
+    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+#pragma unroll 1
+    for (int half = 0; half < kWarpsDown; ++half) {
+      if (warp / kWarpsAcross == half) {
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+          for (int j = 0; j < kColumnTiles; ++j)
+#pragma unroll
+            for (int c = 0; c < 4; ++c)
+              results[(i * 16 + c / 2 * 8 + lane / 4) * kStride + (warp % kWarpsAcross * kColumnTiles + j) * 8 +
+                      lane % 4 * 2 + c % 2] = sums[i][j][c];
+      }
+      barrier();
+#pragma unroll 1
+      for (int i = threadIdx.x; i < kRows * kN / 4; i += kThreads) {
+        const int row = i / (kN / 4), column = i % (kN / 4) * 4;
+        f(half * kRows + row, column, results + row * kStride + column);
+      }
+      barrier();
+    }
+  }
+};
+
+// Row m of `out` from column n on, up to the end of the row at `columns`.
+template <class T, int N>
+__device__ __forceinline__ void store_results(T* out, int64_t columns, int64_t m, int64_t n,
+                                              const Vector<T, N>& results) {
+  T* const p = out + m * columns + n;
+  if (n + N <= columns && reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) == 0) {
+    store_wide(p, results);
+  } else {
+    store_each(p, results, 1, columns - n < N ? static_cast<int>(columns - n) : N);
+  }
+}
+
+// --------------------------------------------------------------------------------------- few rows
+
+// 16 bytes of a row, or as many as there are before its end. k is in bytes.
+__device__ __forceinline__ int4 load_chunk(const Operand& operand, int64_t row, int64_t k) {
+  int4 chunk = make_int4(0, 0, 0, 0);
+  if (row >= operand.rows || k >= operand.k) return chunk;
+  const char* p = operand.first + row * operand.row_stride + k;
+  assume_global(p);
+  if (k + 16 <= operand.k) return *reinterpret_cast<const int4*>(p);
+  uint32_t words[4] = {};
+#pragma unroll
+  for (int i = 0; i < 16; ++i)
+    if (k + i < operand.k) words[i / 4] |= static_cast<uint32_t>(static_cast<unsigned char>(p[i])) << 8 * (i % 4);
+  memcpy(&chunk, words, sizeof(chunk));
+  return chunk;
+}
+
+}  // namespace amp_kernels::cuda

@@ -1,0 +1,125 @@
+// Tensor cores and what feeds them, for nvcc and, as portable.h says, for a host compiler. Fragments are those of
+// mma.m16n8k32 (codes) and m16n8k16 (16-bit floats): with g = lane / 4 and t = lane % 4, words a[0] and a[2] of a lane
+// are of row g, a[1] and a[3] of row g + 8; b is of column g; word t of the first half of k is in a[0], a[1] and b[0],
+// of the second half in a[2], a[3] and b[1]; c[0] and c[1] are columns 2t and 2t + 1 of row g, c[2] and c[3] of row g
+// + 8.
+#pragma once
+
+#include "portable.h"
+
+namespace amp_kernels::cuda {
+
+// The sum of four codes, added to `sum`.
+__device__ __forceinline__ int add_codes(uint32_t codes, int sum) {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(codes >> 8 * i);
+  return sum;
+#else
+  return __dp4a(static_cast<int>(codes), 0x01010101, sum);
+#endif
+}
+
+// c += a * b for 16 x 32 and 32 x 8 codes.
+__device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::multiply_codes(c, a, b);
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+r"(c[0]), "+r"(c[1]), "+r"(c[2]), "+r"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+#else
+#pragma unroll
+  for (int i = 0; i < 4; ++i)  // a quarter each: half of the rows, half of k
+    asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
+        : "+r"(c[i % 2 * 2]), "+r"(c[i % 2 * 2 + 1])
+        : "r"(a[i]), "r"(b[i / 2]));
+#endif
+}
+
+// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word.
+template <class T>
+__device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::multiply_numbers(c, a, b, [](uint16_t bits) {
+    T value;
+    memcpy(&value, &bits, sizeof(bits));
+    return to_float(value);
+  });
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  if constexpr (std::is_same_v<T, __half>) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  } else {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+  }
+#else
+  // sm_75 has no bf16 here: such kernels are compiled for it and not launched.
+  if constexpr (std::is_same_v<T, __half>) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      asm("mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"
+          : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+          : "r"(a[2 * i]), "r"(a[2 * i + 1]), "r"(b[i]));
+  }
+#endif
+}
+
+// Four matrices of 8 rows of 16 bytes: lane 8 i + j names row j of matrix i, and gets word t of row g of each.
+__device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const char* row) {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::load_matrices(words, row);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+               : "memory");
+#endif
+}
+
+// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros. They are there after a wait_copies that
+// covers them, for this thread; for the others after the next barrier.
+__device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::copy_async(shared, global, bytes);
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(static_cast<unsigned>(__cvta_generic_to_shared(shared))),
+      "l"(__cvta_generic_to_global(global)), "r"(bytes)
+      : "memory");
+#else
+  int4 chunk = make_int4(0, 0, 0, 0);
+  if (bytes == 16) {
+    chunk = *reinterpret_cast<const int4*>(global);
+  } else {
+    uint32_t words[4] = {};
+#pragma unroll
+    for (int i = 0; i < 16; ++i)
+      if (i < bytes) words[i / 4] |= static_cast<uint32_t>(static_cast<unsigned char>(global[i])) << 8 * (i % 4);
+    memcpy(&chunk, words, sizeof(chunk));
+  }
+  *reinterpret_cast<int4*>(shared) = chunk;
+#endif
+}
+
+__device__ __forceinline__ void commit_copies() {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::commit_copies();
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.commit_group;" ::: "memory");
+#endif
+}
+
+// All but the last kPending groups of committed copies have arrived.
+template <int kPending>
+__device__ __forceinline__ void wait_copies() {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::wait_copies(kPending);
+#elif !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
+  asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");
+#endif
+}
+
+}  // namespace amp_kernels::cuda

@@ -1,0 +1,151 @@
+// int8 quantization, bit for bit the same on every backend: fp32 IEEE operations, none fused, in one order.
+// Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <limits>
+
+#include "../int8.h"
+
+namespace amp_kernels {
+
+// nvcc contracts a * b + c to an FMA unless told by these; the host compiler is told by -ffp-contract=off.
+AMP_KERNELS_HD float multiply_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fmul_rn(a, b);
+#else
+  return a * b;
+#endif
+}
+
+AMP_KERNELS_HD float add_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rn(a, b);
+#else
+  return a + b;
+#endif
+}
+
+AMP_KERNELS_HD float divide_rn(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fdiv_rn(a, b);
+#else
+  return a / b;
+#endif
+}
+
+AMP_KERNELS_HD uint32_t float_bits(float x) {
+  uint32_t bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+constexpr uint32_t kInfinityBits = 0x7f800000u;
+
+// What a group's scale depends on. The largest magnitude is compared as bits, among which NaN is the largest: a
+// comparison of floats would drop it.
+struct Extremes {
+  uint32_t magnitude = 0;
+  float low = 0.0f;  // with 0, which the range always contains
+  float high = 0.0f;
+
+  AMP_KERNELS_HD void add(float x) {
+    const uint32_t bits = float_bits(x) & 0x7fffffffu;
+    magnitude = bits > magnitude ? bits : magnitude;
+    low = x < low ? x : low;
+    high = x > high ? x : high;
+  }
+
+  AMP_KERNELS_HD void add(const Extremes& other) {
+    magnitude = other.magnitude > magnitude ? other.magnitude : magnitude;
+    low = other.low < low ? other.low : low;
+    high = other.high > high ? other.high : high;
+  }
+};
+
+// From a number to its code and back. `inverse` is 0 where every code of the group is 0.
+struct Affine {
+  float scale;
+  float inverse;
+  int zero_point;
+  int low;  // of the codes; 127 is the highest
+};
+
+AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  const int lowest = symmetric ? -127 : -128;
+  if (group.magnitude >= kInfinityBits) return {nan, 0.0f, 0, lowest};
+  float absmax;
+  memcpy(&absmax, &group.magnitude, sizeof(absmax));
+  const float scale = symmetric ? divide_rn(absmax, 127.0f)
+                                : add_rn(divide_rn(group.high, 255.0f), -divide_rn(group.low, 255.0f));
+  const float inverse = divide_rn(1.0f, scale);
+  if ((float_bits(inverse) & 0x7fffffffu) >= kInfinityBits) return {1.0f, 0.0f, 0, lowest};
+  if (symmetric) return {scale, inverse, 0, lowest};
+  const float zero = rintf(add_rn(-128.0f, -multiply_rn(group.low, inverse)));
+  return {scale, inverse, static_cast<int>(zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero), lowest};
+}
+
+AMP_KERNELS_HD Affine given_affine(float scale, const int32_t* zero_point) {
+  return {scale, divide_rn(1.0f, scale), zero_point == nullptr ? 0 : *zero_point, zero_point == nullptr ? -127 : -128};
+}
+
+// The code before clamping; NaN stands on the zero point. `steps` is x * inverse, rounded somehow to an integer.
+AMP_KERNELS_HD int unclamped_code(float steps, int zero_point) {
+  const float bounded = steps < -512.0f ? -512.0f : steps > 512.0f ? 512.0f : steps;
+  return (bounded == bounded ? static_cast<int>(bounded) : 0) + zero_point;
+}
+
+AMP_KERNELS_HD int clamped(int code, int low) { return code < low ? low : code > 127 ? 127 : code; }
+
+AMP_KERNELS_HD int code_of(float x, const Affine& affine) {
+  if (affine.inverse == 0.0f) return affine.zero_point;
+  return clamped(unclamped_code(rintf(multiply_rn(x, affine.inverse)), affine.zero_point), affine.low);
+}
+
+// `noise` is uniform in [0, 1).
+AMP_KERNELS_HD int stochastic_code_of(float x, float noise, const Affine& affine) {
+  if (affine.inverse == 0.0f) return affine.zero_point;
+  const float steps = floorf(add_rn(multiply_rn(x, affine.inverse), noise));
+  return clamped(unclamped_code(steps, affine.zero_point), affine.low);
+}
+
+AMP_KERNELS_HD bool is_inside(float x, const Affine& affine) {
+  const int code = unclamped_code(rintf(multiply_rn(x, affine.inverse)), affine.zero_point);
+  return code >= affine.low && code <= 127;
+}
+
+AMP_KERNELS_HD float value_of(int code, float scale, int zero_point) {
+  return multiply_rn(static_cast<float>(code - zero_point), scale);
+}
+
+// Fake quantization shows NaN, which a code cannot.
+AMP_KERNELS_HD float fake_of(float x, int code, const Affine& affine) {
+  return x == x ? value_of(code, affine.scale, affine.zero_point) : x;
+}
+
+// Four random words; word i & 3 of counter i >> 2 belongs to the element of logical row-major index i.
+struct RandomWords {
+  uint32_t word[4];
+};
+
+AMP_KERNELS_HD RandomWords philox(uint64_t counter, uint64_t seed) {
+  uint32_t c0 = static_cast<uint32_t>(counter), c1 = static_cast<uint32_t>(counter >> 32), c2 = 0, c3 = 0;
+  uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+  for (int round = 0; round < 10; ++round) {
+    const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0;
+    const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2;
+    c0 = static_cast<uint32_t>(p1 >> 32) ^ c1 ^ k0;
+    c1 = static_cast<uint32_t>(p1);
+    c2 = static_cast<uint32_t>(p0 >> 32) ^ c3 ^ k1;
+    c3 = static_cast<uint32_t>(p0);
+    k0 += 0x9E3779B9u;
+    k1 += 0xBB67AE85u;
+  }
+  return {{c0, c1, c2, c3}};
+}
+
+AMP_KERNELS_HD float uniform(uint32_t word) { return static_cast<float>(word >> 8) * 5.9604644775390625e-8f; }
+
+}  // namespace amp_kernels

@@ -1,0 +1,45 @@
+// The arguments of the matmul kernels (schemas: amp_kernels/_backends.py), filled from tensors by the bindings.
+#pragma once
+
+#include "table.h"
+
+namespace amp_kernels {
+
+enum Activation { kIdentity, kRelu, kGelu, kGeluTanh };
+
+// out = activation(alpha * a @ b + beta * input), accumulated in fp32 and rounded once, for each of `batch` matrices.
+// Strides are in elements and may be anything, 0 too; out's and pre's rows have stride 1.
+struct Matmul {
+  int64_t batch, m, n, k;
+  const void* a;
+  int64_t a_strides[3];  // over batch, m, k
+  const void* b;
+  int64_t b_strides[3];  // over batch, k, n
+  const void* input;     // of `dtype`, or nullptr; a bias is one whose rows have stride 0
+  int64_t input_strides[3];
+  void* out;
+  int64_t out_strides[2];  // over batch and m
+  void* pre;               // where the argument of the activation goes, rounded, laid out as out; or nullptr
+  float alpha;
+  float beta;
+  Activation activation;
+  Dtype dtype;      // of a, b and input: fp16 or bf16
+  Dtype out_dtype;  // of out and pre
+};
+
+// out[r, c] = x[r, c] * derivative(pre[r, c]) for c < columns, 0 for columns <= c < pitch: what a tensor-core kernel can
+// load 16 bytes at a time. `bias_grad[c]` is the sum of column c before rounding.
+struct CopyPad {
+  int64_t rows, columns;
+  const void* x;
+  int64_t x_strides[2];
+  const void* pre;  // the argument of the activation, of relu the result; nullptr with kIdentity
+  int64_t pre_strides[2];
+  void* out;           // [rows, pitch], contiguous
+  int64_t pitch;       // a multiple of 8
+  float* bias_grad;    // [columns] or nullptr
+  Activation activation;
+  Dtype dtype;  // of x, pre and out: fp16 or bf16
+};
+
+}  // namespace amp_kernels

@@ -1,0 +1,389 @@
+"""int8: every backend against the reference, bit for bit, and the reference against numpy and known answers."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import amp_kernels
+from amp_kernels import Int8Tensor, _int8, reference, testing
+from amp_kernels.testing import int8 as cases
+
+OPS = torch.ops.amp_kernels
+ALL = [case for op in cases.CASES.values() for case in op]
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.op}-{case}")
+def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
+    for result in case.body(device):
+        assert result.passed, f"{case}: {result}"
+
+
+# ------------------------------------------------------------------------------------------ the reference by numpy
+def by_numpy(x: np.ndarray, symmetric: bool) -> tuple[np.ndarray, np.float32, int]:
+    """Codes, scale and zero point of one group, in scalars of numpy's IEEE fp32."""
+    one, f32 = np.float32(1), np.float32
+    zeros = np.zeros(x.shape, np.int64)
+    if not np.isfinite(x).all():
+        return zeros, f32(np.nan), 0
+    low, high = min(f32(0), x.min()), max(f32(0), x.max())
+    scale = np.abs(x).max() / f32(127) if symmetric else high / f32(255) - low / f32(255)
+    with np.errstate(all="ignore"):
+        inverse = one / scale
+    if not np.isfinite(inverse):
+        return zeros, one, 0
+    if symmetric:
+        return np.clip(np.rint(x * inverse), -127, 127).astype(np.int64), scale, 0
+    zero = int(np.clip(np.rint(f32(-128) - low * inverse), -128, 127))
+    return np.clip(np.rint(x * inverse).astype(np.int64) + zero, -128, 127), scale, zero
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("kind", cases.VALUES)
+def test_reference_is_the_formula(kind: str, dtype: torch.dtype, symmetric: bool) -> None:
+    x = cases.VALUES[kind](dtype).to(dtype)
+    values, scale, zero_point = reference.quantize_int8(x, dim=(-1,), symmetric=symmetric)
+    for row in range(x.shape[0]):
+        codes, expected, zero = by_numpy(x[row].float().numpy(), symmetric)
+        np.testing.assert_array_equal(values[row].numpy(), codes)
+        np.testing.assert_array_equal(scale[row, 0].numpy(), expected)
+        assert zero_point is None if symmetric else int(zero_point[row, 0]) == zero  # type: ignore[index]
+        with np.errstate(all="ignore"):
+            back = (codes - zero).astype(np.float32) * expected
+        ours = reference.dequantize_int8(values, scale, zero_point)[row].numpy()
+        np.testing.assert_array_equal(ours, back)
+
+
+def philox_by_numpy(counter: list[int], key: list[int]) -> list[int]:
+    c, k = [int(x) for x in counter], list(key)
+    for _ in range(10):
+        p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
+        c = [(p1 >> 32) ^ c[1] ^ k[0], p1 & 0xFFFFFFFF, (p0 >> 32) ^ c[3] ^ k[1], p0 & 0xFFFFFFFF]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+# The known answers of Random123 (kat_vectors, philox4x32 10).
+ONES = 0xFFFFFFFF
+KNOWN = [
+    ([0, 0, 0, 0], [0, 0], [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]),
+    ([ONES] * 4, [ONES] * 2, [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]),
+    (
+        [0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344],
+        [0xA4093822, 0x299F31D0],
+        [0xD16CFE09, 0x94FDCCEB, 0x5001E420, 0x24126EA1],
+    ),
+]
+
+
+@pytest.mark.parametrize(("counter", "key", "words"), KNOWN)
+def test_philox_known_answers(counter: list[int], key: list[int], words: list[int]) -> None:
+    assert philox_by_numpy(counter, key) == words
+
+
+@pytest.mark.parametrize("seed", [0, 1, -1, 2**40 + 5, -(2**63)])
+def test_philox_of_the_reference(seed: int) -> None:
+    counters = [0, 1, 2**32 - 1, 2**32, 2**61 + 7]
+    words = reference.int8.philox(torch.tensor(counters), seed)
+    for counter, ours in zip(counters, words.tolist(), strict=True):
+        key = [seed & ONES, seed >> 32 & ONES]
+        assert ours == philox_by_numpy([counter & ONES, counter >> 32, 0, 0], key)
+
+
+def test_stochastic_rounding_is_unbiased(backend: str, device: torch.device) -> None:
+    x = torch.full((2**18,), 0.3, device=device)
+    x[0] = 127.0  # scale 1
+    q = amp_kernels.quantize_int8(x, rounding="stochastic", seed=3)
+    rest = q.values[1:].double()
+    assert set(rest.unique().tolist()) == {0.0, 1.0}
+    # A mean of n Bernoulli variables: five standard deviations.
+    assert abs(rest.mean().item() - 0.3) < 5 * math.sqrt(0.3 * 0.7 / rest.numel())
+
+
+# ---------------------------------------------------------------------------------------------------- the layout
+def walk(layout: list[int]) -> dict[int, tuple[int, int, int]]:
+    """For each offset in `out` that the loops visit: the offsets in x and the scale, and the row-major index."""
+    size, x, out, index = (layout[i : i + 4] for i in (0, 4, 8, 12))
+    (s1, s2), length = layout[16:18], layout[18]
+    visited: dict[int, tuple[int, int, int]] = {}
+    for step in itertools.product(*map(range, size)):
+        if step[2] * size[3] + step[3] >= length:
+            continue
+        at = [sum(i * stride for i, stride in zip(step, strides, strict=True)) for strides in (x, out, index)]
+        assert at[1] not in visited
+        visited[at[1]] = (at[0], step[0] * s1 + step[2] * s2, at[2])
+    return visited
+
+
+VIEWS: dict[str, Callable[[], Tensor]] = {
+    **{name: (lambda f=f: f(torch.zeros(2, 3, 4, 5))) for name, f in testing.LAYOUTS.items()},
+    "vector": lambda: torch.zeros(7),
+    "matrix": lambda: torch.zeros(5, 7),
+    "transposed matrix": lambda: torch.zeros(7, 5).t(),
+    "sliced batches": lambda: torch.zeros(4, 6, 8)[:, 1:4, 2:7],
+    "expanded": lambda: torch.zeros(3, 1, 5).expand(3, 4, 5),
+    "five dimensions": lambda: torch.zeros(2, 3, 2, 3, 2),
+    "five sliced dimensions": lambda: torch.zeros(2, 4, 3, 4, 3)[:, ::2, 1:, ::3, :2],
+    "scalar": lambda: torch.zeros(()),
+    "ones": lambda: torch.zeros(1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("block_size", [None, 1, 2, 4, 100])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_the_layout_visits_every_element_once(view: str, block_size: int | None, indexed: bool) -> None:
+    x = VIEWS[view]()
+    if block_size is not None and x.dim() == 0:
+        return
+    every = range(x.dim())
+    choices = itertools.chain.from_iterable(itertools.combinations(every, n) for n in range(x.dim() + 1))
+    for dim in choices if block_size is None else [None]:
+        groups = _int8.grouping(x.shape, None, dim, block_size)
+        plan = _int8._plan(groups, x, torch.int8, indexed=indexed)
+        if plan is None:
+            assert x.dim() > 2 and (indexed or len(dim or ()) > 1)  # then every element gets a scale of its own
+            continue
+        # A tensor of scales that holds its own offsets.
+        scales = torch.arange(math.prod(groups.scale_shape)).as_strided(groups.scale_shape, plan.scale)
+        spread = reference.int8._spread(scales, x.shape, block_size).broadcast_to(x.shape)
+        visited = walk(plan.layout)
+        assert len(visited) == x.numel()
+        for position, where in enumerate(np.ndindex(*x.shape)):
+            offsets = [sum(i * s for i, s in zip(where, t.stride(), strict=True)) for t in (plan.out, plan.x)]
+            expected = (offsets[1], spread[where].item(), position if indexed else 0)
+            assert visited[offsets[0]] == expected, (view, dim, where)
+
+
+@pytest.mark.parametrize(
+    "view", ["transposed", "channels_last", "reversed", "misaligned", "matrix", "transposed matrix"]
+)
+def test_views_are_read_in_place(view: str) -> None:
+    x = VIEWS[view]()
+    for dim in (None, (-1,), (0,), (1,)):
+        groups = _int8.grouping(x.shape, None, dim, None)
+        plan = _int8._plan(groups, x, torch.int8)
+        assert plan is not None and plan.x is x, dim
+
+
+def test_the_layout_of_more_than_2_31_elements() -> None:
+    groups = _int8.grouping((3, 2**31 + 7), None, (1,), None)
+    row = 2**31 + 7
+    layout = _int8.layout(groups, (2 * row, 1), (row, 1), (1, 1), indexed=True)
+    assert layout == [1, 1, 3, row, 0, 0, 2 * row, 1, 0, 0, row, 1, 0, 0, row, 1, 0, 1, 3 * row]
+
+
+def test_more_than_2_31_elements(backend: str, device: torch.device) -> None:
+    if backend in ("reference", "triton") or (device.type == "cpu" and torch.get_num_threads() < 2):
+        pytest.skip("takes minutes, or 20 GB")
+    n = 2**31 + 70
+    x = torch.ones(1, dtype=torch.float16, device=device).expand(n)
+    q = amp_kernels.quantize_int8(x, scale=torch.tensor(0.1, device=device))
+    assert q.values.shape == (n,) and bool((q.values[-100:] == 10).all()) and bool((q.values[:100] == 10).all())
+
+
+# ------------------------------------------------------------------------------------------------- the operators
+def samples() -> list[Any]:
+    x, codes = testing.randn(4, 6), cases.integers(4, 6)
+    leaf = x.clone().requires_grad_()
+    scale, zero = torch.tensor([[0.1], [0.2], [0.3], [0.4]]), torch.zeros(4, 1, dtype=torch.int32)
+    columns = torch.tensor([[0.1, 0.2, 0.3]])
+    b = cases.integers(6, 3)
+    return [
+        pytest.param("quantize_int8", (x, None, None, [-1], None, True, None, False), id="quantize-rows"),
+        pytest.param("quantize_int8", (x.t(), None, None, None, 4, False, 7, False), id="quantize-blocks"),
+        pytest.param("quantize_int8", (x.half(), scale, zero, None, None, True, None, False), id="quantize-static"),
+        pytest.param("quantize_int8", (leaf, None, None, [0], None, False, None, True), id="fake"),
+        pytest.param("quantize_int8", (x, scale, None, None, None, True, None, True), id="fake-static"),
+        pytest.param("straight_through_int8", (x, x, scale, zero, None), id="straight_through"),
+        pytest.param("dequantize_int8", (codes, scale, zero, None, torch.bfloat16), id="dequantize"),
+        pytest.param(
+            "int8_matmul", (codes, b, scale, zero, columns, None, None, torch.float32, None, None), id="matmul"
+        ),
+        pytest.param(
+            "int8_matmul",
+            (codes, b, scale, None, columns, None, columns[0], torch.float16, torch.tensor(0.5), zero[0]),
+            id="matmul-int8-out",
+        ),
+        pytest.param("int8_linear", (x, cases.integers(3, 6), columns, None), id="linear"),
+    ]
+
+
+@pytest.mark.parametrize(("op", "arguments"), samples())
+def test_opcheck(op: str, arguments: tuple[Any, ...]) -> None:
+    torch.library.opcheck(getattr(OPS, op).default, arguments)
+
+
+def _weights(x: Tensor) -> Int8Tensor:
+    return amp_kernels.quantize_int8(x, dim=-1).t()
+
+
+COMPILED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = {
+    "rows": (
+        lambda x: amp_kernels.quantize_int8(x * 2, dim=-1, symmetric=False).dequantize() + 1,
+        lambda: (testing.randn(5, 9),),
+    ),
+    "blocks": (
+        lambda x: amp_kernels.quantize_int8(x, block_size=4, rounding="stochastic", seed=3).dequantize(x.dtype),
+        lambda: (testing.randn(5, 9, dtype=torch.float16),),
+    ),
+    "static": (
+        lambda x, s: amp_kernels.quantize_int8(x, scale=s).values,
+        lambda: (testing.randn(5), torch.tensor(0.1)),
+    ),
+    "fake": (
+        lambda x: amp_kernels.fake_quantize_int8(x * 3, dim=0) * 2,
+        lambda: (testing.randn(5, 9).requires_grad_(),),
+    ),
+    "matmul": (
+        lambda x, w: amp_kernels.int8_matmul(amp_kernels.quantize_int8(x, dim=-1), _weights(w)).relu(),
+        lambda: (testing.randn(5, 9), testing.randn(7, 9)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_compiled_is_eager(name: str) -> None:
+    function, make = COMPILED[name]
+    torch.compiler.reset()
+    results, grads = [], []
+    for call in (function, torch.compile(function, fullgraph=True)):
+        arguments = make()
+        result = call(*arguments)
+        if result.requires_grad:
+            result.sum().backward()
+            grads.append(arguments[0].grad)
+        results.append(result.detach())
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=0)
+    if grads:
+        torch.testing.assert_close(grads[1], grads[0], rtol=0, atol=0)
+
+
+# -------------------------------------------------------------------------------------------------- what users see
+def test_a_tensor_knows_how_it_was_made(backend: str, device: torch.device) -> None:
+    x = testing.randn(6, 10).to(device)
+    for options in ({}, {"dim": 0}, {"dim": (-1,)}, {"block_size": 4}, {"symmetric": False}):
+        q = amp_kernels.quantize_int8(x, **options)
+        steps = reference.int8._spread(q.scale, x.shape, q.block_size)
+        assert bool(((q.dequantize() - x).abs() <= steps * 0.5001 + 1e-6).all() | (q.zero_point is not None))
+        assert q.dequantize(torch.bfloat16).dtype == torch.bfloat16
+        assert q.shape == x.shape and q.nbytes == 60 + 4 * q.scale.numel() * (1 if q.zero_point is None else 2)
+        copy = pickle.loads(pickle.dumps(q))
+        assert torch.equal(copy.values, q.values) and copy.dim == q.dim and copy.block_size == q.block_size
+
+
+def test_codes_keep_the_layout(backend: str, device: torch.device) -> None:
+    x = testing.randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
+    assert amp_kernels.quantize_int8(x, dim=1).values.stride() == x.stride()
+    w = testing.randn(4, 6).to(device)
+    q = amp_kernels.quantize_int8(w, dim=-1)
+    transposed = amp_kernels.quantize_int8(w.t(), dim=0)
+    assert torch.equal(transposed.values, q.t().values) and transposed.values.stride() == (1, 6)
+    assert torch.equal(transposed.scale, q.t().scale) and q.t().dim == (0,)
+
+
+def test_seeds() -> None:
+    x = testing.randn(100)
+    first, again = (amp_kernels.quantize_int8(x, rounding="stochastic", seed=5).values for _ in range(2))
+    assert torch.equal(first, again)
+    assert not torch.equal(first, amp_kernels.quantize_int8(x, rounding="stochastic", seed=6).values)
+    drawn = []
+    for _ in range(2):
+        torch.manual_seed(1)
+        drawn.append(amp_kernels.quantize_int8(x, rounding="stochastic").values)
+    assert torch.equal(*drawn)
+    assert not torch.equal(drawn[0], amp_kernels.quantize_int8(x, rounding="stochastic").values)
+    big = [amp_kernels.quantize_int8(x, rounding="stochastic", seed=s).values for s in (2**64 - 1, -1)]
+    assert torch.equal(*big)
+
+
+def test_fake_quantization_keeps_no_mask() -> None:
+    x = testing.randn(64, 64, dtype=torch.float16).requires_grad_()
+    saved: list[Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        y = amp_kernels.fake_quantize_int8(x, dim=-1)
+    y.sum().backward()
+    beside_x = [t for t in saved if t.data_ptr() != x.data_ptr()]
+    assert sum(t.nbytes for t in beside_x) <= 64 * 4
+
+
+def test_rows_of_a_product_do_not_depend_on_each_other(backend: str, device: torch.device) -> None:
+    a = amp_kernels.quantize_int8(testing.randn(40, 33).to(device), dim=-1, symmetric=False)
+    b = amp_kernels.quantize_int8(testing.randn(33, 20).to(device), dim=0)
+    product = amp_kernels.int8_matmul(a, b)
+    row = Int8Tensor(a.values[7:8], a.scale[7:8], a.zero_point[7:8])  # type: ignore[index]
+    assert torch.equal(amp_kernels.int8_matmul(row, b), product[7:8])
+
+
+X = testing.randn(4, 6)
+Q = Int8Tensor(cases.integers(4, 6), torch.ones(4, 1), dim=(-1,))
+B = Int8Tensor(cases.integers(6, 3), torch.ones(1, 3), dim=(0,))
+TWO = torch.ones(2)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: amp_kernels.quantize_int8(X.double()), TypeError, "x must be float32 or float16 or bfloat16"),
+        (lambda: amp_kernels.quantize_int8(X.to_sparse()), ValueError, "x must be a dense tensor"),
+        (lambda: amp_kernels.quantize_int8(X, dim=2), IndexError, r"dim must be in \[-2, 1\], got 2"),
+        (lambda: amp_kernels.quantize_int8(X, dim=(0, -2)), ValueError, "dim must name each dimension once"),
+        (lambda: amp_kernels.quantize_int8(X, block_size=0), ValueError, "block_size must be at least 1, got 0"),
+        (lambda: amp_kernels.quantize_int8(X, dim=0, block_size=2), ValueError, "dim must be None or -1 with block"),
+        (lambda: amp_kernels.quantize_int8(X[0, 0], block_size=2), ValueError, "must have a last dimension"),
+        (lambda: amp_kernels.quantize_int8(X, rounding="up"), ValueError, "rounding must be 'nearest' or"),
+        (lambda: amp_kernels.quantize_int8(X, seed=1), ValueError, "seed must be None without stochastic"),
+        (lambda: amp_kernels.quantize_int8(X, scale=TWO), ValueError, r"scale must have the shape \(4, 6\) with 1 for"),
+        (
+            lambda: amp_kernels.quantize_int8(X, scale=TWO[0].half()),
+            TypeError,
+            "scale must be float32, got torch.float16",
+        ),
+        (
+            lambda: amp_kernels.quantize_int8(X, scale=TWO[0], zero_point=TWO[0]),
+            TypeError,
+            "zero_point must be int32, got torch.float32",
+        ),
+        (
+            lambda: amp_kernels.quantize_int8(X, zero_point=torch.tensor(1, dtype=torch.int32)),
+            ValueError,
+            "zero_point must be None without scale",
+        ),
+        (lambda: amp_kernels.dequantize_int8(Q, torch.int8), TypeError, "dtype must be float32, float16 or bfloat16"),
+        (lambda: amp_kernels.int8_matmul(X, B), TypeError, "a must be an Int8Tensor, got Tensor"),
+        (lambda: amp_kernels.int8_matmul(Q, Q), ValueError, "b must be quantized as a whole or with dim=0"),
+        (lambda: amp_kernels.int8_matmul(Q.t(), B), ValueError, "a must be quantized as a whole or with dim=-1"),
+        (
+            lambda: amp_kernels.int8_matmul(amp_kernels.quantize_int8(X, block_size=2), B),
+            ValueError,
+            "a must not be quantized in blocks",
+        ),
+        (
+            lambda: amp_kernels.int8_matmul(Q, amp_kernels.quantize_int8(X, dim=0)),
+            ValueError,
+            "b must have 6 rows, as many as a has columns, got 4",
+        ),
+        (lambda: amp_kernels.int8_matmul(Q, B, bias=TWO), ValueError, r"bias must have shape \(3,\), got \(2,\)"),
+        (lambda: amp_kernels.int8_matmul(Q, B, out_dtype=torch.int32), TypeError, "out_dtype must be float32"),
+        (lambda: amp_kernels.quantize_int8(X, block_size=2).t(), ValueError, "values must be a matrix without blocks"),
+    ],
+)
+def test_bad_input_gets_a_sentence(call: Callable[[], Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+def test_too_long_a_sum_is_refused() -> None:
+    one = torch.tensor(1.0)
+    a, b = (Int8Tensor(torch.zeros(shape, dtype=torch.int8), one) for shape in ((1, 131072), (131072, 1)))
+    with pytest.raises(ValueError, match="inner dimension must be at most 131071"):
+        amp_kernels.int8_matmul(a, b)

@@ -1,0 +1,276 @@
+"""matmul: every backend under the error rule, what is padded and when, gradients, errors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import amp_kernels
+from amp_kernels import _backends, _matmul, testing
+from amp_kernels.testing import matmul as cases
+
+OPS = torch.ops.amp_kernels
+ALL = [case for op in cases.CASES.values() for case in op]
+LOW = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+@pytest.mark.parametrize("case", ALL, ids=lambda case: f"{case.op}-{case}")
+def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
+    for result in case.body(device):
+        assert result.passed, f"{case}: {result}"
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float16, seed: int = 0) -> Tensor:
+    return testing.randn(*shape, dtype=dtype, seed=seed)
+
+
+# ---------------------------------------------------------------------------------------------------- as torch's
+@LOW
+@pytest.mark.parametrize(
+    ("left", "right"),
+    [
+        ((5,), (5,)), ((5,), (5, 3)), ((4, 5), (5,)), ((2, 4, 5), (5, 3)), ((2, 4, 5), (5,)), ((5,), (2, 5, 3)),
+        ((2, 1, 4, 5), (3, 5, 6)), ((1, 4, 5), (7, 5, 6)), ((2, 0, 5), (5, 3)), ((0, 4, 5), (0, 5, 3)),
+        ((4, 0), (0, 3)),
+    ],
+)  # fmt: skip
+def test_shapes_are_torchs(left: tuple[int, ...], right: tuple[int, ...], dtype: torch.dtype) -> None:
+    a, b = randn(*left, dtype=dtype), randn(*right, dtype=dtype, seed=1)
+    expected = torch.matmul(a.float(), b.float())
+    ours = amp_kernels.matmul(a, b)
+    assert ours.shape == expected.shape and ours.dtype == dtype
+    torch.testing.assert_close(ours.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_fp32_is_torchs() -> None:
+    a, b, bias = torch.randn(4, 5), torch.randn(5, 3), torch.randn(3)
+    assert torch.equal(amp_kernels.matmul(a, b), a @ b)
+    assert torch.equal(amp_kernels.addmm(bias, a, b, beta=2.0), torch.addmm(bias, a, b, beta=2.0))
+    assert torch.equal(amp_kernels.linear(a, b.t(), bias, "gelu"), F.gelu(F.linear(a, b.t(), bias)))
+    assert amp_kernels.matmul(a, b, out_dtype=torch.float16).dtype == torch.float16
+
+
+def test_autocast() -> None:
+    x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(5, 4))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = amp_kernels.linear(x, weight, torch.randn(5))
+        assert y.dtype == amp_kernels.matmul(x, weight.t()).dtype == torch.bfloat16
+    y.float().sum().backward()
+    assert weight.grad is not None and weight.grad.dtype == torch.float32
+
+
+def test_rows_do_not_leak_into_each_other() -> None:
+    x = randn(5, 33)
+    x[2] = torch.nan
+    y = amp_kernels.linear(x, randn(7, 33), randn(7), "relu")
+    assert y[2].isnan().all() and y[[0, 1, 3, 4]].isfinite().all()
+
+
+# ------------------------------------------------------------------------------------------------------- gradients
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+def test_double_backward(activation: Any) -> None:
+    tensors = [randn(6, 9), randn(5, 9, seed=1) / 3, randn(5, seed=2)]
+
+    def penalty(function: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        y = function(*leaves)
+        (grad,) = torch.autograd.grad(y.float().square().sum(), leaves[0], create_graph=True)
+        return [t.double() for t in torch.autograd.grad(grad.float().square().sum(), leaves[:2])]
+
+    def by_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return cases.activate(F.linear(x, weight, bias), activation)
+
+    ours = penalty(lambda *t: amp_kernels.linear(*t, activation), torch.float16)
+    for our, true in zip(ours, penalty(by_torch, torch.float64), strict=True):
+        assert (our - true).abs().max() <= 0.02 * true.abs().max()
+
+
+@pytest.mark.parametrize("needed", range(3))
+def test_only_what_is_needed_is_computed(needed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    products: list[tuple[int, ...]] = []
+    product = _matmul.product
+
+    def counting(a: Tensor, b: Tensor, *rest: Any, **options: Any) -> None:
+        products.append(tuple(options["out"].shape))
+        product(a, b, *rest, **options)
+
+    monkeypatch.setattr(_matmul, "product", counting)
+    tensors = [randn(6, 9), randn(5, 9), randn(5)]
+    tensors[needed].requires_grad_()
+    amp_kernels.linear(*tensors).sum().backward()
+    assert products[1:] == [[(6, 9)], [(5, 9)], []][needed]
+
+
+def test_gelu_without_gradients_writes_no_argument(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Any] = []
+    product = _matmul.product
+    monkeypatch.setattr(_matmul, "product", lambda *a, **k: (written.append(k["pre"]), product(*a, **k))[1])
+    x, weight = randn(6, 9), randn(5, 9)
+    amp_kernels.linear(x, weight, None, "gelu")
+    with torch.no_grad():
+        amp_kernels.linear(x, weight.requires_grad_(), None, "gelu")
+    amp_kernels.linear(x, weight, None, "gelu")
+    assert [pre is not None for pre in written] == [False, False, True]
+
+
+# ---------------------------------------------------------------------------------------------- compiler and checks
+def samples() -> list[Any]:
+    x, weight, bias = randn(4, 6), randn(3, 6, seed=1), randn(3, seed=2)
+    leaves = [t.clone().requires_grad_() for t in (x, weight, bias)]
+    return [
+        pytest.param("addmm", (None, x, weight.t(), 0.0, 1.0, torch.float32), id="mm"),
+        pytest.param("addmm", (bias.expand(4, 3), leaves[0], leaves[1].t(), 0.5, 2.0, torch.float16), id="addmm"),
+        pytest.param("addmm", (None, x.expand(2, 4, 6), randn(2, 6, 5), 0.0, 1.0, torch.float16), id="bmm"),
+        pytest.param("linear", (x, weight, None, 0, False), id="linear"),
+        pytest.param("linear", (*leaves, 2, True), id="linear-gelu"),
+        pytest.param("linear", (*leaves, 1, True), id="linear-relu"),
+        pytest.param("linear_backward", (randn(4, 3), x, weight, randn(4, 3), 3, [True, True, True]), id="backward"),
+        pytest.param("linear_backward", (randn(4, 3), x, weight, x, 0, [True, False, False]), id="backward-of-x"),
+    ]
+
+
+@pytest.mark.parametrize(("op", "arguments"), samples())
+def test_opcheck(op: str, arguments: tuple[Any, ...]) -> None:
+    # The gradient of a gelu's argument is discontinuous nowhere, but is taken in 16 bits by two different ways.
+    torch.library.opcheck(getattr(OPS, op).default, arguments, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+def test_compiled_is_eager(activation: Any) -> None:
+    def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        hidden = amp_kernels.linear(x, weight, bias, activation)
+        return amp_kernels.matmul(hidden, weight).float().square().mean()
+
+    torch.compiler.reset()
+    results = []
+    for call in (function, torch.compile(function, fullgraph=True)):
+        leaves = [randn(2, 7, 5).requires_grad_(), randn(9, 5, seed=1).requires_grad_(), randn(9).requires_grad_()]
+        loss = call(*leaves)
+        loss.backward()
+        results.append([loss.detach(), *(t.grad for t in leaves)])
+    for ours, eager in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(ours, eager, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (
+            lambda x, w: amp_kernels.matmul(x, w.t().bfloat16()),
+            TypeError,
+            "b must be torch.float16 as the first operand",
+        ),
+        (lambda x, w: amp_kernels.matmul(x, w), ValueError, r"b must be a matrix that a can be multiplied with"),
+        (lambda x, w: amp_kernels.matmul(x, w.t(), out_dtype=torch.int8), TypeError, "out_dtype must be float32"),
+        (lambda x, w: amp_kernels.matmul(x, x[0, 0]), ValueError, "at least 1 dimension"),
+        (lambda x, w: amp_kernels.addmm(x.bfloat16()[:, :3], x, w.t()), TypeError, "input must be torch.float16"),
+        (lambda x, w: amp_kernels.linear(x, w.t()), ValueError, r"weight must be \[out_features, 6\]"),
+        (lambda x, w: amp_kernels.linear(x, w, randn(4)), ValueError, r"bias must have shape \(3,\), got \(4,\)"),
+        (
+            lambda x, w: amp_kernels.linear(x, w, activation="silu"),
+            ValueError,
+            "activation must be one of None, 'relu'",
+        ),
+        (lambda x, w: amp_kernels.pad_to_multiple(x, 0), ValueError, "multiple must be at least 1, got 0"),
+        (lambda x, w: amp_kernels.pad_to_multiple(x[0, 0]), ValueError, "must have a last dimension to pad"),
+    ],
+)
+def test_bad_input_gets_a_sentence(call: Callable[..., Any], error: type[Exception], sentence: str) -> None:
+    with pytest.raises(error, match=sentence):
+        call(randn(4, 6), randn(3, 6))
+
+
+# ---------------------------------------------------------------------------------------------------------- padding
+def test_pad_to_multiple() -> None:
+    x = randn(3, 1023).requires_grad_()
+    view = amp_kernels.pad_to_multiple(x)
+    assert view.shape == x.shape and view.stride() == (1024, 1) and torch.equal(view, x)
+    assert view.detach().as_strided((3, 1), (1024, 1), 1023).count_nonzero() == 0
+    view.sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(x))  # type: ignore[arg-type]
+    assert amp_kernels.pad_to_multiple(torch.ones(2, 16)).stride() == (16, 1)
+
+
+@pytest.mark.parametrize(
+    ("view", "expected"),
+    [
+        (lambda: torch.empty(5, 16), True),
+        (lambda: torch.empty(5, 17), False),
+        (lambda: torch.empty(5, 24)[:, :17], True),  # only the pitch counts
+        (lambda: torch.empty(16, 5).t(), False),
+        (lambda: torch.empty(5, 16).t(), True),
+        (lambda: torch.empty(5, 17).t(), False),
+        (lambda: torch.empty(1, 17), True),
+        (lambda: torch.empty(16, 32)[:, ::2], False),
+        (lambda: torch.empty(3, 5, 16), True),
+        (lambda: torch.empty(3, 5, 24)[:, ::2, :17], True),
+        (lambda: torch.empty(3, 81)[:, :80].view(3, 5, 16), False),  # matrices that begin unaligned
+    ],
+)
+def test_what_can_be_loaded_16_bytes_at_a_time(view: Callable[[], Tensor], expected: bool) -> None:
+    x = view()
+    x = torch.empty_strided(x.shape, x.stride(), dtype=torch.float16)
+    assert _matmul.is_aligned(x) is expected
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decisions as on a GPU, on fake tensors."""
+    monkeypatch.setattr(_backends, "select", lambda device: "cuda" if device.type == "cuda" else "cpu")
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+def test_odd_operands_are_padded_on_a_gpu() -> None:
+    with FakeTensorMode():
+        x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((64, 1023), (50257, 1023)))
+        assert _matmul.choose(x, weight.t())[:2] == ("cublas", (True, True))
+        assert _matmul.choose(x, weight.t(), "gelu")[:2] == ("cuda", (True, True))
+        assert _matmul.choose(x[:8], weight.t())[1] == (False, False)  # bound by the weight
+        out, pre, x_padded, weight_padded = OPS.linear(x, weight, None, 2, True)
+        assert out.shape == (64, 50257) and out.stride() == pre.stride() == (50264, 1)
+        assert x_padded.stride() == (1024, 1) and weight_padded.shape == weight.shape
+        assert [t.numel() for t in OPS.linear(x, weight, None, 2, False)[1:]] == [0, 0, 0]
+        grads = OPS.linear_backward(out, x_padded, weight_padded, pre, 2, [True, True, True])
+        assert grads[0].stride() == (1024, 1)
+        assert grads[1].is_contiguous() and grads[1].shape == weight.shape  # as a parameter's gradient must be
+
+
+@torch.no_grad()
+def test_padded_copies_of_weights() -> None:
+    cache = _matmul._Weights()
+    weight = torch.nn.Parameter(randn(5, 9))
+    first = cache.padded(weight, keeps=False)
+    assert torch.equal(first, weight) and first.stride() == (16, 1)
+    assert cache.padded(weight, keeps=False) is first
+    weight.add_(1)
+    second = cache.padded(weight, keeps=False)
+    assert second is not first and torch.equal(second, weight)
+    weight.data = weight.data.clone()
+    assert cache.padded(weight, keeps=False) is not second
+
+    kept = cache.padded(weight, keeps=True)  # training may change it in ways that no version shows
+    assert cache.padded(weight, keeps=True) is not kept
+    with torch.autograd._unsafe_preserve_version_counter(weight):
+        weight.add_(1)
+    assert torch.equal(cache.padded(weight, keeps=False), weight)
+
+    del weight
+    gc.collect()
+    assert len(cache._copies) == 0
+
+
+@torch.no_grad()
+def test_a_weight_that_a_graph_used_is_copied_anew() -> None:
+    cache = _matmul._Weights()
+    weight = torch.nn.Parameter(randn(5, 9))
+    cached = cache.padded(weight, keeps=False)
+    cache._copies[weight] = None  # as a capture leaves it
+    again = cache.padded(weight, keeps=False)
+    assert again is not cached and cache.padded(weight, keeps=False) is not again

@@ -1,0 +1,499 @@
+"""amp_kernels.nn.Linear beside nn.Linear: results, gradients, and all that is done to a layer of a model."""
+
+from __future__ import annotations
+
+import copy
+import io
+import os
+import pickle
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+from torch.utils.checkpoint import checkpoint
+
+import amp_kernels
+from amp_kernels._linear import Linear, convert_linear_
+from amp_kernels.reference.matmul import activate
+from amp_kernels.testing import randn
+from amp_kernels.testing.matmul import ACTIVATIONS, LAYOUTS, compare
+
+LOW = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+
+
+def torchs(inputs: int, outputs: int, dtype: torch.dtype, device: Any = "cpu", bias: bool = True) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs, bias).to(device, dtype)
+    with torch.no_grad():
+        layer.weight.copy_(randn(outputs, inputs, seed=1) / max(inputs, 1) ** 0.5)
+        if bias:
+            layer.bias.copy_(randn(outputs, seed=2))
+    return layer
+
+
+def ours(layer: nn.Linear, activation: Any = None) -> Linear:
+    """The same weights in a layer of ours."""
+    result = Linear(
+        layer.in_features, layer.out_features, layer.bias is not None, layer.weight.device, layer.weight.dtype,
+        activation=activation,
+    )  # fmt: skip
+    result.load_state_dict(layer.state_dict())
+    return result
+
+
+def trained(layer: nn.Linear, x: Tensor, activation: Any, lr: float = 0.5) -> list[Tensor]:
+    """The result, the gradient of x, and the weights after a step of SGD."""
+    x = x.detach().requires_grad_()
+    y = layer(x)
+    y = y if isinstance(layer, Linear) else activate(y, activation)
+    y.backward(randn(*y.shape, seed=5).to(y))
+    with torch.no_grad():
+        return [y.detach(), x.grad, *(p - lr * p.grad for p in layer.parameters())]  # type: ignore[list-item]
+
+
+def check_against_torch(layer: nn.Linear, x: Tensor, activation: Any = None) -> None:
+    """`trained` under the error rule: fp64 is the truth, nn.Linear in the same dtype the yardstick."""
+    yardstick = trained(copy.deepcopy(layer).cpu(), x.cpu(), activation)
+    truth = trained(copy.deepcopy(layer).cpu().double(), x.cpu().double(), activation)
+    for name, *three in zip(
+        ("y", "dx", "weight", "bias"), trained(ours(layer, activation), x, activation), yardstick, truth, strict=False
+    ):
+        result = compare(name, *three)
+        # Gradients go through an activation's argument that was rounded, by torch too.
+        slack = 1 if name == "y" or activation is None else 4
+        assert result.error <= slack * result.allowed, result
+
+
+# ----------------------------------------------------------------------------------------------------- as nn.Linear
+@LOW
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize(("inputs", "outputs"), [(63, 65), (64, 128), (31, 1), (8, 7), (1, 3), (1023, 9)])
+def test_a_trained_step(
+    inputs: int, outputs: int, activation: Any, dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    layer = torchs(inputs, outputs, dtype, device)
+    check_against_torch(layer, randn(19, inputs, dtype=dtype).to(device), activation)
+
+
+@pytest.mark.parametrize("shape", [(33,), (1, 33), (2, 3, 5, 33), (0, 33), (2, 0, 33)], ids=str)
+def test_shapes_of_x(shape: tuple[int, ...], backend: str, device: torch.device) -> None:
+    layer = torchs(33, 10, torch.float16, device)
+    check_against_torch(layer, randn(*shape, dtype=torch.float16).to(device))
+    check_against_torch(torchs(33, 10, torch.float16, device, bias=False), randn(*shape).half().to(device))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_any_leading_dimension(layout: str, backend: str, device: torch.device) -> None:
+    layer = torchs(33, 10, torch.float16, device)
+    x = LAYOUTS[layout](randn(17, 33, dtype=torch.float16).to(device))
+    result = compare(
+        "y", ours(layer)(x).detach(), layer.cpu()(x.cpu()), copy.deepcopy(layer).double()(x.cpu().double())
+    )
+    assert result.passed, result
+
+
+def test_a_gradient_without_strides(backend: str, device: torch.device) -> None:
+    layer, x = ours(torchs(33, 10, torch.float16, device)), randn(17, 33).half().to(device).requires_grad_()
+    layer(x).sum().backward()  # expands one element
+    expected = layer.weight.double().sum(0).expand(17, -1)
+    assert x.grad is not None and layer.bias.grad is not None
+    torch.testing.assert_close(x.grad.double(), expected, rtol=2e-3, atol=2e-3)
+    assert (layer.bias.grad == 17).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_wider_dtypes_are_torchs(activation: Any, dtype: torch.dtype) -> None:
+    layer, x = torchs(9, 5, dtype), randn(4, 9, dtype=dtype)
+    assert torch.equal(ours(layer, activation)(x), activate(layer(x), activation))
+
+
+def test_no_inputs_no_outputs() -> None:
+    with pytest.warns(UserWarning, match="zero-element"):
+        layer = Linear(0, 5, dtype=torch.float16)
+        none = Linear(5, 0, dtype=torch.float16)
+    assert torch.equal(layer(torch.empty(3, 0).half()), layer.bias.expand(3, 5))
+    assert none(randn(2, 3, 5).half()).shape == (2, 3, 0)
+
+
+@LOW
+def test_autocast(dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    layer, x = torchs(33, 10, torch.float32, device), randn(6, 33).to(device)
+    mine = ours(layer)
+    with torch.autocast(device.type, dtype=dtype):
+        y = mine(x)
+        expected = layer(x)
+    y.float().sum().backward()
+    assert y.dtype == expected.dtype == dtype and mine.weight.grad.dtype == torch.float32  # type: ignore[union-attr]
+    truth = x.to(dtype).double() @ layer.weight.to(dtype).double().t() + layer.bias.to(dtype).double()
+    assert compare("y", y.detach(), expected.cpu(), truth.cpu()).passed
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_double_backward(activation: Any, backend: str, device: torch.device) -> None:
+    layer, inputs = torchs(33, 10, torch.float16, device), randn(6, 33).half().to(device)
+
+    def penalty(dtype: torch.dtype, mine: bool) -> list[Tensor]:
+        module = ours(layer, activation) if mine else copy.deepcopy(layer).to(dtype)
+        x = inputs.to(dtype).requires_grad_()
+        y = module(x) if mine else activate(module(x), activation)
+        (grad,) = torch.autograd.grad(
+            y.to(torch.promote_types(dtype, torch.float32)).square().sum(), x, create_graph=True
+        )
+        total = grad.to(torch.promote_types(dtype, torch.float32)).square().sum()
+        return [t.double() for t in torch.autograd.grad(total, (x, module.weight))]
+
+    for our, true in zip(penalty(torch.float16, True), penalty(torch.float64, False), strict=True):
+        assert (our - true).abs().max() <= 0.02 * true.abs().max()
+
+
+# ------------------------------------------------------------------------------------------------------ the parameters
+def test_the_same_initial_values_and_names() -> None:
+    layers = []
+    for kind in (nn.Linear, Linear):
+        torch.manual_seed(3)
+        layers.append(kind(13, 7))
+    theirs, mine = (layer.state_dict() for layer in layers)
+    assert list(theirs) == list(mine) and all(torch.equal(theirs[name], mine[name]) for name in theirs)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_state_dicts_go_both_ways(bias: bool) -> None:
+    theirs, mine = nn.Linear(13, 7, bias), Linear(13, 7, bias, activation="gelu")
+    mine.load_state_dict(theirs.state_dict(), strict=True)
+    assert torch.equal(mine.weight, theirs.weight) and mine.weight is not theirs.weight
+    nn.Linear(13, 7, bias).load_state_dict(mine.state_dict(), strict=True)
+
+
+def test_parameters_are_dense(backend: str, device: torch.device) -> None:
+    layer = ours(torchs(1023, 9, torch.float16, device))
+    layer(randn(2, 1023).half().to(device)).sum().backward()
+    assert layer.weight.is_contiguous() and layer.weight.grad.is_contiguous()  # type: ignore[union-attr]
+    assert layer.weight.untyped_storage().nbytes() == 2 * 9 * 1023
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_copies(activation: Any) -> None:
+    layer = ours(torchs(9, 5, torch.float16), activation)
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    copies = (
+        copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), torch.load(file, weights_only=False),
+    )  # fmt: skip
+    x = randn(4, 9).half()
+    for other in copies:
+        assert type(other) is Linear and other.activation == activation and other.weight is not layer.weight
+        assert torch.equal(other(x), layer(x))
+
+
+def test_repr() -> None:
+    assert repr(Linear(3, 5)) == "Linear(in_features=3, out_features=5, bias=True)"
+    assert repr(Linear(3, 5, False, activation="relu")).endswith("bias=False, activation=relu)")
+
+
+@pytest.mark.parametrize("name", ["silu", "", 1, "GELU"])
+def test_unknown_activations_get_a_sentence(name: Any) -> None:
+    with pytest.raises(ValueError, match="Linear: activation must be one of None, 'relu', 'gelu', 'gelu_tanh', got"):
+        Linear(3, 5, activation=name)
+
+
+def test_a_tied_weight(backend: str, device: torch.device) -> None:
+    tokens = torch.tensor([[1, 5, 5], [0, 2, 6]], device=device)
+
+    def grad_of(dtype: torch.dtype, kind: type[nn.Linear]) -> Tensor:
+        embedding = nn.Embedding(7, 9).to(device, dtype)
+        head = kind(9, 7, False, device, dtype)
+        with torch.no_grad():
+            embedding.weight.copy_(randn(7, 9, seed=1))
+        head.weight = embedding.weight
+        assert len(list(nn.ModuleList([embedding, head]).parameters())) == 1
+        logits = head(embedding(tokens))
+        F.cross_entropy(logits.float().view(-1, 7), tokens.view(-1)).backward()
+        return embedding.weight.grad  # type: ignore[return-value]
+
+    expected = grad_of(torch.float32, nn.Linear)
+    torch.testing.assert_close(grad_of(torch.float16, Linear).float(), expected, rtol=1e-2, atol=2e-3)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpointing(use_reentrant: bool, backend: str, device: torch.device) -> None:
+    model = nn.Sequential(
+        ours(torchs(33, 10, torch.float16, device), "gelu"), ours(torchs(10, 7, torch.float16, device))
+    )
+    x = randn(6, 33).half().to(device)
+
+    def grads(call: Any) -> list[Tensor]:
+        leaf = x.clone().requires_grad_()
+        model.zero_grad()
+        call(leaf).sum().backward()
+        return [leaf.grad, *(p.grad for p in model.parameters())]  # type: ignore[list-item]
+
+    plain = grads(model)
+    for again, grad in zip(grads(lambda t: checkpoint(model, t, use_reentrant=use_reentrant)), plain, strict=True):
+        assert torch.equal(again, grad)
+
+
+# -------------------------------------------------------------------------------------------- compilers, transforms
+@pytest.fixture
+def model() -> nn.Module:
+    first, second = torchs(33, 10, torch.float16), torchs(10, 7, torch.float16, bias=False)
+    return nn.Sequential(ours(first, "gelu_tanh"), ours(second))
+
+
+def passes(call: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
+    leaf = x.clone().requires_grad_()
+    model.zero_grad()
+    y = call(leaf)
+    y.float().square().sum().backward()
+    return [y.detach(), leaf.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item,union-attr]
+
+
+def test_compiled_without_graph_breaks(model: nn.Module) -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(model, fullgraph=True)
+    for rows in (2, 19, 40):  # dynamic from the second on
+        x = randn(rows, 3, 33).half()
+        for mine, eager in zip(passes(compiled, model, x), passes(model, model, x), strict=True):
+            torch.testing.assert_close(mine, eager, rtol=5e-3, atol=5e-3)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(x), model(x), rtol=5e-3, atol=5e-3)
+
+
+def test_compiled_under_autocast() -> None:
+    torch.compiler.reset()
+    layer = ours(torchs(33, 10, torch.float32))
+
+    def call(x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return layer(x)
+
+    x = randn(5, 33)
+    results = [passes(function, layer, x) for function in (torch.compile(call, fullgraph=True), call)]
+    for mine, eager in zip(*results, strict=True):
+        assert mine.dtype == eager.dtype
+        torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
+
+
+def test_export(model: nn.Module) -> None:
+    x = randn(4, 33).half()
+    exported = torch.export.export(model.eval(), (x,))
+    assert any("amp_kernels.linear" in str(node.target) for node in exported.graph.nodes)
+    assert torch.equal(exported.module()(x), model(x))
+
+
+def test_meta() -> None:
+    layer = Linear(9, 5, device="meta", dtype=torch.float16, activation="relu")
+    assert layer(torch.empty(2, 4, 9, dtype=torch.float16, device="meta")).shape == (2, 4, 5)
+
+
+def test_gradients_of_each_sample(model: nn.Module) -> None:
+    x = randn(4, 33).half()
+    params = {name: p.detach() for name, p in model.named_parameters()}
+
+    def loss(params: dict[str, Tensor], row: Tensor) -> Tensor:
+        return torch.func.functional_call(model, params, (row,)).float().square().sum()
+
+    together = torch.func.vmap(torch.func.grad(loss), (None, 0))(params, x)
+    for i, row in enumerate(x):
+        passes(model, model, row)
+        for name, p in model.named_parameters():
+            torch.testing.assert_close(together[name][i], p.grad, rtol=1e-2, atol=1e-2)
+
+
+def test_forward_mode(model: nn.Module) -> None:
+    plain = nn.Sequential(nn.Linear(33, 10), nn.GELU("tanh"), nn.Linear(10, 7, False))
+    plain.load_state_dict({name.replace("1.", "2."): p.float() for name, p in model.state_dict().items()})
+    x, direction = randn(4, 33), randn(4, 33, seed=1)
+    expected = torch.func.jvp(plain, (x,), (direction,))[1]
+    ours = torch.func.jvp(model, (x.half(),), (direction.half(),))[1]
+    torch.testing.assert_close(ours.float(), expected, rtol=2e-2, atol=2e-2)
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x.half(), direction.half())
+        ours = torch.autograd.forward_ad.unpack_dual(model(dual)).tangent
+    torch.testing.assert_close(ours.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_nested_tensors() -> None:
+    layer, rows = torchs(33, 10, torch.float16), [randn(n, 33).half() for n in (3, 1, 4)]
+    nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
+    for part, x in zip(ours(layer)(nested).unbind(), rows, strict=True):
+        torch.testing.assert_close(part, layer(x), rtol=2e-3, atol=2e-3)
+
+
+# ------------------------------------------------------------------------------------------------------ distributed
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """Of this process alone."""
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch was built without gloo")
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
+        dist.init_process_group("gloo", rank=0, world_size=1)
+    try:
+        yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()
+
+
+def test_fsdp2(mesh: Any) -> None:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    torch.manual_seed(0)
+    plain = nn.Sequential(nn.Linear(33, 10), nn.Linear(10, 7))
+    sharded = convert_linear_(copy.deepcopy(plain))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+    for module in (*sharded, sharded):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+    assert all(isinstance(layer, Linear) for layer in sharded)
+    x = randn(6, 33)
+    models = (plain, sharded)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.05) for model in models]
+    for _ in range(3):
+        for network, optimizer in zip(models, optimizers, strict=True):
+            network(x).float().square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    for mine, theirs in zip(sharded.parameters(), plain.parameters(), strict=True):
+        assert mine.to_local().dtype == torch.float32
+        torch.testing.assert_close(mine.full_tensor(), theirs, rtol=0.05, atol=0.02)
+
+
+def test_tensor_parallel(mesh: Any) -> None:
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plain = nn.Sequential(torchs(33, 10, torch.bfloat16), torchs(10, 7, torch.bfloat16))
+    parallel = parallelize_module(
+        convert_linear_(copy.deepcopy(plain)), mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()}
+    )
+    x = randn(6, 33).bfloat16()
+    torch.testing.assert_close(parallel(x), plain(x), rtol=2e-2, atol=2e-2)
+
+
+# ------------------------------------------------------------------------------------------------------- conversion
+def transformer(dtype: torch.dtype) -> nn.Module:
+    torch.manual_seed(1)
+    layer = nn.TransformerEncoderLayer(36, 3, 61, dropout=0.0, activation="gelu", batch_first=True)
+    return nn.Sequential(nn.Linear(17, 36), nn.TransformerEncoder(layer, 2), nn.Linear(36, 11)).to(dtype)
+
+
+@LOW
+@pytest.mark.parametrize("train", [True, False])  # torch's fused kernel of the encoder is for inference
+def test_a_converted_transformer(train: bool, dtype: torch.dtype, backend: str, device: torch.device) -> None:
+    model = transformer(dtype).train(train)
+    x = randn(2, 5, 17, dtype=dtype)
+    with torch.set_grad_enabled(train):
+        yardstick, truth = model(x), copy.deepcopy(model).double()(x.double())
+        model.to(device)
+        before = dict(model.named_parameters())
+        assert convert_linear_(model) is model
+        y = model(x.to(device))
+    assert sum(type(layer) is Linear for layer in model.modules()) == 2 + 2 * 2  # not those of the attention
+    assert all(p is before[name] for name, p in model.named_parameters())
+    result = compare("y", y.detach(), yardstick.detach(), truth.detach())
+    assert result.passed, result
+
+
+def test_an_optimizer_that_exists_goes_on() -> None:
+    model = nn.Sequential(nn.Linear(9, 5), nn.ReLU(), nn.Linear(5, 3)).half()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    convert_linear_(model)
+    before = [p.detach().clone() for p in model.parameters()]
+    model(randn(8, 9).half()).sum().backward()
+    optimizer.step()
+    assert all(not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True))
+
+
+def test_what_a_layer_carries_stays() -> None:
+    layer = nn.Linear(9, 5).half()
+    layer.is_special = True  # type: ignore[assignment]
+    calls: list[str] = []
+    layer.register_forward_hook(lambda *_: calls.append("after"))
+    layer.register_full_backward_hook(lambda *_: calls.append("backward"))
+    assert convert_linear_(layer) is layer and type(layer) is Linear and layer.activation is None
+    layer(randn(2, 9).half().requires_grad_()).sum().backward()
+    assert calls == ["after", "backward"] and layer.is_special
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = nn.ModuleDict({"embedding": nn.Embedding(7, 9), "head": nn.Linear(9, 7, bias=False)})
+    model["head"].weight = model["embedding"].weight
+    convert_linear_(model)
+    assert type(model["head"]) is Linear and model["head"].weight is model["embedding"].weight
+
+
+class Subclass(nn.Linear):
+    pass
+
+
+def test_what_is_left_alone() -> None:
+    own, attribute = nn.Linear(9, 9), nn.Linear(9, 9)
+    own.forward = lambda x: x  # type: ignore[method-assign,assignment]
+    attribute.activation = nn.ReLU()
+    parametrized = parametrizations.weight_norm(nn.Linear(9, 9))
+    layers = [own, attribute, parametrized, Subclass(9, 9), nn.MultiheadAttention(9, 3), nn.LazyLinear(9)]
+    kinds = [type(layer) for layer in layers]
+    model = nn.Sequential(*layers, nn.Linear(9, 9))
+    convert_linear_(model)
+    assert [type(layer) for layer in layers] == kinds and type(model[-1]) is Linear
+    assert not any(isinstance(layer, Linear) for layer in layers[4].modules())
+
+
+def test_parametrized_after_conversion() -> None:
+    plain = nn.Linear(9, 5).bfloat16()
+    layer = parametrizations.weight_norm(convert_linear_(copy.deepcopy(plain)))
+    assert isinstance(layer, Linear)
+    x = randn(4, 9).bfloat16()
+    torch.testing.assert_close(layer(x), plain(x), rtol=2e-2, atol=2e-2)
+    layer(x).sum().backward()
+    assert all(p.grad is not None for p in layer.parameters())
+
+
+def test_a_hook_that_computes_the_weight_stays() -> None:
+    with pytest.warns(FutureWarning):
+        layer = nn.utils.weight_norm(nn.Linear(9, 5))
+    x = randn(4, 9)
+    expected = layer(x)
+    convert_linear_(layer)
+    assert type(layer) is Linear and torch.equal(layer(x), expected)
+
+
+def test_filter_fn() -> None:
+    model = nn.Sequential(nn.Linear(9, 9), nn.Sequential(nn.Linear(9, 9)), nn.Linear(9, 8))
+    convert_linear_(model, lambda layer, name: name != "1.0" and layer.out_features == 9)
+    assert [type(layer) for layer in (model[0], model[1][0], model[2])] == [Linear, nn.Linear, nn.Linear]
+
+
+def test_twice_is_once() -> None:
+    model = convert_linear_(nn.Sequential(nn.Linear(9, 9)))
+    assert convert_linear_(model) is model
+
+
+@pytest.mark.parametrize(
+    ("model", "filter_fn", "sentence"),
+    [
+        (nn.ReLU(), None, "convert_linear_: model must have an nn.Linear to convert, got ReLU without any$"),
+        (nn.Linear(3, 3), lambda *_: False, "got Linear without any that filter_fn takes"),
+        (Subclass(3, 3), None, "got Subclass without any$"),
+    ],
+)
+def test_nothing_to_convert_gets_a_sentence(model: nn.Module, filter_fn: Any, sentence: str) -> None:
+    with pytest.raises(ValueError, match=sentence):
+        convert_linear_(model, filter_fn)
+
+
+def test_the_operator_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("amp_kernels._linear.linear", lambda *args: (calls.append(args), amp_kernels.linear(*args))[1])
+    layer = ours(torchs(9, 5, torch.float16), "relu")
+    x = randn(4, 9).half()
+    layer(x)
+    assert len(calls) == 1 and calls[0][1] is layer.weight and calls[0][2:] == (layer.bias, "relu")

@@ -1,0 +1,151 @@
+"""int8 arithmetic, bit for bit that of csrc/formulas/int8.h, and the launch that keeps it so.
+
+No operation is fused (`launch_unfused`), division is `div_rn` (plain `/` is approximate), and rint and floor are made
+of additions: libdevice's are missing from the interpreter, and `tl.floor` flushes subnormals.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INFINITY_BITS = tl.constexpr(0x7F800000)
+# 1.5 * 2**23: added to a float of less than 2**22, it leaves no bits below one, rounded half to even.
+ROUNDER = tl.constexpr(12582912.0)
+
+
+@triton.jit
+def ordered_key(x):
+    """An int32 that is ordered as the floats are, with NaN beyond infinity."""
+    bits = x.to(tl.int32, bitcast=True)
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def from_key(key):
+    return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def bounded(steps):
+    """NaN stays: `tl.clamp` and `tl.minimum` need not keep it."""
+    return tl.where(steps < -512.0, -512.0, tl.where(steps > 512.0, 512.0, steps))
+
+
+@triton.jit
+def affine_of(low, high, SYMMETRIC: tl.constexpr):
+    """(scale, inverse, zero point) of groups whose extremes are these; a symmetric group knows only `high`, the
+    bits of its largest magnitude, the others two keys."""
+    if SYMMETRIC:
+        finite = high < INFINITY_BITS
+        scale = tl.div_rn(high.to(tl.float32, bitcast=True), tl.full(high.shape, 127.0, tl.float32))
+    else:
+        finite = (high < INFINITY_BITS) & (low > -INFINITY_BITS - 1)
+        steps = tl.full(high.shape, 255.0, tl.float32)
+        scale = tl.div_rn(from_key(high), steps) - tl.div_rn(from_key(low), steps)
+    inverse = tl.div_rn(tl.full(high.shape, 1.0, tl.float32), scale)
+    # A scale near 0, whose inverse is infinite, makes every code 0. So does NaN, which dequantizing then shows.
+    usable = finite & ((inverse.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY_BITS)
+    inverse = tl.where(usable, inverse, 0.0)
+    scale = tl.where(usable, scale, tl.where(finite, 1.0, float("nan")))
+    if SYMMETRIC:
+        zero_point = tl.zeros(high.shape, tl.int32)
+    else:
+        zero = bounded(-128.0 - tl.where(usable, from_key(low), 0.0) * inverse)
+        zero = ((zero + ROUNDER) - ROUNDER).to(tl.int32)
+        zero_point = tl.where(usable, tl.minimum(tl.maximum(zero, -128), 127), 0)
+    return scale, inverse, zero_point
+
+
+@triton.jit
+def given_affine(scale_ptr, zero_point_ptr, offsets, mask):
+    scale = tl.load(scale_ptr + offsets, mask=mask, other=1.0)
+    if zero_point_ptr is None:
+        zero_point = tl.zeros(scale.shape, tl.int32)
+    else:
+        zero_point = tl.load(zero_point_ptr + offsets, mask=mask, other=0)
+    return scale, tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale), zero_point
+
+
+@triton.jit
+def unclamped_codes(x, inverse, zero_point):
+    """Codes before clamping; NaN stands on the zero point."""
+    steps = bounded(x * inverse)
+    steps = (steps + ROUNDER) - ROUNDER
+    return tl.where(steps == steps, steps, 0.0).to(tl.int32) + zero_point
+
+
+@triton.jit
+def _clamped(codes, inverse, zero_point, SYMMETRIC: tl.constexpr):
+    lowest: tl.constexpr = -127 if SYMMETRIC else -128
+    return tl.where(inverse == 0.0, zero_point, tl.minimum(tl.maximum(codes, lowest), 127))
+
+
+@triton.jit
+def codes_of(x, inverse, zero_point, SYMMETRIC: tl.constexpr):
+    return _clamped(unclamped_codes(x, inverse, zero_point), inverse, zero_point, SYMMETRIC)
+
+
+@triton.jit
+def stochastic_codes_of(x, noise, inverse, zero_point, SYMMETRIC: tl.constexpr):
+    """`noise` is uniform in [0, 1)."""
+    steps = bounded(x * inverse + noise)
+    near = (steps + ROUNDER) - ROUNDER
+    steps = tl.where(near > steps, near - 1.0, near)
+    codes = tl.where(steps == steps, steps, 0.0).to(tl.int32) + zero_point
+    return _clamped(codes, inverse, zero_point, SYMMETRIC)
+
+
+@triton.jit
+def values_of(codes, scale, zero_point):
+    return (codes.to(tl.int32) - zero_point).to(tl.float32) * scale
+
+
+@triton.jit
+def _words(index, seed):
+    """Philox4x32-10 of the counter that `index` has a word of."""
+    counter = index >> 2
+    low = (counter & 0xFFFFFFFF).to(tl.uint32)
+    return tl.philox(seed, low, (counter >> 32).to(tl.uint32), low * 0, low * 0)
+
+
+@triton.jit
+def _uniform(word):
+    return (word >> 8).to(tl.int32).to(tl.float32) * 5.9604644775390625e-8
+
+
+@triton.jit
+def noise_of_each(index, seed):
+    w0, w1, w2, w3 = _words(index, seed)
+    word = index & 3
+    return _uniform(tl.where(word == 0, w0, tl.where(word == 1, w1, tl.where(word == 2, w2, w3))))
+
+
+@triton.jit
+def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """For elements whose index, a multiple of 4 in `index` [ROWS, COLUMNS / 4], goes up with the column: one
+    counter serves four of them."""
+    w0, w1, w2, w3 = _words(index, seed)
+    return _uniform(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLUMNS)))
+
+
+@triton.jit
+def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
+    """As common.element_pointers."""
+    if VEC > 1:
+        address = codes_ptr.to(tl.int64) // VEC * VEC
+        codes_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), VEC)
+    return codes_ptr + offsets
+
+
+def launch_unfused(kernel: Any, n_programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
+    """As common.launch, but a product and a sum stay two roundings."""
+    guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        guard = torch.cuda.device(device)
+    with guard:
+        kernel[(n_programs,)](*args, **constants, enable_fp_fusion=False)

@@ -1,0 +1,376 @@
+"""Products with int8 operands: int8 @ int8, exact, and floating point @ int8 for weights alone in int8.
+
+A program computes one tile of the output over one share of K, in an order that lets neighbours find operands in L2.
+Where there are too few tiles to fill a device, several programs share one tile's K, and a second kernel adds what
+they found in a fixed order.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import load_elements, store_elements
+from .int8 import code_pointers, codes_of, launch_unfused
+from .int8_product import COLUMNS, INT8, NEITHER, ROWS, place_of_program, pointers_of, product
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: INT8.value}
+_COMBINE_TILE = tl.constexpr(512)
+
+
+# --------------------------------------------------------------------------------------------------------- kernels
+@triton.jit(do_not_specialize=list(range(6)))
+def _sums_kernel(
+    a_ptr,
+    sums_ptr,  # int32 [m]
+    m: tl.int64,
+    k: tl.int64,
+    a_m: tl.int64,
+    a_k: tl.int64,
+    INNER: tl.constexpr,
+    VEC: tl.constexpr,
+    BM: tl.constexpr,
+    BK: tl.constexpr,
+):
+    """Sums over k of int8 [m, k]."""
+    rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
+    inner = tl.arange(0, BK).to(tl.int64)
+    mask = (rows < (m // VEC * VEC if INNER == ROWS else m))[:, None]
+    end = k // VEC * VEC if INNER == COLUMNS else k
+    pointers = pointers_of(a_ptr, rows, inner, a_m, a_k, INT8, INNER, VEC)
+    step = a_k // VEC * VEC if INNER == ROWS else a_k
+    sums = tl.zeros((BM, BK), tl.int32)
+    for i in range(0, tl.cdiv(k, BK).to(tl.int32)):
+        sums += tl.load(pointers, mask=mask & (i * BK + inner < end)[None, :], other=0).to(tl.int32)
+        pointers += BK * (1 if INNER == COLUMNS else step)
+    tl.store(sums_ptr + rows, tl.sum(sums, axis=1), mask=rows < m)
+
+
+@triton.jit
+def _zero_points(zero_point_ptr, indices, step, mask):
+    return tl.load(zero_point_ptr + indices * step, mask=mask, other=0).to(tl.int64)
+
+
+@triton.jit
+def _finish(
+    total, rows, columns, m, n, a_scale_ptr, a_scale_step, b_scale_ptr, b_scale_step, bias_ptr, out_ptr,
+    out_scale_ptr, out_zero_point_ptr, BIAS_DTYPE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr,
+):  # fmt: skip
+    """From the sum of each (row, column) to the output; rows and columns broadcast to it."""
+    exist_columns = columns < n
+    scale = tl.load(b_scale_ptr + columns * b_scale_step, mask=exist_columns, other=0.0)
+    if a_scale_ptr is not None:
+        scale = tl.load(a_scale_ptr + rows * a_scale_step, mask=rows < m, other=0.0) * scale
+    y = total.to(tl.float32) * scale
+    if bias_ptr is not None:
+        y += load_elements(bias_ptr.to(tl.int64), columns, exist_columns, BIAS_DTYPE, 1)
+    if VEC > 1:
+        n = n // VEC * VEC
+    mask = (rows < m) & (columns < n)
+    if out_scale_ptr is None:
+        store_elements(out_ptr.to(tl.int64), rows * n + columns, y, mask, DTYPE, VEC)
+    else:
+        inverse = tl.div_rn(1.0, tl.load(out_scale_ptr))
+        zero_point = tl.full((), 0, tl.int32)
+        if out_zero_point_ptr is not None:
+            zero_point = tl.load(out_zero_point_ptr)
+        codes = codes_of(y, inverse, zero_point, out_zero_point_ptr is None)
+        tl.store(code_pointers(out_ptr, rows * n + columns, VEC), codes.to(tl.int8), mask=mask)
+
+
+@triton.jit(do_not_specialize=list(range(24)))
+def _matmul_kernel(
+    a_ptr,
+    b_ptr,
+    a_scale_ptr,
+    a_zero_point_ptr,
+    b_scale_ptr,
+    b_zero_point_ptr,
+    bias_ptr,
+    out_ptr,
+    out_scale_ptr,
+    out_zero_point_ptr,
+    a_sums_ptr,  # of _sums_kernel; None: added up here
+    b_sums_ptr,
+    partials_ptr,  # [splits, m, n] for _combine_kernel; None: all of K is here
+    m: tl.int64,
+    n: tl.int64,
+    k: tl.int64,
+    a_m: tl.int64,
+    a_k: tl.int64,
+    b_k: tl.int64,
+    b_n: tl.int64,
+    a_scale_step: tl.int64,
+    b_scale_step: tl.int64,
+    n_splits: tl.int32,
+    tiles_of_split: tl.int32,
+    A_DTYPE: tl.constexpr,  # INT8, or what b becomes too
+    AS_HALF: tl.constexpr,  # int8 operands are multiplied as fp16
+    BIAS_DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+    VEC: tl.constexpr,
+    A_INNER: tl.constexpr,
+    A_VEC: tl.constexpr,
+    B_INNER: tl.constexpr,
+    B_VEC: tl.constexpr,
+    K_VEC: tl.constexpr,  # k is a multiple of it
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    SUM_A: tl.constexpr = b_zero_point_ptr is not None and a_sums_ptr is None
+    SUM_B: tl.constexpr = a_zero_point_ptr is not None and b_sums_ptr is None
+    split, row, column = place_of_program(m, n, n_splits, BM, BN)
+    rows = row + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    first = split * tiles_of_split
+    last = tl.minimum(first + tiles_of_split, tl.cdiv(k, BK).to(tl.int32))
+    total, a_sums, b_sums = product(
+        a_ptr, b_ptr, rows, columns, m, n, k, a_m, a_k, b_k, b_n, first, last,
+        A_DTYPE, AS_HALF, SUM_A, SUM_B, A_INNER, A_VEC, B_INNER, B_VEC, K_VEC, BM, BN, BK,
+    )  # fmt: skip
+    # Zero points times sums leave 32 bits.
+    if a_zero_point_ptr is not None or b_zero_point_ptr is not None:
+        total = total.to(tl.int64)
+    if a_zero_point_ptr is not None:
+        a_zero = _zero_points(a_zero_point_ptr, rows, a_scale_step, rows < m)[:, None]
+        if b_sums_ptr is not None:
+            b_sums = tl.load(b_sums_ptr + columns, mask=columns < n, other=0)
+        total -= a_zero * b_sums.to(tl.int64)[None, :]
+    if b_zero_point_ptr is not None:
+        b_zero = _zero_points(b_zero_point_ptr, columns, b_scale_step, columns < n)[None, :]
+        if a_sums_ptr is not None:
+            a_sums = tl.load(a_sums_ptr + rows, mask=rows < m, other=0)
+        total -= b_zero * a_sums.to(tl.int64)[:, None]
+        if a_zero_point_ptr is not None:
+            terms = tl.minimum(k, last.to(tl.int64) * BK) - tl.minimum(k, first.to(tl.int64) * BK)
+            total += terms * a_zero * b_zero
+    rows = rows[:, None]
+    columns = columns[None, :]
+    if partials_ptr is None:
+        _finish(
+            total, rows, columns, m, n, a_scale_ptr, a_scale_step, b_scale_ptr, b_scale_step, bias_ptr, out_ptr,
+            out_scale_ptr, out_zero_point_ptr, BIAS_DTYPE, DTYPE, VEC,
+        )  # fmt: skip
+    else:
+        tl.store(partials_ptr + (split * m + rows) * n + columns, total, mask=(rows < m) & (columns < n))
+
+
+@triton.jit
+def _combined(partials_ptr, indices, size, n_splits):
+    """Sum over splits, always in the same order."""
+    mask = indices < size
+    total = tl.load(partials_ptr + indices, mask=mask, other=0)
+    for _ in range(1, n_splits):
+        partials_ptr += size
+        total += tl.load(partials_ptr + indices, mask=mask, other=0)
+    return total
+
+
+@triton.jit(do_not_specialize=list(range(12)))
+def _combine_kernel(
+    partials_ptr,
+    a_scale_ptr,
+    b_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    out_scale_ptr,
+    out_zero_point_ptr,
+    m: tl.int64,
+    n: tl.int64,
+    a_scale_step: tl.int64,
+    b_scale_step: tl.int64,
+    n_splits: tl.int32,
+    BIAS_DTYPE: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
+    indices = tl.program_id(0).to(tl.int64) * _COMBINE_TILE + tl.arange(0, _COMBINE_TILE)
+    total = _combined(partials_ptr, indices, m * n, n_splits)
+    _finish(
+        total, indices // n, indices % n, m, n, a_scale_ptr, a_scale_step, b_scale_ptr, b_scale_step, bias_ptr,
+        out_ptr, out_scale_ptr, out_zero_point_ptr, BIAS_DTYPE, DTYPE, 1,
+    )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launch
+class _Tiles(NamedTuple):
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    def constants(self) -> dict[str, int]:
+        return {"BM": self.m, "BN": self.n, "BK": self.k, "num_warps": self.warps, "num_stages": self.stages}
+
+
+# Operands in flight take 96 KB at most: a multiprocessor of sm_86, sm_89 and sm_120 has 99 for one block. None of
+# these spills registers (tests/test_triton_compile.py).
+_LARGE = {
+    torch.int8: _Tiles(128, 128, 128, 8, 3),
+    torch.float16: _Tiles(128, 128, 64, 8, 4),
+    torch.bfloat16: _Tiles(128, 128, 64, 8, 4),
+    torch.float32: _Tiles(64, 64, 16, 8, 3),
+}
+_LARGE_HOPPER = _Tiles(128, 256, 128, 8, 4)  # int8: wgmma reads both operands from shared memory, 192 KB of 227
+_LARGE_EPILOGUE = _Tiles(
+    128, 64, 128, 8, 4
+)  # int8 with zero points, whose totals have 64 bits, or with codes for output
+_MEDIUM = {
+    torch.int8: _Tiles(64, 64, 128, 4, 4),
+    torch.float16: _Tiles(64, 64, 64, 4, 4),
+    torch.bfloat16: _Tiles(64, 64, 64, 4, 4),
+    torch.float32: _Tiles(32, 64, 32, 4, 3),
+}
+# Few rows, or few columns: the other operand streams past.
+_FEW_ROWS = {
+    torch.int8: _Tiles(16, 32, 256, 4, 4),
+    torch.float16: _Tiles(16, 32, 256, 4, 4),
+    torch.bfloat16: _Tiles(16, 32, 256, 4, 4),
+    torch.float32: _Tiles(16, 32, 64, 4, 3),
+}
+_FEW_COLUMNS = {
+    torch.int8: _Tiles(32, 16, 256, 4, 4),
+    torch.float16: _Tiles(32, 16, 256, 4, 4),
+    torch.bfloat16: _Tiles(32, 16, 256, 4, 4),
+    torch.float32: _Tiles(32, 16, 64, 4, 3),
+}
+# By element each operand needs an address and a predicate of its own.
+_BY_ELEMENT = _Tiles(64, 64, 32, 8, 2)
+_BY_ELEMENT_FP32 = _Tiles(32, 32, 16, 4, 2)
+_SMALL = _Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
+_FULL = 132  # tiles that keep a large device busy
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
+
+
+def _large_tiles(dtype: torch.dtype, plain: bool, capability: tuple[int, int]) -> _Tiles:
+    if dtype == torch.int8 and not plain:
+        return _LARGE_EPILOGUE
+    return _LARGE_HOPPER if dtype == torch.int8 and capability[0] == 9 else _LARGE[dtype]
+
+
+def _tiles(dtype: torch.dtype, m: int, n: int, wide: bool, plain: bool, capability: tuple[int, int]) -> _Tiles:
+    """`plain`: the epilogue only scales and adds."""
+    if capability < (8, 0):
+        return _SMALL
+    if not wide:
+        if dtype == torch.float32:
+            return _BY_ELEMENT_FP32
+        return _SMALL if m <= 32 or n <= 32 else _BY_ELEMENT
+    if m <= 16:
+        return _FEW_ROWS[dtype]
+    if n <= 16:
+        return _FEW_COLUMNS[dtype]
+    large = _large_tiles(dtype, plain, capability)
+    return large if math.ceil(m / large.m) * math.ceil(n / large.n) >= _FULL else _MEDIUM[dtype]
+
+
+def _access(x: torch.Tensor, masked: int) -> tuple[int, int]:
+    """(innermost axis, how many neighbours are one access) of a matrix whose axis `masked` may end inside a tile."""
+    vec = 16 // x.element_size()
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        inner, axis = COLUMNS, 1
+    elif x.stride(0) == 1 or x.shape[0] == 1:
+        inner, axis = ROWS, 0
+    else:
+        return NEITHER.value, 1
+    wide = x.data_ptr() % 16 == 0 and (x.stride(1 - axis) % vec == 0 or x.shape[1 - axis] == 1)
+    if axis == masked:
+        wide = wide and x.shape[axis] % vec == 0
+    return inner.value, vec if wide else 1
+
+
+def _sums(x: torch.Tensor) -> torch.Tensor:
+    """Sums over the columns of int8 [rows, columns]."""
+    rows, columns = x.shape
+    inner, vec = _access(x, 0)
+    vec = 1 if inner == COLUMNS.value and columns % vec else vec
+    bm, bk = (128, 32) if inner == ROWS.value else (8, 512)
+    sums = torch.empty(rows, dtype=torch.int32, device=x.device)
+    launch_unfused(
+        _sums_kernel, math.ceil(rows / bm), x.device, x, sums, rows, columns, *x.stride(),
+        INNER=inner, VEC=vec, BM=bm, BK=bk, num_warps=4,
+    )  # fmt: skip
+    return sums
+
+
+def _shares(n_tiles: int, k_tiles: int) -> tuple[int, int]:
+    """(programs that share the K of one tile of the output, tiles of K for each of them)."""
+    # Four tiles at least: what the pipeline needs to fill.
+    n_splits = max(1, min(2 * _FULL // n_tiles, k_tiles // 4)) if n_tiles < _FULL else 1
+    tiles_of_split = max(1, math.ceil(k_tiles / n_splits))
+    return max(1, math.ceil(k_tiles / tiles_of_split)), tiles_of_split
+
+
+def _multiply(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor | None,
+    a_zero_point: torch.Tensor | None,
+    b_scale: torch.Tensor,
+    b_zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+    out_zero_point: torch.Tensor | None,
+) -> None:
+    (m, k), n = a.shape, b.shape[1]
+    has_zero_points = a_zero_point is not None or b_zero_point is not None
+    capability = _capability(a.device)
+    (a_inner, a_vec), (b_inner, b_vec) = _access(a, 0), _access(b, 1)
+    plain = not has_zero_points and out_scale is None
+    tiles = _tiles(a.dtype, m, n, a_vec > 1 and b_vec > 1, plain, capability)
+    n_tiles = math.ceil(m / tiles.m) * math.ceil(n / tiles.n)
+    n_splits, tiles_of_split = _shares(n_tiles, math.ceil(k / tiles.k))
+    # In the loop of the large tiles sums would cost registers, and every tile of a row would repeat them.
+    apart = tiles == _LARGE_EPILOGUE
+    a_sums = _sums(a) if apart and b_zero_point is not None else None
+    b_sums = _sums(b.t()) if apart and a_zero_point is not None else None
+    partials = None
+    if n_splits > 1:
+        exact = torch.int64 if has_zero_points else torch.int32
+        dtype = exact if a.dtype == torch.int8 else torch.float32
+        partials = torch.empty((n_splits, m, n), dtype=dtype, device=a.device)
+    steps = (0 if a_scale is None or a_scale.numel() == 1 else 1, 0 if b_scale.numel() == 1 else 1)
+    vec = 16 // out.element_size()
+    dtypes = {"BIAS_DTYPE": _DTYPES[out.dtype if bias is None else bias.dtype], "DTYPE": _DTYPES[out.dtype]}
+    launch_unfused(
+        _matmul_kernel, n_tiles * n_splits, a.device, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out,
+        out_scale, out_zero_point, a_sums, b_sums, partials, m, n, k, *a.stride(), *b.stride(), *steps, n_splits,
+        tiles_of_split, A_DTYPE=_DTYPES[a.dtype], AS_HALF=a.dtype == torch.int8 and capability < (8, 0),
+        VEC=vec if n % vec == 0 and out.data_ptr() % 16 == 0 else 1, A_INNER=a_inner, A_VEC=a_vec,
+        B_INNER=b_inner, B_VEC=b_vec, K_VEC=16 if k % 16 == 0 else 1, **dtypes, **tiles.constants(),
+    )  # fmt: skip
+    if partials is not None:
+        launch_unfused(
+            _combine_kernel, math.ceil(m * n / _COMBINE_TILE.value), a.device, partials, a_scale, b_scale, bias, out,
+            out_scale, out_zero_point, m, n, *steps, n_splits, **dtypes, num_warps=4,
+        )  # fmt: skip
+
+
+def _int8_matmul_(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    a_zero_point: torch.Tensor | None,
+    b_scale: torch.Tensor,
+    b_zero_point: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+    out_scale: torch.Tensor | None,
+    out_zero_point: torch.Tensor | None,
+) -> None:
+    _multiply(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point)
+
+
+def _int8_linear_(
+    x: torch.Tensor, weight: torch.Tensor, scale: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    _multiply(x, weight.t(), None, None, scale, None, bias, out, None, None)
