@@ -70,7 +70,7 @@ def _is_for_torch(x: Tensor, weight: Tensor) -> bool:
         or weight.shape[1] == 0
         or is_traceable_wrapper_subclass(x)
         or is_traceable_wrapper_subclass(weight)
-        or torch._C._functorch.maybe_current_level() is not None
+        or torch._C._are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
 

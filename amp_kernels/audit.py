@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.conv import _ConvNd
-from torch.nn.modules.lazy import LazyModuleMixin
+from torch.nn.parameter import is_lazy
 
 from . import _backends, _checks, _matmul
 from ._linear import Linear, converts
@@ -162,7 +162,7 @@ def audit(model: nn.Module) -> list[Finding]:
     findings: list[Finding] = []
     slow: dict[int, tuple[str, nn.Linear]] = {}  # by weight
     for name, layer in model.named_modules():
-        if isinstance(layer, LazyModuleMixin) and layer.has_uninitialized_params():
+        if is_lazy(layer._parameters.get("weight")):
             continue
         if isinstance(layer, nn.Linear) and not isinstance(layer, Linear):
             found = _linear(name, layer)

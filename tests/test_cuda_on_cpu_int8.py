@@ -183,6 +183,7 @@ def test_quantize(shape: Sequence[int], how: dict[str, object], layout: str, dty
 def test_rows_that_do_not_fit_on_chip(shape: Sequence[int], dtype: torch.dtype) -> None:
     Problem(randn(*shape).to(dtype), "dense", dim=(1,)).quantize(False)
     Problem(randn(*shape).to(dtype), "sliced", dim=(1,)).quantize(True)
+    Problem(randn(1, 16400).to(dtype), "dense", dim=(1,)).quantize(True, seed=4)
 
 
 @dtypes

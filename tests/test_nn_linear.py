@@ -254,19 +254,32 @@ def passes(call: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), leaf.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item,union-attr]
 
 
-def test_compiled_without_graph_breaks(model: nn.Module) -> None:
+def compiled(call: Any) -> tuple[Any, list[str]]:
+    """`call` by Inductor, without graph breaks; and the operators in its graphs."""
+    from torch._inductor.compile_fx import compile_fx
+
     torch.compiler.reset()
-    compiled = torch.compile(model, fullgraph=True)
+    names: list[str] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return compile_fx(graph, inputs)
+
+    return torch.compile(call, fullgraph=True, backend=backend), names
+
+
+def test_compiled_without_graph_breaks(model: nn.Module) -> None:
+    call, operators = compiled(model)
     for rows in (2, 19, 40):  # dynamic from the second on
         x = randn(rows, 3, 33).half()
-        for mine, eager in zip(passes(compiled, model, x), passes(model, model, x), strict=True):
-            torch.testing.assert_close(mine, eager, rtol=5e-3, atol=5e-3)
+        for mine, eager in zip(passes(call, model, x), passes(model, model, x), strict=True):
+            torch.testing.assert_close(mine, eager, rtol=1e-3, atol=1e-4)
+    assert operators.count("amp_kernels.linear") == 2 * 2  # static, dynamic
     with torch.no_grad():
-        torch.testing.assert_close(compiled(x), model(x), rtol=5e-3, atol=5e-3)
+        torch.testing.assert_close(call(x), model(x), rtol=1e-3, atol=1e-4)
 
 
 def test_compiled_under_autocast() -> None:
-    torch.compiler.reset()
     layer = ours(torchs(33, 10, torch.float32))
 
     def call(x: Tensor) -> Tensor:
@@ -274,10 +287,21 @@ def test_compiled_under_autocast() -> None:
             return layer(x)
 
     x = randn(5, 33)
-    results = [passes(function, layer, x) for function in (torch.compile(call, fullgraph=True), call)]
-    for mine, eager in zip(*results, strict=True):
+    quick, operators = compiled(call)
+    for mine, eager in zip(passes(quick, layer, x), passes(call, layer, x), strict=True):
         assert mine.dtype == eager.dtype
-        torch.testing.assert_close(mine, eager, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(mine, eager, rtol=1e-2, atol=1e-2)
+    assert "amp_kernels.linear" in operators
+
+
+def test_compiled_transforms(model: nn.Module) -> None:
+    x, direction = randn(4, 33).half(), randn(4, 33, seed=1).half()
+
+    def derivative(x: Tensor, direction: Tensor) -> Tensor:
+        return torch.func.jvp(model, (x,), (direction,))[1]
+
+    call, _ = compiled(derivative)
+    torch.testing.assert_close(call(x, direction), derivative(x, direction), rtol=5e-3, atol=5e-3)
 
 
 def test_export(model: nn.Module) -> None:
@@ -381,7 +405,7 @@ def test_tensor_parallel(mesh: Any) -> None:
 # ------------------------------------------------------------------------------------------------------- conversion
 def transformer(dtype: torch.dtype) -> nn.Module:
     torch.manual_seed(1)
-    layer = nn.TransformerEncoderLayer(36, 3, 61, dropout=0.0, activation="gelu", batch_first=True)
+    layer = nn.TransformerEncoderLayer(36, 4, 61, dropout=0.0, activation="gelu", batch_first=True)
     return nn.Sequential(nn.Linear(17, 36), nn.TransformerEncoder(layer, 2), nn.Linear(36, 11)).to(dtype)
 
 

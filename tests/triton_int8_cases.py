@@ -574,7 +574,7 @@ def test_matmul_layouts(a_form: str, b_form: str, shape: tuple[int, int, int]) -
 LARGE = {
     "large": (int8_matmul._LARGE[INT8], NO_ZEROS),
     "hopper": (int8_matmul._LARGE_HOPPER, NO_ZEROS),
-    "zero_points": (int8_matmul._LARGE_EPILOGUE, BOTH_ZEROS),
+    "zero_points": (int8_matmul._LARGE_NARROW, BOTH_ZEROS),
     "turing": (int8_matmul._SMALL, BOTH_ZEROS),
 }
 
@@ -582,14 +582,14 @@ LARGE = {
 @pytest.mark.parametrize(("tiles", "zero_points"), LARGE.values(), ids=LARGE.keys())
 @pytest.mark.parametrize("form", ["contiguous", "transposed", "every_other"])
 def test_matmul_tiles(
-    tiles: int8_matmul._Tiles, zero_points: tuple[bool, bool], form: str, monkeypatch: pytest.MonkeyPatch
+    tiles: int8_matmul.Tiles, zero_points: tuple[bool, bool], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What only large products and other devices take."""
     if tiles == int8_matmul._LARGE_HOPPER and DEVICE == "cuda" and torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("needs Hopper's shared memory")
     monkeypatch.setattr(int8_matmul, "_tiles", lambda *_: tiles)
     if tiles == int8_matmul._SMALL:
-        monkeypatch.setattr(int8_matmul, "_capability", lambda _: (7, 5))
+        monkeypatch.setattr(int8_matmul, "capability_of", lambda _: (7, 5))
     n = 70 if tiles == int8_matmul._SMALL else 272
     a, b = codes_matrix(150, 130, 7), codes_matrix(130, n, 8)
     run_matmul(a, b, forms=(form, form), zero_points=zero_points)
@@ -605,7 +605,7 @@ def test_matmul_order_of_tiles() -> None:
 def test_matmul_of_extremes(value: int, zero_points: tuple[bool, bool], monkeypatch: pytest.MonkeyPatch) -> None:
     """The longest sum of the largest products, and a correction that leaves 32 bits."""
     if DEVICE == "cpu":  # the interpreter takes 10 ms a tile of any size
-        monkeypatch.setattr(int8_matmul, "_tiles", lambda *_: int8_matmul._Tiles(16, 16, 8192, 4, 1))
+        monkeypatch.setattr(int8_matmul, "_tiles", lambda *_: int8_matmul.Tiles(16, 16, 8192, 4, 1))
     a, b = torch.full((2, 131071), -128, dtype=INT8), torch.full((131071, 3), value, dtype=INT8)
     run_matmul(a, b, zero_points=zero_points)
 

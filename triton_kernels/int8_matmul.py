@@ -8,7 +8,6 @@ they found in a fixed order.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -16,7 +15,20 @@ import triton.language as tl
 
 from .common import load_elements, store_elements
 from .int8 import code_pointers, codes_of, launch_unfused
-from .int8_product import COLUMNS, INT8, NEITHER, ROWS, place_of_program, pointers_of, product
+from .product import (
+    COLUMNS,
+    FULL,
+    INT8,
+    ROWS,
+    Tiles,
+    access_of,
+    capability_of,
+    combined,
+    place_of_program,
+    pointers_of,
+    product,
+    shares_of,
+)
 
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: INT8.value}
 _COMBINE_TILE = tl.constexpr(512)
@@ -131,7 +143,7 @@ def _matmul_kernel(
     last = tl.minimum(first + tiles_of_split, tl.cdiv(k, BK).to(tl.int32))
     total, a_sums, b_sums = product(
         a_ptr, b_ptr, rows, columns, m, n, k, a_m, a_k, b_k, b_n, first, last,
-        A_DTYPE, AS_HALF, SUM_A, SUM_B, A_INNER, A_VEC, B_INNER, B_VEC, K_VEC, BM, BN, BK,
+        A_DTYPE, INT8, AS_HALF, SUM_A, SUM_B, A_INNER, A_VEC, B_INNER, B_VEC, K_VEC, BM, BN, BK,
     )  # fmt: skip
     # Zero points times sums leave 32 bits.
     if a_zero_point_ptr is not None or b_zero_point_ptr is not None:
@@ -160,17 +172,6 @@ def _matmul_kernel(
         tl.store(partials_ptr + (split * m + rows) * n + columns, total, mask=(rows < m) & (columns < n))
 
 
-@triton.jit
-def _combined(partials_ptr, indices, size, n_splits):
-    """Sum over splits, always in the same order."""
-    mask = indices < size
-    total = tl.load(partials_ptr + indices, mask=mask, other=0)
-    for _ in range(1, n_splits):
-        partials_ptr += size
-        total += tl.load(partials_ptr + indices, mask=mask, other=0)
-    return total
-
-
 @triton.jit(do_not_specialize=list(range(12)))
 def _combine_kernel(
     partials_ptr,
@@ -189,7 +190,7 @@ def _combine_kernel(
     DTYPE: tl.constexpr,
 ):
     indices = tl.program_id(0).to(tl.int64) * _COMBINE_TILE + tl.arange(0, _COMBINE_TILE)
-    total = _combined(partials_ptr, indices, m * n, n_splits)
+    total = combined(partials_ptr, indices, m * n, n_splits)
     _finish(
         total, indices // n, indices % n, m, n, a_scale_ptr, a_scale_step, b_scale_ptr, b_scale_step, bias_ptr,
         out_ptr, out_scale_ptr, out_zero_point_ptr, BIAS_DTYPE, DTYPE, 1,
@@ -197,67 +198,49 @@ def _combine_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launch
-class _Tiles(NamedTuple):
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-
-    def constants(self) -> dict[str, int]:
-        return {"BM": self.m, "BN": self.n, "BK": self.k, "num_warps": self.warps, "num_stages": self.stages}
-
-
 # Operands in flight take 96 KB at most: a multiprocessor of sm_86, sm_89 and sm_120 has 99 for one block. None of
 # these spills registers (tests/test_triton_compile.py).
 _LARGE = {
-    torch.int8: _Tiles(128, 128, 128, 8, 3),
-    torch.float16: _Tiles(128, 128, 64, 8, 4),
-    torch.bfloat16: _Tiles(128, 128, 64, 8, 4),
-    torch.float32: _Tiles(64, 64, 16, 8, 3),
+    torch.int8: Tiles(128, 128, 128, 8, 3),
+    torch.float16: Tiles(128, 128, 64, 8, 4),
+    torch.bfloat16: Tiles(128, 128, 64, 8, 4),
+    torch.float32: Tiles(64, 64, 16, 8, 3),
 }
-_LARGE_HOPPER = _Tiles(128, 256, 128, 8, 4)  # int8: wgmma reads both operands from shared memory, 192 KB of 227
-_LARGE_EPILOGUE = _Tiles(
-    128, 64, 128, 8, 4
-)  # int8 with zero points, whose totals have 64 bits, or with codes for output
+_LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)  # int8: wgmma reads both operands from shared memory, 192 KB of 227
+_LARGE_NARROW = Tiles(128, 64, 128, 8, 4)  # int8, where more registers are needed beside the sums: see `plain`
 _MEDIUM = {
-    torch.int8: _Tiles(64, 64, 128, 4, 4),
-    torch.float16: _Tiles(64, 64, 64, 4, 4),
-    torch.bfloat16: _Tiles(64, 64, 64, 4, 4),
-    torch.float32: _Tiles(32, 64, 32, 4, 3),
+    torch.int8: Tiles(64, 64, 128, 4, 4),
+    torch.float16: Tiles(64, 64, 64, 4, 4),
+    torch.bfloat16: Tiles(64, 64, 64, 4, 4),
+    torch.float32: Tiles(32, 64, 32, 4, 3),
 }
 # Few rows, or few columns: the other operand streams past.
 _FEW_ROWS = {
-    torch.int8: _Tiles(16, 32, 256, 4, 4),
-    torch.float16: _Tiles(16, 32, 256, 4, 4),
-    torch.bfloat16: _Tiles(16, 32, 256, 4, 4),
-    torch.float32: _Tiles(16, 32, 64, 4, 3),
+    torch.int8: Tiles(16, 32, 256, 4, 4),
+    torch.float16: Tiles(16, 32, 256, 4, 4),
+    torch.bfloat16: Tiles(16, 32, 256, 4, 4),
+    torch.float32: Tiles(16, 32, 64, 4, 3),
 }
 _FEW_COLUMNS = {
-    torch.int8: _Tiles(32, 16, 256, 4, 4),
-    torch.float16: _Tiles(32, 16, 256, 4, 4),
-    torch.bfloat16: _Tiles(32, 16, 256, 4, 4),
-    torch.float32: _Tiles(32, 16, 64, 4, 3),
+    torch.int8: Tiles(32, 16, 256, 4, 4),
+    torch.float16: Tiles(32, 16, 256, 4, 4),
+    torch.bfloat16: Tiles(32, 16, 256, 4, 4),
+    torch.float32: Tiles(32, 16, 64, 4, 3),
 }
 # By element each operand needs an address and a predicate of its own.
-_BY_ELEMENT = _Tiles(64, 64, 32, 8, 2)
-_BY_ELEMENT_FP32 = _Tiles(32, 32, 16, 4, 2)
-_SMALL = _Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
-_FULL = 132  # tiles that keep a large device busy
+_BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
+_BY_ELEMENT_FP32 = Tiles(32, 32, 16, 4, 2)
+_SMALL = Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
 
 
-def _capability(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
-
-
-def _large_tiles(dtype: torch.dtype, plain: bool, capability: tuple[int, int]) -> _Tiles:
+def _large_tiles(dtype: torch.dtype, plain: bool, capability: tuple[int, int]) -> Tiles:
     if dtype == torch.int8 and not plain:
-        return _LARGE_EPILOGUE
+        return _LARGE_NARROW
     return _LARGE_HOPPER if dtype == torch.int8 and capability[0] == 9 else _LARGE[dtype]
 
 
-def _tiles(dtype: torch.dtype, m: int, n: int, wide: bool, plain: bool, capability: tuple[int, int]) -> _Tiles:
-    """`plain`: the epilogue only scales and adds."""
+def _tiles(dtype: torch.dtype, m: int, n: int, wide: bool, plain: bool, capability: tuple[int, int]) -> Tiles:
+    """`plain`: the epilogue only scales and adds, and one operand at least is contiguous along K."""
     if capability < (8, 0):
         return _SMALL
     if not wide:
@@ -269,28 +252,13 @@ def _tiles(dtype: torch.dtype, m: int, n: int, wide: bool, plain: bool, capabili
     if n <= 16:
         return _FEW_COLUMNS[dtype]
     large = _large_tiles(dtype, plain, capability)
-    return large if math.ceil(m / large.m) * math.ceil(n / large.n) >= _FULL else _MEDIUM[dtype]
-
-
-def _access(x: torch.Tensor, masked: int) -> tuple[int, int]:
-    """(innermost axis, how many neighbours are one access) of a matrix whose axis `masked` may end inside a tile."""
-    vec = 16 // x.element_size()
-    if x.stride(1) == 1 or x.shape[1] == 1:
-        inner, axis = COLUMNS, 1
-    elif x.stride(0) == 1 or x.shape[0] == 1:
-        inner, axis = ROWS, 0
-    else:
-        return NEITHER.value, 1
-    wide = x.data_ptr() % 16 == 0 and (x.stride(1 - axis) % vec == 0 or x.shape[1 - axis] == 1)
-    if axis == masked:
-        wide = wide and x.shape[axis] % vec == 0
-    return inner.value, vec if wide else 1
+    return large if math.ceil(m / large.m) * math.ceil(n / large.n) >= FULL else _MEDIUM[dtype]
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
     """Sums over the columns of int8 [rows, columns]."""
     rows, columns = x.shape
-    inner, vec = _access(x, 0)
+    inner, vec = access_of(x, 0)
     vec = 1 if inner == COLUMNS.value and columns % vec else vec
     bm, bk = (128, 32) if inner == ROWS.value else (8, 512)
     sums = torch.empty(rows, dtype=torch.int32, device=x.device)
@@ -299,14 +267,6 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
         INNER=inner, VEC=vec, BM=bm, BK=bk, num_warps=4,
     )  # fmt: skip
     return sums
-
-
-def _shares(n_tiles: int, k_tiles: int) -> tuple[int, int]:
-    """(programs that share the K of one tile of the output, tiles of K for each of them)."""
-    # Four tiles at least: what the pipeline needs to fill.
-    n_splits = max(1, min(2 * _FULL // n_tiles, k_tiles // 4)) if n_tiles < _FULL else 1
-    tiles_of_split = max(1, math.ceil(k_tiles / n_splits))
-    return max(1, math.ceil(k_tiles / tiles_of_split)), tiles_of_split
 
 
 def _multiply(
@@ -323,14 +283,14 @@ def _multiply(
 ) -> None:
     (m, k), n = a.shape, b.shape[1]
     has_zero_points = a_zero_point is not None or b_zero_point is not None
-    capability = _capability(a.device)
-    (a_inner, a_vec), (b_inner, b_vec) = _access(a, 0), _access(b, 1)
-    plain = not has_zero_points and out_scale is None
+    capability = capability_of(a.device)
+    (a_inner, a_vec), (b_inner, b_vec) = access_of(a, 0), access_of(b, 1)
+    plain = not has_zero_points and out_scale is None and (a_inner == COLUMNS.value or b_inner == ROWS.value)
     tiles = _tiles(a.dtype, m, n, a_vec > 1 and b_vec > 1, plain, capability)
     n_tiles = math.ceil(m / tiles.m) * math.ceil(n / tiles.n)
-    n_splits, tiles_of_split = _shares(n_tiles, math.ceil(k / tiles.k))
+    n_splits, tiles_of_split = shares_of(n_tiles, math.ceil(k / tiles.k))
     # In the loop of the large tiles sums would cost registers, and every tile of a row would repeat them.
-    apart = tiles == _LARGE_EPILOGUE
+    apart = has_zero_points and tiles == _LARGE_NARROW
     a_sums = _sums(a) if apart and b_zero_point is not None else None
     b_sums = _sums(b.t()) if apart and a_zero_point is not None else None
     partials = None

@@ -54,7 +54,7 @@ void quantize_bundles(const Quantize& args, const Walk& walk, const Pieces& whol
 // Few large bundles: the ranges of all pieces first.
 template <class T, int kStep>
 void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& pieces) {
-  std::vector<Ranges> ranges(walk.bundles() * pieces.each(), Ranges(kStrip));
+  std::vector<Ranges> ranges(walk.bundles() * pieces.each(), Ranges(kGroups));
   for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
     find_ranges<T>(args, walk, bundle, begin, end, ranges[i]);
   });

@@ -6,6 +6,8 @@
 
 namespace amp_kernels::cpu {
 
+constexpr int64_t kRunAhead = 1024;  // elements
+
 // ------------------------------------------------------------------------------------------------------- memory
 template <class T>
 const float* as_float(const T* from, int64_t step, float* staged, int64_t n) {
@@ -22,12 +24,29 @@ void store(const float* from, T* to, int64_t step, int64_t n) {
   for (int64_t i = 0; i < n; ++i) to[i * step] = rounded[i];
 }
 
+// Where to compute n floats that then go to `to`: there, or in `staged`.
+inline float* room(float* to, int64_t step, float* staged) { return step == 1 ? to : staged; }
+
+template <class T>
+float* room(T*, int64_t, float* staged) {
+  return staged;
+}
+
+inline void settle(const float* values, float* to, int64_t step, int64_t n) {
+  if (values != to) store(values, to, step, n);
+}
+
+template <class T>
+void settle(const float* values, T* to, int64_t step, int64_t n) {
+  store(values, to, step, n);
+}
+
 // ------------------------------------------------------------------------------------------------------- ranges
 // Extremes of each group of a bundle.
 struct Ranges {
-  uint32_t magnitude[kStrip];
-  float low[kStrip];
-  float high[kStrip];
+  uint32_t magnitude[kGroups];
+  float low[kGroups];
+  float high[kGroups];
 
   explicit Ranges(int64_t groups) {
     std::fill_n(magnitude, groups, 0u);
@@ -85,26 +104,50 @@ inline Extremes low_and_high(const float* x, int64_t n) {
   return all;
 }
 
+// 16-bit numbers as integers of the same order, but for -0, which Extremes passes over, and NaN.
 template <class T>
-void add_run(const T* x, int64_t step, int64_t n, bool symmetric, Ranges& ranges) {
-  float staged[kRun];
-  if (step != 1) return add_run(as_float(x, step, staged, n), 1, n, symmetric, ranges);
-  Extremes run = symmetric ? Extremes{} : low_and_high(as_float(x, staged, n), n);
-  run.magnitude = largest_magnitude(x, n);
-  ranges.add(0, run);
+Extremes low_and_high(const T* x, int64_t n) {
+  int16_t low = 0, high = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const int16_t bits = static_cast<int16_t>(x[i].x);
+    const int16_t key = static_cast<int16_t>(bits ^ ((bits >> 15) & 0x7fff));
+    low = std::min(low, key);
+    high = std::max(high, key);
+  }
+  const auto value = [](int16_t key) {
+    return static_cast<float>(T(static_cast<uint16_t>(key ^ ((key >> 15) & 0x7fff)), T::from_bits()));
+  };
+  Extremes all;
+  all.add({0, value(low), value(high)});
+  return all;
 }
 
-// One element of each group.
 template <class T>
-void add_across(const T* from, int64_t step, int64_t n, bool symmetric, Ranges& ranges) {
-  float staged[kStrip];
-  const float* x = as_float(from, step, staged, n);
-  for (int64_t i = 0; i < n; ++i) ranges.magnitude[i] = std::max(ranges.magnitude[i], float_bits(x[i]) & 0x7fffffffu);
-  if (symmetric) return;
+void add_run(const T* x, int64_t step, int64_t n, bool symmetric, Ranges& ranges, int64_t group) {
+  float staged[kRun];
+  if (step != 1) return add_run(as_float(x, step, staged, n), 1, n, symmetric, ranges, group);
+  Extremes run = symmetric ? Extremes{} : low_and_high(x, n);
+  run.magnitude = largest_magnitude(x, n);
+  ranges.add(group, run);
+}
+
+inline void raise_magnitudes(const float* __restrict x, int64_t n, uint32_t* __restrict magnitude) {
+  for (int64_t i = 0; i < n; ++i) magnitude[i] = std::max(magnitude[i], float_bits(x[i]) & 0x7fffffffu);
+}
+
+inline void widen_ranges(const float* __restrict x, int64_t n, float* __restrict low, float* __restrict high) {
   for (int64_t i = 0; i < n; ++i) {
-    ranges.low[i] = x[i] < ranges.low[i] ? x[i] : ranges.low[i];
-    ranges.high[i] = x[i] > ranges.high[i] ? x[i] : ranges.high[i];
+    low[i] = x[i] < low[i] ? x[i] : low[i];
+    high[i] = x[i] > high[i] ? x[i] : high[i];
   }
+}
+
+// One element of each group from `first` on.
+template <class T>
+void add_across(const T* from, int64_t step, int64_t n, bool symmetric, Ranges& ranges, int64_t first) {
+  float staged[kRun];
+  raise_magnitudes(as_float(from, step, staged, n), n, ranges.magnitude + first);
+  if (!symmetric) widen_ranges(as_float(from, step, staged, n), n, ranges.low + first, ranges.high + first);
 }
 
 // -------------------------------------------------------------------------------------------------------- codes
@@ -112,11 +155,11 @@ void add_across(const T* from, int64_t step, int64_t n, bool symmetric, Ranges& 
 // integers, and then a code takes a third of the instructions of code_of. A zero point is within its range, so that NaN
 // taken for 0 gives it, and so does an inverse of 0.
 struct Affines {
-  float scale[kStrip];
-  float inverse[kStrip];
-  float lowest[kStrip];  // the clamp's ends, in steps from the zero point
-  float highest[kStrip];
-  int zero_point[kStrip];
+  float scale[kGroups];
+  float inverse[kGroups];
+  float lowest[kGroups];  // the clamp's ends, in steps from the zero point
+  float highest[kGroups];
+  int zero_point[kGroups];
   int low;
 
   void set(int64_t i, const Affine& affine) {
@@ -126,7 +169,7 @@ struct Affines {
     low = affine.low;
   }
 
-  Affine first() const { return {scale[0], inverse[0], zero_point[0], low}; }
+  Affine at(int64_t i) const { return {scale[i], inverse[i], zero_point[i], low}; }
 };
 
 inline float clamped(float steps, float lowest, float highest) {
@@ -142,14 +185,15 @@ inline int8_t code_at(float steps, int zero_point) {
   return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
 }
 
-// The loops over a run's elements: with kStep 0 all share the first affine, with 1 each has its own. g++ vectorises
+// The loops over a run's elements: with kStep 0 all share one affine, with 1 each has its own, the first that of
+// group `first`. g++ vectorises
 // them only as they are, each a function of its own and every affine's member a scalar: inlined it forgets what does
 // not alias, and a struct of members it keeps in memory.
 template <int kStep>
-[[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int8_t* __restrict out,
-                              int64_t n) {
+[[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int64_t first,
+                              int8_t* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = kStep * i;
+    const int64_t j = first + kStep * i;
     const float steps = clamped(x[i] * affines.inverse[j], affines.lowest[j], affines.highest[j]);
     out[i] = code_at(steps, affines.zero_point[j]);
   }
@@ -157,19 +201,19 @@ template <int kStep>
 
 template <int kStep>
 [[gnu::noinline]] void encode(const float* __restrict x, const float* __restrict noise,
-                              const Affines& __restrict affines, int8_t* __restrict out, int64_t n) {
+                              const Affines& __restrict affines, int64_t first, int8_t* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = kStep * i;
+    const int64_t j = first + kStep * i;
     const float steps = clamped(x[i] * affines.inverse[j] + noise[i], affines.lowest[j], affines.highest[j]);
     out[i] = code_at(floorf(steps), affines.zero_point[j]);
   }
 }
 
 template <int kStep>
-[[gnu::noinline]] void fake(const float* __restrict x, const Affines& __restrict affines, float* __restrict out,
-                            int64_t n) {
+[[gnu::noinline]] void fake(const float* __restrict x, const Affines& __restrict affines, int64_t first,
+                            float* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = kStep * i;
+    const int64_t j = first + kStep * i;
     const float steps = clamped(x[i] * affines.inverse[j], affines.lowest[j], affines.highest[j]);
     const float value = ((steps + kRounder) - kRounder) * affines.scale[j];
     out[i] = x[i] == x[i] ? value : x[i];
@@ -177,10 +221,10 @@ template <int kStep>
 }
 
 template <int kStep>
-[[gnu::noinline]] void decode(const int8_t* __restrict codes, const Affines& __restrict affines, float* __restrict out,
-                              int64_t n) {
+[[gnu::noinline]] void decode(const int8_t* __restrict codes, const Affines& __restrict affines, int64_t first,
+                              float* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = kStep * i;
+    const int64_t j = first + kStep * i;
     out[i] = static_cast<float>(codes[i] - affines.zero_point[j]) * affines.scale[j];
   }
 }
@@ -207,6 +251,7 @@ int64_t encode_blocks(const T* x, const Affine& affine, int8_t* out, int64_t n) 
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
+    prefetch(x + i + kRunAhead, 32);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       __m256 v = _mm256_mul_ps(load_eight(x + i + 8 * k), inverse);
@@ -230,9 +275,9 @@ int64_t encode_blocks(const T*, const Affine&, int8_t*, int64_t) {
 // NaN, which stands on the zero point, is inside the range.
 template <int kStep>
 [[gnu::noinline]] void mask(const float* __restrict grad, const float* __restrict x, const Affines& __restrict affines,
-                            float* __restrict out, int64_t n) {
+                            int64_t first, float* __restrict out, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = kStep * i;
+    const int64_t j = first + kStep * i;
     const float steps = rintf(x[i] * affines.inverse[j]);
     const bool is_outside = (steps < affines.lowest[j]) | (steps > affines.highest[j]);  // || would be a branch
     out[i] = is_outside ? 0.0f : grad[i];
@@ -240,33 +285,46 @@ template <int kStep>
 }
 
 // ------------------------------------------------------------------------------------------------------- random
-constexpr int kCounters = 16;
+constexpr int kNoiseBlock = 32;
 
-// Uniform numbers of kCounters counters; philox() with the loop over the counters inside, where it vectorises.
-inline void philox_block(uint64_t counter, uint64_t seed, float* __restrict noise) {
-  uint32_t c0[kCounters], c1[kCounters], c2[kCounters] = {}, c3[kCounters] = {};
-  for (int i = 0; i < kCounters; ++i) {
-    c0[i] = static_cast<uint32_t>(counter + i);
-    c1[i] = static_cast<uint32_t>((counter + i) >> 32);
+#if defined(__AVX2__)
+// philox() of eight counters. Every 64-bit lane holds a word in its low half; what is in the high half no
+// multiplication sees. Two registers of each word, since the latency of a round is twice its work.
+inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
+  const __m256i m0 = _mm256_set1_epi64x(0xD2511F53u), m1 = _mm256_set1_epi64x(0xCD9E8D57u);
+  __m256i c0[2], c1[2], c2[2], c3[2];
+  for (int h = 0; h < 2; ++h) {
+    c0[h] = _mm256_add_epi64(_mm256_set1_epi64x(counter + 4 * h), _mm256_setr_epi64x(0, 1, 2, 3));
+    c1[h] = _mm256_srli_epi64(c0[h], 32);
+    c2[h] = c3[h] = _mm256_setzero_si256();
   }
   uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
   for (int round = 0; round < 10; ++round) {
-    for (int i = 0; i < kCounters; ++i) {
-      const uint64_t p0 = static_cast<uint64_t>(0xD2511F53u) * c0[i];
-      const uint64_t p1 = static_cast<uint64_t>(0xCD9E8D57u) * c2[i];
-      c0[i] = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
-      c1[i] = static_cast<uint32_t>(p1);
-      c2[i] = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
-      c3[i] = static_cast<uint32_t>(p0);
+    for (int h = 0; h < 2; ++h) {
+      const __m256i p0 = _mm256_mul_epu32(m0, c0[h]), p1 = _mm256_mul_epu32(m1, c2[h]);
+      c0[h] = _mm256_xor_si256(_mm256_srli_epi64(p1, 32), _mm256_xor_si256(c1[h], _mm256_set1_epi64x(k0)));
+      c2[h] = _mm256_xor_si256(_mm256_srli_epi64(p0, 32), _mm256_xor_si256(c3[h], _mm256_set1_epi64x(k1)));
+      c1[h] = p1, c3[h] = p0;
     }
     k0 += 0x9E3779B9u;
     k1 += 0xBB67AE85u;
   }
-  for (int i = 0; i < kCounters; ++i) {
-    noise[4 * i] = uniform(c0[i]), noise[4 * i + 1] = uniform(c1[i]);
-    noise[4 * i + 2] = uniform(c2[i]), noise[4 * i + 3] = uniform(c3[i]);
+  for (int h = 0; h < 2; ++h) {
+    const __m256i words01 = _mm256_blend_epi32(c0[h], _mm256_slli_epi64(c1[h], 32), 0xaa);
+    const __m256i words23 = _mm256_blend_epi32(c2[h], _mm256_slli_epi64(c3[h], 32), 0xaa);
+    const __m256i even = _mm256_unpacklo_epi64(words01, words23), odd = _mm256_unpackhi_epi64(words01, words23);
+    const __m256i all[2] = {_mm256_permute2x128_si256(even, odd, 0x20), _mm256_permute2x128_si256(even, odd, 0x31)};
+    for (int i = 0; i < 2; ++i) {
+      const __m256 steps = _mm256_cvtepi32_ps(_mm256_srli_epi32(all[i], 8));
+      _mm256_storeu_ps(noise + 16 * h + 8 * i, _mm256_mul_ps(steps, _mm256_set1_ps(0x1p-24f)));
+    }
   }
 }
+#else
+inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
+  for (int i = 0; i < kNoiseBlock; ++i) noise[i] = uniform(philox(counter + i / 4, seed).word[i % 4]);
+}
+#endif
 
 // Uniform numbers of the elements with logical indices first, first + step, ...
 inline void fill_noise(float* noise, int64_t first, int64_t step, int64_t n, uint64_t seed) {
@@ -277,9 +335,8 @@ inline void fill_noise(float* noise, int64_t first, int64_t step, int64_t n, uin
   };
   if (step == 1) {
     while (i < n && (first + i) % 4 != 0) one();
-    for (; i + 4 * kCounters <= n; i += 4 * kCounters) {
-      philox_block(static_cast<uint64_t>(first + i) >> 2, seed, noise + i);
-    }
+    for (; i + kNoiseBlock <= n; i += kNoiseBlock)
+      fill_noise_block(static_cast<uint64_t>(first + i) >> 2, seed, noise + i);
   }
   while (i < n) one();
 }
@@ -302,9 +359,9 @@ void find_ranges(const Quantize& args, const Walk& walk, const Bundle& bundle, i
   const bool symmetric = args.zero_point == nullptr;
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     if (walk.across())
-      add_across(x + run.x, walk.x_step(), run.n, symmetric, ranges);
+      add_across(x + run.x, walk.x_step(), run.n, symmetric, ranges, run.group);
     else
-      add_run(x + run.x, walk.x_step(), run.n, symmetric, ranges);
+      add_run(x + run.x, walk.x_step(), run.n, symmetric, ranges, run.group);
   });
 }
 
@@ -324,23 +381,25 @@ template <class T, int kStep>
 void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                  const Affines& affines) {
   const auto* x = static_cast<const T*>(args.x);
-  auto* out = static_cast<int8_t*>(args.out);
   const bool is_direct = kStep == 0 && walk.x_step() == 1 && !args.stochastic;
-  // Of a group without a scale some x may be infinite or NaN.
-  const bool is_finite = !args.is_static && affines.inverse[0] != 0.0f;
   float staged[kRun], noise[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    auto* out = static_cast<int8_t*>(args.out) + run.out;
     int64_t done = 0;
-    if (is_direct)
-      done = is_finite ? encode_blocks<true>(x + run.x, affines.first(), out + run.out, run.n)
-                       : encode_blocks<false>(x + run.x, affines.first(), out + run.out, run.n);
-    if (done == run.n) return;
+    if (is_direct) {
+      // In a group without a scale of its own some x may be infinite or NaN.
+      const Affine affine = affines.at(run.group);
+      const bool is_finite = !args.is_static && affine.inverse != 0.0f;
+      done = is_finite ? encode_blocks<true>(x + run.x, affine, out, run.n)
+                       : encode_blocks<false>(x + run.x, affine, out, run.n);
+      if (done == run.n) return;
+    }
     const float* from = as_float(x + run.x + done * walk.x_step(), walk.x_step(), staged, run.n - done);
     if (args.stochastic) {
       fill_noise(noise, run.index, walk.index_step(), run.n, args.seed);
-      encode<kStep>(from, noise, affines, out + run.out, run.n);
+      encode<kStep>(from, noise, affines, run.group, out, run.n);
     } else {
-      encode<kStep>(from, affines, out + run.out + done, run.n - done);
+      encode<kStep>(from, affines, run.group, out + done, run.n - done);
     }
   });
 }
@@ -348,11 +407,13 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
 template <class T, int kStep>
 void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                const Affines& affines) {
-  float staged[kRun], values[kRun];
+  float staged[kRun], staged_out[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const float* from = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
-    fake<kStep>(from, affines, values, run.n);
-    store(values, static_cast<T*>(args.out) + run.out, run.n);
+    T* out = static_cast<T*>(args.out) + run.out;
+    float* values = room(out, 1, staged_out);
+    fake<kStep>(from, affines, run.group, values, run.n);
+    settle(values, out, 1, run.n);
   });
 }
 
@@ -369,10 +430,12 @@ template <class T, int kStep>
 void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end) {
   Affines affines;
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  float values[kRun];
+  float staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    decode<kStep>(args.values + run.out, affines, values, run.n);
-    store(values, static_cast<T*>(args.out) + run.x, walk.x_step(), run.n);
+    T* out = static_cast<T*>(args.out) + run.x;
+    float* values = room(out, walk.x_step(), staged);
+    decode<kStep>(args.values + run.out, affines, run.group, values, run.n);
+    settle(values, out, walk.x_step(), run.n);
   });
 }
 
@@ -381,12 +444,14 @@ void straight_through_pass(const StraightThrough& args, const Walk& walk, const 
                            int64_t end) {
   Affines affines;
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  float staged_grad[kRun], staged_x[kRun], result[kRun];
+  float staged_grad[kRun], staged_x[kRun], staged_out[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const float* grad = as_float(static_cast<const T*>(args.grad) + run.out, staged_grad, run.n);
     const float* x = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged_x, run.n);
-    mask<kStep>(grad, x, affines, result, run.n);
-    store(result, static_cast<T*>(args.out) + run.out, run.n);
+    T* out = static_cast<T*>(args.out) + run.out;
+    float* values = room(out, 1, staged_out);
+    mask<kStep>(grad, x, affines, run.group, values, run.n);
+    settle(values, out, 1, run.n);
   });
 }
 

@@ -10,29 +10,38 @@
 namespace amp_kernels::cpu {
 
 constexpr int64_t kRun = 1024;           // elements at most: staged as fp32, they stay in L1
-constexpr int64_t kStrip = 256;          // columns of a bundle: their scales stay in L1
+constexpr int64_t kGroups = 2048;        // of a bundle at most: columns, which are read twice in rows of two pages
+constexpr int64_t kBundleSize = 4096;    // elements of a bundle of short groups, which are read twice in L1
 constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a second thread costs more than it saves
 
 struct Run {
   int64_t x, out, index;  // offsets of the first element
   int64_t n;
+  int64_t group;  // of the bundle, that of the first element
 };
 
-// Groups that are walked together: one, or a strip of columns.
+// Neighbouring groups that are walked together, row by row.
 struct Bundle {
   int64_t x, out, index, scale;  // offsets of the first element of the first group
   int64_t groups;
-  int64_t rows;    // size of R1
-  int64_t length;  // of a row, in elements
+  int64_t rows;
+  int64_t length;       // of a row, in elements
+  int64_t last_length;  // of the last row
 };
 
+// A bundle is a group with rows along R1; or some columns with rows along R1; or, where groups are short, some whole
+// groups, each of them a row.
 class Walk {
  public:
   explicit Walk(const Int8Layout& layout)
       : layout_(layout),
         across_(layout.size[Int8Layout::kR2] == 1 && layout.size[Int8Layout::kG2] > 1),
         inner_(across_ ? Int8Layout::kG2 : Int8Layout::kR2),
-        strips_(across_ ? (layout.size[Int8Layout::kG2] + kStrip - 1) / kStrip : layout.size[Int8Layout::kG2]) {}
+        outer_(!across_ && layout.size[Int8Layout::kR1] == 1 ? Int8Layout::kG2 : Int8Layout::kR1) {
+    const int64_t short_groups = std::max<int64_t>(1, std::min(kGroups, kBundleSize / row_size()));
+    most_groups_ = across_ ? kGroups : outer_ == Int8Layout::kG2 ? short_groups : 1;
+    strips_ = (layout.size[Int8Layout::kG2] + most_groups_ - 1) / most_groups_;
+  }
 
   bool across() const { return across_; }
   int64_t bundles() const { return layout_.size[Int8Layout::kG1] * strips_; }
@@ -42,44 +51,54 @@ class Walk {
 
   // Of the largest bundle.
   int64_t bundle_size() const {
-    const int64_t row = across_ ? std::min(kStrip, layout_.size[Int8Layout::kG2]) : layout_.size[Int8Layout::kR2];
-    return layout_.size[Int8Layout::kR1] * row;
+    const int64_t groups = std::min(most_groups_, layout_.size[Int8Layout::kG2]);
+    return groups * layout_.size[Int8Layout::kR1] * layout_.size[Int8Layout::kR2];
   }
 
   Bundle bundle(int64_t i) const {
-    const int64_t g1 = i / strips_;
-    const int64_t g2 = i % strips_ * (across_ ? kStrip : 1);
-    const int64_t end = across_ ? layout_.size[Int8Layout::kG2] : layout_.length;
-    const int64_t begin = across_ ? g2 : g2 * layout_.size[Int8Layout::kR2];
-    const int64_t most = across_ ? kStrip : layout_.size[Int8Layout::kR2];
+    const int64_t g1 = i / strips_, g2 = (i - g1 * strips_) * most_groups_;
+    const int64_t groups = std::min(most_groups_, layout_.size[Int8Layout::kG2] - g2);
+    const int64_t length = across_ ? groups : row_size();
+    const int64_t end = (g2 + groups) * layout_.size[Int8Layout::kR2];
     return {at(layout_.x, g1, g2),
             at(layout_.out, g1, g2),
             at(layout_.index, g1, g2),
             g1 * layout_.scale[0] + g2 * layout_.scale[1],
-            across_ ? std::min(kStrip, end - g2) : 1,
-            layout_.size[Int8Layout::kR1],
-            std::min(most, end - begin)};
+            groups,
+            outer_ == Int8Layout::kG2 ? groups : layout_.size[Int8Layout::kR1],
+            length,
+            across_ ? length : length - std::max<int64_t>(0, end - layout_.length)};
+  }
+
+  int64_t size(const Bundle& bundle) const {
+    return outer_ == Int8Layout::kG2 ? (bundle.rows - 1) * bundle.length + bundle.last_length
+                                     : bundle.rows * bundle.last_length;
   }
 
   // Of elements [begin, end) of a bundle, counted row by row.
   template <class F>
   void for_each_run(const Bundle& bundle, int64_t begin, int64_t end, const F& f) const {
-    const int64_t first_row = begin == 0 ? 0 : begin / bundle.length;  // a division costs as much as a block of 32
-    int64_t column = begin - first_row * bundle.length;
-    for (int64_t row = first_row, left = end - begin; left > 0; ++row, column = 0) {
-      for (; column < bundle.length && left > 0;) {
-        const int64_t n = std::min({bundle.length - column, left, kRun});
-        const auto offset = [&](int64_t first, const int64_t* strides) {
-          return first + row * strides[Int8Layout::kR1] + column * strides[inner_];
-        };
-        f(Run{offset(bundle.x, layout_.x), offset(bundle.out, layout_.out), offset(bundle.index, layout_.index), n});
-        column += n;
-        left -= n;
-      }
+    const int64_t length = outer_ == Int8Layout::kG2 ? bundle.length : bundle.last_length;
+    int64_t row = begin == 0 ? 0 : begin / length;  // a division costs as much as 32 elements
+    int64_t column = begin - row * length;
+    while (begin < end) {
+      const int64_t n = std::min({length - column, end - begin, kRun});
+      const auto offset = [&](int64_t first, const int64_t* strides) {
+        return first + row * strides[outer_] + column * strides[inner_];
+      };
+      f(Run{offset(bundle.x, layout_.x), offset(bundle.out, layout_.out), offset(bundle.index, layout_.index), n,
+            across_                     ? column
+            : outer_ == Int8Layout::kG2 ? row
+                                        : 0});
+      begin += n;
+      column += n;
+      if (column == length) ++row, column = 0;
     }
   }
 
  private:
+  int64_t row_size() const { return across_ ? layout_.size[Int8Layout::kG2] : layout_.size[Int8Layout::kR2]; }
+
   static int64_t at(const int64_t* strides, int64_t g1, int64_t g2) {
     return g1 * strides[Int8Layout::kG1] + g2 * strides[Int8Layout::kG2];
   }
@@ -87,6 +106,8 @@ class Walk {
   Int8Layout layout_;
   bool across_;
   int inner_;
+  int outer_;
+  int64_t most_groups_;
   int64_t strips_;
 };
 
@@ -104,12 +125,12 @@ class Pieces {
                   ? (4 * threads + walk.bundles() - 1) / walk.bundles()
                   : 1) {}
 
-  int64_t each() const { return each_; }  // bundle
+  int64_t each() const { return each_; }  // pieces of a bundle
 
   // Cut between rows of a strip, or else between cache lines.
   Piece at(const Walk& walk, int64_t i) const {
     const Bundle bundle = walk.bundle(each_ == 1 ? i : i / each_);
-    const int64_t size = bundle.rows * bundle.length;
+    const int64_t size = walk.size(bundle);
     if (each_ == 1) return {bundle, 0, size};
     const int64_t unit = walk.across() ? bundle.length : 64;
     const int64_t length = ((size + each_ - 1) / each_ + unit - 1) / unit * unit;

@@ -48,14 +48,9 @@ __device__ __forceinline__ uint32_t random_word(uint64_t index, uint64_t seed) {
   return index & 2 ? high : low;
 }
 
-// Of N elements, the first of which has logical index `index`. A counter gives the words of four neighbours.
+// Of N elements with neighbouring indices. A counter gives the words of four.
 template <int N>
-__device__ __forceinline__ void random_noise(float (&noise)[N], uint64_t index, int64_t stride, uint64_t seed) {
-  if (stride != 1) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) noise[k] = uniform(random_word(index + k * stride, seed));
-    return;
-  }
+__device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t index, uint64_t seed) {
   uint32_t words[N + 4];
 #pragma unroll
   for (int k = 0; k < N; k += 4) {
@@ -75,6 +70,13 @@ __device__ __forceinline__ void random_noise(float (&noise)[N], uint64_t index, 
   }
 #pragma unroll
   for (int k = 0; k < N; ++k) noise[k] = uniform(words[k]);
+}
+
+template <int N>
+__device__ __forceinline__ void random_noise(float (&noise)[N], uint64_t index, int64_t stride, uint64_t seed) {
+  if (stride == 1) return neighbours_noise(noise, index, seed);
+#pragma unroll
+  for (int k = 0; k < N; ++k) noise[k] = uniform(random_word(index + k * stride, seed));
 }
 
 }  // namespace amp_kernels::cuda

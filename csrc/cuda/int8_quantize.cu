@@ -11,6 +11,7 @@ namespace {
 template <class T, class Out, bool kStochastic>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
+  static constexpr bool kIsStochastic = kStochastic;
   static constexpr int kEach = 4;  // 2048 threads x 64 bytes in flight are three times what an H200 needs
   using Raw = Packed<T, kPack>;
 
@@ -29,10 +30,8 @@ struct QuantizeOp {
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ Vector<Out, kPack> convert(const Vector<T, kPack>& values, const Place& place,
-                                                        const Level& level, const AffineAt& affine_at) const {
-    float noise[kPack] = {};
-    if constexpr (kStochastic) random_noise(noise, place.index, level.index, seed);
+  static __device__ __forceinline__ Vector<Out, kPack> convert(const Vector<T, kPack>& values,
+                                                               const float (&noise)[kPack], const AffineAt& affine_at) {
     Vector<Out, kPack> result;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) result.data[k] = convert(to_float(values.data[k]), noise[k], affine_at(k));
@@ -42,27 +41,32 @@ struct QuantizeOp {
   __device__ __forceinline__ Raw load(const Place& place) const { return load_wide<kPack>(x + place.x); }
 
   template <class AffineAt>
-  __device__ __forceinline__ void store(const Raw& raw, const Place& place, const Level& level,
+  __device__ __forceinline__ void store(const Raw& raw, const Place& place, const Level&,
                                         const AffineAt& affine_at) const {
-    store_wide(out + place.out, convert(raw.unpacked(), place, level, affine_at));
+    float noise[kPack] = {};
+    if constexpr (kStochastic) neighbours_noise(noise, place.index, seed);
+    store_wide(out + place.out, convert(raw.unpacked(), noise, affine_at));
   }
 
   template <class AffineAt>
   __device__ __forceinline__ void narrow(const Place& place, const Level& level, int count,
                                          const AffineAt& affine_at) const {
+    float noise[kPack] = {};
+    if constexpr (kStochastic) random_noise(noise, place.index, level.index, seed);
     const Vector<T, kPack> values = load_each<kPack>(x + place.x, level.x, count);
-    store_each(out + place.out, convert(values, place, level, affine_at), level.out, count);
+    store_each(out + place.out, convert(values, noise, affine_at), level.out, count);
   }
 };
 
 // ------------------------------------------------------------------------------- rows held on chip
 
-constexpr int kMostLanes = 1024;
+// Threads of a block: with 1024 there are 64 registers for each, too few for random bits.
+constexpr int most_lanes(bool stochastic) { return stochastic ? 512 : 1024; }
 
 // The packs of a row stay in registers from their only load to the store of their codes. What is not wide is read
 // again, from cache.
 template <class Op>
-__global__ void __launch_bounds__(kMostLanes)
+__global__ void __launch_bounds__(most_lanes(Op::kIsStochastic))
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
   Extremes* shared = reinterpret_cast<Extremes*>(shared_memory());
@@ -105,15 +109,15 @@ __global__ void __launch_bounds__(kMostLanes)
   }
 }
 
-bool fits_on_chip(const Levels& levels, int pack, int each) {
+bool fits_on_chip(const Levels& levels, int pack, int each, bool stochastic) {
   const int row = levels.out_fast;
   return Levels::is_reduced(row) && levels.x_fast == row && levels.level[Levels::twin(row)].size == 1 &&
-         levels.level[row].size <= static_cast<int64_t>(kMostLanes) * each * pack;
+         levels.level[row].size <= static_cast<int64_t>(most_lanes(stochastic)) * each * pack;
 }
 
 template <class Op>
 void launch_held(const Op& op, const Levels& levels, float* scale, int32_t* zero_point, Stream stream) {
-  RowWalk walk = row_walk(levels, levels.out_fast, Op::kPack, Op::kEach, kMostLanes);
+  RowWalk walk = row_walk(levels, levels.out_fast, Op::kPack, Op::kEach, most_lanes(Op::kIsStochastic));
   int block = kThreads;
   if (walk.lanes > 32) {  // a block for a row, of just the warps it takes
     block = static_cast<int>(ceil_div(ceil_div(walk.inner.size, Op::kPack * Op::kEach), 32) * 32);
@@ -138,7 +142,7 @@ constexpr int kTileRow = kTile + 1;
 constexpr int kTilePack = 4;  // elements that a thread writes
 
 template <class T, class Out, bool kStochastic>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 2)
     transposing_kernel(const QuantizeOp<T, Out, kStochastic> op, const TileWalk walk) {
   using Op = QuantizeOp<T, Out, kStochastic>;
   float* tile = reinterpret_cast<float*>(shared_memory());  // [along, across]
@@ -210,10 +214,11 @@ template <class T, class Out, bool kStochastic>
 void launch_codes(const Quantize& quantize, const Levels& levels, const Affine* computed, Stream stream) {
   using Op = QuantizeOp<T, Out, kStochastic>;
   const int inner = levels.out_fast;
+  const bool has_random_words = !kStochastic || levels.level[inner].index == 1;
   Op op{static_cast<const T*>(quantize.x),
         static_cast<Out*>(quantize.out),
         {quantize.scale, quantize.zero_point, computed},
-        levels.is_wide(quantize.x, sizeof(T), Op::kPack, &Level::x, inner) &&
+        has_random_words && levels.is_wide(quantize.x, sizeof(T), Op::kPack, &Level::x, inner) &&
             levels.is_wide(quantize.out, sizeof(Out), Op::kPack, &Level::out, inner),
         quantize.seed};
   if (levels.x_fast != inner) {
@@ -228,35 +233,40 @@ void launch_codes(const Quantize& quantize, const Levels& levels, const Affine* 
   }
 }
 
-struct TwoPasses {
+// Whether scales come from a pass of their own, and that pass.
+struct Scaling {
+  static constexpr int kEach = 4;
+
   Levels levels;
-  bool needed;
+  int pack;
+  bool is_pass;
   ExtremesPlan plan;
 
-  explicit TwoPasses(const Quantize& quantize)
+  explicit Scaling(const Quantize& quantize)
       : levels(quantize.layout),
-        needed(!quantize.is_static && !fits_on_chip(levels, quantize.dtype == kFloat ? 4 : 8, 4)),
-        plan(levels, quantize.dtype == kFloat ? 4 : 8, 4) {}
+        pack(quantize.dtype == kFloat ? 4 : 8),
+        is_pass(!quantize.is_static && !fits_on_chip(levels, pack, kEach, quantize.stochastic)),
+        plan(levels, pack, kEach) {}
 };
 
 }  // namespace
 
 int64_t quantize_workspace(const Quantize& quantize) {
-  const TwoPasses passes(quantize);
-  return passes.needed ? passes.plan.bytes() : 0;
+  const Scaling scaling(quantize);
+  return scaling.is_pass ? scaling.plan.bytes() : 0;
 }
 
 void launch_quantize(const Quantize& quantize, void* workspace, Stream stream) {
-  const TwoPasses passes(quantize);
-  const Levels& levels = passes.levels;
+  const Scaling scaling(quantize);
+  const Levels& levels = scaling.levels;
   with_dtype(quantize.dtype, [&](auto zero) {
     using T = decltype(zero);
     Affine* computed = nullptr;
-    if (passes.needed) {
+    if (scaling.is_pass) {
       computed = static_cast<Affine*>(workspace);
-      const bool wide = levels.is_wide(quantize.x, sizeof(T), 16 / sizeof(T), &Level::x, levels.x_fast);
-      passes.plan.launch(static_cast<const T*>(quantize.x), wide, computed, levels, quantize.scale, quantize.zero_point,
-                         stream);
+      const bool wide = levels.is_wide(quantize.x, sizeof(T), scaling.pack, &Level::x, levels.x_fast);
+      scaling.plan.launch(static_cast<const T*>(quantize.x), wide, computed, levels, quantize.scale,
+                          quantize.zero_point, stream);
     }
     if (quantize.fake) {
       launch_codes<T, T, false>(quantize, levels, computed, stream);

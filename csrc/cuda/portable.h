@@ -149,6 +149,31 @@ __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
   return packed;
 }
 
+// In PTX, because from a value put together element by element nvcc makes stores of 4 bytes more often than not.
+__device__ __forceinline__ void store_word(int4* p, int4 word) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(word.x), "r"(word.y),
+               "r"(word.z), "r"(word.w)
+               : "memory");
+#else
+  *p = word;
+#endif
+}
+
+__device__ __forceinline__ void store_word(int2* p, int2 word) {
+#ifdef __CUDA_ARCH__
+  asm volatile("st.global.v2.b32 [%0], {%1, %2};" ::"l"(__cvta_generic_to_global(p)), "r"(word.x), "r"(word.y)
+               : "memory");
+#else
+  *p = word;
+#endif
+}
+
+template <class T>
+__device__ __forceinline__ void store_word(T* p, T word) {
+  *p = word;
+}
+
 template <int N, class T>
 __device__ __forceinline__ void store_wide(T* p, const Vector<T, N>& elements) {
   using Word = Access<T, N>;
@@ -158,7 +183,7 @@ __device__ __forceinline__ void store_wide(T* p, const Vector<T, N>& elements) {
   for (int i = 0; i < N; i += kElements) {
     Word word;
     memcpy(&word, elements.data + i, sizeof(Word));
-    *reinterpret_cast<Word*>(p + i) = word;
+    store_word(reinterpret_cast<Word*>(p + i), word);
   }
 }
 

@@ -1,0 +1,194 @@
+"""What products share: tiles of two matrices multiplied along K, their order, and the rules of the launch."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import _INTERPRETED, BF16
+
+INT8 = tl.constexpr(3)  # beside FP32, FP16 and BF16
+_GROUP = tl.constexpr(8)  # rows of tiles that are computed together
+
+# Which axis of an operand's tile is innermost in memory.
+NEITHER = tl.constexpr(0)
+ROWS = tl.constexpr(1)
+COLUMNS = tl.constexpr(2)
+
+
+@triton.jit
+def pointers_of(
+    ptr, rows, columns, row_stride, column_stride, DTYPE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr
+):
+    """Pointers to [rows, columns]. VEC: elements of 16 bytes, where base and outer stride are multiples of them."""
+    if VEC > 1:
+        BYTES: tl.constexpr = 16
+        address = tl.multiple_of((ptr.to(tl.int64) // BYTES * BYTES).to(ptr.dtype), BYTES)
+    else:
+        address = ptr
+    if DTYPE == BF16 and _INTERPRETED:
+        address = address.to(tl.int64).to(tl.pointer_type(tl.int16))
+    if INNER == COLUMNS:
+        offsets = (rows * (row_stride // VEC * VEC))[:, None] + columns[None, :]
+    elif INNER == ROWS:
+        offsets = rows[:, None] + (columns * (column_stride // VEC * VEC))[None, :]
+    else:
+        offsets = (rows * row_stride)[:, None] + (columns * column_stride)[None, :]
+    return address + offsets
+
+
+@triton.jit
+def load_tile(pointers, mask, DTYPE: tl.constexpr):
+    return as_operand(tl.load(pointers, mask=mask, other=0), DTYPE)
+
+
+@triton.jit
+def as_operand(x, DTYPE: tl.constexpr):
+    if DTYPE == BF16 and _INTERPRETED:
+        # The interpreter reads bf16 wrongly, and its bf16 dot is garbage: fp32 there, which holds the same products.
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def dot(x, y, sums, DTYPE: tl.constexpr, AS_HALF: tl.constexpr):
+    if DTYPE == INT8 and AS_HALF:
+        # Exact: 256 products of codes are below 2**24.
+        tl.static_assert(x.shape[1] <= 256)
+        sums += tl.dot(x.to(tl.float16), y.to(tl.float16)).to(tl.int32)
+    elif DTYPE == INT8:
+        sums = tl.dot(x, y, sums, out_dtype=tl.int32)
+    else:
+        sums = tl.dot(x, y.to(x.dtype), sums, input_precision="ieee")  # every code is exact in 8 bits of significand
+    return sums
+
+
+@triton.jit
+def place_of_program(m, n, n_splits, BM: tl.constexpr, BN: tl.constexpr):
+    """(share of K, first row, first column) of this program's tile."""
+    row, column = place_of_tile(tl.program_id(0) // n_splits, m, n, BM, BN)
+    return tl.program_id(0) % n_splits, row.to(tl.int64) * BM, column.to(tl.int64) * BN
+
+
+@triton.jit
+def place_of_tile(tile, m, n, BM: tl.constexpr, BN: tl.constexpr):
+    """(row, column) among the tiles of a matrix."""
+    tiles_m = tl.cdiv(m, BM).to(tl.int32)
+    tiles_n = tl.cdiv(n, BN).to(tl.int32)
+    band = tile // (_GROUP * tiles_n)
+    height = tl.minimum(tiles_m - band * _GROUP, _GROUP)
+    inside = tile % (_GROUP * tiles_n)
+    return band * _GROUP + inside % height, inside // height
+
+
+@triton.jit
+def _round_up(n, VEC: tl.constexpr):
+    return (n + (VEC - 1)) // VEC * VEC
+
+
+@triton.jit
+def product(
+    a_ptr, b_ptr, rows, columns, m, n, k, a_m, a_k, b_k, b_n, first, last,
+    A_DTYPE: tl.constexpr, B_DTYPE: tl.constexpr, AS_HALF: tl.constexpr, SUM_A: tl.constexpr, SUM_B: tl.constexpr,
+    A_INNER: tl.constexpr, A_VEC: tl.constexpr, B_INNER: tl.constexpr, B_VEC: tl.constexpr,
+    K_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """a @ b over the tiles of K from `first` to `last`, and sums of a's rows and b's columns if asked for."""
+    ACCUMULATOR: tl.constexpr = tl.int32 if A_DTYPE == INT8 else tl.float32
+    sums = tl.zeros((BM, BN), ACCUMULATOR)
+    a_sums = tl.zeros((BM,), tl.int32)
+    b_sums = tl.zeros((BN,), tl.int32)
+    inner = tl.arange(0, BK).to(tl.int64)
+    start = first.to(tl.int64) * BK
+    a_pointers = pointers_of(a_ptr, rows, start + inner, a_m, a_k, A_DTYPE, A_INNER, A_VEC)
+    b_pointers = pointers_of(b_ptr, start + inner, columns, b_k, b_n, B_DTYPE, B_INNER, B_VEC)
+    a_step = 1 if A_INNER == COLUMNS else (a_k // A_VEC * A_VEC)
+    b_step = 1 if B_INNER == ROWS else (b_k // B_VEC * B_VEC)
+    # Up to 16 bytes that hold something: what else they hold reaches no element of the result.
+    a_mask = (rows < (_round_up(m, A_VEC) if A_INNER == ROWS else m))[:, None]
+    b_mask = (columns < (_round_up(n, B_VEC) if B_INNER == COLUMNS else n))[None, :]
+    whole = tl.minimum(last, (k // BK).to(tl.int32))
+    for _ in range(first, whole):
+        x = load_tile(a_pointers, a_mask, A_DTYPE)
+        y = load_tile(b_pointers, b_mask, B_DTYPE)
+        sums = dot(x, y, sums, A_DTYPE, AS_HALF)
+        if SUM_A:
+            a_sums += tl.sum(x.to(tl.int32), axis=1)
+        if SUM_B:
+            b_sums += tl.sum(y.to(tl.int32), axis=0)
+        a_pointers += BK * a_step
+        b_pointers += BK * b_step
+    if whole < last:  # the end of K, apart, so that the loop needs no mask over it
+        rest = (k - whole.to(tl.int64) * BK) // K_VEC * K_VEC
+        a_rest = inner < (_round_up(rest, A_VEC) if A_INNER == COLUMNS else rest)
+        b_rest = inner < (_round_up(rest, B_VEC) if B_INNER == ROWS else rest)
+        x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
+        y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
+        # Along K the rest of 16 bytes would reach every sum, and may be NaN.
+        if A_INNER == COLUMNS and K_VEC < A_VEC:
+            x = tl.where((inner < rest)[None, :], x, 0)
+        if B_INNER == ROWS and K_VEC < B_VEC:
+            y = tl.where((inner < rest)[:, None], y, 0)
+        sums = dot(x, y, sums, A_DTYPE, AS_HALF)
+        if SUM_A:
+            a_sums += tl.sum(x.to(tl.int32), axis=1)
+        if SUM_B:
+            b_sums += tl.sum(y.to(tl.int32), axis=0)
+    return sums, a_sums, b_sums
+
+
+@triton.jit
+def combined(partials_ptr, indices, size, n_splits):
+    """Sum over splits, always in the same order."""
+    mask = indices < size
+    total = tl.load(partials_ptr + indices, mask=mask, other=0)
+    for _ in range(1, n_splits):
+        partials_ptr += size
+        total += tl.load(partials_ptr + indices, mask=mask, other=0)
+    return total
+
+
+# ---------------------------------------------------------------------------------------------------------- launch
+FULL = 132  # tiles that keep a large device busy
+
+
+class Tiles(NamedTuple):
+    m: int
+    n: int
+    k: int
+    warps: int
+    stages: int
+
+    def constants(self) -> dict[str, int]:
+        return {"BM": self.m, "BN": self.n, "BK": self.k, "num_warps": self.warps, "num_stages": self.stages}
+
+
+def capability_of(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_devicecapability_of(device) if device.type == "cuda" else (8, 0)
+
+
+def access_of(x: torch.Tensor, masked: int) -> tuple[int, int]:
+    """(innermost axis, how many neighbours are one access) of a matrix whose axis `masked` may end inside a tile."""
+    vec = 16 // x.element_size()
+    if x.stride(1) == 1 or x.shape[1] == 1:
+        inner, axis = COLUMNS, 1
+    elif x.stride(0) == 1 or x.shape[0] == 1:
+        inner, axis = ROWS, 0
+    else:
+        return NEITHER.value, 1
+    wide = x.data_ptr() % 16 == 0 and (x.stride(1 - axis) % vec == 0 or x.shape[1 - axis] == 1)
+    if axis == masked:
+        wide = wide and x.shape[axis] % vec == 0
+    return inner.value, vec if wide else 1
+
+
+def shares_of(n_tiles: int, k_tiles: int) -> tuple[int, int]:
+    """(programs that share the K of one tile of the output, tiles of K for each of them)."""
+    # Four tiles at least: what the pipeline needs to fill.
+    n_splits = max(1, min(2 * FULL // n_tiles, k_tiles // 4)) if n_tiles < FULL else 1
+    tiles_of_split = max(1, math.ceil(k_tiles / n_splits))
+    return max(1, math.ceil(k_tiles / tiles_of_split)), tiles_of_split
