@@ -6,6 +6,7 @@ whose checks ride along with the step, and the specification of it all in plain 
 
 from . import nn, optim, quantization, reference
 from ._backends import use_backend
+from .audit import explain
 from .functional import (
     Int8Tensor,
     addmm,
@@ -33,6 +34,7 @@ __all__ = [
     "addmm",
     "clip_grad_norm_",
     "dequantize_int8",
+    "explain",
     "fake_quantize_int8",
     "grad_norm",
     "int8_matmul",

@@ -33,7 +33,7 @@ class Grouping(NamedTuple):
 
 
 def grouping(shape: Sequence[int], scale: Tensor | None, dim: Sequence[int] | None, block_size: int | None) -> Grouping:
-    """That of blocks, of a given scale by its shape, or over `dim` (none: everything, as in torch.amax), in this order."""
+    """That of blocks, of a given scale by its shape, or over `dim` (none: everything), in this order."""
     every = range(len(shape))
     if block_size is not None:
         return Grouping(tuple(shape), frozenset(), block_size)

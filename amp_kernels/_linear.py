@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from ._matmul import ACTIVATIONS
 from .functional.matmul import Activation, linear
-from .reference.matmul import activate
 
 
 class Linear(nn.Linear):
@@ -33,6 +29,8 @@ class Linear(nn.Linear):
     Raises:
         ValueError: `activation` is none of these.
     """
+
+    __module__ = "amp_kernels.nn"  # where pickles look for it
 
     # Of the class, so that a layer which was an nn.Linear before `convert_linear_` or unpickling has it.
     activation: Activation | None = None
@@ -55,24 +53,10 @@ class Linear(nn.Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., in_features] -> [..., out_features]."""
-        if _is_for_torch(x, self.weight):
-            return activate(F.linear(x, self.weight, self.bias), self.activation)
         return linear(x, self.weight, self.bias, self.activation)
 
     def extra_repr(self) -> str:
         return super().extra_repr() + (f", activation={self.activation}" if self.activation else "")
-
-
-def _is_for_torch(x: Tensor, weight: Tensor) -> bool:
-    """Whether the operator has no rule for such tensors; in forward mode it would return a derivative of 0."""
-    return (
-        x.is_meta
-        or weight.shape[1] == 0
-        or is_traceable_wrapper_subclass(x)
-        or is_traceable_wrapper_subclass(weight)
-        or torch._C._are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
-    )
 
 
 def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:

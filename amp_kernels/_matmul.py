@@ -38,9 +38,12 @@ class Choice(NamedTuple):
     reason: str
 
 
-def choose(a: Tensor, b: Tensor, activation: str | None = None) -> Choice:
-    """The engine for ``a @ b`` (matrices, or batches of them), and what is padded for it."""
-    backend = _backends.select(a.device)
+def choose(a: Tensor, b: Tensor, activation: str | None = None, backend: str | None = None) -> Choice:
+    """The engine for ``a @ b`` (matrices, or batches of them), and what is padded for it.
+
+    `backend`: as if it served the tensors.
+    """
+    backend = backend or _backends.select(a.device)
     if a.device.type == "cpu" and backend == "cpu":
         bits = "fp32, rounded once" if _in_fp32(a, activation) else "16 bits"
         return Choice("cpu", (False, False), f"torch multiplies in {bits}; a CPU needs no padding")
@@ -53,7 +56,7 @@ def choose(a: Tensor, b: Tensor, activation: str | None = None) -> Choice:
     elif activation is not None:
         engine, reason = backend, "it applies the activation in the same pass"
     else:
-        engine, reason = LIBRARY, "it is the fastest on aligned operands"
+        engine, reason = LIBRARY, "no kernel of ours was measured faster there"
     if a.shape[-2] <= FEW_ROWS:
         return Choice(engine, (False, False), f"{reason}; {a.shape[-2]} rows are bound by reading b once")
     return Choice(engine, (not is_aligned(a), not is_aligned(b)), reason)
@@ -63,6 +66,8 @@ def is_aligned(x: Tensor) -> bool:
     """Whether a matrix can be loaded 16 bytes at a time: row- or column-major with an aligned pitch."""
     elements = ALIGNMENT // x.element_size()
     (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
+    if x.storage_offset() % elements != 0:
+        return False
     by_row = column == 1 and (rows == 1 or row % elements == 0)
     by_column = row == 1 and (columns == 1 or column % elements == 0)
     return (by_row or by_column) and all(stride % elements == 0 for stride in x.stride()[:-2])
@@ -74,7 +79,7 @@ def new_output(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> Tens
     if like.device.type != "cuda":
         return like.new_empty(shape, dtype=dtype)
     pitch = padded(shape[-1], ALIGNMENT // dtype.itemsize)
-    return like.new_empty((*shape[:-1], pitch), dtype=dtype)[..., : shape[-1]]
+    return like.new_empty((*shape[:-1], pitch), dtype=dtype).narrow(-1, 0, shape[-1])
 
 
 def padded_like(x: Tensor) -> Tensor:
@@ -82,7 +87,7 @@ def padded_like(x: Tensor) -> Tensor:
     if x.stride(0) == 1 and x.stride(1) != 1:
         return padded_like(x.t()).t()
     pitch = padded(x.shape[1], ALIGNMENT // x.element_size())
-    return x.new_empty((x.shape[0], pitch))[:, : x.shape[1]]
+    return x.new_empty((x.shape[0], pitch)).narrow(1, 0, x.shape[1])
 
 
 def pad_copy(x: Tensor) -> Tensor:
@@ -91,7 +96,7 @@ def pad_copy(x: Tensor) -> Tensor:
         return pad_copy(x.mT).mT
     rows = x.reshape(-1, x.shape[-1])
     out, _ = copy_pad(rows, None, 0, needs_bias_grad=False)
-    return out.view(*x.shape[:-1], -1)[..., : x.shape[-1]]
+    return out.view(*x.shape[:-1], -1).narrow(-1, 0, x.shape[-1])
 
 
 def copy_pad(x: Tensor, saved: Tensor | None, activation: int, *, needs_bias_grad: bool) -> tuple[Tensor, Tensor]:
@@ -112,9 +117,9 @@ def copy_pad(x: Tensor, saved: Tensor | None, activation: int, *, needs_bias_gra
 class _Weights:
     """Padded copies of weights for inference, each valid while its weight has the version and the address it had.
 
-    They are not kept where that could go unnoticed: with gradients enabled (FSDP gathers weights anew without a new
-    version; then the copy lives from forward to backward only), and once a CUDA graph used a weight (its replays change
-    weights without a new version). Memory: as much as the weight, for weights with such a pitch.
+    They are not kept where a change could go unnoticed: in training, where the copy lives from forward to backward; in
+    a process group (FSDP gathers a weight anew without a new version); and once a CUDA graph used a weight, since its
+    replays change weights without one. Memory: as much as the weight, for weights with such a pitch.
     """
 
     def __init__(self) -> None:
@@ -127,7 +132,8 @@ class _Weights:
             return pad_copy(weight)
         known = weight in self._copies
         entry = self._copies.get(weight)
-        if keeps or weight.is_inference() or (known and entry is None):
+        shared = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if keeps or shared or weight.is_inference() or (known and entry is None):
             if entry is not None:
                 del self._copies[weight]
             return pad_copy(weight)

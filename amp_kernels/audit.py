@@ -13,10 +13,9 @@ import importlib.util
 import math
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -93,8 +92,9 @@ def explain(
             return Explanation("torch", f"{str(left.dtype).removeprefix('torch.')} is left to it", (), 0)
         left, right = _as_matrices(left, right)
         _checks.check_addmm(None, left, right, left.dtype)
-        with _as_if_on_a_gpu():
-            choice = _matmul.choose(left, right, activation)
+        # Without a GPU, CUDA tensors can only be fake, and are what a user asks about.
+        imagined = left.device.type == "cuda" and not torch.cuda.is_available() and not _backends.is_forced()
+        choice = _matmul.choose(left, right, activation, "cuda" if imagined else None)
     padded = {name: x for name, x, pads in zip("ab", (left, right), choice.pads, strict=True) if pads}
     return Explanation(choice.engine, choice.reason, tuple(padded), sum(map(_copy_bytes, padded.values())))
 
@@ -102,17 +102,6 @@ def explain(
 def _fake(x: Tensor, strides: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
     # A fake tensor of another mode cannot be mixed with ours, so each is made anew.
     return torch.empty_strided(x.shape, strides, dtype=dtype, device=device)
-
-
-@contextlib.contextmanager
-def _as_if_on_a_gpu() -> Iterator[None]:
-    """Where there is none and nothing is forced, CUDA tensors, which can only be fake, count as served."""
-    if torch.cuda.is_available() or _backends.is_forced():
-        yield
-        return
-    select = _backends.select
-    with mock.patch.object(_backends, "select", lambda on: "cuda" if on.type == "cuda" else select(on)):
-        yield
 
 
 def _as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Layers with int8 weights, for inference: `Int8Linear` and `Int8Embedding`.
+"""`Linear`, and layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
 
 `amp_kernels.quantization` puts them into a model. Their codes and scales are buffers: `.half()` and `.to(dtype)` change
 the dtype they compute in, never codes or scales.
@@ -16,8 +16,11 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ._checks import MAX_K
+from ._linear import Linear, convert_linear_
 from ._ops import OPS as _ops
 from .functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
+
+__all__ = ["Int8Embedding", "Int8Linear", "Linear", "convert_linear_"]
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES = ("weight_only", "dynamic", "static")

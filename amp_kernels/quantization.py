@@ -24,7 +24,7 @@ from ._checks import MAX_K
 from ._saved import int8_saved_activations
 from ._table import DTYPE_CODES
 from .functional import Int8Tensor, quantize_int8
-from .nn import FixedDtypes, Int8Embedding, Int8Linear, compute_dtype, w8a8
+from .nn import FixedDtypes, Int8Embedding, Int8Linear, Linear, compute_dtype, w8a8
 
 __all__ = [
     "MinMaxObserver",
@@ -252,7 +252,7 @@ def _find(
     """Layers to replace, each checked before any is."""
     found: list[nn.Linear | nn.Embedding] = []
     for name, layer in model.named_modules():
-        if type(layer) not in kinds or not (filter_fn is None or filter_fn(layer, name)):
+        if not _is_of(layer, kinds) or not (filter_fn is None or filter_fn(layer, name)):
             continue
         assert isinstance(layer, nn.Linear | nn.Embedding)
         found.append(layer)
@@ -275,6 +275,13 @@ def _find(
         names = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
         raise ValueError(f"{op}: model must have an {names} to replace, got {type(model).__name__} without any")
     return found
+
+
+def _is_of(layer: nn.Module, kinds: tuple[type, ...]) -> bool:
+    """Exactly of one of these classes, or our `nn.Linear` without an activation, which is the same."""
+    if type(layer) is Linear:
+        return nn.Linear in kinds and layer.activation is None
+    return type(layer) in kinds
 
 
 def _linears(op: str, model: nn.Module, filter_fn: FilterFn | None) -> list[nn.Linear]:

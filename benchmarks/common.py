@@ -31,7 +31,7 @@ import amp_kernels
 
 FIELDS = (
     "benchmark", "case", "contender", "scaler", "dtype", "tensors", "elements", "bytes",
-    "median_ms", "p20_ms", "p80_ms", "gb_s", "copy_percent", "ratio_to_ours",
+    "median_ms", "p20_ms", "p80_ms", "gb_s", "tera_ops", "copy_percent", "ratio_to_ours",
     "device_name", "torch_version", "amp_kernels_version", "timestamp", "note",
 )  # fmt: skip
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
@@ -70,6 +70,7 @@ class Case:
     layout: Layout
     bytes_per_element: int  # what our algorithm must move, hence what GB/s counts for everybody
     traffic: str  # the same in words
+    operations: int = 0  # multiplications and additions of a call, for products
 
 
 @dataclass(frozen=True)
@@ -207,8 +208,9 @@ class Report:
             self._writer.writerow({**shared, "timestamp": stamp, **row})
             self._file.flush()
         print(f"\n{shared['case']}, {shared['dtype']}, {shared['elements']:,} elements; {case.traffic}")
-        columns = ["contender", "scaler", *FIELDS[8:14]]
-        print(tabulate([[row[c] for c in columns] for row in rows if "median_ms" in row], columns))
+        columns = ["contender", "scaler", *FIELDS[8:15]]
+        columns = [c for c in columns if any(row.get(c, "") != "" for row in rows)]
+        print(tabulate([[row.get(c, "") for c in columns] for row in rows if "median_ms" in row], columns))
         for row in rows:
             if "median_ms" not in row:
                 print(f"not timed: {row['contender']}: {row['note']}")
@@ -243,6 +245,8 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
     size = case.bytes_per_element * case.layout.elements
     for contender, samples in times.items():
         rows[contender] |= _statistics(samples, size, copy_speed, ours) | {"note": case.traffic}
+        if case.operations:
+            rows[contender]["tera_ops"] = float(f"{case.operations / statistics.median(samples) / 1e9:.4g}")
     copy = {"contender": COPY, "scaler": "none", "bytes": copy_bytes, "note": "bytes read and written"}
     copy |= _statistics(copy_times, copy_bytes, copy_speed, math.nan)
     report.add(case, [*rows.values(), copy])

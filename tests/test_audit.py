@@ -17,8 +17,8 @@ from torch.nn.utils import parametrizations
 
 import amp_kernels
 from amp_kernels import _backends, _matmul, audit
-from amp_kernels._linear import Linear, convert_linear_
 from amp_kernels._tables import table
+from amp_kernels.nn import Linear, convert_linear_
 
 
 # ---------------------------------------------------------------------------------------------------------- explain

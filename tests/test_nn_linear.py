@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.checkpoint import checkpoint
 
 import amp_kernels
-from amp_kernels._linear import Linear, convert_linear_
+from amp_kernels.nn import Linear, convert_linear_
 from amp_kernels.reference.matmul import activate
 from amp_kernels.testing import randn
 from amp_kernels.testing.matmul import ACTIVATIONS, LAYOUTS, compare
@@ -348,6 +348,30 @@ def test_nested_tensors() -> None:
     nested = torch.nested.nested_tensor(rows, layout=torch.jagged)
     for part, x in zip(ours(layer)(nested).unbind(), rows, strict=True):
         torch.testing.assert_close(part, layer(x), rtol=2e-3, atol=2e-3)
+
+
+class Codes(Tensor):
+    """As those of quantization libraries: it knows what torch's linear is with it, and no other operator."""
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is F.linear:
+            x, weight, bias = args
+            return F.linear(x, 2 * weight.as_subclass(Tensor), bias)
+        assert "amp_kernels" not in str(function)
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+    def __tensor_flatten__(self) -> Any:
+        raise NotImplementedError
+
+    __tensor_unflatten__ = __tensor_flatten__
+
+
+def test_a_weight_of_another_class() -> None:
+    layer, x = ours(torchs(9, 5, torch.float16), "relu"), randn(4, 9).half()
+    expected = F.relu(F.linear(x, 2 * layer.weight, layer.bias))
+    layer.weight = nn.Parameter(layer.weight.detach().as_subclass(Codes), requires_grad=False)
+    assert torch.equal(layer(x), expected)
 
 
 # ------------------------------------------------------------------------------------------------------ distributed

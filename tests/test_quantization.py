@@ -327,3 +327,14 @@ def test_digits_within_half_a_point_of_fp32(digits):
         if not name.startswith(("QAT", "int8 saved")):  # the same weights: only what is near the border may flip
             assert row["flipped"] <= 0.005 * row["predictions"], row
     assert rows["weight-only"]["model_bytes"] < 0.56 * rows["fp16"]["model_bytes"]
+
+
+def test_our_linear_is_quantized_as_torchs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4))
+    expected = quantize_(copy.deepcopy(model))
+    ours = quantize_(amp_kernels.nn.convert_linear_(model))
+    x = torch.randn(3, 16)
+    assert torch.equal(ours(x), expected(x))
+    activated = torch.nn.Sequential(amp_kernels.nn.Linear(16, 8, activation="relu"))
+    with pytest.raises(ValueError, match="must have an nn.Linear"):
+        quantize_(activated, "dynamic")

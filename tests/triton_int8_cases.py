@@ -499,6 +499,7 @@ def run_matmul(
     *,
     forms: tuple[str, str] = ("contiguous", "contiguous"),
     zero_points: tuple[bool, bool] = (False, False),
+    zero_point: int | None = None,
     per: tuple[bool, bool] = (True, True),
     bias: bool = True,
     dtype: torch.dtype = FP32,
@@ -511,7 +512,8 @@ def run_matmul(
     def of(size: int, is_per: bool) -> tuple[Tensor, Tensor]:
         size = size if is_per else 1
         scale = torch.rand(size, generator=g) * 0.02 + 0.001
-        return scale, torch.randint(-128, 128, (size,), generator=g, dtype=INT32)
+        zeros = torch.randint(-128, 128, (size,), generator=g, dtype=INT32)
+        return scale, zeros if zero_point is None else torch.full_like(zeros, zero_point)
 
     (a_scale, a_zero), (b_scale, b_zero) = of(m, per[0]), of(n, per[1])
     added = torch.randn(n, generator=g)
@@ -607,7 +609,7 @@ def test_matmul_of_extremes(value: int, zero_points: tuple[bool, bool], monkeypa
     if DEVICE == "cpu":  # the interpreter takes 10 ms a tile of any size
         monkeypatch.setattr(int8_matmul, "_tiles", lambda *_: int8_matmul.Tiles(16, 16, 8192, 4, 1))
     a, b = torch.full((2, 131071), -128, dtype=INT8), torch.full((131071, 3), value, dtype=INT8)
-    run_matmul(a, b, zero_points=zero_points)
+    run_matmul(a, b, zero_points=zero_points, zero_point=127)
 
 
 def test_matmul_of_nan_and_overflow() -> None:

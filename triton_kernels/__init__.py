@@ -6,18 +6,22 @@ if __name__ != "amp_kernels.triton_kernels":
         "if you meant the other project, run Python in another directory"
     )
 
+from .copy_pad import _copy_pad_
 from .int8_dequantize import _dequantize_int8_, _straight_through_int8_
 from .int8_matmul import _int8_linear_, _int8_matmul_
 from .int8_quantize import _quantize_int8_
+from .matmul import _matmul_
 from .rmsprop import _rmsprop_table_
 from .send import _send_
 from .sgd import _sgd_table_
 from .unscale import _unscale_table_
 
 __all__ = [
+    "_copy_pad_",
     "_dequantize_int8_",
     "_int8_linear_",
     "_int8_matmul_",
+    "_matmul_",
     "_quantize_int8_",
     "_rmsprop_table_",
     "_send_",

@@ -136,7 +136,7 @@ def _matmul_kernel(
 ):
     SUM_A: tl.constexpr = b_zero_point_ptr is not None and a_sums_ptr is None
     SUM_B: tl.constexpr = a_zero_point_ptr is not None and b_sums_ptr is None
-    split, row, column = place_of_program(m, n, n_splits, BM, BN)
+    split, row, column = place_of_program(tl.program_id(0), m, n, n_splits, BM, BN)
     rows = row + tl.arange(0, BM)
     columns = column + tl.arange(0, BN)
     first = split * tiles_of_split

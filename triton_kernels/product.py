@@ -68,10 +68,10 @@ def dot(x, y, sums, DTYPE: tl.constexpr, AS_HALF: tl.constexpr):
 
 
 @triton.jit
-def place_of_program(m, n, n_splits, BM: tl.constexpr, BN: tl.constexpr):
-    """(share of K, first row, first column) of this program's tile."""
-    row, column = place_of_tile(tl.program_id(0) // n_splits, m, n, BM, BN)
-    return tl.program_id(0) % n_splits, row.to(tl.int64) * BM, column.to(tl.int64) * BN
+def place_of_program(program, m, n, n_splits, BM: tl.constexpr, BN: tl.constexpr):
+    """(share of K, first row, first column) of a program's tile."""
+    row, column = place_of_tile(program // n_splits, m, n, BM, BN)
+    return program % n_splits, row.to(tl.int64) * BM, column.to(tl.int64) * BN
 
 
 @triton.jit
@@ -86,7 +86,7 @@ def place_of_tile(tile, m, n, BM: tl.constexpr, BN: tl.constexpr):
 
 
 @triton.jit
-def _round_up(n, VEC: tl.constexpr):
+def round_up(n, VEC: tl.constexpr):
     return (n + (VEC - 1)) // VEC * VEC
 
 
@@ -109,8 +109,8 @@ def product(
     a_step = 1 if A_INNER == COLUMNS else (a_k // A_VEC * A_VEC)
     b_step = 1 if B_INNER == ROWS else (b_k // B_VEC * B_VEC)
     # Up to 16 bytes that hold something: what else they hold reaches no element of the result.
-    a_mask = (rows < (_round_up(m, A_VEC) if A_INNER == ROWS else m))[:, None]
-    b_mask = (columns < (_round_up(n, B_VEC) if B_INNER == COLUMNS else n))[None, :]
+    a_mask = (rows < (round_up(m, A_VEC) if A_INNER == ROWS else m))[:, None]
+    b_mask = (columns < (round_up(n, B_VEC) if B_INNER == COLUMNS else n))[None, :]
     whole = tl.minimum(last, (k // BK).to(tl.int32))
     for _ in range(first, whole):
         x = load_tile(a_pointers, a_mask, A_DTYPE)
@@ -124,8 +124,8 @@ def product(
         b_pointers += BK * b_step
     if whole < last:  # the end of K, apart, so that the loop needs no mask over it
         rest = (k - whole.to(tl.int64) * BK) // K_VEC * K_VEC
-        a_rest = inner < (_round_up(rest, A_VEC) if A_INNER == COLUMNS else rest)
-        b_rest = inner < (_round_up(rest, B_VEC) if B_INNER == ROWS else rest)
+        a_rest = inner < (round_up(rest, A_VEC) if A_INNER == COLUMNS else rest)
+        b_rest = inner < (round_up(rest, B_VEC) if B_INNER == ROWS else rest)
         x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
         y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
         # Along K the rest of 16 bytes would reach every sum, and may be NaN.
@@ -168,11 +168,11 @@ class Tiles(NamedTuple):
 
 
 def capability_of(device: torch.device) -> tuple[int, int]:
-    return torch.cuda.get_devicecapability_of(device) if device.type == "cuda" else (8, 0)
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (8, 0)
 
 
-def access_of(x: torch.Tensor, masked: int) -> tuple[int, int]:
-    """(innermost axis, how many neighbours are one access) of a matrix whose axis `masked` may end inside a tile."""
+def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
+    """(innermost axis, how many neighbours are one access) of a matrix; axis `masked` must end with such an access."""
     vec = 16 // x.element_size()
     if x.stride(1) == 1 or x.shape[1] == 1:
         inner, axis = COLUMNS, 1

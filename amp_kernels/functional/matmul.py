@@ -7,9 +7,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _checks, _matmul
 from .._ops import OPS as _ops
+from ..reference.matmul import activate
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 
@@ -17,7 +20,8 @@ Activation = Literal["relu", "gelu", "gelu_tanh"]
 def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """``torch.matmul(a, b)`` whose speed does not depend on sizes being multiples of 8.
 
-    fp16 and bf16 are accumulated in fp32 and rounded once; fp32 and fp64 are left to torch. Differentiable, twice too.
+    fp16 and bf16 are accumulated in fp32 and rounded once. Left to torch are fp32 and fp64, tensor subclasses (DTensor,
+    nested), and transforms of `torch.func`. Differentiable, twice too.
     On a GPU the rows of the result are a multiple of 16 bytes apart, so it may be a view of a wider tensor.
 
     Args:
@@ -28,7 +32,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
     a, b = _autocast(a, b)
-    if a.dtype not in _matmul.DTYPES or b.dtype not in _matmul.DTYPES:
+    if _is_for_torch(a, b):
         return torch.matmul(a, b).to(out_dtype or a.dtype)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"matmul: a and b must have at least 1 dimension, got {a.dim()} and {b.dim()}")
@@ -61,7 +65,7 @@ def addmm(
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
     a, b, input = _autocast(a, b, input)
-    if a.dtype not in _matmul.DTYPES:
+    if _is_for_torch(a, b, input):
         multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
         return multiply(input, a, b, beta=beta, alpha=alpha).to(out_dtype or a.dtype)
     shape = (*a.shape[:-1], b.shape[-1])
@@ -92,11 +96,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     given = [x, weight] if bias is None else [x, weight, bias]
     x, weight, *rest = _autocast(*given)
     bias = rest[0] if rest else None
-    if x.dtype not in _matmul.DTYPES:
-        result = F.linear(x, weight, bias)
-        if activation is None or activation == "relu":
-            return result if activation is None else F.relu(result)
-        return F.gelu(result, approximate="tanh" if activation == "gelu_tanh" else "none")
+    if _is_for_torch(x, weight) or weight.shape[-1] == 0:
+        return activate(F.linear(x, weight, bias), activation)
     _checks.check_linear(x, weight, bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     rows = x.reshape(-1, x.shape[-1])
@@ -116,10 +117,20 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % multiple))[..., : x.shape[-1]]
 
 
+def _is_for_torch(*tensors: Tensor) -> bool:
+    """Whether the operators have no rule for such tensors; in forward mode they would return a derivative of 0."""
+    return (
+        all(t.dtype not in _matmul.DTYPES for t in tensors)
+        or any(t.is_meta or is_traceable_wrapper_subclass(t) for t in tensors)
+        or torch._C._are_functorch_transforms_active()
+        or forward_ad._current_level >= 0
+    )
+
+
 def _autocast(*tensors: Tensor) -> list[Tensor]:
     """Under autocast floating-point operands get its dtype, as those of torch's products do."""
     kind = tensors[0].device.type
-    if not torch.is_autocast_enabled(kind):
+    if kind == "meta" or not torch.is_autocast_enabled(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
     return [t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors]

@@ -24,6 +24,22 @@ const T* data(const std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<const T*>(tensor->data_ptr()) : nullptr;
 }
 
+template <class T>
+T* data(std::optional<Tensor>& tensor) {
+  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
+}
+
+inline Dtype dtype_of(const Tensor& tensor) {
+  switch (tensor.scalar_type()) {
+    case torch::headeronly::ScalarType::Half:
+      return kHalf;
+    case torch::headeronly::ScalarType::BFloat16:
+      return kBFloat16;
+    default:
+      return kFloat;
+  }
+}
+
 inline Table make_table(const Tensor& table, const Tensor& chunks, int64_t chunk_size) {
   return {data<int64_t>(table), table.size(1), data<int32_t>(chunks), chunks.size(0), chunk_size};
 }

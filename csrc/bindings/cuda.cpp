@@ -1,22 +1,12 @@
 // The table ops on CUDA tensors: device guard, current stream, launch.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-
-#include "../cuda/kernels.h"
-#include "arguments.h"
+#include "cuda_device.h"
 
 namespace amp_kernels::cuda {
 namespace {
 
-Stream current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<Stream>(stream);
-}
-
 void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optional<Tensor> scale, bool divide,
                    bool write, bool clear, Tensor partials, Tensor found_inf, Tensor norm, Tensor record) {
-  const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
+  const Guard guard(table.get_device_index());
   launch_unscale(make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record),
                  current_stream(table));
 }
@@ -25,14 +15,14 @@ template <void (*kLaunch)(const Update&, Stream)>
 void update_table(Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps, Tensor hyper, Tensor lr,
                   int64_t param_dtype, int64_t grad_dtype, std::optional<Tensor> grad_scale,
                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_norm) {
-  const torch::stable::accelerator::DeviceGuard guard(table.get_device_index());
+  const Guard guard(table.get_device_index());
   kLaunch(make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, grad_dtype, grad_scale, found_inf,
                       grad_norm, max_norm),
           current_stream(table));
 }
 
 void send(Tensor host, Tensor to) {
-  const torch::stable::accelerator::DeviceGuard guard(to.get_device_index());
+  const Guard guard(to.get_device_index());
   launch_send(data<int64_t>(host), data<int64_t>(to), host.numel(), current_stream(to));
 }
 

@@ -9,23 +9,7 @@
 
 namespace amp_kernels {
 
-inline Dtype dtype_of(const Tensor& tensor) {
-  switch (tensor.scalar_type()) {
-    case torch::headeronly::ScalarType::Half:
-      return kHalf;
-    case torch::headeronly::ScalarType::BFloat16:
-      return kBFloat16;
-    default:
-      return kFloat;
-  }
-}
-
 inline bool is_int8(const Tensor& tensor) { return tensor.scalar_type() == torch::headeronly::ScalarType::Char; }
-
-template <class T>
-T* data(std::optional<Tensor>& tensor) {
-  return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
-}
 
 // The 19 numbers of amp_kernels/_int8.py, in the order of the struct's members.
 inline Int8Layout make_layout(const std::vector<int64_t>& numbers) {

@@ -1,28 +1,15 @@
 // The int8 ops on CUDA tensors: device guard, current stream, launch.
-#include <torch/csrc/inductor/aoti_torch/c/shim.h>
-#include <torch/csrc/stable/accelerator.h>
-
-#include "../cuda/kernels.h"
+#include "cuda_device.h"
 #include "int8_arguments.h"
 
 namespace amp_kernels::cuda {
 namespace {
 
-using Guard = torch::stable::accelerator::DeviceGuard;
-
-Stream current_stream(const Tensor& tensor) {
-  void* stream = nullptr;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(tensor.get_device_index(), &stream));
-  return static_cast<Stream>(stream);
-}
-
 void quantize(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zero_point, std::vector<int64_t> layout,
               bool is_static, bool stochastic, int64_t seed) {
   const Guard guard(x.get_device_index());
   const Quantize arguments = make_quantize(x, out, scale, zero_point, layout, is_static, stochastic, seed);
-  const int64_t bytes = quantize_workspace(arguments);
-  // From torch's allocator, which gives the memory to nobody else on this stream before the kernels are done with it.
-  const Tensor workspace = torch::stable::new_empty(x, {bytes}, torch::headeronly::ScalarType::Byte);
+  const Tensor workspace = workspace_beside(x, quantize_workspace(arguments));
   launch_quantize(arguments, workspace.data_ptr(), current_stream(x));
 }
 

@@ -6,8 +6,6 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kRunAhead = 1024;  // elements
-
 // ------------------------------------------------------------------------------------------------------- memory
 template <class T>
 const float* as_float(const T* from, int64_t step, float* staged, int64_t n) {
@@ -22,6 +20,12 @@ void store(const float* from, T* to, int64_t step, int64_t n) {
   T rounded[kRun];
   store(from, rounded, n);
   for (int64_t i = 0; i < n; ++i) to[i * step] = rounded[i];
+}
+
+// Asks for the run that probably follows: a stream read by one core is bound by latency.
+template <class T>
+void prefetch_next(const T* x, const Walk& walk, const Run& run) {
+  if (walk.x_step() == 1) prefetch(x + run.x + walk.x_ahead(run), run.n);
 }
 
 // Where to compute n floats that then go to `to`: there, or in `staged`.
@@ -251,7 +255,6 @@ int64_t encode_blocks(const T* x, const Affine& affine, int8_t* out, int64_t n) 
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    prefetch(x + i + kRunAhead, 32);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       __m256 v = _mm256_mul_ps(load_eight(x + i + 8 * k), inverse);
@@ -358,6 +361,7 @@ void find_ranges(const Quantize& args, const Walk& walk, const Bundle& bundle, i
   const auto* x = static_cast<const T*>(args.x);
   const bool symmetric = args.zero_point == nullptr;
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    prefetch_next(x, walk, run);
     if (walk.across())
       add_across(x + run.x, walk.x_step(), run.n, symmetric, ranges, run.group);
     else
@@ -381,11 +385,13 @@ template <class T, int kStep>
 void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                  const Affines& affines) {
   const auto* x = static_cast<const T*>(args.x);
+  const bool is_cold = args.is_static || walk.across();  // not just read for its range
   const bool is_direct = kStep == 0 && walk.x_step() == 1 && !args.stochastic;
   float staged[kRun], noise[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     auto* out = static_cast<int8_t*>(args.out) + run.out;
     int64_t done = 0;
+    if (is_cold) prefetch_next(x, walk, run);
     if (is_direct) {
       // In a group without a scale of its own some x may be infinite or NaN.
       const Affine affine = affines.at(run.group);

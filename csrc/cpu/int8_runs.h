@@ -46,6 +46,8 @@ class Walk {
   bool across() const { return across_; }
   int64_t bundles() const { return layout_.size[Int8Layout::kG1] * strips_; }
   int64_t x_step() const { return layout_.x[inner_]; }
+  // From a run to what is probably the next.
+  int64_t x_ahead(const Run& run) const { return across_ ? layout_.x[outer_] : run.n; }
   int64_t index_step() const { return layout_.index[inner_]; }
   int64_t scale_step() const { return layout_.scale[1]; }
 

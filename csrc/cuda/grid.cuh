@@ -15,6 +15,12 @@ inline unsigned grid_size(const Table& table) {
   return static_cast<unsigned>(table.chunk_count < most ? table.chunk_count : most);
 }
 
+// The grid of a launch: beyond what CUDA takes, an error instead of a part of the work.
+inline unsigned blocks(int64_t count) {
+  if (count > INT32_MAX) throw std::invalid_argument("amp_kernels: " + std::to_string(count) + " blocks are too many");
+  return static_cast<unsigned>(count);
+}
+
 template <class F>
 void with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -25,6 +31,12 @@ void with_dtype(Dtype dtype, const F& f) {
     default:
       return f(float{});
   }
+}
+
+template <class F>
+void with_16_bits(Dtype dtype, const F& f) {
+  if (dtype == kHalf) return f(__half{});
+  f(__nv_bfloat16{});
 }
 
 }  // namespace amp_kernels::cuda

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../int8.h"
+#include "../matmul.h"
 #include "../table.h"
 
 struct CUstream_st;
@@ -23,6 +24,11 @@ void launch_dequantize(const Dequantize& dequantize, Stream stream);
 void launch_straight_through(const StraightThrough& pass, Stream stream);
 void launch_int8_matmul(const Int8Matmul& matmul, Stream stream);
 void launch_int8_linear(const Int8Linear& linear, Stream stream);
+
+int64_t matmul_workspace(const Matmul& matmul);  // bytes, aligned to 4, that launch_matmul takes
+void launch_matmul(const Matmul& matmul, void* workspace, Stream stream);
+int64_t copy_pad_workspace(const CopyPad& pass);
+void launch_copy_pad(const CopyPad& pass, void* workspace, Stream stream);
 
 }  // namespace cuda
 }  // namespace amp_kernels

@@ -327,6 +327,8 @@ inline int compute_capability() {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream stream,
             Arguments... arguments) {
+  if (shared_bytes > 48 * 1024)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)));
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   check(cudaGetLastError());
 }

@@ -79,6 +79,18 @@ __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const char* 
 #endif
 }
 
+// The same of the transposed matrices: words of two rows of a column.
+__device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char* row) {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::load_transposed(words, row);
+#else
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+               : "r"(static_cast<unsigned>(__cvta_generic_to_shared(row)))
+               : "memory");
+#endif
+}
+
 // `bytes` of 16 from global to shared memory, the rest of the 16 as zeros. They are there after a wait_copies that
 // covers them, for this thread; for the others after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {

@@ -21,7 +21,16 @@ _SIGNATURES = {
     "sgd_table": _UPDATE,
     "rmsprop_table": _UPDATE,
     **dict.fromkeys(
-        ("quantize_int8", "dequantize_int8", "straight_through_int8", "int8_matmul", "int8_linear"), (_POINTER,)
+        (
+            "quantize_int8",
+            "dequantize_int8",
+            "straight_through_int8",
+            "int8_matmul",
+            "int8_linear",
+            "matmul",
+            "copy_pad",
+        ),
+        (_POINTER,),
     ),
 }
 _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype of csrc/table.h
@@ -55,6 +64,17 @@ _Int8Matmul = _struct(
 _Int8Linear = _struct(
     "Int8Linear", m=_INT64, n=_INT64, k=_INT64, x=_POINTER, x_stride=_INT64, weight=_POINTER, scale=_POINTER,
     scale_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT,
+)  # fmt: skip
+
+# The structs of csrc/matmul.h.
+_Matmul = _struct(
+    "Matmul", batch=_INT64, m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 3, b=_POINTER,
+    b_strides=_INT64 * 3, input=_POINTER, input_strides=_INT64 * 3, out=_POINTER, out_strides=_INT64 * 2,
+    pre=_POINTER, alpha=ctypes.c_float, beta=ctypes.c_float, activation=_INT, dtype=_INT, out_dtype=_INT,
+)  # fmt: skip
+_CopyPad = _struct(
+    "CopyPad", rows=_INT64, columns=_INT64, x=_POINTER, x_strides=_INT64 * 2, pre=_POINTER, pre_strides=_INT64 * 2,
+    out=_POINTER, pitch=_INT64, bias_grad=_POINTER, activation=_INT, dtype=_INT,
 )  # fmt: skip
 
 
@@ -157,6 +177,28 @@ def _int8_linear_(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None,
         scale.numel() != 1, _address(bias), _address(out), _DTYPES[x.dtype],
     )  # fmt: skip
     _call_with("int8_linear", linear)
+
+
+def _matmul_(
+    a: Tensor, b: Tensor, input: Tensor | None, out: Tensor, pre: Tensor | None, alpha: float, beta: float,
+    activation: int,
+) -> None:  # fmt: skip
+    assert out.stride(2) == 1 and (pre is None or pre.stride() == out.stride())
+    matmul = _Matmul(
+        *out.shape, a.shape[2], _address(a), a.stride(), _address(b), b.stride(), _address(input),
+        (0, 0, 0) if input is None else input.stride(), _address(out), out.stride()[:2], _address(pre), alpha, beta,
+        activation, _DTYPES[a.dtype], _DTYPES[out.dtype],
+    )  # fmt: skip
+    _call_with("matmul", matmul)
+
+
+def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | None, activation: int) -> None:
+    assert out.is_contiguous()
+    copy_pad = _CopyPad(
+        *x.shape, _address(x), x.stride(), _address(pre), (0, 0) if pre is None else pre.stride(),
+        _address(out), out.shape[1], _address(bias_grad), activation, _DTYPES[x.dtype],
+    )  # fmt: skip
+    _call_with("copy_pad", copy_pad)
 
 
 def _layout(numbers: list[int]) -> _Layout:

@@ -1,8 +1,7 @@
 // C functions for ctypes: csrc/cuda's launchers of the int8 ops. Their structs hold nothing but what ctypes can fill.
-#include <memory>
-
 #include "../../csrc/cuda/kernels.h"
 #include "guarded.h"
+#include "workspace.h"
 
 using namespace amp_kernels;  // NOLINT: this file is nothing but an interface to it
 
@@ -12,11 +11,9 @@ void set_compute_capability(int value) { emulator::compute_capability = value; }
 
 const char* quantize_int8(const Quantize* quantize) {
   return guarded([&] {
-    const int64_t bytes = cuda::quantize_workspace(*quantize);
-    // NaN, as shared memory is: what a kernel reads before it is written shows.
-    std::unique_ptr<int4[]> workspace(new int4[bytes / 16 + 1]);
-    memset(workspace.get(), 0xff, bytes);
+    Workspace workspace(cuda::quantize_workspace(*quantize));
     cuda::launch_quantize(*quantize, workspace.get(), nullptr);
+    workspace.check();
   });
 }
 

@@ -25,14 +25,14 @@ int compute_capability = 90;
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
-constexpr size_t kSharedLimit = 48 * 1024;  // what a block gets without opting in
+constexpr size_t kSharedLimit = 99 * 1024;  // what a block gets on sm_86, sm_89 and sm_120, which have least
 constexpr size_t kGuardBytes = 1024;
 constexpr unsigned kMaxThreads = 1024;
 // As a float, a double or an int: NaN, NaN, -1.
 constexpr unsigned char kPoison = 0xff;
 constexpr unsigned char kGuard = 0xa5;
 
-enum State { kRunnable, kAtBarrier, kAtShuffle, kFinished };
+enum State : unsigned char { kRunnable, kAtBarrier, kAtShuffle, kFinished };
 
 struct Copy {
   char* shared;
@@ -45,7 +45,6 @@ struct Fiber {
   jmp_buf resume;
   std::unique_ptr<unsigned char[]> stack;
   bool started;  // once started, a fiber runs thread after thread, block after block
-  State state;
   const char* waiting_for;
   unsigned mask, source_lane;  // of the shuffle it waits for
   uint64_t bits;               // what it gave, and then what it gets
@@ -57,12 +56,14 @@ Order order = kForwards;
 std::mt19937 random_source;
 
 std::vector<Fiber> fibers;
+State states[kMaxThreads];  // of the fibers, side by side: they are searched after every step
 jmp_buf scheduler;
 unsigned current;                      // the running fiber
 const std::function<void()>* running;  // the kernel; nullptr between launches
 std::string error;
 alignas(16) unsigned char shared[kSharedLimit + kGuardBytes];
 bool barrier_value;
+unsigned arrived, first_arrived;  // at the barrier: how many threads, and the first of them
 Given exchanged[kMaxThreads / 32];
 
 // ------------------------------------------------------------------------------------------ fibers
@@ -75,7 +76,7 @@ void suspend() {
 void fiber_main() {
   for (;;) {
     (*running)();
-    fibers[current].state = kFinished;
+    states[current] = kFinished;
     suspend();
   }
 }
@@ -94,7 +95,7 @@ void prepare_fibers(unsigned count) {
   if (fibers.empty()) fibers.resize(kMaxThreads);  // never moved again: a ucontext_t points into itself
   for (unsigned i = 0; i < count; ++i) {
     Fiber& fiber = fibers[i];
-    fiber.state = kRunnable;
+    states[i] = kRunnable;
     fiber.copies.assign(1, {});
     if (fiber.started) continue;
     if (!fiber.stack) fiber.stack.reset(new unsigned char[kStackBytes]);
@@ -121,21 +122,21 @@ void fail(const std::string& message) {
 unsigned pick() {
   const unsigned count = blockDim.x;
   const unsigned start = order == kShuffled ? random_source() % count : 0;
-  for (unsigned i = 0; i < count; ++i) {
-    const unsigned thread = order == kBackwards ? count - 1 - i : (start + i) % count;
-    if (fibers[thread].state == kRunnable) return thread;
-  }
-  return count;
+  const void* found =
+      order == kBackwards ? memrchr(states, kRunnable, count) : memchr(states + start, kRunnable, count - start);
+  if (found == nullptr && start > 0) found = memchr(states, kRunnable, start);
+  return found == nullptr ? count : static_cast<unsigned>(static_cast<const State*>(found) - states);
 }
+
+bool same(const char* name, const char* other) { return name == other || strcmp(name, other) == 0; }
 
 void report_deadlock() {
   std::string waiting;
   unsigned finished = 0;
   for (unsigned i = 0; i < blockDim.x; ++i) {
-    if (fibers[i].state == kFinished) {
+    if (states[i] == kFinished) {
       ++finished;
-    } else if (i == 0 || fibers[i - 1].state == kFinished ||
-               strcmp(fibers[i].waiting_for, fibers[i - 1].waiting_for) != 0) {
+    } else if (i == 0 || states[i - 1] == kFinished || !same(fibers[i].waiting_for, fibers[i - 1].waiting_for)) {
       waiting += (waiting.empty() ? "" : ", ") + std::to_string(i) + ".. at " + fibers[i].waiting_for;
     }
   }
@@ -150,6 +151,7 @@ void run_block(size_t shared_bytes, const std::function<void()>& kernel) {
   memset(shared + shared_bytes, kGuard, kGuardBytes);
   prepare_fibers(blockDim.x);
   barrier_value = false;
+  arrived = 0;
   for (unsigned thread; error.empty() && (thread = pick()) != blockDim.x;) resume(thread);
   running = nullptr;
   if (error.empty()) report_deadlock();
@@ -189,26 +191,22 @@ char* shared_memory() { return reinterpret_cast<char*>(shared); }
 // ---------------------------------------------------------------------------------------- barriers
 
 bool block_barrier(bool value, const char* name) {
-  fibers[current].state = kAtBarrier;
+  states[current] = kAtBarrier;
   fibers[current].waiting_for = name;
   barrier_value |= value;
-  for (unsigned i = 0; i < blockDim.x; ++i) {
-    if (fibers[i].state != kAtBarrier) {
-      suspend();
-      return fibers[current].bits != 0;
+  if (arrived == 0) first_arrived = current;
+  if (const char* const other = fibers[first_arrived].waiting_for; !same(name, other))
+    fail(thread_name(current) + " is at " + name + " while thread " + std::to_string(first_arrived) + " is at " +
+         other);
+  if (++arrived == blockDim.x) {
+    arrived = 0;
+    for (unsigned i = 0; i < blockDim.x; ++i) {
+      states[i] = kRunnable;
+      fibers[i].bits = barrier_value;
     }
-    if (strcmp(fibers[i].waiting_for, name) != 0) {
-      fail(thread_name(current) + " is at " + name + " while thread " + std::to_string(i) + " is at " +
-           fibers[i].waiting_for);
-      suspend();
-    }
+    barrier_value = false;
   }
-  for (unsigned i = 0; i < blockDim.x; ++i) {
-    fibers[i].state = kRunnable;
-    fibers[i].bits = barrier_value;
-  }
-  barrier_value = false;
-  suspend();  // so that the order decides who goes first, not who came last
+  suspend();  // the last one too, so that the order decides who goes first, not who came last
   return fibers[current].bits != 0;
 }
 
@@ -218,13 +216,14 @@ static bool is_last_to_meet(unsigned mask, const char* name) {
   const unsigned lane = current % 32;
   const Fiber* const warp = &fibers[current - lane];
   Fiber& self = fibers[current];
-  self.state = kAtShuffle;
+  states[current] = kAtShuffle;
   self.waiting_for = name;
   self.mask = mask;
   for (unsigned i = 0; i < 32; ++i) {
     if ((mask >> i & 1) == 0) continue;
-    if (current - lane + i >= blockDim.x || warp[i].state != kAtShuffle || warp[i].mask != mask ||
-        strcmp(warp[i].waiting_for, name) != 0) {
+    const unsigned thread = current - lane + i;
+    if (thread >= blockDim.x || states[thread] != kAtShuffle || warp[i].mask != mask ||
+        !same(warp[i].waiting_for, name)) {
       suspend();  // a lane that never arrives ends in report_deadlock
       return false;
     }
@@ -233,9 +232,8 @@ static bool is_last_to_meet(unsigned mask, const char* name) {
 }
 
 static void release(unsigned mask) {
-  Fiber* const warp = &fibers[current - current % 32];
   for (unsigned i = 0; i < 32; ++i)
-    if (mask >> i & 1) warp[i].state = kRunnable;
+    if (mask >> i & 1) states[current - current % 32 + i] = kRunnable;
   suspend();
 }
 

@@ -68,6 +68,17 @@ inline void load_matrices(uint32_t (&words)[4], const char* row) {
     memcpy(&words[i], given.of<const char*>(8 * i + threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4, 4);
 }
 
+// ldmatrix.x4.trans.
+inline void load_transposed(uint32_t (&words)[4], const char* row) {
+  const Given& given = warp_exchange(&row, sizeof(row), "ldmatrix.trans");
+  const unsigned column = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
+  for (unsigned i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (unsigned j = 0; j < 2; ++j) memcpy(&pair[j], given.of<const char*>(8 * i + first + j) + column * 2, 2);
+    memcpy(&words[i], pair, 4);
+  }
+}
+
 // The operands of a warp's mma, 16 rows and 8 columns of k numbers each, from fragments of 4-byte words.
 struct Fragments {
   uint32_t a[4], b[2];

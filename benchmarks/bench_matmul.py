@@ -1,0 +1,141 @@
+"""Products of 16-bit matrices: aligned and odd sizes, with and without epilogue, forward and backward, few rows.
+
+Peers: torch's product on the same operands, torch's on padded copies of them (F.pad, multiply, slice), the compiled
+product (Inductor's pad_mm), and in fp32. Bytes are those of the operands and the result, read and written once.
+
+    python benchmarks/bench_matmul.py --help
+"""
+
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
+
+import amp_kernels
+from amp_kernels.testing import randn
+from amp_kernels.testing.matmul import compare
+
+CHECKED_ROWS = 16
+# (rows, outputs, inputs): aligned ones and their odd neighbours, a vocabulary, few rows.
+SIZES = {
+    "cpu": (
+        (64, 64, 64), (512, 512, 512), (1024, 1024, 1024), (1024, 1023, 1023), (2048, 1024, 256), (512, 4095, 1023),
+        (256, 50257, 256), (1, 4096, 4096), (8, 4096, 4096),
+    ),
+    "cuda": (
+        (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (4096, 4095, 4095), (4096, 4096, 4095),
+        (4096, 4095, 4096), (8192, 1023, 1023), (8192, 1024, 1023), (8192, 50257, 1024), (8192, 50257, 1023),
+        (1, 4096, 4096), (8, 4096, 4096), (16, 4095, 4095),
+    ),
+}  # fmt: skip
+
+
+def padded(x, dim):
+    pad = [0, 0] * (x.dim() - 1 - dim) + [0, -x.shape[dim] % 8]
+    return F.pad(x, pad)
+
+
+class Data:
+    """Operands of a case, and what the first and the last rows of its result are in fp64."""
+
+    def __init__(self, sizes, dtype, device, activation=None):
+        rows, outputs, inputs = sizes
+        self.x = randn(rows, inputs, dtype=dtype, seed=1).to(device)
+        self.weight = (randn(outputs, inputs, seed=2) / inputs**0.5).to(dtype).to(device)
+        self.bias = randn(outputs, dtype=dtype, seed=3).to(device)
+        self.grad = randn(rows, outputs, dtype=dtype, seed=4).to(device)
+        self.activation = activation
+
+    def job(self, function):
+        run = partial(function, self.x, self.weight, self.bias)
+        picked = torch.cat([torch.arange(len(self.x))[:CHECKED_ROWS], torch.arange(len(self.x))[-CHECKED_ROWS:]])
+        x = self.x[picked.to(self.x.device)]
+
+        def check():
+            def truth(dtype):
+                y = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
+                return F.gelu(y) if self.activation == "gelu" else y
+
+            theirs = truth(torch.float32).to(self.x.dtype)
+            result = compare("", run()[picked.to(x.device)].to(x.dtype), theirs.cpu(), truth(torch.float64).cpu())
+            return "" if result.passed else f"wrong: error {result.error:.3g}, allowed {result.allowed:.3g}"
+
+        return Job(run, check)
+
+    def both_passes(self, function):
+        """Forward and backward, as a training step does."""
+        leaves = [t.clone().requires_grad_() for t in (self.x, self.weight, self.bias)]
+
+        def run():
+            return torch.autograd.grad(function(*leaves), leaves, self.grad)
+
+        def check():
+            exact = [t.detach().double().requires_grad_() for t in leaves]
+            y = F.linear(*exact)
+            truth = torch.autograd.grad(F.gelu(y) if self.activation == "gelu" else y, exact, self.grad.double())
+            for ours, true in zip(run(), truth, strict=True):
+                if (ours.double() - true).abs().max() > 0.02 * true.abs().max():
+                    return "wrong gradients"
+            return ""
+
+        return Job(run, check)
+
+
+def contenders(data, make, args):
+    ours = partial(amp_kernels.linear, activation=data.activation)
+
+    def torchs(x, weight, bias):
+        y = F.linear(x, weight, bias)
+        return F.gelu(y) if data.activation == "gelu" else y
+
+    def by_padding(x, weight, bias):
+        y = F.linear(padded(x, 1), padded(padded(weight, 1), 0), padded(bias, 0))[:, : weight.shape[0]]
+        return F.gelu(y) if data.activation == "gelu" else y
+
+    def in_fp32():
+        other = Data.__new__(Data)
+        other.__dict__ = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in data.__dict__.items()}
+        return (other.job if make == data.job else other.both_passes)(torchs)
+
+    def compiled():
+        if args.no_compile:
+            raise RuntimeError("left out by --no-compile or --quick")
+        return make(torch.compile(torchs, dynamic=False))
+
+    plan = [
+        ("amp_kernels.linear", lambda: make(ours)),
+        ("torch linear", lambda: make(torchs)),
+        ("F.pad, torch linear, slice", lambda: make(by_padding)),
+        ("torch linear, compiled", compiled),
+        ("fp32: torch linear", in_fp32),
+    ]
+    return [Contender(name, "none", 8, build) for name, build in plan]
+
+
+def main():
+    args = parse_arguments(__doc__)
+    report = Report("matmul", args)
+    sizes = SIZES[args.device.type][:: 3 if args.quick else 1]
+    for dtype in (torch.float16, torch.bfloat16):
+        for size in sizes:
+            rows, outputs, inputs = size
+            layout = Layout("x".join(map(str, size)), ((rows, inputs), (outputs, inputs)))
+            if layout.elements > args.max_elements:
+                continue
+            passes = [("linear", None, 1), ("linear + gelu", "gelu", 1), ("forward and backward", None, 3)]
+            for name, activation, products in passes if not args.quick else passes[:1]:
+                if args.device.type == "cpu" and dtype == torch.float16 and products == 3 and layout.elements > 2**21:
+                    continue  # torch's fp16 takes minutes there
+                data = Data(size, dtype, args.device, activation)
+                make = data.job if products == 1 else data.both_passes
+                traffic = f"{products} x 2 bytes an element of the operands, the result beside them"
+                operations = products * 2 * rows * outputs * inputs
+                case = Case("matmul", name, dtype, layout, 2 * products, traffic, operations)
+                run_case(case, contenders(data, make, args), args, report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,382 @@
+// Products of 16-bit matrices on tensor cores: tiles that a pipeline of asynchronous copies brings to shared memory,
+// for operands of which 16 bytes can be loaded at a time, along k or across it; one by one for all others.
+#include "matmul_results.cuh"
+#include "tiles.cuh"
+
+namespace amp_kernels::cuda {
+namespace {
+
+constexpr int kTileK = 32;
+constexpr int kTileBytes = kTileK * 2;
+
+// A tile and how many of them are under way in a block. A warp has half of the rows and a quarter of the columns.
+template <int kRows, int kColumns, int kDepth, int kResident>
+struct Shape {
+  static constexpr int kM = kRows, kN = kColumns, kStages = kDepth;
+  static constexpr int kBlocks = kResident < kResidentBlocks ? kResident : kResidentBlocks;
+  static constexpr int kRowTiles = kM / kWarpsDown / 16, kColumnTiles = kN / kWarpsAcross / 8;  // of a warp
+  static constexpr int kStageBytes = (kM + kN) * kTileBytes;
+  static constexpr int kSharedBytes =
+      kStages * kStageBytes > ResultTile<kM, kN>::kBytes ? kStages * kStageBytes : ResultTile<kM, kN>::kBytes;
+  static_assert(kSharedBytes <= 99 * 1024);
+
+  // Of a multiprocessor of sm_80 for 1 of k, in eighths: 1024 products a cycle, or 128 bytes of shared memory, to which
+  // each operand goes once and from which it comes in fragments of 16 rows. By arithmetic, not measured.
+  static constexpr int kProductCycles = kM * kN / 128;
+  static constexpr int kMemoryCycles = (kM + kN + kWarpsAcross * kM + kWarpsDown * kN) * 2 / 16;
+  static constexpr int kCycles = kProductCycles > kMemoryCycles ? kProductCycles : kMemoryCycles;
+};
+
+using Large = Shape<128, 256, 4, 1>;
+using Medium = Shape<128, 128, 3, 2>;
+using Small = Shape<64, 64, 4, 2>;
+
+// ---------------------------------------------------------------------------------------- operands
+
+// Rows over m or n, and k; strides in bytes.
+struct Operand {
+  const char* first;
+  int64_t rows, k;
+  int64_t row_stride, k_stride;
+};
+
+__device__ __forceinline__ Operand operand_a(const Matmul& matmul, int64_t batch) {
+  return {static_cast<const char*>(matmul.a) + batch * matmul.a_strides[0] * 2, matmul.m, matmul.k,
+          matmul.a_strides[1] * 2, matmul.a_strides[2] * 2};
+}
+
+__device__ __forceinline__ Operand operand_b(const Matmul& matmul, int64_t batch) {
+  return {static_cast<const char*>(matmul.b) + batch * matmul.b_strides[0] * 2, matmul.n, matmul.k,
+          matmul.b_strides[2] * 2, matmul.b_strides[1] * 2};
+}
+
+// A loader brings rows of an operand into a tile, in two parts: `fetch` starts, `store` comes after the arithmetic on a
+// tile before. Outside of the operand a tile is 0. Tiles are [rows, kTileK], or, where kAcross, [kTileK, rows].
+template <int kTileRows, bool kIsAcross>
+struct WideLoader {
+  static constexpr int kRows = kTileRows;
+  static constexpr bool kAcross = kIsAcross;
+  static constexpr int kChunks = (kAcross ? kRows : kTileK) / 8;  // of a line of the tile
+  static constexpr int kLines = kThreads / kChunks;               // in one go
+  static constexpr int kTimes = kRows * kTileBytes / 16 / kThreads;
+
+  // Eight lines of one chunk are in different banks, for ldmatrix.
+  static __device__ __forceinline__ int offset(int line, int chunk) {
+    return line * kChunks * 16 + (kAcross ? chunk ^ (line & 7) : MatrixSwizzle::at(line, chunk)) * 16;
+  }
+
+  __device__ explicit WideLoader(const Operand&) {}
+
+  __device__ __forceinline__ void fetch(const Operand& operand, char* tile, int64_t first_row, int64_t first_k) {
+    const int chunk = threadIdx.x % kChunks;
+    const int64_t inner = (kAcross ? first_row : first_k) + chunk * 8;
+    const int64_t rest = (kAcross ? operand.rows : operand.k) - inner;
+    const int most = rest <= 0 ? 0 : rest < 8 ? static_cast<int>(rest) * 2 : 16;
+    const int64_t stride = kAcross ? operand.k_stride : operand.row_stride;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      const int line = threadIdx.x / kChunks + i * kLines;
+      const int64_t outer = (kAcross ? first_k : first_row) + line;
+      const int bytes = outer < (kAcross ? operand.k : operand.rows) ? most : 0;
+      copy_async(tile + offset(line, chunk), operand.first + (bytes == 0 ? 0 : outer * stride + inner * 2), bytes);
+    }
+  }
+
+  __device__ __forceinline__ void store(const Operand&, char*, int64_t, int64_t) {}
+};
+
+// Any strides. Neighbours in memory are neighbours in a warp.
+template <int kTileRows>
+struct ElementLoader {
+  static constexpr int kRows = kTileRows;
+  static constexpr bool kAcross = false;
+  static constexpr int kTimes = kRows * kTileK / kThreads;
+
+  uint16_t numbers[kTimes];
+  bool along_rows;
+
+  static __device__ __forceinline__ int offset(int line, int chunk) {
+    return WideLoader<kRows, false>::offset(line, chunk);
+  }
+
+  __device__ explicit ElementLoader(const Operand& operand) : along_rows(operand.row_stride == 2) {}
+
+  __device__ __forceinline__ int row(int i) const {
+    const int at = i * kThreads + threadIdx.x;
+    return along_rows ? at % kRows : at / kTileK;
+  }
+
+  __device__ __forceinline__ int k(int i) const {
+    const int at = i * kThreads + threadIdx.x;
+    return along_rows ? at / kRows : at % kTileK;
+  }
+
+  __device__ __forceinline__ void fetch(const Operand& operand, char*, int64_t first_row, int64_t first_k) {
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      const int64_t r = first_row + row(i), j = first_k + k(i);
+      numbers[i] = 0;
+      if (r < operand.rows && j < operand.k)
+        numbers[i] = *reinterpret_cast<const uint16_t*>(operand.first + r * operand.row_stride + j * operand.k_stride);
+    }
+  }
+
+  __device__ __forceinline__ void store(const Operand&, char* tile, int64_t, int64_t) {
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i)
+      *reinterpret_cast<uint16_t*>(tile + offset(row(i), k(i) / 8) + k(i) % 8 * 2) = numbers[i];
+  }
+};
+
+// Four matrices of eight rows and eight of k, as multiply_numbers takes them: of the rows from `first_row` on and of
+// those eight further on. Of two neighbours in `words`, kRowsFirst says whether their rows differ or their ks.
+template <class Loader, bool kRowsFirst>
+__device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char* tile, int first_row, int first_k) {
+  const int lane = threadIdx.x % 32, matrix = lane / 8;
+  const int row_half = kRowsFirst ? matrix % 2 : matrix / 2, k_half = kRowsFirst ? matrix / 2 : matrix % 2;
+  if constexpr (Loader::kAcross) {
+    load_transposed(words, tile + Loader::offset(first_k + k_half * 8 + lane % 8, first_row / 8 + row_half));
+  } else {
+    load_matrices(words, tile + Loader::offset(first_row + row_half * 8 + lane % 8, first_k / 8 + k_half));
+  }
+}
+
+// ------------------------------------------------------------------------------------------ tiles
+
+template <class T, class Of, class LoadA, class LoadB>
+__device__ __forceinline__ void multiply_tiles(float (&sum)[Of::kRowTiles][Of::kColumnTiles][4], const char* a,
+                                               const char* b, int down, int across) {
+#pragma unroll
+  for (int k = 0; k < kTileK; k += 16) {
+    uint32_t a_words[Of::kRowTiles][4], b_words[Of::kColumnTiles / 2][4];
+#pragma unroll
+    for (int i = 0; i < Of::kRowTiles; ++i)
+      load_fragments<LoadA, true>(a_words[i], a, (down * Of::kRowTiles + i) * 16, k);
+#pragma unroll
+    for (int j = 0; j < Of::kColumnTiles / 2; ++j)
+      load_fragments<LoadB, false>(b_words[j], b, across * Of::kColumnTiles * 8 + j * 16, k);
+#pragma unroll
+    for (int i = 0; i < Of::kRowTiles; ++i)
+#pragma unroll
+      for (int j = 0; j < Of::kColumnTiles; ++j)
+        multiply_numbers<T>(sum[i][j], a_words[i], {b_words[j / 2][j % 2 * 2], b_words[j / 2][j % 2 * 2 + 1]});
+  }
+}
+
+template <class T, class Of, class LoadA, class LoadB>
+__global__ void __launch_bounds__(kThreads, Of::kBlocks) tiled_kernel(const Matmul matmul, const int64_t tiles) {
+  char* const shared = shared_memory();
+  const int64_t batch = blockIdx.x / tiles;
+  const TilePosition at = TilePosition::of<Of::kM, Of::kN>(matmul.m, matmul.n, blockIdx.x % tiles);
+  const Operand a = operand_a(matmul, batch), b = operand_b(matmul, batch);
+  const int warp = threadIdx.x / 32;
+  const int64_t steps = (matmul.k + kTileK - 1) / kTileK;
+  const auto a_stage = [&](int64_t step) { return shared + step % Of::kStages * Of::kStageBytes; };
+  const auto b_stage = [&](int64_t step) { return a_stage(step) + Of::kM * kTileBytes; };
+  LoadA load_a(a);
+  LoadB load_b(b);
+  const auto fetch = [&](int64_t step) {
+    if (step < steps) {
+      load_a.fetch(a, a_stage(step), at.m, step * kTileK);
+      load_b.fetch(b, b_stage(step), at.n, step * kTileK);
+    }
+    commit_copies();
+  };
+  const auto store = [&](int64_t step) {
+    if (step >= steps) return;
+    load_a.store(a, a_stage(step), at.m, step * kTileK);
+    load_b.store(b, b_stage(step), at.n, step * kTileK);
+  };
+#pragma unroll 1
+  for (int step = 0; step < Of::kStages - 1; ++step) {
+    fetch(step);
+    store(step);
+  }
+  float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
+#pragma unroll 1
+  for (int64_t step = 0; step < steps; ++step) {
+    wait_copies<Of::kStages - 2>();
+    barrier();  // everyone's part of this step is there, and everyone is done with the step before
+    fetch(step + Of::kStages - 1);
+    multiply_tiles<T, Of, LoadA, LoadB>(sum, a_stage(step), b_stage(step), warp / kWarpsAcross, warp % kWarpsAcross);
+    store(step + Of::kStages - 1);
+  }
+  wait_copies<0>();
+  barrier();
+  // Where rows of results are not aligned, neighbours go through neighbours of a warp.
+  const int in_16_bytes = matmul.out_dtype == kFloat ? 4 : 8;
+  const bool wide = is_aligned16(matmul.out) && is_aligned16(matmul.pre) && matmul.out_strides[0] % in_16_bytes == 0 &&
+                    matmul.out_strides[1] % in_16_bytes == 0;
+  using Results = ResultTile<Of::kM, Of::kN>;
+  Results::for_halves(shared, sum, [&](int first_row, const float* results) {
+    const auto finish_all = [&](auto each) {
+      constexpr int kEach = decltype(each)::value;
+      Results::template for_each_of<kEach>(first_row, results, [&](int row, int column, const float* sums) {
+        const auto pack = *reinterpret_cast<const Vector<float, kEach>*>(sums);
+        finish<T>(matmul, batch, at.m + row, at.n + column, pack.data);
+      });
+    };
+    if (wide) {
+      finish_all(std::integral_constant<int, 8>());
+    } else {
+      finish_all(std::integral_constant<int, 1>());
+    }
+  });
+}
+
+// -------------------------------------------------------------------------- without tensor cores
+
+constexpr int kPlainTile = 64;
+constexpr int kPlainK = 16;
+constexpr int kPlainStride = kPlainTile + 4;  // floats
+
+// Four rows and four columns a thread: for bf16 on sm_75.
+__global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, const int64_t tiles) {
+  using T = __nv_bfloat16;
+  float* const a_tile = reinterpret_cast<float*>(shared_memory());  // [kPlainK, kPlainStride]
+  float* const b_tile = a_tile + kPlainK * kPlainStride;
+  const int64_t batch = blockIdx.x / tiles;
+  const TilePosition at = TilePosition::of<kPlainTile, kPlainTile>(matmul.m, matmul.n, blockIdx.x % tiles);
+  const int m = threadIdx.x / 16 * 4, n = threadIdx.x % 16 * 4;
+  const auto load = [&](const Operand& operand, float* tile, int64_t first_row, int64_t first_k) {
+    const bool along_rows = operand.row_stride == 2;
+#pragma unroll
+    for (int i = threadIdx.x; i < kPlainTile * kPlainK; i += kThreads) {
+      const int row = along_rows ? i % kPlainTile : i / kPlainK, k = along_rows ? i / kPlainTile : i % kPlainK;
+      const int64_t r = first_row + row, j = first_k + k;
+      tile[k * kPlainStride + row] =
+          r < operand.rows && j < operand.k
+              ? to_float(*reinterpret_cast<const T*>(operand.first + r * operand.row_stride + j * operand.k_stride))
+              : 0.0f;
+    }
+  };
+  float sum[4][4] = {};
+  for (int64_t k = 0; k < matmul.k; k += kPlainK) {
+    barrier();
+    load(operand_a(matmul, batch), a_tile, at.m, k);
+    load(operand_b(matmul, batch), b_tile, at.n, k);
+    barrier();
+    float part[4][4] = {};  // summed up apart, which keeps rounding errors small
+#pragma unroll
+    for (int i = 0; i < kPlainK; ++i) {
+      const float4 a = *reinterpret_cast<const float4*>(a_tile + i * kPlainStride + m);
+      const float4 b = *reinterpret_cast<const float4*>(b_tile + i * kPlainStride + n);
+      const float rows[] = {a.x, a.y, a.z, a.w}, columns[] = {b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (int r = 0; r < 4; ++r)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) part[r][c] += rows[r] * columns[c];
+    }
+#pragma unroll
+    for (int r = 0; r < 4; ++r)
+#pragma unroll
+      for (int c = 0; c < 4; ++c) sum[r][c] += part[r][c];
+  }
+  barrier();
+  float* const results = a_tile;  // [kPlainTile, kPlainStride]
+#pragma unroll
+  for (int r = 0; r < 4; ++r)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) results[(m + r) * kPlainStride + n + c] = sum[r][c];
+  barrier();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kPlainTile * kPlainTile; i += kThreads) {
+    const int row = i / kPlainTile, column = i % kPlainTile;
+    finish<T, 1>(matmul, batch, at.m + row, at.n + column, {results[row * kPlainStride + column]});
+  }
+}
+
+// ------------------------------------------------------------------------------------- host side
+
+int64_t tiles_of(const Matmul& matmul, int m, int n) { return (matmul.m + m - 1) / m * ((matmul.n + n - 1) / n); }
+
+// Strides of dimensions of one element, or of none, say nothing: 0 is as aligned as can be.
+Matmul normalized(Matmul matmul) {
+  const auto normalize = [](int64_t size, int64_t& stride) {
+    if (size <= 1) stride = 0;
+  };
+  for (int64_t* stride : {&matmul.a_strides[0], &matmul.b_strides[0], &matmul.out_strides[0]})
+    normalize(matmul.k == 0 && stride != matmul.out_strides ? 0 : matmul.batch, *stride);
+  normalize(matmul.k == 0 ? 0 : matmul.m, matmul.a_strides[1]);
+  normalize(matmul.m, matmul.out_strides[1]);
+  normalize(matmul.k == 0 ? 0 : matmul.n, matmul.b_strides[2]);
+  normalize(matmul.k, matmul.a_strides[2]);
+  normalize(matmul.k, matmul.b_strides[1]);
+  if (matmul.beta == 0.0f) matmul.input = nullptr;
+  return matmul;
+}
+
+template <class T, class Of, class LoadA, class LoadB>
+void launch_tiled(const Matmul& matmul, Stream stream) {
+  const int64_t tiles = tiles_of(matmul, Of::kM, Of::kN);
+  launch(tiled_kernel<T, Of, LoadA, LoadB>, blocks(matmul.batch * tiles), kThreads, Of::kSharedBytes, stream, matmul,
+         tiles);
+}
+
+// How an operand can be loaded.
+enum Layout { kAlong, kAcross, kNeither };
+
+Layout layout_of(const void* first, int64_t rows, int64_t k, int64_t batch_stride, int64_t row_stride,
+                 int64_t k_stride) {
+  if (is_wide(first, k, k_stride, {batch_stride, row_stride})) return kAlong;
+  return is_wide(first, rows, row_stride, {batch_stride, k_stride}) ? kAcross : kNeither;
+}
+
+template <class T, class Of>
+void launch_wide(const Matmul& matmul, bool a_across, bool b_across, Stream stream) {
+  const auto with_a = [&](auto a) {
+    using LoadA = WideLoader<Of::kM, decltype(a)::value>;
+    if (b_across) return launch_tiled<T, Of, LoadA, WideLoader<Of::kN, true>>(matmul, stream);
+    launch_tiled<T, Of, LoadA, WideLoader<Of::kN, false>>(matmul, stream);
+  };
+  if (a_across) return with_a(std::true_type());
+  with_a(std::false_type());
+}
+
+// The time of all tiles, in cycles, if each multiprocessor takes as many as any.
+template <class Of>
+int64_t cycles_of(const Matmul& matmul) {
+  const int64_t count = multiprocessor_count();
+  return (matmul.batch * tiles_of(matmul, Of::kM, Of::kN) + count - 1) / count * Of::kCycles;
+}
+
+template <class T>
+void launch_on_tensor_cores(const Matmul& matmul, Stream stream) {
+  const int64_t (&a)[3] = matmul.a_strides, (&b)[3] = matmul.b_strides;
+  const Layout a_layout = layout_of(matmul.a, matmul.m, matmul.k, a[0], a[1], a[2]);
+  const Layout b_layout = layout_of(matmul.b, matmul.n, matmul.k, b[0], b[2], b[1]);
+  if (a_layout == kNeither || b_layout == kNeither)
+    return launch_tiled<T, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>(matmul, stream);
+  const int64_t large = cycles_of<Large>(matmul), medium = cycles_of<Medium>(matmul), small = cycles_of<Small>(matmul);
+  const bool a_across = a_layout == kAcross, b_across = b_layout == kAcross;
+  if (small < medium && small < large) return launch_wide<T, Small>(matmul, a_across, b_across, stream);
+  // sm_75 has 64 KB of shared memory.
+  if (medium < large || compute_capability() < 80) return launch_wide<T, Medium>(matmul, a_across, b_across, stream);
+  launch_wide<T, Large>(matmul, a_across, b_across, stream);
+}
+
+bool has_tensor_cores(const Matmul& matmul) { return matmul.dtype == kHalf || compute_capability() >= 80; }
+
+}  // namespace
+
+int64_t matmul_workspace(const Matmul& matmul) {
+  const Matmul normal = normalized(matmul);
+  const FewRows few_rows(normal);
+  return few_rows.possible && has_tensor_cores(normal) ? few_rows.workspace(normal) : 0;
+}
+
+void launch_matmul(const Matmul& matmul, void* workspace, Stream stream) {
+  const Matmul normal = normalized(matmul);
+  const FewRows few_rows(normal);
+  if (!has_tensor_cores(normal)) {
+    const int64_t tiles = tiles_of(normal, kPlainTile, kPlainTile);
+    launch(plain_kernel, blocks(normal.batch * tiles), kThreads, kPlainTile * kPlainStride * sizeof(float), stream,
+           normal, tiles);
+  } else if (few_rows.possible) {
+    launch_few_rows(normal, few_rows, static_cast<float*>(workspace), stream);
+  } else {
+    with_16_bits(normal.dtype, [&](auto zero) { launch_on_tensor_cores<decltype(zero)>(normal, stream); });
+  }
+}
+
+}  // namespace amp_kernels::cuda

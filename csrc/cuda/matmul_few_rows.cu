@@ -1,0 +1,196 @@
+// Products with up to 16 rows, which take the time of reading b: it goes once from memory straight into fragments,
+// by all multiprocessors, whatever its layout and alignment.
+#include <algorithm>
+
+#include "matmul_results.cuh"
+#include "shifted.cuh"
+#include "tensor_cores.cuh"
+
+namespace amp_kernels::cuda {
+namespace {
+
+constexpr int kWarps = kThreads / 32;
+constexpr int kLeastK = 512;  // of a split: it reads 1 KB of a column of b for up to 64 bytes of sums
+
+// A fragment may hold any k at all as long as it is the same in a and b, so each lane loads neighbours: with g = lane /
+// 4 and t = lane % 4, rows g and g + 8 of a and columns of b that depend on g, at ks that depend on t.
+//
+// Along k: eight numbers at 8 t of 32 of k, of columns g, g + 8, g + 16, g + 24.
+struct AlongK {
+  static constexpr int kColumns = 32, kK = 32, kANumbers = 8, kTiles = kColumns / 8;
+};
+
+// Along n: rows 4 t .. 4 t + 3 of 16 of b, eight numbers at 8 g of each; pairs of rows are put together in registers.
+struct AlongN {
+  static constexpr int kColumns = 64, kK = 16, kANumbers = 4, kTiles = kColumns / 8;
+};
+
+// Eight numbers at p, in one load if that is known to be aligned and to stay in its row's memory.
+template <bool kWide, class T>
+__device__ __forceinline__ Packed<T, 8> load_b(const T* p, int64_t count) {
+  if constexpr (kWide) {
+    Packed<T, 8> pack{};
+    if (count > 0) pack = load_wide<8>(p);
+    keep_first(pack, count);
+    return pack;
+  } else {
+    return load_shifted(p, count);
+  }
+}
+
+// kNumbers of a row of a.
+template <bool kWide, int kNumbers, class T>
+__device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count, uint32_t (&words)[kNumbers / 2]) {
+  if (kWide && count >= kNumbers) {
+    const Packed<T, kNumbers> pack = load_wide<kNumbers>(p);
+    memcpy(words, pack.word, sizeof(words));
+  } else if (!kWide && kNumbers == 8 && stride == 1) {
+    const Packed<T, 8> pack = load_shifted(p, count);
+    memcpy(words, pack.word, sizeof(words));
+  } else {
+    const int few = count < 0 ? 0 : count < kNumbers ? static_cast<int>(count) : kNumbers;
+    const Vector<T, kNumbers> elements = load_each<kNumbers>(p, stride, few);
+    memcpy(words, elements.data, sizeof(words));
+  }
+}
+
+template <class T>
+__device__ __forceinline__ void multiply(float (&sum)[AlongK::kTiles][4], const uint32_t (&a)[2][4],
+                                         const Packed<T, 8> (&b)[4]) {
+#pragma unroll
+  for (int w = 0; w < 4; w += 2)
+#pragma unroll
+    for (int j = 0; j < 4; ++j)
+      multiply_numbers<T>(sum[j], {a[0][w], a[1][w], a[0][w + 1], a[1][w + 1]}, {b[j].word[w], b[j].word[w + 1]});
+}
+
+template <class T>
+__device__ __forceinline__ void multiply(float (&sum)[AlongN::kTiles][4], const uint32_t (&a)[2][2],
+                                         const Packed<T, 8> (&b)[4]) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    const uint32_t half = j % 2 == 0 ? 0x5410 : 0x7632;
+    multiply_numbers<T>(
+        sum[j], {a[0][0], a[1][0], a[0][1], a[1][1]},
+        {__byte_perm(b[0].word[j / 2], b[1].word[j / 2], half), __byte_perm(b[2].word[j / 2], b[3].word[j / 2], half)});
+  }
+}
+
+// The warps of a block share k among them, and so do `splits` blocks.
+template <class T, class Way, bool kWide>
+__global__ void __launch_bounds__(kThreads, 2)
+    few_rows_kernel(const Matmul matmul, const int64_t k_of_split, const int64_t splits, float* partials) {
+  constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
+  constexpr int kEach = 2, kValues = Way::kTiles * 4;
+  float* const shared = reinterpret_cast<float*>(shared_memory());  // [kWarps, kValues, 32]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int64_t column_blocks = (matmul.n + Way::kColumns - 1) / Way::kColumns;
+  const int64_t first_n = blockIdx.x % column_blocks * Way::kColumns;
+  const int64_t split = blockIdx.x / column_blocks % splits, batch = blockIdx.x / column_blocks / splits;
+  const T* const a = static_cast<const T*>(matmul.a) + batch * matmul.a_strides[0];
+  const T* const b = static_cast<const T*>(matmul.b) + batch * matmul.b_strides[0];
+  const int64_t end = (split + 1) * k_of_split < matmul.k ? (split + 1) * k_of_split : matmul.k;
+  float sum[Way::kTiles][4] = {};
+#pragma unroll 1
+  for (int64_t first = split * k_of_split + warp * Way::kK; first < end; first += kEach * kWarps * Way::kK) {
+    uint32_t a_words[kEach][2][Way::kANumbers / 2];
+    Packed<T, 8> b_packs[kEach][4];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      const int64_t k = first + i * kWarps * Way::kK + t * Way::kANumbers;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const int64_t column = first_n + (kAlongK ? j * 8 + g : g * 8), row = kAlongK ? k : k + j;
+        const bool inside = column < matmul.n && row < end;
+        const int64_t offset = inside ? row * matmul.b_strides[1] + column * matmul.b_strides[2] : 0;
+        b_packs[i][j] = load_b<kWide>(b + offset, !inside ? 0 : kAlongK ? end - row : matmul.n - column);
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        const int64_t row = g + 8 * j;
+        const bool inside = row < matmul.m && k < end;
+        const int64_t offset = inside ? row * matmul.a_strides[1] + k * matmul.a_strides[2] : 0;
+        load_a<kWide, Way::kANumbers>(a + offset, matmul.a_strides[2], inside ? end - k : 0, a_words[i][j]);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) multiply<T>(sum, a_words[i], b_packs[i]);
+  }
+#pragma unroll
+  for (int j = 0; j < Way::kTiles; ++j)
+#pragma unroll
+    for (int c = 0; c < 4; ++c) shared[(warp * kValues + j * 4 + c) * 32 + lane] = sum[j][c];
+  barrier();
+#pragma unroll 1
+  for (int i = threadIdx.x; i < kFewRows * Way::kColumns; i += kThreads) {
+    const int m = i / Way::kColumns, column = i % Way::kColumns;
+    const int64_t n = first_n + column;
+    if (m >= matmul.m || n >= matmul.n) continue;
+    const int tile = kAlongK ? column / 8 : column % 8, of_tile = kAlongK ? column % 8 : column / 8;
+    const int value = tile * 4 + m / 8 * 2 + of_tile % 2, from = m % 8 * 4 + of_tile / 2;
+    float total[1] = {};
+    for (int w = 0; w < kWarps; ++w) total[0] += shared[(w * kValues + value) * 32 + from];
+    if (splits == 1) {
+      finish<T, 1>(matmul, batch, m, n, total);
+    } else {
+      partials[((split * matmul.batch + batch) * matmul.m + m) * matmul.n + n] = total[0];
+    }
+  }
+}
+
+// Adds the splits in order.
+template <class T>
+__global__ void __launch_bounds__(kThreads) fold_kernel(const Matmul matmul, int64_t splits, const float* partials) {
+  const int64_t count = matmul.batch * matmul.m * matmul.n;
+  const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  if (i >= count) return;
+  float total[1] = {};
+#pragma unroll 4
+  for (int64_t split = 0; split < splits; ++split) total[0] += partials[split * count + i];
+  finish<T, 1>(matmul, i / matmul.n / matmul.m, i / matmul.n % matmul.m, i % matmul.n, total);
+}
+
+int64_t column_blocks(const Matmul& matmul, bool along_k) {
+  const int64_t columns = along_k ? AlongK::kColumns : AlongN::kColumns;
+  return matmul.batch * ((matmul.n + columns - 1) / columns);
+}
+
+template <class T, class Way>
+void launch_way(const Matmul& matmul, int64_t splits, float* workspace, Stream stream) {
+  constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
+  const int64_t (&a)[3] = matmul.a_strides, (&b)[3] = matmul.b_strides;
+  const bool wide =
+      is_wide(matmul.a, matmul.k, a[2], {a[0], a[1]}) &&
+      (kAlongK ? is_wide(matmul.b, matmul.k, b[1], {b[0], b[2]}) : is_wide(matmul.b, matmul.n, b[2], {b[0], b[1]}));
+  // A multiple of what a block takes at once.
+  constexpr int64_t kStep = kWarps * Way::kK;
+  const int64_t k_of_split = ((matmul.k + splits - 1) / splits + kStep - 1) / kStep * kStep;
+  launch(wide ? few_rows_kernel<T, Way, true> : few_rows_kernel<T, Way, false>,
+         blocks(splits * column_blocks(matmul, kAlongK)), kThreads, kThreads * Way::kTiles * 4 * sizeof(float), stream,
+         matmul, k_of_split, splits, workspace);
+}
+
+}  // namespace
+
+FewRows::FewRows(const Matmul& matmul) {
+  along_k = matmul.k <= 1 || matmul.b_strides[1] == 1;
+  possible = matmul.m <= kFewRows && (along_k || matmul.n == 1 || matmul.b_strides[2] == 1);
+  const int64_t wanted = 2 * multiprocessor_count() / column_blocks(matmul, along_k);
+  splits = std::max<int64_t>(1, std::min(wanted, matmul.k / kLeastK));
+}
+
+void launch_few_rows(const Matmul& matmul, const FewRows& how, float* workspace, Stream stream) {
+  with_16_bits(matmul.dtype, [&](auto zero) {
+    using T = decltype(zero);
+    if (how.along_k) {
+      launch_way<T, AlongK>(matmul, how.splits, workspace, stream);
+    } else {
+      launch_way<T, AlongN>(matmul, how.splits, workspace, stream);
+    }
+    if (how.splits > 1)
+      launch(fold_kernel<T>, blocks((matmul.batch * matmul.m * matmul.n + kThreads - 1) / kThreads), kThreads, 0,
+             stream, matmul, how.splits, static_cast<const float*>(workspace));
+  });
+}
+
+}  // namespace amp_kernels::cuda

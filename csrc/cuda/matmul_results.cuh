@@ -1,0 +1,104 @@
+// From sums to results, and what the sources of the matmul family know of each other.
+#pragma once
+
+#include "../formulas/activation.h"
+#include "grid.cuh"
+
+namespace amp_kernels::cuda {
+
+constexpr int kFewRows = 16;  // a product with so few takes the time of reading b
+
+// How few_rows_kernel does a product, if it can: b's columns or rows are dense. It makes `splits` partial sums.
+struct FewRows {
+  bool possible;
+  bool along_k;
+  int64_t splits;
+
+  explicit FewRows(const Matmul& matmul);
+  int64_t workspace(const Matmul& matmul) const {
+    return splits == 1 ? 0 : splits * matmul.batch * matmul.m * matmul.n * static_cast<int64_t>(sizeof(float));
+  }
+};
+void launch_few_rows(const Matmul& matmul, const FewRows& how, float* workspace, Stream stream);
+
+// Whether 16 bytes can be loaded at a time: `inner` is the stride, in elements, of a dimension of `size` elements along
+// which this would be, `outer` are the other strides.
+inline bool is_wide(const void* first, int64_t size, int64_t inner, std::initializer_list<int64_t> outer) {
+  bool wide = is_aligned16(first) && (size <= 1 || inner == 1);
+  for (int64_t stride : outer) wide = wide && stride % 8 == 0;
+  return wide;
+}
+
+template <int N, class T>
+__device__ __forceinline__ Vector<T, N> load_row(const T* p, int64_t stride, int count) {
+  if constexpr (N > 1) {
+    if (count == N && stride == 1 && is_aligned16(p)) return load_wide<N>(p).unpacked();
+  }
+  return load_each<N>(p, stride, count);
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_rounded(T* p, const float (&y)[N], int count) {
+  Vector<T, N> rounded;
+#pragma unroll
+  for (int i = 0; i < N; ++i) rounded.data[i] = from_float<T>(y[i]);
+  if (count == N) {
+    store_wide(p, rounded);
+  } else {
+    store_each(p, rounded, 1, count);
+  }
+}
+
+template <int N>
+__device__ __forceinline__ void store_rounded(void* out, Dtype dtype, int64_t at, const float (&y)[N], int count) {
+  switch (dtype) {
+    case kHalf:
+      return store_rounded(static_cast<__half*>(out) + at, y, count);
+    case kBFloat16:
+      return store_rounded(static_cast<__nv_bfloat16*>(out) + at, y, count);
+    default:
+      return store_rounded(static_cast<float*>(out) + at, y, count);
+  }
+}
+
+template <Activation kActivation, int N>
+__device__ __forceinline__ void activate_all(float (&y)[N]) {
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = activate<kActivation>(y[i]);
+}
+
+// Row m from column n on: N results from N sums. N > 1 takes an `out` and a `pre` whose rows are aligned to 16 bytes.
+template <class T, int N>
+__device__ __forceinline__ void finish(const Matmul& matmul, int64_t batch, int64_t m, int64_t n,
+                                       const float (&sums)[N]) {
+  if (m >= matmul.m || n >= matmul.n) return;
+  const int count = matmul.n - n < N ? static_cast<int>(matmul.n - n) : N;
+  float y[N];
+#pragma unroll
+  for (int i = 0; i < N; ++i) y[i] = matmul.alpha * sums[i];
+  if (matmul.input != nullptr) {
+    const int64_t (&strides)[3] = matmul.input_strides;
+    const T* const p = static_cast<const T*>(matmul.input) + batch * strides[0] + m * strides[1] + n * strides[2];
+    const Vector<T, N> input = load_row<N>(p, strides[2], count);
+#pragma unroll
+    for (int i = 0; i < N; ++i) y[i] += matmul.beta * to_float(input.data[i]);
+  }
+  const int64_t at = batch * matmul.out_strides[0] + m * matmul.out_strides[1] + n;
+  if (matmul.pre != nullptr) store_rounded(matmul.pre, matmul.out_dtype, at, y, count);
+  switch (matmul.activation) {
+    case kRelu:
+      activate_all<kRelu>(y);
+      break;
+    case kGelu:
+      activate_all<kGelu>(y);
+      break;
+    case kGeluTanh:
+      activate_all<kGeluTanh>(y);
+      break;
+    default:
+      break;
+  }
+  store_rounded(matmul.out, matmul.out_dtype, at, y, count);
+}
+
+}  // namespace amp_kernels::cuda

@@ -1,0 +1,47 @@
+"""The activations of csrc/formulas/activation.h and their derivatives, in fp32."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+IDENTITY = tl.constexpr(0)
+RELU = tl.constexpr(1)
+GELU = tl.constexpr(2)
+GELU_TANH = tl.constexpr(3)
+
+_SQRT_HALF = tl.constexpr(0.70710678118654752440)
+_INVERSE_SQRT_TWO_PI = tl.constexpr(0.39894228040143267794)
+_TANH_SCALE = tl.constexpr(0.79788456080286535588)  # sqrt(2 / pi)
+_TANH_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def _half_of_one_plus_tanh(x):
+    """(1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)): libdevice's tanh is missing from the interpreter."""
+    return 1.0 / (1.0 + tl.exp((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE * -2.0))
+
+
+@triton.jit
+def activate(x, KIND: tl.constexpr):
+    if KIND == RELU:
+        x = tl.where(x < 0.0, 0.0, x)  # NaN stays
+    elif KIND == GELU:
+        x = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
+    elif KIND == GELU_TANH:
+        x = x * _half_of_one_plus_tanh(x)
+    return x
+
+
+@triton.jit
+def derivative(x, KIND: tl.constexpr):
+    """Of relu by its result, of the others by their argument."""
+    tl.static_assert(KIND != IDENTITY)
+    if KIND == RELU:
+        return tl.where(x > 0.0, 1.0, 0.0)
+    elif KIND == GELU:
+        return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INVERSE_SQRT_TWO_PI * tl.exp(-0.5 * x * x)
+    else:
+        # With s for (1 + tanh) / 2, 1 - tanh**2 is 4 s (1 - s).
+        s = _half_of_one_plus_tanh(x)
+        return s + 2.0 * x * s * (1.0 - s) * _TANH_SCALE * (1.0 + 3.0 * x * x * _TANH_CUBIC)

@@ -1,0 +1,457 @@
+"""Products of fp16 or bf16 matrices with an epilogue: fp32 sums, one rounding.
+
+Two kernels. One loads through tensor descriptors, which zero-fill what lies beyond M, N and K, in programs that compute
+tile after tile; for devices that have TMA and operands that it can address. One loads through pointers, whatever the
+strides; where there are too few tiles to fill a device, several programs share the K of one tile, and a kernel of its
+own adds what they found in a fixed order.
+
+Both store through pointers: a descriptor's stores end at multiples of 16 bytes only, which may be somebody else's
+memory.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from .activation import activate
+from .common import _INTERPRETED, launch, load_elements, store_elements
+from .product import (
+    COLUMNS,
+    FULL,
+    NEITHER,
+    ROWS,
+    Tiles,
+    access_of,
+    as_operand,
+    capability_of,
+    combined,
+    dot,
+    load_tile,
+    place_of_program,
+    place_of_tile,
+    pointers_of,
+    product,
+    round_up,
+    shares_of,
+)
+
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+_COMBINE_TILE = tl.constexpr(512)
+_EACH_ROW = tl.constexpr(3)  # beside the axes of product.py, of an input that is the same in all rows: a bias
+
+
+# --------------------------------------------------------------------------------------------------------- epilogue
+@triton.jit
+def _tile_of_input(
+    ptr, rows, columns, m, n, row_stride, column_stride, DTYPE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr
+):
+    if INNER == _EACH_ROW:
+        return load_elements(ptr.to(tl.int64), columns * column_stride, columns < n, DTYPE, 1)[None, :]
+    else:
+        pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
+        # As in `product`, up to 16 bytes that hold something.
+        exist_rows = rows < (round_up(m, VEC) if INNER == ROWS else m)
+        exist_columns = columns < (round_up(n, VEC) if INNER == COLUMNS else n)
+        return load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _argument(sums, input, alpha, beta):
+    """Of the activation; `input` is None where beta is 0."""
+    x = alpha * sums
+    if input is not None:
+        x += beta * input
+    return x
+
+
+@triton.jit
+def _store_last(
+    address, starts, exist_rows, column, n, x,
+    DTYPE: tl.constexpr, VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """The columns of an access that would end beyond n, one by one, if they are in this tile."""
+    first = n // VEC * VEC
+    if (first < n) & (column <= first) & (first < column + BN):
+        # Picked out of the tile: with an address and a predicate for each of its elements, large tiles spill registers.
+        is_last = (column + tl.arange(0, BN)) // VEC * VEC == first
+        bits = tl.where(is_last[None, :], x.to(tl.int32, bitcast=True), 0)
+        last = tl.sum(tl.reshape(bits, (BM, BN // VEC, VEC)), axis=1).to(tl.float32, bitcast=True)
+        columns = first + tl.arange(0, VEC)
+        store_elements(address, starts + columns[None, :], last, exist_rows & (columns < n)[None, :], DTYPE, 1)
+
+
+@triton.jit
+def _store_tile(
+    ptr, rows, column, m, n, row_stride, x,
+    DTYPE: tl.constexpr, VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    address = ptr.to(tl.int64)
+    exist_rows = (rows < m)[:, None]
+    starts = (rows * (row_stride // VEC * VEC))[:, None]
+    columns = column + tl.arange(0, BN)
+    mask = exist_rows & (columns < n // VEC * VEC)[None, :]
+    store_elements(address, starts + columns[None, :], x, mask, DTYPE, VEC)
+    if VEC > 1:
+        _store_last(address, starts, exist_rows, column, n, x, DTYPE, VEC, BM, BN)
+
+
+@triton.jit
+def _finish_tile(
+    sums, batch, row, column, m, n, input_ptr, input_b, input_m, input_n, out_ptr, pre_ptr, out_b, out_m, alpha, beta,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
+    OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    rows = row + tl.arange(0, BM)
+    if input_ptr is not None:
+        input_ptr += batch * input_b
+        columns = column + tl.arange(0, BN)
+        input = _tile_of_input(input_ptr, rows, columns, m, n, input_m, input_n, DTYPE, INPUT_INNER, INPUT_VEC)
+    else:
+        input = None
+    x = _argument(sums, input, alpha, beta)
+    if pre_ptr is not None:
+        _store_tile(pre_ptr + batch * out_b, rows, column, m, n, out_m, x, OUT_DTYPE, OUT_VEC, BM, BN)
+    x = activate(x, ACTIVATION)
+    _store_tile(out_ptr + batch * out_b, rows, column, m, n, out_m, x, OUT_DTYPE, OUT_VEC, BM, BN)
+
+
+# ---------------------------------------------------------------------------------------------------------- kernels
+@triton.jit(do_not_specialize=list(range(25)))
+def _matmul_kernel(
+    a_ptr,
+    b_ptr,
+    input_ptr,
+    out_ptr,
+    pre_ptr,
+    partials_ptr,  # [splits, batches, m, n] for _combine_kernel; None: all of K is here
+    batches: tl.int32,
+    m: tl.int64,
+    n: tl.int64,
+    k: tl.int64,
+    a_b: tl.int64,
+    a_m: tl.int64,
+    a_k: tl.int64,
+    b_b: tl.int64,
+    b_k: tl.int64,
+    b_n: tl.int64,
+    input_b: tl.int64,
+    input_m: tl.int64,
+    input_n: tl.int64,
+    out_b: tl.int64,
+    out_m: tl.int64,
+    n_splits: tl.int32,
+    tiles_of_split: tl.int32,
+    alpha: tl.float32,
+    beta: tl.float32,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    A_INNER: tl.constexpr,
+    A_VEC: tl.constexpr,
+    B_INNER: tl.constexpr,
+    B_VEC: tl.constexpr,
+    INPUT_INNER: tl.constexpr,
+    INPUT_VEC: tl.constexpr,
+    OUT_VEC: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    programs = (tl.cdiv(m, BM) * tl.cdiv(n, BN)).to(tl.int32) * n_splits
+    batch = (tl.program_id(0) // programs).to(tl.int64)
+    split, row, column = place_of_program(tl.program_id(0) % programs, m, n, n_splits, BM, BN)
+    rows = row + tl.arange(0, BM)
+    columns = column + tl.arange(0, BN)
+    first = split * tiles_of_split
+    last = tl.minimum(first + tiles_of_split, tl.cdiv(k, BK).to(tl.int32))
+    sums, _, _ = product(
+        a_ptr + batch * a_b, b_ptr + batch * b_b, rows, columns, m, n, k, a_m, a_k, b_k, b_n, first, last,
+        DTYPE, DTYPE, False, False, False, A_INNER, A_VEC, B_INNER, B_VEC, 1, BM, BN, BK,
+    )  # fmt: skip
+    if partials_ptr is None:
+        _finish_tile(
+            sums, batch, row, column, m, n, input_ptr, input_b, input_m, input_n, out_ptr, pre_ptr, out_b, out_m,
+            alpha, beta, ACTIVATION, DTYPE, INPUT_INNER, INPUT_VEC, OUT_DTYPE, OUT_VEC, BM, BN,
+        )  # fmt: skip
+    else:
+        first_row = (split * batches + batch) * m
+        mask = (rows < m)[:, None] & (columns < n)[None, :]
+        tl.store(partials_ptr + (first_row + rows)[:, None] * n + columns[None, :], sums, mask=mask)
+
+
+@triton.jit(do_not_specialize=list(range(15)))
+def _combine_kernel(
+    partials_ptr,
+    input_ptr,
+    out_ptr,
+    pre_ptr,
+    batches: tl.int32,
+    m: tl.int64,
+    n: tl.int64,
+    input_b: tl.int64,
+    input_m: tl.int64,
+    input_n: tl.int64,
+    out_b: tl.int64,
+    out_m: tl.int64,
+    n_splits: tl.int32,
+    alpha: tl.float32,
+    beta: tl.float32,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+):
+    indices = tl.program_id(0).to(tl.int64) * _COMBINE_TILE + tl.arange(0, _COMBINE_TILE)
+    size = batches * m * n
+    sums = combined(partials_ptr, indices, size, n_splits)
+    mask = indices < size
+    column = indices % n
+    row = indices // n % m
+    batch = indices // (m * n)
+    if input_ptr is not None:
+        offsets = batch * input_b + row * input_m + column * input_n
+        input = load_elements(input_ptr.to(tl.int64), offsets, mask, DTYPE, 1)
+    else:
+        input = None
+    x = _argument(sums, input, alpha, beta)
+    offsets = batch * out_b + row * out_m + column
+    if pre_ptr is not None:
+        store_elements(pre_ptr.to(tl.int64), offsets, x, mask, OUT_DTYPE, 1)
+    store_elements(out_ptr.to(tl.int64), offsets, activate(x, ACTIVATION), mask, OUT_DTYPE, 1)
+
+
+@triton.jit
+def _tile_of(descriptor, batch, outer, inner, DTYPE: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr):
+    x = tl.reshape(descriptor.load([batch, outer, inner]), (OUTER, INNER))
+    return as_operand(x, DTYPE)
+
+
+@triton.jit(do_not_specialize=list(range(18)))
+def _descriptor_kernel(
+    out_ptr,
+    pre_ptr,
+    input_ptr,
+    a,  # descriptor of [batches or 1, m, k], with A_INNER == ROWS of [batches or 1, k, m]
+    b,
+    batches: tl.int32,
+    m: tl.int64,
+    n: tl.int64,
+    k: tl.int64,
+    a_step: tl.int32,  # 0: all batches have the same a
+    b_step: tl.int32,
+    input_b: tl.int64,
+    input_m: tl.int64,
+    input_n: tl.int64,
+    out_b: tl.int64,
+    out_m: tl.int64,
+    alpha: tl.float32,
+    beta: tl.float32,
+    ACTIVATION: tl.constexpr,
+    DTYPE: tl.constexpr,
+    OUT_DTYPE: tl.constexpr,
+    A_INNER: tl.constexpr,
+    B_INNER: tl.constexpr,
+    INPUT_INNER: tl.constexpr,
+    INPUT_VEC: tl.constexpr,
+    OUT_VEC: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    BK: tl.constexpr,
+):
+    tiles_of_matrix = (tl.cdiv(m, BM) * tl.cdiv(n, BN)).to(tl.int32)
+    k_tiles = tl.cdiv(k, BK).to(tl.int32)
+    # One loop: loads of the next tile begin before this one is stored.
+    for tile in tl.range(tl.program_id(0), tiles_of_matrix * batches, tl.num_programs(0), flatten=True):
+        batch = tile // tiles_of_matrix
+        tile_row, tile_column = place_of_tile(tile % tiles_of_matrix, m, n, BM, BN)
+        row = tile_row * BM
+        column = tile_column * BN
+        sums = tl.zeros((BM, BN), tl.float32)
+        for i in range(k_tiles):
+            if A_INNER == COLUMNS:
+                x = _tile_of(a, batch * a_step, row, i * BK, DTYPE, BM, BK)
+            else:
+                x = _tile_of(a, batch * a_step, i * BK, row, DTYPE, BK, BM).T
+            if B_INNER == COLUMNS:
+                y = _tile_of(b, batch * b_step, i * BK, column, DTYPE, BK, BN)
+            else:
+                y = _tile_of(b, batch * b_step, column, i * BK, DTYPE, BN, BK).T
+            sums = dot(x, y, sums, DTYPE, False)
+        _finish_tile(
+            sums, batch.to(tl.int64), row.to(tl.int64), column.to(tl.int64), m, n, input_ptr, input_b, input_m,
+            input_n, out_ptr, pre_ptr, out_b, out_m, alpha, beta, ACTIVATION, DTYPE, INPUT_INNER, INPUT_VEC,
+            OUT_DTYPE, OUT_VEC, BM, BN,
+        )  # fmt: skip
+
+
+# --------------------------------------------------------------------------------------------------------- launch
+# Operands in flight take 96 KB at most: a multiprocessor of sm_86, sm_89 and sm_120 has 99 for one block. None of
+# these spills registers (tests/test_triton_compile.py).
+_LARGE = Tiles(128, 128, 64, 8, 3)
+_MEDIUM = Tiles(64, 64, 64, 4, 4)
+# Few rows, or few columns: the other operand streams past, once.
+_FEW_ROWS = Tiles(16, 32, 256, 4, 4)
+_FEW_COLUMNS = Tiles(32, 16, 256, 4, 4)
+# By element each operand needs an address and a predicate of its own.
+_FEW_ROWS_BY_ELEMENT = Tiles(16, 32, 64, 4, 2)
+_BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
+_SMALL = Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
+# Through descriptors, by the first digits of the compute capability.
+_LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3), 12: Tiles(128, 128, 64, 8, 2)}
+_MEDIUM_DESCRIPTORS = {9: Tiles(128, 128, 64, 8, 4), 10: Tiles(128, 128, 64, 8, 4), 12: Tiles(64, 64, 64, 4, 4)}
+# Drivers up to 13.1 encode descriptors of smaller strided tensors wrongly (NVIDIA/cutlass, copy_traits_sm90_tma.hpp).
+_SMALLEST_OF_DESCRIPTORS = 128 * 1024  # bytes
+
+
+def _tiles(m: int, n: int, batches: int, a_vec: int, b_vec: int, capability: tuple[int, int]) -> Tiles:
+    """Of the kernel of pointers."""
+    if capability < (8, 0):
+        return _SMALL
+    if m <= 16:
+        return _FEW_ROWS if b_vec > 1 else _FEW_ROWS_BY_ELEMENT
+    if n <= 16 and a_vec > 1:
+        return _FEW_COLUMNS
+    if min(a_vec, b_vec) == 1:
+        return _SMALL if min(m, n) <= 32 else _BY_ELEMENT
+    return _LARGE if _count(_LARGE, m, n, batches) >= FULL else _MEDIUM
+
+
+def _count(tiles: Tiles, m: int, n: int, batches: int) -> int:
+    return batches * math.ceil(m / tiles.m) * math.ceil(n / tiles.n)
+
+
+def _descriptor_tiles(m: int, n: int, k: int, batches: int, capability: tuple[int, int]) -> Tiles | None:
+    if capability[0] not in _LARGE_DESCRIPTORS or min(m, n) <= 16 or k == 0:
+        return None
+    large, medium = _LARGE_DESCRIPTORS[capability[0]], _MEDIUM_DESCRIPTORS[capability[0]]
+    if _count(large, m, n, batches) >= FULL:
+        return large
+    # With fewer tiles programs had better share them, which those of pointers do.
+    return medium if _count(medium, m, n, batches) >= FULL // 2 else None
+
+
+def _access(x: torch.Tensor) -> tuple[int, int]:
+    """`access_of` for a batch of matrices."""
+    inner, vec = access_of(x[0])
+    return inner, vec if x.shape[0] == 1 or x.stride(0) % vec == 0 else 1
+
+
+def _describe(x: torch.Tensor, block: tuple[int, int], access: tuple[int, int]) -> tuple[TensorDescriptor, int] | None:
+    """(descriptor, its step from batch to batch), or None if TMA cannot address x. `block`: of x's last two axes."""
+    inner, vec = access
+    batches = x.shape[0] if x.stride(0) != 0 else 1
+    if inner == ROWS.value:
+        x, block = x.mT, block[::-1]
+    outer, length = x.shape[1:]
+    # A stride that is never taken may be anything.
+    row = x.stride(1) if outer > 1 else math.ceil(length / 8) * 8
+    step = x.stride(0) if batches > 1 else math.ceil(outer * row / 8) * 8
+    span = 2 * ((batches - 1) * step + (outer - 1) * row + length)
+    fits = max(x.shape) < 2**31 and max(step, row) < 2**39 and span >= _SMALLEST_OF_DESCRIPTORS
+    if vec == 1 or row < length or not fits:
+        return None
+    if _INTERPRETED and x.dtype == torch.bfloat16:
+        x = x.view(torch.int16)  # see as_operand
+    descriptor = TensorDescriptor(x, [batches, outer, length], [step, row, 1], [1, *block])
+    return descriptor, int(batches > 1)
+
+
+@functools.cache
+def _multiprocessors(device: torch.device) -> int:
+    # Of the interpreter: few, so that a program has several tiles.
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
+
+
+def _by_descriptors(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    input: torch.Tensor | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    numbers: tuple[tuple[int, ...], float, float],
+    constants: dict[str, Any],
+) -> bool:
+    """Whether it could; then it is done."""
+    (batches, m, k), n = a.shape, b.shape[2]
+    tiles = _descriptor_tiles(m, n, k, batches, capability_of(a.device))
+    if tiles is None:
+        return False
+    a_access, b_access = _access(a), _access(b)
+    a_described, b_described = _describe(a, (tiles.m, tiles.k), a_access), _describe(b, (tiles.k, tiles.n), b_access)
+    if a_described is None or b_described is None:
+        return False
+    strides, alpha, beta = numbers
+    programs = min(_count(tiles, m, n, batches), _multiprocessors(a.device))
+    launch(
+        _descriptor_kernel, programs, out, pre, input, a_described[0], b_described[0], batches, m, n, k,
+        a_described[1], b_described[1], *strides, alpha, beta, A_INNER=a_access[0], B_INNER=b_access[0],
+        **constants, **tiles.constants(),
+    )  # fmt: skip
+    return True
+
+
+def _by_pointers(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    input: torch.Tensor | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    numbers: tuple[tuple[int, ...], float, float],
+    constants: dict[str, Any],
+) -> None:
+    (batches, m, k), n = a.shape, b.shape[2]
+    (a_inner, a_vec), (b_inner, b_vec) = _access(a), _access(b)
+    tiles = _tiles(m, n, batches, a_vec, b_vec, capability_of(a.device))
+    n_tiles = _count(tiles, m, n, batches)
+    n_splits, tiles_of_split = shares_of(n_tiles, math.ceil(k / tiles.k))
+    partials = None
+    if n_splits > 1:
+        partials = torch.empty((n_splits, batches, m, n), dtype=torch.float32, device=a.device)
+    strides, alpha, beta = numbers
+    launch(
+        _matmul_kernel, n_tiles * n_splits, a, b, input, out, pre, partials, batches, m, n, k, *a.stride(),
+        *b.stride(), *strides, n_splits, tiles_of_split, alpha, beta, A_INNER=a_inner, A_VEC=a_vec, B_INNER=b_inner,
+        B_VEC=b_vec, **constants, **tiles.constants(),
+    )  # fmt: skip
+    if partials is not None:
+        names = ("ACTIVATION", "DTYPE", "OUT_DTYPE")
+        launch(
+            _combine_kernel, math.ceil(batches * m * n / _COMBINE_TILE.value), partials, input, out, pre, batches, m,
+            n, *strides, n_splits, alpha, beta, num_warps=4, **{name: constants[name] for name in names},
+        )  # fmt: skip
+
+
+def _matmul_(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    input: torch.Tensor | None,
+    out: torch.Tensor,
+    pre: torch.Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: int,
+) -> None:
+    if beta == 0:
+        input = None
+    input_strides, input_access = (0, 0, 0), (NEITHER.value, 1)
+    if input is not None:
+        input_strides = input.stride()
+        input_access = (_EACH_ROW.value, 1) if input.stride(1) == 0 else _access(input)
+    vec = 16 // out.element_size()
+    wide = all(x.data_ptr() % 16 == 0 for x in (out, pre) if x is not None)
+    wide = wide and all(
+        size == 1 or stride % vec == 0 for size, stride in zip(out.shape[:2], out.stride(), strict=False)
+    )
+    constants = {
+        "ACTIVATION": activation, "DTYPE": _DTYPES[a.dtype], "OUT_DTYPE": _DTYPES[out.dtype],
+        "INPUT_INNER": input_access[0], "INPUT_VEC": input_access[1], "OUT_VEC": vec if wide else 1,
+    }  # fmt: skip
+    numbers = ((*input_strides, *out.stride()[:2]), alpha, beta)
+    if not _by_descriptors(a, b, input, out, pre, numbers, constants):
+        _by_pointers(a, b, input, out, pre, numbers, constants)
