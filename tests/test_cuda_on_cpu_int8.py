@@ -155,7 +155,6 @@ SHAPES: list[tuple[Sequence[int], dict[str, object]]] = [
     *((shape, {}) for shape in ((37, 129), (64, 64))),
     *((shape, {"dim": (0, 2)}) for shape in ((2, 3, 20), (4, 5, 49), (3, 17, 64))),
     ((3, 5, 24), {"dim": (1,)}),
-    *((shape, {"dim": dim}) for shape, dim in (((200, 3, 8), (1,)), ((2, 200, 9), (0, 2)))),  # more than blocks
     ((6, 40), {"dim": ()}),
     *(((9, length), {"block": block}) for length, block in ((64, 64), (100, 32), (130, 128), (50, 7), (30, 64))),
 ]
@@ -193,6 +192,21 @@ def test_a_tensor_in_several_pieces(dtype: torch.dtype) -> None:
     for layout in ("dense", "misaligned", "across", "every_other"):
         for symmetric in (True, False):
             Problem(x, layout).quantize(symmetric)
+
+
+# Of rows, columns, tiles and channels; the grid has 192 blocks here, and a block takes its next with what it left behind.
+@pytest.mark.parametrize(
+    ("shape", "dim", "layout"),
+    [
+        ((230, 1100), (1,), "dense"),
+        ((200, 3, 8), (1,), "dense"),
+        ((200, 3, 8), (1,), "across"),
+        ((2, 200, 9), (0, 2), "dense"),
+    ],
+)
+def test_more_pieces_than_blocks(shape: Sequence[int], dim: Sequence[int], layout: str) -> None:
+    for symmetric in (True, False):
+        Problem(randn(*shape), layout, dim=dim).quantize(symmetric)
 
 
 @dtypes

@@ -204,7 +204,7 @@ _LARGE = {
     torch.int8: Tiles(128, 128, 128, 8, 3),
     torch.float16: Tiles(128, 128, 64, 8, 4),
     torch.bfloat16: Tiles(128, 128, 64, 8, 4),
-    torch.float32: Tiles(64, 64, 16, 8, 3),
+    torch.float32: Tiles(32, 128, 32, 8, 2),  # from 64 rows on Triton 3.6 makes TF32 of it on sm_100, ieee or not
 }
 _LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)  # int8: wgmma reads both operands from shared memory, 192 KB of 227
 _LARGE_NARROW = Tiles(128, 64, 128, 8, 4)  # int8, where more registers are needed beside the sums: see `plain`

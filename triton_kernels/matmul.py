@@ -103,7 +103,7 @@ def _store_tile(
 
 
 @triton.jit
-def _finish_tile(
+def _finish_part(
     sums, batch, row, column, m, n, input_ptr, input_b, input_m, input_n, out_ptr, pre_ptr, out_b, out_m, alpha, beta,
     ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
     OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
@@ -120,6 +120,34 @@ def _finish_tile(
         _store_tile(pre_ptr + batch * out_b, rows, column, m, n, out_m, x, OUT_DTYPE, OUT_VEC, BM, BN)
     x = activate(x, ACTIVATION)
     _store_tile(out_ptr + batch * out_b, rows, column, m, n, out_m, x, OUT_DTYPE, OUT_VEC, BM, BN)
+
+
+@triton.jit
+def _finish_tile(
+    sums, batch, row, column, m, n, input_ptr, input_b, input_m, input_n, out_ptr, pre_ptr, out_b, out_m, alpha, beta,
+    ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
+    OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
+):  # fmt: skip
+    """Of a large tile in parts: what is computed beside its sums would leave them no registers. 64 columns are 128 bytes."""
+    PART: tl.constexpr = 64 if BM * BN > 64 * 64 and BN > 64 else BN
+    PARTS: tl.constexpr = BN // PART
+    if PARTS == 1:
+        parts = (sums,)
+    elif PARTS == 2:
+        parts = _halves(sums, BM, PART)
+    else:
+        left, right = _halves(sums, BM, 2 * PART)
+        parts = _halves(left, BM, PART) + _halves(right, BM, PART)
+    for i in tl.static_range(PARTS):
+        _finish_part(
+            parts[i], batch, row, column + i * PART, m, n, input_ptr, input_b, input_m, input_n, out_ptr, pre_ptr,
+            out_b, out_m, alpha, beta, ACTIVATION, DTYPE, INPUT_INNER, INPUT_VEC, OUT_DTYPE, OUT_VEC, BM, PART,
+        )  # fmt: skip
+
+
+@triton.jit
+def _halves(x, ROWS: tl.constexpr, HALF: tl.constexpr):
+    return tl.split(tl.permute(tl.reshape(x, (ROWS, 2, HALF)), (0, 2, 1)))
 
 
 # ---------------------------------------------------------------------------------------------------------- kernels
@@ -267,7 +295,7 @@ def _descriptor_kernel(
     tiles_of_matrix = (tl.cdiv(m, BM) * tl.cdiv(n, BN)).to(tl.int32)
     k_tiles = tl.cdiv(k, BK).to(tl.int32)
     # One loop: loads of the next tile begin before this one is stored.
-    for tile in tl.range(tl.program_id(0), tiles_of_matrix * batches, tl.num_programs(0), flatten=True):
+    for tile in tl.range(tl.program_id(0), tiles_of_matrix * batches, tl.num_programs(0)):
         batch = tile // tiles_of_matrix
         tile_row, tile_column = place_of_tile(tile % tiles_of_matrix, m, n, BM, BN)
         row = tile_row * BM
@@ -299,11 +327,12 @@ _MEDIUM = Tiles(64, 64, 64, 4, 4)
 _FEW_ROWS = Tiles(16, 32, 256, 4, 4)
 _FEW_COLUMNS = Tiles(32, 16, 256, 4, 4)
 # By element each operand needs an address and a predicate of its own.
-_FEW_ROWS_BY_ELEMENT = Tiles(16, 32, 64, 4, 2)
+_FEW_ROWS_BY_ELEMENT = Tiles(16, 128, 32, 4, 2)
+_FEW_COLUMNS_BY_ELEMENT = Tiles(128, 16, 32, 4, 2)
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
 _SMALL = Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
 # Through descriptors, by the first digits of the compute capability.
-_LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 3), 10: Tiles(128, 256, 64, 8, 3), 12: Tiles(128, 128, 64, 8, 2)}
+_LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 4), 12: Tiles(128, 128, 64, 8, 2)}
 _MEDIUM_DESCRIPTORS = {9: Tiles(128, 128, 64, 8, 4), 10: Tiles(128, 128, 64, 8, 4), 12: Tiles(64, 64, 64, 4, 4)}
 # Drivers up to 13.1 encode descriptors of smaller strided tensors wrongly (NVIDIA/cutlass, copy_traits_sm90_tma.hpp).
 _SMALLEST_OF_DESCRIPTORS = 128 * 1024  # bytes
@@ -315,8 +344,8 @@ def _tiles(m: int, n: int, batches: int, a_vec: int, b_vec: int, capability: tup
         return _SMALL
     if m <= 16:
         return _FEW_ROWS if b_vec > 1 else _FEW_ROWS_BY_ELEMENT
-    if n <= 16 and a_vec > 1:
-        return _FEW_COLUMNS
+    if n <= 16:
+        return _FEW_COLUMNS if a_vec > 1 else _FEW_COLUMNS_BY_ELEMENT
     if min(a_vec, b_vec) == 1:
         return _SMALL if min(m, n) <= 32 else _BY_ELEMENT
     return _LARGE if _count(_LARGE, m, n, batches) >= FULL else _MEDIUM

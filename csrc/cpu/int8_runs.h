@@ -9,8 +9,9 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kRun = 1024;           // elements at most: staged as fp32, they stay in L1
-constexpr int64_t kGroups = 2048;        // of a bundle at most: columns, which are read twice in rows of two pages
+constexpr int64_t kRun = 256;            // elements at most: 16 cache lines, as many as a core can wait for at once
+constexpr int64_t kAhead = 1024;         // elements
+constexpr int64_t kGroups = 4096;        // of a bundle at most
 constexpr int64_t kBundleSize = 4096;    // elements of a bundle of short groups, which are read twice in L1
 constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a second thread costs more than it saves
 
@@ -46,8 +47,8 @@ class Walk {
   bool across() const { return across_; }
   int64_t bundles() const { return layout_.size[Int8Layout::kG1] * strips_; }
   int64_t x_step() const { return layout_.x[inner_]; }
-  // From a run to what is probably the next.
-  int64_t x_ahead(const Run& run) const { return across_ ? layout_.x[outer_] : run.n; }
+  // From a run to one that will follow soon.
+  int64_t x_ahead() const { return across_ ? 4 * layout_.x[outer_] : kAhead; }
   int64_t index_step() const { return layout_.index[inner_]; }
   int64_t scale_step() const { return layout_.scale[1]; }
 
@@ -77,21 +78,16 @@ class Walk {
                                      : bundle.rows * bundle.last_length;
   }
 
-  // Of elements [begin, end) of a bundle, counted row by row.
+  // The runs of elements [begin, end) of a bundle, counted row by row.
   template <class F>
   void for_each_run(const Bundle& bundle, int64_t begin, int64_t end, const F& f) const {
+    if (across_) return for_each_run_across(bundle, begin / bundle.length, end / bundle.length, f);
     const int64_t length = outer_ == Int8Layout::kG2 ? bundle.length : bundle.last_length;
     int64_t row = begin == 0 ? 0 : begin / length;  // a division costs as much as 32 elements
     int64_t column = begin - row * length;
     while (begin < end) {
       const int64_t n = std::min({length - column, end - begin, kRun});
-      const auto offset = [&](int64_t first, const int64_t* strides) {
-        return first + row * strides[outer_] + column * strides[inner_];
-      };
-      f(Run{offset(bundle.x, layout_.x), offset(bundle.out, layout_.out), offset(bundle.index, layout_.index), n,
-            across_                     ? column
-            : outer_ == Int8Layout::kG2 ? row
-                                        : 0});
+      f(run(bundle, row, column, n, outer_ == Int8Layout::kG2 ? row : 0));
       begin += n;
       column += n;
       if (column == length) ++row, column = 0;
@@ -99,6 +95,25 @@ class Walk {
   }
 
  private:
+  // A few rows at a time through all columns, so that what the columns need stays in L1 for these rows, and memory is
+  // still read in long rows.
+  template <class F>
+  void for_each_run_across(const Bundle& bundle, int64_t begin, int64_t end, const F& f) const {
+    constexpr int64_t kRows = 8;
+    for (int64_t block = begin; block < end; block += kRows)
+      for (int64_t column = 0; column < bundle.length; column += kRun)
+        for (int64_t row = block; row < std::min(block + kRows, end); ++row)
+          f(run(bundle, row, column, std::min(kRun, bundle.length - column), column));
+  }
+
+  Run run(const Bundle& bundle, int64_t row, int64_t column, int64_t n, int64_t group) const {
+    const auto offset = [&](int64_t first, const int64_t* strides) {
+      return first + row * strides[outer_] + column * strides[inner_];
+    };
+    return {offset(bundle.x, layout_.x), offset(bundle.out, layout_.out), offset(bundle.index, layout_.index), n,
+            group};
+  }
+
   int64_t row_size() const { return across_ ? layout_.size[Int8Layout::kG2] : layout_.size[Int8Layout::kR2]; }
 
   static int64_t at(const int64_t* strides, int64_t g1, int64_t g2) {

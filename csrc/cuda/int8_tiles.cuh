@@ -40,7 +40,7 @@ struct DirectLoader {
 
   __device__ __forceinline__ void fetch(const Operand& operand, char* tile, int64_t first_row, int64_t first_k) {
     constexpr int kChunks = kBytes / 16;
-#pragma unroll
+#pragma unroll 1  // or nvcc keeps the address of every chunk from step to step, and spills
     for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
       const int row = i / kChunks, chunk = i % kChunks;
       const int64_t rest = first_row + row < operand.rows ? operand.k - first_k - chunk * 16 : 0;

@@ -1,0 +1,271 @@
+"""int8: quantize and dequantize, whose limit is memory, and products of codes, whose limit is arithmetic.
+
+Bytes are what the work must move: a row is read once and its codes written (3 bytes an element of fp16, 5 of fp32);
+with one scale for the whole tensor it is read twice; to dequantize costs the same as rows. Peers: the formula in
+torch's operators, compiled or not, torch's own fake quantization and per-channel quantization, torch._int_mm, torch's
+products in fp32 and bf16, and torchao and bitsandbytes where they run.
+
+    python benchmarks/bench_int8.py --help
+"""
+
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
+
+import amp_kernels
+from amp_kernels import reference
+from amp_kernels.testing import randn
+from amp_kernels.testing.int8 import integers
+
+SIDE = {"cpu": 4096, "cuda": 8192}
+GROUPS = {
+    "rows": {"dim": -1},
+    "rows, asymmetric": {"dim": -1, "symmetric": False},
+    "tensor": {},
+    "columns": {"dim": 0},
+    "blocks of 128": {"block_size": 128},
+}
+# (rows, columns, inner)
+SIZES = {
+    "cpu": (
+        (64, 64, 64), (256, 256, 256), (1024, 1024, 1024), (2048, 2048, 2048), (4096, 4096, 4096),
+        (1023, 1023, 1023), (512, 4095, 1023), (256, 50257, 1023), (1, 4096, 4096), (8, 4096, 4096), (127, 4096, 16),
+    ),
+    "cuda": (
+        (1024, 1024, 1024), (4096, 4096, 4096), (8192, 8192, 8192), (4095, 4095, 4095), (4096, 4095, 4096),
+        (8192, 50257, 1023), (1, 4096, 4096), (1, 14336, 4096), (8, 4096, 4096), (16, 4096, 4096),
+    ),
+}  # fmt: skip
+LINEAR_ROWS = (1, 8, 512)
+
+
+def by_torch(x, dim=None, block_size=None, symmetric=True):
+    """The formula in torch's operators, as one would write it."""
+    view = x if block_size is None else x.view(*x.shape[:-1], -1, block_size)
+    dims = -1 if block_size is not None else tuple(range(x.dim())) if dim is None else dim
+    if symmetric:
+        scale = view.float().abs().amax(dims, keepdim=True) / 127
+        return (view / scale).round().clamp(-127, 127).to(torch.int8), scale, None
+    low = view.float().amin(dims, keepdim=True).clamp(max=0)
+    high = view.float().amax(dims, keepdim=True).clamp(min=0)
+    scale = (high - low) / 255
+    zero_point = (-128 - low / scale).round().clamp(-128, 127)
+    return ((view / scale).round() + zero_point).clamp(-128, 127).to(torch.int8), scale, zero_point
+
+
+def exact(run, expected):
+    """Ours: every code and scale."""
+
+    def check():
+        ours = run()
+        pairs = zip((ours.values, ours.scale), expected()[:2], strict=True)
+        return "" if all(torch.equal(a.cpu(), b) for a, b in pairs) else "wrong: codes or scales differ"
+
+    return Job(run, check)
+
+
+def nearly(run, expected, tolerance):
+    """Peers may round otherwise."""
+
+    def check():
+        ours, theirs = run().float().cpu().flatten(), expected().float().cpu().flatten()
+        error = (ours - theirs).abs().max().item()
+        return "" if error <= tolerance else f"wrong: off by {error:.3g}, allowed {tolerance:.3g}"
+
+    return Job(run, check)
+
+
+def compiled(args, function):
+    if args.no_compile:
+        raise RuntimeError("left out by --no-compile or --quick")
+    return torch.compile(function, dynamic=False)
+
+
+def contender(name, memory, build):
+    return Contender(name, "none", memory, build)
+
+
+def quantize_case(x, options, args):
+    dims = {**options, "dim": (options["dim"],)} if "dim" in options else options
+
+    def expected():
+        return reference.quantize_int8(x.cpu(), **dims)
+
+    def codes():
+        return expected()[0].flatten()
+
+    def torchs():
+        return by_torch(x, **options)[0]
+
+    def by_compiler():
+        function = compiled(args, by_torch)
+        return nearly(lambda: function(x, **options)[0], codes, 1)
+
+    plan = [
+        ("amp_kernels.quantize_int8", lambda: exact(partial(amp_kernels.quantize_int8, x, **options), expected)),
+        ("torch operators", lambda: nearly(torchs, codes, 1)),
+        ("torch operators, compiled", by_compiler),
+    ]
+    if options == {"dim": -1} and x.dtype == torch.float32 and x.device.type == "cpu":
+        scale = expected()[1].flatten().double()
+        zeros = torch.zeros(len(scale), dtype=torch.int64)
+        given = partial(torch.quantize_per_channel, x, scale, zeros, 0, torch.qint8)
+        plan.append(("torch.quantize_per_channel, scales given", lambda: nearly(lambda: given().int_repr(), codes, 1)))
+    if options == {"dim": -1} and x.dtype == torch.float16:
+        plan.append(("bitsandbytes int8_vectorwise_quant", lambda: nearly(bitsandbytes_rows(x), codes, 1)))
+    return [contender(name, 8, build) for name, build in plan]
+
+
+def bitsandbytes_rows(x):
+    from bitsandbytes.functional import int8_vectorwise_quant
+
+    return lambda: int8_vectorwise_quant(x)[0]
+
+
+def dequantize_case(q, dtype, args):
+    def torchs(values=q.values, scale=q.scale):
+        return (values * scale).to(dtype)
+
+    def expected():
+        return reference.dequantize_int8(q.values.cpu(), q.scale.cpu(), dtype=dtype)
+
+    plan = [
+        ("amp_kernels.dequantize_int8", lambda: nearly(partial(amp_kernels.dequantize_int8, q, dtype), expected, 0)),
+        ("torch operators", lambda: nearly(torchs, expected, 0)),
+        ("torch operators, compiled", lambda: nearly(compiled(args, torchs), expected, 0)),
+    ]
+    return [contender(name, 8, build) for name, build in plan]
+
+
+def fake_case(x, scale, args):
+    def torchs():
+        return torch.fake_quantize_per_tensor_affine(x, scale.item(), 0, -127, 127)
+
+    def expected():
+        return reference.fake_quantize_int8(x.cpu(), scale=scale.cpu())[0]
+
+    step = 1.001 * scale.item()
+    plan = [
+        (
+            "amp_kernels.fake_quantize_int8",
+            lambda: nearly(lambda: amp_kernels.fake_quantize_int8(x, scale=scale), expected, 0),
+        ),
+        ("torch.fake_quantize_per_tensor_affine", lambda: nearly(torchs, expected, step)),
+    ]
+    return [contender(name, 12, build) for name, build in plan]
+
+
+def matmul_case(size, device, args):
+    """Codes by row and column with scales; the peers that stop at int32 do less."""
+    rows, columns, inner = size
+    a, weight = integers(rows, inner, seed=1).to(device), integers(columns, inner, seed=2).to(device)
+    left = amp_kernels.Int8Tensor(a, torch.full((rows, 1), 0.01, device=device), dim=(-1,))
+    right = amp_kernels.Int8Tensor(weight.t(), torch.full((1, columns), 0.02, device=device), dim=(0,))
+    zeros = torch.full((rows, 1), 5, dtype=torch.int32, device=device)
+    shifted = amp_kernels.Int8Tensor(a, left.scale, zeros, dim=(-1,))
+    fp32, bf16 = ((a.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
+
+    def expected(operand=left):
+        parts = (operand.values[:16], right.values, operand.scale[:16], None, right.scale, None)
+        parts = (*parts[:3], None if operand.zero_point is None else operand.zero_point[:16], *parts[4:])
+        return reference.int8_matmul(*(p if p is None else p.cpu() for p in parts))
+
+    def first(run):
+        return lambda: run()[:16]
+
+    def ours(operand):
+        run = partial(amp_kernels.int8_matmul, operand, right)
+        return Job(run, nearly(first(run), partial(expected, operand), 0).check)
+
+    def integer():
+        run = partial(torch._int_mm, a, weight.t())
+        return Job(run, nearly(first(run), lambda: a[:16].cpu().double() @ weight.cpu().double().t(), 0).check)
+
+    plan = [
+        ("amp_kernels.int8_matmul", lambda: ours(left)),
+        ("amp_kernels.int8_matmul, zero points", lambda: ours(shifted)),
+        ("torch._int_mm, int32 out", integer),
+        ("fp32 torch matmul", lambda: Job(lambda: fp32[0] @ fp32[1].t(), lambda: "")),
+        ("bf16 torch matmul", lambda: Job(lambda: bf16[0] @ bf16[1].t(), lambda: "")),
+        ("torchao int_scaled_matmul", lambda: Job(torchao_product(a, weight, left.scale), lambda: "")),
+    ]
+    return [contender(name, 10, build) for name, build in plan]
+
+
+def torchao_product(a, weight, scale):
+    from torchao.kernel import int_scaled_matmul
+
+    return lambda: int_scaled_matmul(a, weight.t(), scale)
+
+
+def linear_case(rows, dtype, device, args):
+    x = randn(rows, 4096, dtype=dtype, seed=1).to(device)
+    weight = randn(4096, 4096, seed=2).to(device)
+    q = amp_kernels.quantize_int8(weight, dim=-1)
+    full, fp32 = weight.to(dtype), weight.float()
+
+    def ours():
+        return torch.ops.amp_kernels.int8_linear(x, q.values, q.scale, None)
+
+    def expected():
+        return reference.int8_linear(x.cpu(), q.values.cpu(), q.scale.cpu())
+
+    largest = 64 * 5 * torch.finfo(dtype).eps + 1e-3
+    plan = [
+        ("amp_kernels int8_linear", lambda: nearly(ours, expected, 4 * largest)),
+        (f"torch linear, {dtype} weight", lambda: Job(partial(F.linear, x, full), lambda: "")),
+        ("torch linear, fp32", lambda: Job(partial(F.linear, x.float(), fp32), lambda: "")),
+    ]
+    return [contender(name, 8, build) for name, build in plan]
+
+
+def cases(args):
+    """(case, its contenders), made as they come."""
+    device = args.device
+    side = SIDE[device.type] // (4 if args.quick else 1)
+    square = Layout(f"{side} x {side}", ((side, side),))
+    for dtype in (torch.float32, torch.float16):
+        size = dtype.itemsize
+        x = randn(side, side, dtype=dtype).to(device)
+        for name, options in GROUPS.items():
+            reads = 1 if name.startswith(("rows", "blocks")) else 2
+            words = f"{reads} x {size} read + 1 written"
+            yield (
+                Case("int8", f"quantize {name}", dtype, square, reads * size + 1, words),
+                quantize_case(x, options, args),
+            )
+        q = amp_kernels.quantize_int8(x, dim=-1)
+        words = f"1 read + {size} written"
+        yield Case("int8", "dequantize rows", dtype, square, 1 + size, words), dequantize_case(q, dtype, args)
+        scale = torch.tensor(0.03, device=device)
+        words = f"{size} read + {size} written"
+        yield Case("int8", "fake quantize, scale given", dtype, square, 2 * size, words), fake_case(x, scale, args)
+    for size in SIZES[device.type][:: 4 if args.quick else 1]:
+        rows, columns, inner = size
+        layout = Layout("x".join(map(str, size)), ((rows, inner), (columns, inner)))
+        words = "the codes, read once"
+        yield (
+            Case("int8", "int8_matmul", torch.int8, layout, 1, words, 2 * rows * columns * inner),
+            matmul_case(size, device, args),
+        )
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for rows in LINEAR_ROWS[:: 2 if args.quick else 1]:
+            layout = Layout(f"{rows}x4096x4096", ((4096, 4096),))
+            operations = 2 * rows * 4096 * 4096
+            case = Case("int8", "int8_linear (w8a16)", dtype, layout, 1, "the weight, read once", operations)
+            yield case, linear_case(rows, dtype, device, args)
+
+
+def main():
+    args = parse_arguments(__doc__)
+    report = Report("int8", args)
+    for case, contenders in cases(args):
+        run_case(case, contenders, args, report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
