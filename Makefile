@@ -34,7 +34,7 @@ format: build
 	$(BIN)/clang-format -i $(FORMATTED)
 
 bench: build
-	for family in unscale sgd rmsprop; do $(BIN)/python benchmarks/bench_$$family.py $(BENCH_ARGS) || exit; done
+	for family in unscale sgd rmsprop int8 matmul; do $(BIN)/python benchmarks/bench_$$family.py $(BENCH_ARGS) || exit; done
 	$(BIN)/python benchmarks/plot.py
 
 gpu-check:

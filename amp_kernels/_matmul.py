@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ._backends import Kernels
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
+SMOOTH = ("gelu", "gelu_tanh")  # whose derivative takes their argument; that of relu its result
 DTYPES = (torch.float16, torch.bfloat16)
 ALIGNMENT = 16  # bytes
 # A product with so few rows is bound by reading the other matrix once, which takes no tensor core and no padding.

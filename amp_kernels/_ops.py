@@ -412,7 +412,7 @@ def _fake_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: int
     pads_x, pads_weight = _matmul.choose(x, weight.t(), name).pads if out.numel() > 0 else (False, False)
     return (
         out,
-        torch.empty_like(out) if keeps and name in ("gelu", "gelu_tanh") else x.new_empty(0),
+        _matmul.new_output(x, tuple(out.shape), x.dtype) if keeps and name in _matmul.SMOOTH else x.new_empty(0),
         _matmul.padded_like(x) if keeps and pads_x else x.new_empty(0),
         _matmul.padded_like(weight) if keeps and pads_weight else x.new_empty(0),
     )

@@ -178,7 +178,7 @@ def main() -> int:
             check.run(tool, *command, limit=LIMITS[tool], PYTORCH_NO_CUDA_MEMORY_CACHING="1")
         else:
             check.skip(tool, "there is no compute-sanitizer on PATH" if compiled else "no CUDA kernels were built")
-    for family in ("unscale", "sgd", "rmsprop"):
+    for family in ("unscale", "sgd", "rmsprop", "int8", "matmul"):
         script = ROOT / "benchmarks" / f"bench_{family}.py"
         options = ["--out", check.folder, "--seconds", "0.5"]
         check.run(f"bench_{family}", PYTHON, script, *options, limit=LIMITS["benchmark"])

@@ -5,6 +5,7 @@
 
 `<benchmark>.png`: GB/s over the number of elements, with the copy of the same run.
 `<benchmark>_largest.png`: milliseconds at the largest size, whole steps where an optimizer is measured.
+Of benchmarks whose cases are not sizes of one thing, `<benchmark>.png`: each peer's time over ours, case by case.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ TARGETS = (
 def read(path: Path) -> list[Row]:
     """Rows that were timed."""
     with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row["median_ms"]]
+        return [row for row in csv.DictReader(file) if row.get("median_ms")]
 
 
 def largest(rows: Sequence[Row]) -> list[Row]:
@@ -81,6 +82,30 @@ def draw_largest(axes: Axes, rows: Sequence[Row]) -> None:
     axes.set(xlabel=f"ms for {int(rows[0]['elements']):,} elements" if rows else "")
     axes.tick_params(axis="y", labelsize=6)
     axes.margins(x=0.12)
+
+
+def ratios(path: Path, rows: Sequence[Row]) -> None:
+    """A row of points for each case: to the right of 1 a peer is slower than ours."""
+    cases = list(dict.fromkeys((row["case"], row["dtype"]) for row in rows))[::-1]
+    chart, axes = plt.subplots(figsize=(9, 1 + 0.22 * len(cases)), layout="constrained")
+    others = [row for row in rows if row["contender"] != COPY and not row["contender"].startswith(OURS)]
+    for name in dict.fromkeys(row["contender"] for row in others):
+        points = [
+            (float(row["ratio_to_ours"]), cases.index((row["case"], row["dtype"])))
+            for row in others
+            if row["contender"] == name and row["ratio_to_ours"]
+        ]
+        if points:
+            axes.plot(*zip(*points, strict=True), "o", markersize=5, label=name)
+    axes.axvline(1.0, color="black", linestyle="--")
+    axes.set(xscale="log", xlabel="time of a peer / ours", yticks=range(len(cases)))
+    axes.set_yticklabels([f"{case}, {dtype}" for case, dtype in cases], fontsize=6)
+    axes.grid(alpha=0.3)
+    axes.legend(fontsize=6)
+    axes.set_title(f"{rows[0]['benchmark']} on {rows[0]['device_name']}, torch {rows[0]['torch_version']}", fontsize=9)
+    chart.savefig(path, dpi=110)
+    plt.close(chart)
+    print(path)
 
 
 def figure(path: Path, rows: Sequence[Row], draw: Callable[[Axes, Sequence[Row]], None]) -> None:
@@ -144,6 +169,8 @@ def main() -> None:
         if any(row["case"].endswith(LARGE) for row in rows):
             figure(path.with_suffix(".png"), rows, draw_speed)
             figure(path.with_name(f"{path.stem}_largest.png"), rows, draw_largest)
+        elif rows and "contender" in rows[0]:
+            ratios(path.with_suffix(".png"), rows)
 
 
 if __name__ == "__main__":

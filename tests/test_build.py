@@ -31,7 +31,7 @@ INSTRUCTIONS = [
     ("int8_dequantize", "StraightThrough", WIDE_LOAD),
     ("int8_matmul", "few_rows_kernel", WIDE_LOAD),
     ("int8_matmul", "", r"\bIMMA\."),
-    ("int8_linear", "few_rows_kernel|vector_kernel", WIDE_LOAD),
+    ("int8_linear", "few_rows_kernelI6__half|vector_kernel", WIDE_LOAD),
     ("int8_linear", "(tiled|few_rows)_kernelI6__half", r"\bHMMA\."),
 ]
 ARCHS = ("75", "80", "86", "89", "90a", "100", "120")  # setup.py's default

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
-cases = pytest.mark.parametrize("cases", ["triton_cases.py", "triton_int8_cases.py"])
+cases = pytest.mark.parametrize("cases", ["triton_cases.py", "triton_int8_cases.py", "triton_matmul_cases.py"])
 
 
 def run_cases(cases: str, **environment: str) -> None:

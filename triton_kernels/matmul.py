@@ -128,7 +128,7 @@ def _finish_tile(
     ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
     OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of a large tile in parts: what is computed beside its sums would leave them no registers. 64 columns are 128 bytes."""
+    """A large tile in parts of 128 bytes a row: what is computed beside its sums would leave them no registers."""
     PART: tl.constexpr = 64 if BM * BN > 64 * 64 and BN > 64 else BN
     PARTS: tl.constexpr = BN // PART
     if PARTS == 1:

@@ -9,8 +9,7 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kRun = 256;            // elements at most: 16 cache lines, as many as a core can wait for at once
-constexpr int64_t kAhead = 1024;         // elements
+constexpr int64_t kRun = 1024;            // elements at most: 16 cache lines, as many as a core can wait for at once
 constexpr int64_t kGroups = 4096;        // of a bundle at most
 constexpr int64_t kBundleSize = 4096;    // elements of a bundle of short groups, which are read twice in L1
 constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a second thread costs more than it saves
@@ -47,8 +46,7 @@ class Walk {
   bool across() const { return across_; }
   int64_t bundles() const { return layout_.size[Int8Layout::kG1] * strips_; }
   int64_t x_step() const { return layout_.x[inner_]; }
-  // From a run to one that will follow soon.
-  int64_t x_ahead() const { return across_ ? 4 * layout_.x[outer_] : kAhead; }
+  int64_t row_step() const { return layout_.x[outer_]; }
   int64_t index_step() const { return layout_.index[inner_]; }
   int64_t scale_step() const { return layout_.scale[1]; }
 

@@ -13,7 +13,7 @@ constexpr int kBlocks = 4;  // on a multiprocessor
 // A block takes `across` packs of `rows` rows, kThreads / across rows at a time.
 struct Grid {
   int across;
-  int64_t column_tiles, row_tiles, rows;
+  int64_t column_tiles, row_tiles, rows;  // rows: of a block, less than 2^31, or x would not fit in memory
 
   explicit Grid(const CopyPad& pass) {
     const int64_t packs = pass.pitch / kPack;
@@ -29,24 +29,37 @@ struct Grid {
   }
 };
 
-// Row `row` of x or pre from column `column` on.
-template <int N, class T>
-__device__ __forceinline__ void load_rows(const T* x, const int64_t (&strides)[2], int64_t row, int64_t step,
-                                          int64_t end, int64_t column, int64_t columns, Packed<T, kPack> (&packs)[N]) {
-  const T* const p = x + column * strides[1];
-  const int64_t count = columns - column;
-  if (strides[1] == 1) {
+// The thread's pack of rows of x or of pre, one after the other.
+template <class T>
+struct Reader {
+  const T* next;
+  int64_t step, stride, columns;
+
+  __device__ Reader(const void* x, const int64_t (&strides)[2], int64_t row, int64_t rows, int64_t column,
+                    int64_t columns_of_x)
+      : next(static_cast<const T*>(x)), step(rows * strides[0]), stride(strides[1]), columns(columns_of_x - column) {
+    if (columns > 0) next += row * strides[0] + column * stride;
+  }
+
+  // Of the N rows that follow `left` exist.
+  template <int N>
+  __device__ __forceinline__ void read(int left, int rows, Packed<T, kPack> (&packs)[N]) {
+    if (stride == 1) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int64_t r = row + i * step;
-      packs[i] = load_shifted(p + (r < end ? r * strides[0] : 0), r < end ? count : 0);
+      for (int i = 0; i < N; ++i, next += step) packs[i] = load_shifted(next, i * rows < left ? columns : 0);
+    } else {
+#pragma unroll
+      for (int i = 0; i < N; ++i, next += step) packs[i] = load_strided(next, stride, i * rows < left ? columns : 0);
     }
+  }
+};
+
+template <class T>
+__device__ __forceinline__ void store(T* out, const Vector<T, kPack>& pack, bool aligned) {
+  if (aligned) {
+    store_wide(out, pack);
   } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) {
-      const int64_t r = row + i * step;
-      packs[i] = load_strided(p + (r < end ? r * strides[0] : 0), strides[1], r < end ? count : 0);
-    }
+    store_each(out, pack, 1, kPack);
   }
 }
 
@@ -70,49 +83,34 @@ __global__ void __launch_bounds__(kThreads, kBlocks / 2)
   constexpr int kRows = kActivation == kIdentity ? 4 : 2;  // under way in a thread
   const int64_t row_tile = blockIdx.x / grid.column_tiles, first_column = blockIdx.x % grid.column_tiles * grid.across;
   const int64_t column = (first_column + threadIdx.x % grid.across) * kPack;
-  const int64_t step = kThreads / grid.across, begin = row_tile * grid.rows;
-  const int64_t end = begin + grid.rows < pass.rows ? begin + grid.rows : pass.rows;
+  const int step = kThreads / grid.across, down = threadIdx.x / grid.across;
+  const int64_t begin = row_tile * grid.rows + down;
+  const int64_t end = (row_tile + 1) * grid.rows < pass.rows ? (row_tile + 1) * grid.rows : pass.rows;
   const bool aligned = is_aligned16(pass.out);
   float sums[kPack] = {};
-  if (column < pass.pitch) {
+  if (column < pass.pitch && begin < end) {
+    Reader<T> x(pass.x, pass.x_strides, begin, step, column, pass.columns);
+    Reader<T> pre(pass.pre, pass.pre_strides, begin, step, column, pass.columns);
+    T* out = static_cast<T*>(pass.out) + begin * pass.pitch + column;
 #pragma unroll 1
-    for (int64_t row = begin + threadIdx.x / grid.across; row < end; row += kRows * step) {
-      Packed<T, kPack> x[kRows], pre[kRows];
-      load_rows(static_cast<const T*>(pass.x), pass.x_strides, row, step, end, column, pass.columns, x);
-      if constexpr (kActivation != kIdentity)
-        load_rows(static_cast<const T*>(pass.pre), pass.pre_strides, row, step, end, column, pass.columns, pre);
+    for (int left = static_cast<int>(end - begin); left > 0; left -= kRows * step) {
+      Packed<T, kPack> numbers[kRows], arguments[kRows];
+      x.read(left, step, numbers);
+      if constexpr (kActivation != kIdentity) pre.read(left, step, arguments);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i) {
-        const int64_t r = row + i * step;
-        if (r >= end) continue;
-        const Vector<T, kPack> values = x[i].unpacked();
-        float product[kPack];
+      for (int i = 0; i < kRows; ++i, out += step * pass.pitch) {
+        if (i * step >= left) continue;
+        Vector<T, kPack> pack = numbers[i].unpacked();
 #pragma unroll
-        for (int j = 0; j < kPack; ++j) product[j] = to_float(values.data[j]);
-        if constexpr (kActivation != kIdentity) {
-          const Vector<T, kPack> arguments = pre[i].unpacked();
-#pragma unroll
-          for (int j = 0; j < kPack; ++j) product[j] *= derivative<kActivation>(to_float(arguments.data[j]));
-        }
-#pragma unroll
-        for (int j = 0; j < kPack; ++j) sums[j] += product[j];
-        T* const out = static_cast<T*>(pass.out) + r * pass.pitch + column;
-        if constexpr (kActivation == kIdentity) {
-          if (aligned) {
-            store_wide(out, values);
-          } else {
-            store_each(out, values, 1, kPack);
+        for (int j = 0; j < kPack; ++j) {
+          float product = to_float(pack.data[j]);
+          if constexpr (kActivation != kIdentity) {
+            product *= derivative<kActivation>(to_float(arguments[i].unpacked().data[j]));
+            pack.data[j] = from_float<T>(product);
           }
-        } else {
-          Vector<T, kPack> rounded;
-#pragma unroll
-          for (int j = 0; j < kPack; ++j) rounded.data[j] = from_float<T>(product[j]);
-          if (aligned) {
-            store_wide(out, rounded);
-          } else {
-            store_each(out, rounded, 1, kPack);
-          }
+          sums[j] += product;
         }
+        store(out, pack, aligned);
       }
     }
   }

@@ -50,8 +50,9 @@ __device__ __forceinline__ Operand operand_b(const Matmul& matmul, int64_t batch
           matmul.b_strides[2] * 2, matmul.b_strides[1] * 2};
 }
 
-// A loader brings rows of an operand into a tile, in two parts: `fetch` starts, `store` comes after the arithmetic on a
-// tile before. Outside of the operand a tile is 0. Tiles are [rows, kTileK], or, where kAcross, [kTileK, rows].
+// A loader brings rows of an operand into a tile, and with the next call those of the next kTileK of k, in two parts:
+// `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand a tile is 0. Tiles are
+// [rows, kTileK], or, where kAcross, [kTileK, rows].
 template <int kTileRows, bool kIsAcross>
 struct WideLoader {
   static constexpr int kRows = kTileRows;
@@ -60,29 +61,52 @@ struct WideLoader {
   static constexpr int kLines = kThreads / kChunks;               // in one go
   static constexpr int kTimes = kRows * kTileBytes / 16 / kThreads;
 
+  uintptr_t next;  // address: without k there is no memory, and a pointer to none must stay what it is
+  int64_t line_stride, step_stride;
+  int to;     // offset in the tile
+  int lines;  // of the tile's that a step has, from this thread's first on; in the last step
+  int last_lines;
+  int bytes;  // of a chunk; in the last step
+  int last_bytes;
+
   // Eight lines of one chunk are in different banks, for ldmatrix.
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return line * kChunks * 16 + (kAcross ? chunk ^ (line & 7) : MatrixSwizzle::at(line, chunk)) * 16;
   }
 
-  __device__ explicit WideLoader(const Operand&) {}
-
-  __device__ __forceinline__ void fetch(const Operand& operand, char* tile, int64_t first_row, int64_t first_k) {
-    const int chunk = threadIdx.x % kChunks;
-    const int64_t inner = (kAcross ? first_row : first_k) + chunk * 8;
-    const int64_t rest = (kAcross ? operand.rows : operand.k) - inner;
-    const int most = rest <= 0 ? 0 : rest < 8 ? static_cast<int>(rest) * 2 : 16;
-    const int64_t stride = kAcross ? operand.k_stride : operand.row_stride;
-#pragma unroll
-    for (int i = 0; i < kTimes; ++i) {
-      const int line = threadIdx.x / kChunks + i * kLines;
-      const int64_t outer = (kAcross ? first_k : first_row) + line;
-      const int bytes = outer < (kAcross ? operand.k : operand.rows) ? most : 0;
-      copy_async(tile + offset(line, chunk), operand.first + (bytes == 0 ? 0 : outer * stride + inner * 2), bytes);
-    }
+  static __device__ __forceinline__ int clamp(int64_t value, int most) {
+    return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
   }
 
-  __device__ __forceinline__ void store(const Operand&, char*, int64_t, int64_t) {}
+  __device__ WideLoader(const Operand& operand, int64_t first_row) {
+    static_assert(kLines % 8 == 0, "the chunks of a thread's lines are in the same place");
+    const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    const int64_t rows = operand.rows - first_row, last_k = operand.k - (operand.k - 1) / kTileK * kTileK;
+    const int64_t stride = kAcross ? operand.k_stride : operand.row_stride;
+    next = reinterpret_cast<uintptr_t>(operand.first) + (kAcross ? first_row * 2 : first_row * stride) + line * stride +
+           chunk * 16;
+    line_stride = kLines * stride;
+    step_stride = kAcross ? kTileK * stride : kTileBytes;
+    to = offset(line, chunk);
+    lines = kAcross ? kTileK : clamp(rows - line, kRows);
+    last_lines = kAcross ? clamp(last_k - line, kTileK) : lines;
+    bytes = kAcross ? clamp((rows - chunk * 8) * 2, 16) : 16;
+    last_bytes = kAcross ? bytes : clamp((last_k - chunk * 8) * 2, 16);
+  }
+
+  __device__ __forceinline__ void fetch(char* tile, bool is_last) {
+    const int lines_now = is_last ? last_lines : lines, bytes_now = is_last ? last_bytes : bytes;
+    uintptr_t from = next;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      copy_async(tile + to + i * kLines * kChunks * 16, reinterpret_cast<const char*>(from),
+                 i * kLines < lines_now ? bytes_now : 0);
+      from += line_stride;
+    }
+    next += step_stride;
+  }
+
+  __device__ __forceinline__ void store(char*) {}
 };
 
 // Any strides. Neighbours in memory are neighbours in a warp.
@@ -92,14 +116,18 @@ struct ElementLoader {
   static constexpr bool kAcross = false;
   static constexpr int kTimes = kRows * kTileK / kThreads;
 
+  const Operand operand;
+  const int64_t first_row;
+  const bool along_rows;
+  int64_t first_k = 0;
   uint16_t numbers[kTimes];
-  bool along_rows;
 
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return WideLoader<kRows, false>::offset(line, chunk);
   }
 
-  __device__ explicit ElementLoader(const Operand& operand) : along_rows(operand.row_stride == 2) {}
+  __device__ ElementLoader(const Operand& of, int64_t first)
+      : operand(of), first_row(first), along_rows(of.row_stride == 2) {}
 
   __device__ __forceinline__ int row(int i) const {
     const int at = i * kThreads + threadIdx.x;
@@ -111,7 +139,7 @@ struct ElementLoader {
     return along_rows ? at / kRows : at % kTileK;
   }
 
-  __device__ __forceinline__ void fetch(const Operand& operand, char*, int64_t first_row, int64_t first_k) {
+  __device__ __forceinline__ void fetch(char*, bool) {
 #pragma unroll
     for (int i = 0; i < kTimes; ++i) {
       const int64_t r = first_row + row(i), j = first_k + k(i);
@@ -119,9 +147,10 @@ struct ElementLoader {
       if (r < operand.rows && j < operand.k)
         numbers[i] = *reinterpret_cast<const uint16_t*>(operand.first + r * operand.row_stride + j * operand.k_stride);
     }
+    first_k += kTileK;
   }
 
-  __device__ __forceinline__ void store(const Operand&, char* tile, int64_t, int64_t) {
+  __device__ __forceinline__ void store(char* tile) {
 #pragma unroll
     for (int i = 0; i < kTimes; ++i)
       *reinterpret_cast<uint16_t*>(tile + offset(row(i), k(i) / 8) + k(i) % 8 * 2) = numbers[i];
@@ -168,38 +197,41 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks) tiled_kernel(const Matm
   char* const shared = shared_memory();
   const int64_t batch = blockIdx.x / tiles;
   const TilePosition at = TilePosition::of<Of::kM, Of::kN>(matmul.m, matmul.n, blockIdx.x % tiles);
-  const Operand a = operand_a(matmul, batch), b = operand_b(matmul, batch);
   const int warp = threadIdx.x / 32;
-  const int64_t steps = (matmul.k + kTileK - 1) / kTileK;
-  const auto a_stage = [&](int64_t step) { return shared + step % Of::kStages * Of::kStageBytes; };
-  const auto b_stage = [&](int64_t step) { return a_stage(step) + Of::kM * kTileBytes; };
-  LoadA load_a(a);
-  LoadB load_b(b);
-  const auto fetch = [&](int64_t step) {
+  const int steps = static_cast<int>((matmul.k + kTileK - 1) / kTileK);
+  LoadA load_a(operand_a(matmul, batch), at.m);
+  LoadB load_b(operand_b(matmul, batch), at.n);
+  const auto fetch = [&](int step, char* stage) {
     if (step < steps) {
-      load_a.fetch(a, a_stage(step), at.m, step * kTileK);
-      load_b.fetch(b, b_stage(step), at.n, step * kTileK);
+      load_a.fetch(stage, step == steps - 1);
+      load_b.fetch(stage + Of::kM * kTileBytes, step == steps - 1);
     }
     commit_copies();
   };
-  const auto store = [&](int64_t step) {
+  const auto store = [&](int step, char* stage) {
     if (step >= steps) return;
-    load_a.store(a, a_stage(step), at.m, step * kTileK);
-    load_b.store(b, b_stage(step), at.n, step * kTileK);
+    load_a.store(stage);
+    load_b.store(stage + Of::kM * kTileBytes);
   };
+  const auto stage_after = [&](char* stage) {
+    return stage == shared + (Of::kStages - 1) * Of::kStageBytes ? shared : stage + Of::kStageBytes;
+  };
+  char* filled = shared;  // next
 #pragma unroll 1
-  for (int step = 0; step < Of::kStages - 1; ++step) {
-    fetch(step);
-    store(step);
+  for (int step = 0; step < Of::kStages - 1; ++step, filled = stage_after(filled)) {
+    fetch(step, filled);
+    store(step, filled);
   }
   float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
+  char* stage = shared;
 #pragma unroll 1
-  for (int64_t step = 0; step < steps; ++step) {
+  for (int step = 0; step < steps; ++step, filled = stage_after(filled), stage = stage_after(stage)) {
     wait_copies<Of::kStages - 2>();
     barrier();  // everyone's part of this step is there, and everyone is done with the step before
-    fetch(step + Of::kStages - 1);
-    multiply_tiles<T, Of, LoadA, LoadB>(sum, a_stage(step), b_stage(step), warp / kWarpsAcross, warp % kWarpsAcross);
-    store(step + Of::kStages - 1);
+    fetch(step + Of::kStages - 1, filled);
+    multiply_tiles<T, Of, LoadA, LoadB>(sum, stage, stage + Of::kM * kTileBytes, warp / kWarpsAcross,
+                                        warp % kWarpsAcross);
+    store(step + Of::kStages - 1, filled);
   }
   wait_copies<0>();
   barrier();

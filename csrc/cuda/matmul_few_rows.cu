@@ -25,26 +25,13 @@ struct AlongN {
   static constexpr int kColumns = 64, kK = 16, kANumbers = 4, kTiles = kColumns / 8;
 };
 
-// Eight numbers at p, in one load if that is known to be aligned and to stay in its row's memory.
-template <bool kWide, class T>
-__device__ __forceinline__ Packed<T, 8> load_b(const T* p, int64_t count) {
-  if constexpr (kWide) {
-    Packed<T, 8> pack{};
-    if (count > 0) pack = load_wide<8>(p);
-    keep_first(pack, count);
-    return pack;
-  } else {
-    return load_shifted(p, count);
-  }
-}
-
-// kNumbers of a row of a.
+// The first `count` of kNumbers of a row of a.
 template <bool kWide, int kNumbers, class T>
 __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count, uint32_t (&words)[kNumbers / 2]) {
   if (kWide && count >= kNumbers) {
     const Packed<T, kNumbers> pack = load_wide<kNumbers>(p);
     memcpy(words, pack.word, sizeof(words));
-  } else if (!kWide && kNumbers == 8 && stride == 1) {
+  } else if (kNumbers == 8 && stride == 1) {
     const Packed<T, 8> pack = load_shifted(p, count);
     memcpy(words, pack.word, sizeof(words));
   } else {
@@ -53,6 +40,64 @@ __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count
     memcpy(words, elements.data, sizeof(words));
   }
 }
+
+// What a thread reads of a and b. Rows and columns that do not exist are others of the block that do: their results are
+// not stored.
+template <class T, class Way, bool kWide>
+struct Reader {
+  static constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
+
+  const T* a[2];
+  const T* b[4];
+  int64_t a_stride, a_step, b_step;
+  int columns;  // along n, of the eight that exist
+
+  // k: the first of the thread's.
+  __device__ Reader(const Matmul& matmul, int64_t batch, int64_t first_n, int64_t k) {
+    const int lane = threadIdx.x % 32, g = lane / 4;
+    const T* const first_a = static_cast<const T*>(matmul.a) + batch * matmul.a_strides[0];
+    const T* const first_b = static_cast<const T*>(matmul.b) + batch * matmul.b_strides[0];
+    const int64_t last_m = matmul.m - 1, last_n = matmul.n - 1;
+    a_stride = matmul.a_strides[2];
+    const bool exists = k < matmul.k;
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const int64_t row = g + 8 * j < last_m ? g + 8 * j : last_m;
+      a[j] = first_a + (exists ? row * matmul.a_strides[1] + k * a_stride : 0);
+    }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      int64_t column = first_n + (kAlongK ? j * 8 + g : g * 8);
+      if (column > last_n) column = kAlongK ? last_n : first_n;
+      columns = last_n - column < 7 ? static_cast<int>(last_n - column) + 1 : 8;
+      b[j] = first_b + (exists ? (kAlongK ? k : k + j) * matmul.b_strides[1] + column * matmul.b_strides[2] : 0);
+    }
+    a_step = kWarps * Way::kK * a_stride;
+    b_step = kWarps * Way::kK * matmul.b_strides[1];
+  }
+
+  // The numbers of one step; `left` of the thread's ks are to come, which matters where kIsLast.
+  template <bool kIsLast>
+  __device__ __forceinline__ void read(int64_t left, uint32_t (&a_words)[2][Way::kANumbers / 2],
+                                       Packed<T, 8> (&b_packs)[4]) {
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if constexpr (kWide && !kIsLast) {
+        b_packs[j] = load_wide<8>(b[j]);
+      } else if constexpr (kAlongK) {
+        b_packs[j] = load_shifted(b[j], kIsLast ? left : 8);
+      } else {
+        b_packs[j] = load_shifted(b[j], !kIsLast || j < left ? columns : 0);
+      }
+      b[j] += b_step;
+    }
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      load_a<kWide, Way::kANumbers>(a[j], a_stride, kIsLast ? left : Way::kANumbers, a_words[j]);
+      a[j] += a_step;
+    }
+  }
+};
 
 template <class T>
 __device__ __forceinline__ void multiply(float (&sum)[AlongK::kTiles][4], const uint32_t (&a)[2][4],
@@ -81,40 +126,30 @@ template <class T, class Way, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)
     few_rows_kernel(const Matmul matmul, const int64_t k_of_split, const int64_t splits, float* partials) {
   constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
-  constexpr int kEach = 2, kValues = Way::kTiles * 4;
+  constexpr int kEach = kWide || kAlongK ? 2 : 1, kStep = kWarps * Way::kK, kValues = Way::kTiles * 4;
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [kWarps, kValues, 32]
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int64_t column_blocks = (matmul.n + Way::kColumns - 1) / Way::kColumns;
   const int64_t first_n = blockIdx.x % column_blocks * Way::kColumns;
   const int64_t split = blockIdx.x / column_blocks % splits, batch = blockIdx.x / column_blocks / splits;
-  const T* const a = static_cast<const T*>(matmul.a) + batch * matmul.a_strides[0];
-  const T* const b = static_cast<const T*>(matmul.b) + batch * matmul.b_strides[0];
   const int64_t end = (split + 1) * k_of_split < matmul.k ? (split + 1) * k_of_split : matmul.k;
+  const int64_t of_thread = lane % 4 * Way::kANumbers;
+  int64_t k = split * k_of_split + warp * Way::kK;
+  Reader<T, Way, kWide> reader(matmul, batch, first_n, k + of_thread);
   float sum[Way::kTiles][4] = {};
+  uint32_t a_words[kEach][2][Way::kANumbers / 2];
+  Packed<T, 8> b_packs[kEach][4];
 #pragma unroll 1
-  for (int64_t first = split * k_of_split + warp * Way::kK; first < end; first += kEach * kWarps * Way::kK) {
-    uint32_t a_words[kEach][2][Way::kANumbers / 2];
-    Packed<T, 8> b_packs[kEach][4];
+  for (; k + (kEach - 1) * kStep + Way::kK <= end; k += kEach * kStep) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      const int64_t k = first + i * kWarps * Way::kK + t * Way::kANumbers;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int64_t column = first_n + (kAlongK ? j * 8 + g : g * 8), row = kAlongK ? k : k + j;
-        const bool inside = column < matmul.n && row < end;
-        const int64_t offset = inside ? row * matmul.b_strides[1] + column * matmul.b_strides[2] : 0;
-        b_packs[i][j] = load_b<kWide>(b + offset, !inside ? 0 : kAlongK ? end - row : matmul.n - column);
-      }
-#pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int64_t row = g + 8 * j;
-        const bool inside = row < matmul.m && k < end;
-        const int64_t offset = inside ? row * matmul.a_strides[1] + k * matmul.a_strides[2] : 0;
-        load_a<kWide, Way::kANumbers>(a + offset, matmul.a_strides[2], inside ? end - k : 0, a_words[i][j]);
-      }
-    }
+    for (int i = 0; i < kEach; ++i) reader.template read<false>(0, a_words[i], b_packs[i]);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) multiply<T>(sum, a_words[i], b_packs[i]);
+  }
+#pragma unroll 1
+  for (; k < end; k += kStep) {
+    reader.template read<true>(end - k - of_thread, a_words[0], b_packs[0]);
+    multiply<T>(sum, a_words[0], b_packs[0]);
   }
 #pragma unroll
   for (int j = 0; j < Way::kTiles; ++j)

@@ -8,6 +8,7 @@ namespace amp_kernels::cuda {
 // Makes elements from `count` on 0, whatever they were.
 template <class T>
 __device__ __forceinline__ void keep_first(Packed<T, 8>& pack, int64_t count) {
+  if (count >= 8) return;
 #pragma unroll
   for (int i = 0; i < 4; ++i)
     if (count < 2 * i + 2) pack.word[i] = count < 2 * i + 1 ? 0 : pack.word[i] & 0xffff;
@@ -22,6 +23,7 @@ __device__ __forceinline__ Packed<T, 8> load_shifted(const T* p, int64_t count) 
   const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
   const int4* const aligned = reinterpret_cast<const int4*>(reinterpret_cast<uintptr_t>(p) - shift);
   assume_global(aligned);
+  assume_global(aligned + 1);
   int4 low = make_int4(0, 0, 0, 0), high = low;
   if (count > 0) low = aligned[0];
   if (shift != 0 && 2 * count > 16 - shift) high = aligned[1];
