@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
 	nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-FORMATTED = $(shell find csrc tests/cuda_on_cpu -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+FORMATTED = $(shell find csrc tests/cuda_on_cpu tests/cpu_isa -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 .PHONY: demo test lint format bench gpu-check build venv clean
 

@@ -78,14 +78,14 @@ struct Int8Matmul {
 // out[m, n] = (sum over k of x[m, k] * weight[n, k]) * scale[n] + bias[n], accumulated in fp32.
 struct Int8Linear {
   int64_t m, n, k;
-  const void* x;          // [m, k], rows x_stride apart
-  int64_t x_stride;       // in elements
-  const int8_t* weight;   // [n, k], contiguous
-  const float* scale;     // one element, or with scale_step 1 one for each output
+  const void* x;         // [m, k], rows x_stride apart
+  int64_t x_stride;      // in elements
+  const int8_t* weight;  // [n, k], contiguous
+  const float* scale;    // one element, or with scale_step 1 one for each output
   int64_t scale_step;
-  const void* bias;       // [n] of `dtype`, or nullptr
-  void* out;              // [m, n], contiguous
-  Dtype dtype;            // of x, bias and out
+  const void* bias;  // [n] of `dtype`, or nullptr
+  void* out;         // [m, n], contiguous
+  Dtype dtype;       // of x, bias and out
 };
 
 }  // namespace amp_kernels

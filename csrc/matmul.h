@@ -27,17 +27,17 @@ struct Matmul {
   Dtype out_dtype;  // of out and pre
 };
 
-// out[r, c] = x[r, c] * derivative(pre[r, c]) for c < columns, 0 for columns <= c < pitch: what a tensor-core kernel can
-// load 16 bytes at a time. `bias_grad[c]` is the sum of column c before rounding.
+// out[r, c] = x[r, c] * derivative(pre[r, c]) for c < columns, 0 for columns <= c < pitch: what a tensor-core kernel
+// can load 16 bytes at a time. `bias_grad[c]` is the sum of column c before rounding.
 struct CopyPad {
   int64_t rows, columns;
   const void* x;
   int64_t x_strides[2];
   const void* pre;  // the argument of the activation, of relu the result; nullptr with kIdentity
   int64_t pre_strides[2];
-  void* out;           // [rows, pitch], contiguous
-  int64_t pitch;       // a multiple of 8
-  float* bias_grad;    // [columns] or nullptr
+  void* out;         // [rows, pitch], contiguous
+  int64_t pitch;     // a multiple of 8
+  float* bias_grad;  // [columns] or nullptr
   Activation activation;
   Dtype dtype;  // of x, pre and out: fp16 or bf16
 };

@@ -33,6 +33,15 @@ INSTRUCTIONS = [
     ("int8_matmul", "", r"\bIMMA\."),
     ("int8_linear", "few_rows_kernelI6__half|vector_kernel", WIDE_LOAD),
     ("int8_linear", "(tiled|few_rows)_kernelI6__half", r"\bHMMA\."),
+    ("matmul", "tiled_kernelI6__half", r"\bHMMA\."),
+    ("matmul", "tiled_kernel", r"\bLDSM\.16\."),
+    ("matmul", "tiled_kernel.*WideLoaderILi256ELb1E", r"\bLDSM\.16\.MT88\."),  # transposed
+    ("matmul", "tiled_kernel", r"\bLDS\.128\b"),
+    ("matmul", "tiled_kernel", WIDE_STORE),
+    ("matmul_few_rows", "few_rows_kernel", WIDE_LOAD),
+    ("matmul_few_rows", "few_rows_kernelI6__half", r"\bHMMA\."),
+    ("copy_pad", "copy_pad_kernel", WIDE_LOAD),
+    ("copy_pad", "copy_pad_kernel", WIDE_STORE),
 ]
 ARCHS = ("75", "80", "86", "89", "90a", "100", "120")  # setup.py's default
 # The oldest standard that a supported torch compiles extensions with, and the macros torch gives nvcc.
@@ -92,7 +101,7 @@ def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return {source.stem: result for source, result in zip(SOURCES, results, strict=True)}
 
 
-@pytest.mark.parametrize("name", ["cuda", "int8_cuda"])
+@pytest.mark.parametrize("name", ["cuda", "int8_cuda", "matmul_cuda"])
 def test_bindings_compile_against_this_torch(name: str, nvcc: str, tmp_path: Path) -> None:
     include = Path(torch.__file__).parent / "include"
     # nvcc hands a .cpp file to the host compiler, which a build calls directly, with the headers of cudart.

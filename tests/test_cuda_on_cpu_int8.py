@@ -194,7 +194,7 @@ def test_a_tensor_in_several_pieces(dtype: torch.dtype) -> None:
             Problem(x, layout).quantize(symmetric)
 
 
-# Of rows, columns, tiles and channels; the grid has 192 blocks here, and a block takes its next with what it left behind.
+# Of rows, columns, tiles and channels; the grid has 192 blocks here, each taking its next with what it left behind.
 @pytest.mark.parametrize(
     ("shape", "dim", "layout"),
     [

@@ -158,7 +158,7 @@ def test_epilogue(activation: int, dtype: torch.dtype) -> None:
     outs = ("padded_row", "odd_row")
     for input, out_layout in itertools.product(inputs, outs):
         for m in (5, 33):
-            options = dict(activation=activation, input=input, pre=True, out_layout=out_layout, alpha=-1.5)
+            options = {"activation": activation, "input": input, "pre": True, "out_layout": out_layout, "alpha": -1.5}
             product((1, m, 21, 16), ("padded_row", "padded_row"), dtype, **options)
 
 
@@ -275,7 +275,7 @@ def copy(
 def test_copy_pad(layout: str, dtype: torch.dtype) -> None:
     sizes = itertools.product((1, 2, 9, 65), (1, 7, 8, 9, 63, 65, 257))
     for i, (rows, columns) in enumerate(sizes):
-        options = dict(extra=i % 3 * 8, sums=i % 4 != 0, offset=i % 5 // 4, order=backend.ORDERS[i % 3])
+        options = {"extra": i % 3 * 8, "sums": i % 4 != 0, "offset": i % 5 // 4, "order": backend.ORDERS[i % 3]}
         copy(randn(rows, columns, dtype=dtype), layout, **options)
 
 

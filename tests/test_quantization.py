@@ -336,5 +336,5 @@ def test_our_linear_is_quantized_as_torchs() -> None:
     x = torch.randn(3, 16)
     assert torch.equal(ours(x), expected(x))
     activated = torch.nn.Sequential(amp_kernels.nn.Linear(16, 8, activation="relu"))
-    with pytest.raises(ValueError, match="must have an nn.Linear"):
+    with pytest.raises(ValueError, match=r"must have an nn\.Linear"):
         quantize_(activated, "dynamic")

@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 import triton
-from amp_kernels.triton_kernels import int8_matmul, int8_quantize, int8_tiles
+from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul
 from amp_kernels.triton_kernels.common import UPDATE_REGISTERS, UPDATE_WARPS
 from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
+from amp_kernels.triton_kernels.product import COLUMNS, NEITHER, ROWS, Tiles
 from amp_kernels.triton_kernels.rmsprop import _rmsprop_kernel
 from amp_kernels.triton_kernels.sgd import _sgd_kernel
 from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
@@ -141,10 +142,19 @@ INT8_KERNELS = [
     int8_matmul._matmul_kernel,
     int8_matmul._combine_kernel,
 ]
+MATMUL_KERNELS = [
+    matmul._matmul_kernel,
+    matmul._combine_kernel,
+    matmul._descriptor_kernel,
+    copy_pad._copy_kernel,
+    copy_pad._fold_kernel,
+]
 
 
 @pytest.mark.parametrize(
-    "kernel", [_unscale_kernel, _sgd_kernel, _rmsprop_kernel, *INT8_KERNELS], ids=lambda k: k.__name__
+    "kernel",
+    [_unscale_kernel, _sgd_kernel, _rmsprop_kernel, *INT8_KERNELS, *MATMUL_KERNELS],
+    ids=lambda k: f"{k.__module__}.{k.__name__}",
 )
 def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
     """A new variant would be compiled in the middle of a graph capture."""
@@ -448,3 +458,160 @@ def test_int8_combination(partials: str, codes: bool, tmp_path: Path) -> None:
         constants |= dict.fromkeys(["out_scale_ptr", "out_zero_point_ptr"])
     kernel = int8_matmul._combine_kernel
     check_exact(Compiled(kernel, 90, {"num_warps": 4}, tmp_path, types, fp_fusion=False, **constants))
+
+
+# --------------------------------------------------------------------------------------------------------- matmul
+GELU = 2
+LAYOUTS = {"row_column": (2, 1), "row_row": (2, 2), "column_row": (1, 2), "column_column": (1, 1)}
+
+
+def compile_product(
+    arch: int, kernel: Any, tiles: Tiles, dtype: str, tmp_path: Path, *, out: str | None = None,
+    inner: tuple[int, int] = (COLUMNS.value, ROWS.value), wide: bool = True, rich: bool = False, split: bool = False,
+) -> Compiled:  # fmt: skip
+    """With a bias; `rich`: with a matrix for input, gelu and its argument."""
+    out = out or dtype
+    operand, result = POINTER[dtype], POINTER[out]
+    types = {"input_ptr": operand, "out_ptr": result, "pre_ptr": result}
+    constants = tiles.constants()
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    constants |= {} if rich else {"pre_ptr": None}
+    if kernel is matmul._descriptor_kernel:
+        blocks = (tiles.m, tiles.k), (tiles.k, tiles.n)
+        for name, block, axis in zip("ab", blocks, inner, strict=True):
+            rows, columns = block if axis == COLUMNS else block[::-1]
+            types[name] = f"tensordesc<{dtype}[1, {rows}, {columns}]>"
+        types = {name: types[name] for name in ("out_ptr", "pre_ptr", "input_ptr", "a", "b")}
+        constants |= {"FLATTEN": matmul._flattens((arch // 10, 0))}
+    else:
+        types = {"a_ptr": operand, "b_ptr": operand} | types | {"partials_ptr": "*fp32"}
+        constants |= {"A_VEC": 8 if wide else 1, "B_VEC": 8 if wide else 1} | ({} if split else {"partials_ptr": None})
+    vec = 1 if not wide else 4 if out == "fp32" else 8
+    return Compiled(
+        kernel, arch, options, tmp_path, types, **constants, ACTIVATION=GELU if rich else 0, DTYPE=CODES[dtype],
+        OUT_DTYPE=CODES[out], A_INNER=inner[0], B_INNER=inner[1], OUT_VEC=vec,
+        INPUT_INNER=COLUMNS.value if rich else matmul._EACH_ROW.value, INPUT_VEC=8 if rich and wide else 1,
+    )  # fmt: skip
+
+
+LOW_TENSOR_CORES = {
+    80: r"mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+    90: r"wgmma\.mma_async\S*\.f32\.{0}\.{0}|mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+    100: r"tcgen05\.mma\S*kind::f16|mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+    120: r"mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+}
+PTX_NAMES = {"fp16": "f16", "bf16": "bf16"}
+
+
+def check_product(compiled: Compiled, dtype: str) -> None:
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert compiled.shared <= SHARED_MEMORY[compiled.arch] * 1024
+    if compiled.arch > 75:
+        assert re.search(LOW_TENSOR_CORES[compiled.arch].format(PTX_NAMES[dtype]), compiled.ptx)
+
+
+def check_descriptors(compiled: Compiled, dtype: str) -> None:
+    check_product(compiled, dtype)
+    assert "cp.async.bulk.tensor.3d.shared" in compiled.ptx
+    assert "cp.async.bulk.tensor.3d.global" not in compiled.ptx  # stores end at n, wherever that is
+    assert compiled.count("st.v4.b32") > 0
+
+
+def descriptor_tiles(arch: int) -> list[Tiles]:
+    found = [matmul._descriptor_tiles(n, n, 4096, 1, divmod(arch, 10)) for n in (1100, 8192)]
+    return [tiles for tiles in found if tiles is not None]
+
+
+described = [(arch, tiles) for arch in (90, 100, 120) for tiles in descriptor_tiles(arch)]
+
+
+@pytest.mark.parametrize(("arch", "tiles"), described, ids=str)
+@pytest.mark.parametrize("rich", [False, True], ids=["bias", "rich"])
+def test_matmul_by_descriptors(arch: int, tiles: Tiles, rich: bool, tmp_path: Path) -> None:
+    compiled = compile_product(arch, matmul._descriptor_kernel, tiles, "bf16", tmp_path, rich=rich)
+    check_descriptors(compiled, "bf16")
+    if arch == 90:
+        assert "wgmma.mma_async" in compiled.ptx
+
+
+@pytest.mark.parametrize("inner", list(LAYOUTS.values())[1:], ids=list(LAYOUTS)[1:])
+@pytest.mark.parametrize("out", ["fp16", "fp32"])
+def test_matmul_by_descriptors_of_layouts(inner: tuple[int, int], out: str, tmp_path: Path) -> None:
+    tiles = descriptor_tiles(90)[-1]
+    compiled = compile_product(90, matmul._descriptor_kernel, tiles, "fp16", tmp_path, inner=inner, out=out)
+    check_descriptors(compiled, "fp16")
+    assert "wgmma.mma_async" in compiled.ptx
+
+
+def pointer_tiles(arch: int) -> list[tuple[Tiles, bool]]:
+    """Every tile size that this architecture uses, with whether access is wide."""
+    products = ((1, 4096), (4096, 1), (20, 4096), (100, 100), (8192, 8192))
+    return sorted(
+        {(matmul._tiles(*mn, 1, vec, vec, divmod(arch, 10)), vec > 1) for mn in products for vec in (1, 8)}
+    )  # fmt: skip
+
+
+pointed = [(arch, *kind) for arch in (80, 90, 100, 120) for kind in pointer_tiles(arch)]
+
+
+@pytest.mark.parametrize(("arch", "tiles", "wide"), pointed, ids=str)
+def test_matmul_by_pointers(arch: int, tiles: Tiles, wide: bool, tmp_path: Path) -> None:
+    inner = (COLUMNS.value, ROWS.value) if wide else (NEITHER.value, NEITHER.value)
+    compiled = compile_product(arch, matmul._matmul_kernel, tiles, "bf16", tmp_path, inner=inner, wide=wide)
+    check_product(compiled, "bf16")
+    assert ("cp.async.cg.shared.global" in compiled.ptx) == wide
+
+
+def test_matmul_on_turing(tmp_path: Path) -> None:
+    for tiles, wide in pointer_tiles(75):
+        check_product(compile_product(75, matmul._matmul_kernel, tiles, "fp16", tmp_path, wide=wide), "fp16")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("inner", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_matmul_by_pointers_of_layouts(arch: int, inner: tuple[int, int], tmp_path: Path) -> None:
+    tiles = matmul._tiles(8192, 8192, 1, 8, 8, divmod(arch, 10))
+    compiled = compile_product(arch, matmul._matmul_kernel, tiles, "fp16", tmp_path, inner=inner, rich=True)
+    check_product(compiled, "fp16")
+    assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+def test_matmul_of_shares(tmp_path: Path) -> None:
+    tiles = matmul._tiles(1, 4096, 1, 8, 8, (9, 0))
+    check_product(compile_product(90, matmul._matmul_kernel, tiles, "bf16", tmp_path, split=True), "bf16")
+    types = {"partials_ptr": "*fp32", "input_ptr": "*bf16", "out_ptr": "*bf16", "pre_ptr": "*bf16"}
+    constants = {"ACTIVATION": GELU, "DTYPE": CODES["bf16"], "OUT_DTYPE": CODES["bf16"]}
+    compiled = Compiled(matmul._combine_kernel, 90, {"num_warps": 4}, tmp_path, types, **constants)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+
+
+# -------------------------------------------------------------------------------------------------------- copy_pad
+def compile_copy(
+    arch: int, dtype: str, tmp_path: Path, *, inner: int = COLUMNS.value, wide: bool = True, activation: int = 0
+) -> Compiled:
+    types = {"out_ptr": POINTER[dtype], "x_ptr": POINTER[dtype], "pre_ptr": POINTER[dtype], "sums_ptr": "*fp32"}
+    rows, columns = copy_pad._tile(4096, wide)
+    vec = 8 if wide else 1
+    return Compiled(
+        copy_pad._copy_kernel, arch, {"num_warps": 4}, tmp_path, types, ACTIVATION=activation, DTYPE=CODES[dtype],
+        X_INNER=inner, X_VEC=vec, PRE_INNER=inner, PRE_VEC=vec, OUT_VEC=8, BR=rows, BC=columns,
+        **({} if activation else {"pre_ptr": None}),
+    )  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("activation", [0, GELU], ids=["copy", "gelu"])
+def test_copy_pad(arch: int, activation: int, tmp_path: Path) -> None:
+    dtype = "fp16" if arch == 75 else "bf16"
+    for inner, wide in ((COLUMNS.value, True), (COLUMNS.value, False), (ROWS.value, True), (NEITHER.value, False)):
+        compiled = compile_copy(arch, dtype, tmp_path, inner=inner, wide=wide, activation=activation)
+        assert compiled.registers_stack_local()[1:] == [0, 0]
+        assert compiled.count("st.v4.b32") == (2 if wide else 1)  # 16 elements a thread, or 8
+        assert compiled.count("ld.v4.b32") == (compiled.count("st.v4.b32") * (1 + (activation > 0)) if wide else 0)
+
+
+def test_fold_of_sums(tmp_path: Path) -> None:
+    types = {"sums_ptr": "*fp32", "out_ptr": "*fp32"}
+    compiled = Compiled(copy_pad._fold_kernel, 90, {"num_warps": 4}, tmp_path, types)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert "atom" not in compiled.ptx and "red.global" not in compiled.ptx

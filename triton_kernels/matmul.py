@@ -129,15 +129,16 @@ def _finish_tile(
     OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
     """A large tile in parts of 128 bytes a row: what is computed beside its sums would leave them no registers."""
-    PART: tl.constexpr = 64 if BM * BN > 64 * 64 and BN > 64 else BN
+    PART: tl.constexpr = 32 if BM * BN > 64 * 64 and BN > 64 else BN
     PARTS: tl.constexpr = BN // PART
-    if PARTS == 1:
-        parts = (sums,)
-    elif PARTS == 2:
-        parts = _halves(sums, BM, PART)
-    else:
-        left, right = _halves(sums, BM, 2 * PART)
-        parts = _halves(left, BM, PART) + _halves(right, BM, PART)
+    parts = (sums,)
+    if PARTS > 1:
+        parts = _halves(sums, BM, BN // 2)
+    if PARTS > 2:
+        parts = _halves(parts[0], BM, BN // 4) + _halves(parts[1], BM, BN // 4)
+    if PARTS > 4:
+        left = _halves(parts[0], BM, PART) + _halves(parts[1], BM, PART)
+        parts = left + _halves(parts[2], BM, PART) + _halves(parts[3], BM, PART)
     for i in tl.static_range(PARTS):
         _finish_part(
             parts[i], batch, row, column + i * PART, m, n, input_ptr, input_b, input_m, input_n, out_ptr, pre_ptr,
@@ -291,11 +292,11 @@ def _descriptor_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
+    FLATTEN: tl.constexpr,  # one loop, where loads for the next tile begin before this one is stored
 ):
     tiles_of_matrix = (tl.cdiv(m, BM) * tl.cdiv(n, BN)).to(tl.int32)
     k_tiles = tl.cdiv(k, BK).to(tl.int32)
-    # One loop: loads of the next tile begin before this one is stored.
-    for tile in tl.range(tl.program_id(0), tiles_of_matrix * batches, tl.num_programs(0)):
+    for tile in tl.range(tl.program_id(0), tiles_of_matrix * batches, tl.num_programs(0), flatten=FLATTEN):
         batch = tile // tiles_of_matrix
         tile_row, tile_column = place_of_tile(tile % tiles_of_matrix, m, n, BM, BN)
         row = tile_row * BM
@@ -332,7 +333,7 @@ _FEW_COLUMNS_BY_ELEMENT = Tiles(128, 16, 32, 4, 2)
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
 _SMALL = Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
 # Through descriptors, by the first digits of the compute capability.
-_LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 4), 12: Tiles(128, 128, 64, 8, 2)}
+_LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 3), 12: Tiles(128, 128, 64, 8, 2)}
 _MEDIUM_DESCRIPTORS = {9: Tiles(128, 128, 64, 8, 4), 10: Tiles(128, 128, 64, 8, 4), 12: Tiles(64, 64, 64, 4, 4)}
 # Drivers up to 13.1 encode descriptors of smaller strided tensors wrongly (NVIDIA/cutlass, copy_traits_sm90_tma.hpp).
 _SMALLEST_OF_DESCRIPTORS = 128 * 1024  # bytes
@@ -363,6 +364,10 @@ def _descriptor_tiles(m: int, n: int, k: int, batches: int, capability: tuple[in
         return large
     # With fewer tiles programs had better share them, which those of pointers do.
     return medium if _count(medium, m, n, batches) >= FULL // 2 else None
+
+
+def _flattens(capability: tuple[int, int]) -> bool:
+    return capability[0] in (9, 10)  # for sm_120 compiling took two minutes
 
 
 def _access(x: torch.Tensor) -> tuple[int, int]:
@@ -408,7 +413,8 @@ def _by_descriptors(
 ) -> bool:
     """Whether it could; then it is done."""
     (batches, m, k), n = a.shape, b.shape[2]
-    tiles = _descriptor_tiles(m, n, k, batches, capability_of(a.device))
+    capability = capability_of(a.device)
+    tiles = _descriptor_tiles(m, n, k, batches, capability)
     if tiles is None:
         return False
     a_access, b_access = _access(a), _access(b)
@@ -420,7 +426,7 @@ def _by_descriptors(
     launch(
         _descriptor_kernel, programs, out, pre, input, a_described[0], b_described[0], batches, m, n, k,
         a_described[1], b_described[1], *strides, alpha, beta, A_INNER=a_access[0], B_INNER=b_access[0],
-        **constants, **tiles.constants(),
+        FLATTEN=_flattens(capability), **constants, **tiles.constants(),
     )  # fmt: skip
     return True
 

@@ -9,7 +9,8 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kRun = 1024;            // elements at most: 16 cache lines, as many as a core can wait for at once
+constexpr int64_t kRun = 1024;           // elements at most: staged as fp32, they stay in L1
+constexpr int64_t kColumnRun = 256;      // across groups: 16 cache lines, as many as a core can wait for at once
 constexpr int64_t kGroups = 4096;        // of a bundle at most
 constexpr int64_t kBundleSize = 4096;    // elements of a bundle of short groups, which are read twice in L1
 constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a second thread costs more than it saves
@@ -99,9 +100,9 @@ class Walk {
   void for_each_run_across(const Bundle& bundle, int64_t begin, int64_t end, const F& f) const {
     constexpr int64_t kRows = 8;
     for (int64_t block = begin; block < end; block += kRows)
-      for (int64_t column = 0; column < bundle.length; column += kRun)
+      for (int64_t column = 0; column < bundle.length; column += kColumnRun)
         for (int64_t row = block; row < std::min(block + kRows, end); ++row)
-          f(run(bundle, row, column, std::min(kRun, bundle.length - column), column));
+          f(run(bundle, row, column, std::min(kColumnRun, bundle.length - column), column));
   }
 
   Run run(const Bundle& bundle, int64_t row, int64_t column, int64_t n, int64_t group) const {

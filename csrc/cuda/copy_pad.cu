@@ -45,8 +45,11 @@ struct Reader {
   template <int N>
   __device__ __forceinline__ void read(int left, int rows, Packed<T, kPack> (&packs)[N]) {
     if (stride == 1) {
+      Shifted<T> shifted[N];
 #pragma unroll
-      for (int i = 0; i < N; ++i, next += step) packs[i] = load_shifted(next, i * rows < left ? columns : 0);
+      for (int i = 0; i < N; ++i, next += step) shifted[i].load(next, i * rows < left ? columns : 0);
+#pragma unroll
+      for (int i = 0; i < N; ++i) packs[i] = shifted[i].first(columns);
     } else {
 #pragma unroll
       for (int i = 0; i < N; ++i, next += step) packs[i] = load_strided(next, stride, i * rows < left ? columns : 0);

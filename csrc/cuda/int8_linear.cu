@@ -147,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
   wait_copies<0>();
   barrier();
-  ResultTile<kTileRows, kTileRows>::for_each(shared, tile.sum, [&](int row, int column, const float* sums) {
+  ResultTile<kTileRows, kTileRows>::for_each<4>(shared, tile.sum, [&](int row, int column, const float* sums) {
     store_sums<T, 4>(linear, at.m + row, at.n + column, sums);
   });
 }

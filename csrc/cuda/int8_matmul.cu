@@ -155,7 +155,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
-  ResultTile<kM, kN>::for_each(shared, tile.sum, [&](int row, int column, const int* sums) {
+  ResultTile<kM, kN>::template for_each<4>(shared, tile.sum, [&](int row, int column, const int* sums) {
     const int64_t m = at.m + row, n = at.n + column;
     if (m >= matmul.m || n >= matmul.n) return;
     float y[4] = {};

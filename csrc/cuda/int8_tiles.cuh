@@ -1,17 +1,9 @@
-// Tiles of a matrix product on their way into shared memory, rows of 16-byte chunks along k.
+// Tiles of a product of codes on their way into shared memory, rows of 16-byte chunks along k.
 #pragma once
 
-#include "grid.cuh"
-#include "tensor_cores.cuh"
+#include "tiles.cuh"
 
 namespace amp_kernels::cuda {
-
-// Two blocks of 48 KB on a multiprocessor and 128 registers a thread; sm_75 has memory for one.
-#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
-constexpr int kResidentBlocks = 1;
-#else
-constexpr int kResidentBlocks = 2;
-#endif
 
 // One operand: rows over m or n, and k. Strides in bytes.
 struct Operand {
@@ -22,12 +14,6 @@ struct Operand {
   bool is_direct(int element_size) const {
     return k_stride == element_size && is_aligned16(first) && row_stride % 16 == 0;
   }
-};
-
-// A warp reads chunks of many rows at once, and they must not begin in the same bank of shared memory (32 of 4 bytes),
-// so the chunks of a row trade places. Here eight rows of one chunk are apart, for ldmatrix.
-struct MatrixSwizzle {
-  static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row >> 1 & 3); }
 };
 
 constexpr int kTileBytes = 64;  // of k, for codes
@@ -152,61 +138,6 @@ struct AnyLoader {
 };
 
 // ---------------------------------------------------------------------------------------- results
-
-// Eight warps: two down, four across.
-constexpr int kWarpsDown = 2, kWarpsAcross = 4;
-
-// Blocks that run at the same time take tiles near each other, so that both operands come from L2.
-struct TilePosition {
-  int64_t m, n;
-
-  template <int kM, int kN>
-  static __device__ __forceinline__ TilePosition of(int64_t m, int64_t n, int64_t tile) {
-    constexpr int kBand = 8;
-    const int64_t down = (m + kM - 1) / kM, across = (n + kN - 1) / kN;
-    const int64_t first = tile / (kBand * across) * kBand;
-    const int64_t rows = down - first < kBand ? down - first : kBand;
-    const int64_t inside = tile - first * across;
-    return {(first + inside % rows) * kM, inside / rows * kN};
-  }
-};
-
-// Results go through shared memory, half of the rows at a time, so that stores are wide. The padding keeps the
-// fragments of a warp in different banks.
-template <int kM, int kN>
-struct ResultTile {
-  static constexpr int kRows = kM / kWarpsDown, kStride = kN + 8;
-  static constexpr int kBytes = kRows * kStride * 4;
-
-  // f(row of the tile, column, four sums) for all of them.
-  template <class Sum, int kRowTiles, int kColumnTiles, class F>
-  static __device__ __forceinline__ void for_each(char* shared, const Sum (&sums)[kRowTiles][kColumnTiles][4],
-                                                  const F& f) {
-    static_assert(sizeof(Sum) == 4 && kRowTiles * 16 == kRows && kColumnTiles * 8 * kWarpsAcross == kN);
-    Sum* const results = reinterpret_cast<Sum*>(shared);
-    const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-#pragma unroll 1
-    for (int half = 0; half < kWarpsDown; ++half) {
-      if (warp / kWarpsAcross == half) {
-#pragma unroll
-        for (int i = 0; i < kRowTiles; ++i)
-#pragma unroll
-          for (int j = 0; j < kColumnTiles; ++j)
-#pragma unroll
-            for (int c = 0; c < 4; ++c)
-              results[(i * 16 + c / 2 * 8 + lane / 4) * kStride + (warp % kWarpsAcross * kColumnTiles + j) * 8 +
-                      lane % 4 * 2 + c % 2] = sums[i][j][c];
-      }
-      barrier();
-#pragma unroll 1
-      for (int i = threadIdx.x; i < kRows * kN / 4; i += kThreads) {
-        const int row = i / (kN / 4), column = i % (kN / 4) * 4;
-        f(half * kRows + row, column, results + row * kStride + column);
-      }
-      barrier();
-    }
-  }
-};
 
 // Row m of `out` from column n on, up to the end of the row at `columns`.
 template <class T, int N>

@@ -32,7 +32,9 @@ __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count
     const Packed<T, kNumbers> pack = load_wide<kNumbers>(p);
     memcpy(words, pack.word, sizeof(words));
   } else if (kNumbers == 8 && stride == 1) {
-    const Packed<T, 8> pack = load_shifted(p, count);
+    Shifted<T> shifted;
+    shifted.load(p, count);
+    const Packed<T, 8> pack = shifted.first(count);
     memcpy(words, pack.word, sizeof(words));
   } else {
     const int few = count < 0 ? 0 : count < kNumbers ? static_cast<int>(count) : kNumbers;
@@ -76,21 +78,22 @@ struct Reader {
     b_step = kWarps * Way::kK * matmul.b_strides[1];
   }
 
-  // The numbers of one step; `left` of the thread's ks are to come, which matters where kIsLast.
+  // The numbers of one step; `left` of the thread's ks are to come, 8 or more unless kIsLast.
   template <bool kIsLast>
   __device__ __forceinline__ void read(int64_t left, uint32_t (&a_words)[2][Way::kANumbers / 2],
                                        Packed<T, 8> (&b_packs)[4]) {
+    if constexpr (kWide && !kIsLast) {
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      if constexpr (kWide && !kIsLast) {
-        b_packs[j] = load_wide<8>(b[j]);
-      } else if constexpr (kAlongK) {
-        b_packs[j] = load_shifted(b[j], kIsLast ? left : 8);
-      } else {
-        b_packs[j] = load_shifted(b[j], !kIsLast || j < left ? columns : 0);
-      }
-      b[j] += b_step;
+      for (int j = 0; j < 4; ++j) b_packs[j] = load_wide<8>(b[j]);
+    } else {
+      Shifted<T> shifted[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) shifted[j].load(b[j], kAlongK ? (kIsLast ? left : 8) : j < left ? columns : 0);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) b_packs[j] = kAlongK && kIsLast ? shifted[j].first(left) : shifted[j].all();
     }
+#pragma unroll
+    for (int j = 0; j < 4; ++j) b[j] += b_step;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
       load_a<kWide, Way::kANumbers>(a[j], a_stride, kIsLast ? left : Way::kANumbers, a_words[j]);
@@ -142,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll 1
   for (; k + (kEach - 1) * kStep + Way::kK <= end; k += kEach * kStep) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) reader.template read<false>(0, a_words[i], b_packs[i]);
+    for (int i = 0; i < kEach; ++i) reader.template read<false>(8, a_words[i], b_packs[i]);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) multiply<T>(sum, a_words[i], b_packs[i]);
   }

@@ -5,44 +5,54 @@
 
 namespace amp_kernels::cuda {
 
-// Makes elements from `count` on 0, whatever they were.
+// Eight neighbours in memory, in two steps so that many loads can be under way.
 template <class T>
-__device__ __forceinline__ void keep_first(Packed<T, 8>& pack, int64_t count) {
-  if (count >= 8) return;
-#pragma unroll
-  for (int i = 0; i < 4; ++i)
-    if (count < 2 * i + 2) pack.word[i] = count < 2 * i + 1 ? 0 : pack.word[i] & 0xffff;
-}
-
-// The eight neighbours at p, which is aligned to an element; those from `count` on are 0, not what memory holds.
-// What is read are aligned words of 16 bytes that hold one of the `count`: such a word lies in one page, so memory
-// that may be read ends behind it or later.
-template <class T>
-__device__ __forceinline__ Packed<T, 8> load_shifted(const T* p, int64_t count) {
+struct Shifted {
   static_assert(sizeof(T) == 2);
-  const int shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
-  const int4* const aligned = reinterpret_cast<const int4*>(reinterpret_cast<uintptr_t>(p) - shift);
-  assume_global(aligned);
-  assume_global(aligned + 1);
-  int4 low = make_int4(0, 0, 0, 0), high = low;
-  if (count > 0) low = aligned[0];
-  if (shift != 0 && 2 * count > 16 - shift) high = aligned[1];
-  uint32_t words[8];
-  memcpy(words, &low, sizeof(low));
-  memcpy(words + 4, &high, sizeof(high));
-  // By selections, because registers have no index.
-#pragma unroll
-  for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
-#pragma unroll
-  for (int i = 0; i < 5; ++i) words[i] = shift & 4 ? words[i + 1] : words[i];
-  Packed<T, 8> result;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) result.word[i] = __byte_perm(words[i], words[i + 1], shift & 2 ? 0x5432 : 0x3210);
-  keep_first(result, count);
-  return result;
-}
 
-// The same of elements `stride` apart.
+  int4 low, high;
+  int shift;
+
+  // At p, which is aligned to an element; `count` of them exist. What is read are aligned words of 16 bytes that hold
+  // one of those: such a word lies in one page, so memory that may be read ends behind it or later.
+  __device__ __forceinline__ void load(const T* p, int64_t count) {
+    shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
+    const int4* const aligned = reinterpret_cast<const int4*>(reinterpret_cast<uintptr_t>(p) - shift);
+    assume_global(aligned);
+    assume_global(aligned + 1);
+    low = high = make_int4(0, 0, 0, 0);
+    if (count > 0) low = aligned[0];
+    if (shift != 0 && 2 * count > 16 - shift) high = aligned[1];
+  }
+
+  // Those that do not exist are whatever memory holds.
+  __device__ __forceinline__ Packed<T, 8> all() const {
+    uint32_t words[8];
+    memcpy(words, &low, sizeof(low));
+    memcpy(words + 4, &high, sizeof(high));
+    // By selections, because registers have no index.
+#pragma unroll
+    for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
+#pragma unroll
+    for (int i = 0; i < 5; ++i) words[i] = shift & 4 ? words[i + 1] : words[i];
+    Packed<T, 8> pack;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pack.word[i] = __byte_perm(words[i], words[i + 1], shift & 2 ? 0x5432 : 0x3210);
+    return pack;
+  }
+
+  // Those from `count` on are 0.
+  __device__ __forceinline__ Packed<T, 8> first(int64_t count) const {
+    Packed<T, 8> pack = all();
+    if (count >= 8) return pack;
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      if (count < 2 * i + 2) pack.word[i] = count < 2 * i + 1 ? 0 : pack.word[i] & 0xffff;
+    return pack;
+  }
+};
+
+// Eight elements `stride` apart; those from `count` on are 0.
 template <class T>
 __device__ __forceinline__ Packed<T, 8> load_strided(const T* p, int64_t stride, int64_t count) {
   const Vector<T, 8> elements = load_each<8>(p, stride, count < 8 ? static_cast<int>(count) : 8);

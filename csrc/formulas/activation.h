@@ -25,8 +25,7 @@ AMP_KERNELS_HD float activate(float x) {
 template <Activation kind>
 AMP_KERNELS_HD float derivative(float x) {
   if constexpr (kind == kRelu) return x > 0.0f ? 1.0f : 0.0f;
-  if constexpr (kind == kGelu)
-    return 0.5f * (1.0f + erff(x * kSqrtHalf)) + x * kInverseSqrtTwoPi * expf(-0.5f * x * x);
+  if constexpr (kind == kGelu) return 0.5f * (1.0f + erff(x * kSqrtHalf)) + x * kInverseSqrtTwoPi * expf(-0.5f * x * x);
   if constexpr (kind == kGeluTanh) {
     const float t = tanhf(kTanhScale * (x + kTanhCubic * x * x * x));
     return 0.5f * (1.0f + t) + 0.5f * x * (1.0f - t * t) * kTanhScale * (1.0f + 3.0f * kTanhCubic * x * x);

@@ -78,8 +78,8 @@ AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
   if (group.magnitude >= kInfinityBits) return {nan, 0.0f, 0, lowest};
   float absmax;
   memcpy(&absmax, &group.magnitude, sizeof(absmax));
-  const float scale = symmetric ? divide_rn(absmax, 127.0f)
-                                : add_rn(divide_rn(group.high, 255.0f), -divide_rn(group.low, 255.0f));
+  const float scale =
+      symmetric ? divide_rn(absmax, 127.0f) : add_rn(divide_rn(group.high, 255.0f), -divide_rn(group.low, 255.0f));
   const float inverse = divide_rn(1.0f, scale);
   if ((float_bits(inverse) & 0x7fffffffu) >= kInfinityBits) return {1.0f, 0.0f, 0, lowest};
   if (symmetric) return {scale, inverse, 0, lowest};
