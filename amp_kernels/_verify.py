@@ -38,17 +38,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser("verify", help="Checks every operator on every backend against torch and fp64.")
     parser.add_argument("--backend", choices=_backends.BACKENDS, help="only this one (default: all that run here)")
     parser.add_argument("--device", choices=tuple(_backends.PREFERENCE), help="only tensors on this device")
-    parser.add_argument("--op", choices=tuple(testing.CASES), help="only this operator")
+    parser.add_argument("--op", action="append", choices=tuple(testing.CASES), help="only this operator (repeatable)")
     parser.set_defaults(run=lambda args: verify(args.backend, args.device, args.op))
 
 
-def verify(backend: str | None = None, device: str | None = None, op: str | None = None) -> int:
+def verify(backend: str | None = None, device: str | None = None, ops: Sequence[str] | None = None) -> int:
     """Prints the table; returns 0, 1 if a case failed, or 2 if what was asked for cannot run here."""
     places, reasons = _places(backend, device)
     if not places:
         print(f"verify: {backend or 'that'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
         return 2
-    operators = [op] if op else list(testing.CASES)
+    operators = ops or list(testing.CASES)
     several = len({on for _, on in places}) > 1
     rows = [row for name in operators for where, on in places for row in _rows(name, where, on, label=several)]
     print(_table([row.cells() for row in rows]))

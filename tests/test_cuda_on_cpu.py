@@ -488,7 +488,7 @@ def test_update_has_the_same_bits_in_every_order(optimizer: Optimizer) -> None:
 
 
 # ----------------------------------------------------------------------------------------- shared cases
-SHARED = [case for cases in testing.CASES.values() for case in cases]
+SHARED = [case for family in (testing.lists, testing.int8) for cases in family.CASES.values() for case in cases]
 
 
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: f"{case.op}-{case}")

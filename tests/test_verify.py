@@ -41,9 +41,11 @@ def test_what_cannot_run_says_why() -> None:
     assert run.stderr.startswith("verify: cuda cannot run here: ") and "there is no CUDA device" in run.stderr
 
 
-def test_every_operator_on_the_interpreter() -> None:
+def test_operators_on_the_interpreter() -> None:
+    """Of int8 and matmul, whose shared cases take minutes there, see triton_int8_cases.py and triton_matmul_cases.py."""
     pytest.importorskip("triton")
-    run = verify("--backend", "triton", "--device", "cpu", TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
+    ops = [word for op in testing.lists.CASES for word in ("--op", op)]
+    run = verify("--backend", "triton", "--device", "cpu", *ops, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
     assert run.returncode == 0, run.stdout + run.stderr
 
 
@@ -54,7 +56,7 @@ def test_a_wrong_backend_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
             grad.copy_(product.nextafter(torch.full_like(product, math.inf)))
 
     monkeypatch.setattr(reference, "unscale_", one_ulp_off)
-    assert _verify.verify("reference", "cpu", "unscale_") == 1
+    assert _verify.verify("reference", "cpu", ["unscale_"]) == 1
     printed = capsys.readouterr().out
     assert "NO (" in printed and "unscale_ on reference, fp32-sizes: grads[1]: error 1" in printed
 
@@ -64,7 +66,7 @@ def test_a_crashing_backend_fails(monkeypatch: pytest.MonkeyPatch, capsys: pytes
         raise ZeroDivisionError("boom")
 
     monkeypatch.setattr(reference, "unscale_", crash)
-    assert _verify.verify("reference", "cpu", "unscale_") == 1
+    assert _verify.verify("reference", "cpu", ["unscale_"]) == 1
     assert "ZeroDivisionError: boom" in capsys.readouterr().out
 
 

@@ -120,7 +120,7 @@ def _copy_pad_(
         X_INNER=x_inner, X_VEC=x_vec, PRE_INNER=pre_inner, PRE_VEC=pre_vec,
         OUT_VEC=8 if out.data_ptr() % 16 == 0 else 1, BR=tile_rows, BC=tile_columns, num_warps=4,
     )  # fmt: skip
-    if sums is not bias_grad:
+    if sums is not None and sums is not bias_grad:
         launch(
             _fold_kernel, math.ceil(n_columns / _FOLD_COLUMNS.value), sums, bias_grad, shares, n_columns, num_warps=4
         )

@@ -128,7 +128,8 @@ def _finish_tile(
     ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
     OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """A large tile in parts of 128 bytes a row: what is computed beside its sums would leave them no registers."""
+    """Of a large tile in parts: what is computed beside its sums would leave them no registers (with parts of 64
+    columns sm_90 and sm_100 still spill)."""
     PART: tl.constexpr = 32 if BM * BN > 64 * 64 and BN > 64 else BN
     PARTS: tl.constexpr = BN // PART
     parts = (sums,)
@@ -333,7 +334,7 @@ _FEW_COLUMNS_BY_ELEMENT = Tiles(128, 16, 32, 4, 2)
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
 _SMALL = Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
 # Through descriptors, by the first digits of the compute capability.
-_LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 3), 12: Tiles(128, 128, 64, 8, 2)}
+_LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 4), 12: Tiles(128, 128, 64, 8, 2)}
 _MEDIUM_DESCRIPTORS = {9: Tiles(128, 128, 64, 8, 4), 10: Tiles(128, 128, 64, 8, 4), 12: Tiles(64, 64, 64, 4, 4)}
 # Drivers up to 13.1 encode descriptors of smaller strided tensors wrongly (NVIDIA/cutlass, copy_traits_sm90_tma.hpp).
 _SMALLEST_OF_DESCRIPTORS = 128 * 1024  # bytes

@@ -63,28 +63,35 @@ void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* 
 
 template <class Tile, int... kRowsMinusOne>
 void dot(int64_t rows, const typename Tile::Left* left, int64_t left_stride, const int8_t* right, int64_t k,
-         typename Tile::Sum* sums, bool first, std::integer_sequence<int, kRowsMinusOne...>) {
+         typename Tile::Sum* sums, std::integer_sequence<int, kRowsMinusOne...>) {
   static constexpr decltype(&Tile::template dot<1>) kDots[] = {&Tile::template dot<kRowsMinusOne + 1>...};
-  kDots[rows - 1](left, left_stride, right, k, sums, first);
+  kDots[rows - 1](left, left_stride, right, k, sums);
 }
 
-// Row by row one column of any length.
+// Any k: a short column is padded.
 template <class Tile>
 void dot(int64_t rows, const typename Tile::Left* left, int64_t left_stride, const int8_t* right, int64_t k,
          typename Tile::Sum* sums) {
   constexpr auto kAll = std::make_integer_sequence<int, kDotRows + 1>{};
-  const int64_t whole = k / kDotDepth * kDotDepth;
-  dot<Tile>(rows, left, left_stride, right, whole, sums, true, kAll);
-  if (whole == k) return;
-  int8_t rest[kDotDepth] = {};
-  std::memcpy(rest, right + whole, k - whole);
-  dot<Tile>(rows, left + whole, left_stride, rest, kDotDepth, sums, false, kAll);
+  if (k >= Tile::kDotDepth) return dot<Tile>(rows, left, left_stride, right, k, sums, kAll);
+  int8_t padded[Tile::kDotDepth] = {};
+  std::copy_n(right, k, padded);
+  dot<Tile>(rows, left, left_stride, padded, Tile::kDotDepth, sums, kAll);
+}
+
+// Moves the last of k elements of a row to the end of their block, as `dot` wants them, with zeros before or, if there
+// is only one block, after them.
+template <class Left>
+void align_to_end(Left* row, int64_t k, int64_t depth, int64_t padded) {
+  const int64_t rest = k < depth ? 0 : k % depth;
+  std::copy_backward(row + k - rest, row + k, row + padded);
+  std::fill(row + k - rest, row + padded - rest, Left{0});
 }
 
 // Computes a Product<Tile>, made of
 //   m, n, k; right: the int8 operand as a view of [k, n]
 //   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
-//   plain_left(row, k, to): a row for Tile::dot, padded to `k` elements
+//   plain_left(row, to): a row for Tile::dot
 //   needs_column_sums(): of the codes of `right`
 //   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
 //   finish(row, rows, columns, sums): the epilogue of a tile
@@ -108,19 +115,25 @@ class Multiplication {
  private:
   // Few rows by columns that are contiguous: nothing is packed, every column is read once.
   void run_dots() {
-    const int64_t rows = product_.m, padded = divide_up(product_.k, kDotDepth) * kDotDepth;
+    const int64_t rows = product_.m, k = product_.k;
+    const int64_t padded = std::max<int64_t>(1, divide_up(k, Tile::kDotDepth)) * Tile::kDotDepth;
     const int64_t all_rows = rows + product_.needs_column_sums();
     Buffer<Left> left(all_rows * padded);
-    for (int64_t r = 0; r < rows; ++r) product_.plain_left(r, padded, left + r * padded);
-    std::fill(left + rows * padded, left + all_rows * padded, Left{1});
-    const int64_t grain = divide_up(kThreadProducts / 8, (padded + 1) * kColumns);
+    for (int64_t r = 0; r < all_rows; ++r) {
+      if (r < rows)
+        product_.plain_left(r, left + r * padded);
+      else
+        std::fill_n(left + r * padded, k, Left{1});
+      align_to_end(left + r * padded, k, Tile::kDotDepth, padded);
+    }
+    const int64_t grain = divide_up(kThreadProducts / 8, padded * kColumns);
     parallel_(panels_, grain, [&](int64_t begin, int64_t end) {
       alignas(64) Sum sums[(kDotRows + 1) * kColumns];
       for (int64_t p = begin; p < end; ++p) {
         typename Product::Columns columns(product_, p * kColumns);
         for (int64_t c = 0; c < columns.count; ++c)
-          dot<Tile>(all_rows, left + 0, padded, product_.right.data + (p * kColumns + c) * product_.right.stride,
-                    product_.k, sums + c);
+          dot<Tile>(all_rows, left + 0, padded, product_.right.data + (p * kColumns + c) * product_.right.stride, k,
+                    sums + c);
         if (product_.needs_column_sums()) std::copy_n(sums + rows * kColumns, kColumns, columns.sum);
         product_.finish(0, rows, columns, sums);
       }
@@ -258,7 +271,7 @@ class Int8Product {
     if (args_.b_zero_point != nullptr) sum_rows(to, row, rows, groups);
   }
 
-  void plain_left(int64_t row, int64_t padded, Left* to) {
+  void plain_left(int64_t row, Left* to) {
     const int8_t* from = args_.a + row * args_.a_strides[0];
     int32_t sum = 0;
     for (int64_t i = 0; i < k; ++i) {
@@ -266,7 +279,6 @@ class Int8Product {
       to[i] = static_cast<int8_t>(code ^ Tile::kShift);
       sum += code;
     }
-    std::fill(to + k, to + padded, Left{0});
     if (args_.b_zero_point != nullptr) row_sums_[row] = sum;
   }
 
@@ -374,10 +386,7 @@ class LinearProduct {
     }
   }
 
-  void plain_left(int64_t row, int64_t padded, float* to) const {
-    load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k);
-    std::fill(to + k, to + padded, 0.0f);
-  }
+  void plain_left(int64_t row, float* to) const { load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k); }
 
   bool needs_column_sums() const { return false; }
 

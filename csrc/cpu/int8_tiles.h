@@ -11,6 +11,7 @@
 // kDepth limits the groups of one call: the partial sums of fp32 are added in blocks for the sake of their rounding.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <cstring>
 #include <limits>
@@ -22,7 +23,6 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kAnyDepth = std::numeric_limits<int64_t>::max();
 constexpr int64_t kFloatDepth = 32;
-constexpr int64_t kDotDepth = 64;
 constexpr int64_t kDotRows = 4;     // and one of ones
 constexpr int64_t kDotAhead = 512;  // bytes
 
@@ -42,6 +42,7 @@ struct PortableTile {
   using Sum = SumType;
   static constexpr int kRows = 4, kColumns = 16, kShift = 0;
   static constexpr int64_t kDepth = std::is_same_v<Sum, float> ? kFloatDepth : kAnyDepth;
+  static constexpr int64_t kDotDepth = 16;
 
   static bool runs() { return true; }
 
@@ -63,14 +64,14 @@ struct PortableTile {
   }
 
   template <int kDots>
-  static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k, Sum* sums, bool first) {
+  static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k, Sum* sums) {
     for (int r = 0; r < kDots; ++r) {
-      constexpr int kLanes = 16;
-      Sum lanes[kLanes] = {};
-      for (int64_t i = 0; i < k; i += kLanes)
-        for (int l = 0; l < kLanes; ++l)
-          lanes[l] = multiply_add(left[r * left_stride + i + l], static_cast<Sum>(right[i + l]), lanes[l]);
-      Sum sum = first ? Sum{} : sums[r * kColumns];
+      Sum lanes[kDotDepth] = {};
+      for (int64_t i = 0; i < k; i += kDotDepth)
+        for (int l = 0; l < kDotDepth; ++l)
+          lanes[l] = multiply_add(left[r * left_stride + i + l],
+                                  static_cast<Sum>(right[std::min(i, k - kDotDepth) + l]), lanes[l]);
+      Sum sum{};
       for (const Sum lane : lanes) sum += lane;
       sums[r * kColumns] = sum;
     }
@@ -79,13 +80,14 @@ struct PortableTile {
 
 #if defined(__x86_64__)
 
-// vpdpbusd multiplies unsigned by signed bytes, hence the shift: sums are too large by 128 times the row's sum of
-// `left`, modulo 2^32.
+// vpdpbusd multiplies unsigned by signed bytes, hence the shift: sums are too large by 128 times the column's
+// sum of `right`, modulo 2^32.
 struct VnniTile {
   using Left = int8_t;
   using Sum = int32_t;
   static constexpr int kRows = 14, kColumns = 32, kShift = 128;
   static constexpr int64_t kDepth = kAnyDepth;
+  static constexpr int64_t kDotDepth = 64;
 
   static bool runs() { return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vnni"); }
 
@@ -119,20 +121,20 @@ struct VnniTile {
 
   template <int kDots>
   __attribute__((target("avx512f,avx512vnni"))) static void dot(const Left* left, int64_t left_stride,
-                                                                const int8_t* right, int64_t k, Sum* sums, bool first) {
+                                                                const int8_t* right, int64_t k, Sum* sums) {
     __m512i sum[kDots];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r) sum[r] = _mm512_setzero_si512();
-    for (int64_t i = 0; i < k; i += 64) {
-      __builtin_prefetch(right + i + kDotAhead);
-      const __m512i codes = _mm512_loadu_si512(right + i);
+    for (int64_t i = 0; i < k; i += kDotDepth) {
+      const int8_t* block = right + std::min(i, k - kDotDepth);
+      __builtin_prefetch(block + kDotAhead);
+      const __m512i codes = _mm512_loadu_si512(block);
 #pragma GCC unroll 16
       for (int r = 0; r < kDots; ++r)
         sum[r] = _mm512_dpbusd_epi32(sum[r], _mm512_loadu_si512(left + r * left_stride + i), codes);
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < kDots; ++r)
-      sums[r * kColumns] = _mm512_reduce_add_epi32(sum[r]) + (first ? 0 : sums[r * kColumns]);
+    for (int r = 0; r < kDots; ++r) sums[r * kColumns] = _mm512_reduce_add_epi32(sum[r]);
   }
 };
 
@@ -143,6 +145,7 @@ struct Avx2Tile {
   using Sum = int32_t;
   static constexpr int kRows = 5, kColumns = 16, kShift = 0;
   static constexpr int64_t kDepth = kAnyDepth;
+  static constexpr int64_t kDotDepth = 16;
 
   static bool runs() { return __builtin_cpu_supports("avx2"); }
 
@@ -188,13 +191,14 @@ struct Avx2Tile {
 
   template <int kDots>
   __attribute__((target("avx2"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k,
-                                                  Sum* sums, bool first) {
+                                                  Sum* sums) {
     __m256i sum[kDots];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r) sum[r] = _mm256_setzero_si256();
-    for (int64_t i = 0; i < k; i += 16) {
-      __builtin_prefetch(right + i + kDotAhead);
-      const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(right + i)));
+    for (int64_t i = 0; i < k; i += kDotDepth) {
+      const int8_t* block = right + std::min(i, k - kDotDepth);
+      __builtin_prefetch(block + kDotAhead);
+      const __m256i codes = _mm256_cvtepi8_epi16(_mm_loadu_si128(reinterpret_cast<const __m128i*>(block)));
 #pragma GCC unroll 16
       for (int r = 0; r < kDots; ++r) {
         const auto* row = reinterpret_cast<const __m256i*>(left + r * left_stride + i);
@@ -205,7 +209,7 @@ struct Avx2Tile {
     for (int r = 0; r < kDots; ++r) {
       Sum lanes[8];
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum[r]);
-      Sum all = first ? 0 : sums[r * kColumns];
+      Sum all = 0;
       for (const Sum lane : lanes) all += lane;
       sums[r * kColumns] = all;
     }
@@ -219,6 +223,7 @@ struct Avx512FloatTile {
   using Sum = float;
   static constexpr int kRows = 12, kColumns = 32, kShift = 0;
   static constexpr int64_t kDepth = kFloatDepth;
+  static constexpr int64_t kDotDepth = 64;
 
   static bool runs() { return __builtin_cpu_supports("avx512f"); }
 
@@ -265,17 +270,18 @@ struct Avx512FloatTile {
 
   template <int kDots>
   __attribute__((target("avx512f"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right,
-                                                     int64_t k, Sum* sums, bool first) {
+                                                     int64_t k, Sum* sums) {
     __m512 sum[kDots][4];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r)
 #pragma GCC unroll 16
       for (int v = 0; v < 4; ++v) sum[r][v] = _mm512_setzero_ps();
-    for (int64_t i = 0; i < k; i += 64) {
-      __builtin_prefetch(right + i + kDotAhead);
+    for (int64_t i = 0; i < k; i += kDotDepth) {
+      const int8_t* block = right + std::min(i, k - kDotDepth);
+      __builtin_prefetch(block + kDotAhead);
 #pragma GCC unroll 16
       for (int v = 0; v < 4; ++v) {
-        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(right + i + 16 * v));
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(block + 16 * v));
         const __m512 codes = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
 #pragma GCC unroll 16
         for (int r = 0; r < kDots; ++r)
@@ -285,7 +291,7 @@ struct Avx512FloatTile {
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r) {
       const __m512 all = _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][1]), _mm512_add_ps(sum[r][2], sum[r][3]));
-      sums[r * kColumns] = _mm512_reduce_add_ps(all) + (first ? 0.0f : sums[r * kColumns]);
+      sums[r * kColumns] = _mm512_reduce_add_ps(all);
     }
   }
 };
@@ -295,6 +301,7 @@ struct Avx2FloatTile {
   using Sum = float;
   static constexpr int kRows = 6, kColumns = 16, kShift = 0;
   static constexpr int64_t kDepth = kFloatDepth;
+  static constexpr int64_t kDotDepth = 16;
 
   static bool runs() { return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); }
 
@@ -341,17 +348,18 @@ struct Avx2FloatTile {
 
   template <int kDots>
   __attribute__((target("avx2,fma"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right,
-                                                      int64_t k, Sum* sums, bool first) {
+                                                      int64_t k, Sum* sums) {
     __m256 sum[kDots][2];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r)
 #pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) sum[r][v] = _mm256_setzero_ps();
-    for (int64_t i = 0; i < k; i += 16) {
-      __builtin_prefetch(right + i + kDotAhead);
+    for (int64_t i = 0; i < k; i += kDotDepth) {
+      const int8_t* block = right + std::min(i, k - kDotDepth);
+      __builtin_prefetch(block + kDotAhead);
 #pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) {
-        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(right + i + 8 * v));
+        const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(block + 8 * v));
         const __m256 codes = _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes));
 #pragma GCC unroll 16
         for (int r = 0; r < kDots; ++r)
@@ -362,7 +370,7 @@ struct Avx2FloatTile {
     for (int r = 0; r < kDots; ++r) {
       Sum lanes[8];
       _mm256_storeu_ps(lanes, _mm256_add_ps(sum[r][0], sum[r][1]));
-      Sum all = first ? 0.0f : sums[r * kColumns];
+      Sum all = 0;
       for (const Sum lane : lanes) all += lane;
       sums[r * kColumns] = all;
     }
