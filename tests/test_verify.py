@@ -42,7 +42,7 @@ def test_what_cannot_run_says_why() -> None:
 
 
 def test_operators_on_the_interpreter() -> None:
-    """Of int8 and matmul, whose shared cases take minutes there, see triton_int8_cases.py and triton_matmul_cases.py."""
+    """For int8 and matmul see triton_int8_cases.py and triton_matmul_cases.py: their shared cases take minutes."""
     pytest.importorskip("triton")
     ops = [word for op in testing.lists.CASES for word in ("--op", op)]
     run = verify("--backend", "triton", "--device", "cpu", *ops, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
