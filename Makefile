@@ -20,7 +20,7 @@ demo: build
 
 test: build $(VENV)/toolkit
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
 lint: build
 	$(BIN)/ruff check .
