@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_kernels import clip_grad_norm_, functional, grad_norm, testing, unscale_
+from amp_kernels import clip_grad_norm_, grad_norm, testing, unscale_
+from amp_kernels.functional import lists
 
 pytestmark = [
     pytest.mark.usefixtures("backend"),
@@ -267,7 +268,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
             groups.setdefault(next(names), []).append(tensor)
         return groups
 
-    monkeypatch.setattr(functional, "_by_device", by_device)
+    monkeypatch.setattr(lists, "_by_device", by_device)
 
 
 @pytest.mark.usefixtures("two_devices")
