@@ -35,7 +35,7 @@ INSTRUCTIONS = [
     ("int8_linear", "(tiled|few_rows)_kernelI6__half", r"\bHMMA\."),
     ("matmul", "tiled_kernelI6__half", r"\bHMMA\."),
     ("matmul", "tiled_kernel", r"\bLDSM\.16\."),
-    ("matmul", "tiled_kernel.*WideLoaderILi256ELb1E", r"\bLDSM\.16\.MT88\."),  # transposed
+    ("matmul", "tiled_kernel.*ELb1E", r"\bLDSM\.16\.MT88\."),  # an operand is transposed
     ("matmul", "tiled_kernel", r"\bLDS\.128\b"),
     ("matmul", "tiled_kernel", WIDE_STORE),
     ("matmul_few_rows", "few_rows_kernelI6__half", WIDE_LOAD),
