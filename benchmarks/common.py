@@ -55,6 +55,7 @@ class Layout:
 
     name: str
     shapes: tuple[tuple[int, ...], ...]
+    in_a_row: int = 1  # calls between two looks at a CPU's clock
 
     @property
     def elements(self) -> int:
@@ -100,8 +101,11 @@ def few_large(elements: int) -> Layout:
     return Layout("few large", ((elements // 4,),) * 4)
 
 
-def many_small() -> Layout:
-    return Layout("1000 x 64", ((64,),) * 1000)
+def many_small() -> list[Layout]:
+    """Twice: steps in a row, whose time is that of instructions, and single ones after other work, when every object
+    and array has to come from memory again."""
+    shapes = ((64,),) * 1000
+    return [Layout("1000 x 64", shapes, in_a_row=20), Layout("1000 x 64, cold caches", shapes)]
 
 
 def resnet50() -> Layout:
@@ -124,7 +128,7 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
     sizes = (1_000_000,) if args.quick else SIZES
     free = free_bytes(args.device)
     chosen = []
-    for layout in [few_large(n) for n in sizes] + [many_small()] + ([] if args.quick else [resnet50()]):
+    for layout in [few_large(n) for n in sizes] + many_small() + ([] if args.quick else [resnet50()]):
         needed = MIN_CASE_BYTES * layout.elements
         if layout.elements > args.max_elements:
             print(f"left out: {layout.name}, {layout.elements:,} elements: more than --max-elements")
@@ -247,7 +251,7 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
             rows[contender]["note"] = why
         else:
             jobs[contender] = job
-    times, copy_times = _interleave(jobs, lambda: target.copy_(source), args)
+    times, copy_times = _interleave(jobs, lambda: target.copy_(source), case.layout.in_a_row, args)
     copy_bytes = 2 * source.nbytes
     copy_speed = copy_bytes / statistics.median(copy_times)
     ours = statistics.median(times[contenders[0]]) if contenders[0] in times else math.nan
@@ -297,9 +301,9 @@ def _free_memory(device: torch.device) -> None:
 
 
 def _interleave(
-    jobs: dict[Contender, Job], copy: Callable[[], object], args: argparse.Namespace
+    jobs: dict[Contender, Job], copy: Callable[[], object], calls: int, args: argparse.Namespace
 ) -> tuple[dict[Contender, list[float]], list[float]]:
-    """Milliseconds of each call in rounds of all of them, a copy before every one."""
+    """Milliseconds of a call in rounds of all of them, a copy before every one."""
     times: dict[Contender, list[float]] = defaultdict(list)
     copy_times: list[float] = []
     copy()
@@ -311,23 +315,26 @@ def _interleave(
             copy_times.append(_milliseconds(copy, args.device))
             if args.device.type == "cpu":
                 job.precede()
-            times[contender].append(_milliseconds(job.run, args.device))
+            times[contender].append(_milliseconds(job.run, args.device, calls))
     return times, copy_times or [_milliseconds(copy, args.device)]
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device) -> float:
+def _milliseconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+    """Of one of so many calls in a row."""
     if device.type == "cpu":
         start = time.perf_counter()
-        call()
-        return 1e3 * (time.perf_counter() - start)
+        for _ in range(calls):
+            call()
+        return 1e3 * (time.perf_counter() - start) / calls
+    calls = max(calls, CUDA_REPEATS)
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize(device)
     begin.record()
-    for _ in range(CUDA_REPEATS):
+    for _ in range(calls):
         call()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / CUDA_REPEATS
+    return begin.elapsed_time(end) / calls
 
 
 def _statistics(samples: Sequence[float], size: int, copy_speed: float, ours: float) -> dict[str, object]:

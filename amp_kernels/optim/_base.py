@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -52,6 +53,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.grad_norm = None
         self._plans = None
         self._plan_key: list[object] = []
+        self._plan_params: list[list[Tensor]] = []
         self._records: dict[torch.device, Tensor] = {}
         self._is_checked = False
 
@@ -143,17 +145,22 @@ class FusedOptimizer(torch.optim.Optimizer):
         return all(fits)
 
     def _plans_fit(self) -> bool:
-        """Whether backends and options are those the plans were made for."""
+        """Whether parameters, state, backends and options are those the plans were made for."""
         assert self._plans is not None
-        return self._plan_key == self._current_plan_key() and all(
-            plan.backend == _backends.select(plan.device) for plan in self._plans
+        return (
+            self._plan_key == self._current_plan_key()
+            and len(self._plan_params) == len(self.param_groups)
+            and all(map(_are_same, self._plan_params, self._params_by_group()))
+            and all(plan.backend == _backends.select(plan.device) for plan in self._plans)
         )
 
+    def _params_by_group(self) -> Iterator[list[Tensor]]:
+        return (group["params"] for group in self.param_groups)
+
     def _current_plan_key(self) -> list[object]:
-        groups = [(*map(id, group["params"]), self._state_names(group)) for group in self.param_groups]
         # Who replaces or empties state is followed.
         changes = self.state.changes.count if isinstance(self.state, States) else None
-        return [id(self.state), changes, groups]
+        return [id(self.state), changes, [self._state_names(group) for group in self.param_groups]]
 
     def _refuse_capture(self) -> None:
         if any(capturing(local(param).device) for _, _, param in self._named_parameters()):
@@ -172,6 +179,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             by_device.setdefault(local(param).device, []).append(self._member(name, index, param))
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
         self._plan_key = self._current_plan_key()
+        self._plan_params = [list(params) for params in self._params_by_group()]
 
     def _make_plan(self, device: torch.device, members: list[Member]) -> Plan:
         if device not in self._records:
@@ -364,6 +372,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         super().add_param_group(param_group)
         self._drop_plans()
+
+
+def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
+    """Whether two lists hold the same objects."""
+    return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
 def _zeros_like(param: Tensor) -> Tensor:

@@ -1,4 +1,5 @@
 // The table ops on CPU tensors.
+#include "../cpu/parallel.h"
 #include "../cpu/unscale.h"
 #include "../cpu/update.h"
 #include "../formulas/rmsprop.h"
@@ -18,10 +19,8 @@ int64_t elements(const Table& table) {
 // 65536 of them waking a second thread costs more than it saves.
 template <class F>
 void for_each_chunk(const Table& table, int64_t elements, const F& f) {
-  const int64_t grain = elements < 65536 ? table.chunk_count + 1 : 1;
-  torch::stable::parallel_for(0, table.chunk_count, grain, [&](int64_t begin, int64_t end) {
-    for (int64_t c = begin; c < end; ++c) f(c);
-  });
+  const int64_t threads = elements < 65536 ? 1 : torch::stable::get_num_threads();
+  for_each(table.chunk_count, std::min(threads, table.chunk_count), f);
 }
 
 void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optional<Tensor> scale, bool divide,

@@ -31,8 +31,17 @@ auto with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-// Asks for n elements that will be read soon; addresses past the end are harmless. One stream read by one
-// core is bound by latency: the gradient pass gains half as much again from it.
+// Whether a core reads long streams faster when it is told what comes. On a Xeon (Sapphire Rapids, 2 cores) the gradient
+// pass gains half as much again; an EPYC (Zen 4, 2 cores) fetches ahead better by itself, and asking costs it a fifth.
+inline bool asks_ahead() {
+#if defined(__x86_64__)
+  return __builtin_cpu_is("intel");
+#else
+  return true;
+#endif
+}
+
+// Asks for n elements that will be read soon; addresses past the end are harmless.
 template <class T>
 void prefetch(const T* from, int64_t n) {
   const char* line = reinterpret_cast<const char*>(from);

@@ -53,14 +53,17 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
                         update.steps[index] == 0, has);
   ++update.steps[index];
 
+  const bool ahead = asks_ahead();
   float staged[kUpdateBlock];
   float absent[3][kUpdateBlock];
   for (int64_t i = 0; i < chunk.size; i += kUpdateBlock) {
     const int64_t n = std::min(kUpdateBlock, chunk.size - i);
-    prefetch(grad + i + kUpdateAhead, n);
-    prefetch(param + i + kUpdateAhead, n);
-    for (float* array : state)
-      if (array != nullptr) prefetch(array + i + kUpdateAhead, n);
+    if (ahead) {
+      prefetch(grad + i + kUpdateAhead, n);
+      prefetch(param + i + kUpdateAhead, n);
+      for (float* array : state)
+        if (array != nullptr) prefetch(array + i + kUpdateAhead, n);
+    }
     float* s[3];
     for (int k = 0; k < 3; ++k) {
       s[k] = state[k] == nullptr ? absent[k] : state[k] + i;

@@ -1,0 +1,39 @@
+// Work shared by the threads of torch's pool.
+#pragma once
+
+#include <torch/csrc/stable/ops.h>
+
+#include <atomic>
+#include <cstdint>
+#include <vector>
+
+namespace amp_kernels::cpu {
+
+// Calls f(i) once for every i in [0, n). A thread begins with its own consecutive share, whose memory may be in its core's
+// cache from the pass before, and then helps the others: cores are seldom equally fast, and where another process took
+// a part of one, waiting for equal shares cost an update of 25M parameters 3 to 20 percent.
+template <class F>
+void for_each(int64_t n, int64_t threads, const F& f) {
+  struct alignas(64) Share {
+    std::atomic<int64_t> next;
+    int64_t end;
+  };
+  if (threads <= 1) {
+    for (int64_t i = 0; i < n; ++i) f(i);
+    return;
+  }
+  std::vector<Share> shares(threads);
+  for (int64_t t = 0; t < threads; ++t) {
+    shares[t].next = t * n / threads;
+    shares[t].end = (t + 1) * n / threads;
+  }
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t first, int64_t last) {
+    for (int64_t t = first; t < last; ++t)
+      for (int64_t k = 0; k < threads; ++k) {
+        Share& share = shares[(t + k) % threads];
+        for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) f(i);
+      }
+  });
+}
+
+}  // namespace amp_kernels::cpu
