@@ -15,7 +15,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import torch
 
@@ -28,6 +28,8 @@ _UPDATE_TABLE = (
 KERNEL_SCHEMAS = {
     "_unscale_table_": "(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, "
     "bool clear, Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()",
+    # Of the CPU's only, see _lists.run_plain_gradient_pass.
+    "_gradient_pass_": "(Tensor[] grads, Tensor? scale, bool write, Tensor(a!) found_inf, Tensor(b!) norm) -> bool",
     # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
     "_send_": "(Tensor host, Tensor(a!) to) -> ()",
     # On the host, of tensors of any device; see _table.addresses_of.
@@ -57,13 +59,14 @@ for _name, _schema in KERNEL_SCHEMAS.items():
     library.define(_name + _schema)
 _loader.load()  # registers the kernel ops of CPU and, if built for it, CUDA
 
-Kernel = Callable[..., None]
+Kernel = Callable[..., Any]
 
 
 class Kernels(Protocol):
     """A backend: its kernel ops, called as their schemas say."""
 
     _unscale_table_: Kernel
+    _gradient_pass_: Kernel
     _sgd_table_: Kernel
     _rmsprop_table_: Kernel
     _send_: Kernel

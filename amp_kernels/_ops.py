@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _checks, _int8, _matmul, reference
 from ._backends import kernels, library, select
-from ._lists import run_gradient_pass, run_update
+from ._lists import run_gradient_pass, run_plain_gradient_pass, run_update
 
 SCHEMAS = {
     "unscale_": "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
@@ -44,8 +44,9 @@ SCHEMAS = {
 # ---------------------------------------------------------------------------------------------------- list operators
 def _mutates(*tensors: Sequence[Tensor]) -> None:
     """Tells autograd what a raw-pointer write changed: without it a later backward pass is silently wrong."""
-    changed = [t for group in tensors for t in group if not t.is_inference()]
-    torch.autograd.graph.increment_version(changed)
+    for group in tensors:
+        counts = not any(map(Tensor.is_inference, group))  # these have no counter
+        torch.autograd.graph.increment_version(group if counts else [t for t in group if not t.is_inference()])
 
 
 def _is_fake(tensors: Sequence[Tensor]) -> bool:
@@ -54,28 +55,38 @@ def _is_fake(tensors: Sequence[Tensor]) -> bool:
 
 
 def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    if not grads:
-        return
-    _checks.check_unscale(grads, inv_scale, found_inf)
-    ops = kernels(select(grads[0].device))
-    if ops is None:
-        reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
-    else:
-        run_gradient_pass(ops, grads, inv_scale, found_inf, write=True)
-    _mutates(grads, [found_inf])
+    if grads:
+        _gradient_pass("unscale_", grads, inv_scale, found_inf, write=True)
+        _mutates(grads, [found_inf])
 
 
 def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
     if not grads:
         return torch.zeros((), dtype=torch.float32, device=found_inf.device)
-    _checks.check_grad_norm(grads, inv_scale, found_inf)
-    ops = kernels(select(grads[0].device))
-    if ops is None:
-        norm = reference.grad_norm(grads, inv_scale=inv_scale, found_inf=found_inf)
-    else:
-        norm = run_gradient_pass(ops, grads, inv_scale, found_inf, write=False)
+    norm = _gradient_pass("grad_norm", grads, inv_scale, found_inf, write=False)
     _mutates([found_inf])
     return norm
+
+
+def _gradient_pass(
+    op: str, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
+) -> Tensor:
+    """Returns the norm, which nobody asks for after unscaling."""
+    backend = select(grads[0].device)
+    ops = kernels(backend)
+    if ops is not None and backend == "cpu":
+        _checks.check_pass_scalars(op, grads, inv_scale, found_inf)
+        norm = run_plain_gradient_pass(ops, grads, inv_scale, found_inf, write=write)
+        if norm is not None:
+            return norm
+    _checks.check_pass(op, grads, inv_scale, found_inf, write=write)
+    if ops is not None:
+        return run_gradient_pass(ops, grads, inv_scale, found_inf, write=write)
+    if not write:
+        return reference.grad_norm(grads, inv_scale=inv_scale, found_inf=found_inf)
+    assert inv_scale is not None
+    reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
+    return found_inf
 
 
 def _sgd(
@@ -166,13 +177,13 @@ def _rmsprop(
 
 def _fake_unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
     if grads:
-        _checks.check_unscale(grads, inv_scale, found_inf)
+        _checks.check_pass("unscale_", grads, inv_scale, found_inf, write=True)
 
 
 def _fake_grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
     if not grads:
         return torch.empty_like(found_inf, dtype=torch.float32).view(())
-    _checks.check_grad_norm(grads, inv_scale, found_inf)
+    _checks.check_pass("grad_norm", grads, inv_scale, found_inf, write=False)
     return grads[0].new_empty((), dtype=torch.float32)
 
 

@@ -134,6 +134,8 @@ class Training:
         torch.manual_seed(seed)
         self.run, self.steps, self.times = run, steps, []
         self.model = Transformer(run.size).to(text.device, DTYPES[run.precision])
+        if run.precision != "fp32":
+            amp_kernels.nn.convert_linear_(self.model)
         options = OPTIONS[run.optimizer]
         if run.ours:  # with names, so that the scaler can say where an overflow came from
             named = self.model.named_parameters()

@@ -32,7 +32,7 @@ def test_results_of_a_small_run(tmp_path):
     output, errors = demo.communicate(timeout=300)
     assert demo.returncode == 0, output + errors
     rows = table(tmp_path)
-    precisions = ["fp32 SGD", "bf16 FusedSGD", "fp32 RMSprop", "bf16 FusedRMSprop"]
+    precisions = ["fp32 SGD", "fp16 FusedSGD", "fp32 RMSprop", "fp16 FusedRMSprop"]
     assert [row["name"] for row in rows] == [*precisions, "drill, fp32", "drill, fp16 + scaler"]
     for row in rows:
         assert row["steps"] == "12"
@@ -46,10 +46,10 @@ def test_results_of_a_small_run(tmp_path):
     assert "drill, fp16 + scaler: step 1 skipped, overflow in the gradient of token.weight" in output
     losses = {row["name"]: float(row["validation_loss"]) for row in rows}
     assert losses["drill, fp16 + scaler"] < math.log(256)  # it recovered and learned
-    difference = losses["bf16 FusedSGD"] / losses["fp32 SGD"] - 1
+    difference = losses["fp16 FusedSGD"] / losses["fp32 SGD"] - 1
     assert abs(difference) < 0.01
-    assert "Training with bf16 weights matched fp32: after 12 steps" in output
-    assert f"{difference:+.2%} (bf16 FusedSGD)" in output
+    assert "Training with fp16 weights matched fp32: after 12 steps" in output
+    assert f"{difference:+.2%} (fp16 FusedSGD)" in output
 
 
 def test_an_interrupt_leaves_what_was_done(tmp_path):

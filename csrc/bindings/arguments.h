@@ -2,6 +2,7 @@
 // Everything was checked in Python, where the table was built.
 #pragma once
 
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -38,6 +39,17 @@ inline Dtype dtype_of(const Tensor& tensor) {
     default:
       return kFloat;
   }
+}
+
+// Twice the dtype's code, plus 1 if the tensor is contiguous; -1 for what kernels do not read.
+inline int64_t kind_of(const Tensor& tensor) {
+  using torch::headeronly::ScalarType;
+  int32_t layout = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
+  const ScalarType type = tensor.scalar_type();
+  const bool is_read = type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
+  if (layout != aoti_torch_layout_strided() || !is_read) return -1;
+  return 2 * dtype_of(tensor) + tensor.is_contiguous();
 }
 
 inline Table make_table(const Tensor& table, const Tensor& chunks, int64_t chunk_size) {

@@ -23,13 +23,49 @@ void for_each_chunk(const Table& table, int64_t elements, const F& f) {
   for_each(table.chunk_count, std::min(threads, table.chunk_count), f);
 }
 
-void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optional<Tensor> scale, bool divide,
-                   bool write, bool clear, Tensor partials, Tensor found_inf, Tensor norm, Tensor record) {
-  const GradientPass pass =
-      make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record);
+void run_pass(const GradientPass& pass) {
   const float factor = unscale_factor(pass);
   for_each_chunk(pass.table, elements(pass.table), [&](int64_t c) { unscale_chunk(pass, factor, c); });
   finish_pass(pass, factor);
+}
+
+void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optional<Tensor> scale, bool divide,
+                   bool write, bool clear, Tensor partials, Tensor found_inf, Tensor norm, Tensor record) {
+  run_pass(make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record));
+}
+
+// The gradient pass over a list, without a table made in Python, which takes 2 us a tensor; false, with nothing done, if
+// a tensor is not contiguous or none that kernels read.
+bool gradient_pass(std::vector<Tensor> grads, std::optional<Tensor> scale, bool write, Tensor found_inf, Tensor norm) {
+  constexpr int64_t kChunk = 1 << 16;
+  const auto count = static_cast<int64_t>(grads.size());
+  std::vector<int64_t> table(3 * count);
+  std::vector<int32_t> chunks;
+  chunks.reserve(2 * count);
+  for (int64_t t = 0; t < count; ++t) {
+    const int64_t kind = kind_of(grads[t]), numel = grads[t].numel();
+    if (kind < 0 || kind % 2 == 0 || !grads[t].is_cpu()) return false;
+    table[kNumel * count + t] = numel;
+    table[kGrad * count + t] = reinterpret_cast<int64_t>(grads[t].data_ptr());
+    table[kGradDtype * count + t] = kind / 2;
+    for (int64_t c = 0; c * kChunk < numel; ++c) {
+      chunks.push_back(static_cast<int32_t>(t));
+      chunks.push_back(static_cast<int32_t>(c));
+    }
+  }
+  std::vector<double> partials(chunks.size() / 2);
+  Record record{};
+  const GradientPass pass{{table.data(), count, chunks.data(), static_cast<int64_t>(partials.size()), kChunk},
+                          data<float>(scale),
+                          /*divide=*/false,
+                          write,
+                          /*clear=*/false,
+                          partials.data(),
+                          data<float>(found_inf),
+                          data<float>(norm),
+                          &record};
+  run_pass(pass);
+  return true;
 }
 
 template <class Formula>
@@ -57,6 +93,7 @@ void update_table(Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps,
 
 STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) {
   m.impl("_unscale_table_", TORCH_BOX(&unscale_table));
+  m.impl("_gradient_pass_", TORCH_BOX(&gradient_pass));
   m.impl("_sgd_table_", TORCH_BOX(&update_table<SgdFormula>));
   m.impl("_rmsprop_table_", TORCH_BOX(&update_table<RmspropFormula>));
 }

@@ -57,45 +57,97 @@ void prefetch_head(const Table& table, const Chunk& chunk, int row) {
   prefetch(chunk.in<const T>(table, row), std::min<int64_t>(chunk.size, 256));
 }
 
-inline void load(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+// Eight fp32 lanes, which g++ and clang map to AVX2 or a pair of NEON registers.
+constexpr int kLanes = 8;
+using Lanes = float __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 
-inline void store(const float* from, float* to, int64_t n) { std::memcpy(to, from, n * sizeof(float)); }
+// Always inlined: called, they would pass their vectors through memory.
+template <class To, class From>
+[[gnu::always_inline]] inline To as(const From& from) {
+  static_assert(sizeof(To) == sizeof(From));
+  To to;
+  std::memcpy(&to, &from, sizeof(to));
+  return to;
+}
 
-inline void load(const Half* from, float* to, int64_t n) {
-  int64_t i = 0;
+[[gnu::always_inline]] inline Lanes load_lanes(const float* from) {
+  Lanes lanes;
+  std::memcpy(&lanes, from, sizeof(lanes));
+  return lanes;
+}
+
+[[gnu::always_inline]] inline void store_lanes(const Lanes& lanes, float* to) {
+  std::memcpy(to, &lanes, sizeof(lanes));
+}
+
+[[gnu::always_inline]] inline Lanes load_lanes(const Half* from) {
 #if defined(__F16C__) && defined(__AVX2__)  // g++ 12 does not vectorise _Float16 with F16C by itself
-  for (; i + 8 <= n; i += 8)
-    _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i))));
+  return as<Lanes>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
+#else
+  Lanes lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(from[i]);
+  return lanes;
 #endif
-  for (; i < n; ++i) to[i] = static_cast<float>(from[i]);
 }
 
-inline void store(const float* from, Half* to, int64_t n) {
-  int64_t i = 0;
+[[gnu::always_inline]] inline void store_lanes(const Lanes& lanes, Half* to) {
 #if defined(__F16C__) && defined(__AVX2__)
-  for (; i + 8 <= n; i += 8)
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(to + i),
-                     _mm256_cvtps_ph(_mm256_loadu_ps(from + i), _MM_FROUND_TO_NEAREST_INT));
+  const __m128i rounded = _mm256_cvtps_ph(as<__m256>(lanes), _MM_FROUND_TO_NEAREST_INT);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), rounded);
+#else
+  for (int i = 0; i < kLanes; ++i) to[i] = Half(lanes[i]);
 #endif
-  for (; i < n; ++i) to[i] = Half(from[i]);
 }
 
-// bf16 in integer arithmetic, which g++ vectorises; the constructors of torch's BFloat16 it does not.
-inline void load(const BFloat16* from, float* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const uint32_t bits = static_cast<uint32_t>(from[i].x) << 16;
-    std::memcpy(to + i, &bits, sizeof(bits));
-  }
+// bf16 in integer arithmetic. g++ 12 splits conversions of generic vectors of integers into halves.
+[[gnu::always_inline]] inline Lanes load_lanes(const BFloat16* from) {
+#if defined(__AVX2__)
+  const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+  return as<Lanes>(_mm256_slli_epi32(words, 16));
+#else
+  Words words;
+  for (int i = 0; i < kLanes; ++i) words[i] = static_cast<uint32_t>(from[i].x) << 16;
+  return as<Lanes>(words);
+#endif
 }
 
-inline void store(const float* from, BFloat16* to, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    uint32_t bits;
-    std::memcpy(&bits, from + i, sizeof(bits));
-    const uint32_t rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-    // A NaN whose payload sits in the low bits would round to inf.
-    to[i].x = static_cast<uint16_t>((bits & 0x7fffffffu) > 0x7f800000u ? 0x7fc0u : rounded);
-  }
+[[gnu::always_inline]] inline void store_lanes(const Lanes& lanes, BFloat16* to) {
+  const Words bits = as<Words>(lanes);
+  // A NaN whose payload sits in the low bits would round to inf.
+  const Words nan = Words{} + 0x7fc0u, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
+  const Words high = (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+#if defined(__AVX2__)
+  const __m256i words = as<__m256i>(high);
+  const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
+#else
+  for (int i = 0; i < kLanes; ++i) to[i].x = static_cast<uint16_t>(high[i]);
+#endif
+}
+
+template <class T>
+void load(const T* from, float* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_lanes(load_lanes(from + i), to + i);
+  if (i == n) return;
+  T rest[kLanes] = {};
+  float staged[kLanes];
+  std::copy_n(from + i, n - i, rest);
+  store_lanes(load_lanes(rest), staged);
+  std::copy_n(staged, n - i, to + i);
+}
+
+template <class T>
+void store(const float* from, T* to, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store_lanes(load_lanes(from + i), to + i);
+  if (i == n) return;
+  float staged[kLanes] = {};
+  T rest[kLanes];
+  std::copy_n(from + i, n - i, staged);
+  store_lanes(load_lanes(staged), rest);
+  std::copy_n(rest, n - i, to + i);
 }
 
 // n elements as fp32: where they lie, or converted into `staged`.

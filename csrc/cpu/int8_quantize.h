@@ -236,17 +236,6 @@ template <int kStep>
 }
 
 #if defined(__AVX2__) && defined(__F16C__)
-inline __m256 load_eight(const float* from) { return _mm256_loadu_ps(from); }
-
-inline __m256 load_eight(const Half* from) {
-  return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
-}
-
-inline __m256 load_eight(const BFloat16* from) {
-  const __m128i bits = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
-  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(bits), 16));
-}
-
 // encode() from where x lies, in half the instructions or less, as the packing saturates; returns how many it did. Out
 // of range _mm256_cvtps_epi32 gives the most negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in
 // a group that made its own scale.
@@ -262,7 +251,7 @@ int64_t encode_blocks(const T* x, const Affines& affines, int64_t first, int8_t*
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t j = first + i + 8 * k;
-      __m256 v = _mm256_mul_ps(load_eight(x + i + 8 * k), kStep == 0 ? inverse : _mm256_loadu_ps(affines.inverse + j));
+      __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + i + 8 * k)), kStep == 0 ? inverse : _mm256_loadu_ps(affines.inverse + j));
       if constexpr (!kIsFinite) {
         v = _mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q));
         v = _mm256_max_ps(_mm256_min_ps(v, most), least);

@@ -11,33 +11,24 @@
 
 namespace amp_kernels::cpu {
 
-// Eight fp32 lanes, which g++ and clang map to AVX2 or a pair of NEON registers. A plain array of 32 sums stays in
-// memory in g++ 12, and the pass is then bound by store forwarding at 3 cycles an element.
-using Lanes = float __attribute__((vector_size(32)));
-using Wide = double __attribute__((vector_size(64)));
-constexpr int kLanes = 8;
+using Wide = double __attribute__((vector_size(8 * kLanes)));
 constexpr int kSums = 4;          // in flight
 constexpr int64_t kBlock = 1024;
-constexpr int64_t kStep = kSums * kLanes;
-constexpr int64_t kAhead = 1024;  // elements
 
-// The squares of a block in Sum: Lanes, or Wide where fp32 is not enough. `each` sees every step of the block.
+// The squares of a block in Sum: Lanes, or Wide where fp32 is not enough. `each` sees every eight elements.
 template <class Sum, class G, class Each>
 double sum_of_squares(const G* x, const Each& each) {
-  Sum lane[kSums] = {};
-  for (int64_t i = 0; i < kBlock; i += kStep) {
-    float staged[kStep];
-    const float* step = as_float(x + i, staged, kStep);
+  Sum sums[kSums] = {};
+  for (int64_t i = 0; i < kBlock; i += kSums * kLanes) {
 #pragma GCC unroll 4
     for (int k = 0; k < kSums; ++k) {
-      Lanes v;
-      std::memcpy(&v, step + k * kLanes, sizeof(v));
+      const Lanes v = load_lanes(x + i + k * kLanes);
       const Sum wide = __builtin_convertvector(v, Sum);
-      lane[k] += wide * wide;
+      sums[k] += wide * wide;
+      each(i + k * kLanes, v);
     }
-    each(i, step);
   }
-  const Wide all = __builtin_convertvector(lane[0] + lane[1] + (lane[2] + lane[3]), Wide);
+  const Wide all = __builtin_convertvector(sums[0] + sums[1] + (sums[2] + sums[3]), Wide);
   double sum = 0.0;
   for (int l = 0; l < kLanes; ++l) sum += all[l];
   return sum;
@@ -46,14 +37,13 @@ double sum_of_squares(const G* x, const Each& each) {
 // Of a block that the fast sum fails for. Apart: inlined, its registers would spill those of the fast sum.
 template <class G>
 [[gnu::noinline]] double exact_sum_of_squares(const G* x) {
-  return sum_of_squares<Wide>(x, [](int64_t, const float*) {});
+  return sum_of_squares<Wide>(x, [](int64_t, const Lanes&) {});
 }
 
 template <class G>
 double checked_sum(const G* grad, bool ahead) {
-  const double sum = sum_of_squares<Lanes>(grad, [&](int64_t i, const float*) {
-    if (ahead) prefetch(grad + i + kAhead, kStep);
-  });
+  if (ahead) prefetch(grad + kBlock, kBlock);
+  const double sum = sum_of_squares<Lanes>(grad, [](int64_t, const Lanes&) {});
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad);
 }
 
@@ -61,14 +51,10 @@ double checked_sum(const G* grad, bool ahead) {
 template <class G>
 double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
   float kept[kBlock];
-  const double sum = sum_of_squares<Lanes>(grad, [&](int64_t i, const float* step) {
-    if (ahead) prefetch(grad + i + kAhead, kStep);
-    float scaled[kStep];
-    for (int64_t k = 0; k < kStep; ++k) {
-      kept[i + k] = step[k];
-      scaled[k] = step[k] * factor;
-    }
-    store(scaled, grad + i, kStep);
+  if (ahead) prefetch(grad + kBlock, kBlock);
+  const double sum = sum_of_squares<Lanes>(grad, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
+    std::memcpy(kept + i, &v, sizeof(v));
+    store_lanes(v * factor, grad + i);
   });
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(kept);
 }
