@@ -93,9 +93,13 @@ void update_table(Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps,
 
 STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) {
   m.impl("_unscale_table_", TORCH_BOX(&unscale_table));
-  m.impl("_gradient_pass_", TORCH_BOX(&gradient_pass));
   m.impl("_sgd_table_", TORCH_BOX(&update_table<SgdFormula>));
   m.impl("_rmsprop_table_", TORCH_BOX(&update_table<RmspropFormula>));
+}
+
+// For every kind of tensor, since it is here that they are looked at.
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CompositeExplicitAutograd, m) {
+  m.impl("_gradient_pass_", TORCH_BOX(&gradient_pass));
 }
 
 }  // namespace amp_kernels::cpu
