@@ -7,7 +7,6 @@ kernels or as plain torch (`amp_kernels.reference`).
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -16,8 +15,6 @@ from torch import Tensor
 from .. import _checks
 from .._ops import OPS as _ops
 from .._table import DTYPE_CODES
-
-_device = operator.attrgetter("device")
 
 
 @torch.no_grad()
@@ -234,7 +231,7 @@ def _update(
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     groups: dict[torch.device, list[Tensor]] = {}
-    if len(set(map(_device, tensors))) == 1:
+    if len({tensor.device for tensor in tensors}) == 1:
         return {tensors[0].device: list(tensors)}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
