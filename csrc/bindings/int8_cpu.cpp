@@ -1,6 +1,7 @@
 // The int8 ops on CPU tensors.
 #include "../cpu/int8_matmul.h"
 #include "../cpu/int8_quantize.h"
+#include "../cpu/parallel.h"
 #include "int8_arguments.h"
 
 namespace amp_kernels::cpu {
@@ -9,13 +10,12 @@ namespace {
 // Calls f(i, bundle, begin, end) for every piece of every bundle.
 template <class F>
 void for_each_piece(const Walk& walk, const Pieces& pieces, const F& f) {
-  const int64_t size = std::max<int64_t>(walk.bundle_size() / pieces.each(), 1);
-  const int64_t grain = std::max<int64_t>(kOneThread / size, 1);
-  torch::stable::parallel_for(0, walk.bundles() * pieces.each(), grain, [&](int64_t first, int64_t last) {
-    for (int64_t i = first; i < last; ++i) {
-      const Piece piece = pieces.at(walk, i);
-      f(i, piece.bundle, piece.begin, piece.end);
-    }
+  const int64_t count = walk.bundles() * pieces.each();
+  const int64_t most = walk.bundles() * walk.bundle_size() / kOneThread;  // threads that are worth waking
+  const int64_t threads = std::min<int64_t>({torch::stable::get_num_threads(), count, most});
+  for_each(count, threads, [&](int64_t i) {
+    const Piece piece = pieces.at(walk, i);
+    f(i, piece.bundle, piece.begin, piece.end);
   });
 }
 
@@ -42,12 +42,13 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
 // A thread reads a bundle for its ranges, and again, from its cache, for the codes.
 template <class T, int kStep>
 void quantize_bundles(const Quantize& args, const Walk& walk, const Pieces& whole) {
-  for_each_piece(walk, whole, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
+  for_each_piece(walk, whole, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
+    const int64_t ahead = i + 1 == walk.bundles() || walk.across() ? 0 : walk.bundle(i + 1).x - bundle.x;
     Ranges ranges(bundle.groups);
     find_ranges<T>(args, walk, bundle, begin, end, ranges);
     Affines affines;
     solve_affines(args, walk, bundle, ranges, affines);
-    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
   });
 }
 

@@ -27,26 +27,32 @@ void store(const float* from, T* to, int64_t step, int64_t n) {
 template <class T>
 [[gnu::always_inline]] inline void prefetch_rows(const T* x, const Walk& walk, const Run& run) {
   constexpr int64_t kRowsAhead = 4;
-  if (!walk.across() || walk.x_step() != 1) return;
+  if (!walk.across() || walk.x_step() != 1 || !asks_ahead()) return;
   const char* line = reinterpret_cast<const char*>(x + run.x + kRowsAhead * walk.row_step());
   for (int64_t i = 0; i < run.n * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(line + i);
 }
 
-// Where to compute n floats that then go to `to`: there, or in `staged`.
-inline float* room(float* to, int64_t step, float* staged) { return step == 1 ? to : staged; }
+// Where to compute floats that then go to `to`: there, or in `staged`.
+inline float* room(float* to, int64_t step, float* staged, bool streams) {
+  return step == 1 && !streams ? to : staged;
+}
 
 template <class T>
-float* room(T*, int64_t, float* staged) {
+float* room(T*, int64_t, float* staged, bool) {
   return staged;
 }
 
-inline void settle(const float* values, float* to, int64_t step, int64_t n) {
-  if (values != to) store(values, to, step, n);
+inline void settle(const float* values, float* to, int64_t step, int64_t n, bool streams) {
+  if (values == to) return;
+  streams && step == 1 ? stream(values, to, n) : store(values, to, step, n);
 }
 
 template <class T>
-void settle(const float* values, T* to, int64_t step, int64_t n) {
-  store(values, to, step, n);
+void settle(const float* values, T* to, int64_t step, int64_t n, bool streams) {
+  if (!streams || step != 1) return store(values, to, step, n);
+  alignas(32) T rounded[kRun];
+  store(values, rounded, n);
+  stream(rounded, to, n);
 }
 
 // ------------------------------------------------------------------------------------------------------- ranges
@@ -236,11 +242,13 @@ template <int kStep>
 }
 
 #if defined(__AVX2__) && defined(__F16C__)
-// encode() from where x lies, in half the instructions or less, as the packing saturates; returns how many it did. Out
-// of range _mm256_cvtps_epi32 gives the most negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in
+// encode() from where x lies, in half the instructions or less, as the packing saturates; returns how many it did.
+// Meanwhile as many from `next` on, unless it is null, come into L2. Out of range _mm256_cvtps_epi32 gives the most negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in
 // a group that made its own scale.
 template <int kStep, bool kIsFinite, class T>
-int64_t encode_blocks(const T* x, const Affines& affines, int64_t first, int8_t* out, int64_t n) {
+int64_t encode_blocks(const T* x, const T* next, const Affines& affines, int64_t first, int8_t* out, int64_t n,
+                      bool streams) {
+  streams = streams && reinterpret_cast<uintptr_t>(out) % 32 == 0;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
   const __m256 most = _mm256_set1_ps(512.0f), least = _mm256_set1_ps(-512.0f);
   const __m256i lowest = _mm256_set1_epi8(static_cast<int8_t>(affines.low));
@@ -248,6 +256,9 @@ int64_t encode_blocks(const T* x, const Affines& affines, int64_t first, int8_t*
   const __m256i zero_point = _mm256_set1_epi16(static_cast<int16_t>(affines.zero_point[first]));
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
+    if (next != nullptr)
+      for (int line = 0; line < 32 * static_cast<int>(sizeof(T)); line += 64)
+        __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line, 0, 2);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t j = first + i + 8 * k;
@@ -264,13 +275,17 @@ int64_t encode_blocks(const T* x, const Affines& affines, int64_t first, int8_t*
     __m256i low = _mm256_packs_epi32(steps[0], steps[1]), high = _mm256_packs_epi32(steps[2], steps[3]);
     if constexpr (kStep == 0) low = _mm256_adds_epi16(low, zero_point), high = _mm256_adds_epi16(high, zero_point);
     const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), _mm256_max_epi8(codes, lowest));
+    const __m256i clamped = _mm256_max_epi8(codes, lowest);
+    if (streams)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), clamped);
+    else
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), clamped);
   }
   return i;
 }
 #else
 template <int kStep, bool kIsFinite, class T>
-int64_t encode_blocks(const T*, const Affines&, int64_t, int8_t*, int64_t) {
+int64_t encode_blocks(const T*, const T*, const Affines&, int64_t, int8_t*, int64_t, bool) {
   return 0;
 }
 #endif
@@ -381,11 +396,12 @@ inline void solve_affines(const Quantize& args, const Walk& walk, const Bundle& 
   }
 }
 
+// `ahead`: from an element to the one of the next bundle, whose memory is asked for while this one is in cache, or 0.
 template <class T, int kStep>
 void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
-                 const Affines& affines) {
+                 const Affines& affines, int64_t ahead) {
   const auto* x = static_cast<const T*>(args.x);
-  const bool is_direct = walk.x_step() == 1 && !args.stochastic;
+  const bool is_direct = walk.x_step() == 1 && !args.stochastic, streams = walk.streams();
   float staged[kRun], noise[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     auto* out = static_cast<int8_t*>(args.out) + run.out;
@@ -394,8 +410,9 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
     if (is_direct) {
       // In a group without a scale of its own some x may be infinite or NaN.
       const bool is_finite = kStep == 0 && !args.is_static && affines.inverse[run.group] != 0.0f;
-      done = is_finite ? encode_blocks<kStep, true>(x + run.x, affines, run.group, out, run.n)
-                       : encode_blocks<kStep, false>(x + run.x, affines, run.group, out, run.n);
+      const T* next = ahead == 0 ? nullptr : x + run.x + ahead;
+      done = is_finite ? encode_blocks<kStep, true>(x + run.x, next, affines, run.group, out, run.n, streams)
+                       : encode_blocks<kStep, false>(x + run.x, next, affines, run.group, out, run.n, streams);
       if (done == run.n) return;
     }
     const float* from = as_float(x + run.x + done * walk.x_step(), walk.x_step(), staged, run.n - done);
@@ -411,35 +428,37 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
 template <class T, int kStep>
 void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                const Affines& affines) {
-  float staged[kRun], staged_out[kRun];
+  const bool streams = walk.streams();
+  alignas(32) float staged[kRun], staged_out[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const float* from = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
     T* out = static_cast<T*>(args.out) + run.out;
-    float* values = room(out, 1, staged_out);
+    float* values = room(out, 1, staged_out, streams);
     fake<kStep>(from, affines, run.group, values, run.n);
-    settle(values, out, 1, run.n);
+    settle(values, out, 1, run.n, streams);
   });
 }
 
 template <class T, int kStep>
 void quantize_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
-                   const Affines& affines) {
+                   const Affines& affines, int64_t ahead = 0) {
   if (args.fake)
     fake_pass<T, kStep>(args, walk, bundle, begin, end, affines);
   else
-    encode_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+    encode_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
 }
 
 template <class T, int kStep>
 void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end) {
   Affines affines;
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  float staged[kRun];
+  const bool streams = walk.streams();
+  alignas(32) float staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     T* out = static_cast<T*>(args.out) + run.x;
-    float* values = room(out, walk.x_step(), staged);
+    float* values = room(out, walk.x_step(), staged, streams);
     decode<kStep>(args.values + run.out, affines, run.group, values, run.n);
-    settle(values, out, walk.x_step(), run.n);
+    settle(values, out, walk.x_step(), run.n, streams);
   });
 }
 
@@ -448,14 +467,15 @@ void straight_through_pass(const StraightThrough& args, const Walk& walk, const 
                            int64_t end) {
   Affines affines;
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  float staged_grad[kRun], staged_x[kRun], staged_out[kRun];
+  const bool streams = walk.streams();
+  alignas(32) float staged_grad[kRun], staged_x[kRun], staged_out[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const float* grad = as_float(static_cast<const T*>(args.grad) + run.out, staged_grad, run.n);
     const float* x = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged_x, run.n);
     T* out = static_cast<T*>(args.out) + run.out;
-    float* values = room(out, 1, staged_out);
+    float* values = room(out, 1, staged_out, streams);
     mask<kStep>(grad, x, affines, run.group, values, run.n);
-    settle(values, out, 1, run.n);
+    settle(values, out, 1, run.n, streams);
   });
 }
 

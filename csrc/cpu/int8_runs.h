@@ -51,6 +51,9 @@ class Walk {
   int64_t index_step() const { return layout_.index[inner_]; }
   int64_t scale_step() const { return layout_.scale[1]; }
 
+  // Whether what is written goes past the caches (convert.h): it is too large to be found there.
+  bool streams() const { return bundles() * bundle_size() >= 1 << 22; }
+
   // Of the largest bundle.
   int64_t bundle_size() const {
     const int64_t groups = std::min(most_groups_, layout_.size[Int8Layout::kG2]);

@@ -7,9 +7,11 @@
 #include <cstdint>
 #include <vector>
 
+#include "convert.h"
+
 namespace amp_kernels::cpu {
 
-// Calls f(i) once for every i in [0, n). A thread begins with its own consecutive share, whose memory may be in its core's
+// Calls f(i) once for every i in [0, n); what it streamed is then there for every thread. A thread begins with its own consecutive share, whose memory may be in its core's
 // cache from the pass before, and then helps the others: cores are seldom equally fast, and where another process took
 // a part of one, waiting for equal shares cost an update of 25M parameters 3 to 20 percent.
 template <class F>
@@ -20,7 +22,7 @@ void for_each(int64_t n, int64_t threads, const F& f) {
   };
   if (threads <= 1) {
     for (int64_t i = 0; i < n; ++i) f(i);
-    return;
+    return fence_streams();
   }
   std::vector<Share> shares(threads);
   for (int64_t t = 0; t < threads; ++t) {
@@ -33,6 +35,7 @@ void for_each(int64_t n, int64_t threads, const F& f) {
         Share& share = shares[(t + k) % threads];
         for (int64_t i; (i = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end;) f(i);
       }
+    fence_streams();
   });
 }
 

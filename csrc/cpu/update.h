@@ -80,7 +80,6 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
       }
     }
   }
-  if (streams) fence_streams();
 }
 
 }  // namespace amp_kernels::cpu
