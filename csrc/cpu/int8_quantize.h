@@ -145,8 +145,19 @@ void add_run(const T* x, int64_t step, int64_t n, bool symmetric, Ranges& ranges
   ranges.add(group, run);
 }
 
-inline void raise_magnitudes(const float* __restrict x, int64_t n, uint32_t* __restrict magnitude) {
-  for (int64_t i = 0; i < n; ++i) magnitude[i] = std::max(magnitude[i], float_bits(x[i]) & 0x7fffffffu);
+// Magnitudes as signed integers, which have a maximum in vectors everywhere.
+template <class T>
+void raise_magnitudes(const T* x, int64_t n, uint32_t* magnitude) {
+  using Integers = int32_t __attribute__((vector_size(sizeof(Lanes))));
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    const Integers bits = as<Integers>(load_lanes(x + i)) & 0x7fffffff;
+    Integers largest;
+    std::memcpy(&largest, magnitude + i, sizeof(largest));
+    largest = bits > largest ? bits : largest;
+    std::memcpy(magnitude + i, &largest, sizeof(largest));
+  }
+  for (; i < n; ++i) magnitude[i] = std::max(magnitude[i], float_bits(static_cast<float>(x[i])) & 0x7fffffffu);
 }
 
 inline void widen_ranges(const float* __restrict x, int64_t n, float* __restrict low, float* __restrict high) {
@@ -160,7 +171,10 @@ inline void widen_ranges(const float* __restrict x, int64_t n, float* __restrict
 template <class T>
 void add_across(const T* from, int64_t step, int64_t n, bool symmetric, Ranges& ranges, int64_t first) {
   float staged[kRun];
-  raise_magnitudes(as_float(from, step, staged, n), n, ranges.magnitude + first);
+  if (step == 1)
+    raise_magnitudes(from, n, ranges.magnitude + first);
+  else
+    raise_magnitudes(as_float(from, step, staged, n), n, ranges.magnitude + first);
   if (!symmetric) widen_ranges(as_float(from, step, staged, n), n, ranges.low + first, ranges.high + first);
 }
 
@@ -175,12 +189,14 @@ struct Affines {
   float highest[kGroups];
   int zero_point[kGroups];
   int low;
+  bool have_inverses = true;  // all of them
 
   void set(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
     lowest[i] = static_cast<float>(affine.low - affine.zero_point);
     highest[i] = static_cast<float>(127 - affine.zero_point);
     low = affine.low;
+    have_inverses = have_inverses && affine.inverse != 0.0f;
   }
 };
 
@@ -409,7 +425,8 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
     prefetch_rows(x, walk, run);
     if (is_direct) {
       // In a group without a scale of its own some x may be infinite or NaN.
-      const bool is_finite = kStep == 0 && !args.is_static && affines.inverse[run.group] != 0.0f;
+      const bool has_inverse = kStep == 0 ? affines.inverse[run.group] != 0.0f : affines.have_inverses;
+      const bool is_finite = !args.is_static && has_inverse;
       const T* next = ahead == 0 ? nullptr : x + run.x + ahead;
       done = is_finite ? encode_blocks<kStep, true>(x + run.x, next, affines, run.group, out, run.n, streams)
                        : encode_blocks<kStep, false>(x + run.x, next, affines, run.group, out, run.n, streams);
