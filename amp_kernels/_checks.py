@@ -78,9 +78,7 @@ def check_states(op: str, name: str, states: Sequence[Tensor], params: Sequence[
             raise TypeError(f"{op}: {name}[{i}] must be float32, got {state.dtype}; state is kept in float32")
 
 
-def check_pass(
-    op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
-) -> None:
+def check_pass(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool) -> None:
     """Arguments of `unscale_` (`write`) and `grad_norm`."""
     check_tensors(op, "grads", grads)
     if write:

@@ -68,9 +68,7 @@ def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor)
     return norm
 
 
-def _gradient_pass(
-    op: str, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
-) -> Tensor:
+def _gradient_pass(op: str, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool) -> Tensor:
     """Returns the norm, which nobody asks for after unscaling."""
     backend = select(grads[0].device)
     ops = kernels(backend)

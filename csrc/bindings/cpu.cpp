@@ -34,8 +34,8 @@ void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optiona
   run_pass(make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record));
 }
 
-// The gradient pass over a list, without a table made in Python, which takes 2 us a tensor; false, with nothing done, if
-// a tensor is not contiguous or none that kernels read.
+// The gradient pass over a list, without a table made in Python, which takes 2 us a tensor; false, with nothing done,
+// if a tensor is not contiguous or none that kernels read.
 bool gradient_pass(std::vector<Tensor> grads, std::optional<Tensor> scale, bool write, Tensor found_inf, Tensor norm) {
   constexpr int64_t kChunk = 1 << 16;
   const auto count = static_cast<int64_t>(grads.size());

@@ -31,8 +31,9 @@ auto with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-// Whether a core reads long streams faster when it is told what comes. On a Xeon (Sapphire Rapids, 2 cores) the gradient
-// pass gains half as much again; an EPYC (Zen 4, 2 cores) fetches ahead better by itself, and asking costs it a fifth.
+// Whether a core reads long streams faster when it is told what comes. On a Xeon (Sapphire Rapids, 2 cores) the
+// gradient pass gains half as much again; an EPYC (Zen 4, 2 cores) fetches ahead better by itself, and asking costs it
+// a fifth.
 inline bool asks_ahead() {
 #if defined(__x86_64__)
   return __builtin_cpu_is("intel");

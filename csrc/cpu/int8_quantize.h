@@ -33,9 +33,7 @@ template <class T>
 }
 
 // Where to compute floats that then go to `to`: there, or in `staged`.
-inline float* room(float* to, int64_t step, float* staged, bool streams) {
-  return step == 1 && !streams ? to : staged;
-}
+inline float* room(float* to, int64_t step, float* staged, bool streams) { return step == 1 && !streams ? to : staged; }
 
 template <class T>
 float* room(T*, int64_t, float* staged, bool) {
@@ -44,7 +42,8 @@ float* room(T*, int64_t, float* staged, bool) {
 
 inline void settle(const float* values, float* to, int64_t step, int64_t n, bool streams) {
   if (values == to) return;
-  streams && step == 1 ? stream(values, to, n) : store(values, to, step, n);
+  if (streams && step == 1) return stream(values, to, n);
+  store(values, to, step, n);
 }
 
 template <class T>
@@ -259,8 +258,8 @@ template <int kStep>
 
 #if defined(__AVX2__) && defined(__F16C__)
 // encode() from where x lies, in half the instructions or less, as the packing saturates; returns how many it did.
-// Meanwhile as many from `next` on, unless it is null, come into L2. Out of range _mm256_cvtps_epi32 gives the most negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in
-// a group that made its own scale.
+// Meanwhile as many from `next` on, unless it is null, come into L2. Out of range _mm256_cvtps_epi32 gives the most
+// negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in a group that made its own scale.
 template <int kStep, bool kIsFinite, class T>
 int64_t encode_blocks(const T* x, const T* next, const Affines& affines, int64_t first, int8_t* out, int64_t n,
                       bool streams) {
@@ -278,7 +277,8 @@ int64_t encode_blocks(const T* x, const T* next, const Affines& affines, int64_t
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t j = first + i + 8 * k;
-      __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + i + 8 * k)), kStep == 0 ? inverse : _mm256_loadu_ps(affines.inverse + j));
+      __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + i + 8 * k)),
+                               kStep == 0 ? inverse : _mm256_loadu_ps(affines.inverse + j));
       if constexpr (!kIsFinite) {
         v = _mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q));
         v = _mm256_max_ps(_mm256_min_ps(v, most), least);

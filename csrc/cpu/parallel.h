@@ -11,9 +11,10 @@
 
 namespace amp_kernels::cpu {
 
-// Calls f(i) once for every i in [0, n); what it streamed is then there for every thread. A thread begins with its own consecutive share, whose memory may be in its core's
-// cache from the pass before, and then helps the others: cores are seldom equally fast, and where another process took
-// a part of one, waiting for equal shares cost an update of 25M parameters 3 to 20 percent.
+// Calls f(i) once for every i in [0, n); what it streamed is then there for every thread. A thread begins with its own
+// consecutive share, whose memory may be in its core's cache from the pass before, and then helps the others: cores are
+// seldom equally fast, and where another process took a part of one, waiting for equal shares cost an update of 25M
+// parameters 3 to 20 percent.
 template <class F>
 void for_each(int64_t n, int64_t threads, const F& f) {
   struct alignas(64) Share {

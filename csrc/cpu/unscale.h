@@ -13,7 +13,7 @@ namespace amp_kernels::cpu {
 
 using Wide = double __attribute__((vector_size(8 * kLanes)));
 constexpr int kSums = 4;          // in flight
-constexpr int64_t kBlock = 1024;
+constexpr int64_t kBlock = 1024;  // 32 squares a lane: at most 1e-6 of rounding in the norm even when it is one-sided
 
 // The squares of a block in Sum: Lanes, or Wide where fp32 is not enough. `each` sees every eight elements.
 template <class Sum, class G, class Each>
@@ -28,7 +28,8 @@ double sum_of_squares(const G* x, const Each& each) {
       each(i + k * kLanes, v);
     }
   }
-  const Wide all = __builtin_convertvector(sums[0] + sums[1] + (sums[2] + sums[3]), Wide);
+  Wide all = {};
+  for (const Sum& lanes : sums) all += __builtin_convertvector(lanes, Wide);
   double sum = 0.0;
   for (int l = 0; l < kLanes; ++l) sum += all[l];
   return sum;
