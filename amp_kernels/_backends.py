@@ -29,7 +29,7 @@ KERNEL_SCHEMAS = {
     "_unscale_table_": "(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, "
     "bool clear, Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()",
     # Of the CPU's only, see _lists.run_plain_gradient_pass.
-    "_gradient_pass_": "(Tensor[] grads, Tensor? scale, bool write, Tensor(a!) found_inf, Tensor(b!) norm) -> bool",
+    "_gradient_pass_": "(Tensor(a!)[] grads, Tensor? scale, bool write, Tensor(b!) found_inf, Tensor(c!) norm) -> bool",
     # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
     "_send_": "(Tensor host, Tensor(a!) to) -> ()",
     # On the host, of tensors of any device; see _table.addresses_of.

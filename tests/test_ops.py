@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -85,17 +86,40 @@ class Checked:
 # Table ops write through addresses that no schema can show, so they are never traced and have no fake: only
 # what the schema says of their arguments is checked. `_send_` has no CPU kernel.
 @pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
-@pytest.mark.parametrize("op", ["_unscale_table_", "_sgd_table_", "_rmsprop_table_"])
+@pytest.mark.parametrize("op", ["_unscale_table_", "_gradient_pass_", "_sgd_table_", "_rmsprop_table_"])
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
     if op == "_unscale_table_":
         _lists.run_gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
+    elif op == "_gradient_pass_":
+        _lists.run_plain_gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
     else:
         params, grads, *states, masters = lists("sgd_" if op == "_sgd_table_" else "rmsprop_")
         options = {"lr": 0.1, "tensor_lr": None, "steps_taken": 0, "grad_scale": None, "found_inf": None}
         table_op = getattr(checked, op)
         _lists.run_update(table_op, checked, params, grads, states, masters, hyper=(0.9,), **options)
     assert op in checked.called
+
+
+ODD_ONES = {
+    "transposed": lambda: testing.randn(3, 4).t(),
+    "float64": lambda: testing.randn(5).double(),
+    "sparse": lambda: testing.randn(5).to_sparse(),
+    "meta": lambda: torch.empty(5, device="meta"),
+}
+
+
+@pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
+@pytest.mark.parametrize("name", ODD_ONES)
+def test_the_pass_without_a_table_takes_plain_tensors_or_does_nothing(name: str) -> None:
+    ops = _backends.kernels("cpu")
+    assert ops is not None
+    plain, found_inf = torch.tensor([3.0, float("inf")]), one(0.0)
+    run = functools.partial(_lists.run_plain_gradient_pass, ops, inv_scale=one(0.5), found_inf=found_inf, write=True)
+    assert run([plain, ODD_ONES[name]()]) is None
+    assert plain.tolist() == [3.0, float("inf")] and found_inf == 0
+    assert run([plain]) == float("inf")
+    assert plain.tolist() == [1.5, float("inf")] and found_inf == 1
 
 
 # ------------------------------------------------------------------------------------------------------ fakes
