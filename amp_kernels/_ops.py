@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import _checks, _int8, _matmul, reference
 from ._backends import kernels, library, select
 from ._lists import run_gradient_pass, run_plain_gradient_pass, run_update
+from ._table import DTYPE_CODES
 
 SCHEMAS = {
     "unscale_": "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
@@ -265,6 +266,29 @@ def _int8_matmul(
         return reference.int8_matmul(a, b, *scales, bias=bias, **final)  # type: ignore[arg-type]
     ops._int8_matmul_(a, b, *map(_dense, scales), _dense(bias), out, out_scale, out_zero_point)
     return out
+
+
+def plain_int8_matmul(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor | None,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor | None:
+    """The product by the CPU's kernels, before any check; None, and nothing was done, if the arguments need more than
+    a look at each, or someone traces. Between small matrices checks and dispatch take longer than the product."""
+    is_traced = torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor
+    if is_traced or not a.is_cpu or a.dim() != 2 or b.dim() != 2 or out_dtype not in DTYPE_CODES:
+        return None
+    ops = kernels(select(a.device)) if select(a.device) == "cpu" else None
+    if ops is None:
+        return None
+    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device="cpu")
+    served = ops._plain_int8_matmul_(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out)
+    return out if served else None
 
 
 def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:

@@ -105,7 +105,7 @@ def many_small() -> list[Layout]:
     """Twice: steps in a row, whose time is that of instructions, and single ones after other work, when every object
     and array has to come from memory again."""
     shapes = ((64,),) * 1000
-    return [Layout("1000 x 64", shapes, in_a_row=20), Layout("1000 x 64, cold caches", shapes)]
+    return [Layout("1000 x 64", shapes, in_a_row=50), Layout("1000 x 64, cold caches", shapes)]
 
 
 def resnet50() -> Layout:

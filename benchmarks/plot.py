@@ -28,13 +28,21 @@ Row = dict[str, str]
 RESULTS = Path(__file__).parent / "results"
 OURS, COPY = "amp_kernels", "copy"
 LARGE = ", few large"  # the layout whose size varies
+# (benchmark, case, dtype or "" for any, title): the README's table
 TARGETS = (
-    ("sgd", "fp16 weights + fp32 masters" + LARGE, "SGD with momentum, fp16 weights + fp32 masters"),
-    ("rmsprop", "fp16 weights + fp32 masters" + LARGE, "RMSprop, fp16 weights + fp32 masters"),
-    ("sgd", "fp32 model" + LARGE, "SGD with momentum, fp32"),
-    ("rmsprop", "fp32 model" + LARGE, "RMSprop, fp32"),
-    ("sgd", "fp16 weights + fp32 masters, 1000 x 64", "SGD, fp16 + masters, 1000 tensors of 64"),
-    ("sgd", "fp32 model, 1000 x 64", "SGD, fp32, 1000 tensors of 64"),
+    ("sgd", "fp16 weights + fp32 masters" + LARGE, "", "SGD with momentum, fp16 weights + fp32 masters"),
+    ("rmsprop", "fp16 weights + fp32 masters" + LARGE, "", "RMSprop, fp16 weights + fp32 masters"),
+    ("sgd", "fp32 model" + LARGE, "", "SGD with momentum, fp32"),
+    ("rmsprop", "fp32 model" + LARGE, "", "RMSprop, fp32"),
+    ("sgd", "fp16 weights + fp32 masters, 1000 x 64", "", "SGD, fp16 + masters, 1000 tensors of 64"),
+    ("sgd", "fp32 model, 1000 x 64", "", "SGD, fp32, 1000 tensors of 64"),
+    ("sgd", "fp32 model, 1000 x 64, cold caches", "", "the same, caches cold"),
+    *(
+        ("int8", f"quantize {groups}, 4096 x 4096", dtype, f"quantize_int8, {groups}, {dtype}")
+        for groups, dtype in (("rows", "float16"), ("tensor", "float32"), ("columns", "float32"))
+    ),
+    ("int8", "dequantize rows, 4096 x 4096", "float16", "dequantize_int8, rows, float16"),
+    *(("int8", f"int8_matmul, {size}x4096x4096", "", f"int8_matmul, {size} x 4096 x 4096") for size in (1, 8, 4096)),
 )
 
 
@@ -125,31 +133,24 @@ def figure(path: Path, rows: Sequence[Row], draw: Callable[[Axes, Sequence[Row]]
 
 
 def table(folders: Sequence[Path]) -> str:
-    """Markdown: for each machine and target case ours, the fastest peer under a scaler, the copy."""
+    """Markdown: for each machine and target case ours, its fastest peer, the copy."""
     lines = []
     for folder in folders:
-        for benchmark, case, title in TARGETS:
+        for benchmark, case, dtype, title in TARGETS:
             path = folder / f"{benchmark}.csv"
             rows = [row for row in read(path) if row["case"] == case] if path.exists() else []
-            ours = [row for row in rows if row["contender"].startswith(OURS)]
-            if ours:
+            rows = [row for row in rows if row["dtype"] == dtype or not dtype]
+            if any(row["contender"].startswith(OURS) for row in rows):
                 lines.append(table_line(title, largest(rows)))
-    header = (
-        "machine",
-        "whole step",
-        "elements",
-        "ours, ms",
-        "% of copy",
-        "fastest peer",
-        "peer, ms",
-        "times faster",
-    )
+    header = ("machine", "what", "elements", "ours, ms", "% of copy", "fastest peer", "peer, ms", "times faster")
     return tabulate(lines, header, tablefmt="github", disable_numparse=True)
 
 
 def table_line(title: str, rows: Sequence[Row]) -> list[str]:
+    """Of a whole step the peers are those under a scaler too."""
     ours = next(row for row in rows if row["contender"].startswith(OURS))
-    peers = [row for row in rows if row["scaler"] != "none" and not row["contender"].startswith(OURS)]
+    peers = [row for row in rows if not row["contender"].startswith((OURS, COPY))]
+    peers = [row for row in peers if ours["scaler"] == "none" or row["scaler"] != "none"]
     peer = min(peers, key=lambda row: float(row["median_ms"]), default=None)
     line = [ours["device_name"], title, f"{int(ours['elements']):,}", ours["median_ms"], ours["copy_percent"]]
     return [*line, *([peer["contender"], peer["median_ms"], peer["ratio_to_ours"]] if peer else ["", "", ""])]

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import _checks
 from .._ops import OPS as _ops
+from .._ops import plain_int8_matmul
 
 
 @dataclass(frozen=True)
@@ -181,11 +182,14 @@ def int8_matmul(
             raise ValueError(
                 f"int8_matmul: {name} must not be quantized in blocks, got block_size {operand.block_size}"
             )
+    operands = (a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype)
+    if out_scale is None and out_zero_point is None:
+        product = plain_int8_matmul(*operands)
+        if product is not None:
+            return product
     _checks.check_side("a", a.values, a.scale, 1)
     _checks.check_side("b", b.values, b.scale, 0)
-    return _ops.int8_matmul(
-        a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype, out_scale, out_zero_point
-    )
+    return _ops.int8_matmul(*operands, out_scale, out_zero_point)
 
 
 def _dims(dim: int | Sequence[int] | None) -> list[int] | None:
