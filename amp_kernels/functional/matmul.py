@@ -37,6 +37,8 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"matmul: a and b must have at least 1 dimension, got {a.dim()} and {b.dim()}")
     dtype = out_dtype or a.dtype
+    if dtype is a.dtype is b.dtype and _matmul.is_torchs(a):
+        return torch.matmul(a, b)
     if b.dim() == 1:
         return matmul(a, b.unsqueeze(1), out_dtype=dtype).squeeze(-1)
     if a.dim() == 1:
@@ -99,6 +101,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     if _is_for_torch(x, weight) or weight.shape[-1] == 0:
         return activate(F.linear(x, weight, bias), activation)
     _checks.check_linear(x, weight, bias)
+    if activation is None and _matmul.is_torchs(x):
+        return F.linear(x, weight, bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     rows = x.reshape(-1, x.shape[-1])
     out = _ops.linear(rows, weight, bias, _matmul.ACTIVATIONS.index(activation), keeps)[0]
