@@ -167,7 +167,7 @@ def main() -> None:
         return
     for path in sorted(path for folder in folders for path in folder.glob("*.csv")):
         rows = read(path)
-        if any(row["case"].endswith(LARGE) for row in rows):
+        if any(row.get("case", "").endswith(LARGE) for row in rows):  # digits.csv has no cases
             figure(path.with_suffix(".png"), rows, draw_speed)
             figure(path.with_name(f"{path.stem}_largest.png"), rows, draw_largest)
         elif rows and "contender" in rows[0]:
