@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Literal
 
 import torch
@@ -31,14 +32,15 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
+    if out_dtype in (None, a.dtype) and _matmul.is_torchs(a):
+        with contextlib.suppress(RuntimeError):  # the checks below say what is wrong
+            return torch.matmul(a, b)
     a, b = _autocast(a, b)
     if _is_for_torch(a, b):
         return torch.matmul(a, b).to(out_dtype or a.dtype)
     if a.dim() == 0 or b.dim() == 0:
         raise ValueError(f"matmul: a and b must have at least 1 dimension, got {a.dim()} and {b.dim()}")
     dtype = out_dtype or a.dtype
-    if dtype is a.dtype is b.dtype and _matmul.is_torchs(a):
-        return torch.matmul(a, b)
     if b.dim() == 1:
         return matmul(a, b.unsqueeze(1), out_dtype=dtype).squeeze(-1)
     if a.dim() == 1:
@@ -95,14 +97,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     if activation not in _matmul.ACTIVATIONS:
         names = ", ".join(map(repr, _matmul.ACTIVATIONS))
         raise ValueError(f"linear: activation must be one of {names}, got {activation!r}")
+    if activation is None and _matmul.is_torchs(x):
+        with contextlib.suppress(RuntimeError):  # the checks below say what is wrong
+            return F.linear(x, weight, bias)
     given = [x, weight] if bias is None else [x, weight, bias]
     x, weight, *rest = _autocast(*given)
     bias = rest[0] if rest else None
     if _is_for_torch(x, weight) or weight.shape[-1] == 0:
         return activate(F.linear(x, weight, bias), activation)
     _checks.check_linear(x, weight, bias)
-    if activation is None and _matmul.is_torchs(x):
-        return F.linear(x, weight, bias)
     keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     rows = x.reshape(-1, x.shape[-1])
     out = _ops.linear(rows, weight, bias, _matmul.ACTIVATIONS.index(activation), keeps)[0]
