@@ -146,8 +146,11 @@ class _Weights:
 
 def is_torchs(x: Tensor) -> bool:
     """Whether a product of `x` is one call of torch: on a CPU of bf16, where an operator of ours would make the same
-    call and costs 0.4 ms with cold caches. The compiler, which pays nothing for it, is given the operator."""
-    if torch.compiler.is_compiling() or x.dtype is not torch.bfloat16 or x.device.type != "cpu":
+    call and costs 0.4 ms with cold caches. The compiler, which pays nothing for it, is given the operator, and so is
+    who may get another dtype, under autocast."""
+    if x.dtype is not torch.bfloat16 or x.device.type != "cpu":
+        return False
+    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
         return False
     return _backends.select(x.device) == "cpu"
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _checks, _int8, _matmul, reference
 from ._backends import kernels, library, select
@@ -279,11 +280,12 @@ def plain_int8_matmul(
     out_dtype: torch.dtype,
 ) -> Tensor | None:
     """The product by the CPU's kernels, before any check; None, and nothing was done, if the arguments need more than
-    a look at each, or someone traces. Between small matrices checks and dispatch take longer than the product."""
-    is_traced = torch.compiler.is_compiling() or type(a) is not Tensor or type(b) is not Tensor
-    if is_traced or not a.is_cpu or a.dim() != 2 or b.dim() != 2 or out_dtype not in DTYPE_CODES:
+    a look at each, or someone watches: the compiler, a dispatch mode, a transform of `torch.func`. Between small
+    matrices checks and dispatch take longer than the product."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return None
-    ops = kernels(select(a.device)) if select(a.device) == "cpu" else None
+    is_plain = type(a) is Tensor and type(b) is Tensor and a.is_cpu and a.dim() == b.dim() == 2
+    ops = kernels("cpu") if is_plain and out_dtype in DTYPE_CODES and select(a.device) == "cpu" else None
     if ops is None:
         return None
     out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device="cpu")

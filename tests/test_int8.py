@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import amp_kernels
 from amp_kernels import Int8Tensor, _int8, reference, testing
@@ -316,6 +317,19 @@ def test_codes_keep_the_layout(backend: str, device: torch.device) -> None:
     transposed = amp_kernels.quantize_int8(w.t(), dim=0)
     assert torch.equal(transposed.values, q.t().values) and transposed.values.stride() == (1, 6)
     assert torch.equal(transposed.scale, q.t().scale) and q.t().dim == (0,)
+
+
+def test_who_watches_a_product_sees_the_operator() -> None:
+    q = amp_kernels.quantize_int8(testing.randn(3, 8, 16), dim=-1)
+
+    def square(values: Tensor, scale: Tensor) -> Tensor:
+        side = Int8Tensor(values, scale, dim=(-1,))
+        return amp_kernels.int8_matmul(side, side.t())
+
+    each = torch.stack([square(values, scale) for values, scale in zip(q.values, q.scale, strict=True)])
+    assert torch.equal(torch.vmap(square)(q.values, q.scale), each)
+    graph = make_fx(square)(q.values[0], q.scale[0]).graph
+    assert torch.ops.amp_kernels.int8_matmul.default in [node.target for node in graph.nodes]
 
 
 def test_seeds() -> None:

@@ -57,6 +57,13 @@ def test_fp32_is_torchs() -> None:
     assert amp_kernels.matmul(a, b, out_dtype=torch.float16).dtype == torch.float16
 
 
+def test_out_dtype_under_an_autocast_to_another() -> None:
+    a, b = testing.randn(3, 8, dtype=torch.bfloat16), testing.randn(8, 5, dtype=torch.bfloat16)
+    with torch.autocast("cpu", dtype=torch.float16):
+        assert amp_kernels.matmul(a, b).dtype == torch.float16
+        assert amp_kernels.matmul(a, b, out_dtype=torch.bfloat16).dtype == torch.bfloat16
+
+
 def test_autocast() -> None:
     x, weight = torch.randn(3, 4), torch.nn.Parameter(torch.randn(5, 4))
     with torch.autocast("cpu", dtype=torch.bfloat16):
