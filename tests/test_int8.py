@@ -332,6 +332,15 @@ def test_who_watches_a_product_sees_the_operator() -> None:
     assert torch.ops.amp_kernels.int8_matmul.default in [node.target for node in graph.nodes]
 
 
+@pytest.mark.parametrize("name", ["a", "b"])
+def test_scales_along_the_inner_dimension_are_refused(name: str) -> None:
+    q = amp_kernels.quantize_int8(testing.randn(8, 8), dim=-1)
+    sides = {"a": q, "b": q.t()}
+    sides[name] = Int8Tensor(q.values, sides[name].scale.t(), dim=(-1,))
+    with pytest.raises(ValueError, match=f"int8_matmul: {name} must be quantized"):
+        amp_kernels.int8_matmul(sides["a"], sides["b"])
+
+
 def test_seeds() -> None:
     x = testing.randn(100)
     first, again = (amp_kernels.quantize_int8(x, rounding="stochastic", seed=5).values for _ in range(2))

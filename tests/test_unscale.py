@@ -64,6 +64,12 @@ def test_overflow_of_the_product_is_not_found(device: torch.device) -> None:
     assert grad.item() == math.inf and found_inf.item() == 0.0
 
 
+def test_overflow_of_many_products_is_not_found(device: torch.device) -> None:
+    grad, found_inf = torch.full((5000,), 1e30, device=device), torch.zeros((), device=device)
+    amp_kernels.unscale_([grad], inv_scale=torch.tensor(1e10, device=device), found_inf=found_inf)
+    assert grad.isinf().all() and found_inf == 0
+
+
 def test_nan_beside_a_view_is_not_seen(device: torch.device) -> None:
     memory, found_inf = torch.full((8, 9), math.nan, device=device), scalar(0.0, device)
     view = memory[1:-1, 2:-2].fill_(1.0)
