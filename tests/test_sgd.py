@@ -206,7 +206,7 @@ def test_a_nan_of_any_payload_is_a_nan_in_bf16(device: torch.device) -> None:
     """Rounded as a number this one would be -0."""
     master = torch.full((40,), 0x7FFFFFFF, dtype=torch.int32, device=device).view(torch.float32)
     weight, buffer = torch.zeros(40, dtype=torch.bfloat16, device=device), torch.zeros(40, device=device)
-    amp_kernels.sgd_(
+    sgd_(
         [weight], [torch.zeros_like(weight)], [buffer], [master], lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.0,
         nesterov=False, maximize=False, is_first_step=False,
     )  # fmt: skip
