@@ -6,6 +6,7 @@ tensors, into the nested loops that every kernel walks (csrc/int8.h).
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,13 +33,16 @@ class Grouping(NamedTuple):
         return [1 if d in self.reduced else size for d, size in enumerate(self.shape)]
 
 
-def grouping(shape: Sequence[int], scale: Tensor | None, dim: Sequence[int] | None, block_size: int | None) -> Grouping:
+def grouping(
+    shape: Sequence[int], scale: Sequence[int] | None, dim: Sequence[int] | None, block_size: int | None
+) -> Grouping:
     """That of blocks, of a given scale by its shape, or over `dim` (none: everything), in this order."""
     every = range(len(shape))
     if block_size is not None:
         return Grouping(tuple(shape), frozenset(), block_size)
     if scale is not None:
-        return Grouping(tuple(shape), frozenset(d for d in every if scale.numel() == 1 or scale.shape[d] == 1))
+        is_one = math.prod(scale) == 1
+        return Grouping(tuple(shape), frozenset(d for d in every if is_one or scale[d] == 1))
     return Grouping(tuple(shape), frozenset(d % len(shape) for d in (dim or every)))
 
 
@@ -116,29 +120,40 @@ def _merge(levels: Sequence[_Level]) -> list[_Level]:
     return merged
 
 
-class _Plan(NamedTuple):
-    """What a kernel gets: `x` itself or a copy of it, memory for the result, the strides of scales, and the layout."""
+class Plan(NamedTuple):
+    """What a call needs that shapes and strides decide."""
 
-    x: Tensor
-    out: Tensor
-    scale: tuple[int, ...]
-    layout: list[int]
+    groups: Grouping
+    out: tuple[int, ...]  # strides of the result, the dense layout nearest to x's
+    scale_shape: tuple[int, ...]
+    scale: tuple[int, ...]  # strides of scale and zero point
+    layout: tuple[int, ...] | None  # None where dimensions interlock too deeply for four levels
+    copies: bool  # x has to be laid out as the result first
 
 
-def _plan(
-    groups: Grouping, x: Tensor, dtype: torch.dtype, scale: Sequence[int] | None = None, *, indexed: bool = False
-) -> _Plan | None:
-    """For a result in the dense layout nearest to x's; x is copied only if its own strides do not fit.
+# Python takes longer to find a plan than a kernel to quantize 50,000 elements.
+@functools.lru_cache(maxsize=1024)
+def plan(
+    shape: tuple[int, ...],
+    strides: tuple[int, ...],
+    dim: tuple[int, ...] | None,
+    block_size: int | None,
+    *,
+    scale: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+    indexed: bool = False,
+) -> Plan:
+    """Of a tensor with these strides; `scale`: shape and strides of a given one."""
+    groups = grouping(shape, None if scale is None else scale[0], dim, block_size)
+    out = like(groups, torch.empty_strided(shape, strides, device="meta"), torch.int8)
+    scales = tuple(scale_strides(groups, out)) if scale is None else scale[1]
+    found = [layout(groups, x, out.stride(), scales, indexed=indexed) for x in (strides, out.stride())]
+    copies, best = found[0] is None, found[0] or found[1]
+    levels = None if best is None else tuple(best)
+    return Plan(groups, out.stride(), tuple(groups.scale_shape), scales, levels, copies)
 
-    `scale`: the strides of a given one. None where dimensions interlock too deeply for four levels.
-    """
-    out = like(groups, x, dtype)
-    strides = tuple(scale_strides(groups, out) if scale is None else scale)
-    found = layout(groups, x.stride(), out.stride(), strides, indexed=indexed)
-    if found is None:
-        x = torch.empty_strided(x.shape, out.stride(), dtype=x.dtype, device=x.device).copy_(x)
-        found = layout(groups, x.stride(), out.stride(), strides, indexed=indexed)
-    return None if found is None else _Plan(x, out, strides, found)
+
+def _laid_out(x: Tensor, strides: tuple[int, ...]) -> Tensor:
+    return torch.empty_strided(x.shape, strides, dtype=x.dtype, device=x.device).copy_(x)
 
 
 def like(groups: Grouping, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -162,82 +177,88 @@ def scale_strides(groups: Grouping, out: Tensor) -> list[int]:
 def quantize(
     ops: Kernels,
     x: Tensor,
-    groups: Grouping,
     dtype: torch.dtype,
+    dim: Sequence[int] | None,
+    block_size: int | None,
     scale: Tensor | None,
     zero_point: Tensor | None,
     symmetric: bool,
     seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes (`dtype` int8) or fake-quantized values (x's dtype) with scale and zero point, given or computed."""
-    is_static = scale is not None
-    plan = _plan(groups, x, dtype, scale.stride() if scale is not None else None, indexed=seed is not None)
-    if plan is None:
-        return _quantize_by_element(ops, x, groups, dtype, scale, zero_point, symmetric, seed)
+    given = None if scale is None else (scale.shape, scale.stride())
+    reduced = None if dim is None else tuple(dim)
+    made = plan(x.shape, x.stride(), reduced, block_size, scale=given, indexed=seed is not None)
+    if made.layout is None:
+        return _quantize_by_element(ops, x, made, dtype, scale, zero_point, symmetric, seed)
+    out = torch.empty_strided(x.shape, made.out, dtype=dtype, device=x.device)
     if scale is None:
-        scale = torch.empty_strided(groups.scale_shape, plan.scale, dtype=torch.float32, device=x.device).fill_(1.0)
-        zero_point = None if symmetric else torch.zeros_like(scale, dtype=torch.int32)
+        scale = torch.empty_strided(made.scale_shape, made.scale, dtype=torch.float32, device=x.device)
+        zero_point = None if symmetric else torch.empty_like(scale, dtype=torch.int32)
     if x.numel() > 0:
-        ops._quantize_int8_(plan.x, plan.out, scale, zero_point, plan.layout, is_static, seed is not None, seed or 0)
-    return plan.out, scale, zero_point
+        x = _laid_out(x, made.out) if made.copies else x
+        is_static = given is not None
+        ops._quantize_int8_(x, out, scale, zero_point, made.layout, is_static, seed is not None, seed or 0)
+    elif given is None:
+        scale.fill_(1.0)
+        zero_point = None if zero_point is None else zero_point.fill_(0)
+    return out, scale, zero_point
 
 
 def dequantize(
-    ops: Kernels, values: Tensor, groups: Grouping, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype
+    ops: Kernels, values: Tensor, block_size: int | None, scale: Tensor, zero_point: Tensor | None, dtype: torch.dtype
 ) -> Tensor:
-    out = like(groups, values, dtype)
-    if values.numel() == 0:
-        return out
-    # Kernels know codes as dense.
-    codes = values if values.stride() == out.stride() else torch.empty_like(out, dtype=torch.int8).copy_(values)
-    found = layout(groups, out.stride(), codes.stride(), scale.stride())
-    if found is None:
-        every, parameters = _by_element(groups, scale, zero_point)
-        return out.copy_(dequantize(ops, values.contiguous(), every, *parameters, dtype))
-    ops._dequantize_int8_(codes, scale, zero_point, out, found)
+    made = plan(values.shape, values.stride(), None, block_size, scale=(scale.shape, scale.stride()))
+    if values.stride() != made.out:  # kernels know codes as dense
+        return dequantize(ops, _laid_out(values, made.out), block_size, scale, zero_point, dtype)
+    out = torch.empty_strided(values.shape, made.out, dtype=dtype, device=values.device)
+    if made.layout is None:
+        spread, zero = _by_element(made.groups, scale, zero_point)
+        return out.copy_(dequantize(ops, values.contiguous(), None, spread, zero, dtype))
+    if values.numel() > 0:
+        ops._dequantize_int8_(values, scale, zero_point, out, made.layout)
     return out
 
 
 def straight_through(
-    ops: Kernels, grad: Tensor, x: Tensor, groups: Grouping, scale: Tensor, zero_point: Tensor | None
+    ops: Kernels, grad: Tensor, x: Tensor, block_size: int | None, scale: Tensor, zero_point: Tensor | None
 ) -> Tensor:
-    plan = _plan(groups, x, x.dtype, scale.stride())
-    if plan is None:
-        every, parameters = _by_element(groups, scale, zero_point)
-        out = like(groups, x, x.dtype)
-        return out.copy_(straight_through(ops, grad, x.contiguous(), every, *parameters))
+    made = plan(x.shape, x.stride(), None, block_size, scale=(scale.shape, scale.stride()))
+    out = torch.empty_strided(x.shape, made.out, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
-        return plan.out
-    if grad.stride() != plan.out.stride() or grad.dtype != x.dtype:
-        grad = torch.empty_like(plan.out).copy_(grad)
-    ops._straight_through_int8_(grad, plan.x, scale, zero_point, plan.out, plan.layout)
-    return plan.out
+        return out
+    if made.layout is None:
+        spread, zero = _by_element(made.groups, scale, zero_point)
+        return out.copy_(straight_through(ops, grad, x.contiguous(), None, spread, zero))
+    if grad.stride() != made.out or grad.dtype != x.dtype:
+        grad = torch.empty_like(out).copy_(grad)
+    x = _laid_out(x, made.out) if made.copies else x
+    ops._straight_through_int8_(grad, x, scale, zero_point, out, made.layout)
+    return out
 
 
 # Dimensions that interlock too deeply for four levels cost another pass: every element gets a scale of its own.
 def _quantize_by_element(
     ops: Kernels,
     x: Tensor,
-    groups: Grouping,
+    made: Plan,
     dtype: torch.dtype,
     scale: Tensor | None,
     zero_point: Tensor | None,
     symmetric: bool,
     seed: int | None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    out = like(groups, x, dtype)
     if scale is None:
-        own, own_zero_point = _scale_of_rows(ops, x, groups, symmetric)
-        strides = scale_strides(groups, out)
-        scale = torch.empty_strided(groups.scale_shape, strides, dtype=torch.float32, device=x.device).copy_(own)
+        own, own_zero_point = _scale_of_rows(ops, x, made.groups, symmetric)
+        scale = torch.empty_strided(made.scale_shape, made.scale, dtype=torch.float32, device=x.device).copy_(own)
         zero_point = (
             own_zero_point
             if own_zero_point is None
             else torch.empty_like(scale, dtype=torch.int32).copy_(own_zero_point)
         )
-    every, parameters = _by_element(groups, scale, zero_point)
-    values, _, _ = quantize(ops, x.contiguous(), every, dtype, *parameters, symmetric, seed)
-    return out.copy_(values), scale, zero_point
+    spread = _by_element(made.groups, scale, zero_point)
+    values, _, _ = quantize(ops, x.contiguous(), dtype, None, None, *spread, symmetric, seed)
+    return _laid_out(values, made.out), scale, zero_point
 
 
 def _scale_of_rows(ops: Kernels, x: Tensor, groups: Grouping, symmetric: bool) -> tuple[Tensor, Tensor | None]:
@@ -245,16 +266,11 @@ def _scale_of_rows(ops: Kernels, x: Tensor, groups: Grouping, symmetric: bool) -
     order = sorted(range(x.dim()), key=lambda d: (d in groups.reduced, d))
     back = sorted(range(x.dim()), key=order.__getitem__)
     rows = x.permute(order).contiguous()
-    reduced = frozenset(range(x.dim() - len(groups.reduced), x.dim()))
-    _, scale, zero_point = quantize(
-        ops, rows, Grouping(tuple(rows.shape), reduced), torch.int8, None, None, symmetric, None
-    )
+    reduced = range(x.dim() - len(groups.reduced), x.dim())
+    _, scale, zero_point = quantize(ops, rows, torch.int8, reduced, None, None, None, symmetric, None)
     return scale.permute(back), None if zero_point is None else zero_point.permute(back)
 
 
-def _by_element(
-    groups: Grouping, scale: Tensor, zero_point: Tensor | None
-) -> tuple[Grouping, tuple[Tensor, Tensor | None]]:
-    spread = scale.expand(groups.shape).contiguous()
+def _by_element(groups: Grouping, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
     zero = None if zero_point is None else zero_point.expand(groups.shape).contiguous()
-    return Grouping(groups.shape, frozenset()), (spread, zero)
+    return scale.expand(groups.shape).contiguous(), zero

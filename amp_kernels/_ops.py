@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from types import NoneType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import Parameter
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _checks, _int8, _matmul, reference
@@ -41,6 +43,21 @@ SCHEMAS = {
     "linear_backward": "(Tensor grad, Tensor x, Tensor weight, Tensor saved, int activation, bool[] needs) -> "
     "(Tensor, Tensor, Tensor)",
 }
+
+
+def _is_watched(tensors: Iterable[Any]) -> bool:
+    """Whether a call has to be seen by torch's dispatcher: for the compiler, a dispatch mode, a transform of
+    `torch.func`, a trace, autograd, or since one of `tensors` (or None) is no plain one of a CPU or CUDA device."""
+    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
+        return True
+    keeps_grad = torch.is_grad_enabled()
+    return torch._C._get_tracing_state() is not None or any(
+        type(tensor) not in (Tensor, Parameter)
+        or not (tensor.is_cpu or tensor.is_cuda)
+        or (keeps_grad and tensor.requires_grad)
+        for tensor in tensors
+        if tensor is not None
+    )
 
 
 # ---------------------------------------------------------------------------------------------------- list operators
@@ -202,9 +219,8 @@ def _quantize_int8(
     ops = kernels(select(x.device))
     zero_point = _laid_out_as(scale, zero_point)
     if ops is not None:
-        symmetric = symmetric if scale is None else zero_point is None
-        groups = _int8.grouping(x.shape, scale, dim, block_size)
-        out, *own = _int8.quantize(ops, x, groups, x.dtype if fake else torch.int8, scale, zero_point, symmetric, seed)
+        dtype = x.dtype if fake else torch.int8
+        out, *own = _int8.quantize(ops, x, dtype, dim, block_size, scale, zero_point, symmetric, seed)
     elif fake:
         out, *own = reference.fake_quantize_int8(
             x, dim=dim, block_size=block_size, symmetric=symmetric, scale=scale, zero_point=zero_point
@@ -229,8 +245,7 @@ def _dequantize_int8(
     zero_point = _laid_out_as(scale, zero_point)
     if ops is None:
         return reference.dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=dtype)
-    groups = _int8.grouping(values.shape, scale, None, block_size)
-    return _int8.dequantize(ops, values, groups, scale, zero_point, dtype)
+    return _int8.dequantize(ops, values, block_size, scale, zero_point, dtype)
 
 
 def _straight_through_int8(
@@ -240,7 +255,7 @@ def _straight_through_int8(
     zero_point = _laid_out_as(scale, zero_point)
     if ops is None:
         return reference.straight_through_int8(grad, x, scale, zero_point, block_size=block_size)
-    return _int8.straight_through(ops, grad, x, _int8.grouping(x.shape, scale, None, block_size), scale, zero_point)
+    return _int8.straight_through(ops, grad, x, block_size, scale, zero_point)
 
 
 def _int8_matmul(
@@ -280,11 +295,8 @@ def plain_int8_matmul(
     out_dtype: torch.dtype,
 ) -> Tensor | None:
     """The product by the CPU's kernels, before any check; None, and nothing was done, if the arguments need more than
-    a look at each, or someone watches: the compiler, a dispatch mode, a transform of `torch.func`. Between small
-    matrices checks and dispatch take longer than the product."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
-        return None
-    is_plain = type(a) is Tensor and type(b) is Tensor and a.is_cpu and a.dim() == b.dim() == 2
+    a look at each, or someone watches. Between small matrices checks and dispatch take longer than the product."""
+    is_plain = not _is_watched((a, b)) and a.is_cpu and a.dim() == b.dim() == 2
     ops = kernels("cpu") if is_plain and out_dtype in DTYPE_CODES and select(a.device) == "cpu" else None
     if ops is None:
         return None
@@ -327,7 +339,7 @@ def _fake_quantize_int8(
     fake: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     _checks.check_quantize(x, scale, zero_point, dim, block_size)
-    groups = _int8.grouping(x.shape, scale, dim, block_size)
+    groups = _int8.grouping(x.shape, None if scale is None else scale.shape, dim, block_size)
     out = _int8.like(groups, x, x.dtype if fake else torch.int8)
     if scale is not None:
         return out, x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.int32)
@@ -338,14 +350,14 @@ def _fake_quantize_int8(
 def _fake_straight_through_int8(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
 ) -> Tensor:
-    return _int8.like(_int8.grouping(x.shape, scale, None, block_size), x, x.dtype)
+    return _int8.like(_int8.grouping(x.shape, scale.shape, None, block_size), x, x.dtype)
 
 
 def _fake_dequantize_int8(
     values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
 ) -> Tensor:
     _checks.check_dequantize(values, scale, zero_point, block_size, dtype)
-    return _int8.like(_int8.grouping(values.shape, scale, None, block_size), values, dtype)
+    return _int8.like(_int8.grouping(values.shape, scale.shape, None, block_size), values, dtype)
 
 
 def _fake_int8_matmul(
@@ -546,3 +558,21 @@ for _name, _setup, _backward in (
     torch.library.register_autograd(f"amp_kernels::{_name}", _backward, setup_context=_setup, lib=library)
 
 OPS = torch.ops.amp_kernels
+
+
+def _unless_watched(op: Callable[..., Any], kernel: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """Calls the kernel of an operator whose first `tensors` arguments are tensors, all but the first perhaps None."""
+
+    def call(*args: Any) -> Any:
+        is_plain = args[0] is not None and all(type(arg) in _PLAIN for arg in args[tensors:])
+        return (kernel if is_plain and not _is_watched(args[:tensors]) else op)(*args)
+
+    return call
+
+
+_PLAIN = (int, bool, list, torch.dtype, NoneType)  # what is of another type the dispatcher refuses with a sentence
+
+# The dispatcher and the autograd of a Python kernel take 20 us of a call, and several times that with cold caches.
+quantize_int8 = _unless_watched(OPS.quantize_int8, _quantize_int8, 3)
+dequantize_int8 = _unless_watched(OPS.dequantize_int8, _dequantize_int8, 3)
+int8_linear = _unless_watched(OPS.int8_linear, _int8_linear, 4)

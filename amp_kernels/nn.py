@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from . import _ops
 from ._checks import MAX_K
 from ._linear import Linear, convert_linear_
-from ._ops import OPS as _ops
 from .functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
 
 __all__ = ["Int8Embedding", "Int8Linear", "Linear", "convert_linear_"]
@@ -321,7 +321,7 @@ class _W8A8(torch.autograd.Function):
         inputs, codes = codes_of(x, scale, zero_point), _weight_codes(weight, weight_scale)
         if needs_x:
             grad_x = times_codes(grad, codes).to(x.dtype)
-            grad_x = _ops.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
+            grad_x = _ops.OPS.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
         if needs_weight:
             # Codes of a symmetric range of its own are never clamped: nothing to mask.
             grad_weight = (grad.t() @ inputs.dequantize(grad.dtype)).to(weight.dtype)

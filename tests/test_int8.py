@@ -176,18 +176,18 @@ def test_the_layout_visits_every_element_once(view: str, block_size: int | None,
     every = range(x.dim())
     choices = itertools.chain.from_iterable(itertools.combinations(every, n) for n in range(x.dim() + 1))
     for dim in choices if block_size is None else [None]:
-        groups = _int8.grouping(x.shape, None, dim, block_size)
-        plan = _int8._plan(groups, x, torch.int8, indexed=indexed)
-        if plan is None:
+        plan = _int8.plan(x.shape, x.stride(), dim, block_size, indexed=indexed)
+        if plan.layout is None:
             assert x.dim() > 2 and (indexed or len(dim or ()) > 1)  # then every element gets a scale of its own
             continue
         # A tensor of scales that holds its own offsets.
-        scales = torch.arange(math.prod(groups.scale_shape)).as_strided(groups.scale_shape, plan.scale)
+        scales = torch.arange(math.prod(plan.scale_shape)).as_strided(plan.scale_shape, plan.scale)
         spread = reference.int8._spread(scales, x.shape, block_size).broadcast_to(x.shape)
         visited = walk(plan.layout)
         assert len(visited) == x.numel()
         for position, where in enumerate(np.ndindex(*x.shape)):
-            offsets = [sum(i * s for i, s in zip(where, t.stride(), strict=True)) for t in (plan.out, plan.x)]
+            read = plan.out if plan.copies else x.stride()
+            offsets = [sum(i * s for i, s in zip(where, strides, strict=True)) for strides in (plan.out, read)]
             expected = (offsets[1], spread[where].item(), position if indexed else 0)
             assert visited[offsets[0]] == expected, (view, dim, where)
 
@@ -198,9 +198,8 @@ def test_the_layout_visits_every_element_once(view: str, block_size: int | None,
 def test_views_are_read_in_place(view: str) -> None:
     x = VIEWS[view]()
     for dim in (None, (-1,), (0,), (1,)):
-        groups = _int8.grouping(x.shape, None, dim, None)
-        plan = _int8._plan(groups, x, torch.int8)
-        assert plan is not None and plan.x is x, dim
+        plan = _int8.plan(x.shape, x.stride(), dim, None)
+        assert plan.layout is not None and not plan.copies, dim
 
 
 def test_the_layout_of_more_than_2_31_elements() -> None:

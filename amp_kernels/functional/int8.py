@@ -9,9 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._ops import OPS as _ops
-from .._ops import plain_int8_matmul
+from .. import _checks, _ops
 
 
 @dataclass(frozen=True)
@@ -184,12 +182,12 @@ def int8_matmul(
             )
     operands = (a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype)
     if out_scale is None and out_zero_point is None:
-        product = plain_int8_matmul(*operands)
+        product = _ops.plain_int8_matmul(*operands)
         if product is not None:
             return product
     _checks.check_side("a", a.values, a.scale, 1)
     _checks.check_side("b", b.values, b.scale, 0)
-    return _ops.int8_matmul(*operands, out_scale, out_zero_point)
+    return _ops.OPS.int8_matmul(*operands, out_scale, out_zero_point)
 
 
 def _dims(dim: int | Sequence[int] | None) -> list[int] | None:

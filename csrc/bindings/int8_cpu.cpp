@@ -66,7 +66,8 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
     const Bundle bundle = walk.bundle(b);
     Ranges* of_pieces = &ranges[b * pieces.each()];
     for (int64_t i = 1; i < pieces.each(); ++i)
-      for (int64_t group = 0; group < bundle.groups; ++group) of_pieces->add(group, of_pieces[i].at(group));
+      for (int64_t group = 0; group < bundle.groups; ++group)
+        of_pieces->add(group, of_pieces[i].high[group], of_pieces[i].low[group]);
     solve_affines(args, walk, bundle, *of_pieces, affines[b]);
   }
   for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {

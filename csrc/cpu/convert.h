@@ -62,6 +62,7 @@ void prefetch_head(const Table& table, const Chunk& chunk, int row) {
 constexpr int kLanes = 8;
 using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
 
 // Always inlined: called, they would pass their vectors through memory.
 template <class To, class From>
@@ -117,13 +118,27 @@ template <class To, class From>
   const Words bits = as<Words>(lanes);
   // A NaN whose payload sits in the low bits would round to inf.
   const Words nan = Words{} + 0x7fc0u, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const Words high = (bits & 0x7fffffffu) > 0x7f800000u ? nan : rounded;
+  const Words high = lanes == lanes ? rounded : nan;
 #if defined(__AVX2__)
   const __m256i words = as<__m256i>(high);
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(to), packed);
 #else
   for (int i = 0; i < kLanes; ++i) to[i].x = static_cast<uint16_t>(high[i]);
+#endif
+}
+
+// As store_lanes, past the caches (see `stream`); `to` on a boundary of 16 bytes.
+template <class T>
+[[gnu::always_inline]] inline void stream_lanes(const Lanes& lanes, T* to) {
+#if defined(__SSE2__)
+  T row[kLanes];
+  store_lanes(lanes, row);
+  for (size_t byte = 0; byte < sizeof(row); byte += 16)
+    _mm_stream_si128(reinterpret_cast<__m128i*>(reinterpret_cast<char*>(to) + byte),
+                     _mm_loadu_si128(reinterpret_cast<const __m128i*>(reinterpret_cast<const char*>(row) + byte)));
+#else
+  store_lanes(lanes, to);
 #endif
 }
 

@@ -1,4 +1,4 @@
-// Quantization, dequantization and the straight-through gradient on a CPU: runs of a layout, staged as fp32.
+// Quantization, dequantization and the straight-through gradient on a CPU: runs of a layout, eight elements at a time.
 #pragma once
 
 #include "convert.h"
@@ -14,167 +14,101 @@ const float* as_float(const T* from, int64_t step, float* staged, int64_t n) {
   return staged;
 }
 
-template <class T>
-void store(const float* from, T* to, int64_t step, int64_t n) {
-  if (step == 1) return store(from, to, n);
-  T rounded[kRun];
-  store(from, rounded, n);
-  for (int64_t i = 0; i < n; ++i) to[i * step] = rounded[i];
+// One element of any dtype (V float), or eight (Lanes).
+template <class V, class T>
+[[gnu::always_inline]] inline V read(const T* from) {
+  if constexpr (std::is_same_v<V, float>)
+    return static_cast<float>(*from);
+  else
+    return load_lanes(from);
 }
 
-// Asks for a run of the same columns a few rows on; along a row the hardware's own prefetching measured better. Inlined
-// by force, since g++ 12 takes a function that only prefetches for one without effect, and drops the calls.
+// n neighbours of x: where they lie, or gathered in `staged`.
 template <class T>
-[[gnu::always_inline]] inline void prefetch_rows(const T* x, const Walk& walk, const Run& run) {
-  constexpr int64_t kRowsAhead = 4;
-  if (!walk.across() || walk.x_step() != 1 || !asks_ahead()) return;
-  const char* line = reinterpret_cast<const char*>(x + run.x + kRowsAhead * walk.row_step());
-  for (int64_t i = 0; i < run.n * static_cast<int64_t>(sizeof(T)); i += 64) __builtin_prefetch(line + i);
-}
-
-// Where to compute floats that then go to `to`: there, or in `staged`.
-inline float* room(float* to, int64_t step, float* staged, bool streams) { return step == 1 && !streams ? to : staged; }
-
-template <class T>
-float* room(T*, int64_t, float* staged, bool) {
+const T* in_a_row(const T* x, int64_t step, T* staged, int64_t n) {
+  if (step == 1) return x;
+  for (int64_t i = 0; i < n; ++i) staged[i] = x[i * step];
   return staged;
 }
 
-inline void settle(const float* values, float* to, int64_t step, int64_t n, bool streams) {
-  if (values == to) return;
-  if (streams && step == 1) return stream(values, to, n);
-  store(values, to, step, n);
-}
-
-template <class T>
-void settle(const float* values, T* to, int64_t step, int64_t n, bool streams) {
-  if (!streams || step != 1) return store(values, to, step, n);
-  alignas(32) T rounded[kRun];
-  store(values, rounded, n);
-  stream(rounded, to, n);
+// out[i * step] = f(i), rounded to T; f is called with a value of the type it is to return, Lanes or float.
+template <class T, class F>
+[[gnu::always_inline]] inline void write(T* out, int64_t step, int64_t n, bool streams, const F& f) {
+  T staged[kRun];
+  T* to = step == 1 ? out : staged;
+  int64_t i = 0;
+  if (streams && to == out && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0)
+    for (; i + kLanes <= n; i += kLanes) stream_lanes(f(Lanes{}, i), to + i);
+  for (; i + kLanes <= n; i += kLanes) store_lanes(f(Lanes{}, i), to + i);
+  float rest[kLanes];
+  for (int64_t k = i; k < n; ++k) rest[k - i] = f(float{}, k);
+  store(rest, to + i, n - i);
+  for (i = 0; to != out && i < n; ++i) out[i * step] = to[i];
 }
 
 // ------------------------------------------------------------------------------------------------------- ranges
-// Extremes of each group of a bundle.
+// Floats without their sign are ordered as the integers that their bits are, with NaN above all; and of integers a
+// maximum is one instruction everywhere. Of 16 bits twice as many go to a register.
+template <class T>
+using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int16_t>;
+template <class T>
+constexpr Bits<T> kSign = std::numeric_limits<Bits<T>>::min();
+
+// Extremes of each group of a bundle, as bits: the highest, and of the negative ones the lowest, its sign taken off; of
+// symmetric ranges the largest magnitude alone.
 struct Ranges {
-  uint32_t magnitude[kGroups];
-  float low[kGroups];
-  float high[kGroups];
+  int32_t high[kGroups];
+  int32_t low[kGroups];
 
   explicit Ranges(int64_t groups) {
-    std::fill_n(magnitude, groups, 0u);
-    std::fill_n(low, groups, 0.0f);
-    std::fill_n(high, groups, 0.0f);
+    std::fill_n(high, groups, 0);
+    std::fill_n(low, groups, 0);
   }
 
-  Extremes at(int64_t i) const { return {magnitude[i], low[i], high[i]}; }
+  Extremes at(int64_t i) const {
+    return {static_cast<uint32_t>(std::max(high[i], low[i])), -as<float>(low[i]), as<float>(high[i])};
+  }
 
-  void add(int64_t i, const Extremes& other) {
-    Extremes both = at(i);
-    both.add(other);
-    magnitude[i] = both.magnitude, low[i] = both.low, high[i] = both.high;
+  void add(int64_t i, int32_t other_high, int32_t other_low) {
+    high[i] = std::max(high[i], other_high);
+    low[i] = std::max(low[i], other_low);
   }
 };
 
-inline uint32_t largest_magnitude(const float* x, int64_t n) {
-  uint32_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, float_bits(x[i]) & 0x7fffffffu);
-  return largest;
+template <bool kSymmetric, class T>
+void add_run(const T* x, int64_t n, Ranges& ranges, int64_t group) {
+  Bits<T> high = 0, low = 0;
+  for (int64_t i = 0; i < n; ++i) {
+    const Bits<T> bits = as<Bits<T>>(x[i]);
+    high = std::max<Bits<T>>(high, kSymmetric ? bits & ~kSign<T> : bits);
+    if constexpr (!kSymmetric) low = std::max<Bits<T>>(low, bits ^ kSign<T>);
+  }
+  const auto wide = [](Bits<T> bits) { return as<int32_t>(static_cast<float>(as<T>(bits))); };
+  ranges.add(group, wide(high), wide(low));
 }
 
-// 16-bit numbers are ordered as their fp32 values are, and go twice as many to a register.
-template <class T>
-uint32_t largest_magnitude(const T* x, int64_t n) {
-  uint16_t largest = 0;
-  for (int64_t i = 0; i < n; ++i) largest = std::max(largest, static_cast<uint16_t>(x[i].x & 0x7fff));
-  return float_bits(static_cast<float>(T(largest, T::from_bits())));
-}
-
-// The lowest and highest, with 0; NaN is passed over. g++ does not vectorise this by itself, for it keeps the order of
-// comparisons.
-inline Extremes low_and_high(const float* x, int64_t n) {
-  using Vector = float __attribute__((vector_size(32)));
-  constexpr int kVectors = 4, kWidth = 8;
-  Vector low[kVectors] = {}, high[kVectors] = {};
-  Extremes all;
-  int64_t i = 0;
-  for (; i + kVectors * kWidth <= n; i += kVectors * kWidth) {
-#pragma GCC unroll 4
-    for (int k = 0; k < kVectors; ++k) {
-      Vector v;
-      std::memcpy(&v, x + i + k * kWidth, sizeof(v));
-      low[k] = v < low[k] ? v : low[k];
-      high[k] = v > high[k] ? v : high[k];
+// Groups from `first` on, an element in each of `rows` rows. The rows are read side by side: one after the other they
+// would read and write the ranges as often as x, and in runs short enough for L1 memory is fetched late.
+template <bool kSymmetric, class T>
+void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t first) {
+  const auto add = [&](auto high, int64_t i) {  // Integers or int32_t
+    using V = decltype(high);
+    using Floats = std::conditional_t<std::is_same_v<V, Integers>, Lanes, float>;
+    const auto raise = [](V& to, const V& bits) { to = bits > to ? bits : to; };
+    V low;
+    std::memcpy(&high, ranges.high + first + i, sizeof(high));
+    std::memcpy(&low, ranges.low + first + i, sizeof(low));
+    for (int64_t r = 0; r < rows; ++r) {
+      const V bits = as<V>(read<Floats>(x + r * row_step + i));
+      raise(high, kSymmetric ? bits & ~kSign<float> : bits);
+      if constexpr (!kSymmetric) raise(low, bits ^ kSign<float>);
     }
-  }
-#pragma GCC unroll 4
-  for (int k = 1; k < kVectors; ++k) {
-    low[0] = low[k] < low[0] ? low[k] : low[0];
-    high[0] = high[k] > high[0] ? high[k] : high[0];
-  }
-  for (int l = 0; l < kWidth; ++l) all.add({0, low[0][l], high[0][l]});
-  for (; i < n; ++i) all.add(x[i]);
-  return all;
-}
-
-// 16-bit numbers as integers of the same order, but for -0, which Extremes passes over, and NaN.
-template <class T>
-Extremes low_and_high(const T* x, int64_t n) {
-  int16_t low = 0, high = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const int16_t bits = static_cast<int16_t>(x[i].x);
-    const int16_t key = static_cast<int16_t>(bits ^ ((bits >> 15) & 0x7fff));
-    low = std::min(low, key);
-    high = std::max(high, key);
-  }
-  const auto value = [](int16_t key) {
-    return static_cast<float>(T(static_cast<uint16_t>(key ^ ((key >> 15) & 0x7fff)), T::from_bits()));
+    std::memcpy(ranges.high + first + i, &high, sizeof(high));
+    if constexpr (!kSymmetric) std::memcpy(ranges.low + first + i, &low, sizeof(low));
   };
-  Extremes all;
-  all.add({0, value(low), value(high)});
-  return all;
-}
-
-template <class T>
-void add_run(const T* x, int64_t step, int64_t n, bool symmetric, Ranges& ranges, int64_t group) {
-  float staged[kRun];
-  if (step != 1) return add_run(as_float(x, step, staged, n), 1, n, symmetric, ranges, group);
-  Extremes run = symmetric ? Extremes{} : low_and_high(x, n);
-  run.magnitude = largest_magnitude(x, n);
-  ranges.add(group, run);
-}
-
-// Magnitudes as signed integers, which have a maximum in vectors everywhere.
-template <class T>
-void raise_magnitudes(const T* x, int64_t n, uint32_t* magnitude) {
-  using Integers = int32_t __attribute__((vector_size(sizeof(Lanes))));
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    const Integers bits = as<Integers>(load_lanes(x + i)) & 0x7fffffff;
-    Integers largest;
-    std::memcpy(&largest, magnitude + i, sizeof(largest));
-    largest = bits > largest ? bits : largest;
-    std::memcpy(magnitude + i, &largest, sizeof(largest));
-  }
-  for (; i < n; ++i) magnitude[i] = std::max(magnitude[i], float_bits(static_cast<float>(x[i])) & 0x7fffffffu);
-}
-
-inline void widen_ranges(const float* __restrict x, int64_t n, float* __restrict low, float* __restrict high) {
-  for (int64_t i = 0; i < n; ++i) {
-    low[i] = x[i] < low[i] ? x[i] : low[i];
-    high[i] = x[i] > high[i] ? x[i] : high[i];
-  }
-}
-
-// One element of each group from `first` on.
-template <class T>
-void add_across(const T* from, int64_t step, int64_t n, bool symmetric, Ranges& ranges, int64_t first) {
-  float staged[kRun];
-  if (step == 1)
-    raise_magnitudes(from, n, ranges.magnitude + first);
-  else
-    raise_magnitudes(as_float(from, step, staged, n), n, ranges.magnitude + first);
-  if (!symmetric) widen_ranges(as_float(from, step, staged, n), n, ranges.low + first, ranges.high + first);
+  for (; i + kLanes <= n; i += kLanes) add(Integers{}, i);
+  for (; i < n; ++i) add(int32_t{}, i);
 }
 
 // -------------------------------------------------------------------------------------------------------- codes
@@ -199,14 +133,57 @@ struct Affines {
   }
 };
 
-inline float clamped(float steps, float lowest, float highest) {
-  const float known = steps == steps ? steps : 0.0f;
-  const float raised = known < lowest ? lowest : known;
+template <class V>
+[[gnu::always_inline]] inline V clamped(const V& steps, const V& lowest, const V& highest) {
+  const V known = steps == steps ? steps : V{};
+  const V raised = known < lowest ? lowest : known;
   return raised > highest ? highest : raised;
 }
 
 // Added to |x| < 2^22 it leaves x, rounded to nearest even, as an integer in the low bits.
 constexpr float kRounder = 12582912.0f;
+
+// What groups have, for one element (V float) or eight (Lanes): with kStep 0 of one group, with 1 each of the next.
+template <class V, int kStep>
+[[gnu::always_inline]] inline V read_side(const float* side) {
+  if constexpr (std::is_same_v<V, float>)
+    return *side;
+  else if constexpr (kStep == 1)
+    return load_lanes(side);
+  else
+    return Lanes{*side, *side, *side, *side, *side, *side, *side, *side};
+}
+
+// Codes as steps from their zero points.
+template <class V, int kStep>
+[[gnu::always_inline]] inline V steps_of(const int8_t* codes, const int* zero_point) {
+  if constexpr (std::is_same_v<V, float>) {
+    return static_cast<float>(*codes - *zero_point);
+  } else {
+#if defined(__AVX2__)
+    const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
+    const __m256i zero =
+        kStep == 0 ? _mm256_set1_epi32(*zero_point) : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(zero_point));
+    return as<Lanes>(_mm256_cvtepi32_ps(_mm256_sub_epi32(wide, zero)));
+#else
+    Lanes steps;
+    for (int i = 0; i < kLanes; ++i) steps[i] = static_cast<float>(codes[i] - zero_point[kStep * i]);
+    return steps;
+#endif
+  }
+}
+
+[[gnu::always_inline]] inline float rounded(float x) { return rintf(x); }
+
+[[gnu::always_inline]] inline Lanes rounded(const Lanes& x) {
+#if defined(__AVX2__)
+  return as<Lanes>(_mm256_round_ps(as<__m256>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  Lanes whole;
+  for (int i = 0; i < kLanes; ++i) whole[i] = rintf(x[i]);
+  return whole;
+#endif
+}
 
 inline int8_t code_at(float steps, int zero_point) {
   return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
@@ -233,26 +210,6 @@ template <int kStep>
     const int64_t j = first + kStep * i;
     const float steps = clamped(x[i] * affines.inverse[j] + noise[i], affines.lowest[j], affines.highest[j]);
     out[i] = code_at(floorf(steps), affines.zero_point[j]);
-  }
-}
-
-template <int kStep>
-[[gnu::noinline]] void fake(const float* __restrict x, const Affines& __restrict affines, int64_t first,
-                            float* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = first + kStep * i;
-    const float steps = clamped(x[i] * affines.inverse[j], affines.lowest[j], affines.highest[j]);
-    const float value = ((steps + kRounder) - kRounder) * affines.scale[j];
-    out[i] = x[i] == x[i] ? value : x[i];
-  }
-}
-
-template <int kStep>
-[[gnu::noinline]] void decode(const int8_t* __restrict codes, const Affines& __restrict affines, int64_t first,
-                              float* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = first + kStep * i;
-    out[i] = static_cast<float>(codes[i] - affines.zero_point[j]) * affines.scale[j];
   }
 }
 
@@ -305,18 +262,6 @@ int64_t encode_blocks(const T*, const T*, const Affines&, int64_t, int8_t*, int6
   return 0;
 }
 #endif
-
-// NaN, which stands on the zero point, is inside the range.
-template <int kStep>
-[[gnu::noinline]] void mask(const float* __restrict grad, const float* __restrict x, const Affines& __restrict affines,
-                            int64_t first, float* __restrict out, int64_t n) {
-  for (int64_t i = 0; i < n; ++i) {
-    const int64_t j = first + kStep * i;
-    const float steps = rintf(x[i] * affines.inverse[j]);
-    const bool is_outside = (steps < affines.lowest[j]) | (steps > affines.highest[j]);  // || would be a branch
-    out[i] = is_outside ? 0.0f : grad[i];
-  }
-}
 
 // ------------------------------------------------------------------------------------------------------- random
 constexpr int kNoiseBlock = 32;
@@ -386,18 +331,30 @@ inline void given_affines(const float* scale, const int32_t* zero_point, const W
   }
 }
 
+template <bool kSymmetric, class T>
+void find_ranges(const T* x, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end, Ranges& ranges) {
+  if (walk.across() && walk.x_step() == 1)
+    return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
+      add_strip<kSymmetric>(x + run.x, walk.row_step(), rows, run.n, ranges, 0);
+    });
+  T staged[kRun];
+  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    const T* row = in_a_row(x + run.x, walk.x_step(), staged, run.n);
+    if (walk.across())
+      add_strip<kSymmetric>(row, 0, 1, run.n, ranges, run.group);
+    else
+      add_run<kSymmetric>(row, run.n, ranges, run.group);
+  });
+}
+
 template <class T>
 void find_ranges(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                  Ranges& ranges) {
   const auto* x = static_cast<const T*>(args.x);
-  const bool symmetric = args.zero_point == nullptr;
-  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    prefetch_rows(x, walk, run);
-    if (walk.across())
-      add_across(x + run.x, walk.x_step(), run.n, symmetric, ranges, run.group);
-    else
-      add_run(x + run.x, walk.x_step(), run.n, symmetric, ranges, run.group);
-  });
+  if (args.zero_point == nullptr)
+    find_ranges<true>(x, walk, bundle, begin, end, ranges);
+  else
+    find_ranges<false>(x, walk, bundle, begin, end, ranges);
 }
 
 // Writes scales and zero points too.
@@ -412,32 +369,48 @@ inline void solve_affines(const Quantize& args, const Walk& walk, const Bundle& 
   }
 }
 
+// Dense elements, to the nearest code.
+template <int kStep, class T>
+void encode_row(const T* x, const T* next, const Affines& affines, bool is_finite, int64_t group, int8_t* out,
+                int64_t n, bool streams) {
+  const int64_t done = is_finite ? encode_blocks<kStep, true>(x, next, affines, group, out, n, streams)
+                                 : encode_blocks<kStep, false>(x, next, affines, group, out, n, streams);
+  if (done == n) return;
+  float staged[kRun];
+  encode<kStep>(as_float(x + done, staged, n - done), affines, group + kStep * done, out + done, n - done);
+}
+
 // `ahead`: from an element to the one of the next bundle, whose memory is asked for while this one is in cache, or 0.
 template <class T, int kStep>
 void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                  const Affines& affines, int64_t ahead) {
   const auto* x = static_cast<const T*>(args.x);
+  auto* out = static_cast<int8_t*>(args.out);
   const bool is_direct = walk.x_step() == 1 && !args.stochastic, streams = walk.streams();
+  if (is_direct && kStep == 1) {
+    return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
+      for (int64_t column = 0; column < run.n; column += kColumnRun)
+        for (int64_t r = 0; r < rows; ++r)
+          encode_row<kStep>(x + run.x + r * walk.row_step() + column, static_cast<const T*>(nullptr), affines,
+                            !args.is_static && affines.have_inverses, column,
+                            out + run.out + r * walk.out_row_step() + column, std::min(kColumnRun, run.n - column),
+                            streams);
+    });
+  }
   float staged[kRun], noise[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    auto* out = static_cast<int8_t*>(args.out) + run.out;
-    int64_t done = 0;
-    prefetch_rows(x, walk, run);
     if (is_direct) {
       // In a group without a scale of its own some x may be infinite or NaN.
-      const bool has_inverse = kStep == 0 ? affines.inverse[run.group] != 0.0f : affines.have_inverses;
-      const bool is_finite = !args.is_static && has_inverse;
+      const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;
       const T* next = ahead == 0 ? nullptr : x + run.x + ahead;
-      done = is_finite ? encode_blocks<kStep, true>(x + run.x, next, affines, run.group, out, run.n, streams)
-                       : encode_blocks<kStep, false>(x + run.x, next, affines, run.group, out, run.n, streams);
-      if (done == run.n) return;
+      return encode_row<kStep>(x + run.x, next, affines, is_finite, run.group, out + run.out, run.n, streams);
     }
-    const float* from = as_float(x + run.x + done * walk.x_step(), walk.x_step(), staged, run.n - done);
+    const float* from = as_float(x + run.x, walk.x_step(), staged, run.n);
     if (args.stochastic) {
       fill_noise(noise, run.index, walk.index_step(), run.n, args.seed);
-      encode<kStep>(from, noise, affines, run.group, out, run.n);
+      encode<kStep>(from, noise, affines, run.group, out + run.out, run.n);
     } else {
-      encode<kStep>(from, affines, run.group + kStep * done, out + done, run.n - done);
+      encode<kStep>(from, affines, run.group, out + run.out, run.n);
     }
   });
 }
@@ -445,14 +418,18 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
 template <class T, int kStep>
 void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                const Affines& affines) {
-  const bool streams = walk.streams();
-  alignas(32) float staged[kRun], staged_out[kRun];
+  T staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    const float* from = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
-    T* out = static_cast<T*>(args.out) + run.out;
-    float* values = room(out, 1, staged_out, streams);
-    fake<kStep>(from, affines, run.group, values, run.n);
-    settle(values, out, 1, run.n, streams);
+    const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
+    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), [&](auto width, int64_t i) {
+      using V = decltype(width);
+      const int64_t group = run.group + kStep * i;
+      const auto of = [&](const float* side) { return read_side<V, kStep>(side + group); };
+      const V value = read<V>(x + i);
+      const V steps = clamped(value * of(affines.inverse), of(affines.lowest), of(affines.highest));
+      const V faked = ((steps + kRounder) - kRounder) * of(affines.scale);
+      return value == value ? faked : value;
+    });
   });
 }
 
@@ -469,30 +446,35 @@ template <class T, int kStep>
 void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end) {
   Affines affines;
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  const bool streams = walk.streams();
-  alignas(32) float staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    T* out = static_cast<T*>(args.out) + run.x;
-    float* values = room(out, walk.x_step(), staged, streams);
-    decode<kStep>(args.values + run.out, affines, run.group, values, run.n);
-    settle(values, out, walk.x_step(), run.n, streams);
+    const int8_t* codes = args.values + run.out;
+    write(static_cast<T*>(args.out) + run.x, walk.x_step(), run.n, walk.streams(), [&](auto width, int64_t i) {
+      using V = decltype(width);
+      const int64_t group = run.group + kStep * i;
+      const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + group);
+      return steps * read_side<V, kStep>(affines.scale + group);
+    });
   });
 }
 
+// NaN, which stands on the zero point, is inside the range.
 template <class T, int kStep>
 void straight_through_pass(const StraightThrough& args, const Walk& walk, const Bundle& bundle, int64_t begin,
                            int64_t end) {
   Affines affines;
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  const bool streams = walk.streams();
-  alignas(32) float staged_grad[kRun], staged_x[kRun], staged_out[kRun];
+  T staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    const float* grad = as_float(static_cast<const T*>(args.grad) + run.out, staged_grad, run.n);
-    const float* x = as_float(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged_x, run.n);
-    T* out = static_cast<T*>(args.out) + run.out;
-    float* values = room(out, 1, staged_out, streams);
-    mask<kStep>(grad, x, affines, run.group, values, run.n);
-    settle(values, out, 1, run.n, streams);
+    const T* grad = static_cast<const T*>(args.grad) + run.out;
+    const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
+    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), [&](auto width, int64_t i) {
+      using V = decltype(width);
+      const int64_t group = run.group + kStep * i;
+      const auto of = [&](const float* side) { return read_side<V, kStep>(side + group); };
+      const V steps = rounded(read<V>(x + i) * of(affines.inverse));
+      const V above = steps < of(affines.lowest) ? V{} : read<V>(grad + i);
+      return steps > of(affines.highest) ? V{} : above;
+    });
   });
 }
 

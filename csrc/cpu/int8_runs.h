@@ -11,6 +11,7 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kRun = 1024;           // elements at most: staged as fp32, they stay in L1
 constexpr int64_t kColumnRun = 256;      // across groups: 16 cache lines, as many as a core can wait for at once
+constexpr int64_t kStripRows = 4;        // across groups, read side by side: as many streams as hardware fetches ahead
 constexpr int64_t kGroups = 4096;        // of a bundle at most
 constexpr int64_t kBundleSize = 4096;    // elements of a bundle of short groups, which are read twice in L1
 constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a second thread costs more than it saves
@@ -48,6 +49,7 @@ class Walk {
   int64_t bundles() const { return layout_.size[Int8Layout::kG1] * strips_; }
   int64_t x_step() const { return layout_.x[inner_]; }
   int64_t row_step() const { return layout_.x[outer_]; }
+  int64_t out_row_step() const { return layout_.out[outer_]; }
   int64_t index_step() const { return layout_.index[inner_]; }
   int64_t scale_step() const { return layout_.scale[1]; }
 
@@ -94,6 +96,14 @@ class Walk {
       column += n;
       if (column == length) ++row, column = 0;
     }
+  }
+
+  // Across groups, the elements [begin, end) of a bundle as strips of so many whole rows: calls f(first row, rows).
+  template <class F>
+  void for_each_strip(const Bundle& bundle, int64_t begin, int64_t end, const F& f) const {
+    const int64_t end_row = end / bundle.length;
+    for (int64_t row = begin / bundle.length; row < end_row; row += kStripRows)
+      f(run(bundle, row, 0, bundle.length, 0), std::min(kStripRows, end_row - row));
   }
 
  private:
