@@ -318,17 +318,38 @@ def test_codes_keep_the_layout(backend: str, device: torch.device) -> None:
     assert torch.equal(transposed.scale, q.t().scale) and q.t().dim == (0,)
 
 
-def test_who_watches_a_product_sees_the_operator() -> None:
-    q = amp_kernels.quantize_int8(testing.randn(3, 8, 16), dim=-1)
+def _there_and_back(x: Tensor) -> Tensor:
+    return amp_kernels.quantize_int8(x, dim=-1).dequantize()
 
-    def square(values: Tensor, scale: Tensor) -> Tensor:
-        side = Int8Tensor(values, scale, dim=(-1,))
-        return amp_kernels.int8_matmul(side, side.t())
 
-    each = torch.stack([square(values, scale) for values, scale in zip(q.values, q.scale, strict=True)])
-    assert torch.equal(torch.vmap(square)(q.values, q.scale), each)
-    graph = make_fx(square)(q.values[0], q.scale[0]).graph
-    assert torch.ops.amp_kernels.int8_matmul.default in [node.target for node in graph.nodes]
+def _square(x: Tensor) -> Tensor:
+    q = amp_kernels.quantize_int8(x, dim=-1)
+    return amp_kernels.int8_matmul(q, q.t())
+
+
+@pytest.mark.parametrize(
+    ("function", "names"),
+    [(_there_and_back, ["quantize_int8", "dequantize_int8"]), (_square, ["quantize_int8", "int8_matmul"])],
+)
+def test_who_watches_sees_the_operators(function: Callable[[Tensor], Tensor], names: list[str]) -> None:
+    x = testing.randn(3, 8, 16)
+    each = torch.stack([function(matrix) for matrix in x])
+    assert torch.equal(torch.vmap(function)(x), each)
+    ops = [getattr(torch.ops.amp_kernels, name).default for name in names]
+    targets = [node.target for node in make_fx(function)(x[0]).graph.nodes]
+    assert [target for target in targets if target in ops] == ops
+    with torch.no_grad():
+        traced = str(torch.jit.trace(function, x[0]).graph)
+    assert all(f"amp_kernels::{name}" in traced for name in names)
+    on_meta = function(x[0].to("meta"))
+    assert on_meta.is_meta and on_meta.shape == each[0].shape
+
+
+def test_autograd_sees_who_needs_it() -> None:
+    x = testing.randn(4, 8).requires_grad_()
+    assert amp_kernels.fake_quantize_int8(x, dim=-1).requires_grad
+    q = amp_kernels.quantize_int8(x, dim=-1)
+    assert not q.values.requires_grad and not q.scale.requires_grad
 
 
 @pytest.mark.parametrize("name", ["a", "b"])
@@ -408,6 +429,15 @@ TWO = torch.ones(2)
             "zero_point must be None without scale",
         ),
         (lambda: amp_kernels.dequantize_int8(Q, torch.int8), TypeError, "dtype must be float32, float16 or bfloat16"),
+        (
+            lambda: amp_kernels.quantize_int8(X, dim=[0.5]),
+            TypeError,
+            r"dim must be an int, several, or None, got \[0.5",
+        ),
+        (lambda: amp_kernels.quantize_int8(X, dim="all"), TypeError, "dim must be an int, several, or None, got 'all'"),
+        (lambda: amp_kernels.quantize_int8(X, scale=0.5), RuntimeError, r"'Optional\[Tensor\]' for argument 'scale'"),
+        (lambda: amp_kernels.quantize_int8(X, block_size=2.5), RuntimeError, "for argument 'block_size'"),
+        (lambda: amp_kernels.dequantize_int8(X), TypeError, "q must be an Int8Tensor, got Tensor"),
         (lambda: amp_kernels.int8_matmul(X, B), TypeError, "a must be an Int8Tensor, got Tensor"),
         (lambda: amp_kernels.int8_matmul(Q, Q), ValueError, "b must be quantized as a whole or with dim=0"),
         (lambda: amp_kernels.int8_matmul(Q.t(), B), ValueError, "a must be quantized as a whole or with dim=-1"),

@@ -117,6 +117,7 @@ def quantize_int8(
 
 def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``(values - zero_point) * scale`` in fp32, rounded once to `dtype` (fp32, fp16 or bf16)."""
+    _check_is_quantized("dequantize_int8", "q", q)
     return _ops.dequantize_int8(q.values, q.scale, q.zero_point, q.block_size, dtype)
 
 
@@ -172,10 +173,7 @@ def int8_matmul(
         TypeError, ValueError: shapes or dtypes do not fit, or K is over 131071, beyond which int32 may overflow.
     """
     for name, operand in (("a", a), ("b", b)):
-        if not isinstance(operand, Int8Tensor):
-            raise TypeError(
-                f"int8_matmul: {name} must be an Int8Tensor, got {type(operand).__name__}; quantize it first"
-            )
+        _check_is_quantized("int8_matmul", name, operand)
         if operand.block_size is not None:
             raise ValueError(
                 f"int8_matmul: {name} must not be quantized in blocks, got block_size {operand.block_size}"
@@ -191,9 +189,15 @@ def int8_matmul(
 
 
 def _dims(dim: int | Sequence[int] | None) -> list[int] | None:
-    if dim is None:
-        return None
-    return [dim] if isinstance(dim, int) else list(dim) or None
+    dims = [] if dim is None else dim if isinstance(dim, Sequence) else [dim]
+    if not all(isinstance(d, int) for d in dims):
+        raise TypeError(f"quantize_int8: dim must be an int, several, or None, got {dim!r}")
+    return list(dims) or None
+
+
+def _check_is_quantized(op: str, name: str, q: object) -> None:
+    if not isinstance(q, Int8Tensor):
+        raise TypeError(f"{op}: {name} must be an Int8Tensor, got {type(q).__name__}; quantize it first")
 
 
 def _signed(seed: int) -> int:
