@@ -432,7 +432,7 @@ TWO = torch.ones(2)
         (
             lambda: amp_kernels.quantize_int8(X, dim=[0.5]),
             TypeError,
-            r"dim must be an int, several, or None, got \[0.5",
+            r"an int, several, or None, got \[0.5",
         ),
         (lambda: amp_kernels.quantize_int8(X, dim="all"), TypeError, "dim must be an int, several, or None, got 'all'"),
         (lambda: amp_kernels.quantize_int8(X, scale=0.5), RuntimeError, r"'Optional\[Tensor\]' for argument 'scale'"),
