@@ -142,6 +142,17 @@ template <class T>
 #endif
 }
 
+// g++ 12 splits this too into halves.
+[[gnu::always_inline]] inline Lanes as_floats(const Integers& integers) {
+#if defined(__AVX2__)
+  return as<Lanes>(_mm256_cvtepi32_ps(as<__m256i>(integers)));
+#else
+  Lanes lanes;
+  for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<float>(integers[i]);
+  return lanes;
+#endif
+}
+
 template <class T>
 void load(const T* from, float* to, int64_t n) {
   int64_t i = 0;

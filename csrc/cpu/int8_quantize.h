@@ -154,22 +154,28 @@ template <class V, int kStep>
     return Lanes{*side, *side, *side, *side, *side, *side, *side, *side};
 }
 
+[[gnu::always_inline]] inline Integers load_codes(const int8_t* codes) {
+#if defined(__AVX2__)
+  return as<Integers>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+#else
+  Integers wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = codes[i];
+  return wide;
+#endif
+}
+
 // Codes as steps from their zero points.
 template <class V, int kStep>
 [[gnu::always_inline]] inline V steps_of(const int8_t* codes, const int* zero_point) {
   if constexpr (std::is_same_v<V, float>) {
     return static_cast<float>(*codes - *zero_point);
   } else {
-#if defined(__AVX2__)
-    const __m256i wide = _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes)));
-    const __m256i zero =
-        kStep == 0 ? _mm256_set1_epi32(*zero_point) : _mm256_loadu_si256(reinterpret_cast<const __m256i*>(zero_point));
-    return as<Lanes>(_mm256_cvtepi32_ps(_mm256_sub_epi32(wide, zero)));
-#else
-    Lanes steps;
-    for (int i = 0; i < kLanes; ++i) steps[i] = static_cast<float>(codes[i] - zero_point[kStep * i]);
-    return steps;
-#endif
+    Integers zero;
+    if constexpr (kStep == 1)
+      std::memcpy(&zero, zero_point, sizeof(zero));
+    else
+      zero = Integers{} + *zero_point;
+    return as_floats(load_codes(codes) - zero);
   }
 }
 
