@@ -57,8 +57,8 @@ constexpr Bits<T> kSign = std::numeric_limits<Bits<T>>::min();
 // Extremes of each group of a bundle, as bits: the highest, and of the negative ones the lowest, its sign taken off; of
 // symmetric ranges the largest magnitude alone.
 struct Ranges {
-  int32_t high[kGroups];
-  int32_t low[kGroups];
+  int32_t high[kRoom];
+  int32_t low[kRoom];
 
   explicit Ranges(int64_t groups) {
     std::fill_n(high, groups, 0);
@@ -75,8 +75,9 @@ struct Ranges {
   }
 };
 
+// Apart: g++ 12 vectorises an inlined loop worse.
 template <bool kSymmetric, class T>
-void add_run(const T* x, int64_t n, Ranges& ranges, int64_t group) {
+[[gnu::noinline]] void add_run(const T* x, int64_t n, Ranges& ranges, int64_t group) {
   Bits<T> high = 0, low = 0;
   for (int64_t i = 0; i < n; ++i) {
     const Bits<T> bits = as<Bits<T>>(x[i]);
@@ -116,11 +117,11 @@ void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ra
 // integers, and then a code takes a third of the instructions of code_of. A zero point is within its range, so that NaN
 // taken for 0 gives it, and so does an inverse of 0.
 struct Affines {
-  float scale[kGroups];
-  float inverse[kGroups];
-  float lowest[kGroups];  // the clamp's ends, in steps from the zero point
-  float highest[kGroups];
-  int zero_point[kGroups];
+  float scale[kRoom];
+  float inverse[kRoom];
+  float lowest[kRoom];  // the clamp's ends, in steps from the zero point
+  float highest[kRoom];
+  int zero_point[kRoom];
   int low;
   bool have_inverses = true;  // all of them
 

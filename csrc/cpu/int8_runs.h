@@ -13,6 +13,7 @@ constexpr int64_t kRun = 1024;           // elements at most: staged as fp32, th
 constexpr int64_t kColumnRun = 256;      // across groups: 16 cache lines, as many as a core can wait for at once
 constexpr int64_t kStripRows = 4;        // across groups, read side by side: as many streams as hardware fetches ahead
 constexpr int64_t kGroups = 4096;        // of a bundle at most
+constexpr int64_t kRoom = kGroups + 16;  // of an array for them: 2^n apart, all would lie in the same sets of the L1
 constexpr int64_t kBundleSize = 4096;    // elements of a bundle of short groups, which are read twice in L1
 constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a second thread costs more than it saves
 
@@ -86,15 +87,22 @@ class Walk {
   template <class F>
   void for_each_run(const Bundle& bundle, int64_t begin, int64_t end, const F& f) const {
     if (across_) return for_each_run_across(bundle, begin / bundle.length, end / bundle.length, f);
-    const int64_t length = outer_ == Int8Layout::kG2 ? bundle.length : bundle.last_length;
-    int64_t row = begin == 0 ? 0 : begin / length;  // a division costs as much as 32 elements
+    const bool is_row_a_group = outer_ == Int8Layout::kG2;
+    const int64_t length = is_row_a_group ? bundle.length : bundle.last_length;
+    // Copies, and sums in place of products: with groups of 128 elements finding a run took as long as reading it.
+    const Run along = steps(inner_), down = steps(outer_);
+    int64_t row = begin == 0 ? 0 : begin / length;
     int64_t column = begin - row * length;
-    while (begin < end) {
-      const int64_t n = std::min({length - column, end - begin, kRun});
-      f(run(bundle, row, column, n, outer_ == Int8Layout::kG2 ? row : 0));
-      begin += n;
-      column += n;
-      if (column == length) ++row, column = 0;
+    Run at = run(bundle, row, column, 0, is_row_a_group ? row : 0);
+    for (int64_t left = end - begin; left > 0; left -= at.n) {
+      at.n = std::min({length - column, left, kRun});
+      f(at);
+      column += at.n;
+      at.x += at.n * along.x, at.out += at.n * along.out, at.index += at.n * along.index;
+      if (column < length) continue;
+      column = 0;
+      at.x += down.x - length * along.x, at.out += down.out - length * along.out;
+      at.index += down.index - length * along.index, at.group += is_row_a_group;
     }
   }
 
@@ -117,6 +125,8 @@ class Walk {
         for (int64_t row = block; row < std::min(block + kRows, end); ++row)
           f(run(bundle, row, column, std::min(kColumnRun, bundle.length - column), column));
   }
+
+  Run steps(int level) const { return {layout_.x[level], layout_.out[level], layout_.index[level], 0, 0}; }
 
   Run run(const Bundle& bundle, int64_t row, int64_t column, int64_t n, int64_t group) const {
     const auto offset = [&](int64_t first, const int64_t* strides) {
