@@ -196,10 +196,9 @@ inline int8_t code_at(float steps, int zero_point) {
   return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
 }
 
-// The loops over a run's elements: with kStep 0 all share one affine, with 1 each has its own, the first that of
-// group `first`. g++ vectorises
-// them only as they are, each a function of its own and every affine's member a scalar: inlined it forgets what does
-// not alias, and a struct of members it keeps in memory.
+// The loops over a run's elements: with kStep 0 all share one affine, with 1 each has its own, the first that of group
+// `first`. g++ vectorises them only as they are, each a function of its own and every affine's member a scalar: inlined
+// it forgets what does not alias, and a struct of members it keeps in memory.
 template <int kStep>
 [[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int64_t first,
                               int8_t* __restrict out, int64_t n) {
