@@ -68,7 +68,8 @@ def test_decay_that_nearly_cancels_the_gradient(
         pytest.skip("the interpreter rounds the product of an fma")
     ours = testing.UpdateInputs(op, [testing.randn(20000)], {"weight_decay": weight_decay}, device)
     grad = -weight_decay * ours.params[0] * (1 + 1e-6 * testing.randn(20000, seed=1).to(device))
-    assert_follows_torch(ours, [grad])
+    # At a usual rate the rounding of so small a gradient would not show in SGD's parameters.
+    assert_follows_torch(ours, [grad], lr={"sgd_": 1e6, "rmsprop_": 0.1}[op])
 
 
 @ops
