@@ -9,6 +9,8 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -100,3 +102,17 @@ def backend(place: str) -> Iterator[str]:
 def device(place: str, backend: str) -> torch.device:
     """Where the tensors of this backend's tests are; what they call runs on it."""
     return torch.device({**PLACES, **INTERPRETED}[place][1])
+
+
+@pytest.fixture
+def mesh(tmp_path: Path) -> Iterator[Any]:
+    """A mesh of this process alone."""
+    import torch.distributed as dist
+
+    if not (dist.is_available() and dist.is_gloo_available()):
+        pytest.skip("torch was built without gloo")
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        yield dist.device_mesh.init_device_mesh("cpu", (1,))
+    finally:
+        dist.destroy_process_group()

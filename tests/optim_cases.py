@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amp_kernels import testing
+from amp_kernels import GradScaler, testing
 from amp_kernels.optim import FusedRMSprop, FusedSGD
 
 TORCH = {FusedSGD: torch.optim.SGD, FusedRMSprop: torch.optim.RMSprop}
@@ -19,12 +19,15 @@ FULL = {
     FusedSGD: {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
     FusedRMSprop: {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.01, "centered": True},
 }
+# A first step under which the momentum buffer is not dampened.
+DAMPENED = {**FULL, FusedSGD: {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+ALL = list(DTYPES.values())
 # Of one element torch's error may happen to be 0, and twice that is no yardstick.
 SHAPES = ((40, 9), (257,), (33, 129), (2, 3, 5, 11))
 
 families = pytest.mark.parametrize("family", [FusedSGD, FusedRMSprop], ids=["sgd", "rmsprop"])
-dtypes = pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+dtypes = pytest.mark.parametrize("dtype", ALL, ids=DTYPES)
 low_dtypes = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
 
 
@@ -102,3 +105,58 @@ def assert_same(a: Sequence[Tensor], b: Sequence[Tensor]) -> None:
     for x, y in zip(a, b, strict=True):
         assert x.dtype == y.dtype
         assert torch.equal(x, y)
+
+
+class Pair:
+    """The same training with ours and, on fp32 and on fp64 copies of the parameters, with torch's."""
+
+    def __init__(
+        self, family: type, params: list[torch.nn.Parameter], max_grad_norm: float | None = None, **options: Any
+    ) -> None:
+        self.params, self.max_grad_norm = params, max_grad_norm
+        self.ours = family(params, max_grad_norm=max_grad_norm, **options)
+        self.copies = [copies(params, dtype) for dtype in (torch.float32, torch.float64)]
+        options["lr"] = float(options["lr"])
+        self.theirs = [TORCH[family](ps, **options) for ps in self.copies]
+        self.norm: Tensor | None = None  # before clipping, by torch in fp64
+
+    def add_param_group(self, params: list[torch.nn.Parameter], **options: Any) -> None:
+        self.params = [*self.params, *params]
+        self.ours.add_param_group({"params": params, **options})
+        for ps, optimizer in zip(self.copies, self.theirs, strict=True):
+            added = copies(params, ps[0].dtype)
+            ps += added
+            optimizer.add_param_group({"params": added, **options})
+
+    def step(self) -> None:
+        self.step_theirs()
+        self.ours.step()
+
+    def step_theirs(self) -> None:
+        for ps, optimizer in zip(self.copies, self.theirs, strict=True):
+            give_grads(self.params, ps)
+            if self.max_grad_norm is not None:
+                self.norm = torch.nn.utils.clip_grad_norm_(ps, self.max_grad_norm)
+            optimizer.step()
+
+    def check(self) -> None:
+        assert_within_rule(self.ours, self.params, *self.copies)
+
+
+def step_under(optimizer: torch.optim.Optimizer, found_inf: float, grad_scale: float | None = None) -> None:
+    """A step as torch.amp.GradScaler makes it."""
+    device = optimizer.param_groups[0]["params"][0].device
+    optimizer.found_inf = torch.tensor(found_inf, device=device)
+    optimizer.grad_scale = None if grad_scale is None else torch.tensor(grad_scale, device=device)
+    optimizer.step()
+    del optimizer.found_inf, optimizer.grad_scale
+
+
+def started(device: torch.device, kind: type = GradScaler, **options: Any) -> Any:
+    """A scaler that has scaled a loss."""
+    scaler = kind(device.type, **{"init_scale": 4.0, **options})
+    scaler.scale(torch.zeros((), device=device))
+    return scaler
+
+
+stock = functools.partial(started, kind=torch.amp.GradScaler)

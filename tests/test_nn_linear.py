@@ -4,15 +4,11 @@ from __future__ import annotations
 
 import copy
 import io
-import os
 import pickle
-import socket
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
@@ -375,23 +371,6 @@ def test_a_weight_of_another_class() -> None:
 
 
 # ------------------------------------------------------------------------------------------------------ distributed
-@pytest.fixture
-def mesh() -> Iterator[Any]:
-    """Of this process alone."""
-    if not (dist.is_available() and dist.is_gloo_available()):
-        pytest.skip("torch was built without gloo")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "environ", os.environ | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)})
-        dist.init_process_group("gloo", rank=0, world_size=1)
-    try:
-        yield dist.device_mesh.init_device_mesh("cpu", (1,))
-    finally:
-        dist.destroy_process_group()
-
-
 def test_fsdp2(mesh: Any) -> None:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

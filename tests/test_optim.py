@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from optim_cases import (
+    ALL,
     DTYPES,
     FULL,
     TORCH,
+    Pair,
     assert_same,
-    assert_within_rule,
-    copies,
+    dtypes,
     families,
-    give_grads,
     parameters,
     randn,
     set_grads,
@@ -54,38 +54,36 @@ RMSPROP_OPTIONS = product(
 ) + product(centered=[False, True], alpha=[0.99], eps=[1e-3])
 
 
-def run_against_torch(family: type, device: torch.device, options: dict[str, Any], lr: Any, dtypes: Any) -> None:
-    params = parameters(dtypes, device)
-    theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
-    ours = family(params, lr=lr, **options)
-    rate = float(lr)
-    others = [TORCH[family](ps, lr=rate, **options) for ps in (theirs, truth)]
+def train(pair: Pair) -> None:
     for step in range(STEPS):
-        set_grads(params, step)
-        for ps, optimizer in zip((theirs, truth), others, strict=True):
-            give_grads(params, ps)
-            optimizer.step()
-        ours.step()
-    assert_within_rule(ours, params, theirs, truth)
-    for p, q, t in zip(params, theirs, truth, strict=True):
-        for key in {"momentum_buffer", "square_avg", "grad_avg"} & others[0].state[q].keys():
-            states = ours.state[p][key], others[0].state[q][key], others[1].state[t][key]
-            error, allowed = testing.error_and_allowed(*states)
+        set_grads(pair.params, step)
+        pair.step()
+    pair.check()
+
+
+def run_against_torch(family: type, device: torch.device, options: dict[str, Any], lr: Any, dtypes: Any) -> None:
+    pair = Pair(family, parameters(dtypes, device), lr=lr, **options)
+    train(pair)
+    optimizers = (pair.ours, *pair.theirs)
+    for params in zip(pair.params, *pair.copies, strict=True):
+        states = [optimizer.state[p] for optimizer, p in zip(optimizers, params, strict=True)]
+        for key in {"momentum_buffer", "square_avg", "grad_avg"} & states[1].keys():
+            error, allowed = testing.error_and_allowed(*(state[key] for state in states))
             assert error <= allowed, key
 
 
 @pytest.mark.parametrize("options", SGD_OPTIONS)
 def test_sgd(device, options):
-    run_against_torch(FusedSGD, device, options, 0.05, list(DTYPES.values()))
+    run_against_torch(FusedSGD, device, options, 0.05, ALL)
 
 
 @pytest.mark.parametrize("options", RMSPROP_OPTIONS)
 def test_rmsprop(device, options):
-    run_against_torch(FusedRMSprop, device, options, 0.01, list(DTYPES.values()))
+    run_against_torch(FusedRMSprop, device, options, 0.01, ALL)
 
 
 @families
-@pytest.mark.parametrize("dtype", list(DTYPES.values()), ids=list(DTYPES))
+@dtypes
 def test_one_dtype(device, family, dtype):
     run_against_torch(family, device, {k: v for k, v in FULL[family].items() if k != "lr"}, 0.02, [dtype])
 
@@ -94,7 +92,7 @@ def test_one_dtype(device, family, dtype):
 @pytest.mark.parametrize("shape", [(), (1,)], ids=["0-dim", "1-element"])
 def test_tensor_lr(device, family, shape):
     lr = torch.full(shape, 0.02, device=device)
-    run_against_torch(family, device, {"momentum": 0.9}, lr, list(DTYPES.values()))
+    run_against_torch(family, device, {"momentum": 0.9}, lr, ALL)
 
 
 @families
@@ -105,95 +103,61 @@ def test_a_tensor_lr_that_kernels_cannot_read(device, family, lr):
 
 @families
 def test_several_groups_with_different_options(device, family):
-    params = parameters(list(DTYPES.values()), device, [(40, 9), (257,), (33, 129), (199,), (30, 20), (9,)])
+    params = parameters(ALL, device, [(40, 9), (257,), (33, 129), (199,), (30, 20), (9,)])
     second = {
         FusedSGD: {"momentum": 0, "maximize": True},
         FusedRMSprop: {"momentum": 0, "alpha": 0.5, "eps": 1e-4},
     }
-
-    def groups(ps):
-        return [
-            {"params": ps[:2]},
-            {"params": ps[2:5], "lr": 0.003, **second[family]},
-            {"params": ps[5:], "lr": 0.0},
-        ]
-
-    theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
-    options = {"lr": 0.01, "momentum": 0.9, "weight_decay": 0.1}
-    ours = family(groups(params), **options)
-    others = [TORCH[family](groups(ps), **options) for ps in (theirs, truth)]
-    for step in range(STEPS):
-        set_grads(params, step)
-        for ps, optimizer in zip((theirs, truth), others, strict=True):
-            give_grads(params, ps)
-            optimizer.step()
-        ours.step()
-    assert_within_rule(ours, params, theirs, truth)
-    assert_same([params[5]], [randn(9, seed=5, dtype=torch.bfloat16, device=device)])  # lr 0
+    pair = Pair(family, params[:2], lr=0.01, momentum=0.9, weight_decay=0.1)
+    pair.add_param_group(params[2:5], lr=0.003, **second[family])
+    pair.add_param_group(params[5:], lr=0.0)
+    train(pair)
+    assert_same([params[5]], [randn(9, seed=5, dtype=torch.bfloat16, device=device)])
 
 
 @families
-@pytest.mark.parametrize("grad", list(DTYPES.values()), ids=[f"grad-{name}" for name in DTYPES])
+@pytest.mark.parametrize("grad", ALL, ids=[f"grad-{name}" for name in DTYPES])
 def test_gradients_of_another_dtype(device, family, grad):
-    params = parameters(list(DTYPES.values()), device)
-    for p in params:
+    pair = Pair(family, parameters(ALL, device), **FULL[family])
+    for p in pair.params:
         p.grad_dtype = None  # any
-    theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
-    ours = family(params, **FULL[family])
-    others = [TORCH[family](ps, **FULL[family]) for ps in (theirs, truth)]
     for step in range(STEPS):
-        set_grads(params, step, grad)
-        for ps, optimizer in zip((theirs, truth), others, strict=True):
-            give_grads(params, ps)
-            optimizer.step()
-        ours.step()
-    assert_within_rule(ours, params, theirs, truth)
+        set_grads(pair.params, step, grad)
+        pair.step()
+    pair.check()
 
 
 @families
 def test_gradient_dtypes_that_change_between_steps(device, family):
-    params = parameters(list(DTYPES.values()), device)
-    for p in params:
+    pair = Pair(family, parameters(ALL, device), **FULL[family])
+    for p in pair.params:
         p.grad_dtype = None
-    theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
-    ours = family(params, **FULL[family])
-    others = [TORCH[family](ps, **FULL[family]) for ps in (theirs, truth)]
     for step in range(STEPS):
-        for i, p in enumerate(params):
-            set_grads([p], step, list(DTYPES.values())[(step + i) % 3])
-        for ps, optimizer in zip((theirs, truth), others, strict=True):
-            give_grads(params, ps)
-            optimizer.step()
-        ours.step()
-    assert_within_rule(ours, params, theirs, truth)
+        for i, p in enumerate(pair.params):
+            set_grads([p], step, ALL[(step + i) % 3])
+        pair.step()
+    pair.check()
 
 
 @families
 @pytest.mark.parametrize("max_norm", [0.5, 1e4], ids=["clipped", "not clipped"])
 def test_max_grad_norm_is_clip_grad_norm(device, family, max_norm):
-    params = parameters(list(DTYPES.values()), device)
-    theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
-    ours = family(params, **FULL[family], max_grad_norm=max_norm)
-    others = [TORCH[family](ps, **FULL[family]) for ps in (theirs, truth)]
+    pair = Pair(family, parameters(ALL, device), max_grad_norm=max_norm, **FULL[family])
     for step in range(STEPS):
-        set_grads(params, step)
-        before = [p.grad.clone() for p in params]
-        for ps, optimizer in zip((theirs, truth), others, strict=True):
-            give_grads(params, ps)
-            norm = torch.nn.utils.clip_grad_norm_(ps, max_norm)
-            optimizer.step()
-        ours.step()
-        assert_same([p.grad for p in params], before)
-        assert ours.grad_norm.device.type == device.type
-        assert ours.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6)
-    assert_within_rule(ours, params, theirs, truth)
+        set_grads(pair.params, step)
+        before = [p.grad.clone() for p in pair.params]
+        pair.step()
+        assert_same([p.grad for p in pair.params], before)
+        assert pair.ours.grad_norm.device.type == device.type
+        assert pair.ours.grad_norm.item() == pytest.approx(pair.norm.item(), rel=1e-6)
+    pair.check()
 
 
 @families
 @pytest.mark.parametrize("deterministic", [False, True], ids=["", "deterministic_algorithms"])
 def test_same_inputs_same_bits(device, family, deterministic):
     def run():
-        params = parameters(list(DTYPES.values()), device, [(9,), (5, 7), (65537,)])
+        params = parameters(ALL, device, [(9,), (5, 7), (65537,)])
         optimizer = family(params, **FULL[family], max_grad_norm=0.5)
         for step in range(3):
             set_grads(params, step)
@@ -210,19 +174,12 @@ def test_same_inputs_same_bits(device, family, deterministic):
 @families
 @pytest.mark.parametrize("size", [0, 1, 7, 65537])
 def test_sizes(device, family, size):
-    params = parameters(list(DTYPES.values()), device, [(size,)] * 3)
-    theirs, truth = copies(params, torch.float32), copies(params, torch.float64)
-    ours = family(params, **FULL[family], max_grad_norm=100.0)
-    others = [TORCH[family](ps, **FULL[family]) for ps in (theirs, truth)]
+    pair = Pair(family, parameters(ALL, device, [(size,)] * 3), max_grad_norm=100.0, **FULL[family])
     for step in range(2):
-        set_grads(params, step)
-        for ps, optimizer in zip((theirs, truth), others, strict=True):
-            give_grads(params, ps)
-            torch.nn.utils.clip_grad_norm_(ps, 100.0)
-            optimizer.step()
-        ours.step()
-    assert_within_rule(ours, params, theirs, truth)
-    assert (ours.grad_norm == 0) == (size == 0)
+        set_grads(pair.params, step)
+        pair.step()
+    pair.check()
+    assert (pair.ours.grad_norm == 0) == (size == 0)
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments

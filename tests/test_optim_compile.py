@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from optim_cases import FULL, families, randn, snapshot
-
-import amp_kernels
+from optim_cases import FULL, families, randn, snapshot, started
 
 
 def model_and_optimizer(family, device):
@@ -17,7 +15,7 @@ def model_and_optimizer(family, device):
 
 def train(family, device, forward=None, step=None):
     model, optimizer = model_and_optimizer(family, device)
-    scaler = amp_kernels.GradScaler(device.type, init_scale=16.0)
+    scaler = started(device, init_scale=16.0)
     run = (forward or (lambda m: m))(model)
 
     def iterate(x):

@@ -1,0 +1,93 @@
+"""Parameters and gradients of any strides, offsets and sizes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from optim_cases import ALL, FULL, Pair, dtypes, families, parameters, randn, set_grads
+
+from amp_kernels import testing
+
+LAYOUTS = {
+    "contiguous": testing.LAYOUTS["contiguous"],
+    "channels_last": testing.LAYOUTS["channels_last"],
+    "transposed": lambda x: x.transpose(0, 1).contiguous().transpose(0, 1),
+    "with_gaps": testing.LAYOUTS["every_other"],
+    "a_slice": lambda x: torch.cat([x, torch.full_like(x, torch.nan)], dim=1)[:, : x.shape[1]],
+}
+GRAD_LAYOUTS = {**LAYOUTS, "expanded": lambda x: x[:1].expand_as(x)}
+
+
+@families
+@pytest.mark.parametrize("param_layout", LAYOUTS.values(), ids=LAYOUTS)
+@pytest.mark.parametrize("grad_layout", GRAD_LAYOUTS.values(), ids=GRAD_LAYOUTS)
+def test_layouts(device, family, param_layout, grad_layout):
+    """A gradient whose strides are not the parameter's, and parameters with gaps, which are not written into."""
+    params = [
+        torch.nn.Parameter(param_layout(randn(6, 5, 3, 4, seed=i, device=device).to(t))) for i, t in enumerate(ALL)
+    ]
+    pair = Pair(family, params, **FULL[family])
+    for step in range(4):
+        for i, p in enumerate(params):
+            p.grad = grad_layout(randn(*p.shape, seed=10 * step + i, device=device).to(p.dtype))
+        pair.step()
+    pair.check()
+
+
+@families
+def test_what_lies_between_a_parameters_elements_is_not_written(device, family):
+    memory = torch.full((8, 6), 3.0, dtype=torch.float16, device=device)
+    p = torch.nn.Parameter(memory[1::2, 2:5])
+    assert p.data_ptr() == memory[1, 2:].data_ptr()
+    optimizer = family([p], **FULL[family])
+    for step in range(3):
+        set_grads([p], step)
+        optimizer.step()
+    untouched = torch.ones_like(memory, dtype=torch.bool)
+    untouched[1::2, 2:5] = False
+    assert (memory[untouched] == 3).all()
+    assert (memory[~untouched] != 3).all()
+
+
+@families
+@dtypes
+def test_gradients_that_are_views_into_a_bucket(device, family, dtype):
+    """As DDP makes them: one flat tensor, at whatever offset."""
+    params = parameters([dtype], device, [(257,), (3, 111), (40, 9), (1025,)])
+    pair = Pair(family, params, **FULL[family])
+    bucket = torch.zeros(sum(p.numel() for p in params) + 1, dtype=dtype, device=device)
+    offset = 1
+    for p in params:
+        p.grad = bucket[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    for step in range(4):
+        bucket.copy_(randn(bucket.numel(), seed=step))
+        pair.step()
+    pair.check()
+
+
+@families
+@dtypes
+def test_parameters_at_odd_offsets(device, family, dtype):
+    memory = randn(1500, seed=0, dtype=dtype, device=device)
+    pair = Pair(family, [torch.nn.Parameter(memory[o : o + 333]) for o in (1, 337, 675, 1100)], **FULL[family])
+    for step in range(4):
+        set_grads(pair.params, step)
+        pair.step()
+    pair.check()
+
+
+@families
+def test_zero_size_parameters(device, family):
+    params = parameters(ALL, device, [(0,), (300,), (4, 0), (0, 3), (200,), (2, 300)])
+    pair = Pair(family, params, **FULL[family])
+    for step in range(3):
+        set_grads(params, step)
+        pair.step()
+    pair.check()
+    empty = family(parameters(ALL, device, [(0,), (0, 2)]), **FULL[family], max_grad_norm=1.0)
+    set_grads(empty.param_groups[0]["params"], 0)
+    empty.step()
+    assert empty.grad_norm == 0
+    empty.load_state_dict(empty.state_dict())
+    empty.step()
