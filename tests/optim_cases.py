@@ -160,3 +160,17 @@ def started(device: torch.device, kind: type = GradScaler, **options: Any) -> An
 
 
 stock = functools.partial(started, kind=torch.amp.GradScaler)
+
+
+def iterate(
+    scaler: Any, optimizer: torch.optim.Optimizer, step: int, overflow: bool = False, unscale: bool = False
+) -> None:
+    """A step with new gradients and the update of the scale."""
+    params = [p for group in optimizer.param_groups for p in group["params"]]
+    set_grads(params, step, scale=scaler.get_scale())
+    if overflow:
+        params[1].grad.view(-1)[0] = torch.inf
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
