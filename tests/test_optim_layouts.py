@@ -18,20 +18,35 @@ LAYOUTS = {
 GRAD_LAYOUTS = {**LAYOUTS, "expanded": lambda x: x[:1].expand_as(x)}
 
 
-@families
-@pytest.mark.parametrize("param_layout", LAYOUTS.values(), ids=LAYOUTS)
-@pytest.mark.parametrize("grad_layout", GRAD_LAYOUTS.values(), ids=GRAD_LAYOUTS)
-def test_layouts(device, family, param_layout, grad_layout):
-    """A gradient whose strides are not the parameter's, and parameters with gaps, which are not written into."""
+param_layouts = pytest.mark.parametrize("param_layout", LAYOUTS.values(), ids=LAYOUTS)
+
+
+def train(family, device, param_layout, grad_layouts):
+    """A step for each layout of the gradients."""
     params = [
         torch.nn.Parameter(param_layout(randn(6, 5, 3, 4, seed=i, device=device).to(t))) for i, t in enumerate(ALL)
     ]
     pair = Pair(family, params, **FULL[family])
-    for step in range(4):
+    for step, grad_layout in enumerate(grad_layouts):
         for i, p in enumerate(params):
             p.grad = grad_layout(randn(*p.shape, seed=10 * step + i, device=device).to(p.dtype))
         pair.step()
     pair.check()
+
+
+@families
+@param_layouts
+@pytest.mark.parametrize("grad_layout", GRAD_LAYOUTS.values(), ids=GRAD_LAYOUTS)
+def test_layouts(device, family, param_layout, grad_layout):
+    """A gradient whose strides are not the parameter's, and parameters with gaps, which are not written into."""
+    train(family, device, param_layout, [grad_layout] * 4)
+
+
+@families
+@param_layouts
+def test_gradient_layouts_that_change_between_steps(device, family, param_layout):
+    """Each is there for two steps, in the second of which nothing has changed."""
+    train(family, device, param_layout, [layout for layout in GRAD_LAYOUTS.values() for _ in range(2)])
 
 
 @families

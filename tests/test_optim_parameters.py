@@ -7,6 +7,7 @@ import torch
 from optim_cases import (
     ALL,
     DAMPENED,
+    DTYPES,
     FULL,
     Pair,
     assert_rounded,
@@ -63,19 +64,20 @@ def test_a_model_that_changes_its_dtype(device, family, before, path):
 
 
 @families
-def test_a_dtype_that_changes_at_the_same_address(device, family):
-    memory = torch.ones(64, dtype=torch.float16, device=device)
-    p = torch.nn.Parameter(memory)
+@pytest.mark.parametrize("before", ALL, ids=DTYPES)
+@pytest.mark.parametrize("after", ALL, ids=DTYPES)
+def test_a_dtype_that_changes_at_the_same_address(device, family, before, after):
+    memory = torch.zeros(64, device=device)
+    p = torch.nn.Parameter(memory.view(before)[:64])
     optimizer = family([p], lr=0.05)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    p.grad = None
-    p.data = memory.view(torch.bfloat16).fill_(1.0)
-    p.grad = torch.ones_like(p)
-    optimizer.step()
-    assert_rounded(optimizer, [p])
-    assert p.dtype is torch.bfloat16
-    assert ((p > 0) & (p < 1)).all()
+    for dtype in (before, after):
+        p.grad = None
+        p.data = memory.view(dtype)[:64].fill_(1.0)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert_rounded(optimizer, [p])
+        assert p.dtype is dtype
+        assert ((p > 0) & (p < 1)).all()
 
 
 @families
