@@ -12,11 +12,8 @@ from torch import Tensor
 
 from amp_kernels import testing
 
-pytestmark = [
-    pytest.mark.usefixtures("backend"),
-    # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
-    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"),
-]
+# NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 OPTIONS = {"sgd_": testing.SGD_OPTIONS, "rmsprop_": testing.RMSPROP_OPTIONS}
 
 ops = pytest.mark.parametrize("op", OPTIONS)
