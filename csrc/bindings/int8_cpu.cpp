@@ -118,8 +118,7 @@ void straight_through_int8(Tensor grad, Tensor x, Tensor scale, std::optional<Te
 
 template <class Tile, class Product>
 void multiply(Product&& product) {
-  const auto parallel = [](int64_t n, int64_t grain, const auto& f) { torch::stable::parallel_for(0, n, grain, f); };
-  Multiplication<Tile, Product, decltype(parallel)>(product, torch::stable::get_num_threads(), parallel).run();
+  Multiplication<Tile, Product>(product).run();
 }
 
 void int8_matmul(Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor> a_zero_point, Tensor b_scale,

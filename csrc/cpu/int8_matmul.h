@@ -6,6 +6,7 @@
 #include <unistd.h>
 #endif
 
+#include <memory>
 #include <new>
 #include <utility>
 #include <vector>
@@ -14,6 +15,7 @@
 #include "convert.h"
 #include "int8_pack.h"
 #include "int8_tiles.h"
+#include "parallel.h"
 
 namespace amp_kernels::cpu {
 
@@ -108,16 +110,15 @@ void align_to_end(Left* row, int64_t k, int64_t depth, int64_t padded) {
 //   needs_column_sums(): of the codes of `right`
 //   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
 //   finish(row, rows, columns, sums): the epilogue of a tile
-// parallel(n, grain, f) calls f(begin, end) for ranges of [0, n) on several threads, as torch's parallel_for does.
-template <class Tile, class Product, class Parallel>
+template <class Tile, class Product>
 class Multiplication {
  public:
   using Left = typename Tile::Left;
   using Sum = typename Tile::Sum;
   static constexpr int64_t kColumns = Tile::kColumns, kTile = Tile::kRows * kColumns;
 
-  Multiplication(Product& product, int64_t threads, const Parallel& parallel)
-      : product_(product), threads_(threads), parallel_(parallel), panels_(divide_up(product.n, kColumns)) {}
+  explicit Multiplication(Product& product)
+      : product_(product), threads_(torch::stable::get_num_threads()), panels_(divide_up(product.n, kColumns)) {}
 
   void run() {
     if (product_.m <= kDotRows && product_.right.k_stride == 1) return run_dots();
@@ -126,6 +127,14 @@ class Multiplication {
   }
 
  private:
+  // Calls f(begin, end, worker) for all of [0, n), `grain` at a time.
+  template <class F>
+  void in_ranges(int64_t n, int64_t grain, const F& f) const {
+    const int64_t ranges = divide_up(n, grain);
+    share(ranges, std::min(threads_, ranges),
+          [&](int64_t i, int64_t worker) { f(i * grain, std::min(n, (i + 1) * grain), worker); });
+  }
+
   // Few rows by columns that are contiguous: nothing is packed, every column is read once.
   void run_dots() {
     const int64_t rows = product_.m, k = product_.k;
@@ -140,7 +149,7 @@ class Multiplication {
       align_to_end(left + r * padded, k, Tile::kDotDepth, padded);
     }
     const int64_t grain = divide_up(kThreadProducts / 8, padded * kColumns);
-    parallel_(panels_, grain, [&](int64_t begin, int64_t end) {
+    in_ranges(panels_, grain, [&](int64_t begin, int64_t end, int64_t) {
       alignas(64) Sum sums[(kDotRows + 1) * kColumns];
       for (int64_t p = begin; p < end; ++p) {
         typename Product::Columns columns(product_, p * kColumns);
@@ -175,13 +184,14 @@ class Multiplication {
   void run_tiles() {
     const int64_t tile_size = 4 * groups_ * tile_rows_;
     Buffer<Left> left(tiles_ * tile_size);
-    parallel_(tiles_, divide_up(kThreadProducts / 16, tile_size + 1), [&](int64_t begin, int64_t end) {
+    in_ranges(tiles_, divide_up(kThreadProducts / 16, tile_size + 1), [&](int64_t begin, int64_t end, int64_t) {
       for (int64_t t = begin; t < end; ++t) product_.pack_left(t * tile_rows_, rows(t), groups_, left + t * tile_size);
     });
     const int64_t unit_products = (tile_size + 1) * span_tiles_ * block_panels_ * kColumns;
-    parallel_(blocks_ * spans_, divide_up(kThreadProducts, unit_products), [&](int64_t begin, int64_t end) {
-      Scratch scratch(*this);
-      for (int64_t i = begin; i < end; ++i) run_unit(left + 0, i / spans_, i % spans_ * span_tiles_, scratch);
+    std::vector<std::unique_ptr<Scratch>> scratch(threads_);
+    in_ranges(blocks_ * spans_, divide_up(kThreadProducts, unit_products), [&](int64_t begin, int64_t end, int64_t t) {
+      if (scratch[t] == nullptr) scratch[t] = std::make_unique<Scratch>(*this);
+      for (int64_t i = begin; i < end; ++i) run_unit(left + 0, i / spans_, i % spans_ * span_tiles_, *scratch[t]);
     });
   }
 
@@ -241,7 +251,6 @@ class Multiplication {
 
   Product& product_;
   const int64_t threads_;
-  const Parallel& parallel_;
   const int64_t panels_;  // of kColumns columns
   int64_t groups_;        // of four k
   int64_t tile_rows_;     // of every tile but the last
