@@ -272,5 +272,9 @@ def _scale_of_rows(ops: Kernels, x: Tensor, groups: Grouping, symmetric: bool) -
 
 
 def _by_element(groups: Grouping, scale: Tensor, zero_point: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    zero = None if zero_point is None else zero_point.expand(groups.shape).contiguous()
-    return scale.expand(groups.shape).contiguous(), zero
+    def spread(side: Tensor) -> Tensor:
+        if groups.block_size is not None:
+            side = side.repeat_interleave(groups.block_size, -1)[..., : groups.shape[-1]]
+        return side.expand(groups.shape).contiguous()
+
+    return spread(scale), None if zero_point is None else spread(zero_point)

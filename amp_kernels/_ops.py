@@ -45,19 +45,25 @@ SCHEMAS = {
 }
 
 
-def _is_watched(tensors: Iterable[Any]) -> bool:
-    """Whether a call has to be seen by torch's dispatcher: for the compiler, a dispatch mode, a transform of
-    `torch.func`, a trace, autograd, or since one of `tensors` (or None) is no plain one of a CPU or CUDA device."""
+def _is_watched(tensors: Iterable[object]) -> bool:
+    """Whether a call has to be seen by torch's dispatcher: for the compiler, a mode, a transform of `torch.func`, a
+    trace, autograd, or since one of `tensors` is no plain one of a CPU or CUDA device (views that the dispatcher
+    negates would reach a kernel as a copy with other strides)."""
     if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
         return True
+    if torch._C._len_torch_function_stack() > 0 or torch._C._get_tracing_state() is not None:
+        return True
     keeps_grad = torch.is_grad_enabled()
-    return torch._C._get_tracing_state() is not None or any(
-        type(tensor) not in (Tensor, Parameter)
-        or not (tensor.is_cpu or tensor.is_cuda)
-        or (keeps_grad and tensor.requires_grad)
+    return not all(
+        isinstance(tensor, Tensor)
+        and type(tensor) in _PLAIN
+        and (tensor.is_cpu or tensor.is_cuda)
+        and not (tensor.is_neg() or tensor._is_zerotensor() or (keeps_grad and tensor.requires_grad))
         for tensor in tensors
-        if tensor is not None
     )
+
+
+_PLAIN = (Tensor, Parameter)
 
 
 # ---------------------------------------------------------------------------------------------------- list operators
@@ -560,19 +566,25 @@ for _name, _setup, _backward in (
 OPS = torch.ops.amp_kernels
 
 
-def _unless_watched(op: Callable[..., Any], kernel: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Calls the kernel of an operator whose first `tensors` arguments are tensors, all but the first perhaps None."""
+def _unless_watched(op: Callable[..., Any], kernel: Callable[..., Any], *signature: tuple[type, ...]) -> Any:
+    """Calls the kernel of an operator, or where an argument is of another type than its `signature` says the operator,
+    whose dispatcher says what is wrong."""
 
-    def call(*args: Any) -> Any:
-        is_plain = args[0] is not None and all(type(arg) in _PLAIN for arg in args[tensors:])
-        return (kernel if is_plain and not _is_watched(args[:tensors]) else op)(*args)
+    def call(*args: object) -> Any:
+        fits = all(type(arg) in types for arg, types in zip(args, signature, strict=True))
+        is_watched = not fits or _is_watched(arg for arg in args if isinstance(arg, Tensor))
+        return (op if is_watched else kernel)(*args)
 
     return call
 
 
-_PLAIN = (int, bool, list, torch.dtype, NoneType)  # what is of another type the dispatcher refuses with a sentence
-
-# The dispatcher and the autograd of a Python kernel take 20 us of a call, and several times that with cold caches.
-quantize_int8 = _unless_watched(OPS.quantize_int8, _quantize_int8, 3)
-dequantize_int8 = _unless_watched(OPS.dequantize_int8, _dequantize_int8, 3)
-int8_linear = _unless_watched(OPS.int8_linear, _int8_linear, 4)
+# The dispatcher, and of quantize_int8 autograd, take 20 us of a call, and several times that with cold caches.
+_MAYBE = (*_PLAIN, NoneType)
+quantize_int8 = _unless_watched(
+    OPS.quantize_int8, _quantize_int8, _PLAIN, _MAYBE, _MAYBE, (list, NoneType), (int, NoneType), (bool,),
+    (int, NoneType), (bool,),
+)  # fmt: skip
+dequantize_int8 = _unless_watched(
+    OPS.dequantize_int8, _dequantize_int8, _PLAIN, _PLAIN, _MAYBE, (int, NoneType), (torch.dtype,)
+)
+int8_linear = _unless_watched(OPS.int8_linear, _int8_linear, _PLAIN, _PLAIN, _PLAIN, _MAYBE)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import amp_kernels
 from amp_kernels import Int8Tensor, _int8, reference, testing
@@ -345,6 +346,36 @@ def test_who_watches_sees_the_operators(function: Callable[[Tensor], Tensor], na
     assert on_meta.is_meta and on_meta.shape == each[0].shape
 
 
+def test_lazily_negated_views() -> None:
+    x = torch.complex(testing.randn(64, 33), testing.randn(64, 33, seed=1)).conj().imag
+    assert x.is_neg()
+    for options in ({"dim": -1}, {"dim": 0}, {"scale": torch.tensor(0.02)}):
+        ours, plain = (amp_kernels.quantize_int8(t, **options) for t in (x, x.resolve_neg().contiguous()))
+        assert torch.equal(ours.values, plain.values) and torch.equal(ours.scale, plain.scale)
+
+
+def test_blocks_with_scales_in_another_order(backend: str, device: torch.device) -> None:
+    x = testing.randn(4, 6, 70).to(device)
+    scale = testing.randn(6, 4, 3).abs().to(device).transpose(0, 1) + 0.01
+    ours, plain = (amp_kernels.quantize_int8(x, block_size=32, scale=s) for s in (scale, scale.contiguous()))
+    assert torch.equal(ours.values, plain.values)
+    assert torch.equal(ours.dequantize(), plain.dequantize())
+
+
+def test_modes_see_the_operators() -> None:
+    seen: list[str] = []
+
+    class Seen(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(str(func).removesuffix(".default"))
+            return func(*args, **(kwargs or {}))
+
+    x = testing.randn(4, 8)
+    with Seen():
+        amp_kernels.quantize_int8(x, dim=-1).dequantize()
+    assert {"amp_kernels.quantize_int8", "amp_kernels.dequantize_int8"} <= set(seen)
+
+
 def test_autograd_sees_who_needs_it() -> None:
     x = testing.randn(4, 8).requires_grad_()
     assert amp_kernels.fake_quantize_int8(x, dim=-1).requires_grad
@@ -437,7 +468,10 @@ TWO = torch.ones(2)
         (lambda: amp_kernels.quantize_int8(X, dim="all"), TypeError, "dim must be an int, several, or None, got 'all'"),
         (lambda: amp_kernels.quantize_int8(X, scale=0.5), RuntimeError, r"'Optional\[Tensor\]' for argument 'scale'"),
         (lambda: amp_kernels.quantize_int8(X, block_size=2.5), RuntimeError, "for argument 'block_size'"),
+        (lambda: amp_kernels.quantize_int8(X, block_size=[2]), RuntimeError, "for argument 'block_size'"),
+        (lambda: amp_kernels.quantize_int8(X, symmetric=[]), RuntimeError, "for argument 'symmetric'"),
         (lambda: amp_kernels.dequantize_int8(X), TypeError, "q must be an Int8Tensor, got Tensor"),
+        (lambda: amp_kernels.dequantize_int8(Q, [torch.int8]), RuntimeError, "for argument 'dtype'"),
         (lambda: amp_kernels.int8_matmul(X, B), TypeError, "a must be an Int8Tensor, got Tensor"),
         (lambda: amp_kernels.int8_matmul(Q, Q), ValueError, "b must be quantized as a whole or with dim=0"),
         (lambda: amp_kernels.int8_matmul(Q.t(), B), ValueError, "a must be quantized as a whole or with dim=-1"),

@@ -190,9 +190,9 @@ def int8_matmul(
 
 def _dims(dim: int | Sequence[int] | None) -> list[int] | None:
     dims = [] if dim is None else dim if isinstance(dim, Sequence) else [dim]
-    if not all(isinstance(d, int) for d in dims):
+    if not all(hasattr(d, "__index__") for d in dims):  # numpy's integers have it too
         raise TypeError(f"quantize_int8: dim must be an int, several, or None, got {dim!r}")
-    return list(dims) or None
+    return [int(d) for d in dims] or None
 
 
 def _check_is_quantized(op: str, name: str, q: object) -> None:

@@ -188,7 +188,7 @@ const float* as_float(const T* from, float* staged, int64_t n) {
 
 // Copies past the caches. An ordinary store reads a line before it overwrites it, which for a weight that
 // nobody reads before the next forward pass is a tenth of an update's traffic. Before another thread may read,
-// fence_streams is to be called, as for_each does: a few hundred nanoseconds, too many for every row of a matrix.
+// fence_streams is to be called, as `share` does: a few hundred nanoseconds, too many for every row of a matrix.
 template <class T>
 void stream(const T* from, T* to, int64_t n) {
   int64_t i = 0;

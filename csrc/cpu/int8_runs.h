@@ -9,7 +9,7 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kRun = 1024;           // elements at most: staged as fp32, they stay in L1
+constexpr int64_t kRun = 1024;           // elements at most, but of strips: staged as fp32, they stay in L1
 constexpr int64_t kColumnRun = 256;      // across groups: 16 cache lines, as many as a core can wait for at once
 constexpr int64_t kStripRows = 4;        // across groups, read side by side: as many streams as hardware fetches ahead
 constexpr int64_t kGroups = 4096;        // of a bundle at most
