@@ -32,8 +32,6 @@ KERNEL_SCHEMAS = {
     "_gradient_pass_": "(Tensor(a!)[] grads, Tensor? scale, bool write, Tensor(b!) found_inf, Tensor(c!) norm) -> bool",
     # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
     "_send_": "(Tensor host, Tensor(a!) to) -> ()",
-    # On the host, of tensors of any device; see _table.addresses_of.
-    "_addresses_": "(Tensor[] tensors, Tensor(a!) addresses, Tensor(b!) kinds) -> ()",
     "_sgd_table_": _UPDATE_TABLE,
     "_rmsprop_table_": _UPDATE_TABLE,
     # `layout`: struct Int8Layout of csrc/int8.h, made by _int8.py. Without a zero point codes are symmetric.

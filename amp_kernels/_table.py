@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import itertools
 from array import array
 from collections.abc import Iterable, Sequence
@@ -63,32 +62,6 @@ def int64_tensor(values: Iterable[int]) -> Tensor:
     """int64 host tensor; ten times faster than torch.tensor(list), which matters once a step."""
     data = array("q", values)
     return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
-
-
-def addresses_of(tensors: Sequence[Tensor], addresses: Tensor, kinds: Tensor) -> None:
-    """Fills two int64 host tensors: where each tensor lies, and twice the code of its dtype plus 1 if it is contiguous
-    (-1 and address 0 for what kernels do not read).
-
-    TypeError if one is no tensor.
-    """
-    if _has_compiled_addresses():
-        torch.ops.amp_kernels._addresses_.default(tensors, addresses, kinds)
-        return
-    codes = []
-    for tensor in tensors:
-        if not isinstance(tensor, Tensor):
-            raise TypeError(f"addresses_of: tensors must be Tensors, got {type(tensor).__name__}")
-        reads = tensor.layout is torch.strided and tensor.dtype in DTYPE_CODES
-        codes.append(2 * DTYPE_CODES[tensor.dtype] + tensor.is_contiguous() if reads else -1)
-    kinds.copy_(int64_tensor(codes))
-    addresses.copy_(
-        int64_tensor(0 if code < 0 else tensor.data_ptr() for code, tensor in zip(codes, tensors, strict=True))
-    )
-
-
-@functools.cache
-def _has_compiled_addresses() -> bool:
-    return torch._C._dispatch_has_kernel_for_dispatch_key("amp_kernels::_addresses_", "CompositeExplicitAutograd")
 
 
 def send(ops: Kernels, host: Tensor, device: torch.device) -> Tensor:

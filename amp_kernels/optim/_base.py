@@ -13,7 +13,8 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from .. import _backends
 from .._table import DTYPE_CODES, is_dense, same_layout
 from ..functional import moved, total_norm
-from ._plan import Hyper, Member, NativePlan, Plan, capturing, local
+from ._observe import local
+from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan, ReferenceStep
 from ._state import States
 

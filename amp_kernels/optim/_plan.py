@@ -21,30 +21,23 @@ from .._table import (
     HYPER_COLUMNS,
     UPDATE_ROWS,
     Row,
-    addresses_of,
     cut,
     int64_tensor,
     resend,
     same_layout,
     send,
 )
+from ._observe import Seen, local, observe
 
 if TYPE_CHECKING:
     from .._backends import Kernels
 
 # Mapped over a thousand tensors these cost half of what a loop in Python does.
-_data_ptr = torch._C.TensorBase.data_ptr
 _stride = torch._C.TensorBase.stride
 _dtype = operator.attrgetter("dtype")
 _grad = operator.attrgetter("grad")
-_version = operator.attrgetter("_version")
 
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The memory on this rank: of a DTensor its shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def check_gradient(member: Member, grad: Tensor) -> None:
@@ -185,21 +178,16 @@ class NativePlan(Plan):
         self._distributed = any(isinstance(m.param, DTensor) for m in members)
         self._all_contiguous = all(t.is_contiguous() for t in self._targets)
         self._strides = [t.stride() for t in self._targets]
-        self._addresses = self._parameter_addresses()
         self._dtypes = list(map(_dtype, self._params))
-        self._low = [m for m in self._started if m.master is not None]
-        self._low_params = [m.param for m in self._low]
-        self._versions: list[int | None] = [m.version for m in self._low]
+        self._low = [t for t, m in enumerate(self._started) if m.master is not None]
+        self._seen = _host(len(Seen), len(self._started), dtype=torch.int64)
+        self._known = torch.zeros_like(self._seen)
+        self._observe()
+        self._known[Seen.ADDRESS] = self._seen[Seen.ADDRESS]
+        self._known[Seen.VERSION] = int64_tensor(-1 if m.version is None else m.version for m in self._started)
 
         self._is_steady = False  # every started parameter has a gradient, laid out as it
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
-        count = len(self._started)
-        self._grad_addresses = _host(count, dtype=torch.int64)
-        self._grad_kinds = _host(count, dtype=torch.int64)
-        self._seen_addresses, self._seen_kinds = (
-            torch.empty_like(self._grad_addresses),
-            torch.empty_like(self._grad_kinds),
-        )
         self._grad_dtypes: list[torch.dtype] = []
         self._codes: list[tuple[int, int]] = []
         self._buckets: list[_Bucket] = []
@@ -217,50 +205,47 @@ class NativePlan(Plan):
         if is_captured or self._was_captured:
             self._tables = None  # a captured step sends tables of its own, which no later step rewrites
         self._was_captured = is_captured
-        if self._parameter_addresses() != self._addresses:
+        self._observe()
+        if not self._is_as_known(Seen.ADDRESS):
             return False
         if any(m.param.grad is not None for m in self._idle):
             return False
-        versions = list(map(_version, self._low_params))
-        if versions != self._versions:
-            self._reload_masters(versions)
+        if self._low and not self._is_as_known(Seen.VERSION):
+            self._reload_masters()
         return self._same_gradients() or self._take_gradients()
 
-    def _parameter_addresses(self) -> list[int]:
-        if self._distributed or self._mirrored:
-            return [local(p).data_ptr() for p in self._params]
-        return list(map(_data_ptr, self._params))
+    def _observe(self) -> None:
+        observe(self._params, self._seen, versions=bool(self._low), distributed=self._distributed)
 
-    def _reload_masters(self, versions: list[int]) -> None:
-        if capturing(self.device):
+    def _is_as_known(self, row: Seen) -> bool:
+        return torch.equal(self._seen[row], self._known[row])
+
+    def _reload_masters(self) -> None:
+        seen, known = self._seen[Seen.VERSION].tolist(), self._known[Seen.VERSION].tolist()
+        changed = [self._started[t] for t in self._low if seen[t] != known[t]]
+        if changed and capturing(self.device):
             raise RuntimeError(
                 "step: parameters changed since the last step, which a capture would undo at every replay; run one "
                 "step, or reload_masters(), before capturing"
             )
-        for member, old, new in zip(self._low, self._versions, versions, strict=True):
-            if old != new:
-                member.reload_master()
-        self._versions = list(versions)
+        for member in changed:
+            member.reload_master()
+        self._known[Seen.VERSION] = self._seen[Seen.VERSION]
 
     def _gradients(self) -> list[Tensor | None]:
         grads = list(map(_grad, self._params))
         return [g if g is None else local(g) for g in grads] if self._distributed else grads
 
     def _same_gradients(self) -> bool:
-        """The steady state: same addresses, dtypes and layout as in the last step."""
-        if not self._is_steady:
+        """The steady state: same dtypes and layout as in the last step."""
+        if not self._is_steady or not self._is_as_known(Seen.GRAD_KIND):
             return False
-        grads: list[Any] = self._gradients()
-        try:
-            addresses_of(grads, self._seen_addresses, self._seen_kinds)
-        except (TypeError, RuntimeError):  # a gradient is None
-            return False
-        if not torch.equal(self._seen_kinds, self._grad_kinds):
-            return False
-        if not self._all_contiguous and list(map(_stride, grads)) != self._strides:
-            return False
-        if not torch.equal(self._seen_addresses, self._grad_addresses):
-            self._send_gradients(self._seen_addresses)
+        if not self._all_contiguous:
+            grads: list[Any] = self._gradients()
+            if list(map(_stride, grads)) != self._strides:
+                return False
+        if not self._is_as_known(Seen.GRAD):
+            self._send_gradients(self._seen[Seen.GRAD])
         return True
 
     def _take_gradients(self) -> bool:
@@ -286,12 +271,11 @@ class NativePlan(Plan):
         self._send_gradients(int64_tensor(0 if g is None else g.data_ptr() for g in grads))
         self.written = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
         self._is_steady = len(self.written) == len(self._started) and not self._relaid
-        if self._is_steady:
-            addresses_of([g for g in grads if g is not None], self._seen_addresses, self._grad_kinds)
+        self._known[Seen.GRAD_KIND] = self._seen[Seen.GRAD_KIND]
         return True
 
     def _send_gradients(self, addresses: Tensor) -> None:
-        self._grad_addresses.copy_(addresses)
+        self._known[Seen.GRAD] = addresses
         self._host_table[Row.GRAD].index_copy_(0, self._row_index, addresses)
         if self._tables is not None:
             resend(self._ops, self._host_table[Row.GRAD], self._tables.table[Row.GRAD])
@@ -430,18 +414,22 @@ class NativePlan(Plan):
         self._note_versions()
 
     def _note_versions(self) -> None:
+        """What `update` made of them; a mirrored parameter was written once more."""
+        if not self._low:
+            return
         if self._is_steady and not self._mirrored and not self._distributed:
-            self._versions = [version + 1 for version in self._versions]  # type: ignore[operator]
+            self._known[Seen.VERSION] += 1
         else:
-            self._versions = list(map(_version, self._low_params))
+            self._known[Seen.VERSION] = int64_tensor(p._version for p in self._params)
 
     @property
     def is_captured(self) -> bool:
         return bool(self._kept)
 
     def store_steps(self) -> None:
-        for member, version in zip(self._low, self._versions, strict=True):
-            member.version = version
+        versions = self._known[Seen.VERSION].tolist()
+        for t in self._low:
+            self._started[t].version = None if versions[t] < 0 else versions[t]
         if self._codes:
             for row, chunk in {row: chunk for chunk, row in enumerate(self._chunk_rows)}.items():
                 self.members[row].step = self._steps[chunk]

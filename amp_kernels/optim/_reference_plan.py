@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ._plan import Hyper, Member, Plan, check_gradient, local
+from ._observe import local
+from ._plan import Hyper, Member, Plan, check_gradient
 
 # (params, grads, states in table order, masters, first step, hyper, grad_scale, found_inf)
 ReferenceStep = Callable[..., None]

@@ -1,0 +1,146 @@
+"""What a step sees of its parameters: the compiled sweep and the one in Python see the same."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_kernels import _loader
+from amp_kernels.optim import FusedSGD, _observe
+from amp_kernels.optim._observe import NO_GRADIENT, UNREADABLE, Seen, observe
+
+SWEEPS = ["python", pytest.param("compiled", marks=pytest.mark.skipif(not _loader.load(), reason="not built"))]
+
+
+@pytest.fixture(params=SWEEPS)
+def sweep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "python":
+        monkeypatch.setattr(_observe, "_compiled_sweep", lambda: None)
+    else:
+        assert _observe._compiled_sweep() is not None
+    return request.param
+
+
+class Sub(torch.Tensor):
+    pass
+
+
+def parameter(grad: Tensor | None = None, shape: tuple[int, ...] = (3, 4)) -> Tensor:
+    """With a gradient of any dtype and layout, which autograd itself would not accept."""
+    param = torch.nn.Parameter(torch.zeros(shape))
+    if grad is not None:
+        param.grad = torch.zeros_like(param)
+        param.grad.data = grad
+    return param
+
+
+def look(params: list[Tensor], versions: bool = True) -> Tensor:
+    seen = torch.full((len(Seen), len(params)), 99)
+    observe(params, seen, versions=versions)
+    return seen
+
+
+GRADIENTS = {
+    "none": (None, NO_GRADIENT),
+    "fp32": (torch.zeros(3, 4), 1),
+    "transposed": (torch.zeros(4, 3).t(), 0),
+    "fp16": (torch.zeros(3, 4).half(), 3),
+    "bf16, sliced": (torch.zeros(3, 8).bfloat16()[:, ::2], 4),
+    "fp64": (torch.zeros(3, 4).double(), UNREADABLE),
+    "int8": (torch.zeros(3, 4, dtype=torch.int8), UNREADABLE),
+}
+
+
+@pytest.mark.parametrize("name", GRADIENTS)
+def test_gradients(sweep, name):
+    grad, kind = GRADIENTS[name]
+    param = parameter(grad)
+    seen = look([param])[:, 0].tolist()
+    assert seen[Seen.ADDRESS] == param.data_ptr() and seen[Seen.VERSION] == param._version
+    assert seen[Seen.GRAD_KIND] == kind
+    assert seen[Seen.GRAD] == (param.grad.data_ptr() if kind >= 0 else 0)
+
+
+def test_sparse_gradients(sweep):
+    param = torch.nn.Parameter(torch.zeros(3, 4))
+    param.grad = torch.zeros(3, 4).to_sparse()
+    assert look([param])[2:, 0].tolist() == [0, UNREADABLE]
+
+
+def test_columns_are_in_the_order_of_the_parameters(sweep):
+    params = [parameter(grad) for grad, _ in GRADIENTS.values()] + [Sub(torch.zeros(2)), parameter(shape=(0,))]
+    for written, param in enumerate(params):
+        for _ in range(written):
+            param.data = param.data  # another storage object, the same memory
+            torch.autograd.graph.increment_version(param)
+    seen = look(params)
+    assert seen[Seen.ADDRESS].tolist() == [p.data_ptr() for p in params]
+    assert seen[Seen.VERSION].tolist() == [p._version for p in params]
+    assert seen[Seen.GRAD_KIND, : len(GRADIENTS)].tolist() == [kind for _, kind in GRADIENTS.values()]
+
+
+def test_versions_are_read_only_where_asked_for(sweep):
+    param = torch.nn.Parameter(torch.zeros(2).requires_grad_())
+    torch.autograd.graph.increment_version(param)
+    assert look([param])[Seen.VERSION].item() == param._version > 0
+    assert look([param], versions=False)[Seen.VERSION].item() != param._version
+
+
+def test_no_parameters(sweep):
+    assert look([]).shape == (4, 0)
+
+
+def test_an_inference_tensor_has_no_version(sweep):
+    with torch.inference_mode():
+        param = torch.zeros(2)
+    with pytest.raises(RuntimeError, match="version"):
+        look([param])
+
+
+def test_a_parameter_without_memory(sweep):
+    with pytest.raises(RuntimeError, match=r"data pointer|storage"):
+        look([torch.zeros(2, 2).to_sparse()])
+
+
+def test_references_are_given_back(sweep):
+    param = parameter(torch.zeros(3, 4))
+    objects = [param, param.grad, torch.float32]
+    before = [sys.getrefcount(o) for o in objects]
+    for _ in range(100):
+        look([param] * 3)
+    assert [sys.getrefcount(o) for o in objects] == before
+
+
+def train(optimizer_class: type[torch.optim.Optimizer], *, in_fp32: bool) -> list[Tensor]:
+    """Weights after steps with gradients that come, go, move and change their layout."""
+    generator = torch.Generator().manual_seed(0)
+    dtypes = (torch.half, torch.float)
+
+    def normal(dtype: torch.dtype) -> Tensor:
+        values = torch.randn(5, 7, generator=generator).to(dtype)
+        return values.float() if in_fp32 else values
+
+    params = [torch.nn.Parameter(normal(dtype)) for dtype in dtypes]
+    optimizer = optimizer_class(params, lr=0.1, momentum=0.9)
+    for step in range(12):
+        for i, (p, dtype) in enumerate(zip(params, dtypes, strict=True)):
+            grad = normal(dtype)
+            if step % 3 == i:
+                p.grad = None
+            elif step % 4 == 1 and p.grad is not None:
+                p.grad.copy_(grad)
+            else:
+                p.grad = grad.t().contiguous().t() if step % 4 == 2 else grad
+        if step == 7:
+            with torch.no_grad():
+                params[0].mul_(0.5)  # the master follows
+        optimizer.step()
+    return [p.detach().float() for p in params]
+
+
+def test_steps_follow_what_the_sweep_sees(sweep):
+    ours, torchs = train(FusedSGD, in_fp32=False), train(torch.optim.SGD, in_fp32=True)
+    torch.testing.assert_close(ours, torchs, rtol=2e-3, atol=2e-3)  # 16-bit weights
