@@ -204,7 +204,7 @@ class GradScaler(torch.amp.GradScaler):
 
     def _count_skip(self, found_inf: Tensor) -> None:
         assert self._skipped_steps is not None  # allocated with the scale
-        self._skipped_steps.add_(found_inf != 0)
+        self._skipped_steps.add_(found_inf.bool())
 
     def _adapt_scale(self, scale: Tensor, growth_tracker: Tensor, found_inf: Tensor) -> None:
         before = scale.clone() if self._hysteresis > 1 else scale

@@ -180,11 +180,12 @@ class NativePlan(Plan):
         self._strides = [t.stride() for t in self._targets]
         self._dtypes = list(map(_dtype, self._params))
         self._low = [t for t, m in enumerate(self._started) if m.master is not None]
-        self._seen = _host(len(Seen), len(self._started), dtype=torch.int64)
-        self._known = torch.zeros_like(self._seen)
+        self._observation = _host(len(Seen), len(self._started), dtype=torch.int64)
+        self._seen = self._observation.unbind()
+        self._known = torch.zeros_like(self._observation).unbind()
         self._observe()
-        self._known[Seen.ADDRESS] = self._seen[Seen.ADDRESS]
-        self._known[Seen.VERSION] = int64_tensor(-1 if m.version is None else m.version for m in self._started)
+        self._known[Seen.ADDRESS].copy_(self._seen[Seen.ADDRESS])
+        self._known[Seen.VERSION].copy_(int64_tensor(-1 if m.version is None else m.version for m in self._started))
 
         self._is_steady = False  # every started parameter has a gradient, laid out as it
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
@@ -215,7 +216,7 @@ class NativePlan(Plan):
         return self._same_gradients() or self._take_gradients()
 
     def _observe(self) -> None:
-        observe(self._params, self._seen, versions=bool(self._low), distributed=self._distributed)
+        observe(self._params, self._observation, versions=bool(self._low), distributed=self._distributed)
 
     def _is_as_known(self, row: Seen) -> bool:
         return torch.equal(self._seen[row], self._known[row])
@@ -230,7 +231,7 @@ class NativePlan(Plan):
             )
         for member in changed:
             member.reload_master()
-        self._known[Seen.VERSION] = self._seen[Seen.VERSION]
+        self._known[Seen.VERSION].copy_(self._seen[Seen.VERSION])
 
     def _gradients(self) -> list[Tensor | None]:
         grads = list(map(_grad, self._params))
@@ -271,11 +272,11 @@ class NativePlan(Plan):
         self._send_gradients(int64_tensor(0 if g is None else g.data_ptr() for g in grads))
         self.written = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
         self._is_steady = len(self.written) == len(self._started) and not self._relaid
-        self._known[Seen.GRAD_KIND] = self._seen[Seen.GRAD_KIND]
+        self._known[Seen.GRAD_KIND].copy_(self._seen[Seen.GRAD_KIND])
         return True
 
     def _send_gradients(self, addresses: Tensor) -> None:
-        self._known[Seen.GRAD] = addresses
+        self._known[Seen.GRAD].copy_(addresses)
         self._host_table[Row.GRAD].index_copy_(0, self._row_index, addresses)
         if self._tables is not None:
             resend(self._ops, self._host_table[Row.GRAD], self._tables.table[Row.GRAD])
@@ -418,9 +419,9 @@ class NativePlan(Plan):
         if not self._low:
             return
         if self._is_steady and not self._mirrored and not self._distributed:
-            self._known[Seen.VERSION] += 1
+            self._known[Seen.VERSION].add_(1)
         else:
-            self._known[Seen.VERSION] = int64_tensor(p._version for p in self._params)
+            self._known[Seen.VERSION].copy_(int64_tensor(p._version for p in self._params))
 
     @property
     def is_captured(self) -> bool:

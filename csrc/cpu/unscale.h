@@ -12,14 +12,16 @@
 namespace amp_kernels::cpu {
 
 using Wide = double __attribute__((vector_size(8 * kLanes)));
-constexpr int kSums = 4;          // in flight
+constexpr int kSums = 4;  // in flight
+constexpr int64_t kStride = kSums * kLanes;
 constexpr int64_t kBlock = 1024;  // 32 squares a lane: at most 1e-6 of rounding in the norm even when it is one-sided
 
-// The squares of a block in Sum: Lanes, or Wide where fp32 is not enough. `each` sees every eight elements.
+// The squares of n elements, a multiple of kStride, in Sum: Lanes, or Wide where fp32 is not enough. `each` sees every
+// eight elements.
 template <class Sum, class G, class Each>
-double sum_of_squares(const G* x, const Each& each) {
+double sum_of_squares(const G* x, int64_t n, const Each& each) {
   Sum sums[kSums] = {};
-  for (int64_t i = 0; i < kBlock; i += kSums * kLanes) {
+  for (int64_t i = 0; i < n; i += kStride) {
 #pragma GCC unroll 4
     for (int k = 0; k < kSums; ++k) {
       const Lanes v = load_lanes(x + i + k * kLanes);
@@ -38,13 +40,13 @@ double sum_of_squares(const G* x, const Each& each) {
 // Of a block that the fast sum fails for. Apart: inlined, its registers would spill those of the fast sum.
 template <class G>
 [[gnu::noinline]] double exact_sum_of_squares(const G* x) {
-  return sum_of_squares<Wide>(x, [](int64_t, const Lanes&) {});
+  return sum_of_squares<Wide>(x, kBlock, [](int64_t, const Lanes&) {});
 }
 
 template <class G>
 double checked_sum(const G* grad, bool ahead) {
   if (ahead) prefetch(grad + kBlock, kBlock);
-  const double sum = sum_of_squares<Lanes>(grad, [](int64_t, const Lanes&) {});
+  const double sum = sum_of_squares<Lanes>(grad, kBlock, [](int64_t, const Lanes&) {});
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad);
 }
 
@@ -53,11 +55,26 @@ template <class G>
 double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
   float kept[kBlock];
   if (ahead) prefetch(grad + kBlock, kBlock);
-  const double sum = sum_of_squares<Lanes>(grad, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
+  const double sum = sum_of_squares<Lanes>(grad, kBlock, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
     std::memcpy(kept + i, &v, sizeof(v));
     store_lanes(v * factor, grad + i);
   });
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(kept);
+}
+
+// Less than a block, exactly.
+template <class G>
+double rest_of_sum(G* grad, float factor, bool write, int64_t n) {
+  const int64_t whole = n - n % kStride;
+  double sum = sum_of_squares<Wide>(grad, whole, [&](int64_t i, const Lanes& v) {
+    if (write) store_lanes(v * factor, grad + i);
+  });
+  for (int64_t i = whole; i < n; ++i) {
+    const float x = static_cast<float>(grad[i]);
+    sum += static_cast<double>(x) * x;
+    if (write) grad[i] = static_cast<G>(x * factor);
+  }
+  return sum;
 }
 
 template <class G>
@@ -69,12 +86,7 @@ double pass_over(G* grad, float factor, bool write, int64_t n) {
     for (; i + kBlock <= n; i += kBlock) sum += checked_and_unscaled_sum(grad + i, factor, ahead);
   else
     for (; i + kBlock <= n; i += kBlock) sum += checked_sum(grad + i, ahead);
-  for (; i < n; ++i) {
-    const float x = static_cast<float>(grad[i]);
-    sum += static_cast<double>(x) * x;
-    if (write) grad[i] = static_cast<G>(x * factor);
-  }
-  return sum;
+  return sum + rest_of_sum(grad + i, factor, write, n - i);
 }
 
 inline void unscale_chunk(const GradientPass& pass, float factor, int64_t index) {
