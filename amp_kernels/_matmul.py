@@ -7,6 +7,7 @@ operand with such a pitch is copied into padded storage, its tail zeroed; result
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -72,6 +73,22 @@ def is_aligned(x: Tensor) -> bool:
     by_row = column == 1 and (rows == 1 or row % elements == 0)
     by_column = row == 1 and (columns == 1 or column % elements == 0)
     return (by_row or by_column) and all(stride % elements == 0 for stride in x.stride()[:-2])
+
+
+def is_torchs(x: Tensor) -> bool:
+    """Whether a product of `x` is a call of torch: on a CPU of bf16, where an operator of ours would make the same
+    call and costs 0.4 ms with cold caches. The compiler, which pays nothing for it, is given the operator, and so is
+    who may get another dtype, under autocast.
+
+    Few words, for with cold caches each costs a microsecond or two, where a product of 64 rows takes 140.
+    """
+    return (
+        x.dtype is torch.bfloat16
+        and x.is_cpu
+        and not torch._C._is_any_autocast_enabled()
+        and not torch.compiler.is_compiling()
+        and not _backends.is_forced()
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- padding
@@ -144,17 +161,6 @@ class _Weights:
         return entry[1]
 
 
-def is_torchs(x: Tensor) -> bool:
-    """Whether a product of `x` is one call of torch: on a CPU of bf16, where an operator of ours would make the same
-    call and costs 0.4 ms with cold caches. The compiler, which pays nothing for it, is given the operator, and so is
-    who may get another dtype, under autocast."""
-    if x.dtype is not torch.bfloat16 or x.device.type != "cpu":
-        return False
-    if torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu"):
-        return False
-    return _backends.select(x.device) == "cpu"
-
-
 weights = _Weights()
 
 
@@ -165,9 +171,27 @@ def _kernels(engine: str) -> Kernels | None:
 
 
 def _in_fp32(a: Tensor, activation: str | None) -> bool:
-    """Whether a CPU multiplies in fp32: for an activation, which takes the unrounded sums, and for fp16 of many rows,
-    whose product in torch took a second where fp32 took 19 ms ([2048, 256] @ [256, 1024] and back, two cores)."""
-    return activation is not None or (a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS)
+    """Whether a CPU multiplies in fp32: fp16 of many rows, whose product in torch took a second where fp32 took 19 ms
+    ([2048, 256] @ [256, 1024] and back, two cores), and for an activation that takes the unrounded sums, unless oneDNN
+    applies it to them. (ReLU may as well come after rounding.)"""
+    if a.dtype is torch.float16:
+        return activation in SMOOTH or a.shape[-2] > FEW_ROWS
+    return activation in SMOOTH and not has_onednn_bf16()
+
+
+@functools.cache
+def has_onednn_bf16() -> bool:
+    return torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def gelu_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str) -> Tensor:
+    """A bf16 `linear` with a GELU in oneDNN's pass, rounded once. (Its ReLU makes 0 of NaN.)
+
+    RuntimeError where it does not take the shapes.
+    """
+    bias = bias if bias is None else bias.contiguous()  # whose stride it does not look at
+    approximate = "tanh" if activation == "gelu_tanh" else "none"
+    return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "gelu", [], approximate)
 
 
 def product(
@@ -189,8 +213,8 @@ def product(
     if choice.engine == LIBRARY:
         return _by_library(a, b, input, out, alpha, beta)
     name = ACTIVATIONS[activation]
-    if choice.engine == "cpu" and not (_in_fp32(a, name) or out.dtype != a.dtype):
-        return _by_library(a, b, input, out, alpha, beta)
+    if choice.engine == "cpu":
+        return _on_cpu(a, b, input, out, pre, alpha, beta, name)
     ops = _kernels(choice.engine)
     if ops is None:
         result, argument = reference.matmul.addmm(
@@ -202,6 +226,32 @@ def product(
         return
     three = [x if x is None or x.dim() == 3 else x.unsqueeze(0) for x in (a, b, input, out, pre)]
     ops._matmul_(*three, alpha, beta, activation)
+
+
+def _on_cpu(
+    a: Tensor,
+    b: Tensor,
+    input: Tensor | None,
+    out: Tensor,
+    pre: Tensor | None,
+    alpha: float,
+    beta: float,
+    activation: str | None,
+) -> None:
+    """By torch, whose fp32 and bf16 products are the fastest there are on a CPU."""
+    if _in_fp32(a, activation) or out.dtype != a.dtype:
+        argument = reference.matmul.sums(input, a, b, beta=beta, alpha=alpha)
+        if pre is not None:
+            pre.copy_(argument)
+        out.copy_(reference.matmul.activate(argument, activation))
+    elif activation in SMOOTH:
+        out.copy_(gelu_linear(a, b.mT, input if input is None else input[0], activation))
+        if pre is not None:
+            _by_library(a, b, input, pre, alpha, beta)
+    else:
+        _by_library(a, b, input, out, alpha, beta)
+        if activation == "relu":
+            out.relu_()
 
 
 def _by_library(a: Tensor, b: Tensor, input: Tensor | None, out: Tensor, alpha: float, beta: float) -> None:

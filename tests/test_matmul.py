@@ -73,11 +73,48 @@ def test_autocast() -> None:
     assert weight.grad is not None and weight.grad.dtype == torch.float32
 
 
-def test_rows_do_not_leak_into_each_other() -> None:
-    x = randn(5, 33)
+@pytest.mark.parametrize("keeps", [False, True])
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+@pytest.mark.parametrize("dtype", cases.LOW.values(), ids=cases.LOW)
+@pytest.mark.parametrize("rows", [5, 40])
+def test_nan_stays_in_its_row(rows: int, dtype: torch.dtype, activation: Any, keeps: bool) -> None:
+    x = randn(rows, 33, dtype=dtype)
     x[2] = torch.nan
-    y = amp_kernels.linear(x, randn(7, 33), randn(7), "relu")
-    assert y[2].isnan().all() and y[[0, 1, 3, 4]].isfinite().all()
+    x[3, 7] = torch.inf
+    weight, bias = randn(7, 33, dtype=dtype), randn(7, dtype=dtype)
+    y = amp_kernels.linear(x, weight.requires_grad_(keeps), bias, activation)
+    true = cases.activate(F.linear(x.float(), weight.float(), bias.float()), activation)
+    assert torch.equal(y.isnan(), true.isnan()) and y[2].isnan().all()
+    assert torch.equal(y.isposinf(), true.isposinf()) and y[[0, 1, 4]].isfinite().all()
+
+
+@pytest.mark.parametrize("has_onednn", [True, False])
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+def test_a_bias_with_strides(activation: Any, has_onednn: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also on CPUs where oneDNN has no bf16."""
+    if not has_onednn:
+        monkeypatch.setattr(_matmul, "has_onednn_bf16", lambda: False)
+    x, weight, bias = randn(20, 33, dtype=torch.bfloat16), randn(7, 33, dtype=torch.bfloat16), randn(2, 7).bfloat16()
+    y = amp_kernels.linear(x, weight, bias.T.contiguous().T[1], activation)
+    truth = cases.activate(F.linear(x.double(), weight.double(), bias[1].double()), activation)
+    assert cases.compare("linear", y, truth.bfloat16(), truth).passed
+
+
+@pytest.mark.parametrize("dtype", cases.LOW.values(), ids=cases.LOW)
+@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
+def test_transforms_of_torch_func(activation: Any, dtype: torch.dtype) -> None:
+    x, weight = randn(3, 5, 8, dtype=dtype), randn(7, 8, dtype=dtype)
+
+    def ours(x: Tensor) -> Tensor:
+        return amp_kernels.linear(x, weight, None, activation)
+
+    def torchs(x: Tensor) -> Tensor:
+        return cases.activate(F.linear(x, weight), activation)
+
+    tolerance = {"rtol": 0.02, "atol": 0.02}
+    torch.testing.assert_close(torch.func.vmap(ours)(x), torchs(x), **tolerance)
+    for our, their in zip(*(torch.func.jvp(f, (x,), (x,)) for f in (ours, torchs)), strict=True):
+        torch.testing.assert_close(our, their, **tolerance)
 
 
 # ------------------------------------------------------------------------------------------------------- gradients

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from typing import Literal
 
 import torch
@@ -33,8 +32,10 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
     if out_dtype in (None, a.dtype) and _matmul.is_torchs(a):
-        with contextlib.suppress(RuntimeError):  # the checks below say what is wrong
+        try:
             return torch.matmul(a, b)
+        except RuntimeError:
+            pass  # the checks below say what is wrong
     a, b = _autocast(a, b)
     if _is_for_torch(a, b):
         return torch.matmul(a, b).to(out_dtype or a.dtype)
@@ -97,19 +98,39 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     if activation not in _matmul.ACTIVATIONS:
         names = ", ".join(map(repr, _matmul.ACTIVATIONS))
         raise ValueError(f"linear: activation must be one of {names}, got {activation!r}")
-    if activation is None and _matmul.is_torchs(x):
-        with contextlib.suppress(RuntimeError):  # the checks below say what is wrong
-            return F.linear(x, weight, bias)
+    if _matmul.is_torchs(x):
+        try:
+            result = _linear_by_torch(x, weight, bias, activation)
+        except RuntimeError:
+            result = None  # the checks below say what is wrong
+        if result is not None:
+            return result
     given = [x, weight] if bias is None else [x, weight, bias]
     x, weight, *rest = _autocast(*given)
     bias = rest[0] if rest else None
     if _is_for_torch(x, weight) or weight.shape[-1] == 0:
         return activate(F.linear(x, weight, bias), activation)
     _checks.check_linear(x, weight, bias)
-    keeps = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    keeps = _needs_grad(x, weight, bias)
     rows = x.reshape(-1, x.shape[-1])
     out = _ops.linear(rows, weight, bias, _matmul.ACTIVATIONS.index(activation), keeps)[0]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor | None:
+    """`linear` of what `_matmul.is_torchs`; None where a GELU makes an operator of it."""
+    if activation is None:
+        return F.linear(x, weight, bias)
+    if activation == "relu":
+        return F.relu(F.linear(x, weight, bias))
+    if _needs_grad(x, weight, bias) or _is_for_torch(x, weight) or not _matmul.has_onednn_bf16():
+        return None
+    _checks.check_linear(x, weight, bias)
+    return _matmul.gelu_linear(x, weight, bias, activation)
+
+
+def _needs_grad(*tensors: Tensor | None) -> bool:
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:

@@ -7,6 +7,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 
+def sums(input: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
+    """``alpha * a @ b + beta * input`` in fp32."""
+    left, right = a.float(), b.float()
+    if input is not None and beta != 0:
+        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return multiply(input.float(), left, right, beta=beta, alpha=alpha)
+    return left @ right if alpha == 1 else alpha * (left @ right)
+
+
 def addmm(
     input: Tensor | None,
     a: Tensor,
@@ -18,12 +27,7 @@ def addmm(
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """``activation(alpha * a @ b + beta * input)`` and the argument of the activation, both rounded to `out_dtype`."""
-    left, right = a.float(), b.float()
-    if input is not None and beta != 0:
-        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
-        argument = multiply(input.float(), left, right, beta=beta, alpha=alpha)
-    else:
-        argument = left @ right if alpha == 1 else alpha * (left @ right)
+    argument = sums(input, a, b, beta=beta, alpha=alpha)
     dtype = out_dtype or a.dtype
     return activate(argument, activation).to(dtype), argument.to(dtype)
 
