@@ -27,6 +27,8 @@ ALIGNMENT = 16  # bytes
 FEW_ROWS = 16
 LIBRARY = "cublas"
 
+_BF16, _is_autocast, _is_compiling = torch.bfloat16, torch._C._is_any_autocast_enabled, torch.compiler.is_compiling
+
 
 def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
@@ -53,7 +55,7 @@ def choose(a: Tensor, b: Tensor, activation: str | None = None, backend: str | N
         return Choice(backend, (False, False), "nothing is padded there")
     # Not measured yet: which of our kernels beats the library where. It multiplies, except that an activation
     # would be another pass over the result.
-    if _backends.is_forced():
+    if _backends.forced() is not None:
         engine, reason = backend, "it is forced"
     elif activation is not None:
         engine, reason = backend, "it applies the activation in the same pass"
@@ -80,15 +82,10 @@ def is_torchs(x: Tensor) -> bool:
     call and costs 0.4 ms with cold caches. The compiler, which pays nothing for it, is given the operator, and so is
     who may get another dtype, under autocast.
 
-    Few words, for with cold caches each costs a microsecond or two, where a product of 64 rows takes 140.
+    With cold caches each page of memory that is touched here, by a name in torch's large modules above all, costs a
+    microsecond or two, where a product of 512 rows takes 1000.
     """
-    return (
-        x.dtype is torch.bfloat16
-        and x.is_cpu
-        and not torch._C._is_any_autocast_enabled()
-        and not torch.compiler.is_compiling()
-        and not _backends.is_forced()
-    )
+    return x.dtype is _BF16 and x.is_cpu and not _is_autocast() and not _is_compiling() and _backends.forced() is None
 
 
 # ------------------------------------------------------------------------------------------------------- padding

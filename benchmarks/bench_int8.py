@@ -13,7 +13,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
+from common import Case, Contender, Job, Layout, Report, by_size, parse_arguments, run_case
 
 import amp_kernels
 from amp_kernels import reference
@@ -245,12 +245,10 @@ def cases(args):
         yield Case("int8", "fake quantize, scale given", dtype, square, 2 * size, words), fake_case(x, scale, args)
     for size in SIZES[device.type][:: 4 if args.quick else 1]:
         rows, columns, inner = size
-        layout = Layout("x".join(map(str, size)), ((rows, inner), (columns, inner)))
-        words = "the codes, read once"
-        yield (
-            Case("int8", "int8_matmul", torch.int8, layout, 1, words, 2 * rows * columns * inner),
-            matmul_case(size, device, args),
-        )
+        for layout in by_size("x".join(map(str, size)), ((rows, inner), (columns, inner))):
+            operations = 2 * rows * columns * inner
+            case = Case("int8", "int8_matmul", torch.int8, layout, 1, "the codes, read once", operations)
+            yield case, matmul_case(size, device, args)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows in LINEAR_ROWS[:: 2 if args.quick else 1]:
             layout = Layout(f"{rows}x4096x4096", ((4096, 4096),))

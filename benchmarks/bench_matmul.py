@@ -8,10 +8,11 @@ product (Inductor's pad_mm), and in fp32. Bytes are those of the operands and th
 
 import sys
 from functools import partial
+from itertools import product
 
 import torch
 import torch.nn.functional as F
-from common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
+from common import Case, Contender, Job, Report, by_size, parse_arguments, run_case
 
 import amp_kernels
 from amp_kernels.testing import randn
@@ -118,10 +119,9 @@ def main():
     args = parse_arguments(__doc__)
     report = Report("matmul", args)
     sizes = SIZES[args.device.type][:: 3 if args.quick else 1]
-    for dtype in (torch.float16, torch.bfloat16):
-        for size in sizes:
-            rows, outputs, inputs = size
-            layout = Layout("x".join(map(str, size)), ((rows, inputs), (outputs, inputs)))
+    for dtype, size in product((torch.float16, torch.bfloat16), sizes):
+        rows, outputs, inputs = size
+        for layout in by_size("x".join(map(str, size)), ((rows, inputs), (outputs, inputs))):
             if layout.elements > args.max_elements:
                 continue
             passes = [("linear", None, 1), ("linear + gelu", "gelu", 1), ("forward and backward", None, 3)]

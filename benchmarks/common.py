@@ -19,7 +19,7 @@ import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 from pathlib import Path
 
@@ -42,6 +42,7 @@ MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 5, 200, 2
 # On a GPU it must be far larger than the L2 (B200: 126 MB), on a CPU larger than what a core has of its own.
 MIN_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
 MAX_COPY_BYTES = 2**31
+MAX_CACHED_ELEMENTS = 2**18  # 1 MB of fp32
 MIN_CASE_BYTES = 30  # per element, below which a case is not begun: the model that all start from, and ours
 # Calls queued back to back between two events: time per step as in a training loop, where the GPU is not idle
 # when the step begins. All but the first find in L2 what fits there: below about 5M parameters a GPU's row
@@ -101,11 +102,13 @@ def few_large(elements: int) -> Layout:
     return Layout("few large", ((elements // 4,),) * 4)
 
 
-def many_small() -> list[Layout]:
-    """Twice: steps in a row, whose time is that of instructions, and single ones after other work, when every object
-    and array has to come from memory again."""
-    shapes = ((64,),) * 1000
-    return [Layout("1000 x 64", shapes, in_a_row=50), Layout("1000 x 64, cold caches", shapes)]
+def by_size(name: str, shapes: tuple[tuple[int, ...], ...]) -> list[Layout]:
+    """What fits a core's cache is timed twice: calls in a row, whose time is that of instructions, and single ones
+    after other work, when every object and array has to come from memory again."""
+    layout = Layout(name, shapes)
+    if layout.elements > MAX_CACHED_ELEMENTS:
+        return [layout]
+    return [replace(layout, in_a_row=50), replace(layout, name=f"{name}, cold caches")]
 
 
 def resnet50() -> Layout:
@@ -128,7 +131,9 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
     sizes = (1_000_000,) if args.quick else SIZES
     free = free_bytes(args.device)
     chosen = []
-    for layout in [few_large(n) for n in sizes] + many_small() + ([] if args.quick else [resnet50()]):
+    for layout in (
+        [few_large(n) for n in sizes] + by_size("1000 x 64", ((64,),) * 1000) + ([] if args.quick else [resnet50()])
+    ):
         needed = MIN_CASE_BYTES * layout.elements
         if layout.elements > args.max_elements:
             print(f"left out: {layout.name}, {layout.elements:,} elements: more than --max-elements")

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _checks, _matmul
+from .._matmul import is_torchs as _is_torchs
 from .._ops import OPS as _ops
 from ..reference.matmul import activate
 
@@ -31,7 +32,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
-    if out_dtype in (None, a.dtype) and _matmul.is_torchs(a):
+    if out_dtype in (None, a.dtype) and _is_torchs(a):
         try:
             return torch.matmul(a, b)
         except RuntimeError:
@@ -95,16 +96,16 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit, or `activation` is none of these.
     """
-    if activation not in _matmul.ACTIVATIONS:
-        names = ", ".join(map(repr, _matmul.ACTIVATIONS))
-        raise ValueError(f"linear: activation must be one of {names}, got {activation!r}")
-    if _matmul.is_torchs(x):
+    if _is_torchs(x):
         try:
-            result = _linear_by_torch(x, weight, bias, activation)
+            result = F.linear(x, weight, bias) if activation is None else _activated(x, weight, bias, activation)
         except RuntimeError:
             result = None  # the checks below say what is wrong
         if result is not None:
             return result
+    if activation not in _matmul.ACTIVATIONS:
+        names = ", ".join(map(repr, _matmul.ACTIVATIONS))
+        raise ValueError(f"linear: activation must be one of {names}, got {activation!r}")
     given = [x, weight] if bias is None else [x, weight, bias]
     x, weight, *rest = _autocast(*given)
     bias = rest[0] if rest else None
@@ -117,13 +118,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
-def _linear_by_torch(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor | None:
-    """`linear` of what `_matmul.is_torchs`; None where a GELU makes an operator of it."""
-    if activation is None:
-        return F.linear(x, weight, bias)
+def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
+    """`linear` of what `_matmul.is_torchs`; None where it takes an operator all the same."""
     if activation == "relu":
         return F.relu(F.linear(x, weight, bias))
-    if _needs_grad(x, weight, bias) or _is_for_torch(x, weight) or not _matmul.has_onednn_bf16():
+    is_gelu = activation in _matmul.SMOOTH and _matmul.has_onednn_bf16()
+    if not is_gelu or _needs_grad(x, weight, bias) or _is_for_torch(x, weight):
         return None
     _checks.check_linear(x, weight, bias)
     return _matmul.gelu_linear(x, weight, bias, activation)
