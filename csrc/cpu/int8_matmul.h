@@ -51,6 +51,11 @@ class Buffer {
   T* data_;
 };
 
+// Modulo 2^32 where the sums are integers.
+inline int32_t wrapped(int32_t sum, int factor) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * factor); }
+inline float wrapped(float sum, int factor) { return sum * factor; }
+inline int32_t difference(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - b); }
+
 // Nearly always all of a panel's, for which the compiler needs no loop.
 template <int kColumns, class T>
 void store_columns(const float* y, T* to, int64_t count) {
@@ -106,9 +111,9 @@ void align_to_end(Left* row, int64_t k, int64_t depth, int64_t padded) {
 // Computes a Product<Tile>, made of
 //   m, n, k; right: the int8 operand as a view of [k, n]
 //   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
-//   plain_left(row, to): a row for Tile::dot
-//   needs_column_sums(): of the codes of `right`
-//   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
+//   plain_left(row, to): a row for Tile::dot, and its sum if Tile shifts columns
+//   needs_column_sums(shift): of the codes of `right`, where those of the left operand were taken plus `shift`
+//   Columns(product, column, shift): what finish needs of Tile::kColumns columns, among it their sums, filled in later
 //   finish(row, rows, columns, sums): the epilogue of a tile
 template <class Tile, class Product>
 class Multiplication {
@@ -139,24 +144,30 @@ class Multiplication {
   void run_dots() {
     const int64_t rows = product_.m, k = product_.k;
     const int64_t padded = std::max<int64_t>(1, divide_up(k, Tile::kDotDepth)) * Tile::kDotDepth;
-    const int64_t all_rows = rows + product_.needs_column_sums();
+    const bool sums_columns = product_.needs_column_sums(0);
+    const int64_t all_rows = rows + sums_columns;
     Buffer<Left> left(all_rows * padded);
+    Sum excess[kDotRows + 1];  // of a row, since columns are shifted
     for (int64_t r = 0; r < all_rows; ++r) {
+      Sum sum = static_cast<Sum>(k);
       if (r < rows)
-        product_.plain_left(r, left + r * padded);
+        sum = product_.plain_left(r, left + r * padded);
       else
         std::fill_n(left + r * padded, k, Left{1});
+      excess[r] = wrapped(sum, Tile::kDotShift);
       align_to_end(left + r * padded, k, Tile::kDotDepth, padded);
     }
     const int64_t grain = divide_up(kThreadProducts / 8, padded * kColumns);
     in_ranges(panels_, grain, [&](int64_t begin, int64_t end, int64_t) {
       alignas(64) Sum sums[(kDotRows + 1) * kColumns];
       for (int64_t p = begin; p < end; ++p) {
-        typename Product::Columns columns(product_, p * kColumns);
+        typename Product::Columns columns(product_, p * kColumns, 0);
         for (int64_t c = 0; c < columns.count; ++c)
           dot<Tile>(all_rows, left + 0, padded, product_.right.data + (p * kColumns + c) * product_.right.stride, k,
                     sums + c);
-        if (product_.needs_column_sums()) std::copy_n(sums + rows * kColumns, kColumns, columns.sum);
+        if constexpr (Tile::kDotShift != 0)
+          for (int64_t i = 0; i < all_rows * kColumns; ++i) sums[i] = difference(sums[i], excess[i / kColumns]);
+        if (sums_columns) std::copy_n(sums + rows * kColumns, kColumns, columns.sum);
         product_.finish(0, rows, columns, sums);
       }
     });
@@ -203,9 +214,9 @@ class Multiplication {
 
     explicit Scratch(const Multiplication& of)
         : packed(of.block_panels_ * of.panel_size()),
-          ones(of.product_.needs_column_sums() ? 4 * of.depth_ : 0),
+          ones(of.product_.needs_column_sums(Tile::kShift) ? 4 * of.depth_ : 0),
           sums(of.block_panels_ * kTile) {
-      if (of.product_.needs_column_sums()) std::fill_n(ones + 0, 4 * of.depth_, Left{1});
+      if (of.product_.needs_column_sums(Tile::kShift)) std::fill_n(ones + 0, 4 * of.depth_, Left{1});
     }
   };
 
@@ -213,11 +224,11 @@ class Multiplication {
   void run_unit(const Left* left, int64_t block, int64_t first_tile, Scratch& scratch) {
     const int64_t first = block * block_panels_, panels = std::min(block_panels_, panels_ - first);
     scratch.columns.clear();
-    for (int64_t p = 0; p < panels; ++p) scratch.columns.emplace_back(product_, (first + p) * kColumns);
+    for (int64_t p = 0; p < panels; ++p) scratch.columns.emplace_back(product_, (first + p) * kColumns, Tile::kShift);
     for (int64_t g = 0; g == 0 || g < groups_; g += depth_) {
       const int64_t depth = std::min(depth_, groups_ - g);
       pack_panels(first, panels, g, depth, scratch.packed + 0);
-      if (product_.needs_column_sums())
+      if (product_.needs_column_sums(Tile::kShift))
         for (int64_t p = 0; p < panels; ++p)
           multiply_tile<Tile>(1, scratch.ones + 0, scratch.packed + p * panel_size(), depth, scratch.columns[p].sum,
                               g == 0);
@@ -225,8 +236,10 @@ class Multiplication {
         const Left* tile = left + 4 * (t * groups_ * tile_rows_ + g * rows(t));
         for (int64_t p = 0; p < panels; ++p) {
           Sum* sums = scratch.sums + p * kTile;
+          const bool is_last = g + depth == groups_;
+          if (is_last) product_.prefetch(t * tile_rows_, rows(t), scratch.columns[p]);
           multiply_tile<Tile>(rows(t), tile, scratch.packed + p * panel_size(), depth, sums, g == 0);
-          if (g + depth == groups_) product_.finish(t * tile_rows_, rows(t), scratch.columns[p], sums);
+          if (is_last) product_.finish(t * tile_rows_, rows(t), scratch.columns[p], sums);
         }
       }
     }
@@ -293,28 +306,29 @@ class Int8Product {
     if (args_.b_zero_point != nullptr) sum_rows(to, row, rows, groups);
   }
 
-  void plain_left(int64_t row, Left* to) {
+  int32_t plain_left(int64_t row, Left* to) {
     const int8_t* from = args_.a + row * args_.a_strides[0];
     int32_t sum = 0;
     for (int64_t i = 0; i < k; ++i) {
-      const int8_t code = from[i * args_.a_strides[1]];
-      to[i] = static_cast<int8_t>(code ^ Tile::kShift);
-      sum += code;
+      to[i] = from[i * args_.a_strides[1]];
+      sum += from[i * args_.a_strides[1]];
     }
     if (args_.b_zero_point != nullptr) row_sums_[row] = sum;
+    return sum;
   }
 
-  bool needs_column_sums() const { return args_.a_zero_point != nullptr || Tile::kShift != 0; }
+  bool needs_column_sums(int shift) const { return args_.a_zero_point != nullptr || shift != 0; }
 
   struct Columns {
     int64_t first, count;
+    int shift;
     float scale[kColumns];
     float bias[kColumns];
     double zero_point[kColumns];
     int32_t sum[kColumns];  // of the codes
 
-    Columns(const Int8Product& product, int64_t column)
-        : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
+    Columns(const Int8Product& product, int64_t column, int shift)
+        : first(column), count(std::min<int64_t>(kColumns, product.n - column)), shift(shift) {
       const Int8Matmul& args = product.args_;
       for (int64_t c = 0; c < count; ++c) {
         scale[c] = args.b_scale[(first + c) * args.b_step];
@@ -324,6 +338,15 @@ class Int8Product {
       std::fill_n(sum, kColumns, 0);
     }
   };
+
+  // Of where `finish` will write: while the tile is summed the lines come.
+  void prefetch(int64_t row, int64_t rows, const Columns& columns) const {
+    const int64_t size = args_.out_scale != nullptr ? 1 : args_.dtype == kFloat ? 4 : 2;
+    for (int64_t r = row; r < row + rows; ++r) {
+      const char* to = static_cast<const char*>(args_.out) + (r * n + columns.first) * size;
+      for (int64_t i = 0; i < kColumns * size; i += 64) __builtin_prefetch(to + i, 1);
+    }
+  }
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums) const {
     if (args_.out_scale == nullptr)
@@ -344,38 +367,49 @@ class Int8Product {
   template <class Out>
   void finish_as(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums) const {
     const bool is_plain = args_.a_zero_point == nullptr && args_.b_zero_point == nullptr;
-    for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {
+    Out* to = static_cast<Out*>(args_.out) + row * n + columns.first;
+    if constexpr (!std::is_same_v<Out, int8_t>)
+      if (is_plain && columns.count == kColumns)  // for short sums half of the product's time
+        return plain(row, rows, columns, sums, to, n);
+    for (int64_t r = 0; r < rows; ++r) {
       float y[kColumns];
-      const float scale = args_.a_scale[r * args_.a_step];
-      Out* to = static_cast<Out*>(args_.out) + r * n + columns.first;
-      if constexpr (!std::is_same_v<Out, int8_t>)
-        if (is_plain && columns.count == kColumns) {  // for short sums half of the product's time
-          plain(scale, columns, sums, to);
-          continue;
-        }
       if (is_plain)
-        plain(scale, columns, sums, y);
+        plain(row + r, 1, columns, sums + r * kColumns, y, kColumns);
       else
-        corrected(r, scale, columns, sums, y);
-      write(y, to, columns.count);
+        corrected(row + r, args_.a_scale[(row + r) * args_.a_step], columns, sums + r * kColumns, y);
+      write(y, to + r * n, columns.count);
     }
   }
 
-  static int32_t unshifted(int32_t sum, int32_t column_sum) {
-    return static_cast<int32_t>(static_cast<uint32_t>(sum) - static_cast<uint32_t>(Tile::kShift) * column_sum);
+  // What belongs to the columns stays in registers from row to row.
+  template <bool kHasBias, class T>
+  void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
+    constexpr int kVectors = kColumns / kLanes;
+    Lanes scale[kVectors], bias[kVectors];
+    Words shift[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      scale[v] = load_lanes(columns.scale + v * kLanes);
+      bias[v] = load_lanes(columns.bias + v * kLanes);
+      Words column_sum;
+      std::memcpy(&column_sum, columns.sum + v * kLanes, sizeof(column_sum));
+      shift[v] = column_sum * static_cast<uint32_t>(columns.shift);
+    }
+    for (int64_t r = row; r < row + rows; ++r, sums += kColumns, to += stride) {
+      const float row_scale = args_.a_scale[r * args_.a_step];
+      for (int v = 0; v < kVectors; ++v) {
+        Words sum;
+        std::memcpy(&sum, sums + v * kLanes, sizeof(sum));
+        Lanes y = as_floats(as<Integers>(sum - shift[v])) * (row_scale * scale[v]);
+        if constexpr (kHasBias) y += bias[v];
+        store_lanes(y, to + v * kLanes);
+      }
+    }
   }
 
   template <class T>
-  void plain(float scale, const Columns& columns, const int32_t* sums, T* y) const {
-    for (int c = 0; c < kColumns; c += kLanes) {
-      Integers sum, column_sum;
-      std::memcpy(&sum, sums + c, sizeof(sum));
-      std::memcpy(&column_sum, columns.sum + c, sizeof(column_sum));
-      const Words exact = as<Words>(sum) - static_cast<uint32_t>(Tile::kShift) * as<Words>(column_sum);
-      Lanes scaled = as_floats(as<Integers>(exact)) * (scale * load_lanes(columns.scale + c));
-      if (args_.bias != nullptr) scaled += load_lanes(columns.bias + c);
-      store_lanes(scaled, y + c);
-    }
+  void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
+    args_.bias == nullptr ? plain<false>(row, rows, columns, sums, to, stride)
+                          : plain<true>(row, rows, columns, sums, to, stride);
   }
 
   // float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb): an integer below 2^35, which a double holds.
@@ -383,7 +417,7 @@ class Int8Product {
     const double zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[r * args_.a_step];
     const double row_sum = args_.b_zero_point == nullptr ? 0 : row_sums_[r];
     for (int c = 0; c < kColumns; ++c) {
-      const double exact = unshifted(sums[c], columns.sum[c]) - zero_point * columns.sum[c] +
+      const double exact = difference(sums[c], wrapped(columns.sum[c], columns.shift)) - zero_point * columns.sum[c] +
                            (k * zero_point - row_sum) * columns.zero_point[c];
       y[c] = static_cast<float>(exact) * (scale * columns.scale[c]);
       if (args_.bias != nullptr) y[c] += columns.bias[c];
@@ -425,9 +459,12 @@ class LinearProduct {
     }
   }
 
-  void plain_left(int64_t row, float* to) const { load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k); }
+  float plain_left(int64_t row, float* to) const {
+    load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k);
+    return 0.0f;
+  }
 
-  bool needs_column_sums() const { return false; }
+  bool needs_column_sums(int) const { return false; }
 
   struct Columns {
     int64_t first, count;
@@ -435,13 +472,15 @@ class LinearProduct {
     float bias[kColumns];
     float sum[kColumns];  // unused
 
-    Columns(const LinearProduct& product, int64_t column)
+    Columns(const LinearProduct& product, int64_t column, int)
         : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
       const Int8Linear& args = product.args_;
       for (int64_t c = 0; c < count; ++c) scale[c] = args.scale[(first + c) * args.scale_step];
       if (args.bias != nullptr) load(static_cast<const T*>(args.bias) + first, bias, count);
     }
   };
+
+  void prefetch(int64_t, int64_t, const Columns&) const {}
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const float* sums) const {
     for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {

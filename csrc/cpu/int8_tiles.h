@@ -6,7 +6,7 @@
 //   sums:  [rows][kColumns], written if `first`, else added to
 //
 // Few rows are multiplied without packing, by `dot`: `left` are rows of `k` elements, left_stride apart, k a multiple
-// of kDotDepth; `right` is one column; the sums are kColumns apart.
+// of kDotDepth; `right` is one column, whose codes are taken plus kDotShift; the sums are kColumns apart.
 //
 // kDepth limits the groups of one call: the partial sums of fp32 are added in blocks for the sake of their rounding.
 #pragma once
@@ -26,6 +26,9 @@ constexpr int64_t kFloatDepth = 32;
 constexpr int64_t kDotRows = 4;     // and one of ones
 constexpr int64_t kDotAhead = 512;  // bytes
 
+// Sums that a dot product of so many rows keeps in flight for each: with one a row or two wait for their own additions.
+constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+
 inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
   return __builtin_fmaf(a, b, c);
@@ -40,7 +43,7 @@ template <class SumType>
 struct PortableTile {
   using Left = SumType;
   using Sum = SumType;
-  static constexpr int kRows = 4, kColumns = 16, kShift = 0;
+  static constexpr int kRows = 4, kColumns = 16, kShift = 0, kDotShift = 0;
   static constexpr int64_t kDepth = std::is_same_v<Sum, float> ? kFloatDepth : kAnyDepth;
   static constexpr int64_t kDotDepth = 16;
 
@@ -80,12 +83,12 @@ struct PortableTile {
 
 #if defined(__x86_64__)
 
-// vpdpbusd multiplies unsigned by signed bytes, hence the shift: sums are too large by 128 times the column's
-// sum of `right`, modulo 2^32.
+// vpdpbusd multiplies unsigned by signed bytes, hence the shifts: sums are too large by 128 times the column's sum of
+// `right`, modulo 2^32, or those of `dot`, which waits for its loads, by 128 times the row's sum of `left`.
 struct VnniTile {
   using Left = int8_t;
   using Sum = int32_t;
-  static constexpr int kRows = 14, kColumns = 32, kShift = 128;
+  static constexpr int kRows = 14, kColumns = 32, kShift = 128, kDotShift = 128;
   static constexpr int64_t kDepth = kAnyDepth;
   static constexpr int64_t kDotDepth = 64;
 
@@ -122,19 +125,37 @@ struct VnniTile {
   template <int kDots>
   __attribute__((target("avx512f,avx512vnni"))) static void dot(const Left* left, int64_t left_stride,
                                                                 const int8_t* right, int64_t k, Sum* sums) {
-    __m512i sum[kDots];
+    constexpr int kChains = dot_chains(kDots);
+    const __m512i shift = _mm512_set1_epi8(static_cast<char>(kDotShift));
+    __m512i sum[kChains][kDots];
 #pragma GCC unroll 16
-    for (int r = 0; r < kDots; ++r) sum[r] = _mm512_setzero_si512();
-    for (int64_t i = 0; i < k; i += kDotDepth) {
-      const int8_t* block = right + std::min(i, k - kDotDepth);
-      __builtin_prefetch(block + kDotAhead);
-      const __m512i codes = _mm512_loadu_si512(block);
+    for (int r = 0; r < kDots; ++r)
+#pragma GCC unroll 16
+      for (int c = 0; c < kChains; ++c) sum[c][r] = _mm512_setzero_si512();
+    int64_t i = 0;
+    for (; i + kChains * kDotDepth <= k; i += kChains * kDotDepth) {
+#pragma GCC unroll 16
+      for (int c = 0; c < kChains; ++c) {
+        const int64_t j = i + c * kDotDepth;
+        __builtin_prefetch(right + j + kDotAhead);
+        const __m512i codes = _mm512_xor_si512(_mm512_loadu_si512(right + j), shift);
+#pragma GCC unroll 16
+        for (int r = 0; r < kDots; ++r)
+          sum[c][r] = _mm512_dpbusd_epi32(sum[c][r], codes, _mm512_loadu_si512(left + r * left_stride + j));
+      }
+    }
+    for (; i < k; i += kDotDepth) {
+      const __m512i codes = _mm512_xor_si512(_mm512_loadu_si512(right + std::min(i, k - kDotDepth)), shift);
 #pragma GCC unroll 16
       for (int r = 0; r < kDots; ++r)
-        sum[r] = _mm512_dpbusd_epi32(sum[r], _mm512_loadu_si512(left + r * left_stride + i), codes);
+        sum[0][r] = _mm512_dpbusd_epi32(sum[0][r], codes, _mm512_loadu_si512(left + r * left_stride + i));
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < kDots; ++r) sums[r * kColumns] = _mm512_reduce_add_epi32(sum[r]);
+    for (int r = 0; r < kDots; ++r) {
+#pragma GCC unroll 16
+      for (int c = 1; c < kChains; ++c) sum[0][r] = _mm512_add_epi32(sum[0][r], sum[c][r]);
+      sums[r * kColumns] = _mm512_reduce_add_epi32(sum[0][r]);
+    }
   }
 };
 
@@ -143,7 +164,7 @@ struct VnniTile {
 struct Avx2Tile {
   using Left = int16_t;
   using Sum = int32_t;
-  static constexpr int kRows = 5, kColumns = 16, kShift = 0;
+  static constexpr int kRows = 5, kColumns = 16, kShift = 0, kDotShift = 0;
   static constexpr int64_t kDepth = kAnyDepth;
   static constexpr int64_t kDotDepth = 16;
 
@@ -221,7 +242,7 @@ struct Avx2Tile {
 struct Avx512FloatTile {
   using Left = float;
   using Sum = float;
-  static constexpr int kRows = 12, kColumns = 32, kShift = 0;
+  static constexpr int kRows = 12, kColumns = 32, kShift = 0, kDotShift = 0;
   static constexpr int64_t kDepth = kFloatDepth;
   static constexpr int64_t kDotDepth = 64;
 
@@ -299,7 +320,7 @@ struct Avx512FloatTile {
 struct Avx2FloatTile {
   using Left = float;
   using Sum = float;
-  static constexpr int kRows = 6, kColumns = 16, kShift = 0;
+  static constexpr int kRows = 6, kColumns = 16, kShift = 0, kDotShift = 0;
   static constexpr int64_t kDepth = kFloatDepth;
   static constexpr int64_t kDotDepth = 16;
 
