@@ -49,8 +49,8 @@ def choose(a: Tensor, b: Tensor, activation: str | None = None, backend: str | N
     """
     backend = backend or _backends.select(a.device)
     if a.device.type == "cpu" and backend == "cpu":
-        bits = "fp32, rounded once" if _in_fp32(a, activation) else "16 bits"
-        return Choice("cpu", (False, False), f"torch multiplies in {bits}; a CPU needs no padding")
+        dtype = "fp32" if _in_fp32(a, activation) else str(a.dtype).removeprefix("torch.")
+        return Choice("cpu", (False, False), f"torch multiplies {dtype}; a CPU needs no padding")
     if a.device.type != "cuda" or backend == "reference":
         return Choice(backend, (False, False), "nothing is padded there")
     # Not measured yet: which of our kernels beats the library where. It multiplies, except that an activation
@@ -163,7 +163,7 @@ weights = _Weights()
 
 # ------------------------------------------------------------------------------------------------------ products
 def _kernels(engine: str) -> Kernels | None:
-    """None where torch's operators do the work: on a CPU its fp32 and bf16 products are the fastest there are."""
+    """None where torch's operators do the work."""
     return None if engine == "cpu" else _backends.kernels(engine)
 
 
@@ -236,14 +236,14 @@ def _on_cpu(
     activation: str | None,
 ) -> None:
     """By torch, whose fp32 and bf16 products are the fastest there are on a CPU."""
-    if _in_fp32(a, activation) or out.dtype != a.dtype:
+    if _in_fp32(a, activation) or out.dtype != a.dtype or a.shape[-1] == 0:
         argument = reference.matmul.sums(input, a, b, beta=beta, alpha=alpha)
         if pre is not None:
             pre.copy_(argument)
         out.copy_(reference.matmul.activate(argument, activation))
     elif activation in SMOOTH:
         out.copy_(gelu_linear(a, b.mT, input if input is None else input[0], activation))
-        if pre is not None:
+        if pre is not None:  # twice in bf16 is still faster than once in fp32
             _by_library(a, b, input, pre, alpha, beta)
     else:
         _by_library(a, b, input, out, alpha, beta)

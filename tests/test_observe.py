@@ -67,7 +67,7 @@ def test_gradients(sweep, name):
 def test_sparse_gradients(sweep):
     param = torch.nn.Parameter(torch.zeros(3, 4))
     param.grad = torch.zeros(3, 4).to_sparse()
-    assert look([param])[2:, 0].tolist() == [0, UNREADABLE]
+    assert look([param])[Seen.GRAD :, 0].tolist() == [0, UNREADABLE]
 
 
 def test_columns_are_in_the_order_of_the_parameters(sweep):
@@ -90,7 +90,7 @@ def test_versions_are_read_only_where_asked_for(sweep):
 
 
 def test_no_parameters(sweep):
-    assert look([]).shape == (4, 0)
+    assert look([]).shape == (len(Seen), 0)
 
 
 def test_an_inference_tensor_has_no_version(sweep):
@@ -112,6 +112,34 @@ def test_references_are_given_back(sweep):
     for _ in range(100):
         look([param] * 3)
     assert [sys.getrefcount(o) for o in objects] == before
+
+
+def test_references_are_given_back_after_errors(sweep):
+    sparse, wide = parameter(), parameter(torch.zeros(3, 4).double())
+    sparse.grad = torch.zeros(3, 4).to_sparse()
+    with torch.inference_mode():
+        frozen = torch.zeros(2)
+    objects = [sparse, sparse.grad, wide, wide.grad, frozen, torch.float64]
+    before = [sys.getrefcount(o) for o in objects]
+    for _ in range(100):
+        for stranger, error in ((frozen, RuntimeError), (object(), Exception)):
+            with pytest.raises(error):
+                look([sparse, wide, stranger])
+    del stranger
+    assert [sys.getrefcount(o) for o in objects] == before
+
+
+def test_a_parameter_that_shrinks_where_it_lies(sweep):
+    param = torch.nn.Parameter(torch.ones(100))
+    memory = param.data
+    optimizer = FusedSGD([param], lr=1.0, momentum=0.9)
+    param.grad = torch.ones(100)
+    optimizer.step()
+    param.grad, param.data = None, memory[:10]
+    param.grad = torch.ones(10)
+    with pytest.raises(RuntimeError, match="keep its shape"):
+        optimizer.step()
+    assert memory.eq(0).all()
 
 
 def train(optimizer_class: type[torch.optim.Optimizer], *, in_fp32: bool) -> list[Tensor]:

@@ -120,12 +120,14 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
     """`linear` of what `_matmul.is_torchs`; None where it takes an operator all the same."""
-    if activation == "relu":
-        return F.relu(F.linear(x, weight, bias))
-    is_gelu = activation in _matmul.SMOOTH and _matmul.has_onednn_bf16()
-    if not is_gelu or _needs_grad(x, weight, bias) or _is_for_torch(x, weight):
+    is_traced = torch._C._get_tracing_state() is not None  # oneDNN's operator cannot be
+    if activation not in _matmul.ACTIVATIONS or is_traced or _is_for_torch(x, weight):
         return None
     _checks.check_linear(x, weight, bias)
+    if activation == "relu":
+        return F.relu(F.linear(x, weight, bias))
+    if _needs_grad(x, weight, bias) or not _matmul.has_onednn_bf16():
+        return None
     return _matmul.gelu_linear(x, weight, bias, activation)
 
 

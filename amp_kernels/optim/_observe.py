@@ -22,9 +22,10 @@ class Seen(IntEnum):
     """Rows of an observation, an int64 host tensor with a column for each parameter."""
 
     ADDRESS = 0
-    VERSION = 1  # where asked for
-    GRAD = 2  # its address; 0 if kernels cannot read it
-    GRAD_KIND = 3  # twice the code of its dtype, plus 1 if it is contiguous; NO_GRADIENT; UNREADABLE
+    NUMEL = 1
+    VERSION = 2  # where asked for
+    GRAD = 3  # its address; 0 if kernels cannot read it
+    GRAD_KIND = 4  # twice the code of its dtype, plus 1 if it is contiguous; NO_GRADIENT; UNREADABLE
 
 
 def local(tensor: Tensor) -> Tensor:
@@ -33,7 +34,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def observe(params: list[Tensor], seen: Tensor, *, versions: bool, distributed: bool = False) -> None:
-    """Fills `seen` (int64 [4, number of parameters], see `Seen`); `distributed`: DTensors are among them.
+    """Fills `seen` (int64 [5, number of parameters], see `Seen`); `distributed`: DTensors are among them.
 
     The compiled sweep takes half of the time that Python's takes, for it comes by each object once; a thousand
     parameters are 2 MB of objects, more than most second-level caches.
@@ -48,6 +49,7 @@ def observe(params: list[Tensor], seen: Tensor, *, versions: bool, distributed: 
 def _sweep(params: Sequence[Tensor], versions: bool) -> Iterator[int]:
     for param in params:
         yield local(param).data_ptr()
+        yield local(param).numel()
         yield param._version if versions else 0
         grad = None if param.grad is None else local(param.grad)
         kind = _kind(grad)
@@ -69,5 +71,7 @@ def _compiled_sweep() -> Callable[[list[Tensor], int, bool], None] | None:
     data_ptr = getattr(torch._C._dynamo.guards, "_torchinductor_pyobject_tensor_data_ptr", None)
     if data_ptr is None or not _loader.load():
         return None
-    sweep = importlib.import_module("amp_kernels._C").observe
+    sweep = getattr(importlib.import_module("amp_kernels._C"), "observe", None)
+    if sweep is None:  # built before there was one
+        return None
     return lambda params, seen, versions: sweep(params, seen, versions, data_ptr, _DTYPES)

@@ -68,7 +68,7 @@ class Member:
     master: Tensor | None
     states: tuple[Tensor | None, ...] | None
     step: Tensor | None  # 0-dim int32 on the device: updates applied before this plan took over
-    version: int | None  # of the parameter when the master last agreed with it; None: never compared
+    version: int | None  # for the reference: that of the parameter when the master last agreed with it, or None
 
     @property
     def is_mirrored(self) -> bool:
@@ -184,8 +184,9 @@ class NativePlan(Plan):
         self._seen = self._observation.unbind()
         self._known = torch.zeros_like(self._observation).unbind()
         self._observe()
-        self._known[Seen.ADDRESS].copy_(self._seen[Seen.ADDRESS])
-        self._known[Seen.VERSION].copy_(int64_tensor(-1 if m.version is None else m.version for m in self._started))
+        for row in (Seen.ADDRESS, Seen.NUMEL):
+            self._known[row].copy_(self._seen[row])
+        self._known[Seen.VERSION].fill_(-1)  # never compared with the master
 
         self._is_steady = False  # every started parameter has a gradient, laid out as it
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
@@ -207,7 +208,7 @@ class NativePlan(Plan):
             self._tables = None  # a captured step sends tables of its own, which no later step rewrites
         self._was_captured = is_captured
         self._observe()
-        if not self._is_as_known(Seen.ADDRESS):
+        if not (self._is_as_known(Seen.ADDRESS) and self._is_as_known(Seen.NUMEL)):
             return False
         if any(m.param.grad is not None for m in self._idle):
             return False
@@ -428,9 +429,6 @@ class NativePlan(Plan):
         return bool(self._kept)
 
     def store_steps(self) -> None:
-        versions = self._known[Seen.VERSION].tolist()
-        for t in self._low:
-            self._started[t].version = None if versions[t] < 0 else versions[t]
         if self._codes:
             for row, chunk in {row: chunk for chunk, row in enumerate(self._chunk_rows)}.items():
                 self.members[row].step = self._steps[chunk]

@@ -10,10 +10,11 @@ from torch import Tensor
 def sums(input: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """``alpha * a @ b + beta * input`` in fp32."""
     left, right = a.float(), b.float()
-    if input is not None and beta != 0:
-        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
-        return multiply(input.float(), left, right, beta=beta, alpha=alpha)
-    return left @ right if alpha == 1 else alpha * (left @ right)
+    with torch.autocast(a.device.type, enabled=False):  # which would take the product in 16 bits
+        if input is not None and beta != 0:
+            multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+            return multiply(input.float(), left, right, beta=beta, alpha=alpha)
+        return left @ right if alpha == 1 else alpha * (left @ right)
 
 
 def addmm(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -340,6 +341,10 @@ def _other_cases() -> Iterator[Case]:
                 body = partial(_product, sizes, both, per, zeros, torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
+    for rows, inner in itertools.product((1, 2, 3, 4), (255, 256, 320, 1000)):  # columns read as they are
+        for zeros in ((False, False), (True, True)):
+            body = partial(_product, (rows, 37, inner), ("contiguous", "transposed"), True, zeros, torch.float32, False)
+            yield Case("int8_matmul", "fp32", f"few_rows_{rows}x{inner}_zeros_{zeros[0]}", body)
     yield Case(
         "int8_matmul", "fp32", "largest_sums",
         partial(_product, (3, 5, 131071), ("contiguous", "transposed"), True, (True, True), torch.float32, True),

@@ -22,11 +22,12 @@ class Object {
 // Of torch, for code that Inductor generates: the address of a tensor's memory. Throws where there is none.
 using DataPtr = void* (*)(PyObject*);
 
-enum Row : int64_t { kAddress, kVersion, kGrad, kGradKind };
+enum Row : int64_t { kAddress, kNumel, kVersion, kGrad, kGradKind };
 constexpr int64_t kNoGradient = -2, kUnreadable = -1;
 
 struct Names {
   PyObject* grad = PyUnicode_InternFromString("grad");
+  PyObject* numel = PyUnicode_InternFromString("numel");
   PyObject* version = PyUnicode_InternFromString("_version");
   PyObject* dtype = PyUnicode_InternFromString("dtype");
   PyObject* is_contiguous = PyUnicode_InternFromString("is_contiguous");
@@ -77,6 +78,9 @@ PyObject* observe(PyObject*, PyObject* arguments) {
     const auto at = [&](Row row) -> int64_t& { return seen[row * n + i]; };
     PyObject* parameter = PyList_GetItem(parameters, i);
     if (!find(parameter, data_ptr, at(kAddress))) return nullptr;
+    const Object numel(PyObject_CallMethodObjArgs(parameter, names().numel, nullptr));
+    if (numel.get() == nullptr) return nullptr;
+    at(kNumel) = PyLong_AsLongLong(numel.get());
     if (with_versions) {
       const Object version(PyObject_GetAttr(parameter, names().version));
       if (version.get() == nullptr) return nullptr;

@@ -51,9 +51,8 @@ class Buffer {
   T* data_;
 };
 
-// Modulo 2^32 where the sums are integers.
+// Modulo 2^32.
 inline int32_t wrapped(int32_t sum, int factor) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * factor); }
-inline float wrapped(float sum, int factor) { return sum * factor; }
 inline int32_t difference(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - b); }
 
 // Nearly always all of a panel's, for which the compiler needs no loop.
@@ -114,6 +113,7 @@ void align_to_end(Left* row, int64_t k, int64_t depth, int64_t padded) {
 //   plain_left(row, to): a row for Tile::dot, and its sum if Tile shifts columns
 //   needs_column_sums(shift): of the codes of `right`, where those of the left operand were taken plus `shift`
 //   Columns(product, column, shift): what finish needs of Tile::kColumns columns, among it their sums, filled in later
+//   prefetch(row, rows, columns): of where `finish` will write
 //   finish(row, rows, columns, sums): the epilogue of a tile
 template <class Tile, class Product>
 class Multiplication {
@@ -147,9 +147,9 @@ class Multiplication {
     const bool sums_columns = product_.needs_column_sums(0);
     const int64_t all_rows = rows + sums_columns;
     Buffer<Left> left(all_rows * padded);
-    Sum excess[kDotRows + 1];  // of a row, since columns are shifted
+    int32_t excess[kDotRows + 1];  // of a row, where columns are shifted
     for (int64_t r = 0; r < all_rows; ++r) {
-      Sum sum = static_cast<Sum>(k);
+      int32_t sum = static_cast<int32_t>(k);
       if (r < rows)
         sum = product_.plain_left(r, left + r * padded);
       else
@@ -459,9 +459,9 @@ class LinearProduct {
     }
   }
 
-  float plain_left(int64_t row, float* to) const {
+  int32_t plain_left(int64_t row, float* to) const {
     load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k);
-    return 0.0f;
+    return 0;  // floats are not shifted
   }
 
   bool needs_column_sums(int) const { return false; }
