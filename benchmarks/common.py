@@ -127,7 +127,8 @@ def resnet50() -> Layout:
 
 
 def layouts(args: argparse.Namespace) -> list[Layout]:
-    """Layouts of a run, the small ones first; a line is printed for what is left out."""
+    """Layouts of a run; a line is printed for what is left out. The thousand tensors come first, as a model does in its
+    process: among the holes that large ones leave, their objects would be scattered over as many pages."""
     sizes = (1_000_000,) if args.quick else SIZES
     free = free_bytes(args.device)
     chosen = []

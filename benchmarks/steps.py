@@ -290,7 +290,7 @@ def main(family: Family, description: str | None) -> int:
     args = parse_arguments(description)
     report = Report(family.name, args)
     names = {torch.float16: "fp16 weights + fp32 masters", torch.float32: "fp32 model"}
-    for dtype, layout in product(names, layouts(args)):
+    for layout, dtype in product(layouts(args), names):
         case = Case(family.name, names[dtype], dtype, layout, *family.traffic[dtype])
         run_case(case, contenders(Model(family, dtype, layout, args.device), args), args, report)
     return report.finish()
