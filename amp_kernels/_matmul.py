@@ -85,7 +85,13 @@ def is_torchs(x: Tensor) -> bool:
     With cold caches each page of memory that is touched here, by a name in torch's large modules above all, costs a
     microsecond or two, where a product of 512 rows takes 1000.
     """
-    return x.dtype is _BF16 and x.is_cpu and not _is_autocast() and not _is_compiling() and _backends.forced() is None
+    return (
+        x.dtype is _BF16
+        and x.is_cpu
+        and not _is_autocast()
+        and not _is_compiling()
+        and _backends.select(x.device) == "cpu"
+    )
 
 
 # ------------------------------------------------------------------------------------------------------- padding
