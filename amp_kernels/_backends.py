@@ -82,7 +82,6 @@ class Kernels(Protocol):
 
 
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
-forced = _forced.get  # the backend that the caller forces by `use_backend`, or None
 
 
 @contextlib.contextmanager
@@ -124,14 +123,19 @@ def _reason(backend: str, device_type: str) -> str | None:
     return _why_not_compiled(backend.upper())
 
 
+def is_forced() -> bool:
+    """Whether the caller is inside `use_backend`."""
+    return _forced.get() is not None
+
+
 def select(device: torch.device) -> str:
     """The backend that serves tensors of `device` now."""
-    name = forced()
-    if name is not None:
-        reason = _reason(name, device.type)
+    forced = _forced.get()
+    if forced is not None:
+        reason = _reason(forced, device.type)
         if reason is not None:
-            raise RuntimeError(f"amp_kernels: the backend {name!r} cannot serve {device.type} tensors: {reason}")
-        return name
+            raise RuntimeError(f"amp_kernels: the backend {forced!r} cannot serve {device.type} tensors: {reason}")
+        return forced
     return _automatic(device.type)
 
 

@@ -93,7 +93,7 @@ def explain(
         left, right = _as_matrices(left, right)
         _checks.check_addmm(None, left, right, left.dtype)
         # Without a GPU, CUDA tensors can only be fake, and are what a user asks about.
-        imagined = left.device.type == "cuda" and not torch.cuda.is_available() and _backends.forced() is None
+        imagined = left.device.type == "cuda" and not torch.cuda.is_available() and not _backends.is_forced()
         choice = _matmul.choose(left, right, activation, "cuda" if imagined else None)
     padded = {name: x for name, x, pads in zip("ab", (left, right), choice.pads, strict=True) if pads}
     return Explanation(choice.engine, choice.reason, tuple(padded), sum(map(_copy_bytes, padded.values())))

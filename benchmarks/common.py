@@ -132,9 +132,8 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
     sizes = (1_000_000,) if args.quick else SIZES
     free = free_bytes(args.device)
     chosen = []
-    for layout in (
-        [few_large(n) for n in sizes] + by_size("1000 x 64", ((64,),) * 1000) + ([] if args.quick else [resnet50()])
-    ):
+    many_small = by_size("1000 x 64", ((64,),) * 1000)
+    for layout in many_small + [few_large(n) for n in sizes] + ([] if args.quick else [resnet50()]):
         needed = MIN_CASE_BYTES * layout.elements
         if layout.elements > args.max_elements:
             print(f"left out: {layout.name}, {layout.elements:,} elements: more than --max-elements")

@@ -11,7 +11,6 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _checks, _matmul
-from .._matmul import is_torchs as _is_torchs
 from .._ops import OPS as _ops
 from ..reference.matmul import activate
 
@@ -32,7 +31,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
-    if out_dtype in (None, a.dtype) and _is_torchs(a):
+    if out_dtype in (None, a.dtype) and _matmul.is_torchs(a):
         try:
             return torch.matmul(a, b)
         except RuntimeError:
@@ -96,7 +95,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit, or `activation` is none of these.
     """
-    if _is_torchs(x):
+    if _matmul.is_torchs(x):
         try:
             result = F.linear(x, weight, bias) if activation is None else _activated(x, weight, bias, activation)
         except RuntimeError:

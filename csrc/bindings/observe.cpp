@@ -52,10 +52,9 @@ bool find(PyObject* tensor, DataPtr data_ptr, int64_t& address) {
 // Twice the index of the dtype, plus 1 if it is contiguous. A sparse gradient raises.
 int64_t kind_of(PyObject* grad, PyObject* dtypes) {
   const Object dtype(PyObject_GetAttr(grad, names().dtype));
+  if (dtype.get() == nullptr) return kUnreadable;
   const Object is_contiguous(PyObject_CallMethodObjArgs(grad, names().is_contiguous, nullptr));
-  if (dtype.get() == nullptr || is_contiguous.get() == nullptr) {
-    return kUnreadable;
-  }
+  if (is_contiguous.get() == nullptr) return kUnreadable;
   for (Py_ssize_t i = 0; i < PyTuple_Size(dtypes); ++i) {
     if (PyTuple_GetItem(dtypes, i) == dtype.get()) return 2 * i + (is_contiguous.get() == Py_True);
   }
@@ -68,7 +67,8 @@ PyObject* observe(PyObject*, PyObject* arguments) {
   PyObject *parameters, *dtypes;
   unsigned long long seen_address, data_ptr_address;
   int with_versions;
-  if (!PyArg_ParseTuple(arguments, "OKpKO", &parameters, &seen_address, &with_versions, &data_ptr_address, &dtypes)) {
+  if (!PyArg_ParseTuple(arguments, "O!KpKO!", &PyList_Type, &parameters, &seen_address, &with_versions,
+                        &data_ptr_address, &PyTuple_Type, &dtypes)) {
     return nullptr;
   }
   auto* seen = reinterpret_cast<int64_t*>(seen_address);
