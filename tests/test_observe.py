@@ -44,24 +44,39 @@ def look(params: list[Tensor], versions: bool = True) -> Tensor:
 
 
 GRADIENTS = {
-    "none": (None, NO_GRADIENT),
-    "fp32": (torch.zeros(3, 4), 1),
-    "transposed": (torch.zeros(4, 3).t(), 0),
-    "fp16": (torch.zeros(3, 4).half(), 3),
-    "bf16, sliced": (torch.zeros(3, 8).bfloat16()[:, ::2], 4),
-    "fp64": (torch.zeros(3, 4).double(), UNREADABLE),
-    "int8": (torch.zeros(3, 4, dtype=torch.int8), UNREADABLE),
+    "none": None,
+    "fp32": torch.zeros(3, 4),
+    "transposed": torch.zeros(4, 3).t(),
+    "fp16": torch.zeros(3, 4).half(),
+    "bf16": torch.zeros(3, 4).bfloat16(),
+    "bf16, sliced": torch.zeros(3, 8).bfloat16()[:, ::2],
+    "fp64": torch.zeros(3, 4).double(),
+    "int16": torch.zeros(3, 4, dtype=torch.int16),
+    "int8": torch.zeros(3, 4, dtype=torch.int8),
 }
+MARKS = {"none": NO_GRADIENT, "fp64": UNREADABLE, "int16": UNREADABLE, "int8": UNREADABLE}
 
 
 @pytest.mark.parametrize("name", GRADIENTS)
 def test_gradients(sweep, name):
-    grad, kind = GRADIENTS[name]
-    param = parameter(grad)
+    param = parameter(GRADIENTS[name])
     seen = look([param])[:, 0].tolist()
     assert seen[Seen.ADDRESS] == param.data_ptr() and seen[Seen.VERSION] == param._version
-    assert seen[Seen.GRAD_KIND] == kind
-    assert seen[Seen.GRAD] == (param.grad.data_ptr() if kind >= 0 else 0)
+    if name in MARKS:
+        assert seen[Seen.GRAD :] == [0, MARKS[name]]
+    else:
+        assert seen[Seen.GRAD] == param.grad.data_ptr() and seen[Seen.GRAD_LAYOUT] >= 0
+
+
+def test_a_layout_is_a_dtype_a_shape_and_strides(sweep):
+    memory = torch.zeros(64)
+    views = [memory, memory[:63], memory.view(8, 8), memory.view(8, 8).t()[:, :7], memory.view(8, 8)[:, :7]]
+    views += [memory.view(4, 16), memory.view(16, 4), memory.view(8, 1, 8), memory[::2], memory.half()[:32]]
+    views += [memory.bfloat16()[:32], memory[0], memory[:0], memory[:0].view(0, 3)]
+    layouts = look(views)[Seen.LAYOUT].tolist()
+    assert len(set(layouts)) == len(views) and min(layouts) >= 0
+    assert look([parameter(view, view.shape) for view in views])[Seen.GRAD_LAYOUT].tolist() == layouts
+    assert look([view.clone() for view in views[:3]])[Seen.LAYOUT].tolist() == layouts[:3]
 
 
 def test_sparse_gradients(sweep):
@@ -71,7 +86,7 @@ def test_sparse_gradients(sweep):
 
 
 def test_columns_are_in_the_order_of_the_parameters(sweep):
-    params = [parameter(grad) for grad, _ in GRADIENTS.values()] + [Sub(torch.zeros(2)), parameter(shape=(0,))]
+    params = [parameter(grad) for grad in GRADIENTS.values()] + [Sub(torch.zeros(2)), parameter(shape=(0,))]
     for written, param in enumerate(params):
         for _ in range(written):
             param.data = param.data  # another storage object, the same memory
@@ -79,7 +94,9 @@ def test_columns_are_in_the_order_of_the_parameters(sweep):
     seen = look(params)
     assert seen[Seen.ADDRESS].tolist() == [p.data_ptr() for p in params]
     assert seen[Seen.VERSION].tolist() == [p._version for p in params]
-    assert seen[Seen.GRAD_KIND, : len(GRADIENTS)].tolist() == [kind for _, kind in GRADIENTS.values()]
+    alone = torch.cat([look([p]) for p in params], dim=1)
+    assert torch.equal(seen[Seen.LAYOUT], alone[Seen.LAYOUT])
+    assert torch.equal(seen[Seen.GRAD :], alone[Seen.GRAD :])
 
 
 def test_versions_are_read_only_where_asked_for(sweep):
@@ -140,6 +157,30 @@ def test_a_parameter_that_shrinks_where_it_lies(sweep):
     with pytest.raises(RuntimeError, match="keep its shape"):
         optimizer.step()
     assert memory.eq(0).all()
+
+
+def test_a_parameter_that_is_transposed_where_it_lies(sweep):
+    values = torch.arange(9.0).view(3, 3)
+    param = torch.nn.Parameter(values.clone())
+    optimizer = FusedSGD([param], lr=1.0, momentum=0.5)
+    expected = torch.nn.Parameter(values.clone())
+    torchs = torch.optim.SGD([expected], lr=1.0, momentum=0.5)
+    for _ in range(3):
+        for p in (param, expected):
+            p.grad = values.clone()
+        optimizer.step()
+        torchs.step()
+        param.data, expected.data = param.data.t(), expected.data.t()
+        assert torch.equal(param, expected)
+
+
+def test_without_the_interface_python_sweeps(monkeypatch):
+    _observe._compiled_sweep.cache_clear()
+    monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", 0, raising=False)
+    try:
+        assert _observe._compiled_sweep() is None
+    finally:
+        _observe._compiled_sweep.cache_clear()
 
 
 def train(optimizer_class: type[torch.optim.Optimizer], *, in_fp32: bool) -> list[Tensor]:

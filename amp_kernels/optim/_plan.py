@@ -7,10 +7,9 @@ their parameters. See csrc/table.h for the table.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,11 +30,6 @@ from ._observe import Seen, local, observe
 
 if TYPE_CHECKING:
     from .._backends import Kernels
-
-# Mapped over a thousand tensors these cost half of what a loop in Python does.
-_stride = torch._C.TensorBase.stride
-_dtype = operator.attrgetter("dtype")
-_grad = operator.attrgetter("grad")
 
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
 
@@ -176,15 +170,12 @@ class NativePlan(Plan):
         self._params = [m.param for m in self._started]
         self._mirrored = [m for m in self._started if m.is_mirrored]
         self._distributed = any(isinstance(m.param, DTensor) for m in members)
-        self._all_contiguous = all(t.is_contiguous() for t in self._targets)
-        self._strides = [t.stride() for t in self._targets]
-        self._dtypes = list(map(_dtype, self._params))
         self._low = [t for t, m in enumerate(self._started) if m.master is not None]
         self._observation = _host(len(Seen), len(self._started), dtype=torch.int64)
         self._seen = self._observation.unbind()
         self._known = torch.zeros_like(self._observation).unbind()
         self._observe()
-        for row in (Seen.ADDRESS, Seen.NUMEL):
+        for row in (Seen.ADDRESS, Seen.LAYOUT):
             self._known[row].copy_(self._seen[row])
         self._known[Seen.VERSION].fill_(-1)  # never compared with the master
 
@@ -208,13 +199,15 @@ class NativePlan(Plan):
             self._tables = None  # a captured step sends tables of its own, which no later step rewrites
         self._was_captured = is_captured
         self._observe()
-        if not (self._is_as_known(Seen.ADDRESS) and self._is_as_known(Seen.NUMEL)):
+        if not (self._is_as_known(Seen.ADDRESS) and self._is_as_known(Seen.LAYOUT)):
             return False
         if any(m.param.grad is not None for m in self._idle):
             return False
         if self._low and not self._is_as_known(Seen.VERSION):
             self._reload_masters()
-        return self._same_gradients() or self._take_gradients()
+        if not self._same_gradients():
+            self._take_gradients()
+        return True
 
     def _observe(self) -> None:
         observe(self._params, self._observation, versions=bool(self._low), distributed=self._distributed)
@@ -235,26 +228,19 @@ class NativePlan(Plan):
         self._known[Seen.VERSION].copy_(self._seen[Seen.VERSION])
 
     def _gradients(self) -> list[Tensor | None]:
-        grads = list(map(_grad, self._params))
-        return [g if g is None else local(g) for g in grads] if self._distributed else grads
+        return [None if p.grad is None else local(p.grad) for p in self._params]
 
     def _same_gradients(self) -> bool:
         """The steady state: same dtypes and layout as in the last step."""
-        if not self._is_steady or not self._is_as_known(Seen.GRAD_KIND):
+        if not self._is_steady or not self._is_as_known(Seen.GRAD_LAYOUT):
             return False
-        if not self._all_contiguous:
-            grads: list[Any] = self._gradients()
-            if list(map(_stride, grads)) != self._strides:
-                return False
         if not self._is_as_known(Seen.GRAD):
             self._send_gradients(self._seen[Seen.GRAD])
         return True
 
-    def _take_gradients(self) -> bool:
+    def _take_gradients(self) -> None:
         """Any state of affairs: None, other dtypes, other strides."""
         self._is_steady = False  # also if something below raises
-        if list(map(_dtype, self._params)) != self._dtypes:
-            return False  # another dtype at the same address; the gradients' change with it
         targets = self._targets
         self._relaid = []
         grads = self._gradients()
@@ -273,8 +259,7 @@ class NativePlan(Plan):
         self._send_gradients(int64_tensor(0 if g is None else g.data_ptr() for g in grads))
         self.written = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
         self._is_steady = len(self.written) == len(self._started) and not self._relaid
-        self._known[Seen.GRAD_KIND].copy_(self._seen[Seen.GRAD_KIND])
-        return True
+        self._known[Seen.GRAD_LAYOUT].copy_(self._seen[Seen.GRAD_LAYOUT])
 
     def _send_gradients(self, addresses: Tensor) -> None:
         self._known[Seen.GRAD].copy_(addresses)

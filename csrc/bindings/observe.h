@@ -11,7 +11,7 @@
 
 namespace amp_kernels {
 
-// observe(parameters: list, seen: int, versions: bool, data_ptr: int, dtypes: tuple), see
+// observe(parameters: list, seen: int, versions: bool, dlpack_exchange_api: capsule), see
 // amp_kernels/optim/_observe.py.
 PyObject* observe(PyObject* module, PyObject* arguments);
 
