@@ -324,6 +324,7 @@ def _shared() -> list[testing.Case]:
 @pytest.mark.parametrize("case", _shared(), ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_backends, "select", lambda device: "cuda")
+    monkeypatch.setattr(_backends, "select_on_cpu", lambda: "cuda")
     monkeypatch.setattr(_backends, "kernels", lambda name: backend)
     with backend.scheduled(next(ORDERS), seed=1):
         for result in case.body(torch.device("cpu")):
