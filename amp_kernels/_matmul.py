@@ -86,11 +86,7 @@ def is_torchs(x: Tensor) -> bool:
     microsecond or two, where a product of 512 rows takes 1000.
     """
     return (
-        x.dtype is _BF16
-        and x.is_cpu
-        and not _is_autocast()
-        and not _is_traced()
-        and _backends.select_on_cpu() == "cpu"
+        x.dtype is _BF16 and x.is_cpu and not _is_autocast() and not _is_traced() and _backends.select_on_cpu() == "cpu"
     )
 
 
