@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+import pathlib
 import pickle
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import amp_kernels
-from amp_kernels import Int8Tensor, _int8, reference, testing
+from amp_kernels import Int8Tensor, _int8, _loader, reference, testing
 from amp_kernels.testing import int8 as cases
 
 OPS = torch.ops.amp_kernels
@@ -27,6 +29,30 @@ ALL = [case for op in cases.CASES.values() for case in op]
 def test_case(case: testing.Case, backend: str, device: torch.device) -> None:
     for result in case.body(device):
         assert result.passed, f"{case}: {result}"
+
+
+def has_huge_pages() -> bool:
+    setting = pathlib.Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    return setting.exists() and "[never]" not in setting.read_text()
+
+
+def flags_of_mapping(address: int) -> list[str]:
+    """What the kernel notes of the mapping that the address is in."""
+    found = False
+    for line in pathlib.Path("/proc/self/smaps").read_text().splitlines():
+        if bounds := re.match(r"([0-9a-f]+)-([0-9a-f]+) ", line):
+            found = int(bounds[1], 16) <= address < int(bounds[2], 16)
+        elif found and line.startswith("VmFlags:"):
+            return line.split()[1:]
+    raise AssertionError(f"{address:#x} is not mapped")
+
+
+@pytest.mark.skipif(not _loader.load() or not has_huge_pages(), reason="needs the CPU backend, and huge pages")
+def test_large_results_are_backed_by_huge_pages() -> None:
+    q = Int8Tensor(torch.zeros(2**12, 2**12, dtype=torch.int8), torch.ones(()))
+    small, large = amp_kernels.dequantize_int8(q, torch.float16)[:, :64].clone(), amp_kernels.dequantize_int8(q)
+    assert "hg" in flags_of_mapping(large.data_ptr() + large.nbytes // 2)
+    assert "hg" not in flags_of_mapping(small.data_ptr())
 
 
 # ------------------------------------------------------------------------------------------ the reference by numpy

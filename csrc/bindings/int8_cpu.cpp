@@ -1,4 +1,5 @@
 // The int8 ops on CPU tensors.
+#include "../cpu/huge_pages.h"
 #include "../cpu/int8_matmul.h"
 #include "../cpu/int8_quantize.h"
 #include "../cpu/parallel.h"
@@ -8,6 +9,8 @@ namespace amp_kernels::cpu {
 namespace {
 
 constexpr int64_t kMaxK = 131071;  // as _checks.MAX_K
+
+void prepare(const Tensor& out) { ask_for_huge_pages(out.data_ptr(), out.numel() * out.element_size()); }
 
 // Calls f(i, bundle, begin, end) for every piece of every bundle.
 template <class F>
@@ -77,6 +80,7 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
 
 void quantize_int8(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zero_point, std::vector<int64_t> layout,
                    bool is_static, bool stochastic, int64_t seed) {
+  prepare(out);
   const Quantize args = make_quantize(x, out, scale, zero_point, layout, is_static, stochastic, seed);
   const Walk walk(args.layout);
   const Pieces pieces(walk, torch::stable::get_num_threads());
@@ -94,6 +98,7 @@ void quantize_int8(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zer
 
 void dequantize_int8(Tensor values, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
                      std::vector<int64_t> layout) {
+  prepare(out);
   const Dequantize args = make_dequantize(values, scale, zero_point, out, layout);
   const Walk walk(args.layout);
   with_types(args.dtype, walk, [&](auto value, auto step) {
@@ -106,6 +111,7 @@ void dequantize_int8(Tensor values, Tensor scale, std::optional<Tensor> zero_poi
 
 void straight_through_int8(Tensor grad, Tensor x, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
                            std::vector<int64_t> layout) {
+  prepare(out);
   const StraightThrough args = make_straight_through(grad, x, scale, zero_point, out, layout);
   const Walk walk(args.layout);
   with_types(args.dtype, walk, [&](auto value, auto step) {
@@ -124,6 +130,7 @@ void multiply(Product&& product) {
 void int8_matmul(Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor> a_zero_point, Tensor b_scale,
                  std::optional<Tensor> b_zero_point, std::optional<Tensor> bias, Tensor out,
                  std::optional<Tensor> out_scale, std::optional<Tensor> out_zero_point) {
+  prepare(out);
   const Int8Matmul args =
       make_matmul(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point);
   with_int8_tile([&](auto tile) { multiply<decltype(tile)>(Int8Product<decltype(tile)>(args)); });
@@ -163,6 +170,7 @@ bool plain_int8_matmul(Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor>
 }
 
 void int8_linear(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, Tensor out) {
+  prepare(out);
   const Int8Linear args = make_linear(x, weight, scale, bias, out);
   with_float_tile([&](auto tile) {
     with_dtype(args.dtype,

@@ -123,14 +123,19 @@ struct Affines {
   float highest[kRoom];
   int zero_point[kRoom];
   int low;
-  bool have_inverses = true;  // all of them
+  bool have_inverses;  // all of them
 
   void set(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
     lowest[i] = static_cast<float>(affine.low - affine.zero_point);
     highest[i] = static_cast<float>(127 - affine.zero_point);
-    low = affine.low;
-    have_inverses = have_inverses && affine.inverse != 0.0f;
+  }
+
+  void finish(int64_t groups, bool symmetric) {
+    int without = 0;
+    for (int64_t i = 0; i < groups; ++i) without += inverse[i] == 0.0f;
+    have_inverses = without == 0;
+    low = symmetric ? -127 : -128;
   }
 };
 
@@ -335,6 +340,7 @@ inline void given_affines(const float* scale, const int32_t* zero_point, const W
     const int64_t at = bundle.scale + i * walk.scale_step();
     affines.set(i, given_affine(scale[at], zero_point == nullptr ? nullptr : zero_point + at));
   }
+  affines.finish(bundle.groups, zero_point == nullptr);
 }
 
 template <bool kSymmetric, class T>
@@ -363,15 +369,23 @@ void find_ranges(const Quantize& args, const Walk& walk, const Bundle& bundle, i
     find_ranges<false>(x, walk, bundle, begin, end, ranges);
 }
 
+template <bool kSymmetric>
+[[gnu::noinline]] void solve_affines(const Ranges& __restrict ranges, int64_t groups, Affines& __restrict affines) {
+  for (int64_t i = 0; i < groups; ++i) affines.set(i, affine_of(ranges.at(i), kSymmetric));
+  affines.finish(groups, kSymmetric);
+}
+
 // Writes scales and zero points too.
 inline void solve_affines(const Quantize& args, const Walk& walk, const Bundle& bundle, const Ranges& ranges,
                           Affines& affines) {
+  if (args.zero_point == nullptr)
+    solve_affines<true>(ranges, bundle.groups, affines);
+  else
+    solve_affines<false>(ranges, bundle.groups, affines);
   for (int64_t i = 0; i < bundle.groups; ++i) {
-    const Affine affine = affine_of(ranges.at(i), args.zero_point == nullptr);
     const int64_t at = bundle.scale + i * walk.scale_step();
-    args.scale[at] = affine.scale;
-    if (args.zero_point != nullptr) args.zero_point[at] = affine.zero_point;
-    affines.set(i, affine);
+    args.scale[at] = affines.scale[i];
+    if (args.zero_point != nullptr) args.zero_point[at] = affines.zero_point[i];
   }
 }
 

@@ -72,19 +72,21 @@ struct Affine {
   int low;  // of the codes; 127 is the highest
 };
 
+// Without branches, so that host compilers do eight groups at a time.
 AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
-  const int lowest = symmetric ? -127 : -128;
-  if (group.magnitude >= kInfinityBits) return {nan, 0.0f, 0, lowest};
   float absmax;
   memcpy(&absmax, &group.magnitude, sizeof(absmax));
   const float scale =
       symmetric ? divide_rn(absmax, 127.0f) : add_rn(divide_rn(group.high, 255.0f), -divide_rn(group.low, 255.0f));
   const float inverse = divide_rn(1.0f, scale);
-  if ((float_bits(inverse) & 0x7fffffffu) >= kInfinityBits) return {1.0f, 0.0f, 0, lowest};
-  if (symmetric) return {scale, inverse, 0, lowest};
+  const bool is_finite = group.magnitude < kInfinityBits;
+  const bool has_inverse = is_finite & ((float_bits(inverse) & 0x7fffffffu) < kInfinityBits);
   const float zero = rintf(add_rn(-128.0f, -multiply_rn(group.low, inverse)));
-  return {scale, inverse, static_cast<int>(zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero), lowest};
+  const float bounded = zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero;
+  const float known = has_inverse & !symmetric ? bounded : 0.0f;
+  return {is_finite ? (has_inverse ? scale : 1.0f) : nan, has_inverse ? inverse : 0.0f, static_cast<int>(known),
+          symmetric ? -127 : -128};
 }
 
 AMP_KERNELS_HD Affine given_affine(float scale, const int32_t* zero_point) {
