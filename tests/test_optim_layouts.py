@@ -106,3 +106,22 @@ def test_zero_size_parameters(device, family):
     assert empty.grad_norm == 0
     empty.load_state_dict(empty.state_dict())
     empty.step()
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@families
+def test_each_of_many_small_parameters_is_updated_once(device, family, threads):
+    """Enough elements for several threads, and numbers of parameters that their claims do not divide."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for count in (1030, 1111):
+            params = [torch.nn.Parameter(torch.ones(64, device=device)) for _ in range(count)]
+            optimizer = family(params, **FULL[family])
+            for step in range(2):
+                for p in params:
+                    p.grad = torch.full_like(p, step + 1.0)
+                optimizer.step()
+            assert len(torch.stack(params).unique()) == 1
+    finally:
+        torch.set_num_threads(before)
