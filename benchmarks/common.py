@@ -37,7 +37,7 @@ FIELDS = (
 )  # fmt: skip
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
 COPY = "copy"
-MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 5, 200, 2
+MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 9, 200, 2
 # The copy runs before every timed call and so empties the nearer caches, as the rest of a training step does.
 # On a GPU it must be far larger than the L2 (B200: 126 MB), on a CPU larger than what a core has of its own.
 MIN_COPY_BYTES = {"cpu": 2**26, "cuda": 2**30}
