@@ -27,7 +27,7 @@ ALIGNMENT = 16  # bytes
 FEW_ROWS = 16
 LIBRARY = "cublas"
 
-_BF16, _is_autocast, _is_traced = torch.bfloat16, torch._C._is_any_autocast_enabled, torch.compiler.is_dynamo_compiling
+_BF16, _is_autocast, _is_compiling = torch.bfloat16, torch._C._is_any_autocast_enabled, torch.compiler.is_compiling
 
 
 def padded(n: int, multiple: int) -> int:
@@ -86,7 +86,11 @@ def is_torchs(x: Tensor) -> bool:
     microsecond or two, where a product of 512 rows takes 1000.
     """
     return (
-        x.dtype is _BF16 and x.is_cpu and not _is_autocast() and not _is_traced() and _backends.select_on_cpu() == "cpu"
+        x.dtype is _BF16
+        and x.is_cpu
+        and not _is_autocast()
+        and not _is_compiling()
+        and _backends.select_on_cpu() == "cpu"
     )
 
 

@@ -173,6 +173,20 @@ def test_sparse_gradients_raise_a_sentence(device, family):
 
 
 @families
+@pytest.mark.parametrize("size", [16, 4])
+def test_a_gradient_kept_from_before_its_parameter_was_resized_raises_a_sentence(device, family, size):
+    p = torch.nn.Parameter(torch.ones(8, device=device))
+    optimizer = family([p], lr=0.1)
+    p.grad = torch.ones(8, device=device)
+    optimizer.step()
+    optimizer.state[p].clear()
+    p.data = torch.zeros(size, device=device)
+    with pytest.raises(RuntimeError, match=rf"must have the parameter's shape \({size},\), got \(8,\); set it to None"):
+        optimizer.step()
+    assert p.eq(0).all()
+
+
+@families
 def test_a_gradient_of_another_dtype_than_ours_raises_a_sentence(device, family):
     p = torch.nn.Parameter(torch.ones(3, device=device))
     p.grad_dtype = None

@@ -122,8 +122,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
     """`linear` of what `_matmul.is_torchs`; None where it takes an operator all the same."""
-    # oneDNN's operator cannot be.
-    is_traced = torch._C._get_tracing_state() is not None or torch.compiler.is_compiling()
+    is_traced = torch._C._get_tracing_state() is not None  # oneDNN's operator cannot be
     if activation not in _matmul.ACTIVATIONS or is_traced or _is_for_torch(x, weight):
         return None
     _checks.check_linear(x, weight, bias)

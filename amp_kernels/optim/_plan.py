@@ -41,6 +41,11 @@ def check_gradient(member: Member, grad: Tensor) -> None:
         )
     if grad.dtype not in DTYPE_CODES:
         raise TypeError(f"step: the gradient of {member.name} must be float32, float16 or bfloat16, got {grad.dtype}")
+    if grad.shape != member.target.shape:  # as one kept from before its parameter's .data was replaced
+        raise RuntimeError(
+            f"step: the gradient of {member.name} must have the parameter's shape {tuple(member.target.shape)}, got "
+            f"{tuple(grad.shape)}; set it to None when the parameter's .data is replaced"
+        )
 
 
 def _host(*shape: int, dtype: torch.dtype) -> Tensor:
