@@ -168,15 +168,13 @@ class Pieces {
 
   // Cut between rows of a strip, or else between cache lines.
   Piece at(const Walk& walk, int64_t i) const {
-    Piece piece{walk.bundle(each_ == 1 ? i : i / each_), 0, 0};
-    const int64_t size = walk.size(piece.bundle);
-    piece.end = size;
-    if (each_ == 1) return piece;
-    const int64_t unit = walk.across() ? piece.bundle.length : 64;
+    const Bundle bundle = walk.bundle(each_ == 1 ? i : i / each_);
+    const int64_t size = walk.size(bundle);
+    if (each_ == 1) return {bundle, 0, size};
+    const int64_t unit = walk.across() ? bundle.length : 64;
     const int64_t length = ((size + each_ - 1) / each_ + unit - 1) / unit * unit;
-    piece.begin = std::min(size, i % each_ * length);
-    piece.end = std::min(size, piece.begin + length);
-    return piece;
+    const int64_t begin = std::min(size, i % each_ * length);
+    return {bundle, begin, std::min(size, begin + length)};
   }
 
  private:

@@ -72,6 +72,8 @@ struct Affine {
   int low;  // of the codes; 127 is the highest
 };
 
+AMP_KERNELS_HD int lowest_code(bool symmetric) { return symmetric ? -127 : -128; }
+
 // Without branches, so that host compilers do eight groups at a time.
 AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
@@ -86,11 +88,11 @@ AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
   const float bounded = zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero;
   const float known = has_inverse & !symmetric ? bounded : 0.0f;
   return {is_finite ? (has_inverse ? scale : 1.0f) : nan, has_inverse ? inverse : 0.0f, static_cast<int>(known),
-          symmetric ? -127 : -128};
+          lowest_code(symmetric)};
 }
 
 AMP_KERNELS_HD Affine given_affine(float scale, const int32_t* zero_point) {
-  return {scale, divide_rn(1.0f, scale), zero_point == nullptr ? 0 : *zero_point, zero_point == nullptr ? -127 : -128};
+  return {scale, divide_rn(1.0f, scale), zero_point == nullptr ? 0 : *zero_point, lowest_code(zero_point == nullptr)};
 }
 
 // The code before clamping; NaN stands on the zero point. `steps` is x * inverse, rounded somehow to an integer.
