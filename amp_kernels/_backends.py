@@ -42,9 +42,6 @@ KERNEL_SCHEMAS = {
     "int[] layout) -> ()",
     "_int8_matmul_": "(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, "
     "Tensor? b_zero_point, Tensor? bias, Tensor(a!) out, Tensor? out_scale, Tensor? out_zero_point) -> ()",
-    # Of the CPU's only, see _ops.plain_int8_matmul.
-    "_plain_int8_matmul_": "(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, "
-    "Tensor? b_zero_point, Tensor? bias, Tensor(a!) out) -> bool",
     "_int8_linear_": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor(a!) out) -> ()",
     # `activation`: its index in _matmul.ACTIVATIONS.
     "_matmul_": "(Tensor a, Tensor b, Tensor? input, Tensor(a!) out, Tensor(b!)? pre, float alpha, float beta, "
@@ -75,7 +72,6 @@ class Kernels(Protocol):
     _dequantize_int8_: Kernel
     _straight_through_int8_: Kernel
     _int8_matmul_: Kernel
-    _plain_int8_matmul_: Kernel
     _int8_linear_: Kernel
     _matmul_: Kernel
     _copy_pad_: Kernel

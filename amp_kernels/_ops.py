@@ -9,10 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
-from . import _checks, _int8, _matmul, reference
+from . import _checks, _direct, _int8, _matmul, reference
 from ._backends import kernels, library, select
 from ._lists import run_gradient_pass, run_plain_gradient_pass, run_update
 from ._table import DTYPE_CODES
@@ -46,24 +44,19 @@ SCHEMAS = {
 
 
 def _is_watched(tensors: Iterable[object]) -> bool:
-    """Whether a call has to be seen by torch's dispatcher: for the compiler, a mode, a transform of `torch.func`, a
-    trace, autograd, or since one of `tensors` is no plain one of a CPU or CUDA device (views that the dispatcher
-    negates would reach a kernel as a copy with other strides)."""
-    if torch.compiler.is_compiling() or is_in_torch_dispatch_mode() or torch._C._are_functorch_transforms_active():
-        return True
-    if torch._C._len_torch_function_stack() > 0 or torch._C._get_tracing_state() is not None:
+    """Whether a call has to be seen by torch's dispatcher: by what watches all calls, by autograd, or since one of
+    `tensors` is no plain one of a CPU or CUDA device (views that the dispatcher negates would reach a kernel as a copy
+    with other strides)."""
+    if _direct.is_watched():
         return True
     keeps_grad = torch.is_grad_enabled()
     return not all(
         isinstance(tensor, Tensor)
-        and type(tensor) in _PLAIN
+        and type(tensor) in _direct.PLAIN
         and (tensor.is_cpu or tensor.is_cuda)
         and not (tensor.is_neg() or tensor._is_zerotensor() or (keeps_grad and tensor.requires_grad))
         for tensor in tensors
     )
-
-
-_PLAIN = (Tensor, Parameter)
 
 
 # ---------------------------------------------------------------------------------------------------- list operators
@@ -288,27 +281,6 @@ def _int8_matmul(
         return reference.int8_matmul(a, b, *scales, bias=bias, **final)  # type: ignore[arg-type]
     ops._int8_matmul_(a, b, *map(_dense, scales), _dense(bias), out, out_scale, out_zero_point)
     return out
-
-
-def plain_int8_matmul(
-    a: Tensor,
-    b: Tensor,
-    a_scale: Tensor,
-    a_zero_point: Tensor | None,
-    b_scale: Tensor,
-    b_zero_point: Tensor | None,
-    bias: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor | None:
-    """The product by the CPU's kernels, before any check; None, and nothing was done, if the arguments need more than
-    a look at each, or someone watches. Between small matrices checks and dispatch take longer than the product."""
-    is_plain = not _is_watched((a, b)) and a.is_cpu and a.dim() == b.dim() == 2
-    ops = kernels("cpu") if is_plain and out_dtype in DTYPE_CODES and select(a.device) == "cpu" else None
-    if ops is None:
-        return None
-    out = torch.empty((a.shape[0], b.shape[1]), dtype=out_dtype, device="cpu")
-    served = ops._plain_int8_matmul_(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out)
-    return out if served else None
 
 
 def _int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
@@ -579,6 +551,7 @@ def _unless_watched(op: Callable[..., Any], kernel: Callable[..., Any], *signatu
 
 
 # The dispatcher, and of quantize_int8 autograd, take 20 us of a call, and several times that with cold caches.
+_PLAIN = _direct.PLAIN
 _MAYBE = (*_PLAIN, NoneType)
 quantize_int8 = _unless_watched(
     OPS.quantize_int8, _quantize_int8, _PLAIN, _MAYBE, _MAYBE, (list, NoneType), (int, NoneType), (bool,),

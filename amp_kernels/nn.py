@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _ops
+from . import _direct, _ops
 from ._checks import MAX_K
 from ._linear import Linear, convert_linear_
 from .functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
@@ -334,7 +334,8 @@ class _WeightOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight, scale)
-        return _ops.int8_linear(x, weight, scale, bias)
+        direct = _direct.int8_linear(x, weight, scale, bias)
+        return _ops.int8_linear(x, weight, scale, bias) if direct is None else direct
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -1,6 +1,8 @@
 // The arguments of the int8 kernels (schemas: amp_kernels/_ops.py), filled from tensors by the bindings.
 #pragma once
 
+#include <initializer_list>
+
 #include "table.h"
 
 namespace amp_kernels {
@@ -20,6 +22,18 @@ struct Int8Layout {
   int64_t length;          // an element exists iff g2 * size[kR2] + r2 < length
 
   AMP_KERNELS_HD int64_t groups() const { return size[kG1] * size[kG2]; }
+
+  int64_t elements() const { return size[kG1] * size[kR1] * length; }
+
+  // From the 19 numbers that _int8.py makes.
+  static Int8Layout from(const int64_t* numbers) {
+    Int8Layout layout;
+    for (int64_t* levels : {layout.size, layout.x, layout.out, layout.index})
+      for (int i = 0; i < kLevels; ++i) levels[i] = *numbers++;
+    for (int64_t& stride : layout.scale) stride = *numbers++;
+    layout.length = *numbers;
+    return layout;
+  }
 };
 
 struct Quantize {

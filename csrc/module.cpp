@@ -1,9 +1,25 @@
 // `import amp_kernels._C` runs the static registrations of the bindings, which serve torch's dispatcher; the module
 // itself holds what takes Python objects.
+#include "bindings/direct.h"
 #include "bindings/observe.h"
 
+namespace {
+
+template <class F>
+PyMethodDef fast_call(const char* name, F* function) {
+  return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
+}
+
+}  // namespace
+
 PyMODINIT_FUNC PyInit__C(void) {
-  static PyMethodDef methods[] = {{"observe", amp_kernels::observe, METH_VARARGS, nullptr}, {}};
+  using namespace amp_kernels;
+  static PyMethodDef methods[] = {{"observe", observe, METH_VARARGS, nullptr},
+                                  fast_call("quantize_int8", quantize_int8),
+                                  fast_call("dequantize_int8", dequantize_int8),
+                                  fast_call("int8_matmul", int8_matmul),
+                                  fast_call("int8_linear", int8_linear),
+                                  {}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from .. import _checks, _ops
+from .. import _checks, _direct, _ops
 
 
 @dataclass(frozen=True)
@@ -103,22 +103,24 @@ def quantize_int8(
     if rounding == "stochastic" and seed is None:
         seed = int(torch.randint(2**62, (), device="cpu"))
     dims = _dims(dim)
-    with torch.no_grad():
-        values, own_scale, own_zero_point = _ops.quantize_int8(
-            x, scale, zero_point, dims, block_size, symmetric, None if seed is None else _signed(seed), False
-        )
-    if scale is None:
-        scale, zero_point = own_scale, None if symmetric else own_zero_point
-    elif block_size is None and dims is None and scale.numel() > 1:
-        dims = [d for d, size in enumerate(scale.shape) if size == 1]
-    reduced = None if dims is None or block_size is not None else tuple(dims)
-    return Int8Tensor(values, scale, zero_point, reduced, block_size)
+    seed = None if seed is None else _signed(seed)
+    direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, seed)
+    if direct is None:
+        with torch.no_grad():
+            arguments = (None if dims is None else list(dims), block_size, symmetric, seed, False)
+            values, *own = _ops.quantize_int8(x, scale, zero_point, *arguments)
+        direct = values, *((own[0], None if symmetric else own[1]) if scale is None else (scale, zero_point))
+    if scale is not None and block_size is None and dims is None and scale.numel() > 1:
+        dims = tuple(d for d, size in enumerate(scale.shape) if size == 1)
+    return Int8Tensor(*direct, None if block_size is not None else dims, block_size)
 
 
 def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``(values - zero_point) * scale`` in fp32, rounded once to `dtype` (fp32, fp16 or bf16)."""
     _check_is_quantized("dequantize_int8", "q", q)
-    return _ops.dequantize_int8(q.values, q.scale, q.zero_point, q.block_size, dtype)
+    arguments = (q.values, q.scale, q.zero_point, q.block_size, dtype)
+    direct = _direct.dequantize_int8(*arguments)
+    return _ops.dequantize_int8(*arguments) if direct is None else direct
 
 
 def fake_quantize_int8(
@@ -141,7 +143,12 @@ def fake_quantize_int8(
     Returns:
         A tensor of x's shape and dtype.
     """
-    return _ops.quantize_int8(x, scale, zero_point, _dims(dim), block_size, symmetric, None, True)[0]
+    dims = _dims(dim)
+    direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, None, fake=True)
+    if direct is None:
+        dim = None if dims is None else list(dims)
+        direct = _ops.quantize_int8(x, scale, zero_point, dim, block_size, symmetric, None, True)
+    return direct[0]
 
 
 def int8_matmul(
@@ -180,7 +187,7 @@ def int8_matmul(
             )
     operands = (a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype)
     if out_scale is None and out_zero_point is None:
-        product = _ops.plain_int8_matmul(*operands)
+        product = _direct.int8_matmul(*operands)
         if product is not None:
             return product
     _checks.check_side("a", a.values, a.scale, 1)
@@ -188,11 +195,13 @@ def int8_matmul(
     return _ops.OPS.int8_matmul(*operands, out_scale, out_zero_point)
 
 
-def _dims(dim: int | Sequence[int] | None) -> list[int] | None:
-    dims = [] if dim is None else dim if isinstance(dim, Sequence) else [dim]
+def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
+    if dim is None or type(dim) is int:
+        return None if dim is None else (dim,)
+    dims = dim if isinstance(dim, Sequence) else [dim]
     if not all(hasattr(d, "__index__") for d in dims):  # numpy's integers have it too
         raise TypeError(f"quantize_int8: dim must be an int, several, or None, got {dim!r}")
-    return [int(d) for d in dims] or None
+    return tuple(int(d) for d in dims) or None
 
 
 def _check_is_quantized(op: str, name: str, q: object) -> None:

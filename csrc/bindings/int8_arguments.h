@@ -11,36 +11,25 @@ namespace amp_kernels {
 
 inline bool is_int8(const Tensor& tensor) { return tensor.scalar_type() == torch::headeronly::ScalarType::Char; }
 
-// The 19 numbers of amp_kernels/_int8.py, in the order of the struct's members.
-inline Int8Layout make_layout(const std::vector<int64_t>& numbers) {
-  Int8Layout layout;
-  const int64_t* next = numbers.data();
-  for (int64_t* levels : {layout.size, layout.x, layout.out, layout.index})
-    for (int i = 0; i < Int8Layout::kLevels; ++i) levels[i] = *next++;
-  for (int64_t& stride : layout.scale) stride = *next++;
-  layout.length = *next;
-  return layout;
-}
-
 inline Quantize make_quantize(const Tensor& x, const Tensor& out, const Tensor& scale,
                               std::optional<Tensor>& zero_point, const std::vector<int64_t>& layout, bool is_static,
                               bool stochastic, int64_t seed) {
   return {
-      x.data_ptr(),  out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),  make_layout(layout), dtype_of(x),
+      x.data_ptr(),  out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),  Int8Layout::from(layout.data()), dtype_of(x),
       !is_int8(out), is_static,      stochastic,         static_cast<uint64_t>(seed)};
 }
 
 inline Dequantize make_dequantize(const Tensor& values, const Tensor& scale, const std::optional<Tensor>& zero_point,
                                   const Tensor& out, const std::vector<int64_t>& layout) {
   return {data<int8_t>(values), data<float>(scale),  data<int32_t>(zero_point),
-          out.data_ptr(),       make_layout(layout), dtype_of(out)};
+          out.data_ptr(),       Int8Layout::from(layout.data()), dtype_of(out)};
 }
 
 inline StraightThrough make_straight_through(const Tensor& grad, const Tensor& x, const Tensor& scale,
                                              const std::optional<Tensor>& zero_point, const Tensor& out,
                                              const std::vector<int64_t>& layout) {
   return {grad.data_ptr(), x.data_ptr(),        data<float>(scale), data<int32_t>(zero_point),
-          out.data_ptr(),  make_layout(layout), dtype_of(out)};
+          out.data_ptr(),  Int8Layout::from(layout.data()), dtype_of(out)};
 }
 
 inline Int8Matmul make_matmul(const Tensor& a, const Tensor& b, const Tensor& a_scale,

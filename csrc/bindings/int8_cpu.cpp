@@ -1,4 +1,6 @@
 // The int8 ops on CPU tensors.
+#include "int8_cpu.h"
+
 #include "../cpu/huge_pages.h"
 #include "../cpu/int8_matmul.h"
 #include "../cpu/int8_quantize.h"
@@ -8,9 +10,9 @@
 namespace amp_kernels::cpu {
 namespace {
 
-constexpr int64_t kMaxK = 131071;  // as _checks.MAX_K
-
-void prepare(const Tensor& out) { ask_for_huge_pages(out.data_ptr(), out.numel() * out.element_size()); }
+void prepare(void* out, int64_t elements, Dtype dtype) {
+  ask_for_huge_pages(out, elements * (dtype == kFloat ? 4 : 2));
+}
 
 // Calls f(i, bundle, begin, end) for every piece of every bundle.
 template <class F>
@@ -78,10 +80,18 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
   });
 }
 
-void quantize_int8(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zero_point, std::vector<int64_t> layout,
-                   bool is_static, bool stochastic, int64_t seed) {
-  prepare(out);
-  const Quantize args = make_quantize(x, out, scale, zero_point, layout, is_static, stochastic, seed);
+template <class Tile, class Product>
+void multiply_tiles(Product&& product) {
+  Multiplication<Tile, Product>(product).run();
+}
+
+}  // namespace
+
+void quantize(const Quantize& args) {
+  if (args.fake)
+    prepare(args.out, args.layout.elements(), args.dtype);
+  else
+    ask_for_huge_pages(args.out, args.layout.elements());
   const Walk walk(args.layout);
   const Pieces pieces(walk, torch::stable::get_num_threads());
   with_types(args.dtype, walk, [&](auto value, auto step) {
@@ -96,10 +106,8 @@ void quantize_int8(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zer
   });
 }
 
-void dequantize_int8(Tensor values, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
-                     std::vector<int64_t> layout) {
-  prepare(out);
-  const Dequantize args = make_dequantize(values, scale, zero_point, out, layout);
+void dequantize(const Dequantize& args) {
+  prepare(args.out, args.layout.elements(), args.dtype);
   const Walk walk(args.layout);
   with_types(args.dtype, walk, [&](auto value, auto step) {
     const Pieces pieces(walk, torch::stable::get_num_threads());
@@ -109,10 +117,39 @@ void dequantize_int8(Tensor values, Tensor scale, std::optional<Tensor> zero_poi
   });
 }
 
+void multiply(const Int8Matmul& args) {
+  if (args.out_scale == nullptr)
+    prepare(args.out, args.m * args.n, args.dtype);
+  else
+    ask_for_huge_pages(args.out, args.m * args.n);
+  with_int8_tile([&](auto tile) { multiply_tiles<decltype(tile)>(Int8Product<decltype(tile)>(args)); });
+}
+
+void multiply(const Int8Linear& args) {
+  prepare(args.out, args.m * args.n, args.dtype);
+  with_float_tile([&](auto tile) {
+    with_dtype(args.dtype, [&](auto value) {
+      multiply_tiles<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args));
+    });
+  });
+}
+
+namespace {
+
+void quantize_int8(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zero_point, std::vector<int64_t> layout,
+                   bool is_static, bool stochastic, int64_t seed) {
+  quantize(make_quantize(x, out, scale, zero_point, layout, is_static, stochastic, seed));
+}
+
+void dequantize_int8(Tensor values, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
+                     std::vector<int64_t> layout) {
+  dequantize(make_dequantize(values, scale, zero_point, out, layout));
+}
+
 void straight_through_int8(Tensor grad, Tensor x, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
                            std::vector<int64_t> layout) {
-  prepare(out);
   const StraightThrough args = make_straight_through(grad, x, scale, zero_point, out, layout);
+  prepare(args.out, args.layout.elements(), args.dtype);
   const Walk walk(args.layout);
   with_types(args.dtype, walk, [&](auto value, auto step) {
     const Pieces pieces(walk, torch::stable::get_num_threads());
@@ -122,60 +159,14 @@ void straight_through_int8(Tensor grad, Tensor x, Tensor scale, std::optional<Te
   });
 }
 
-template <class Tile, class Product>
-void multiply(Product&& product) {
-  Multiplication<Tile, Product>(product).run();
-}
-
 void int8_matmul(Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor> a_zero_point, Tensor b_scale,
                  std::optional<Tensor> b_zero_point, std::optional<Tensor> bias, Tensor out,
                  std::optional<Tensor> out_scale, std::optional<Tensor> out_zero_point) {
-  prepare(out);
-  const Int8Matmul args =
-      make_matmul(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point);
-  with_int8_tile([&](auto tile) { multiply<decltype(tile)>(Int8Product<decltype(tile)>(args)); });
-}
-
-bool is_plain(const Tensor& tensor, torch::headeronly::ScalarType type) {
-  int32_t layout = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  return layout == aoti_torch_layout_strided() && tensor.is_cpu() && tensor.scalar_type() == type;
-}
-
-// Scales or zero points: one, or `count` in a matrix that has 1 in its inner dimension.
-bool is_side(const Tensor& tensor, torch::headeronly::ScalarType type, int64_t count, int64_t inner) {
-  if (!is_plain(tensor, type) || !tensor.is_contiguous()) return false;
-  return tensor.numel() == 1 || (tensor.numel() == count && tensor.dim() == 2 && tensor.size(inner) == 1);
-}
-
-// The product without the checks in Python, which for 64 x 64 x 64 take five times as long; false, with nothing done,
-// if an argument is not as plain as here.
-bool plain_int8_matmul(Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor> a_zero_point, Tensor b_scale,
-                       std::optional<Tensor> b_zero_point, std::optional<Tensor> bias, Tensor out) {
-  using torch::headeronly::ScalarType;
-  if (!is_plain(a, ScalarType::Char) || !is_plain(b, ScalarType::Char) || a.dim() != 2 || b.dim() != 2) return false;
-  const int64_t m = a.size(0), k = a.size(1), n = b.size(1);
-  if (b.size(0) != k || m == 0 || n == 0 || k > kMaxK) return false;
-  if (!is_side(a_scale, ScalarType::Float, m, 1) || !is_side(b_scale, ScalarType::Float, n, 0)) return false;
-  const auto fits = [](const std::optional<Tensor>& zero_point, const Tensor& scale, int64_t inner) {
-    return !zero_point.has_value() ||
-           (zero_point->numel() == scale.numel() && is_side(*zero_point, ScalarType::Int, scale.numel(), inner));
-  };
-  if (!fits(a_zero_point, a_scale, 1) || !fits(b_zero_point, b_scale, 0)) return false;
-  if (bias.has_value() &&
-      !(is_plain(*bias, ScalarType::Float) && bias->dim() == 1 && bias->numel() == n && bias->is_contiguous()))
-    return false;
-  int8_matmul(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, std::nullopt, std::nullopt);
-  return true;
+  multiply(make_matmul(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point));
 }
 
 void int8_linear(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, Tensor out) {
-  prepare(out);
-  const Int8Linear args = make_linear(x, weight, scale, bias, out);
-  with_float_tile([&](auto tile) {
-    with_dtype(args.dtype,
-               [&](auto value) { multiply<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args)); });
-  });
+  multiply(make_linear(x, weight, scale, bias, out));
 }
 
 }  // namespace
@@ -186,11 +177,6 @@ STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) {
   m.impl("_straight_through_int8_", TORCH_BOX(&straight_through_int8));
   m.impl("_int8_matmul_", TORCH_BOX(&int8_matmul));
   m.impl("_int8_linear_", TORCH_BOX(&int8_linear));
-}
-
-// For every kind of tensor, since it is here that they are looked at.
-STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CompositeExplicitAutograd, m) {
-  m.impl("_plain_int8_matmul_", TORCH_BOX(&plain_int8_matmul));
 }
 
 }  // namespace amp_kernels::cpu

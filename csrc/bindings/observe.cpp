@@ -1,7 +1,5 @@
 #include "observe.h"
 
-#include <cstdint>
-
 namespace amp_kernels {
 namespace {
 
@@ -16,27 +14,6 @@ class Object {
 
  private:
   PyObject* object_;
-};
-
-// What of DLPack 1 (https://dmlc.github.io/dlpack) is used here. Torch describes a tensor through it in one call that
-// allocates nothing; asked by its Python getters for size, dtype and contiguity, a thousand parameters took twice as
-// long as now.
-struct Description {
-  char* data;
-  int32_t device_type, device_index, dims;
-  uint8_t type, bits;
-  uint16_t lanes;
-  const int64_t *shape, *strides;
-  uint64_t byte_offset;
-
-  int64_t address() const { return reinterpret_cast<int64_t>(data + byte_offset); }
-};
-
-struct ExchangeApi {
-  uint32_t major, minor;
-  const ExchangeApi* previous;
-  void (*of_managed_tensors[3])();
-  int (*describe)(PyObject*, Description*);  // 0, or -1 with an error set
 };
 
 enum Row : int64_t { kAddress, kLayout, kVersion, kGrad, kGradLayout };
@@ -66,12 +43,6 @@ int64_t layout_of(const Description& tensor) {
   return static_cast<int64_t>(hash >> 1);
 }
 
-// fp16, bf16 or fp32.
-bool is_readable(const Description& tensor) {
-  constexpr uint8_t kFloat = 2, kBfloat = 4;
-  return tensor.type == kFloat ? tensor.bits == 16 || tensor.bits == 32 : tensor.type == kBfloat && tensor.bits == 16;
-}
-
 }  // namespace
 
 PyObject* observe(PyObject*, PyObject* arguments) {
@@ -81,12 +52,8 @@ PyObject* observe(PyObject*, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "O!KpO", &PyList_Type, &parameters, &seen_address, &with_versions, &capsule)) {
     return nullptr;
   }
-  const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  const ExchangeApi* api = exchange_api(capsule);
   if (api == nullptr) return nullptr;
-  if (api->major != 1 || api->describe == nullptr) {
-    PyErr_SetString(PyExc_NotImplementedError, "observe: this torch describes no tensors by DLPack 1");
-    return nullptr;
-  }
   auto* seen = reinterpret_cast<int64_t*>(seen_address);
   const Py_ssize_t n = PyList_Size(parameters);
   for (Py_ssize_t i = 0; i < n; ++i) {
@@ -94,7 +61,7 @@ PyObject* observe(PyObject*, PyObject* arguments) {
     PyObject* parameter = PyList_GetItem(parameters, i);
     Description tensor;
     if (api->describe(parameter, &tensor) != 0) return nullptr;
-    at(kAddress) = tensor.address();
+    at(kAddress) = reinterpret_cast<int64_t>(tensor.address());
     at(kLayout) = layout_of(tensor);
     if (with_versions) {
       const Object version(PyObject_GetAttr(parameter, names().version));
@@ -108,8 +75,8 @@ PyObject* observe(PyObject*, PyObject* arguments) {
     if (grad.get() == Py_None) continue;
     const bool is_described = api->describe(grad.get(), &tensor) == 0;  // not what is sparse
     if (!is_described) PyErr_Clear();
-    if (is_described && is_readable(tensor)) {
-      at(kGrad) = tensor.address();
+    if (is_described && tensor.is_float()) {
+      at(kGrad) = reinterpret_cast<int64_t>(tensor.address());
       at(kGradLayout) = layout_of(tensor);
     } else {
       at(kGradLayout) = kUnreadable;

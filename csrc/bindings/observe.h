@@ -2,12 +2,7 @@
 // sweeps over objects that a step finds cold.
 #pragma once
 
-// torch's build flags set Py_LIMITED_API too; the wheel's tag says cp310 (setup.py).
-#ifdef Py_LIMITED_API
-#undef Py_LIMITED_API
-#define Py_LIMITED_API 0x030a0000
-#endif
-#include <Python.h>
+#include "python.h"
 
 namespace amp_kernels {
 

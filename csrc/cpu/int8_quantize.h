@@ -76,17 +76,57 @@ struct Ranges {
   }
 };
 
-// Apart: g++ 12 vectorises an inlined loop worse.
-template <bool kSymmetric, class T>
-[[gnu::noinline]] void add_run(const T* x, int64_t n, Ranges& ranges, int64_t group) {
-  Bits<T> high = 0, low = 0;
-  for (int64_t i = 0; i < n; ++i) {
-    const Bits<T> bits = as<Bits<T>>(x[i]);
-    high = std::max<Bits<T>>(high, kSymmetric ? bits & ~kSign<T> : bits);
-    if constexpr (!kSymmetric) low = std::max<Bits<T>>(low, bits ^ kSign<T>);
+using Shorts = int16_t __attribute__((vector_size(32)));
+template <class T>
+using BitLanes = std::conditional_t<sizeof(T) == 4, Integers, Shorts>;
+
+// The largest lane, none of which is negative.
+template <class T>
+[[gnu::always_inline]] inline Bits<T> largest(const BitLanes<T>& lanes) {
+#if defined(__AVX2__)
+  const __m256i all = as<__m256i>(lanes);
+  __m128i four = _mm256_castsi256_si128(all), other = _mm256_extracti128_si256(all, 1);
+  if constexpr (sizeof(T) == 2) {  // x86 finds the smallest of eight in one instruction
+    const __m128i mirror = _mm_set1_epi16(0x7fff);
+    four = _mm_minpos_epu16(_mm_sub_epi16(mirror, _mm_max_epi16(four, other)));
+    return static_cast<Bits<T>>(0x7fff - _mm_cvtsi128_si32(four));
+  } else {
+    four = _mm_max_epi32(four, other);
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
   }
+#else
+  Bits<T> most = 0;
+  for (size_t i = 0; i < 32 / sizeof(T); ++i) most = std::max<Bits<T>>(most, lanes[i]);
+  return most;
+#endif
+}
+
+template <bool kSymmetric, class T>
+[[gnu::always_inline]] inline void add_run(const T* x, int64_t n, Ranges& ranges, int64_t group) {
+  using V = BitLanes<T>;
+  constexpr int64_t kWidth = sizeof(V) / sizeof(T);
+  const auto raise = [](V& to, const V& bits) { to = bits > to ? bits : to; };
+  V high[2] = {}, low[2] = {};
+  const auto add = [&](const V& bits, int chain) {
+    raise(high[chain], kSymmetric ? bits & static_cast<Bits<T>>(~kSign<T>) : bits);
+    if constexpr (!kSymmetric) raise(low[chain], bits ^ kSign<T>);
+  };
+  const auto load = [](const T* from) {
+    V bits;
+    std::memcpy(&bits, from, sizeof(bits));
+    return bits;
+  };
+  int64_t i = 0;
+  for (; i + 2 * kWidth <= n; i += 2 * kWidth) add(load(x + i), 0), add(load(x + i + kWidth), 1);
+  for (; i < n; i += kWidth) {
+    T rest[kWidth] = {};  // zeros, which every range contains
+    std::memcpy(rest, x + i, std::min(kWidth, n - i) * sizeof(T));
+    add(load(rest), 0);
+  }
+  raise(high[0], high[1]), raise(low[0], low[1]);
   const auto wide = [](Bits<T> bits) { return as<int32_t>(static_cast<float>(as<T>(bits))); };
-  ranges.add(group, wide(high), wide(low));
+  ranges.add(group, wide(largest<T>(high[0])), kSymmetric ? 0 : wide(largest<T>(low[0])));
 }
 
 // Groups from `first` on, an element in each of `rows` rows. The rows are read side by side: one after the other they
@@ -293,6 +333,8 @@ void find_ranges(const T* x, const Walk& walk, const Bundle& bundle, int64_t beg
     return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
       add_strip<kSymmetric>(x + run.x, walk.row_step(), rows, run.n, ranges, 0);
     });
+  if (walk.are_rows_groups(bundle, begin, end) && walk.x_step() == 1)
+    return walk.for_each_row(bundle, [&](const Run& row) { add_run<kSymmetric>(x + row.x, row.n, ranges, row.group); });
   T staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const T* row = in_a_row(x + run.x, walk.x_step(), staged, run.n);
@@ -333,15 +375,23 @@ inline void solve_affines(const Quantize& args, const Walk& walk, const Bundle& 
   }
 }
 
+// What encode_blocks leaves. Apart, since the stack that it takes is touched at every call.
+template <int kStep, class T>
+[[gnu::noinline]] void encode_rest(const T* x, const Affines& affines, int64_t first, int8_t* out, int64_t n) {
+  float staged[kRun];
+  for (int64_t i = 0; i < n; i += kRun) {
+    const int64_t count = std::min(kRun, n - i);
+    encode<kStep>(as_float(x + i, staged, count), affines, first + kStep * i, out + i, count);
+  }
+}
+
 // Dense elements, to the nearest code.
 template <int kStep, class T>
-void encode_row(const T* x, const T* next, const Affines& affines, bool is_finite, int64_t group, int8_t* out,
-                int64_t n, bool streams) {
+[[gnu::always_inline]] inline void encode_row(const T* x, const T* next, const Affines& affines, bool is_finite,
+                                              int64_t group, int8_t* out, int64_t n, bool streams) {
   const int64_t done = is_finite ? encode_blocks<kStep, true>(x, next, affines, group, out, n, streams)
                                  : encode_blocks<kStep, false>(x, next, affines, group, out, n, streams);
-  if (done == n) return;
-  float staged[kRun];
-  encode<kStep>(as_float(x + done, staged, n - done), affines, group + kStep * done, out + done, n - done);
+  if (done < n) encode_rest<kStep>(x + done, affines, group + kStep * done, out + done, n - done);
 }
 
 // `ahead`: from an element to the one of the next bundle, whose memory is asked for while this one is in cache, or 0.
@@ -361,14 +411,16 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
                             streams);
     });
   }
+  const auto encode_directly = [&](const Run& run) {
+    // In a group without a scale of its own some x may be infinite or NaN.
+    const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;
+    const T* next = ahead == 0 ? nullptr : x + run.x + ahead;
+    encode_row<kStep>(x + run.x, next, affines, is_finite, run.group, out + run.out, run.n, streams);
+  };
+  if (is_direct && walk.are_rows_groups(bundle, begin, end)) return walk.for_each_row(bundle, encode_directly);
   float staged[kRun], noise[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    if (is_direct) {
-      // In a group without a scale of its own some x may be infinite or NaN.
-      const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;
-      const T* next = ahead == 0 ? nullptr : x + run.x + ahead;
-      return encode_row<kStep>(x + run.x, next, affines, is_finite, run.group, out + run.out, run.n, streams);
-    }
+    if (is_direct) return encode_directly(run);
     const float* from = as_float(x + run.x, walk.x_step(), staged, run.n);
     if (args.stochastic) {
       fill_noise(noise, run.index, walk.index_step(), run.n, args.seed);

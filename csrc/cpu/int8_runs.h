@@ -106,6 +106,23 @@ class Walk {
     }
   }
 
+  // Whether elements [begin, end) of a bundle are whole groups, each of them a row.
+  bool are_rows_groups(const Bundle& bundle, int64_t begin, int64_t end) const {
+    return !across_ && outer_ == Int8Layout::kG2 && begin == 0 && end == size(bundle);
+  }
+
+  // These rows, however long. With groups of 128 elements finding runs took as long as reading them.
+  template <class F>
+  void for_each_row(const Bundle& bundle, const F& f) const {
+    const Run down = steps(outer_);
+    Run row{bundle.x, bundle.out, bundle.index, bundle.length, 0};
+    for (; row.group < bundle.rows; ++row.group) {
+      if (row.group + 1 == bundle.rows) row.n = bundle.last_length;
+      f(row);
+      row.x += down.x, row.out += down.out, row.index += down.index;
+    }
+  }
+
   // Across groups, the elements [begin, end) of a bundle as strips of so many whole rows: calls f(first row, rows).
   template <class F>
   void for_each_strip(const Bundle& bundle, int64_t begin, int64_t end, const F& f) const {

@@ -1,0 +1,221 @@
+"""Direct calls: on a CPU, with nobody watching, from the public int8 functions straight to the compiled kernels.
+
+Checks, plans and torch's dispatcher take 20 us of a call, and with cold caches, as between the layers of a model, 300:
+a seventh of quantizing 16M elements. So what a call needs is kept by what it depends on, shapes, strides and dtypes,
+or where that takes no plan it is looked at in C.
+
+Each function returns None, and did nothing, if the call is not as plain as that; the operators serve it then, or say
+what is wrong.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import struct
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
+
+from . import _checks, _int8, _loader
+from ._backends import select_on_cpu
+from ._table import DTYPE_CODES
+
+PLAIN = (Tensor, Parameter)
+_CPU, _STRIDED, _INT8, _FLOAT, _INT32 = torch.device("cpu"), torch.strided, torch.int8, torch.float32, torch.int32
+
+# By names of this module: with cold caches each look-up in torch's large ones costs a microsecond or two.
+_is_traced_by_dynamo, _has_transforms = torch.compiler.is_dynamo_compiling, torch._C._are_functorch_transforms_active
+_function_modes, _tracing_state = torch._C._len_torch_function_stack, torch._C._get_tracing_state
+_is_profiled, _empty, _empty_strided = torch._C._autograd._profiler_enabled, torch.empty, torch.empty_strided
+_is_grad_enabled = torch.is_grad_enabled
+
+
+def _compiled(name: str) -> Callable[..., Any] | None:
+    """None in a `_C` that was built before it had the function."""
+    return getattr(importlib.import_module("amp_kernels._C"), name, None) if _loader.load() else None
+
+
+_quantize, _dequantize, _multiply, _linear = map(
+    _compiled, ("quantize_int8", "dequantize_int8", "int8_matmul", "int8_linear")
+)
+_exchange_api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+Described = tuple[torch.Size, tuple[int, ...], torch.dtype]
+
+
+def is_watched() -> bool:
+    """Whether calls have to be seen by torch's dispatcher: by the compiler, a mode, a transform of `torch.func`, a
+    trace or the profiler."""
+    return (
+        _is_traced_by_dynamo()  # first: all that it traces is up to here
+        or is_in_torch_dispatch_mode()
+        or _has_transforms()
+        or _function_modes() > 0
+        or _tracing_state() is not None
+        or _is_profiled()
+    )
+
+
+def quantize_int8(
+    x: Tensor,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    dim: tuple[int, ...] | None,
+    block_size: int | None,
+    symmetric: bool,
+    seed: int | None,
+    *,
+    fake: bool = False,
+) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Codes, or with `fake` values of x's dtype; scale and zero point, computed or as given."""
+    if is_watched() or not _are_plain(x, scale, zero_point) or not _are_exact(block_size, symmetric):
+        return None
+    if _quantize is None or (fake and _keeps_grad(x, scale)):
+        return None
+    try:
+        described = x.shape, x.stride(), x.dtype
+        given = None if scale is None else _describe(scale), None if zero_point is None else _describe(zero_point)
+        recipe = _quantization(described, *given, dim, block_size, symmetric, seed is not None, fake)
+    except RuntimeError:  # of nested tensors, which have no strides
+        return None
+    if recipe is None:
+        return None
+    out = _empty_strided(described[0], recipe.out, dtype=described[2] if fake else _INT8, device=_CPU)
+    if scale is None:
+        scale = _empty_strided(recipe.scale_shape, recipe.scale, dtype=_FLOAT, device=_CPU)
+        zero_point = None if symmetric else _empty_strided(*recipe[1:3], dtype=_INT32, device=_CPU)
+    _quantize(recipe.numbers, seed or 0, x.data_ptr(), out.data_ptr(), scale.data_ptr(), _address(zero_point))
+    return out, scale, zero_point
+
+
+def dequantize_int8(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
+) -> Tensor | None:
+    if is_watched() or not _are_plain(values, scale, zero_point) or not _are_exact(block_size):
+        return None
+    if _dequantize is None or _keeps_grad(scale):
+        return None
+    try:
+        zero = None if zero_point is None else _describe(zero_point)
+        recipe = _dequantization(_describe(values), _describe(scale), zero, block_size, dtype)
+    except RuntimeError:  # of nested tensors, which have no strides
+        return None
+    if recipe is None:
+        return None
+    out = _empty_strided(values.shape, recipe.out, dtype=dtype, device=_CPU)
+    _dequantize(recipe.numbers, values.data_ptr(), scale.data_ptr(), _address(zero_point), out.data_ptr())
+    return out
+
+
+def int8_matmul(
+    a: Tensor,
+    b: Tensor,
+    a_scale: Tensor,
+    a_zero_point: Tensor | None,
+    b_scale: Tensor,
+    b_zero_point: Tensor | None,
+    bias: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor | None:
+    if is_watched() or not _are_plain(a, b) or not a.dim() == b.dim() == 2:
+        return None
+    if _multiply is None or _exchange_api is None or out_dtype not in DTYPE_CODES:
+        return None
+    out = _empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=_CPU)
+    served = _multiply(_exchange_api, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out)
+    return out if served else None
+
+
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
+    if is_watched() or not _are_plain(x, weight) or not x.dim() == weight.dim() == 2:
+        return None
+    if _linear is None or _exchange_api is None or _keeps_grad(x, scale, bias):
+        return None
+    out = _empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=_CPU)
+    return out if _linear(_exchange_api, x, weight, scale, bias, out) else None
+
+
+# ------------------------------------------------------------------------------------------------------ the recipes
+class _Recipe(NamedTuple):
+    out: tuple[int, ...]  # strides of the result
+    scale_shape: tuple[int, ...]
+    scale: tuple[int, ...]  # strides of scale and zero point
+    numbers: bytes  # what the kernel is told beside addresses (csrc/bindings/direct.h)
+
+
+@functools.lru_cache(maxsize=1024)
+def _quantization(
+    x: Described,
+    scale: Described | None,
+    zero_point: Described | None,
+    dim: tuple[int, ...] | None,
+    block_size: int | None,
+    symmetric: bool,
+    indexed: bool,
+    fake: bool,
+) -> _Recipe | None:
+    shaped, *given = (None if d is None else _shaped(d) for d in (x, scale, zero_point))
+    _checks.check_quantize(shaped, *given, dim, block_size)
+    made = _int8.plan(x[0], x[1], dim, block_size, scale=None if scale is None else scale[:2], indexed=indexed)
+    return _recipe(x, made, scale, zero_point, DTYPE_CODES[x[2]], fake, scale is not None, indexed)
+
+
+@functools.lru_cache(maxsize=1024)
+def _dequantization(
+    values: Described, scale: Described, zero_point: Described | None, block_size: int | None, dtype: torch.dtype
+) -> _Recipe | None:
+    given = (None if d is None else _shaped(d) for d in (values, scale, zero_point))
+    _checks.check_dequantize(*given, block_size, dtype)
+    made = _int8.plan(values[0], values[1], None, block_size, scale=scale[:2])
+    are_codes_dense = values[1] == made.out
+    return _recipe(values, made, scale, zero_point, DTYPE_CODES[dtype]) if are_codes_dense else None
+
+
+def _recipe(
+    x: Described, made: _int8.Plan, scale: Described | None, zero_point: Described | None, *numbers: int
+) -> _Recipe | None:
+    """None if it takes copies, or nothing at all."""
+    one_layout = scale is None or zero_point is None or scale[1] == zero_point[1]
+    if 0 in x[0] or made.layout is None or made.copies or not one_layout:
+        return None
+    numbers = (*made.layout, *numbers)
+    return _Recipe(made.out, made.scale_shape, made.scale, struct.pack(f"{len(numbers)}q", *numbers))
+
+
+def _shaped(described: Described) -> Tensor:
+    """What the checks need of a tensor."""
+    shape, strides, dtype = described
+    return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+# ---------------------------------------------------------------------------------------------------- the arguments
+def _are_plain(*tensors: Tensor | None) -> bool:
+    """Whether they, None apart, are memory of a CPU that our kernels for it serve."""
+    for t in tensors:
+        if t is None:
+            continue
+        if type(t) not in PLAIN or not t.is_cpu or t.layout is not _STRIDED or t.is_neg() or t._is_zerotensor():
+            return False
+    return select_on_cpu() == "cpu"
+
+
+def _keeps_grad(*tensors: Tensor | None) -> bool:
+    return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def _are_exact(block_size: object, symmetric: object = True) -> bool:
+    """Of the types that are written in the signatures, as the dispatcher insists on."""
+    return (block_size is None or type(block_size) is int) and type(symmetric) is bool
+
+
+def _describe(tensor: Tensor) -> Described:
+    return tensor.shape, tensor.stride(), tensor.dtype
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()

@@ -1,0 +1,20 @@
+// Direct calls of the int8 kernels on a CPU: from Python, past torch's dispatcher (amp_kernels/_direct.py).
+#pragma once
+
+#include "python.h"
+
+namespace amp_kernels {
+
+// Addresses are numbers, 0 for what is not there; the caller vouches for them.
+// quantize_int8(numbers: bytes, seed, x, out, scale, zero_point); numbers: the layout, dtype, fake, static, stochastic
+PyObject* quantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t count);
+// dequantize_int8(numbers: bytes, values, scale, zero_point, out); numbers: the layout, dtype
+PyObject* dequantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t count);
+
+// Tensors or None are looked at here: False, and nothing was done, if one is not as the kernel takes it.
+// int8_matmul(dlpack_exchange_api, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out)
+PyObject* int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count);
+// int8_linear(dlpack_exchange_api, x, weight, scale, bias, out)
+PyObject* int8_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count);
+
+}  // namespace amp_kernels

@@ -1,0 +1,51 @@
+// Python's C API, limited to what every Python since 3.10 has, and tensors as DLPack describes them to it.
+#pragma once
+
+// torch's build flags set Py_LIMITED_API too; the wheel's tag says cp310 (setup.py).
+#ifdef Py_LIMITED_API
+#undef Py_LIMITED_API
+#define Py_LIMITED_API 0x030a0000
+#endif
+#include <Python.h>
+
+#include <cstdint>
+
+namespace amp_kernels {
+
+// What of DLPack 1 (https://dmlc.github.io/dlpack) is used here. Torch describes a tensor through it in one call that
+// allocates nothing; asked by its Python getters for size, dtype and contiguity, a thousand parameters took twice as
+// long as now.
+struct Description {
+  char* data;
+  int32_t device_type, device_index, dims;
+  uint8_t type, bits;
+  uint16_t lanes;
+  const int64_t *shape, *strides;
+  uint64_t byte_offset;
+
+  char* address() const { return data + byte_offset; }
+
+  bool is(uint8_t its_type, uint8_t its_bits) const { return type == its_type && bits == its_bits; }
+
+  // fp16, bf16 or fp32.
+  bool is_float() const { return is(kFloat, 16) || is(kFloat, 32) || is(kBfloat, 16); }
+
+  static constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
+};
+
+struct ExchangeApi {
+  uint32_t major, minor;
+  const ExchangeApi* previous;
+  void (*of_managed_tensors[3])();
+  int (*describe)(PyObject*, Description*);  // 0, or -1 with an error set
+};
+
+// That of torch.Tensor.__dlpack_c_exchange_api__; nullptr with an error set if it is another version.
+inline const ExchangeApi* exchange_api(PyObject* capsule) {
+  const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
+  if (api == nullptr || (api->major == 1 && api->describe != nullptr)) return api;
+  PyErr_SetString(PyExc_NotImplementedError, "amp_kernels._C: this torch describes no tensors by DLPack 1");
+  return nullptr;
+}
+
+}  // namespace amp_kernels
