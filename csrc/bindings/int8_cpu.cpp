@@ -42,20 +42,22 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
   for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
     Affines affines;
     given_affines(args.scale, args.zero_point, walk, bundle, affines);
-    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines, walk.ahead(bundle, kBytesAhead, sizeof(T)));
   });
 }
 
-// A thread reads a bundle for its ranges, and again, from its cache, for the codes.
+// A thread reads a bundle for its ranges, and again, from its cache, for the codes. In both passes it asks for the next
+// bundle, and a little beyond: asked for in one of them alone, memory is idle during the other.
 template <class T, int kStep>
 void quantize_bundles(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
-    const int64_t ahead = i + 1 == walk.bundles() || walk.across() ? 0 : walk.bundle(i + 1).x - bundle.x;
+    const int64_t next = walk.across() || i + 1 == walk.bundles() ? 0 : walk.bundle(i + 1).x - bundle.x;
+    const auto ahead = [&](int64_t bytes) { return walk.ahead(bundle, next * sizeof(T) + bytes, sizeof(T)); };
     Ranges ranges(bundle.groups);
-    find_ranges<T>(args, walk, bundle, begin, end, ranges);
+    find_ranges<T>(args, walk, bundle, begin, end, ahead(kBytesAhead / 2), ranges);
     Affines affines;
     solve_affines(args, walk, bundle, ranges, affines);
-    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead(kBytesAhead));
   });
 }
 
@@ -64,7 +66,7 @@ template <class T, int kStep>
 void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& pieces) {
   std::vector<Ranges> ranges(walk.bundles() * pieces.each(), Ranges(kGroups));
   for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
-    find_ranges<T>(args, walk, bundle, begin, end, ranges[i]);
+    find_ranges<T>(args, walk, bundle, begin, end, walk.ahead(bundle, kBytesAhead, sizeof(T)), ranges[i]);
   });
   std::vector<Affines> affines(walk.bundles());
   for (int64_t b = 0; b < walk.bundles(); ++b) {
@@ -76,7 +78,8 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
     solve_affines(args, walk, bundle, *of_pieces, affines[b]);
   }
   for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
-    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines[i / pieces.each()]);
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines[i / pieces.each()],
+                            walk.ahead(bundle, kBytesAhead, sizeof(T)));
   });
 }
 

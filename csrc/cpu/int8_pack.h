@@ -11,7 +11,7 @@
 namespace amp_kernels::cpu {
 
 // How far ahead memory is asked for, into the L2: a power-of-two stride crowds the lines of a few sets of the L1.
-constexpr int64_t kBytesAhead = 128, kRowsAhead = 64;
+constexpr int64_t kPackAhead = 128, kRowsAhead = 64;
 
 // A view of [k, width] codes, each to be xored with `flip`: 0x80 adds 128.
 struct Bytes {
@@ -34,7 +34,7 @@ inline void transpose_groups(const Bytes& from, int64_t g, int64_t j, int64_t wi
   const __m128i flip = _mm_set1_epi8(from.flip);
   __m128i column[4];
   for (int64_t c = 0; c < 4; ++c) {
-    __builtin_prefetch(from.data + 4 * g + kBytesAhead + (j + c) * from.stride, 0, 2);
+    __builtin_prefetch(from.data + 4 * g + kPackAhead + (j + c) * from.stride, 0, 2);
     column[c] = _mm_xor_si128(
         flip, _mm_loadu_si128(reinterpret_cast<const __m128i*>(from.data + 4 * g + (j + c) * from.stride)));
   }

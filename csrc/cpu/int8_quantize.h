@@ -32,19 +32,31 @@ const T* in_a_row(const T* x, int64_t step, T* staged, int64_t n) {
   return staged;
 }
 
-// out[i * step] = f(i), rounded to T; f is called with a value of the type it is to return, Lanes or float.
-template <class T, class F>
-[[gnu::always_inline]] inline void write(T* out, int64_t step, int64_t n, bool streams, const F& f) {
+// out[i * step] = f(i), rounded to T; f is called with a value of the type it is to return, Lanes or float. Before
+// every kAsk elements ask(i) may fetch what comes.
+constexpr int64_t kAsk = 32;
+
+template <class T, class Ask, class F>
+[[gnu::always_inline]] inline void write(T* out, int64_t step, int64_t n, bool streams, const Ask& ask, const F& f) {
   T staged[kRun];
   T* to = step == 1 ? out : staged;
   int64_t i = 0;
   if (streams && to == out && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0)
-    for (; i + kLanes <= n; i += kLanes) stream_lanes(f(Lanes{}, i), to + i);
+    for (; i + kAsk <= n; i += kAsk) {
+      ask(i);
+      for (int64_t k = 0; k < kAsk; k += kLanes) stream_lanes(f(Lanes{}, i + k), to + i + k);
+    }
   for (; i + kLanes <= n; i += kLanes) store_lanes(f(Lanes{}, i), to + i);
   float rest[kLanes];
   for (int64_t k = i; k < n; ++k) rest[k - i] = f(float{}, k);
   store(rest, to + i, n - i);
   for (i = 0; to != out && i < n; ++i) out[i * step] = to[i];
+}
+
+// Of kAsk elements of a stream.
+template <class T>
+[[gnu::always_inline]] inline void ask_for(const T* from, int64_t bytes_ahead = kBytesAhead) {
+  for (int64_t i = 0; i < kAsk; i += 64 / sizeof(T)) ask_for_line(from + i, bytes_ahead);
 }
 
 // ------------------------------------------------------------------------------------------------------- ranges
@@ -102,8 +114,9 @@ template <class T>
 #endif
 }
 
+// `ahead`: bytes from what is read to what is asked for.
 template <bool kSymmetric, class T>
-[[gnu::always_inline]] inline void add_run(const T* x, int64_t n, Ranges& ranges, int64_t group) {
+[[gnu::always_inline]] inline void add_run(const T* x, int64_t n, Ranges& ranges, int64_t group, int64_t ahead) {
   using V = BitLanes<T>;
   constexpr int64_t kWidth = sizeof(V) / sizeof(T);
   const auto raise = [](V& to, const V& bits) { to = bits > to ? bits : to; };
@@ -118,7 +131,10 @@ template <bool kSymmetric, class T>
     return bits;
   };
   int64_t i = 0;
-  for (; i + 2 * kWidth <= n; i += 2 * kWidth) add(load(x + i), 0), add(load(x + i + kWidth), 1);
+  for (; i + 2 * kWidth <= n; i += 2 * kWidth) {  // a cache line
+    ask_for_line(x + i, ahead);
+    add(load(x + i), 0), add(load(x + i + kWidth), 1);
+  }
   for (; i < n; i += kWidth) {
     T rest[kWidth] = {};  // zeros, which every range contains
     std::memcpy(rest, x + i, std::min(kWidth, n - i) * sizeof(T));
@@ -132,7 +148,7 @@ template <bool kSymmetric, class T>
 // Groups from `first` on, an element in each of `rows` rows. The rows are read side by side: one after the other they
 // would read and write the ranges as often as x, and in runs short enough for L1 memory is fetched late.
 template <bool kSymmetric, class T>
-void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t first) {
+void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t first, int64_t ahead) {
   const auto add = [&](auto high, int64_t i) {  // Integers or int32_t
     using V = decltype(high);
     using Floats = std::conditional_t<std::is_same_v<V, Integers>, Lanes, float>;
@@ -149,7 +165,11 @@ void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ra
     if constexpr (!kSymmetric) std::memcpy(ranges.low + first + i, &low, sizeof(low));
   };
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) add(Integers{}, i);
+  for (; i + kLanes <= n; i += kLanes) {
+    if (i * sizeof(T) % 64 == 0)
+      for (int64_t r = 0; r < rows; ++r) ask_for_line(x + r * row_step + i, ahead);
+    add(Integers{}, i);
+  }
   for (; i < n; ++i) add(int32_t{}, i);
 }
 
@@ -267,22 +287,21 @@ template <int kStep>
 
 #if defined(__AVX2__) && defined(__F16C__)
 // encode() from where x lies, in half the instructions or less, as the packing saturates; returns how many it did.
-// Meanwhile as many from `next` on, unless it is null, come into L2. Out of range _mm256_cvtps_epi32 gives the most
+// What lies `ahead` bytes from what is read is asked for. Out of range _mm256_cvtps_epi32 gives the most
 // negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in a group that made its own scale.
 template <int kStep, bool kIsFinite, class T>
-int64_t encode_blocks(const T* x, const T* next, const Affines& affines, int64_t first, int8_t* out, int64_t n,
+int64_t encode_blocks(const T* x, int64_t ahead, const Affines& affines, int64_t first, int8_t* out, int64_t n,
                       bool streams) {
   streams = streams && reinterpret_cast<uintptr_t>(out) % 32 == 0;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
   const __m256 most = _mm256_set1_ps(512.0f), least = _mm256_set1_ps(-512.0f);
   const __m256i lowest = _mm256_set1_epi8(static_cast<int8_t>(affines.low));
+  const bool shifts = affines.low != lowest_code(/*symmetric=*/true);
   const __m256 inverse = _mm256_set1_ps(affines.inverse[first]);
   const __m256i zero_point = _mm256_set1_epi16(static_cast<int16_t>(affines.zero_point[first]));
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    if (next != nullptr)
-      for (int line = 0; line < 32 * static_cast<int>(sizeof(T)); line += 64)
-        __builtin_prefetch(reinterpret_cast<const char*>(next + i) + line, 0, 2);
+    ask_for(x + i, ahead);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t j = first + i + 8 * k;
@@ -293,7 +312,7 @@ int64_t encode_blocks(const T* x, const T* next, const Affines& affines, int64_t
         v = _mm256_max_ps(_mm256_min_ps(v, most), least);
       }
       steps[k] = _mm256_cvtps_epi32(v);
-      if constexpr (kStep == 1)
+      if (kStep == 1 && shifts)
         steps[k] =
             _mm256_add_epi32(steps[k], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(affines.zero_point + j)));
     }
@@ -310,7 +329,7 @@ int64_t encode_blocks(const T* x, const T* next, const Affines& affines, int64_t
 }
 #else
 template <int kStep, bool kIsFinite, class T>
-int64_t encode_blocks(const T*, const T*, const Affines&, int64_t, int8_t*, int64_t, bool) {
+int64_t encode_blocks(const T*, int64_t, const Affines&, int64_t, int8_t*, int64_t, bool) {
   return 0;
 }
 #endif
@@ -328,31 +347,33 @@ inline void given_affines(const float* scale, const int32_t* zero_point, const W
 }
 
 template <bool kSymmetric, class T>
-void find_ranges(const T* x, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end, Ranges& ranges) {
+void find_ranges(const T* x, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end, int64_t ahead,
+                 Ranges& ranges) {
   if (walk.across() && walk.x_step() == 1)
     return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
-      add_strip<kSymmetric>(x + run.x, walk.row_step(), rows, run.n, ranges, 0);
+      add_strip<kSymmetric>(x + run.x, walk.row_step(), rows, run.n, ranges, 0, ahead);
     });
   if (walk.are_rows_groups(bundle, begin, end) && walk.x_step() == 1)
-    return walk.for_each_row(bundle, [&](const Run& row) { add_run<kSymmetric>(x + row.x, row.n, ranges, row.group); });
+    return walk.for_each_row(
+        bundle, [&](const Run& row) { add_run<kSymmetric>(x + row.x, row.n, ranges, row.group, ahead); });
   T staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const T* row = in_a_row(x + run.x, walk.x_step(), staged, run.n);
     if (walk.across())
-      add_strip<kSymmetric>(row, 0, 1, run.n, ranges, run.group);
+      add_strip<kSymmetric>(row, 0, 1, run.n, ranges, run.group, ahead);
     else
-      add_run<kSymmetric>(row, run.n, ranges, run.group);
+      add_run<kSymmetric>(row, run.n, ranges, run.group, ahead);
   });
 }
 
 template <class T>
 void find_ranges(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
-                 Ranges& ranges) {
+                 int64_t ahead, Ranges& ranges) {
   const auto* x = static_cast<const T*>(args.x);
   if (args.zero_point == nullptr)
-    find_ranges<true>(x, walk, bundle, begin, end, ranges);
+    find_ranges<true>(x, walk, bundle, begin, end, ahead, ranges);
   else
-    find_ranges<false>(x, walk, bundle, begin, end, ranges);
+    find_ranges<false>(x, walk, bundle, begin, end, ahead, ranges);
 }
 
 template <bool kSymmetric>
@@ -387,14 +408,13 @@ template <int kStep, class T>
 
 // Dense elements, to the nearest code.
 template <int kStep, class T>
-[[gnu::always_inline]] inline void encode_row(const T* x, const T* next, const Affines& affines, bool is_finite,
+[[gnu::always_inline]] inline void encode_row(const T* x, int64_t ahead, const Affines& affines, bool is_finite,
                                               int64_t group, int8_t* out, int64_t n, bool streams) {
-  const int64_t done = is_finite ? encode_blocks<kStep, true>(x, next, affines, group, out, n, streams)
-                                 : encode_blocks<kStep, false>(x, next, affines, group, out, n, streams);
+  const int64_t done = is_finite ? encode_blocks<kStep, true>(x, ahead, affines, group, out, n, streams)
+                                 : encode_blocks<kStep, false>(x, ahead, affines, group, out, n, streams);
   if (done < n) encode_rest<kStep>(x + done, affines, group + kStep * done, out + done, n - done);
 }
 
-// `ahead`: from an element to the one of the next bundle, whose memory is asked for while this one is in cache, or 0.
 template <class T, int kStep>
 void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                  const Affines& affines, int64_t ahead) {
@@ -402,20 +422,17 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
   auto* out = static_cast<int8_t*>(args.out);
   const bool is_direct = walk.x_step() == 1 && !args.stochastic, streams = walk.streams();
   if (is_direct && kStep == 1) {
+    const bool is_finite = !args.is_static && affines.have_inverses;
     return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
-      for (int64_t column = 0; column < run.n; column += kColumnRun)
-        for (int64_t r = 0; r < rows; ++r)
-          encode_row<kStep>(x + run.x + r * walk.row_step() + column, static_cast<const T*>(nullptr), affines,
-                            !args.is_static && affines.have_inverses, column,
-                            out + run.out + r * walk.out_row_step() + column, std::min(kColumnRun, run.n - column),
-                            streams);
+      for (int64_t r = 0; r < rows; ++r)
+        encode_row<kStep>(x + run.x + r * walk.row_step(), ahead, affines, is_finite, 0,
+                          out + run.out + r * walk.out_row_step(), run.n, streams);
     });
   }
   const auto encode_directly = [&](const Run& run) {
     // In a group without a scale of its own some x may be infinite or NaN.
     const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;
-    const T* next = ahead == 0 ? nullptr : x + run.x + ahead;
-    encode_row<kStep>(x + run.x, next, affines, is_finite, run.group, out + run.out, run.n, streams);
+    encode_row<kStep>(x + run.x, ahead, affines, is_finite, run.group, out + run.out, run.n, streams);
   };
   if (is_direct && walk.are_rows_groups(bundle, begin, end)) return walk.for_each_row(bundle, encode_directly);
   float staged[kRun], noise[kRun];
@@ -433,11 +450,12 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
 
 template <class T, int kStep>
 void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
-               const Affines& affines) {
+               const Affines& affines, int64_t ahead) {
   T staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
-    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), [&](auto width, int64_t i) {
+    const auto ask = [&](int64_t i) { ask_for(x + i, ahead); };
+    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const int64_t group = run.group + kStep * i;
       const auto of = [&](const float* side) { return read_side<V, kStep>(side + group); };
@@ -451,9 +469,9 @@ void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int
 
 template <class T, int kStep>
 void quantize_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
-                   const Affines& affines, int64_t ahead = 0) {
+                   const Affines& affines, int64_t ahead) {
   if (args.fake)
-    fake_pass<T, kStep>(args, walk, bundle, begin, end, affines);
+    fake_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
   else
     encode_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
 }
@@ -464,7 +482,8 @@ void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bun
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const int8_t* codes = args.values + run.out;
-    write(static_cast<T*>(args.out) + run.x, walk.x_step(), run.n, walk.streams(), [&](auto width, int64_t i) {
+    const auto ask = [&](int64_t i) { ask_for(codes + i); };
+    write(static_cast<T*>(args.out) + run.x, walk.x_step(), run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const int64_t group = run.group + kStep * i;
       const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + group);
@@ -483,7 +502,8 @@ void straight_through_pass(const StraightThrough& args, const Walk& walk, const 
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const T* grad = static_cast<const T*>(args.grad) + run.out;
     const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
-    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), [&](auto width, int64_t i) {
+    const auto ask = [&](int64_t i) { ask_for(x + i), ask_for(grad + i); };
+    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const int64_t group = run.group + kStep * i;
       const auto of = [&](const float* side) { return read_side<V, kStep>(side + group); };

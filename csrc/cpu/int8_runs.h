@@ -11,7 +11,7 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kRun = 1024;           // elements at most, but of strips: staged as fp32, they stay in L1
 constexpr int64_t kColumnRun = 256;      // across groups: 16 cache lines, as many as a core can wait for at once
-constexpr int64_t kStripRows = 4;        // across groups, read side by side: as many streams as hardware fetches ahead
+constexpr int64_t kStripRows = 8;        // across groups, read side by side
 constexpr int64_t kGroups = 4096;        // of a bundle at most
 constexpr int64_t kRoom = kGroups + 16;  // of an array for them: 2^n apart, all would lie in the same sets of the L1
 constexpr int64_t kBundleSize = 4096;    // elements of a bundle of short groups, which are read twice in L1
@@ -56,6 +56,14 @@ class Walk {
 
   // Whether what is written goes past the caches (convert.h): it is too large to be found there.
   bool streams() const { return bundles() * bundle_size() >= 1 << 22; }
+
+  // How many bytes ahead of what is read a pass over a bundle asks for memory: at least `bytes`; across groups, whose
+  // rows may be parts of longer ones, whole rows.
+  int64_t ahead(const Bundle& bundle, int64_t bytes, int64_t element_size) const {
+    if (!across_) return bytes;
+    const int64_t row = bundle.length * element_size;
+    return std::max(kStripRows, (bytes + row - 1) / row) * row_step() * element_size;
+  }
 
   // Of the largest bundle.
   int64_t bundle_size() const {
