@@ -98,7 +98,7 @@ def dequantize_int8(
 ) -> Tensor | None:
     if is_watched() or not _are_plain(values, scale, zero_point) or not _are_exact(block_size):
         return None
-    if _dequantize is None or _keeps_grad(scale):
+    if _dequantize is None or type(dtype) is not torch.dtype or _keeps_grad(scale):
         return None
     try:
         zero = None if zero_point is None else _describe(zero_point)

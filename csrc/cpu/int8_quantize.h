@@ -1,6 +1,8 @@
 // Quantization, dequantization and the straight-through gradient on a CPU: runs of a layout, eight elements at a time.
 #pragma once
 
+#include <cmath>
+
 #include "convert.h"
 #include "int8_noise.h"
 #include "int8_runs.h"
@@ -184,7 +186,7 @@ struct Affines {
   float highest[kRoom];
   int zero_point[kRoom];
   int low;
-  bool have_inverses;  // all of them
+  bool have_inverses;  // all of them, and finite ones
 
   void set(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
@@ -194,32 +196,47 @@ struct Affines {
 
   void finish(int64_t groups, bool symmetric) {
     int without = 0;
-    for (int64_t i = 0; i < groups; ++i) without += inverse[i] == 0.0f;
+    for (int64_t i = 0; i < groups; ++i) without += !(std::fabs(inverse[i]) > 0.0f && std::isfinite(inverse[i]));
     have_inverses = without == 0;
     low = lowest_code(symmetric);
   }
 };
 
 template <class V>
-[[gnu::always_inline]] inline V clamped(const V& steps, const V& lowest, const V& highest) {
-  const V known = steps == steps ? steps : V{};
-  const V raised = known < lowest ? lowest : known;
+[[gnu::always_inline]] inline V limited(const V& steps, const V& lowest, const V& highest) {
+  const V raised = steps < lowest ? lowest : steps;  // NaN stays
   return raised > highest ? highest : raised;
+}
+
+template <class V>
+[[gnu::always_inline]] inline V clamped(const V& steps, const V& lowest, const V& highest) {
+  return limited(steps == steps ? steps : V{}, lowest, highest);
 }
 
 // Added to |x| < 2^22 it leaves x, rounded to nearest even, as an integer in the low bits.
 constexpr float kRounder = 12582912.0f;
 
-// What groups have, for one element (V float) or eight (Lanes): with kStep 0 of one group, with 1 each of the next.
-template <class V, int kStep>
-[[gnu::always_inline]] inline V read_side(const float* side) {
-  if constexpr (std::is_same_v<V, float>)
-    return *side;
-  else if constexpr (kStep == 1)
-    return load_lanes(side);
-  else
-    return Lanes{*side, *side, *side, *side, *side, *side, *side, *side};
-}
+// What groups have: with kStep 0 one number of one group, kept in a register, with 1 each of the next.
+template <int kStep>
+class Side {
+ public:
+  Side(const float* of_groups, int64_t group) : first_(of_groups + group), one_(*first_) {}
+
+  // For the i-th element of a run (V float) or eight (Lanes).
+  template <class V>
+  [[gnu::always_inline]] V at(int64_t i) const {
+    if constexpr (std::is_same_v<V, float>)
+      return first_[kStep * i];
+    else if constexpr (kStep == 1)
+      return load_lanes(first_ + i);
+    else
+      return Lanes{one_, one_, one_, one_, one_, one_, one_, one_};
+  }
+
+ private:
+  const float* first_;
+  float one_;
+};
 
 [[gnu::always_inline]] inline Integers load_codes(const int8_t* codes) {
 #if defined(__AVX2__)
@@ -448,20 +465,23 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
   });
 }
 
-template <class T, int kStep>
+// kIsRegular: products with the inverses are NaN for NaN alone, which then stays by itself.
+template <class T, int kStep, bool kIsRegular>
 void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                const Affines& affines, int64_t ahead) {
   T staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
+    const Side<kStep> inverse(affines.inverse, run.group), scale(affines.scale, run.group);
+    const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
     const auto ask = [&](int64_t i) { ask_for(x + i, ahead); };
     write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
-      const int64_t group = run.group + kStep * i;
-      const auto of = [&](const float* side) { return read_side<V, kStep>(side + group); };
-      const V value = read<V>(x + i);
-      const V steps = clamped(value * of(affines.inverse), of(affines.lowest), of(affines.highest));
-      const V faked = ((steps + kRounder) - kRounder) * of(affines.scale);
+      const V value = read<V>(x + i), exact = value * inverse.template at<V>(i);
+      const V low = lowest.template at<V>(i), high = highest.template at<V>(i);
+      const V steps = kIsRegular ? limited(exact, low, high) : clamped(exact, low, high);
+      const V faked = ((steps + kRounder) - kRounder) * scale.template at<V>(i);
+      if constexpr (kIsRegular) return faked;
       return value == value ? faked : value;
     });
   });
@@ -470,8 +490,10 @@ void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int
 template <class T, int kStep>
 void quantize_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                    const Affines& affines, int64_t ahead) {
-  if (args.fake)
-    fake_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
+  if (args.fake && affines.have_inverses)
+    fake_pass<T, kStep, true>(args, walk, bundle, begin, end, affines, ahead);
+  else if (args.fake)
+    fake_pass<T, kStep, false>(args, walk, bundle, begin, end, affines, ahead);
   else
     encode_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
 }
@@ -482,12 +504,12 @@ void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bun
   given_affines(args.scale, args.zero_point, walk, bundle, affines);
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const int8_t* codes = args.values + run.out;
+    const Side<kStep> scale(affines.scale, run.group);
     const auto ask = [&](int64_t i) { ask_for(codes + i); };
     write(static_cast<T*>(args.out) + run.x, walk.x_step(), run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
-      const int64_t group = run.group + kStep * i;
-      const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + group);
-      return steps * read_side<V, kStep>(affines.scale + group);
+      const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + run.group + kStep * i);
+      return steps * scale.template at<V>(i);
     });
   });
 }
@@ -502,14 +524,14 @@ void straight_through_pass(const StraightThrough& args, const Walk& walk, const 
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const T* grad = static_cast<const T*>(args.grad) + run.out;
     const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
+    const Side<kStep> inverse(affines.inverse, run.group);
+    const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
     const auto ask = [&](int64_t i) { ask_for(x + i), ask_for(grad + i); };
     write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
-      const int64_t group = run.group + kStep * i;
-      const auto of = [&](const float* side) { return read_side<V, kStep>(side + group); };
-      const V steps = rounded(read<V>(x + i) * of(affines.inverse));
-      const V above = steps < of(affines.lowest) ? V{} : read<V>(grad + i);
-      return steps > of(affines.highest) ? V{} : above;
+      const V steps = rounded(read<V>(x + i) * inverse.template at<V>(i));
+      const V above = steps < lowest.template at<V>(i) ? V{} : read<V>(grad + i);
+      return steps > highest.template at<V>(i) ? V{} : above;
     });
   });
 }
