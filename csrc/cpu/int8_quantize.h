@@ -55,12 +55,6 @@ template <class T, class Ask, class F>
   for (i = 0; to != out && i < n; ++i) out[i * step] = to[i];
 }
 
-// Of kAsk elements of a stream.
-template <class T>
-[[gnu::always_inline]] inline void ask_for(const T* from, int64_t bytes_ahead = kBytesAhead) {
-  for (int64_t i = 0; i < kAsk; i += 64 / sizeof(T)) ask_for_line(from + i, bytes_ahead);
-}
-
 // ------------------------------------------------------------------------------------------------------- ranges
 // Floats without their sign are ordered as the integers that their bits are, with NaN above all; and of integers a
 // maximum is one instruction everywhere. Of 16 bits twice as many go to a register.
@@ -134,7 +128,7 @@ template <bool kSymmetric, class T>
   };
   int64_t i = 0;
   for (; i + 2 * kWidth <= n; i += 2 * kWidth) {  // a cache line
-    ask_for_line(x + i, ahead);
+    ask_for(x + i, 2 * kWidth, ahead);
     add(load(x + i), 0), add(load(x + i + kWidth), 1);
   }
   for (; i < n; i += kWidth) {
@@ -169,7 +163,7 @@ void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ra
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) {
     if (i * sizeof(T) % 64 == 0)
-      for (int64_t r = 0; r < rows; ++r) ask_for_line(x + r * row_step + i, ahead);
+      for (int64_t r = 0; r < rows; ++r) ask_for(x + r * row_step + i, 1, ahead);
     add(Integers{}, i);
   }
   for (; i < n; ++i) add(int32_t{}, i);
@@ -318,7 +312,7 @@ int64_t encode_blocks(const T* x, int64_t ahead, const Affines& affines, int64_t
   const __m256i zero_point = _mm256_set1_epi16(static_cast<int16_t>(affines.zero_point[first]));
   int64_t i = 0;
   for (; i + 32 <= n; i += 32) {
-    ask_for(x + i, ahead);
+    ask_for(x + i, 32, ahead);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t j = first + i + 8 * k;
@@ -474,7 +468,7 @@ void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int
     const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
     const Side<kStep> inverse(affines.inverse, run.group), scale(affines.scale, run.group);
     const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
-    const auto ask = [&](int64_t i) { ask_for(x + i, ahead); };
+    const auto ask = [&](int64_t i) { ask_for(x + i, kAsk, ahead); };
     write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V value = read<V>(x + i), exact = value * inverse.template at<V>(i);
@@ -505,7 +499,7 @@ void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bun
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const int8_t* codes = args.values + run.out;
     const Side<kStep> scale(affines.scale, run.group);
-    const auto ask = [&](int64_t i) { ask_for(codes + i); };
+    const auto ask = [&](int64_t i) { ask_for(codes + i, kAsk); };
     write(static_cast<T*>(args.out) + run.x, walk.x_step(), run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + run.group + kStep * i);
@@ -526,7 +520,7 @@ void straight_through_pass(const StraightThrough& args, const Walk& walk, const 
     const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
     const Side<kStep> inverse(affines.inverse, run.group);
     const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
-    const auto ask = [&](int64_t i) { ask_for(x + i), ask_for(grad + i); };
+    const auto ask = [&](int64_t i) { ask_for(x + i, kAsk), ask_for(grad + i, kAsk); };
     write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V steps = rounded(read<V>(x + i) * inverse.template at<V>(i));

@@ -12,6 +12,9 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kUpdateBlock = 256;  // elements; the staged gradient stays in L1
 constexpr int64_t kUpdateAhead = 512;  // elements; on a Xeon with 2 MB of L2 a tenth faster than none, or than 2048
+// Where weights are streamed (convert.h): on a Zen 4 SGD of 25M parameters takes a sixth less than with none, RMSprop a
+// tenth; with 32 KiB both lose half of that.
+constexpr int64_t kUpdateBytesAhead = 1 << 14;
 
 // kPresent: a bit for each state that there is; the others read as 0.
 template <class Formula, int kPresent>
@@ -67,12 +70,15 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
   float staged[kUpdateBlock];
   for (int64_t i = 0; i < chunk.size; i += kUpdateBlock) {
     const int64_t n = std::min(kUpdateBlock, chunk.size - i);
-    if (ahead) {
-      prefetch(grad + i + kUpdateAhead, n);
-      prefetch(param + i + kUpdateAhead, n);
-      for (float* array : state)
-        if (array != nullptr) prefetch(array + i + kUpdateAhead, n);
-    }
+    const auto ask = [&](const auto* from) {
+      if (from == nullptr) return;
+      if (ahead)
+        prefetch(from + i + kUpdateAhead, n);
+      else if (streams)
+        ask_for(from + i, n, kUpdateBytesAhead);
+    };
+    ask(grad), ask(param);
+    for (const float* array : state) ask(array);
     const auto s = [&](int k) { return state[k] == nullptr ? nullptr : state[k] + i; };
     apply_here(formula, param + i, as_float(grad + i, staged, n), s(0), s(1), s(2), n);
     if constexpr (!std::is_same_v<P, float>) {
