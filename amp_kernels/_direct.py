@@ -159,8 +159,7 @@ def _quantization(
     indexed: bool,
     fake: bool,
 ) -> _Recipe | None:
-    shaped, *given = (None if d is None else _shaped(d) for d in (x, scale, zero_point))
-    _checks.check_quantize(shaped, *given, dim, block_size)
+    _checks.check_quantize(_shaped(x), _shaped_or_none(scale), _shaped_or_none(zero_point), dim, block_size)
     made = _int8.plan(x[0], x[1], dim, block_size, scale=None if scale is None else scale[:2], indexed=indexed)
     return _recipe(x, made, scale, zero_point, DTYPE_CODES[x[2]], fake, scale is not None, indexed)
 
@@ -169,8 +168,7 @@ def _quantization(
 def _dequantization(
     values: Described, scale: Described, zero_point: Described | None, block_size: int | None, dtype: torch.dtype
 ) -> _Recipe | None:
-    given = (None if d is None else _shaped(d) for d in (values, scale, zero_point))
-    _checks.check_dequantize(*given, block_size, dtype)
+    _checks.check_dequantize(_shaped(values), _shaped(scale), _shaped_or_none(zero_point), block_size, dtype)
     made = _int8.plan(values[0], values[1], None, block_size, scale=scale[:2])
     are_codes_dense = values[1] == made.out
     return _recipe(values, made, scale, zero_point, DTYPE_CODES[dtype]) if are_codes_dense else None
@@ -191,6 +189,10 @@ def _shaped(described: Described) -> Tensor:
     """What the checks need of a tensor."""
     shape, strides, dtype = described
     return torch.empty_strided(shape, strides, dtype=dtype, device="meta")
+
+
+def _shaped_or_none(described: Described | None) -> Tensor | None:
+    return None if described is None else _shaped(described)
 
 
 # ---------------------------------------------------------------------------------------------------- the arguments

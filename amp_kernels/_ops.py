@@ -13,7 +13,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 from . import _checks, _direct, _int8, _matmul, reference
 from ._backends import kernels, library, select
 from ._lists import run_gradient_pass, run_plain_gradient_pass, run_update
-from ._table import DTYPE_CODES
 
 SCHEMAS = {
     "unscale_": "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",

@@ -165,8 +165,8 @@ PyObject* int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   const int64_t m = a->shape[0], k = a->shape[1], n = b->shape[1];
   if (b->shape[0] != k || m == 0 || n == 0 || k > kMaxK) return answer(false);
   if (!is_side(a_scale, a_zero_point, m, 1) || !is_side(b_scale, b_zero_point, n, 0)) return answer(false);
-  const bool is_bias = bias.is_given() && bias->is(Description::kFloat, 32) && bias->dims == 1 &&
-                       bias.numel() == n && bias.is_one_or_row(n);
+  const bool is_bias = bias.is_given() && bias->is(Description::kFloat, 32) && bias->dims == 1 && bias.numel() == n &&
+                       bias.is_one_or_row(n);
   if (bias.is_given() && !is_bias) return answer(false);
   if (!out.is_matrix() || !out->is_float() || out.numel() != m * n) return answer(false);
   const Int8Matmul args{m,
@@ -199,8 +199,8 @@ PyObject* int8_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   if (m == 0 || n == 0 || k < 2 || weight->shape[1] != k || x->strides[1] != 1) return answer(false);
   if (weight->strides[1] != 1 || (n > 1 && weight->strides[0] != k)) return answer(false);
   if (!scale.is_given() || !scale->is(Description::kFloat, 32) || !scale.is_one_or_row(n)) return answer(false);
-  const bool is_bias = bias.is_given() && bias->is(x->type, x->bits) && bias->dims == 1 && bias.numel() == n &&
-                       bias.is_one_or_row(n);
+  const bool is_bias =
+      bias.is_given() && bias->is(x->type, x->bits) && bias->dims == 1 && bias.numel() == n && bias.is_one_or_row(n);
   if (bias.is_given() && !is_bias) return answer(false);
   if (!out.is_matrix() || !out->is(x->type, x->bits) || out.numel() != m * n) return answer(false);
   const Int8Linear args{m,

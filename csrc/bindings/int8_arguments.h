@@ -14,22 +14,35 @@ inline bool is_int8(const Tensor& tensor) { return tensor.scalar_type() == torch
 inline Quantize make_quantize(const Tensor& x, const Tensor& out, const Tensor& scale,
                               std::optional<Tensor>& zero_point, const std::vector<int64_t>& layout, bool is_static,
                               bool stochastic, int64_t seed) {
-  return {
-      x.data_ptr(),  out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),  Int8Layout::from(layout.data()), dtype_of(x),
-      !is_int8(out), is_static,      stochastic,         static_cast<uint64_t>(seed)};
+  return {x.data_ptr(),
+          out.data_ptr(),
+          data<float>(scale),
+          data<int32_t>(zero_point),
+          Int8Layout::from(layout.data()),
+          dtype_of(x),
+          !is_int8(out),
+          is_static,
+          stochastic,
+          static_cast<uint64_t>(seed)};
 }
 
 inline Dequantize make_dequantize(const Tensor& values, const Tensor& scale, const std::optional<Tensor>& zero_point,
                                   const Tensor& out, const std::vector<int64_t>& layout) {
-  return {data<int8_t>(values), data<float>(scale),  data<int32_t>(zero_point),
-          out.data_ptr(),       Int8Layout::from(layout.data()), dtype_of(out)};
+  return {data<int8_t>(values),
+          data<float>(scale),
+          data<int32_t>(zero_point),
+          out.data_ptr(),
+          Int8Layout::from(layout.data()),
+          dtype_of(out)};
 }
 
 inline StraightThrough make_straight_through(const Tensor& grad, const Tensor& x, const Tensor& scale,
                                              const std::optional<Tensor>& zero_point, const Tensor& out,
                                              const std::vector<int64_t>& layout) {
-  return {grad.data_ptr(), x.data_ptr(),        data<float>(scale), data<int32_t>(zero_point),
-          out.data_ptr(),  Int8Layout::from(layout.data()), dtype_of(out)};
+  return {grad.data_ptr(),    x.data_ptr(),
+          data<float>(scale), data<int32_t>(zero_point),
+          out.data_ptr(),     Int8Layout::from(layout.data()),
+          dtype_of(out)};
 }
 
 inline Int8Matmul make_matmul(const Tensor& a, const Tensor& b, const Tensor& a_scale,

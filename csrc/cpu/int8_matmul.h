@@ -63,19 +63,19 @@ void store_columns(const float* y, T* to, int64_t count) {
 
 template <class Tile, int... kRowsMinusOne>
 void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
-                   typename Tile::Sum* sums, bool first, std::integer_sequence<int, kRowsMinusOne...>) {
+                   typename Tile::Sum* sums, bool first, int64_t ahead, std::integer_sequence<int, kRowsMinusOne...>) {
   static constexpr decltype(&Tile::template multiply<1>) kTiles[] = {&Tile::template multiply<kRowsMinusOne + 1>...};
-  kTiles[rows - 1](left, right, groups, sums, first);
+  kTiles[rows - 1](left, right, groups, sums, first, ahead);
 }
 
 template <class Tile>
 void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
-                   typename Tile::Sum* sums, bool first) {
+                   typename Tile::Sum* sums, bool first, int64_t ahead = 0) {
   int64_t begin = 0;
   do {
     const int64_t depth = std::min(groups - begin, Tile::kDepth);
     multiply_tile<Tile>(rows, left + 4 * begin * rows, right + 4 * begin * Tile::kColumns, depth, sums,
-                        first && begin == 0, std::make_integer_sequence<int, Tile::kRows>{});
+                        first && begin == 0, ahead, std::make_integer_sequence<int, Tile::kRows>{});
     begin += depth;
   } while (begin < groups);
 }
@@ -132,9 +132,10 @@ class Multiplication {
   }
 
  private:
-  // Calls f(begin, end, worker) for all of [0, n), `grain` at a time.
+  // Calls f(begin, end, worker) for all of [0, n), `grain` at a time or less.
   template <class F>
   void in_ranges(int64_t n, int64_t grain, const F& f) const {
+    if (n < grain * threads_) grain = divide_up(n, divide_up(n, grain));  // evenly
     const int64_t ranges = divide_up(n, grain);
     share(ranges, std::min(threads_, ranges),
           [&](int64_t i, int64_t worker) { f(i * grain, std::min(n, (i + 1) * grain), worker); });
@@ -238,7 +239,7 @@ class Multiplication {
           Sum* sums = scratch.sums + p * kTile;
           const bool is_last = g + depth == groups_;
           if (is_last) product_.prefetch(t * tile_rows_, rows(t), scratch.columns[p]);
-          multiply_tile<Tile>(rows(t), tile, scratch.packed + p * panel_size(), depth, sums, g == 0);
+          multiply_tile<Tile>(rows(t), tile, scratch.packed + p * panel_size(), depth, sums, g == 0, tile_bytes());
           if (is_last) product_.finish(t * tile_rows_, rows(t), scratch.columns[p], sums);
         }
       }
@@ -261,6 +262,7 @@ class Multiplication {
 
   int64_t rows(int64_t tile) const { return std::min(tile_rows_, product_.m - tile * tile_rows_); }
   int64_t panel_size() const { return 4 * depth_ * kColumns; }
+  int64_t tile_bytes() const { return 4 * groups_ * tile_rows_ * sizeof(Left); }
 
   Product& product_;
   const int64_t threads_;

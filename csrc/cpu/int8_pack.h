@@ -46,6 +46,33 @@ inline void transpose_groups(const Bytes& from, int64_t g, int64_t j, int64_t wi
     _mm_storeu_si128(reinterpret_cast<__m128i*>(to + 4 * ((g + i) * width + j)), group[i]);
 }
 
+#if defined(__AVX2__)
+// Eight groups of eight columns, in half the instructions: of a product of 1024^3 packing was an eighth.
+inline void transpose_eight_groups(const Bytes& from, int64_t g, int64_t j, int64_t width, int8_t* to) {
+  const __m256i flip = _mm256_set1_epi8(from.flip);
+  const auto column = [&](int64_t c) {
+    const int8_t* address = from.data + 4 * g + (j + c) * from.stride;
+    __builtin_prefetch(address + kPackAhead, 0, 2);
+    return _mm256_xor_si256(flip, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
+  };
+  __m256i half[2][4];  // of four columns: groups i and i + 4
+  for (int64_t h = 0; h < 2; ++h) {
+    const __m256i c0 = column(4 * h), c1 = column(4 * h + 1), c2 = column(4 * h + 2), c3 = column(4 * h + 3);
+    const __m256i low01 = _mm256_unpacklo_epi32(c0, c1), high01 = _mm256_unpackhi_epi32(c0, c1);
+    const __m256i low23 = _mm256_unpacklo_epi32(c2, c3), high23 = _mm256_unpackhi_epi32(c2, c3);
+    half[h][0] = _mm256_unpacklo_epi64(low01, low23), half[h][1] = _mm256_unpackhi_epi64(low01, low23);
+    half[h][2] = _mm256_unpacklo_epi64(high01, high23), half[h][3] = _mm256_unpackhi_epi64(high01, high23);
+  }
+  for (int64_t i = 0; i < 4; ++i) {
+    const auto store = [&](int64_t group, const __m256i& all) {
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(to + 4 * (group * width + j)), all);
+    };
+    store(g + i, _mm256_permute2x128_si256(half[0][i], half[1][i], 0x20));
+    store(g + i + 4, _mm256_permute2x128_si256(half[0][i], half[1][i], 0x31));
+  }
+}
+#endif
+
 // kBytes of 4, 8 or 16; by way of memory the load would wait for the store.
 template <int kBytes>
 __m128i load_bytes(const int8_t* from) {
@@ -86,8 +113,15 @@ inline void pack(const Bytes& from, int64_t begin, int64_t end, int64_t k, int64
 #if defined(__SSE2__)
   const int64_t whole = std::min(end, k / 4);
   if (from.k_stride == 1 && used >= 4) {
+#if defined(__AVX2__)
+    if (used >= 8)
+      for_each_step<8>(used, [&](int64_t j) {
+        for (g = begin; g + 8 <= whole; g += 8) transpose_eight_groups(from, g, j, width, to);
+      });
+#endif
+    const int64_t rest = g;
     for_each_step<4>(used, [&](int64_t j) {
-      for (g = begin; g + 4 <= whole; g += 4) transpose_groups(from, g, j, width, to);
+      for (g = rest; g + 4 <= whole; g += 4) transpose_groups(from, g, j, width, to);
     });
   } else if (from.stride == 1 && used >= 4) {
     for (; g < whole; ++g) {

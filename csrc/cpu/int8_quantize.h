@@ -365,8 +365,8 @@ void find_ranges(const T* x, const Walk& walk, const Bundle& bundle, int64_t beg
       add_strip<kSymmetric>(x + run.x, walk.row_step(), rows, run.n, ranges, 0, ahead);
     });
   if (walk.are_rows_groups(bundle, begin, end) && walk.x_step() == 1)
-    return walk.for_each_row(
-        bundle, [&](const Run& row) { add_run<kSymmetric>(x + row.x, row.n, ranges, row.group, ahead); });
+    return walk.for_each_row(bundle,
+                             [&](const Run& row) { add_run<kSymmetric>(x + row.x, row.n, ranges, row.group, ahead); });
   T staged[kRun];
   walk.for_each_run(bundle, begin, end, [&](const Run& run) {
     const T* row = in_a_row(x + run.x, walk.x_step(), staged, run.n);

@@ -4,6 +4,7 @@
 //   left:  [groups][rows][4] elements of type Left, made by `widen` of four floats or of four codes plus kShift
 //   right: [groups][kColumns][4] codes
 //   sums:  [rows][kColumns], written if `first`, else added to
+//   ahead: bytes from what is read of `left` to what is asked for meanwhile, the next tile
 //
 // Few rows are multiplied without packing, by `dot`: `left` are rows of `k` elements, left_stride apart, k a multiple
 // of kDotDepth; `right` is one column, whose codes are taken plus kDotShift; the sums are kColumns apart.
@@ -19,6 +20,8 @@
 #include <immintrin.h>
 #endif
 
+#include "prefetch.h"
+
 namespace amp_kernels::cpu {
 
 constexpr int64_t kAnyDepth = std::numeric_limits<int64_t>::max();
@@ -28,6 +31,12 @@ constexpr int64_t kDotAhead = 512;  // bytes
 
 // Sums that a dot product of so many rows keeps in flight for each: with one a row or two wait for their own additions.
 constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
+
+// Asks for kCount elements.
+template <int kCount, class Left>
+[[gnu::always_inline]] inline void fetch(const Left* left, int64_t ahead) {
+  prefetch<Cache::kL2>(reinterpret_cast<const char*>(left) + ahead, kCount * sizeof(Left));
+}
 
 inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__aarch64__)
@@ -55,7 +64,7 @@ struct PortableTile {
   }
 
   template <int kTileRows>
-  static void multiply(const Left* left, const int8_t* right, int64_t groups, Sum* sums, bool first) {
+  static void multiply(const Left* left, const int8_t* right, int64_t groups, Sum* sums, bool first, int64_t) {
     Sum sum[kTileRows][kColumns] = {};
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns)
       for (int r = 0; r < kTileRows; ++r)
@@ -98,11 +107,13 @@ struct VnniTile {
 
   template <int kTileRows>
   __attribute__((target("avx512f,avx512vnni"))) static void multiply(const Left* left, const int8_t* right,
-                                                                     int64_t groups, Sum* sums, bool first) {
+                                                                     int64_t groups, Sum* sums, bool first,
+                                                                     int64_t ahead) {
     __m512i sum[kTileRows][2];
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+      fetch<4 * kTileRows>(left, ahead);
       const __m512i right0 = _mm512_loadu_si512(right), right1 = _mm512_loadu_si512(right + 64);
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) {
@@ -176,11 +187,12 @@ struct Avx2Tile {
 
   template <int kTileRows>
   __attribute__((target("avx2"))) static void multiply(const Left* left, const int8_t* right, int64_t groups, Sum* sums,
-                                                       bool first) {
+                                                       bool first, int64_t ahead) {
     __m256i sum[kTileRows][2];
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+      fetch<4 * kTileRows>(left, ahead);
       __m256i even[2], odd[2];
 #pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) {
@@ -252,7 +264,7 @@ struct Avx512FloatTile {
 
   template <int kTileRows>
   __attribute__((target("avx512f"))) static void multiply(const Left* left, const int8_t* right, int64_t groups,
-                                                          Sum* sums, bool first) {
+                                                          Sum* sums, bool first, int64_t ahead) {
     constexpr int kChains = kTileRows <= 3 ? 4 : 1;
     __m512 sum[kChains][kTileRows][2];
 #pragma GCC unroll 16
@@ -260,6 +272,7 @@ struct Avx512FloatTile {
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm512_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+      fetch<4 * kTileRows>(left, ahead);
 #pragma GCC unroll 16
       for (int i = 0; i < 4; ++i) {
         __m512 codes[2];
@@ -330,7 +343,7 @@ struct Avx2FloatTile {
 
   template <int kTileRows>
   __attribute__((target("avx2,fma"))) static void multiply(const Left* left, const int8_t* right, int64_t groups,
-                                                           Sum* sums, bool first) {
+                                                           Sum* sums, bool first, int64_t ahead) {
     constexpr int kChains = kTileRows == 1 ? 4 : 1;
     __m256 sum[kChains][kTileRows][2];
 #pragma GCC unroll 16
@@ -338,6 +351,7 @@ struct Avx2FloatTile {
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm256_setzero_ps();
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
+      fetch<4 * kTileRows>(left, ahead);
 #pragma GCC unroll 16
       for (int i = 0; i < 4; ++i) {
         __m256 codes[2];
