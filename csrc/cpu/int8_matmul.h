@@ -113,7 +113,6 @@ void align_to_end(Left* row, int64_t k, int64_t depth, int64_t padded) {
 //   plain_left(row, to): a row for Tile::dot, and its sum if Tile shifts columns
 //   needs_column_sums(shift): of the codes of `right`, where those of the left operand were taken plus `shift`
 //   Columns(product, column, shift): what finish needs of Tile::kColumns columns, among it their sums, filled in later
-//   prefetch(row, rows, columns): of where `finish` will write
 //   finish(row, rows, columns, sums): the epilogue of a tile
 template <class Tile, class Product>
 class Multiplication {
@@ -237,10 +236,8 @@ class Multiplication {
         const Left* tile = left + 4 * (t * groups_ * tile_rows_ + g * rows(t));
         for (int64_t p = 0; p < panels; ++p) {
           Sum* sums = scratch.sums + p * kTile;
-          const bool is_last = g + depth == groups_;
-          if (is_last) product_.prefetch(t * tile_rows_, rows(t), scratch.columns[p]);
           multiply_tile<Tile>(rows(t), tile, scratch.packed + p * panel_size(), depth, sums, g == 0, tile_bytes());
-          if (is_last) product_.finish(t * tile_rows_, rows(t), scratch.columns[p], sums);
+          if (g + depth == groups_) product_.finish(t * tile_rows_, rows(t), scratch.columns[p], sums);
         }
       }
     }
@@ -340,15 +337,6 @@ class Int8Product {
       std::fill_n(sum, kColumns, 0);
     }
   };
-
-  // Of where `finish` will write: while the tile is summed the lines come.
-  void prefetch(int64_t row, int64_t rows, const Columns& columns) const {
-    const int64_t size = args_.out_scale != nullptr ? 1 : args_.dtype == kFloat ? 4 : 2;
-    for (int64_t r = row; r < row + rows; ++r) {
-      const char* to = static_cast<const char*>(args_.out) + (r * n + columns.first) * size;
-      for (int64_t i = 0; i < kColumns * size; i += 64) __builtin_prefetch(to + i, 1);
-    }
-  }
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums) const {
     if (args_.out_scale == nullptr)
@@ -481,8 +469,6 @@ class LinearProduct {
       if (args.bias != nullptr) load(static_cast<const T*>(args.bias) + first, bias, count);
     }
   };
-
-  void prefetch(int64_t, int64_t, const Columns&) const {}
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const float* sums) const {
     for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {
