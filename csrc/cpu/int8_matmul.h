@@ -6,8 +6,10 @@
 #include <unistd.h>
 #endif
 
+#include <atomic>
 #include <memory>
 #include <new>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -109,7 +111,7 @@ void align_to_end(Left* row, int64_t k, int64_t depth, int64_t padded) {
 
 // Computes a Product<Tile>, made of
 //   m, n, k; right: the int8 operand as a view of [k, n]
-//   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
+//   pack_left(row, rows, groups, to): packs a tile for Tile::multiply, and never throws
 //   plain_left(row, to): a row for Tile::dot, and its sum if Tile shifts columns
 //   needs_column_sums(shift): of the codes of `right`, where those of the left operand were taken plus `shift`
 //   Columns(product, column, shift): what finish needs of Tile::kColumns columns, among it their sums, filled in later
@@ -193,18 +195,45 @@ class Multiplication {
   }
 
   void run_tiles() {
-    const int64_t tile_size = 4 * groups_ * tile_rows_;
-    Buffer<Left> left(tiles_ * tile_size);
-    in_ranges(tiles_, divide_up(kThreadProducts / 16, tile_size + 1), [&](int64_t begin, int64_t end, int64_t) {
-      for (int64_t t = begin; t < end; ++t) product_.pack_left(t * tile_rows_, rows(t), groups_, left + t * tile_size);
-    });
-    const int64_t unit_products = (tile_size + 1) * span_tiles_ * block_panels_ * kColumns;
+    LeftTiles left(*this);
+    const int64_t unit_products = (left.tile_size() + 1) * span_tiles_ * block_panels_ * kColumns;
     std::vector<std::unique_ptr<Scratch>> scratch(threads_);
     in_ranges(blocks_ * spans_, divide_up(kThreadProducts, unit_products), [&](int64_t begin, int64_t end, int64_t t) {
       if (scratch[t] == nullptr) scratch[t] = std::make_unique<Scratch>(*this);
-      for (int64_t i = begin; i < end; ++i) run_unit(left + 0, i / spans_, i % spans_ * span_tiles_, *scratch[t]);
+      for (int64_t i = begin; i < end; ++i) run_unit(left, i / spans_, i % spans_ * span_tiles_, t, *scratch[t]);
     });
   }
+
+  // The left operand's tiles, each packed by the thread that wants it first: a parallel region for that alone took 5 us
+  // of a product of 256^3, which takes 50. Who finds a tile half packed waits for the packing thread, which waits for
+  // nobody.
+  class LeftTiles {
+   public:
+    explicit LeftTiles(const Multiplication& of)
+        : of_(of), packed_(of.tiles_ * tile_size()), state_(new std::atomic<State>[of.tiles_]()) {}
+
+    int64_t tile_size() const { return 4 * of_.groups_ * of_.tile_rows_; }
+
+    const Left* tile(int64_t t) const {
+      Left* to = packed_ + t * tile_size();
+      std::atomic<State>& state = state_[t];
+      if (State seen = state.load(std::memory_order_acquire); seen == State::kPacked) return to;
+      State expected = State::kUntouched;
+      if (state.compare_exchange_strong(expected, State::kClaimed)) {
+        of_.product_.pack_left(t * of_.tile_rows_, of_.rows(t), of_.groups_, to);
+        state.store(State::kPacked, std::memory_order_release);
+      }
+      while (state.load(std::memory_order_acquire) != State::kPacked) std::this_thread::yield();
+      return to;
+    }
+
+   private:
+    enum class State : uint8_t { kUntouched, kClaimed, kPacked };
+
+    const Multiplication& of_;
+    const Buffer<Left> packed_;
+    const std::unique_ptr<std::atomic<State>[]> state_;
+  };
 
   struct Scratch {
     Buffer<int8_t> packed;
@@ -220,8 +249,9 @@ class Multiplication {
     }
   };
 
-  // A block of columns times a span of tiles: there is one packing, or else one tile.
-  void run_unit(const Left* left, int64_t block, int64_t first_tile, Scratch& scratch) {
+  // A block of columns times a span of tiles: there is one packing, or else one tile. Every worker begins with another
+  // tile, lest they wait for each other's packing.
+  void run_unit(const LeftTiles& left, int64_t block, int64_t first_tile, int64_t worker, Scratch& scratch) {
     const int64_t first = block * block_panels_, panels = std::min(block_panels_, panels_ - first);
     scratch.columns.clear();
     for (int64_t p = 0; p < panels; ++p) scratch.columns.emplace_back(product_, (first + p) * kColumns, Tile::kShift);
@@ -232,8 +262,10 @@ class Multiplication {
         for (int64_t p = 0; p < panels; ++p)
           multiply_tile<Tile>(1, scratch.ones + 0, scratch.packed + p * panel_size(), depth, scratch.columns[p].sum,
                               g == 0);
-      for (int64_t t = first_tile; t < std::min(first_tile + span_tiles_, tiles_); ++t) {
-        const Left* tile = left + 4 * (t * groups_ * tile_rows_ + g * rows(t));
+      const int64_t count = std::min(span_tiles_, tiles_ - first_tile);
+      for (int64_t i = 0; i < count; ++i) {
+        const int64_t t = first_tile + (i + worker * count / threads_) % count;
+        const Left* tile = left.tile(t) + 4 * g * rows(t);
         for (int64_t p = 0; p < panels; ++p) {
           Sum* sums = scratch.sums + p * kTile;
           multiply_tile<Tile>(rows(t), tile, scratch.packed + p * panel_size(), depth, sums, g == 0, tile_bytes());
@@ -292,15 +324,18 @@ class Int8Product {
   const int64_t m, n, k;
   const Bytes right;
 
-  void pack_left(int64_t row, int64_t rows, int64_t groups, Left* to) {
-    const Bytes from{args_.a + row * args_.a_strides[0], args_.a_strides[1], args_.a_strides[0],
-                     static_cast<int8_t>(Tile::kShift)};
+  void pack_left(int64_t row, int64_t rows, int64_t groups, Left* to) noexcept {
+    Bytes from{args_.a + row * args_.a_strides[0], args_.a_strides[1], args_.a_strides[0],
+               static_cast<int8_t>(Tile::kShift)};
     if constexpr (std::is_same_v<Left, int8_t>) {
       pack(from, 0, groups, k, rows, rows, to);
     } else {
-      Buffer<int8_t> codes(4 * groups * rows);
-      pack(from, 0, groups, k, rows, rows, codes + 0);
-      for (int64_t i = 0; i < 4 * groups * rows; i += 4) Tile::widen(codes + i, to + i);
+      int8_t codes[4 * kWideDepth * Tile::kRows];
+      for (int64_t g = 0; g < groups; g += kWideDepth, from.data += 4 * kWideDepth * from.k_stride) {
+        const int64_t depth = std::min(kWideDepth, groups - g);
+        pack(from, 0, depth, k - 4 * g, rows, rows, codes);
+        for (int64_t i = 0; i < 4 * depth * rows; i += 4) Tile::widen(codes + i, to + 4 * g * rows + i);
+      }
     }
     if (args_.b_zero_point != nullptr) sum_rows(to, row, rows, groups);
   }
@@ -346,11 +381,12 @@ class Int8Product {
 
  private:
   // The tile times a panel of ones.
-  void sum_rows(const Left* tile, int64_t row, int64_t rows, int64_t groups) {
-    Buffer<int8_t> ones(4 * groups * kColumns);
-    std::fill_n(ones + 0, 4 * groups * kColumns, int8_t{1});
+  void sum_rows(const Left* tile, int64_t row, int64_t rows, int64_t groups) noexcept {
+    alignas(64) int8_t ones[4 * kWideDepth * kColumns];
+    std::fill_n(ones, sizeof(ones), int8_t{1});
     alignas(64) int32_t sums[Tile::kRows * kColumns];
-    multiply_tile<Tile>(rows, tile, ones + 0, groups, sums, true);
+    for (int64_t g = 0; g == 0 || g < groups; g += kWideDepth)
+      multiply_tile<Tile>(rows, tile + 4 * g * rows, ones, std::min(kWideDepth, groups - g), sums, g == 0);
     for (int64_t r = 0; r < rows; ++r) row_sums_[row + r] = static_cast<int32_t>(sums[r * kColumns] - Tile::kShift * k);
   }
 
@@ -440,12 +476,16 @@ class LinearProduct {
   const int64_t m, n, k;
   const Bytes right;
 
-  void pack_left(int64_t row, int64_t rows, int64_t groups, float* to) const {
-    Buffer<float> x(4 * groups);
+  void pack_left(int64_t row, int64_t rows, int64_t groups, float* to) const noexcept {
     for (int64_t r = 0; r < rows; ++r) {
-      load(static_cast<const T*>(args_.x) + (row + r) * args_.x_stride, x + 0, k);
-      std::fill(x + k, x + 4 * groups, 0.0f);
-      for (int64_t g = 0; g < groups; ++g) Tile::widen(x + 4 * g, to + 4 * (g * rows + r));
+      const T* from = static_cast<const T*>(args_.x) + (row + r) * args_.x_stride;
+      for (int64_t begin = 0; begin < groups; begin += kWideDepth) {
+        const int64_t depth = std::min(kWideDepth, groups - begin), used = std::min(4 * depth, k - 4 * begin);
+        float x[4 * kWideDepth];
+        load(from + 4 * begin, x, used);
+        std::fill(x + used, x + 4 * depth, 0.0f);
+        for (int64_t g = 0; g < depth; ++g) Tile::widen(x + 4 * g, to + 4 * ((begin + g) * rows + r));
+      }
     }
   }
 
