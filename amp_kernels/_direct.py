@@ -43,7 +43,8 @@ def _compiled(name: str) -> Callable[..., Any] | None:
 _quantize, _dequantize, _multiply, _linear = map(
     _compiled, ("quantize_int8", "dequantize_int8", "int8_matmul", "int8_linear")
 )
-_exchange_api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+_TORCH = getattr(Tensor, "__dlpack_c_exchange_api__", None), *PLAIN  # what C needs to know of it
+_describes = _TORCH[0] is not None
 
 Described = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -122,22 +123,17 @@ def int8_matmul(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    tensors = a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias
-    if is_watched() or not _are_plain(*tensors) or not a.dim() == b.dim() == 2:
+    if _multiply is None or is_watched() or not _are_matrices(a, b) or out_dtype not in DTYPE_CODES:
         return None
-    if _multiply is None or _exchange_api is None or out_dtype not in DTYPE_CODES:
-        return None
-    out = _empty((a.shape[0], b.shape[1]), dtype=out_dtype, device=_CPU)
-    return out if _multiply(_exchange_api, *tensors, out) else None
+    out = _empty(a.size(0), b.size(1), dtype=out_dtype)
+    return out if _multiply(_TORCH, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out) else None
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
-    if is_watched() or not _are_plain(x, weight, scale, bias) or not x.dim() == weight.dim() == 2:
+    if _linear is None or is_watched() or not _are_matrices(x, weight) or _keeps_grad(x, scale, bias):
         return None
-    if _linear is None or _exchange_api is None or _keeps_grad(x, scale, bias):
-        return None
-    out = _empty((x.shape[0], weight.shape[0]), dtype=x.dtype, device=_CPU)
-    return out if _linear(_exchange_api, x, weight, scale, bias, out) else None
+    out = _empty(x.size(0), weight.size(0), dtype=x.dtype)
+    return out if _linear(_TORCH, x, weight, scale, bias, out) else None
 
 
 # ------------------------------------------------------------------------------------------------------ the recipes
@@ -204,6 +200,13 @@ def _are_plain(*tensors: Tensor | None) -> bool:
         if type(t) not in PLAIN or not t.is_cpu or t.layout is not _STRIDED or t.is_neg() or t._is_zerotensor():
             return False
     return select_on_cpu() == "cpu"
+
+
+def _are_matrices(a: Tensor, b: Tensor) -> bool:
+    """The rest of what `_are_plain` looks at is left to C."""
+    if not _describes or type(a) not in PLAIN or type(b) not in PLAIN or select_on_cpu() != "cpu":
+        return False
+    return a.layout is b.layout is _STRIDED and a.dim() == b.dim() == 2
 
 
 def _keeps_grad(*tensors: Tensor | None) -> bool:

@@ -213,4 +213,4 @@ def test_compiled_functions_look_at_their_arguments() -> None:
     with pytest.raises(TypeError, match="expected 9 arguments, got 2"):
         module.int8_matmul(None, None)
     assert module.int8_linear(None, *LINEAR, X) is False  # a torch that describes no tensors
-    assert module.int8_linear(_direct._exchange_api, *LINEAR, None) is False
+    assert module.int8_linear(_direct._TORCH, *LINEAR, None) is False

@@ -52,6 +52,22 @@ T* at(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
+// Whether a method without arguments answers False.
+bool is_false(PyObject* object, PyObject* method) {
+  PyObject* result = PyObject_CallMethodObjArgs(object, method, nullptr);
+  if (result == nullptr) PyErr_Clear();
+  Py_XDECREF(result);
+  return result == Py_False;
+}
+
+// Whether a tensor is of one of the two types that hold no more than it, and its memory what it stands for.
+bool is_plain(PyObject* object, PyObject* tensor_type, PyObject* parameter_type) {
+  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
+  static PyObject* const is_zero = PyUnicode_InternFromString("_is_zerotensor");
+  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+  return (type == tensor_type || type == parameter_type) && is_false(object, is_neg) && is_false(object, is_zero);
+}
+
 // A tensor of a CPU, or None.
 class Operand {
  public:
@@ -110,16 +126,21 @@ bool is_side(const Operand& scale, const Operand& zero_point, int64_t n, int inn
   return zero_point->is(Description::kInt, 32) && fits(zero_point) && zero_point.numel() == scale.numel();
 }
 
-// False if there is one that is neither a tensor of a CPU nor None, or this torch describes none.
+// False if there is one that is neither a plain tensor of a CPU nor None, or this torch describes none.
 template <size_t kOperands>
 bool describe(PyObject* const* arguments, Operand (&operands)[kOperands]) {
-  const ExchangeApi* api = exchange_api(arguments[0]);
+  PyObject *capsule, *tensor_type, *parameter_type;
+  const ExchangeApi* api = nullptr;
+  if (PyArg_ParseTuple(arguments[0], "OOO", &capsule, &tensor_type, &parameter_type)) api = exchange_api(capsule);
   if (api == nullptr) {
     PyErr_Clear();
     return false;
   }
-  for (size_t i = 0; i < kOperands; ++i)
-    if (!operands[i].describe(api, arguments[1 + i])) return false;
+  for (size_t i = 0; i < kOperands; ++i) {
+    PyObject* object = arguments[1 + i];
+    if (!operands[i].describe(api, object)) return false;
+    if (object != Py_None && !is_plain(object, tensor_type, parameter_type)) return false;
+  }
   return true;
 }
 

@@ -83,11 +83,6 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
   });
 }
 
-template <class Tile, class Product>
-void multiply_tiles(Product&& product) {
-  Multiplication<Tile, Product>(product).run();
-}
-
 }  // namespace
 
 void quantize(const Quantize& args) {
@@ -125,15 +120,14 @@ void multiply(const Int8Matmul& args) {
     prepare(args.out, args.m * args.n, args.dtype);
   else
     ask_for_huge_pages(args.out, args.m * args.n);
-  with_int8_tile([&](auto tile) { multiply_tiles<decltype(tile)>(Int8Product<decltype(tile)>(args)); });
+  with_int8_tile([&](auto tile) { multiply<decltype(tile)>(Int8Product<decltype(tile)>(args)); });
 }
 
 void multiply(const Int8Linear& args) {
   prepare(args.out, args.m * args.n, args.dtype);
   with_float_tile([&](auto tile) {
-    with_dtype(args.dtype, [&](auto value) {
-      multiply_tiles<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args));
-    });
+    with_dtype(args.dtype,
+               [&](auto value) { multiply<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args)); });
   });
 }
 

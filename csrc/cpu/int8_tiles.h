@@ -7,7 +7,7 @@
 //   ahead: bytes from what is read of `left` to what is asked for meanwhile, the next tile
 //
 // Few rows are multiplied without packing, by `dot`: `left` are rows of `k` elements, left_stride apart, k a multiple
-// of kDotDepth; `right` is one column, whose codes are taken plus kDotShift; the sums are kColumns apart.
+// of kDotDepth; `right` is one column, whose codes are taken plus kDotShift; the sums are sum_stride apart.
 //
 // kDepth limits the groups of one call: the partial sums of fp32 are added in blocks for the sake of their rounding.
 #pragma once
@@ -76,7 +76,8 @@ struct PortableTile {
   }
 
   template <int kDots>
-  static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k, Sum* sums) {
+  static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k, Sum* sums,
+                  int64_t sum_stride) {
     for (int r = 0; r < kDots; ++r) {
       Sum lanes[kDotDepth] = {};
       for (int64_t i = 0; i < k; i += kDotDepth)
@@ -85,7 +86,7 @@ struct PortableTile {
                                   static_cast<Sum>(right[std::min(i, k - kDotDepth) + l]), lanes[l]);
       Sum sum{};
       for (const Sum lane : lanes) sum += lane;
-      sums[r * kColumns] = sum;
+      sums[r * sum_stride] = sum;
     }
   }
 };
@@ -135,7 +136,8 @@ struct VnniTile {
 
   template <int kDots>
   __attribute__((target("avx512f,avx512vnni"))) static void dot(const Left* left, int64_t left_stride,
-                                                                const int8_t* right, int64_t k, Sum* sums) {
+                                                                const int8_t* right, int64_t k, Sum* sums,
+                                                                int64_t sum_stride) {
     constexpr int kChains = dot_chains(kDots);
     const __m512i shift = _mm512_set1_epi8(static_cast<char>(kDotShift));
     __m512i sum[kChains][kDots];
@@ -165,7 +167,7 @@ struct VnniTile {
     for (int r = 0; r < kDots; ++r) {
 #pragma GCC unroll 16
       for (int c = 1; c < kChains; ++c) sum[0][r] = _mm512_add_epi32(sum[0][r], sum[c][r]);
-      sums[r * kColumns] = _mm512_reduce_add_epi32(sum[0][r]);
+      sums[r * sum_stride] = _mm512_reduce_add_epi32(sum[0][r]);
     }
   }
 };
@@ -224,7 +226,7 @@ struct Avx2Tile {
 
   template <int kDots>
   __attribute__((target("avx2"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right, int64_t k,
-                                                  Sum* sums) {
+                                                  Sum* sums, int64_t sum_stride) {
     __m256i sum[kDots];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r) sum[r] = _mm256_setzero_si256();
@@ -244,7 +246,7 @@ struct Avx2Tile {
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(lanes), sum[r]);
       Sum all = 0;
       for (const Sum lane : lanes) all += lane;
-      sums[r * kColumns] = all;
+      sums[r * sum_stride] = all;
     }
   }
 };
@@ -304,7 +306,7 @@ struct Avx512FloatTile {
 
   template <int kDots>
   __attribute__((target("avx512f"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right,
-                                                     int64_t k, Sum* sums) {
+                                                     int64_t k, Sum* sums, int64_t sum_stride) {
     __m512 sum[kDots][4];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r)
@@ -325,7 +327,7 @@ struct Avx512FloatTile {
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r) {
       const __m512 all = _mm512_add_ps(_mm512_add_ps(sum[r][0], sum[r][1]), _mm512_add_ps(sum[r][2], sum[r][3]));
-      sums[r * kColumns] = _mm512_reduce_add_ps(all);
+      sums[r * sum_stride] = _mm512_reduce_add_ps(all);
     }
   }
 };
@@ -383,7 +385,7 @@ struct Avx2FloatTile {
 
   template <int kDots>
   __attribute__((target("avx2,fma"))) static void dot(const Left* left, int64_t left_stride, const int8_t* right,
-                                                      int64_t k, Sum* sums) {
+                                                      int64_t k, Sum* sums, int64_t sum_stride) {
     __m256 sum[kDots][2];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r)
@@ -407,7 +409,7 @@ struct Avx2FloatTile {
       _mm256_storeu_ps(lanes, _mm256_add_ps(sum[r][0], sum[r][1]));
       Sum all = 0;
       for (const Sum lane : lanes) all += lane;
-      sums[r * kColumns] = all;
+      sums[r * sum_stride] = all;
     }
   }
 };

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <vector>
 
+#include "buffer.h"
 #include "convert.h"
 
 namespace amp_kernels::cpu {
@@ -44,6 +45,21 @@ void share(int64_t n, int64_t threads, const F& f) {
           for (const int64_t end = std::min(i + claim, share.end); i < end; ++i) f(i, t);
       }
     fence_streams();
+  });
+}
+
+// Calls f(begin, end, state) for all of [0, n), `grain` at a time or less; a worker's state is made by make(worker), a
+// unique_ptr. What every worker can make for itself it should: memory that one core wrote and another reads goes
+// through the caches of both, 64 KiB of it for 40 us of a product that takes 30.
+template <class Make, class F>
+void in_ranges(int64_t n, int64_t grain, const Make& make, const F& f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  if (n < grain * threads) grain = divide_up(n, divide_up(n, grain));  // evenly
+  const int64_t ranges = divide_up(n, grain), workers = std::min(threads, ranges);
+  std::vector<decltype(make(0))> states(workers);
+  share(ranges, workers, [&](int64_t i, int64_t worker) {
+    if (states[worker] == nullptr) states[worker] = make(worker);
+    f(i * grain, std::min(n, (i + 1) * grain), *states[worker]);
   });
 }
 

@@ -24,7 +24,7 @@ bool with_one_of(int64_t index, const F& f) {
 bool int8_matmul_by(int64_t tile, Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor> a_zero_point,
                     Tensor b_scale, std::optional<Tensor> b_zero_point, Tensor out) {
   const Int8Matmul args = make_matmul(a, b, a_scale, a_zero_point, b_scale, b_zero_point, {}, out, {}, {});
-  const auto run = [&](auto tile) { multiply_tiles<decltype(tile)>(Int8Product<decltype(tile)>(args)); };
+  const auto run = [&](auto tile) { multiply<decltype(tile)>(Int8Product<decltype(tile)>(args)); };
 #if defined(__x86_64__)
   return with_one_of<PortableTile<int32_t>, Avx2Tile, VnniTile>(tile, run);
 #else
@@ -35,9 +35,8 @@ bool int8_matmul_by(int64_t tile, Tensor a, Tensor b, Tensor a_scale, std::optio
 bool int8_linear_by(int64_t tile, Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, Tensor out) {
   const Int8Linear args = make_linear(x, weight, scale, bias, out);
   const auto run = [&](auto tile) {
-    with_dtype(args.dtype, [&](auto value) {
-      multiply_tiles<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args));
-    });
+    with_dtype(args.dtype,
+               [&](auto value) { multiply<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args)); });
   };
 #if defined(__x86_64__)
   return with_one_of<PortableTile<float>, Avx2FloatTile, Avx512FloatTile>(tile, run);

@@ -1,0 +1,287 @@
+// What is multiplied by the tiles of int8_tiles.h, codes by codes or floats by codes. A product is made of
+//   m, n, k; right: the int8 operand as a view of [k, n]
+//   kLeftIsCodes; if so left: the other as a view of [k, m], and plain_right, needs_row_sums
+//   pack_left(row, rows, groups, to, row_sums): packs a tile for Tile::multiply, and never throws
+//   plain_left(row, to), plain_right(column, to): a row or column for Tile::dot; returns the sum of its codes
+//   needs_row_sums(): of the codes of `left`
+//   needs_column_sums(shift): of the codes of `right`, where those of the left operand were taken plus `shift`
+//   Columns(product, column, shift): what finish needs of Tile::kColumns columns, among it their sums, filled in later
+//   finish(row, rows, columns, sums, row_sums): the results of some rows; row_sums are those of these rows, if needed
+#pragma once
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "../formulas/int8.h"
+#include "convert.h"
+#include "int8_pack.h"
+#include "int8_tiles.h"
+
+namespace amp_kernels::cpu {
+
+constexpr int64_t kWideDepth = 16;            // groups
+constexpr int64_t kThreadProducts = 1 << 20;  // below which waking a second thread costs more than it saves
+constexpr int64_t kThreadBytes = 1 << 17;     // of what is read once, likewise
+
+// Modulo 2^32.
+inline int32_t wrapped(int32_t sum, int factor) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * factor); }
+inline int32_t difference(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - b); }
+
+// Nearly always all of a panel's, for which the compiler needs no loop.
+template <int kColumns, class T>
+void store_columns(const float* y, T* to, int64_t count) {
+  count == kColumns ? store(y, to, kColumns) : store(y, to, count);
+}
+
+template <class Tile, int... kRowsMinusOne>
+void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
+                   typename Tile::Sum* sums, bool first, int64_t ahead, std::integer_sequence<int, kRowsMinusOne...>) {
+  static constexpr decltype(&Tile::template multiply<1>) kTiles[] = {&Tile::template multiply<kRowsMinusOne + 1>...};
+  kTiles[rows - 1](left, right, groups, sums, first, ahead);
+}
+
+template <class Tile>
+void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
+                   typename Tile::Sum* sums, bool first, int64_t ahead = 0) {
+  int64_t begin = 0;
+  do {
+    const int64_t depth = std::min(groups - begin, Tile::kDepth);
+    multiply_tile<Tile>(rows, left + 4 * begin * rows, right + 4 * begin * Tile::kColumns, depth, sums,
+                        first && begin == 0, ahead, std::make_integer_sequence<int, Tile::kRows>{});
+    begin += depth;
+  } while (begin < groups);
+}
+
+// ------------------------------------------------------------------------------------------------- int8 x int8
+template <class Tile>
+class Int8Product {
+ public:
+  static constexpr int kColumns = Tile::kColumns;
+  using Left = typename Tile::Left;
+
+  static constexpr bool kLeftIsCodes = true;
+
+  explicit Int8Product(const Int8Matmul& args)
+      : m(args.m),
+        n(args.n),
+        k(args.k),
+        left{args.a, args.a_strides[1], args.a_strides[0], static_cast<int8_t>(Tile::kShift)},
+        right{args.b, args.b_strides[0], args.b_strides[1], 0},
+        args_(args) {}
+
+  const int64_t m, n, k;
+  const Bytes left, right;
+
+  void pack_left(int64_t row, int64_t rows, int64_t groups, Left* to, int32_t* row_sums) const noexcept {
+    Bytes from = left;
+    from.data += row * left.stride;
+    if constexpr (std::is_same_v<Left, int8_t>) {
+      pack(from, 0, groups, k, rows, rows, to);
+    } else {
+      int8_t codes[4 * kWideDepth * Tile::kRows];
+      for (int64_t g = 0; g < groups; g += kWideDepth, from.data += 4 * kWideDepth * from.k_stride) {
+        const int64_t depth = std::min(kWideDepth, groups - g);
+        pack(from, 0, depth, k - 4 * g, rows, rows, codes);
+        for (int64_t i = 0; i < 4 * depth * rows; i += 4) Tile::widen(codes + i, to + 4 * g * rows + i);
+      }
+    }
+    if (needs_row_sums()) sum_rows(to, rows, groups, row_sums);
+  }
+
+  int32_t plain_left(int64_t row, Left* to) const { return copy(left, row, to); }
+  int32_t plain_right(int64_t column, Left* to) const { return copy(right, column, to); }
+
+  bool needs_row_sums() const { return args_.b_zero_point != nullptr; }
+  bool needs_column_sums(int shift) const { return args_.a_zero_point != nullptr || shift != 0; }
+
+  struct Columns {
+    int64_t first, count;
+    int shift;
+    float scale[kColumns];
+    float bias[kColumns];
+    double zero_point[kColumns];
+    int32_t sum[kColumns];  // of the codes
+
+    Columns(const Int8Product& product, int64_t column, int shift)
+        : first(column), count(std::min<int64_t>(kColumns, product.n - column)), shift(shift) {
+      const Int8Matmul& args = product.args_;
+      for (int64_t c = 0; c < count; ++c) {
+        scale[c] = args.b_scale[(first + c) * args.b_step];
+        bias[c] = args.bias == nullptr ? 0.0f : static_cast<const float*>(args.bias)[first + c];
+        zero_point[c] = args.b_zero_point == nullptr ? 0 : args.b_zero_point[(first + c) * args.b_step];
+      }
+      std::fill_n(sum, kColumns, 0);
+    }
+  };
+
+  void finish(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, const int32_t* row_sums) const {
+    if (args_.out_scale == nullptr)
+      return with_dtype(args_.dtype,
+                        [&](auto value) { finish_as<decltype(value)>(row, rows, columns, sums, row_sums); });
+    finish_as<int8_t>(row, rows, columns, sums, row_sums);
+  }
+
+ private:
+  // Contiguous codes, as those of a Linear's weight, in vectors: with one loop for both, copying 16 of 4096 took half
+  // of their product with 127.
+  int32_t copy(const Bytes& from, int64_t j, Left* to) const {
+    const int8_t* codes = from.data + j * from.stride;
+    return from.k_stride == 1 ? copy(codes, k, 1, to) : copy(codes, k, from.k_stride, to);
+  }
+
+  [[gnu::always_inline]] static int32_t copy(const int8_t* codes, int64_t count, int64_t stride, Left* to) {
+    int32_t sum = 0;
+    for (int64_t i = 0; i < count; ++i) {
+      to[i] = codes[i * stride];
+      sum += codes[i * stride];
+    }
+    return sum;
+  }
+
+  // The tile times a panel of ones.
+  void sum_rows(const Left* tile, int64_t rows, int64_t groups, int32_t* row_sums) const noexcept {
+    alignas(64) int8_t ones[4 * kWideDepth * kColumns];
+    std::fill_n(ones, sizeof(ones), int8_t{1});
+    alignas(64) int32_t sums[Tile::kRows * kColumns];
+    for (int64_t g = 0; g == 0 || g < groups; g += kWideDepth)
+      multiply_tile<Tile>(rows, tile + 4 * g * rows, ones, std::min(kWideDepth, groups - g), sums, g == 0);
+    for (int64_t r = 0; r < rows; ++r) row_sums[r] = static_cast<int32_t>(sums[r * kColumns] - Tile::kShift * k);
+  }
+
+  template <class Out>
+  void finish_as(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums,
+                 const int32_t* row_sums) const {
+    const bool is_plain = args_.a_zero_point == nullptr && args_.b_zero_point == nullptr;
+    Out* to = static_cast<Out*>(args_.out) + row * n + columns.first;
+    if constexpr (!std::is_same_v<Out, int8_t>)
+      if (is_plain && columns.count == kColumns)  // for short sums half of the product's time
+        return plain(row, rows, columns, sums, to, n);
+    for (int64_t r = 0; r < rows; ++r) {
+      float y[kColumns];
+      if (is_plain)
+        plain(row + r, 1, columns, sums + r * kColumns, y, kColumns);
+      else
+        corrected(row + r, columns, sums + r * kColumns, needs_row_sums() ? row_sums[r] : 0, y);
+      write(y, to + r * n, columns.count);
+    }
+  }
+
+  // What belongs to the columns stays in registers from row to row.
+  template <bool kHasBias, class T>
+  void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
+    constexpr int kVectors = kColumns / kLanes;
+    Lanes scale[kVectors], bias[kVectors];
+    Words shift[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      scale[v] = load_lanes(columns.scale + v * kLanes);
+      bias[v] = load_lanes(columns.bias + v * kLanes);
+      Words column_sum;
+      std::memcpy(&column_sum, columns.sum + v * kLanes, sizeof(column_sum));
+      shift[v] = column_sum * static_cast<uint32_t>(columns.shift);
+    }
+    for (int64_t r = row; r < row + rows; ++r, sums += kColumns, to += stride) {
+      const float row_scale = args_.a_scale[r * args_.a_step];
+      for (int v = 0; v < kVectors; ++v) {
+        Words sum;
+        std::memcpy(&sum, sums + v * kLanes, sizeof(sum));
+        Lanes y = as_floats(as<Integers>(sum - shift[v])) * (row_scale * scale[v]);
+        if constexpr (kHasBias) y += bias[v];
+        store_lanes(y, to + v * kLanes);
+      }
+    }
+  }
+
+  template <class T>
+  void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
+    args_.bias == nullptr ? plain<false>(row, rows, columns, sums, to, stride)
+                          : plain<true>(row, rows, columns, sums, to, stride);
+  }
+
+  // float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb): an integer below 2^35, which a double holds.
+  void corrected(int64_t r, const Columns& columns, const int32_t* sums, int32_t row_sum, float* y) const {
+    const float scale = args_.a_scale[r * args_.a_step];
+    const double zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[r * args_.a_step];
+    for (int c = 0; c < kColumns; ++c) {
+      const double exact = difference(sums[c], wrapped(columns.sum[c], columns.shift)) - zero_point * columns.sum[c] +
+                           (k * zero_point - row_sum) * columns.zero_point[c];
+      y[c] = static_cast<float>(exact) * (scale * columns.scale[c]);
+      if (args_.bias != nullptr) y[c] += columns.bias[c];
+    }
+  }
+
+  void write(const float* y, int8_t* to, int64_t count) const {
+    const Affine affine = given_affine(*args_.out_scale, args_.out_zero_point);
+    for (int64_t c = 0; c < count; ++c) to[c] = static_cast<int8_t>(code_of(y[c], affine));
+  }
+
+  template <class Out>
+  static void write(const float* y, Out* to, int64_t count) {
+    store_columns<kColumns>(y, to, count);
+  }
+
+  const Int8Matmul args_;
+};
+
+// ------------------------------------------------------------------------------------------------ float x int8
+template <class Tile, class T>
+class LinearProduct {
+ public:
+  static constexpr int kColumns = Tile::kColumns;
+  static constexpr bool kLeftIsCodes = false;
+
+  explicit LinearProduct(const Int8Linear& args)
+      : m(args.m), n(args.n), k(args.k), right{args.weight, 1, args.k, 0}, args_(args) {}
+
+  const int64_t m, n, k;
+  const Bytes right;
+
+  void pack_left(int64_t row, int64_t rows, int64_t groups, float* to, int32_t*) const noexcept {
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* from = static_cast<const T*>(args_.x) + (row + r) * args_.x_stride;
+      for (int64_t begin = 0; begin < groups; begin += kWideDepth) {
+        const int64_t depth = std::min(kWideDepth, groups - begin), used = std::min(4 * depth, k - 4 * begin);
+        float x[4 * kWideDepth];
+        load(from + 4 * begin, x, used);
+        std::fill(x + used, x + 4 * depth, 0.0f);
+        for (int64_t g = 0; g < depth; ++g) Tile::widen(x + 4 * g, to + 4 * ((begin + g) * rows + r));
+      }
+    }
+  }
+
+  int32_t plain_left(int64_t row, float* to) const {
+    load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k);
+    return 0;  // floats are not shifted
+  }
+
+  bool needs_column_sums(int) const { return false; }
+
+  struct Columns {
+    int64_t first, count;
+    float scale[kColumns];
+    float bias[kColumns];
+    float sum[kColumns];  // unused
+
+    Columns(const LinearProduct& product, int64_t column, int)
+        : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
+      const Int8Linear& args = product.args_;
+      for (int64_t c = 0; c < count; ++c) scale[c] = args.scale[(first + c) * args.scale_step];
+      if (args.bias != nullptr) load(static_cast<const T*>(args.bias) + first, bias, count);
+    }
+  };
+
+  void finish(int64_t row, int64_t rows, const Columns& columns, const float* sums, const int32_t*) const {
+    for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {
+      float y[kColumns];
+      for (int64_t c = 0; c < columns.count; ++c) y[c] = sums[c] * columns.scale[c];
+      if (args_.bias != nullptr)
+        for (int64_t c = 0; c < columns.count; ++c) y[c] += columns.bias[c];
+      store_columns<kColumns>(y, static_cast<T*>(args_.out) + r * n + columns.first, columns.count);
+    }
+  }
+
+ private:
+  const Int8Linear args_;
+};
+
+}  // namespace amp_kernels::cpu
