@@ -125,14 +125,20 @@ def int8_matmul(
 ) -> Tensor | None:
     if _multiply is None or is_watched() or not _are_matrices(a, b) or out_dtype not in DTYPE_CODES:
         return None
-    out = _empty(a.size(0), b.size(1), dtype=out_dtype)
+    try:
+        out = _empty(a.shape[0], b.shape[1], dtype=out_dtype)
+    except RuntimeError:  # of nested tensors, which have no shape
+        return None
     return out if _multiply(_TORCH, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out) else None
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
     if _linear is None or is_watched() or not _are_matrices(x, weight) or _keeps_grad(x, scale, bias):
         return None
-    out = _empty(x.size(0), weight.size(0), dtype=x.dtype)
+    try:
+        out = _empty(x.shape[0], weight.shape[0], dtype=x.dtype)
+    except RuntimeError:  # of nested tensors, which have no shape
+        return None
     return out if _linear(_TORCH, x, weight, scale, bias, out) else None
 
 
@@ -206,7 +212,7 @@ def _are_matrices(a: Tensor, b: Tensor) -> bool:
     """The rest of what `_are_plain` looks at is left to C."""
     if not _describes or type(a) not in PLAIN or type(b) not in PLAIN or select_on_cpu() != "cpu":
         return False
-    return a.layout is b.layout is _STRIDED and a.dim() == b.dim() == 2
+    return a.dim() == b.dim() == 2
 
 
 def _keeps_grad(*tensors: Tensor | None) -> bool:

@@ -148,6 +148,13 @@ def changed(arguments: tuple[Any, ...], **at: Any) -> tuple[Any, ...]:
         lambda: _direct.dequantize_int8(CODES, SCALE, None, None, "float32"),  # type: ignore[arg-type]
         lambda: _direct.dequantize_int8(CODES, SCALE.clone().requires_grad_(), None, None, F32),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES[0])),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.as_subclass(Subclass))),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_0=torch.nested.nested_tensor([CODES[0], CODES[1]]))),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.to_sparse())),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_2=SCALE.as_subclass(Subclass))),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_2=torch.complex(SCALE, SCALE).conj().imag)),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_2=torch._efficientzerotensor((6, 1)))),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_2=0.5)),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.int())),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES[:, :7])),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_2=SCALE.half())),

@@ -341,10 +341,16 @@ def _other_cases() -> Iterator[Case]:
                 body = partial(_product, sizes, both, per, zeros, torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
-    for rows, inner in itertools.product((1, 2, 3, 4), (255, 256, 320, 1000)):  # columns read as they are
-        for zeros in ((False, False), (True, True)):
-            body = partial(_product, (rows, 37, inner), ("contiguous", "transposed"), True, zeros, torch.float32, False)
-            yield Case("int8_matmul", "fp32", f"few_rows_{rows}x{inner}_zeros_{zeros[0]}", body)
+    ways = {
+        # columns of b read as they are
+        "few_rows": [(rows, 37, inner) for rows in (1, 2, 3, 4) for inner in (255, 256, 320, 1000)],
+        "few_columns": [(37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575)],  # rows of a, likewise
+        "shared_tiles": [(13, 300, 100), (30, 330, 20001)],  # of a, packed once for all threads
+    }
+    for (way, shapes), zeros in itertools.product(ways.items(), ((False, False), (True, True))):
+        for sizes in shapes:
+            body = partial(_product, sizes, ("contiguous", "transposed"), True, zeros, torch.float32, False)
+            yield Case("int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{zeros[0]}", body)
     yield Case(
         "int8_matmul", "fp32", "largest_sums",
         partial(_product, (3, 5, 131071), ("contiguous", "transposed"), True, (True, True), torch.float32, True),

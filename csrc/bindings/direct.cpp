@@ -52,26 +52,21 @@ T* at(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Whether a method without arguments answers False.
-bool is_false(PyObject* object, PyObject* method) {
-  PyObject* result = PyObject_CallMethodObjArgs(object, method, nullptr);
-  if (result == nullptr) PyErr_Clear();
-  Py_XDECREF(result);
-  return result == Py_False;
-}
-
-// Whether a tensor is of one of the two types that hold no more than it, and its memory what it stands for.
+// Whether a tensor is of one of the two types that hold no more than it, and not to be read with the other sign.
 bool is_plain(PyObject* object, PyObject* tensor_type, PyObject* parameter_type) {
-  static PyObject* const is_neg = PyUnicode_InternFromString("is_neg");
-  static PyObject* const is_zero = PyUnicode_InternFromString("_is_zerotensor");
+  static PyObject* const name = PyUnicode_InternFromString("is_neg");
   const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  return (type == tensor_type || type == parameter_type) && is_false(object, is_neg) && is_false(object, is_zero);
+  if (type != tensor_type && type != parameter_type) return false;
+  PyObject* is_neg = PyObject_CallMethodObjArgs(object, name, nullptr);
+  if (is_neg == nullptr) PyErr_Clear();
+  Py_XDECREF(is_neg);
+  return is_neg == Py_False;
 }
 
 // A tensor of a CPU, or None.
 class Operand {
  public:
-  // False if it is neither.
+  // False if it is neither, or has no memory: there are zeros that are only promised.
   bool describe(const ExchangeApi* api, PyObject* object) {
     if (object == Py_None) return true;
     constexpr int32_t kCpu = 1;
@@ -80,7 +75,7 @@ class Operand {
       return false;
     }
     is_given_ = true;
-    return tensor_.device_type == kCpu;
+    return tensor_.device_type == kCpu && (tensor_.data != nullptr || numel() == 0);
   }
 
   const Description* operator->() const { return &tensor_; }

@@ -164,11 +164,29 @@ struct VnniTile {
         sum[0][r] = _mm512_dpbusd_epi32(sum[0][r], codes, _mm512_loadu_si512(left + r * left_stride + i));
     }
 #pragma GCC unroll 16
-    for (int r = 0; r < kDots; ++r) {
+    for (int r = 0; r < kDots; ++r)
 #pragma GCC unroll 16
       for (int c = 1; c < kChains; ++c) sum[0][r] = _mm512_add_epi32(sum[0][r], sum[c][r]);
-      sums[r * sum_stride] = _mm512_reduce_add_epi32(sum[0][r]);
+#pragma GCC unroll 16
+    for (int r = 0; r + 4 <= kDots; r += 4) {
+      int32_t four[4];
+      _mm_storeu_si128(reinterpret_cast<__m128i*>(four), add_lanes(sum[0] + r));
+      for (int i = 0; i < 4; ++i) sums[(r + i) * sum_stride] = four[i];
     }
+#pragma GCC unroll 16
+    for (int r = kDots / 4 * 4; r < kDots; ++r) sums[r * sum_stride] = _mm512_reduce_add_epi32(sum[0][r]);
+  }
+
+ private:
+  // Of each of four vectors, in less than half of the instructions that four sums take.
+  __attribute__((target("avx512f"))) static __m128i add_lanes(const __m512i* of) {
+    const auto interleave = [](__m512i a, __m512i b) __attribute__((target("avx512f"))) {
+      return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+    };
+    const __m512i ab = interleave(of[0], of[1]), cd = interleave(of[2], of[3]);
+    const __m512i all = _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd));
+    const __m256i half = _mm256_add_epi32(_mm512_castsi512_si256(all), _mm512_extracti64x4_epi64(all, 1));
+    return _mm_add_epi32(_mm256_castsi256_si128(half), _mm256_extracti128_si256(half, 1));
   }
 };
 
