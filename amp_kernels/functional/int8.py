@@ -182,9 +182,7 @@ def int8_matmul(
     # First of all: the checks below take a tenth of a product of 64^3.
     is_plain = type(a) is type(b) is Int8Tensor and a.block_size is b.block_size is out_scale is out_zero_point is None
     if is_plain:
-        product = _direct.int8_matmul(
-            a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype
-        )
+        product = _direct.int8_matmul(a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype)
         if product is not None:
             return product
     for name, operand in (("a", a), ("b", b)):

@@ -342,10 +342,9 @@ def _other_cases() -> Iterator[Case]:
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
     ways = {
-        # columns of b read as they are
         "few_rows": [(rows, 37, inner) for rows in (1, 2, 3, 4) for inner in (255, 256, 320, 1000)],
-        "few_columns": [(37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575)],  # rows of a, likewise
-        "shared_tiles": [(13, 300, 100), (30, 330, 20001)],  # of a, packed once for all threads
+        "few_columns": [(37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575)],
+        "shared_tiles": [(13, 300, 100), (30, 330, 20001)],
     }
     for (way, shapes), zeros in itertools.product(ways.items(), ((False, False), (True, True))):
         for sizes in shapes:
