@@ -32,9 +32,10 @@ inline int64_t panel_bytes() {
   return 1 << 18;
 }
 
-// Blocks of panels up to which each packs its own tiles of the left operand: sharing them cost a product of 256^3 10 of
-// its 60 us, and 40 where the cores share no L3.
-constexpr int64_t kPrivateBlocks = 4;
+// A worker packs tiles of the left operand for itself, anew for every block, unless there are more blocks than so many
+// for each thread, and narrower ones: multiplied by 256 columns a tile takes thirty times as long as to pack. To share
+// them cost a product of 256^3 10 of its 60 us, and 40 where the cores share no L3.
+constexpr int64_t kPrivateBlocks = 4, kPrivateColumns = 256;
 
 // A packed tile of the left operand, and where finish needs them the sums of its rows.
 template <class Tile>
@@ -50,9 +51,11 @@ class Multiplication {
   using Sum = typename Tile::Sum;
   static constexpr int64_t kColumns = Tile::kColumns, kTile = Tile::kRows * kColumns;
 
-  // Rows into tiles of nearly equal height; columns into blocks of panels, which a thread packs at a time, so deep that
-  // they stay in its L2. The rows of a row-major operand are read a cache line at least at a time, and if there is but
-  // one tile, for which packing is most of the work, far more, in blocks of little depth.
+  // Rows into tiles of nearly equal height and spans of tiles; columns into blocks of panels, which a worker packs for
+  // itself and which stay in its L2. A block times a span is a unit of work. Blocks are few, since tiles are packed for
+  // each, but where there are far more columns than rows each worker has one of its own. The rows of a row-major operand
+  // are read a cache line at least at a time, and if there is but one tile, for which packing is most of the work, far
+  // more, in blocks of little depth.
   explicit Multiplication(const Product& product)
       : product_(product), threads_(torch::stable::get_num_threads()), panels_(divide_up(product.n, kColumns)) {
     groups_ = divide_up(product.k, 4);
@@ -61,12 +64,14 @@ class Multiplication {
     const bool wide = tiles_ == 1 && product.right.stride == 1;
     depth_ = std::max<int64_t>(1, wide ? std::min(groups_, kWideDepth) : groups_);
     const int64_t units = kUnits * threads_, fit = panel_bytes() / panel_size();
-    const int64_t fair = wide ? panels_ / threads_ : panels_ * tiles_ / units;
-    block_panels_ = std::min(panels_, std::max<int64_t>(64 / kColumns, std::min(fit, fair)));
+    const int64_t busy = wide ? threads_ : divide_up(units, tiles_), own = product.n > 2 * product.m ? threads_ : 1;
+    const int64_t blocks = std::max({busy, own, divide_up(panels_, std::max<int64_t>(1, fit))});
+    block_panels_ = std::min(panels_, std::max<int64_t>(64 / kColumns, divide_up(panels_, blocks)));
     blocks_ = divide_up(panels_, block_panels_);
-    span_tiles_ = divide_up(tiles_, std::min(tiles_, divide_up(units, blocks_)));
+    span_tiles_ = std::max<int64_t>(1, tiles_ * blocks_ / units);
     spans_ = divide_up(tiles_, span_tiles_);
-    is_shared_ = blocks_ > kPrivateBlocks || depth_ < groups_;
+    const bool is_private = blocks_ <= kPrivateBlocks * threads_ || block_panels_ * kColumns >= kPrivateColumns;
+    is_shared_ = !is_private || depth_ < groups_;
   }
 
   void run() const {
