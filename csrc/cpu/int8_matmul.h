@@ -53,9 +53,9 @@ class Multiplication {
 
   // Rows into tiles of nearly equal height and spans of tiles; columns into blocks of panels, which a worker packs for
   // itself and which stay in its L2. A block times a span is a unit of work. Blocks are few, since tiles are packed for
-  // each, but where there are far more columns than rows each worker has one of its own. The rows of a row-major operand
-  // are read a cache line at least at a time, and if there is but one tile, for which packing is most of the work, far
-  // more, in blocks of little depth.
+  // each, but where there are far more columns than rows each worker has one of its own. The rows of a row-major
+  // operand are read a cache line at least at a time, and if there is but one tile, for which packing is most of the
+  // work, far more, in blocks of little depth.
   explicit Multiplication(const Product& product)
       : product_(product), threads_(torch::stable::get_num_threads()), panels_(divide_up(product.n, kColumns)) {
     groups_ = divide_up(product.k, 4);

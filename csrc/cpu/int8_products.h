@@ -92,6 +92,7 @@ class Int8Product {
   int32_t plain_left(int64_t row, Left* to) const { return copy(left, row, to); }
   int32_t plain_right(int64_t column, Left* to) const { return copy(right, column, to); }
 
+  bool is_plain() const { return args_.a_zero_point == nullptr && args_.b_zero_point == nullptr; }
   bool needs_row_sums() const { return args_.b_zero_point != nullptr; }
   bool needs_column_sums(int shift) const { return args_.a_zero_point != nullptr || shift != 0; }
 
@@ -106,11 +107,14 @@ class Int8Product {
     Columns(const Int8Product& product, int64_t column, int shift)
         : first(column), count(std::min<int64_t>(kColumns, product.n - column)), shift(shift) {
       const Int8Matmul& args = product.args_;
-      for (int64_t c = 0; c < count; ++c) {
-        scale[c] = args.b_scale[(first + c) * args.b_step];
-        bias[c] = args.bias == nullptr ? 0.0f : static_cast<const float*>(args.bias)[first + c];
-        zero_point[c] = args.b_zero_point == nullptr ? 0 : args.b_zero_point[(first + c) * args.b_step];
-      }
+      if (args.b_step == 1)
+        std::copy_n(args.b_scale + first, count, scale);
+      else
+        std::fill_n(scale, count, *args.b_scale);
+      if (args.bias != nullptr) std::copy_n(static_cast<const float*>(args.bias) + first, count, bias);
+      if (!product.is_plain())
+        for (int64_t c = 0; c < count; ++c)
+          zero_point[c] = args.b_zero_point == nullptr ? 0 : args.b_zero_point[(first + c) * args.b_step];
       std::fill_n(sum, kColumns, 0);
     }
   };
@@ -152,14 +156,12 @@ class Int8Product {
   template <class Out>
   void finish_as(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums,
                  const int32_t* row_sums) const {
-    const bool is_plain = args_.a_zero_point == nullptr && args_.b_zero_point == nullptr;
     Out* to = static_cast<Out*>(args_.out) + row * n + columns.first;
     if constexpr (!std::is_same_v<Out, int8_t>)
-      if (is_plain && columns.count == kColumns)  // for short sums half of the product's time
-        return plain(row, rows, columns, sums, to, n);
+      if (is_plain() && columns.count == kColumns) return plain(row, rows, columns, sums, to, n);
     for (int64_t r = 0; r < rows; ++r) {
       float y[kColumns];
-      if (is_plain)
+      if (is_plain())
         plain(row + r, 1, columns, sums + r * kColumns, y, kColumns);
       else
         corrected(row + r, columns, sums + r * kColumns, needs_row_sums() ? row_sums[r] : 0, y);
@@ -167,35 +169,12 @@ class Int8Product {
     }
   }
 
-  // What belongs to the columns stays in registers from row to row.
-  template <bool kHasBias, class T>
-  void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
-    constexpr int kVectors = kColumns / kLanes;
-    Lanes scale[kVectors], bias[kVectors];
-    Words shift[kVectors];
-    for (int v = 0; v < kVectors; ++v) {
-      scale[v] = load_lanes(columns.scale + v * kLanes);
-      bias[v] = load_lanes(columns.bias + v * kLanes);
-      Words column_sum;
-      std::memcpy(&column_sum, columns.sum + v * kLanes, sizeof(column_sum));
-      shift[v] = column_sum * static_cast<uint32_t>(columns.shift);
-    }
-    for (int64_t r = row; r < row + rows; ++r, sums += kColumns, to += stride) {
-      const float row_scale = args_.a_scale[r * args_.a_step];
-      for (int v = 0; v < kVectors; ++v) {
-        Words sum;
-        std::memcpy(&sum, sums + v * kLanes, sizeof(sum));
-        Lanes y = as_floats(as<Integers>(sum - shift[v])) * (row_scale * scale[v]);
-        if constexpr (kHasBias) y += bias[v];
-        store_lanes(y, to + v * kLanes);
-      }
-    }
-  }
-
   template <class T>
   void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
-    args_.bias == nullptr ? plain<false>(row, rows, columns, sums, to, stride)
-                          : plain<true>(row, rows, columns, sums, to, stride);
+    const Scales scales{columns.sum, columns.shift, columns.scale, columns.bias, args_.a_scale + row * args_.a_step,
+                        args_.a_step};
+    args_.bias == nullptr ? Tile::template scale_rows<false>(scales, sums, rows, to, stride)
+                          : Tile::template scale_rows<true>(scales, sums, rows, to, stride);
   }
 
   // float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb): an integer below 2^35, which a double holds.
