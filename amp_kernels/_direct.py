@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.nn import Parameter
-from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 from . import _checks, _int8, _loader
 from ._backends import select_on_cpu
@@ -30,9 +29,9 @@ _CPU, _STRIDED, _INT8, _FLOAT, _INT32 = torch.device("cpu"), torch.strided, torc
 
 # By names of this module: with cold caches each look-up in torch's large ones costs a microsecond or two.
 _is_traced_by_dynamo, _has_transforms = torch.compiler.is_dynamo_compiling, torch._C._are_functorch_transforms_active
-_function_modes, _tracing_state = torch._C._len_torch_function_stack, torch._C._get_tracing_state
-_is_profiled, _empty, _empty_strided = torch._C._autograd._profiler_enabled, torch.empty, torch.empty_strided
-_is_grad_enabled = torch.is_grad_enabled
+_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
+_tracing_state, _is_profiled = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
+_empty_strided, _is_grad_enabled = torch.empty_strided, torch.is_grad_enabled
 
 
 def _compiled(name: str) -> Callable[..., Any] | None:
@@ -54,9 +53,9 @@ def is_watched() -> bool:
     trace or the profiler."""
     return (
         _is_traced_by_dynamo()  # first: all that it traces is up to here
-        or is_in_torch_dispatch_mode()
-        or _has_transforms()
+        or _dispatch_modes() > 0
         or _function_modes() > 0
+        or _has_transforms()
         or _tracing_state() is not None
         or _is_profiled()
     )
@@ -125,9 +124,8 @@ def int8_matmul(
 ) -> Tensor | None:
     if _multiply is None or is_watched() or not _are_matrices(a, b) or out_dtype not in DTYPE_CODES:
         return None
-    try:
-        out = _empty(a.shape[0], b.shape[1], dtype=out_dtype)
-    except RuntimeError:  # of nested tensors, which have no shape
+    out = _matrix(a, b, 1, out_dtype)
+    if out is None:
         return None
     return out if _multiply(_TORCH, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out) else None
 
@@ -135,9 +133,8 @@ def int8_matmul(
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
     if _linear is None or is_watched() or not _are_matrices(x, weight) or _keeps_grad(x, scale, bias):
         return None
-    try:
-        out = _empty(x.shape[0], weight.shape[0], dtype=x.dtype)
-    except RuntimeError:  # of nested tensors, which have no shape
+    out = _matrix(x, weight, 0, x.dtype)
+    if out is None:
         return None
     return out if _linear(_TORCH, x, weight, scale, bias, out) else None
 
@@ -213,6 +210,16 @@ def _are_matrices(a: Tensor, b: Tensor) -> bool:
     if not _describes or type(a) not in PLAIN or type(b) not in PLAIN or select_on_cpu() != "cpu":
         return False
     return a.dim() == b.dim() == 2
+
+
+def _matrix(a: Tensor, b: Tensor, column: int, dtype: torch.dtype) -> Tensor | None:
+    """For the product of a and b, whose dimension `column` is that of the result's columns."""
+    try:
+        rows, columns = a.shape[0], b.shape[column]
+    except RuntimeError:  # of nested tensors, which have no shape
+        return None
+    # With cold caches torch.empty takes half as long again.
+    return _empty_strided((rows, columns), (columns, 1), dtype=dtype)
 
 
 def _keeps_grad(*tensors: Tensor | None) -> bool:
