@@ -68,8 +68,7 @@ class Multiplication {
     const int64_t blocks = std::max({busy, own, divide_up(panels_, std::max<int64_t>(1, fit))});
     block_panels_ = std::min(panels_, std::max<int64_t>(64 / kColumns, divide_up(panels_, blocks)));
     blocks_ = divide_up(panels_, block_panels_);
-    span_tiles_ = std::max<int64_t>(1, tiles_ * blocks_ / units);
-    spans_ = divide_up(tiles_, span_tiles_);
+    spans_ = std::min(tiles_, std::max<int64_t>(1, units / blocks_));
     const bool is_private = blocks_ <= kPrivateBlocks * threads_ || block_panels_ * kColumns >= kPrivateColumns;
     is_shared_ = !is_private || depth_ < groups_;
   }
@@ -78,10 +77,10 @@ class Multiplication {
     std::optional<SharedTiles> shared;
     if (is_shared_) shared.emplace(*this);
     const auto make = [&](int64_t i) { return std::make_unique<Worker>(*this, i, shared ? &*shared : nullptr); };
-    const int64_t unit_products = (tile_size() + 1) * span_tiles_ * block_panels_ * kColumns;
+    const int64_t unit_products = (tile_size() + 1) * block_panels_ * kColumns * divide_up(tiles_, spans_);
     in_ranges(blocks_ * spans_, divide_up(kThreadProducts, unit_products), make,
               [&](int64_t begin, int64_t end, Worker& worker) {
-                for (int64_t i = begin; i < end; ++i) worker.run(i / spans_, i % spans_ * span_tiles_);
+                for (int64_t i = begin; i < end; ++i) worker.run(i / spans_, i % spans_);
               });
   }
 
@@ -133,8 +132,8 @@ class Multiplication {
 
     // A block of columns times a span of tiles: there is one packing, or else one tile. Of shared tiles every worker
     // begins with another, lest they wait for each other's packing.
-    void run(int64_t block, int64_t first_tile) {
-      const int64_t count = std::min(of_.span_tiles_, of_.tiles_ - first_tile);
+    void run(int64_t block, int64_t span) {
+      const int64_t first_tile = of_.first_tile(span), count = of_.first_tile(span + 1) - first_tile;
       const int64_t start = shared_ == nullptr ? 0 : index_ * count / of_.threads_;
       const bool is_whole = of_.depth_ >= of_.groups_;
       for (int64_t g = 0; g == 0 || g < of_.groups_; g += of_.depth_) {
@@ -212,6 +211,7 @@ class Multiplication {
   }
 
   int64_t rows(int64_t tile) const { return std::min(tile_rows_, product_.m - tile * tile_rows_); }
+  int64_t first_tile(int64_t span) const { return span * tiles_ / spans_; }
   int64_t panel_size() const { return 4 * depth_ * kColumns; }
   int64_t tile_size() const { return 4 * groups_ * tile_rows_; }
 
@@ -224,8 +224,7 @@ class Multiplication {
   int64_t depth_;         // groups packed at a time
   int64_t block_panels_;  // panels packed at a time
   int64_t blocks_;
-  int64_t span_tiles_;  // that are multiplied with a block at a time
-  int64_t spans_;
+  int64_t spans_;   // of tiles, which are multiplied with a block at a time
   bool is_shared_;  // whether a tile is packed once, for all blocks
 };
 
