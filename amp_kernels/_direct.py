@@ -206,10 +206,10 @@ def _are_plain(*tensors: Tensor | None) -> bool:
 
 
 def _are_matrices(a: Tensor, b: Tensor) -> bool:
-    """The rest of what `_are_plain` looks at is left to C."""
-    if not _describes or type(a) not in PLAIN or type(b) not in PLAIN or select_on_cpu() != "cpu":
+    """Of a CPU that our kernels serve; the rest of what `_are_plain` looks at is left to C."""
+    if not _describes or type(a) not in PLAIN or type(b) not in PLAIN or not (a.is_cpu and b.is_cpu):
         return False
-    return a.dim() == b.dim() == 2
+    return a.dim() == b.dim() == 2 and select_on_cpu() == "cpu"
 
 
 def _matrix(a: Tensor, b: Tensor, column: int, dtype: torch.dtype) -> Tensor | None:
@@ -223,7 +223,7 @@ def _matrix(a: Tensor, b: Tensor, column: int, dtype: torch.dtype) -> Tensor | N
 
 
 def _keeps_grad(*tensors: Tensor | None) -> bool:
-    return _is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    return _is_grad_enabled() and any(getattr(t, "requires_grad", False) for t in tensors)
 
 
 def _are_exact(block_size: object, symmetric: object = True) -> bool:

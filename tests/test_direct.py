@@ -151,6 +151,7 @@ def changed(arguments: tuple[Any, ...], **at: Any) -> tuple[Any, ...]:
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.as_subclass(Subclass))),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=torch.nested.nested_tensor([CODES[0], CODES[1]]))),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.to_sparse())),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.to("meta"))),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_2=SCALE.as_subclass(Subclass))),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_2=torch.complex(SCALE, SCALE).conj().imag)),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_2=torch._efficientzerotensor((6, 1)))),
@@ -175,6 +176,7 @@ def changed(arguments: tuple[Any, ...], **at: Any) -> tuple[Any, ...]:
         lambda: _direct.int8_linear(*changed(LINEAR, at_1=integers(8, 5).t())),
         lambda: _direct.int8_linear(*changed(LINEAR, at_1=integers(5, 7))),
         lambda: _direct.int8_linear(*changed(LINEAR, at_2=torch.ones(4, 1))),
+        lambda: _direct.int8_linear(*changed(LINEAR, at_2=0.5)),
         lambda: _direct.int8_linear(*changed(LINEAR, at_3=torch.ones(5, dtype=F16))),
     ],
 )
@@ -197,6 +199,16 @@ def test_who_watches_is_not_passed_by(watch: Callable[[], Any]) -> None:
     assert all(call() is not None for call in calls)
     with watch():
         assert all(call() is None for call in calls)
+
+
+def test_a_backend_of_other_devices_is_not_asked_about_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse() -> str:
+        raise AssertionError("asked which backend serves a CPU")
+
+    monkeypatch.setattr(_direct, "select_on_cpu", refuse)
+    huge = torch.empty(2**40, 8, dtype=torch.int8, device="meta")  # nor is memory taken for their product
+    assert _direct.int8_matmul(*changed(MATMUL, at_0=huge, at_1=huge.t())) is None
+    assert _direct.int8_linear(torch.empty(2**40, 8, device="meta"), huge, SCALE, None) is None
 
 
 def test_the_profiler_sees_the_operators() -> None:

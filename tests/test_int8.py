@@ -451,6 +451,42 @@ def test_rows_of_a_product_do_not_depend_on_each_other(backend: str, device: tor
     assert torch.equal(amp_kernels.int8_matmul(row, b), product[7:8])
 
 
+@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("with_bias", [False, True])
+def test_products_that_no_number_holds(backend: str, device: torch.device, dtype: torch.dtype, with_bias: bool) -> None:
+    a, b = cases.integers(16, 40, seed=1), cases.integers(64, 40, seed=2).t()
+    scales = torch.full((16, 1), 0.25)
+    scales[3], scales[7], scales[9] = torch.nan, 3e38, 1e3
+    columns, bias = torch.linspace(0.5, 2, 64)[None], testing.randn(64) if with_bias else None
+    sides = (t.to(device) for t in (a, b, scales, columns))
+    left, right, of_rows, of_columns = sides
+    ours = amp_kernels.int8_matmul(
+        Int8Tensor(left, of_rows, dim=(-1,)), Int8Tensor(right, of_columns, dim=(0,)),
+        bias=None if bias is None else bias.to(device), out_dtype=dtype,
+    )  # fmt: skip
+    expected = reference.int8_matmul(a, b, scales, None, columns, None, bias=bias, out_dtype=dtype)
+    assert expected[3].isnan().all() and expected[7].isinf().any()
+    torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [2, 8])
+@pytest.mark.parametrize(("rows", "columns", "inner"), [(30, 600, 20001), (20, 700, 1000), (300, 300, 300)])
+def test_threads_share_what_is_packed(threads: int, rows: int, columns: int, inner: int) -> None:
+    """Tiles that many blocks need, as with 20001, and blocks that one thread takes over from another."""
+    a, b = cases.integers(rows, inner, seed=1), cases.integers(columns, inner, seed=2).t()
+    zero_point = cases.integers(columns, seed=3).to(torch.int32)[None]
+    one = torch.ones(1)
+    expected = a.double() @ (b - zero_point).double()
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        for _ in range(20):
+            ours = amp_kernels.int8_matmul(Int8Tensor(a, one), Int8Tensor(b, torch.ones(1, columns), zero_point))
+            assert torch.equal(ours, expected.float())
+    finally:
+        torch.set_num_threads(before)
+
+
 X = testing.randn(4, 6)
 Q = Int8Tensor(cases.integers(4, 6), torch.ones(4, 1), dim=(-1,))
 B = Int8Tensor(cases.integers(6, 3), torch.ones(1, 3), dim=(0,))

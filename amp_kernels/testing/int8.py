@@ -343,13 +343,17 @@ def _other_cases() -> Iterator[Case]:
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
     ways = {
         "few_rows": [(rows, 37, inner) for rows in (1, 2, 3, 4) for inner in (255, 256, 320, 1000)],
-        "few_columns": [(37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575)],
-        "shared_tiles": [(13, 300, 100), (30, 330, 20001)],
+        "few_columns": [(37, 1, 40), *((37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575))],
     }
-    for (way, shapes), zeros in itertools.product(ways.items(), ((False, False), (True, True))):
+    both = ("contiguous", "transposed")
+    for (way, shapes), zeros in itertools.product(ways.items(), itertools.product((False, True), repeat=2)):
         for sizes in shapes:
-            body = partial(_product, sizes, ("contiguous", "transposed"), True, zeros, torch.float32, False)
-            yield Case("int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{zeros[0]}", body)
+            body = partial(_product, sizes, both, True, zeros, torch.float32, False)
+            yield Case("int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{zeros}", body)
+    for sizes, zeros in itertools.product(((37, 7, 512), (17, 70, 96)), (False, True)):
+        for out_name, out in (*DTYPES.items(), ("int8", torch.int8)):
+            body = partial(_product, sizes, both, True, (zeros, zeros), out, False)
+            yield Case("int8_matmul", out_name, f"epilogue_{'x'.join(map(str, sizes))}_zeros_{zeros}", body)
     yield Case(
         "int8_matmul", "fp32", "largest_sums",
         partial(_product, (3, 5, 131071), ("contiguous", "transposed"), True, (True, True), torch.float32, True),

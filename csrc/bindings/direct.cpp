@@ -52,23 +52,20 @@ T* at(uint64_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Whether a tensor is of one of the two types that hold no more than it, and not to be read with the other sign.
-bool is_plain(PyObject* object, PyObject* tensor_type, PyObject* parameter_type) {
+// Whether a tensor's memory is to be read with the other sign.
+bool is_negated(PyObject* tensor) {
   static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  const auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-  if (type != tensor_type && type != parameter_type) return false;
-  PyObject* is_neg = PyObject_CallMethodObjArgs(object, name, nullptr);
-  if (is_neg == nullptr) PyErr_Clear();
-  Py_XDECREF(is_neg);
-  return is_neg == Py_False;
+  PyObject* result = name == nullptr ? nullptr : PyObject_CallMethodObjArgs(tensor, name, nullptr);
+  if (result == nullptr) PyErr_Clear();
+  Py_XDECREF(result);
+  return result != Py_False;
 }
 
 // A tensor of a CPU, or None.
 class Operand {
  public:
-  // False if it is neither, or has no memory: there are zeros that are only promised.
+  // False if it is of another device or layout, or has no memory: there are zeros that are only promised.
   bool describe(const ExchangeApi* api, PyObject* object) {
-    if (object == Py_None) return true;
     constexpr int32_t kCpu = 1;
     if (api->describe(object, &tensor_) != 0) {
       PyErr_Clear();
@@ -133,8 +130,10 @@ bool describe(PyObject* const* arguments, Operand (&operands)[kOperands]) {
   }
   for (size_t i = 0; i < kOperands; ++i) {
     PyObject* object = arguments[1 + i];
-    if (!operands[i].describe(api, object)) return false;
-    if (object != Py_None && !is_plain(object, tensor_type, parameter_type)) return false;
+    if (object == Py_None) continue;
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    if (type != tensor_type && type != parameter_type) return false;
+    if (!operands[i].describe(api, object) || is_negated(object)) return false;
   }
   return true;
 }

@@ -1,4 +1,4 @@
-// Scratch memory of the CPU kernels.
+// Sizes, and scratch memory, of the CPU kernels.
 #pragma once
 
 #include <cstdint>

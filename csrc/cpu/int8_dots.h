@@ -1,5 +1,5 @@
-// Products with int8 codes in which one side has few vectors of k: these are prepared, and every vector of the other
-// side, which is contiguous, is read once, where it lies, and multiplied with all of them.
+// Products with int8 codes in which one side has few vectors of k: these are prepared, and the vectors of the other
+// side, which are contiguous, are read where they lie.
 #pragma once
 
 #include <algorithm>

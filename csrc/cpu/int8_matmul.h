@@ -32,9 +32,10 @@ inline int64_t panel_bytes() {
   return 1 << 18;
 }
 
-// A worker packs tiles of the left operand for itself, anew for every block, unless there are more blocks than so many
-// for each thread, and narrower ones: multiplied by 256 columns a tile takes thirty times as long as to pack. To share
-// them cost a product of 256^3 10 of its 60 us, and 40 where the cores share no L3.
+// A worker packs tiles of the left operand for itself, anew for every block: to share them cost a product of 256^3 10
+// of its 60 us, and 40 where the cores share no L3. Not if there are more blocks than so many, and narrower ones:
+// multiplied by 256 columns a tile takes thirty times as long as to pack. Nor if its columns are packed in several
+// turns.
 constexpr int64_t kPrivateBlocks = 4, kPrivateColumns = 256;
 
 // A packed tile of the left operand, and where finish needs them the sums of its rows.
@@ -69,8 +70,8 @@ class Multiplication {
     block_panels_ = std::min(panels_, std::max<int64_t>(64 / kColumns, divide_up(panels_, blocks)));
     blocks_ = divide_up(panels_, block_panels_);
     spans_ = std::min(tiles_, std::max<int64_t>(1, units / blocks_));
-    const bool is_private = blocks_ <= kPrivateBlocks * threads_ || block_panels_ * kColumns >= kPrivateColumns;
-    is_shared_ = !is_private || depth_ < groups_;
+    const bool is_packed_often = tiles_ > 1 && blocks_ > kPrivateBlocks && block_panels_ * kColumns < kPrivateColumns;
+    is_shared_ = is_packed_often || depth_ < groups_;
   }
 
   void run() const {
@@ -166,7 +167,8 @@ class Multiplication {
 
     PackedTile<Tile> private_tile(int64_t t) {
       const PackedTile<Tile> tile{left_ + 0, row_sums_};
-      of_.pack_left(t, tile);
+      if (t != tile_) of_.pack_left(t, tile);
+      tile_ = t;
       return tile;
     }
 
@@ -189,7 +191,7 @@ class Multiplication {
     const Buffer<Sum> sums_;  // of one tile, or if that takes several packings of one for each panel
     int32_t row_sums_[Tile::kRows];
     std::vector<typename Product::Columns> columns_;
-    int64_t block_ = -1;
+    int64_t block_ = -1, tile_ = -1;  // what is packed
   };
 
   void pack_left(int64_t t, const PackedTile<Tile>& to) const {

@@ -10,7 +10,7 @@
 #pragma once
 
 #include <algorithm>
-#include <cstring>
+#include <type_traits>
 #include <utility>
 
 #include "../formulas/int8.h"

@@ -6,8 +6,9 @@
 //   sums:  [rows][kColumns], written if `first`, else added to
 //   ahead: bytes from what is read of `left` to what is asked for meanwhile, the next tile
 //
-// Few rows are multiplied without packing, by `dot`: `left` are rows of `k` elements, left_stride apart, k a multiple
-// of kDotDepth; `right` is one column, whose codes are taken plus kDotShift; the sums are sum_stride apart.
+// Few vectors of k, rows of the left operand or columns of the right one, are multiplied without packing, by `dot`:
+// `left` are vectors of `k` elements, left_stride apart, k a multiple of kDotDepth; `right` is one of the other
+// operand, whose codes are taken plus kDotShift; the sums are sum_stride apart.
 //
 // kDepth limits the groups of one call: the partial sums of fp32 are added in blocks for the sake of their rounding.
 #pragma once
@@ -44,7 +45,7 @@ struct Scales {
   const int32_t* column_sums;
   int32_t shift;
   const float* column;
-  const float* bias;  // nullptr: none
+  const float* bias;  // read if there is one
   const float* row;
   int64_t row_step;
 };
@@ -134,7 +135,7 @@ struct PortableTile : Scaler<16> {
 #if defined(__x86_64__)
 
 // vpdpbusd multiplies unsigned by signed bytes, hence the shifts: sums are too large by 128 times the column's sum of
-// `right`, modulo 2^32, or those of `dot`, which waits for its loads, by 128 times the row's sum of `left`.
+// `right`, modulo 2^32, or those of `dot`, which waits for its loads, by 128 times the vector's of `left`.
 struct VnniTile {
   using Left = int8_t;
   using Sum = int32_t;
