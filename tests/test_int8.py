@@ -469,6 +469,20 @@ def test_products_that_no_number_holds(backend: str, device: torch.device, dtype
     torch.testing.assert_close(ours.cpu(), expected, rtol=0, atol=0, equal_nan=True)
 
 
+@pytest.mark.parametrize("inner", [33025, 33026])
+@pytest.mark.parametrize(("of_a", "of_b"), [(127, 127), (127, -128), (1000, 127), (-100_000, 1000)])
+def test_sums_about_32_bits(backend: str, device: torch.device, inner: int, of_a: int, of_b: int) -> None:
+    """255^2 * 33025 is the last below 2^31; a zero point that no quantization makes counts too."""
+    codes = torch.full((6, inner), -128, dtype=torch.int8, device=device)
+    one = torch.ones(1, device=device)
+    sides = (
+        Int8Tensor(values, one, torch.tensor([zero_point], dtype=torch.int32, device=device))
+        for values, zero_point in ((codes, of_a), (codes[:5].t(), of_b))
+    )
+    exact = torch.tensor(inner * (-128 - of_a) * (-128 - of_b)).float()
+    assert (amp_kernels.int8_matmul(*sides).cpu() == exact).all()
+
+
 @pytest.mark.parametrize("threads", [2, 8])
 @pytest.mark.parametrize(("rows", "columns", "inner"), [(30, 600, 20001), (20, 700, 1000), (300, 300, 300)])
 def test_threads_share_what_is_packed(threads: int, rows: int, columns: int, inner: int) -> None:

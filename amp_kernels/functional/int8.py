@@ -180,8 +180,8 @@ def int8_matmul(
         TypeError, ValueError: shapes or dtypes do not fit, or K is over 131071, beyond which int32 may overflow.
     """
     # First of all: the checks below take a tenth of a product of 64^3.
-    is_plain = type(a) is type(b) is Int8Tensor and a.block_size is b.block_size is out_scale is out_zero_point is None
-    if is_plain:
+    is_plain = type(a) is type(b) is Int8Tensor and a.block_size is None and b.block_size is None
+    if is_plain and out_scale is None and out_zero_point is None:
         product = _direct.int8_matmul(a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype)
         if product is not None:
             return product

@@ -68,7 +68,10 @@ class Int8Product {
         k(args.k),
         left{args.a, args.a_strides[1], args.a_strides[0], static_cast<int8_t>(Tile::kShift)},
         right{args.b, args.b_strides[0], args.b_strides[1], 0},
-        args_(args) {}
+        args_(args),
+        has_zero_points_(args.a_zero_point != nullptr || args.b_zero_point != nullptr),
+        is_narrow_(k <= kNarrowK && are_codes(args.a_zero_point, args.a_step == 0 ? 1 : m) &&
+                   are_codes(args.b_zero_point, args.b_step == 0 ? 1 : n)) {}
 
   const int64_t m, n, k;
   const Bytes left, right;
@@ -92,7 +95,6 @@ class Int8Product {
   int32_t plain_left(int64_t row, Left* to) const { return copy(left, row, to); }
   int32_t plain_right(int64_t column, Left* to) const { return copy(right, column, to); }
 
-  bool is_plain() const { return args_.a_zero_point == nullptr && args_.b_zero_point == nullptr; }
   bool needs_row_sums() const { return args_.b_zero_point != nullptr; }
   bool needs_column_sums(int shift) const { return args_.a_zero_point != nullptr || shift != 0; }
 
@@ -101,7 +103,7 @@ class Int8Product {
     int shift;
     float scale[kColumns];
     float bias[kColumns];
-    double zero_point[kColumns];
+    int32_t zero_point[kColumns];
     int32_t sum[kColumns];  // of the codes
 
     Columns(const Int8Product& product, int64_t column, int shift)
@@ -112,10 +114,11 @@ class Int8Product {
       else
         std::fill_n(scale, count, *args.b_scale);
       if (args.bias != nullptr) std::copy_n(static_cast<const float*>(args.bias) + first, count, bias);
-      if (!product.is_plain())
-        for (int64_t c = 0; c < count; ++c)
-          zero_point[c] = args.b_zero_point == nullptr ? 0 : args.b_zero_point[(first + c) * args.b_step];
       std::fill_n(sum, kColumns, 0);
+      if (!product.has_zero_points_) return;
+      std::fill_n(zero_point, kColumns, 0);
+      if (args.b_zero_point == nullptr) return;
+      for (int64_t c = 0; c < count; ++c) zero_point[c] = args.b_zero_point[(first + c) * args.b_step];
     }
   };
 
@@ -127,6 +130,18 @@ class Int8Product {
   }
 
  private:
+  // Up to which the sum of products of differences of codes is below 2^31: 255^2 * 33025.
+  static constexpr int64_t kNarrowK = 33025;
+  static constexpr int64_t kRowsAtOnce = 4;
+
+  // Whether zero points, if there are any, are codes, as quantize_int8 makes them.
+  static bool are_codes(const int32_t* zero_point, int64_t count) {
+    uint32_t beyond = 0;
+    for (int64_t i = 0; zero_point != nullptr && i < count; ++i)
+      beyond |= (static_cast<uint32_t>(zero_point[i]) + 128u) >> 8;
+    return beyond == 0;
+  }
+
   // Contiguous codes, as those of a Linear's weight, in vectors: with one loop for both, copying 16 of 4096 took half
   // of their product with 127.
   int32_t copy(const Bytes& from, int64_t j, Left* to) const {
@@ -158,15 +173,36 @@ class Int8Product {
                  const int32_t* row_sums) const {
     Out* to = static_cast<Out*>(args_.out) + row * n + columns.first;
     if constexpr (!std::is_same_v<Out, int8_t>)
-      if (is_plain() && columns.count == kColumns) return plain(row, rows, columns, sums, to, n);
-    for (int64_t r = 0; r < rows; ++r) {
-      float y[kColumns];
-      if (is_plain())
-        plain(row + r, 1, columns, sums + r * kColumns, y, kColumns);
-      else
-        corrected(row + r, columns, sums + r * kColumns, needs_row_sums() ? row_sums[r] : 0, y);
-      write(y, to + r * n, columns.count);
+      if (!has_zero_points_ && columns.count == kColumns) return plain(row, rows, columns, sums, to, n);
+    for (int64_t begin = 0; begin < rows; begin += kRowsAtOnce) {
+      const int64_t count = std::min(kRowsAtOnce, rows - begin);
+      float y[kRowsAtOnce * kColumns];
+      finish_rows(row + begin, count, columns, sums + begin * kColumns, needs_row_sums() ? row_sums + begin : nullptr,
+                  y);
+      for (int64_t r = 0; r < count; ++r) write(y + r * kColumns, to + (begin + r) * n, columns.count);
     }
+  }
+
+  void finish_rows(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, const int32_t* row_sums,
+                   float* y) const {
+    if (!has_zero_points_) return plain(row, rows, columns, sums, y, kColumns);
+    for (int64_t r = 0; !is_narrow_ && r < rows; ++r)
+      corrected(row + r, columns, sums + r * kColumns, row_sums == nullptr ? 0 : row_sums[r], y + r * kColumns);
+    if (!is_narrow_) return;
+    int32_t exact[kRowsAtOnce * kColumns];
+    for (int64_t r = 0; r < rows; ++r) subtract_zero_points(row + r, columns, sums, row_sums, r, exact);
+    plain(row, rows, columns, exact, y, kColumns);
+  }
+
+  // As corrected(), of row r of `sums`, modulo 2^32: an eighth of the time of doubles.
+  void subtract_zero_points(int64_t row, const Columns& columns, const int32_t* sums, const int32_t* row_sums,
+                            int64_t r, int32_t* exact) const {
+    const uint32_t zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[row * args_.a_step];
+    const uint32_t rest = (row_sums == nullptr ? 0 : row_sums[r]) - static_cast<uint32_t>(k) * zero_point;
+    for (int c = 0; c < kColumns; ++c)
+      exact[r * kColumns + c] =
+          static_cast<int32_t>(static_cast<uint32_t>(sums[r * kColumns + c]) - zero_point * columns.sum[c] -
+                               rest * static_cast<uint32_t>(columns.zero_point[c]));
   }
 
   template <class T>
@@ -200,6 +236,8 @@ class Int8Product {
   }
 
   const Int8Matmul args_;
+  const bool has_zero_points_;
+  const bool is_narrow_;  // whether results without their scales have 32 bits
 };
 
 // ------------------------------------------------------------------------------------------------ float x int8
