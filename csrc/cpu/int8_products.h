@@ -10,6 +10,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstring>
 #include <type_traits>
 #include <utility>
 
@@ -194,15 +195,20 @@ class Int8Product {
     plain(row, rows, columns, exact, y, kColumns);
   }
 
-  // As corrected(), of row r of `sums`, modulo 2^32: an eighth of the time of doubles.
+  // As corrected(), of row r of `sums`, modulo 2^32: in doubles 127 x 16 by 16 x 4096 took half as long again.
   void subtract_zero_points(int64_t row, const Columns& columns, const int32_t* sums, const int32_t* row_sums,
                             int64_t r, int32_t* exact) const {
     const uint32_t zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[row * args_.a_step];
     const uint32_t rest = (row_sums == nullptr ? 0 : row_sums[r]) - static_cast<uint32_t>(k) * zero_point;
-    for (int c = 0; c < kColumns; ++c)
-      exact[r * kColumns + c] =
-          static_cast<int32_t>(static_cast<uint32_t>(sums[r * kColumns + c]) - zero_point * columns.sum[c] -
-                               rest * static_cast<uint32_t>(columns.zero_point[c]));
+    for (int c = 0; c < kColumns; c += kLanes) {
+      const auto words = [c](const int32_t* from) {
+        Words lanes;
+        std::memcpy(&lanes, from + c, sizeof(lanes));
+        return lanes;
+      };
+      const Words sum = words(sums + r * kColumns) - zero_point * words(columns.sum) - rest * words(columns.zero_point);
+      std::memcpy(exact + r * kColumns + c, &sum, sizeof(sum));
+    }
   }
 
   template <class T>
