@@ -153,7 +153,8 @@ def changed(arguments: tuple[Any, ...], **at: Any) -> tuple[Any, ...]:
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.to_sparse())),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.to("meta"))),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_2=SCALE.as_subclass(Subclass))),
-        lambda: _direct.int8_matmul(*changed(MATMUL, at_2=torch.complex(SCALE, SCALE).conj().imag)),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_0=torch._neg_view(CODES))),
+        lambda: _direct.int8_matmul(*changed(MATMUL, at_2=torch._neg_view(SCALE))),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_2=torch._efficientzerotensor((6, 1)))),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_2=0.5)),
         lambda: _direct.int8_matmul(*changed(MATMUL, at_0=CODES.int())),
@@ -177,6 +178,7 @@ def changed(arguments: tuple[Any, ...], **at: Any) -> tuple[Any, ...]:
         lambda: _direct.int8_linear(*changed(LINEAR, at_1=integers(5, 7))),
         lambda: _direct.int8_linear(*changed(LINEAR, at_2=torch.ones(4, 1))),
         lambda: _direct.int8_linear(*changed(LINEAR, at_2=0.5)),
+        lambda: _direct.int8_linear(*changed(LINEAR, at_0=torch._neg_view(X))),
         lambda: _direct.int8_linear(*changed(LINEAR, at_3=torch.ones(5, dtype=F16))),
     ],
 )
