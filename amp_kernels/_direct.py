@@ -18,13 +18,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.nn import Parameter
 
 from . import _checks, _int8, _loader
-from ._backends import select_on_cpu
+from ._backends import PLAIN, select_on_cpu
 from ._table import DTYPE_CODES
 
-PLAIN = (Tensor, Parameter)
 _CPU, _STRIDED, _INT8, _FLOAT, _INT32 = torch.device("cpu"), torch.strided, torch.int8, torch.float32, torch.int32
 
 # By names of this module: with cold caches each look-up in torch's large ones costs a microsecond or two.

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _checks, _direct, _int8, _matmul, reference
-from ._backends import kernels, library, select
+from ._backends import PLAIN, kernels, library, select
 from ._lists import run_gradient_pass, run_plain_gradient_pass, run_update
 
 SCHEMAS = {
@@ -51,7 +51,7 @@ def _is_watched(tensors: Iterable[object]) -> bool:
     keeps_grad = torch.is_grad_enabled()
     return not all(
         isinstance(tensor, Tensor)
-        and type(tensor) in _direct.PLAIN
+        and type(tensor) in PLAIN
         and (tensor.is_cpu or tensor.is_cuda)
         and not (tensor.is_neg() or tensor._is_zerotensor() or (keeps_grad and tensor.requires_grad))
         for tensor in tensors
@@ -550,13 +550,12 @@ def _unless_watched(op: Callable[..., Any], kernel: Callable[..., Any], *signatu
 
 
 # The dispatcher, and of quantize_int8 autograd, take 20 us of a call, and several times that with cold caches.
-_PLAIN = _direct.PLAIN
-_MAYBE = (*_PLAIN, NoneType)
+_MAYBE = (*PLAIN, NoneType)
 quantize_int8 = _unless_watched(
-    OPS.quantize_int8, _quantize_int8, _PLAIN, _MAYBE, _MAYBE, (list, NoneType), (int, NoneType), (bool,),
+    OPS.quantize_int8, _quantize_int8, PLAIN, _MAYBE, _MAYBE, (list, NoneType), (int, NoneType), (bool,),
     (int, NoneType), (bool,),
 )  # fmt: skip
 dequantize_int8 = _unless_watched(
-    OPS.dequantize_int8, _dequantize_int8, _PLAIN, _PLAIN, _MAYBE, (int, NoneType), (torch.dtype,)
+    OPS.dequantize_int8, _dequantize_int8, PLAIN, PLAIN, _MAYBE, (int, NoneType), (torch.dtype,)
 )
-int8_linear = _unless_watched(OPS.int8_linear, _int8_linear, _PLAIN, _PLAIN, _PLAIN, _MAYBE)
+int8_linear = _unless_watched(OPS.int8_linear, _int8_linear, PLAIN, PLAIN, PLAIN, _MAYBE)

@@ -11,6 +11,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import _checks, _matmul
+from .._matmul import is_torchs
 from .._ops import OPS as _ops
 from ..reference.matmul import activate
 
@@ -34,7 +35,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
-    if (out_dtype is None or out_dtype is a.dtype) and _matmul.is_torchs(a):
+    if (out_dtype is None or out_dtype is a.dtype) and is_torchs(a):
         try:
             return _torch_matmul(a, b)
         except RuntimeError:
@@ -98,7 +99,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit, or `activation` is none of these.
     """
-    if _matmul.is_torchs(x):
+    if is_torchs(x):
         try:
             result = _torch_linear(x, weight, bias) if activation is None else _activated(x, weight, bias, activation)
         except RuntimeError:
