@@ -28,7 +28,7 @@ _UPDATE_TABLE = (
 KERNEL_SCHEMAS = {
     "_unscale_table_": "(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, "
     "bool clear, Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()",
-    # Of the CPU's only, see _lists.run_plain_gradient_pass.
+    # Of compiled kernels only, see _lists.run_plain_gradient_pass.
     "_gradient_pass_": "(Tensor(a!)[] grads, Tensor? scale, bool write, Tensor(b!) found_inf, Tensor(c!) norm) -> bool",
     # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
     "_send_": "(Tensor host, Tensor(a!) to) -> ()",
@@ -119,7 +119,7 @@ def _reason(backend: str, device_type: str) -> str | None:
         return _why_not_triton(device_type)
     if backend != device_type:
         return f"it serves {backend.upper()} tensors only"
-    return _why_not_compiled(backend.upper())
+    return _why_not_compiled(backend.upper()) or (_why_not_on_this_gpu() if backend == "cuda" else None)
 
 
 def is_forced() -> bool:
@@ -170,6 +170,19 @@ def _why_not_compiled(key: str) -> str | None:
     if torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_kernels::{next(iter(KERNEL_SCHEMAS))}", key):
         return None
     return _loader.load_error() or _loader.build_note() or f"amp_kernels._C was built without {key}"
+
+
+@functools.cache
+def _why_not_on_this_gpu() -> str | None:
+    """Of the current GPU; where there is none, tensors cannot be on it either."""
+    ask = getattr(importlib.import_module("amp_kernels._C"), "why_no_kernel", None)
+    error = ask() if ask and torch.cuda.is_available() else ""
+    if not error:
+        return None
+    return (
+        f"amp_kernels._C cannot run on {torch.cuda.get_device_name()} ({error}); build it where that GPU is, or with "
+        "its compute capability in TORCH_CUDA_ARCH_LIST"
+    )
 
 
 HAS_CPU = _why_not_compiled("CPU") is None

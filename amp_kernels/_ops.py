@@ -89,7 +89,7 @@ def _gradient_pass(op: str, grads: list[Tensor], inv_scale: Tensor | None, found
     """Returns the norm, which nobody asks for after unscaling."""
     backend = select(grads[0].device)
     ops = kernels(backend)
-    if ops is not None and backend == "cpu":
+    if ops is not None and backend in ("cpu", "cuda"):
         _checks.check_pass_scalars(op, grads, inv_scale, found_inf)
         norm = run_plain_gradient_pass(ops, grads, inv_scale, found_inf, write=write)
         if norm is not None:

@@ -2,6 +2,9 @@
 // itself holds what takes Python objects.
 #include "bindings/direct.h"
 #include "bindings/observe.h"
+#ifdef USE_CUDA
+#include "bindings/cuda.h"
+#endif
 
 namespace {
 
@@ -14,10 +17,15 @@ PyMethodDef fast_call(const char* name, F* function) {
 
 PyMODINIT_FUNC PyInit__C(void) {
   using namespace amp_kernels;
-  static PyMethodDef methods[] = {
-      {"observe", observe, METH_VARARGS, nullptr},   fast_call("quantize_int8", quantize_int8),
-      fast_call("dequantize_int8", dequantize_int8), fast_call("int8_matmul", int8_matmul),
-      fast_call("int8_linear", int8_linear),         {}};
+  static PyMethodDef methods[] = {{"observe", observe, METH_VARARGS, nullptr},
+                                  fast_call("quantize_int8", quantize_int8),
+                                  fast_call("dequantize_int8", dequantize_int8),
+                                  fast_call("int8_matmul", int8_matmul),
+                                  fast_call("int8_linear", int8_linear),
+#ifdef USE_CUDA
+                                  {"why_no_kernel", cuda::why_no_kernel, METH_NOARGS, nullptr},
+#endif
+                                  {}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};
   return PyModule_Create(&module);
 }

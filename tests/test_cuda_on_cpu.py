@@ -138,6 +138,24 @@ def test_gradient_pass_over_mixed_dtypes_and_skipped_tensors(order: str) -> None
     Pass(grads, scale=0.125, write=True).run(order).check_values()
 
 
+@orders
+@pytest.mark.parametrize("magnitude", [0.0, 1e-40, 1e-30, 1e-13, 1e19, 1e37])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradient_pass_over_squares_that_fp32_does_not_hold(dtype: torch.dtype, magnitude: float, order: str) -> None:
+    grads = [(randn(size, size).double() * magnitude).to(dtype) for size in SIZES]
+    mixed = torch.cat([torch.ones(9).to(dtype), grads[-1], torch.zeros(CHUNK).to(dtype)])
+    Pass([*grads, mixed], scale=0.5, write=True).run(order).check_values()
+
+
+@pytest.mark.parametrize("n", [0, 1, 500, 501, 4000, 4001, 4500, 4501, 12345])
+def test_send(n: int) -> None:
+    arena = Arena(Arena.NAN)
+    values, to = arena.place(torch.arange(n)), arena.place(torch.full((n,), -1))
+    backend._send_(values, to)
+    arena.check()
+    assert torch.equal(to, values)
+
+
 @pytest.mark.parametrize("grads", [[], [torch.zeros(0)], [None]], ids=["no-tensor", "no-element", "all-skipped"])
 @pytest.mark.parametrize("clear", [False, True], ids=["keep", "clear"])
 def test_gradient_pass_over_nothing(grads: list[Tensor | None], clear: bool) -> None:

@@ -5,6 +5,7 @@
 #include "../formulas/rmsprop.h"
 #include "../formulas/sgd.h"
 #include "arguments.h"
+#include "gradient_table.h"
 
 namespace amp_kernels::cpu {
 namespace {
@@ -34,28 +35,16 @@ void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optiona
   run_pass(make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record));
 }
 
-// The gradient pass over a list, without a table made in Python, which takes 2 us a tensor; false, with nothing done,
-// if a tensor is not contiguous or none that kernels read.
+// The gradient pass over a list; false, with nothing done, if there is no table of it.
 bool gradient_pass(std::vector<Tensor> grads, std::optional<Tensor> scale, bool write, Tensor found_inf, Tensor norm) {
   constexpr int64_t kChunk = 1 << 16;
-  const auto count = static_cast<int64_t>(grads.size());
-  std::vector<int64_t> table(3 * count);
-  std::vector<int32_t> chunks;
-  chunks.reserve(2 * count);
-  for (int64_t t = 0; t < count; ++t) {
-    const int64_t kind = kind_of(grads[t]), numel = grads[t].numel();
-    if (kind < 0 || kind % 2 == 0 || !grads[t].is_cpu()) return false;
-    table[kNumel * count + t] = numel;
-    table[kGrad * count + t] = reinterpret_cast<int64_t>(grads[t].data_ptr());
-    table[kGradDtype * count + t] = kind / 2;
-    for (int64_t c = 0; c * kChunk < numel; ++c) {
-      chunks.push_back(static_cast<int32_t>(t));
-      chunks.push_back(static_cast<int32_t>(c));
-    }
-  }
-  std::vector<double> partials(chunks.size() / 2);
+  if (!grads[0].is_cpu()) return false;
+  const std::optional<GradientTable> made = gradient_table(grads, kChunk);
+  if (!made) return false;
+  std::vector<double> partials(made->chunk_count());
   Record record{};
-  const GradientPass pass{{table.data(), count, chunks.data(), static_cast<int64_t>(partials.size()), kChunk},
+  const auto count = static_cast<int64_t>(grads.size());
+  const GradientPass pass{{made->rows.data(), count, made->chunks.data(), made->chunk_count(), kChunk},
                           data<float>(scale),
                           /*divide=*/false,
                           write,

@@ -1,5 +1,11 @@
 // The table ops on CUDA tensors: device guard, current stream, launch.
+#include "cuda.h"
+
+#include <algorithm>
+#include <cstring>
+
 #include "cuda_device.h"
+#include "gradient_table.h"
 
 namespace amp_kernels::cuda {
 namespace {
@@ -9,6 +15,38 @@ void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optiona
   const Guard guard(table.get_device_index());
   launch_unscale(make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record),
                  current_stream(table));
+}
+
+// The gradient pass over a list; false, with nothing done, if there is no table of it.
+bool gradient_pass(std::vector<Tensor> grads, std::optional<Tensor> scale, bool write, Tensor found_inf, Tensor norm) {
+  int64_t elements = 0;
+  for (const Tensor& grad : grads) elements += grad.numel();
+  const int64_t chunk_size = elements < 1 << 27 ? 1 << 14 : 1 << 16;  // as in _table.cut
+  const std::optional<GradientTable> made = gradient_table(grads, chunk_size);
+  if (!made || !grads[0].is_cuda()) return false;
+  constexpr int64_t kWord = sizeof(int64_t);
+  const auto count = static_cast<int64_t>(grads.size());
+  const int64_t chunks_at = made->rows.size(), record_at = chunks_at + made->chunk_count();
+  std::vector<int64_t> words(record_at + sizeof(Record) / kWord);  // what is sent; the record begins with zeros
+  std::copy(made->rows.begin(), made->rows.end(), words.begin());
+  if (!made->chunks.empty()) std::memcpy(&words[chunks_at], made->chunks.data(), made->chunk_count() * kWord);
+  const Guard guard(grads[0].get_device_index());
+  const Stream stream = current_stream(grads[0]);
+  const Tensor memory = workspace_beside(grads[0], (words.size() + made->chunk_count()) * kWord);
+  auto* const at = data<int64_t>(memory);
+  launch_send(words.data(), at, words.size(), stream);
+  const auto* const chunks = reinterpret_cast<const int32_t*>(at + chunks_at);
+  launch_unscale({{at, count, chunks, made->chunk_count(), chunk_size},
+                  data<float>(scale),
+                  /*divide=*/false,
+                  write,
+                  /*clear=*/false,
+                  reinterpret_cast<double*>(at + words.size()),
+                  data<float>(found_inf),
+                  data<float>(norm),
+                  reinterpret_cast<Record*>(at + record_at)},
+                 stream);
+  return true;
 }
 
 template <void (*kLaunch)(const Update&, Stream)>
@@ -28,8 +66,11 @@ void send(Tensor host, Tensor to) {
 
 }  // namespace
 
+PyObject* why_no_kernel(PyObject*, PyObject*) { return PyUnicode_FromString(why_no_kernel().c_str()); }
+
 STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) {
   m.impl("_unscale_table_", TORCH_BOX(&unscale_table));
+  m.impl("_gradient_pass_", TORCH_BOX(&gradient_pass));
   m.impl("_send_", TORCH_BOX(&send));
   m.impl("_sgd_table_", TORCH_BOX(&update_table<launch_sgd>));
   m.impl("_rmsprop_table_", TORCH_BOX(&update_table<launch_rmsprop>));

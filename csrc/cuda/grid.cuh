@@ -1,6 +1,8 @@
 // The launch shape that all kernels share.
 #pragma once
 
+#include <algorithm>
+
 #include "kernels.h"
 #include "portable.h"
 
@@ -8,11 +10,13 @@ namespace amp_kernels::cuda {
 
 constexpr int kThreads = 256;
 constexpr int kBlocksPerMultiprocessor = 8;  // 2048 threads fill a multiprocessor of sm_80 and sm_90
-
-// Blocks walk the chunks with a stride, so that the grid does not grow with the model.
-inline unsigned grid_size(const Table& table) {
-  const int64_t most = static_cast<int64_t>(multiprocessor_count()) * kBlocksPerMultiprocessor;
-  return static_cast<unsigned>(table.chunk_count < most ? table.chunk_count : most);
+// Blocks walk the chunks of a table with a stride, as many as run at a time: more would be a second wave, of which a
+// part of the multiprocessors has nothing to do.
+template <class Kernel, class Pass>
+void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, Stream stream) {
+  const int64_t most = static_cast<int64_t>(multiprocessor_count()) * resident_blocks(kernel, kThreads, shared_bytes);
+  const int64_t grid = std::max<int64_t>(1, std::min(pass.table.chunk_count, most));
+  launch(kernel, static_cast<unsigned>(grid), kThreads, shared_bytes, stream, pass);
 }
 
 // The grid of a launch: beyond what CUDA takes, an error instead of a part of the work.

@@ -1,6 +1,8 @@
 // What the CUDA sources offer to the bindings, which a host compiler builds: no device code here.
 #pragma once
 
+#include <string>
+
 #include "../int8.h"
 #include "../matmul.h"
 #include "../table.h"
@@ -17,6 +19,7 @@ void launch_unscale(const GradientPass& pass, Stream stream);
 void launch_sgd(const Update& update, Stream stream);
 void launch_rmsprop(const Update& update, Stream stream);
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
+std::string why_no_kernel();  // on the current device, for which the binary may hold none; "" if there are
 
 int64_t quantize_workspace(const Quantize& quantize);  // bytes, aligned to 16, that launch_quantize takes
 void launch_quantize(const Quantize& quantize, void* workspace, Stream stream);

@@ -297,6 +297,11 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 inline int multiprocessor_count() { return emulator::kMultiprocessors; }
 inline int compute_capability() { return emulator::compute_capability; }
 
+template <class Kernel>
+int resident_blocks(Kernel*, unsigned, size_t) {
+  return emulator::kResidentBlocks;
+}
+
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
             Arguments... arguments) {
@@ -322,6 +327,14 @@ inline int multiprocessor_count() { return device_attribute(cudaDevAttrMultiProc
 // 75 to 120, as in sm_75.
 inline int compute_capability() {
   return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
+}
+
+// How many blocks of a kernel a multiprocessor holds at a time.
+template <class Kernel>
+int resident_blocks(Kernel* kernel, unsigned block, size_t shared_bytes) {
+  int blocks = 0;
+  check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&blocks, kernel, static_cast<int>(block), shared_bytes));
+  return blocks;
 }
 
 template <class... Parameters, class... Arguments>

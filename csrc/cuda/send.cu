@@ -1,33 +1,53 @@
 // Small tables to the device as kernel arguments: unlike a copy from pinned memory there is nothing to keep
 // alive, and a captured launch carries its values.
+#include <algorithm>
+#include <string>
+
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-#if CUDART_VERSION >= 12010
-constexpr int kValues = 4000;  // of the 32764 bytes that a kernel takes since CUDA 12.1
-#else
-constexpr int kValues = 500;  // of 4096
-#endif
+// A small launch for the addresses of a step, since all of the parameters are copied, and what a large one may take:
+// 32764 bytes, of 4096 before CUDA 12.1. Drivers of CUDA 12.0 (525) run what CUDA 12 built, but not with that.
+constexpr int kFew = 500, kMany = CUDART_VERSION >= 13000 ? 4000 : kFew;
 
+template <int kValues>
 struct Values {
   int64_t data[kValues];
 };
 
-__global__ void __launch_bounds__(kThreads) send_kernel(const __grid_constant__ Values values, int64_t* to, int n) {
+template <int kValues>
+__global__ void __launch_bounds__(kThreads)
+    send_kernel(const __grid_constant__ Values<kValues> values, int64_t* to, int n) {
   for (int i = threadIdx.x; i < n; i += kThreads) to[i] = values.data[i];
+}
+
+template <int kValues>
+void send(const int64_t* host, int64_t* to, int64_t n, Stream stream) {
+  Values<kValues> values;
+  std::memcpy(values.data, host, n * sizeof(int64_t));
+  launch(send_kernel<kValues>, 1u, kThreads, 0, stream, values, to, static_cast<int>(n));
 }
 
 }  // namespace
 
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream) {
-  for (int64_t i = 0; i < n; i += kValues) {
-    const int count = static_cast<int>(n - i < kValues ? n - i : kValues);
-    Values values;
-    std::memcpy(values.data, host + i, count * sizeof(int64_t));
-    launch(send_kernel, 1u, kThreads, 0, stream, values, to + i, count);
+  for (; n > kFew; n -= std::min<int64_t>(n, kMany), host += kMany, to += kMany)
+    send<kMany>(host, to, std::min<int64_t>(n, kMany), stream);
+  if (n > 0) send<kFew>(host, to, n, stream);
+}
+
+std::string why_no_kernel() {
+#ifndef AMP_KERNELS_CUDA_ON_CPU
+  cudaFuncAttributes attributes;
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, send_kernel<kFew>);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // or the next launch would report it
+    return cudaGetErrorString(error);
   }
+#endif
+  return "";
 }
 
 }  // namespace amp_kernels::cuda

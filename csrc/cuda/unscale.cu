@@ -9,8 +9,8 @@ namespace {
 // fp64 runs at 1/64 of the fp32 rate on consumer GPUs: squares are added in fp32 within a pack and in fp64
 // between packs, one fp64 addition for 16 bytes, which stays hidden behind memory on all of them. Four or
 // eight additions in fp32 keep the norm within 1e-6 even when every rounding goes the same way.
-template <class T, int kPack>
-__device__ double fast_sum_of_squares(const T* x, int64_t n) {
+template <class T, int kPack, bool kRescales>
+__device__ double sum_of_squares(const T* x, int64_t n, float scale) {
   const bool aligned = is_aligned16(x);
   double sum = 0.0;
   const int64_t whole = n / kPack;
@@ -19,20 +19,16 @@ __device__ double fast_sum_of_squares(const T* x, int64_t n) {
     const Vector<float, kPack> v = load_pack<kPack>(x + i * kPack, aligned);
     float pack_sum = 0.0f;
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) pack_sum += v.data[k] * v.data[k];
+    for (int k = 0; k < kPack; ++k) {
+      const float element = kRescales ? v.data[k] * scale : v.data[k];
+      pack_sum += element * element;
+    }
     sum += pack_sum;
   }
   const int64_t rest = whole * kPack + threadIdx.x;
-  if (rest < n) sum += static_cast<double>(to_float(x[rest])) * to_float(x[rest]);
-  return sum;
-}
-
-template <class T>
-__device__ double exact_sum_of_squares(const T* x, int64_t n) {
-  double sum = 0.0;
-  for (int64_t i = threadIdx.x; i < n; i += kThreads) {
-    const double v = to_float(x[i]);
-    sum += v * v;
+  if (rest < n) {
+    const double element = static_cast<double>(to_float(x[rest])) * (kRescales ? scale : 1.0f);
+    sum += element * element;
   }
   return sum;
 }
@@ -57,8 +53,12 @@ __device__ double unscale_chunk(const GradientPass& pass, const Chunk& chunk, fl
   constexpr int kPack = 16 / sizeof(T);
   T* grad = chunk.in<T>(pass.table, kGrad);
   if (grad == nullptr) return 0.0;
-  double sum = block_sum(fast_sum_of_squares<T, kPack>(grad, chunk.size), shared);
-  if (!fast_sum_is_exact(sum)) sum = block_sum(exact_sum_of_squares(grad, chunk.size), shared);
+  double sum = block_sum(sum_of_squares<T, kPack, false>(grad, chunk.size, 1.0f), shared);
+  if (!fast_sum_is_exact(sum)) {
+    const float scale = rescue_scale(sum);
+    sum = block_sum(sum_of_squares<T, kPack, true>(grad, chunk.size, scale), shared);
+    sum /= static_cast<double>(scale) * scale;
+  }
   // block_sum ends with a barrier: the sums have read what other threads now overwrite.
   if (pass.write) multiply<T, kPack>(grad, factor, chunk.size);
   return sum;
@@ -109,8 +109,7 @@ __global__ void __launch_bounds__(kThreads) unscale_kernel(const GradientPass pa
 }  // namespace
 
 void launch_unscale(const GradientPass& pass, Stream stream) {
-  const unsigned grid = pass.table.chunk_count == 0 ? 1 : grid_size(pass.table);
-  launch(unscale_kernel, grid, kThreads, 32 * sizeof(double), stream, pass);
+  launch_over_chunks(unscale_kernel, 32 * sizeof(double), pass, stream);
 }
 
 }  // namespace amp_kernels::cuda

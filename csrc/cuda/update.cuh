@@ -134,8 +134,7 @@ void launch_update(const Update& update, Stream stream) {
   if (update.table.chunk_count == 0) return;
   with_dtype(update.param_dtype, [&](auto param) {
     with_dtype(update.grad_dtype, [&](auto grad) {
-      launch(update_kernel<Formula, decltype(param), decltype(grad)>, grid_size(update.table), kThreads, 0, stream,
-             update);
+      launch_over_chunks(update_kernel<Formula, decltype(param), decltype(grad)>, 0, update, stream);
     });
   });
 }

@@ -18,6 +18,7 @@ _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
 _UPDATE = (*_TABLE, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, ctypes.c_float)
 _SIGNATURES = {
     "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
+    "send": (_POINTER, _POINTER, _INT64),
     "sgd_table": _UPDATE,
     "rmsprop_table": _UPDATE,
     **dict.fromkeys(
@@ -115,6 +116,14 @@ def _unscale_table_(
 ) -> None:  # fmt: skip
     results = [x.data_ptr() for x in (partials, found_inf, norm, record)]
     _call("unscale_table", *_table(table, chunks, chunk_size), _address(scale), divide, write, clear, *results)
+
+
+def _gradient_pass_(*_: object) -> bool:
+    return False  # its table is made by the binding
+
+
+def _send_(host: Tensor, to: Tensor) -> None:
+    _call("send", host.data_ptr(), to.data_ptr(), host.numel())
 
 
 def _sgd_table_(*arguments: object) -> None:

@@ -25,6 +25,10 @@ const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* 
   });
 }
 
+const char* send(const int64_t* host, int64_t* to, int64_t n) {
+  return guarded([&] { cuda::launch_send(host, to, n, nullptr); });
+}
+
 #define UPDATE_TABLE(optimizer)                                                                                    \
   const char* optimizer##_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count, \
                                 int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,         \

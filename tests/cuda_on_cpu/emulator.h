@@ -24,7 +24,7 @@ extern dim3 gridDim;
 
 namespace emulator {
 
-constexpr int kMultiprocessors = 3;
+constexpr int kMultiprocessors = 3, kResidentBlocks = 8;
 extern int compute_capability;
 
 // In which order the threads of a block, and the blocks of a grid, get to run. A thread runs until it has to
