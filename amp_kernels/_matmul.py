@@ -92,7 +92,7 @@ def is_torchs(x: Tensor) -> bool:
         and x.dtype is _BF16
         and x.is_cpu
         and not _is_autocast()
-        and forced() is None
+        and forced() in (None, "cpu")
         and HAS_CPU
     )
 
@@ -139,7 +139,8 @@ def copy_pad(x: Tensor, saved: Tensor | None, activation: int, *, needs_bias_gra
 
 
 class _Weights:
-    """Padded copies of weights for inference, each valid while its weight has the version and the address it had.
+    """Padded copies of weights for inference, each valid while its weight has the version and the address it had, and
+    on the stream that made it: another could read it before it is there, or after its memory is another's.
 
     They are not kept where a change could go unnoticed: in training, where the copy lives from forward to backward; in
     a process group (FSDP gathers a weight anew without a new version); and once a CUDA graph used a weight, since its
@@ -161,7 +162,8 @@ class _Weights:
             if entry is not None:
                 del self._copies[weight]
             return pad_copy(weight)
-        key = (weight._version, weight.data_ptr())
+        stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
+        key = (weight._version, weight.data_ptr(), stream)
         if entry is None or entry[0] != key:
             entry = self._copies[weight] = (key, pad_copy(weight))
         return entry[1]
@@ -267,13 +269,15 @@ def _by_library(a: Tensor, b: Tensor, input: Tensor | None, out: Tensor, alpha: 
         multiply = torch.bmm if batched else torch.mm
         if out.dtype == a.dtype:
             multiply(a, b, out=out)
-        else:
-            out.copy_(multiply(a, b, out_dtype=out.dtype))
+        else:  # from 16 bits torch gives the same type or fp32
+            out.copy_(multiply(a, b, out_dtype=torch.float32))
         return
     add = torch.baddbmm if batched else torch.addmm
     term = a.new_zeros(()).expand(out.shape) if input is None else input
     beta = 0.0 if input is None else beta
+    if not batched and term.stride(0) == 0:
+        term = term[0]  # one row for all is a bias, which cuBLASLt adds; of two dimensions torch copies it first
     if out.dtype == a.dtype:
         add(term, a, b, beta=beta, alpha=alpha, out=out)
     else:
-        out.copy_(add(term.to(out.dtype), a, b, out_dtype=out.dtype, beta=beta, alpha=alpha))
+        out.copy_(add(term.float(), a, b, out_dtype=torch.float32, beta=beta, alpha=alpha))
