@@ -162,6 +162,11 @@ def started(device: torch.device, kind: type = GradScaler, **options: Any) -> An
 stock = functools.partial(started, kind=torch.amp.GradScaler)
 
 
+def stocks(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.dtype]:
+    """Those of gradients that torch's own scaler checks: on CUDA not bf16 (pytorch#127176)."""
+    return [dtype for dtype in dtypes if device.type != "cuda" or dtype is not torch.bfloat16]
+
+
 def iterate(
     scaler: Any, optimizer: torch.optim.Optimizer, step: int, overflow: bool = False, unscale: bool = False
 ) -> None:

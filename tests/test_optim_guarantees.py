@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -66,6 +68,18 @@ def test_default_device(device, family):
 WAITS = ("item", "tolist", "__bool__", "cpu", "__int__", "__float__", "__index__", "numpy", "nonzero")
 
 
+@contextlib.contextmanager
+def waits_raise(device: torch.device, active: bool) -> Iterator[None]:
+    """Those on a GPU of torch's own too."""
+    if device.type == "cuda" and active:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
+
+
 @families
 @pytest.mark.parametrize("use_scaler", [False, True], ids=["", "scaler"])
 def test_a_step_does_not_wait(device, family, use_scaler, monkeypatch):
@@ -78,7 +92,7 @@ def test_a_step_does_not_wait(device, family, use_scaler, monkeypatch):
 
     for step in range(4):
         set_grads(params, step, scale=torch.inf if step == 1 else 1.0)
-        with monkeypatch.context() as patch:
+        with monkeypatch.context() as patch, waits_raise(device, step > 0):
             for name in WAITS:
                 # The table is made of Python numbers, once; only what the device computed must not be asked for.
                 if step or name != "tolist":

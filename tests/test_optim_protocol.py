@@ -20,6 +20,7 @@ from optim_cases import (
     snapshot,
     started,
     stock,
+    stocks,
 )
 from torch import Tensor
 from torch.optim import lr_scheduler
@@ -63,7 +64,7 @@ def test_a_pre_hook_that_replaces_the_gradients(device, family, max_grad_norm):
             p.grad = 2 * p.grad
 
     def run(scaler: Any, hook: bool) -> list[Tensor]:
-        params = parameters(ALL, device)
+        params = parameters(stocks(ALL, device), device)
         optimizer = family(params, **FULL[family], max_grad_norm=max_grad_norm)
         if hook:
             optimizer.register_step_pre_hook(double)

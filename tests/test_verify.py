@@ -99,7 +99,14 @@ def test_the_rule_refuses_what_is_not_finite(ours: float) -> None:
 def test_the_rule_wants_torchs_overflow() -> None:
     inf = torch.tensor([math.inf])
     assert testing.error_and_allowed(inf, inf, torch.tensor([1e40]).double()) == (0.0, 0.0)
-    assert testing.error_and_allowed(torch.ones(1), inf, torch.ones(1))[0] == math.inf
+    assert testing.error_and_allowed(torch.ones(1), inf, torch.tensor([1e40]).double())[0] == math.inf
+    assert testing.error_and_allowed(torch.ones(1), inf, torch.tensor([1.00001]).double())[0] == math.inf
+    assert testing.error_and_allowed(inf, torch.ones(1), torch.ones(1))[0] == math.inf
+
+
+def test_the_rule_takes_what_is_right_for_torchs_overflow() -> None:
+    ours, theirs, truth = torch.tensor([3e38, 1.0]), torch.tensor([math.inf, 1.0]), torch.tensor([3e38, 1.0]).double()
+    assert testing.error_and_allowed(ours, theirs, truth) == (0.0, 1e-7)
 
 
 def test_differing_tells_zeros_apart() -> None:

@@ -315,7 +315,7 @@ class NativePlan(Plan):
             return torch.zeros(len(chunk_rows), dtype=torch.int32, device=self.device)
         zero = torch.zeros((), dtype=torch.int32, device=self.device)
         taken = torch.stack([zero if m.step is None else m.step for m in self.members])
-        return taken[chunk_rows.to(self.device)]
+        return taken[send(self._ops, chunk_rows, self.device)]
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         key = [(h.values, self._lr_key(h.lr)) for h in hyper]

@@ -53,17 +53,16 @@ class ReferencePlan(Plan):
 
     def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
         factor = scale.reciprocal() if scale is not None and divide else scale
-        flags = [torch.zeros_like(self.found_inf) for _ in self._pairs]
-        for flag, (_, grad) in zip(flags, self._pairs, strict=True):
-            reference.grad_norm([grad], found_inf=flag)
+        flags = [torch.zeros_like(self.found_inf) for _ in self.members]
+        for t, grad in self._pairs:
+            reference.grad_norm([grad], found_inf=flags[t])
         grads = [grad for _, grad in self._pairs]
         self.norm.copy_(reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm))
         bad = torch.stack(flags) != 0 if flags else torch.zeros(1, dtype=torch.bool, device=self.device)
         self.found_inf.copy_(bad.any() if clear else (self.found_inf != 0) | bad.any())
         if clear:
-            members = torch.tensor([t for t, _ in self._pairs] or [0], device=self.device)
             self.record[1] += 1
-            overflow = torch.stack([self.record[1], members[bad.int().argmax()]])
+            overflow = torch.stack([self.record[1], bad.int().argmax()])
             self.record[2:] = torch.where(bad.any(), overflow, self.record[2:])
         if write and factor is not None:
             reference.unscale_(grads, inv_scale=factor, found_inf=torch.zeros_like(self.found_inf))
