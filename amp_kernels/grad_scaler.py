@@ -95,6 +95,7 @@ class GradScaler(torch.amp.GradScaler):
         ]
         return max(found, key=lambda overflow: overflow[0])[1] if found else None
 
+    @torch.compiler.disable  # torch 2.11's compiler refuses to set an attribute of an optimizer
     def _note_check(self, optimizer: FusedOptimizer) -> None:
         """Keeps how far an optimizer's own count of steps lies behind the iterations, to tell which came last."""
         optimizer._checks += 1

@@ -9,15 +9,25 @@ products in fp32 and bf16, and torchao and bitsandbytes where they run.
 """
 
 import sys
-from functools import partial
+from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from common import Case, Contender, Job, Layout, Report, by_size, parse_arguments, run_case
+from common import (
+    Case,
+    Contender,
+    Job,
+    Layout,
+    Report,
+    by_size,
+    normal,
+    on_other_backends,
+    parse_arguments,
+    run_case,
+)
 
 import amp_kernels
 from amp_kernels import reference
-from amp_kernels.testing import randn
 from amp_kernels.testing.int8 import integers
 
 SIDE = {"cpu": 4096, "cuda": 8192}
@@ -62,7 +72,7 @@ def exact(run, expected):
     def check():
         ours = run()
         pairs = zip((ours.values, ours.scale), expected()[:2], strict=True)
-        return "" if all(torch.equal(a.cpu(), b) for a, b in pairs) else "wrong: codes or scales differ"
+        return "" if all(torch.equal(a, b) for a, b in pairs) else "wrong: codes or scales differ"
 
     return Job(run, check)
 
@@ -71,7 +81,7 @@ def nearly(run, expected, tolerance):
     """Peers may round otherwise."""
 
     def check():
-        ours, theirs = run().float().cpu().flatten(), expected().float().cpu().flatten()
+        ours, theirs = run().float().flatten(), expected().float().flatten()
         error = (ours - theirs).abs().max().item()
         return "" if error <= tolerance else f"wrong: off by {error:.3g}, allowed {tolerance:.3g}"
 
@@ -91,8 +101,9 @@ def contender(name, memory, build):
 def quantize_case(x, options, args):
     dims = {**options, "dim": (options["dim"],)} if "dim" in options else options
 
+    @cache
     def expected():
-        return reference.quantize_int8(x.cpu(), **dims)
+        return reference.quantize_int8(x, **dims)
 
     def codes():
         return expected()[0].flatten()
@@ -116,7 +127,14 @@ def quantize_case(x, options, args):
         plan.append(("torch.quantize_per_channel, scales given", lambda: nearly(lambda: given().int_repr(), codes, 1)))
     if options == {"dim": -1} and x.dtype == torch.float16:
         plan.append(("bitsandbytes int8_vectorwise_quant", lambda: nearly(bitsandbytes_rows(x), codes, 1)))
-    return [contender(name, 8, build) for name, build in plan]
+    forced = on_other_backends(
+        "amp_kernels.quantize_int8",
+        8,
+        x.device,
+        lambda function: exact(partial(function, x), expected),
+        partial(amp_kernels.quantize_int8, **options),
+    )
+    return [*(contender(name, 8, build) for name, build in plan), *forced]
 
 
 def bitsandbytes_rows(x):
@@ -129,8 +147,9 @@ def dequantize_case(q, dtype, args):
     def torchs(values=q.values, scale=q.scale):
         return (values * scale).to(dtype)
 
+    @cache
     def expected():
-        return reference.dequantize_int8(q.values.cpu(), q.scale.cpu(), dtype=dtype)
+        return reference.dequantize_int8(q.values, q.scale, dtype=dtype)
 
     plan = [
         ("amp_kernels.dequantize_int8", lambda: nearly(partial(amp_kernels.dequantize_int8, q, dtype), expected, 0)),
@@ -141,19 +160,21 @@ def dequantize_case(q, dtype, args):
 
 
 def fake_case(x, scale, args):
+    step = scale.item()  # once: it waits for the device
+
     def torchs():
-        return torch.fake_quantize_per_tensor_affine(x, scale.item(), 0, -127, 127)
+        return torch.fake_quantize_per_tensor_affine(x, step, 0, -127, 127)
 
+    @cache
     def expected():
-        return reference.fake_quantize_int8(x.cpu(), scale=scale.cpu())[0]
+        return reference.fake_quantize_int8(x, scale=scale)[0]
 
-    step = 1.001 * scale.item()
     plan = [
         (
             "amp_kernels.fake_quantize_int8",
             lambda: nearly(lambda: amp_kernels.fake_quantize_int8(x, scale=scale), expected, 0),
         ),
-        ("torch.fake_quantize_per_tensor_affine", lambda: nearly(torchs, expected, step)),
+        ("torch.fake_quantize_per_tensor_affine", lambda: nearly(torchs, expected, 1.001 * step)),
     ]
     return [contender(name, 12, build) for name, build in plan]
 
@@ -171,7 +192,7 @@ def matmul_case(size, device, args):
     def expected(operand=left):
         parts = (operand.values[:16], right.values, operand.scale[:16], None, right.scale, None)
         parts = (*parts[:3], None if operand.zero_point is None else operand.zero_point[:16], *parts[4:])
-        return reference.int8_matmul(*(p if p is None else p.cpu() for p in parts))
+        return reference.int8_matmul(*(p if p is None else p.cpu() for p in parts)).to(device)
 
     def first(run):
         return lambda: run()[:16]
@@ -182,7 +203,7 @@ def matmul_case(size, device, args):
 
     def integer():
         run = partial(torch._int_mm, a, weight.t())
-        return Job(run, nearly(first(run), lambda: a[:16].cpu().double() @ weight.cpu().double().t(), 0).check)
+        return Job(run, nearly(first(run), lambda: a[:16].double() @ weight.double().t(), 0).check)
 
     plan = [
         ("amp_kernels.int8_matmul", lambda: ours(left)),
@@ -192,7 +213,16 @@ def matmul_case(size, device, args):
         ("bf16 torch matmul", lambda: Job(lambda: bf16[0] @ bf16[1].t(), lambda: "")),
         ("torchao int_scaled_matmul", lambda: Job(torchao_product(a, weight, left.scale), lambda: "")),
     ]
-    return [contender(name, 10, build) for name, build in plan]
+    forced = on_other_backends(
+        "amp_kernels.int8_matmul",
+        10,
+        device,
+        lambda function: Job(
+            partial(function, left, right), nearly(lambda: function(left, right)[:16], expected, 0).check
+        ),
+        amp_kernels.int8_matmul,
+    )
+    return [*(contender(name, 10, build) for name, build in plan), *forced]
 
 
 def torchao_product(a, weight, scale):
@@ -202,16 +232,17 @@ def torchao_product(a, weight, scale):
 
 
 def linear_case(rows, dtype, device, args):
-    x = randn(rows, 4096, dtype=dtype, seed=1).to(device)
-    weight = randn(4096, 4096, seed=2).to(device)
+    x = normal(rows, 4096, dtype=dtype, device=device, seed=1)
+    weight = normal(4096, 4096, dtype=torch.float32, device=device, seed=2)
     q = amp_kernels.quantize_int8(weight, dim=-1)
     full, fp32 = weight.to(dtype), weight.float()
 
     def ours():
         return torch.ops.amp_kernels.int8_linear(x, q.values, q.scale, None)
 
+    @cache
     def expected():
-        return reference.int8_linear(x.cpu(), q.values.cpu(), q.scale.cpu())
+        return reference.int8_linear(x.cpu(), q.values.cpu(), q.scale.cpu()).to(device)
 
     largest = 64 * 5 * torch.finfo(dtype).eps + 1e-3
     plan = [
@@ -229,7 +260,7 @@ def cases(args):
     square = Layout(f"{side} x {side}", ((side, side),))
     for dtype in (torch.float32, torch.float16):
         size = dtype.itemsize
-        x = randn(side, side, dtype=dtype).to(device)
+        x = normal(side, side, dtype=dtype, device=device, seed=0)
         for name, options in GROUPS.items():
             reads = 1 if name.startswith(("rows", "blocks")) else 2
             words = f"{reads} x {size} read + 1 written"
@@ -245,7 +276,7 @@ def cases(args):
         yield Case("int8", "fake quantize, scale given", dtype, square, 2 * size, words), fake_case(x, scale, args)
     for size in SIZES[device.type][:: 4 if args.quick else 1]:
         rows, columns, inner = size
-        for layout in by_size("x".join(map(str, size)), ((rows, inner), (columns, inner))):
+        for layout in by_size("x".join(map(str, size)), ((rows, inner), (columns, inner)), device):
             operations = 2 * rows * columns * inner
             case = Case("int8", "int8_matmul", torch.int8, layout, 1, "the codes, read once", operations)
             yield case, matmul_case(size, device, args)

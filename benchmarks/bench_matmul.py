@@ -12,10 +12,9 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from common import Case, Contender, Job, Report, by_size, parse_arguments, run_case
+from common import Case, Contender, Job, Report, by_size, normal, on_other_backends, parse_arguments, run_case
 
 import amp_kernels
-from amp_kernels.testing import randn
 from amp_kernels.testing.matmul import compare
 
 CHECKED_ROWS = 16
@@ -43,10 +42,11 @@ class Data:
 
     def __init__(self, sizes, dtype, device, activation=None):
         rows, outputs, inputs = sizes
-        self.x = randn(rows, inputs, dtype=dtype, seed=1).to(device)
-        self.weight = (randn(outputs, inputs, seed=2) / inputs**0.5).to(dtype).to(device)
-        self.bias = randn(outputs, dtype=dtype, seed=3).to(device)
-        self.grad = randn(rows, outputs, dtype=dtype, seed=4).to(device)
+        made = partial(normal, dtype=dtype, device=device)
+        self.x = made(rows, inputs, seed=1)
+        self.weight = (normal(outputs, inputs, dtype=torch.float32, device=device, seed=2) / inputs**0.5).to(dtype)
+        self.bias = made(outputs, seed=3)
+        self.grad = made(rows, outputs, seed=4)
         self.activation = activation
 
     def job(self, function):
@@ -112,16 +112,17 @@ def contenders(data, make, args):
         ("torch linear, compiled", compiled),
         ("fp32: torch linear", in_fp32),
     ]
-    return [Contender(name, "none", 8, build) for name, build in plan]
+    forced = on_other_backends("amp_kernels.linear", 8, data.x.device, make, ours)
+    return [*(Contender(name, "none", 8, build) for name, build in plan), *forced]
 
 
 def main():
     args = parse_arguments(__doc__)
     report = Report("matmul", args)
     sizes = SIZES[args.device.type][:: 3 if args.quick else 1]
-    for dtype, size in product((torch.float16, torch.bfloat16), sizes):
+    for size, dtype in product(sizes, (torch.float16, torch.bfloat16)):
         rows, outputs, inputs = size
-        for layout in by_size("x".join(map(str, size)), ((rows, inputs), (outputs, inputs))):
+        for layout in by_size("x".join(map(str, size)), ((rows, inputs), (outputs, inputs)), args.device):
             if layout.elements > args.max_elements:
                 continue
             passes = [("linear", None, 1), ("linear + gelu", "gelu", 1), ("forward and backward", None, 3)]

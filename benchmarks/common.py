@@ -21,7 +21,9 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from tabulate import tabulate
@@ -102,13 +104,36 @@ def few_large(elements: int) -> Layout:
     return Layout("few large", ((elements // 4,),) * 4)
 
 
-def by_size(name: str, shapes: tuple[tuple[int, ...], ...]) -> list[Layout]:
-    """What fits a core's cache is timed twice: calls in a row, whose time is that of instructions, and single ones
-    after other work, when every object and array has to come from memory again."""
+def by_size(name: str, shapes: tuple[tuple[int, ...], ...], device: torch.device) -> list[Layout]:
+    """On a CPU what fits a core's cache is timed twice: calls in a row, whose time is that of instructions, and single
+    ones after other work, when every object and array has to come from memory again."""
     layout = Layout(name, shapes)
-    if layout.elements > MAX_CACHED_ELEMENTS:
+    if layout.elements > MAX_CACHED_ELEMENTS or device.type != "cpu":
         return [layout]
     return [replace(layout, in_a_row=50), replace(layout, name=f"{name}, cold caches")]
+
+
+def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
+    """Made where it is needed: ten billion numbers, as those of all products of a GPU, take a CPU two minutes."""
+    generator = torch.Generator(device).manual_seed(seed)
+    return torch.randn(shape, generator=generator, device=device).to(dtype)
+
+
+def on_other_backends(
+    name: str,
+    memory: int,
+    device: torch.device,
+    build: Callable[[Callable[..., Any]], Job],
+    function: Callable[..., Any],
+) -> list[Contender]:
+    """On a GPU ours by each of the backends, forced: which is the best where is what `_matmul.choose` has to know."""
+
+    def forced(backend: str, *args: Any) -> object:
+        with amp_kernels.use_backend(backend):
+            return function(*args)
+
+    backends = ("cuda", "triton") if device.type == "cuda" else ()
+    return [Contender(f"{name}, {b} kernels", "none", memory, partial(build, partial(forced, b))) for b in backends]
 
 
 def resnet50() -> Layout:
@@ -132,7 +157,7 @@ def layouts(args: argparse.Namespace) -> list[Layout]:
     sizes = (1_000_000,) if args.quick else SIZES
     free = free_bytes(args.device)
     chosen = []
-    many_small = by_size("1000 x 64", ((64,),) * 1000)
+    many_small = by_size("1000 x 64", ((64,),) * 1000, args.device)
     for layout in many_small + [few_large(n) for n in sizes] + ([] if args.quick else [resnet50()]):
         needed = MIN_CASE_BYTES * layout.elements
         if layout.elements > args.max_elements:
@@ -284,6 +309,7 @@ def _build(contender: Contender, case: Case, device: torch.device) -> tuple[Job 
     if needed > free_bytes(device):
         return None, f"needs about {needed / 1e9:.1f} GB, {free_bytes(device) / 1e9:.1f} GB are free"
     why = ""
+    _free_memory(device)
     try:
         job = contender.build()
         why = job.check()

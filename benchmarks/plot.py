@@ -27,6 +27,7 @@ from matplotlib.axes import Axes
 Row = dict[str, str]
 RESULTS = Path(__file__).parent / "results"
 OURS, COPY = "amp_kernels", "copy"
+SIDES = (4096, 8192)  # of int8 matrices: on a CPU, on a GPU
 LARGE = ", few large"  # the layout whose size varies
 # (benchmark, case, dtype or "" for any, title): the README's table
 TARGETS = (
@@ -38,10 +39,11 @@ TARGETS = (
     ("sgd", "fp32 model, 1000 x 64", "", "SGD, fp32, 1000 tensors of 64"),
     ("sgd", "fp32 model, 1000 x 64, cold caches", "", "the same, caches cold"),
     *(
-        ("int8", f"quantize {groups}, 4096 x 4096", dtype, f"quantize_int8, {groups}, {dtype}")
+        ("int8", f"quantize {groups}, {side} x {side}", dtype, f"quantize_int8, {groups}, {dtype}")
         for groups, dtype in (("rows", "float16"), ("tensor", "float32"), ("columns", "float32"))
+        for side in SIDES
     ),
-    ("int8", "dequantize rows, 4096 x 4096", "float16", "dequantize_int8, rows, float16"),
+    *(("int8", f"dequantize rows, {side} x {side}", "float16", "dequantize_int8, rows, float16") for side in SIDES),
     *(("int8", f"int8_matmul, {size}x4096x4096", "", f"int8_matmul, {size} x 4096 x 4096") for size in (1, 8, 4096)),
 )
 

@@ -10,6 +10,7 @@ import importlib.util
 import os
 import shutil
 from collections.abc import Callable, Iterator
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,11 @@ def _reasons(device_type: str) -> dict[str, str | None]:
 
 
 def _interpreter() -> str | None:
-    return None if importlib.util.find_spec("triton") else "triton is not installed"
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed"
+    triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
+    fails = triton < (3, 9) and numpy >= (2, 4)  # seen with Triton 3.6
+    return "Triton's interpreter fails with numpy 2.4 before Triton 3.9" if fails else None
 
 
 def _cuda_on_cpu() -> str | None:

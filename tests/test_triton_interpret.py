@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import WHY_NOT
 
 cases = pytest.mark.parametrize("cases", ["triton_cases.py", "triton_int8_cases.py", "triton_matmul_cases.py"])
 
@@ -24,6 +25,7 @@ def run_cases(cases: str, **environment: str) -> None:
 
 
 @cases
+@pytest.mark.skipif(WHY_NOT["triton-interpret"]() is not None, reason=str(WHY_NOT["triton-interpret"]()))
 def test_kernels_under_the_interpreter(cases: str) -> None:
     run_cases(cases, TRITON_INTERPRET="1")
 

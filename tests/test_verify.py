@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import WHY_NOT
 
 from amp_kernels import _verify, reference, testing
 
@@ -43,7 +44,8 @@ def test_what_cannot_run_says_why() -> None:
 
 def test_operators_on_the_interpreter() -> None:
     """For int8 and matmul see triton_int8_cases.py and triton_matmul_cases.py: their shared cases take minutes."""
-    pytest.importorskip("triton")
+    if reason := WHY_NOT["triton-interpret"]():
+        pytest.skip(reason)
     ops = [word for op in testing.lists.CASES for word in ("--op", op)]
     run = verify("--backend", "triton", "--device", "cpu", *ops, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
     assert run.returncode == 0, run.stdout + run.stderr

@@ -368,7 +368,10 @@ def _descriptor_tiles(m: int, n: int, k: int, batches: int, capability: tuple[in
 
 
 def _flattens(capability: tuple[int, int]) -> bool:
-    return capability[0] in (9, 10)  # for sm_120 compiling took two minutes
+    """Not for sm_120, where compiling took two minutes, nor before Triton 3.9, whose 3.6 to 3.8 cannot: "source has 1
+    operands, but target successor needs 6"."""
+    version = tuple(map(int, triton.__version__.split(".")[:2]))
+    return capability[0] in (9, 10) and version >= (3, 9)
 
 
 def _access(x: torch.Tensor) -> tuple[int, int]:
