@@ -1,9 +1,11 @@
 // The int8 ops on CPU tensors.
 #include "int8_cpu.h"
 
+#include "../cpu/float_tiles.h"
 #include "../cpu/huge_pages.h"
 #include "../cpu/int8_matmul.h"
 #include "../cpu/int8_quantize.h"
+#include "../cpu/int8_tiles.h"
 #include "../cpu/parallel.h"
 #include "int8_arguments.h"
 

@@ -8,8 +8,8 @@
 
 #include "buffer.h"
 #include "int8_products.h"
-#include "int8_tiles.h"
 #include "parallel.h"
+#include "tiles.h"
 
 namespace amp_kernels::cpu {
 

@@ -17,8 +17,8 @@
 #include "int8_dots.h"
 #include "int8_pack.h"
 #include "int8_products.h"
-#include "int8_tiles.h"
 #include "parallel.h"
+#include "tiles.h"
 
 namespace amp_kernels::cpu {
 

@@ -1,4 +1,4 @@
-// Packing of int8 matrices for the tiles of int8_tiles.h.
+// Packing of int8 matrices for the tiles of tiles.h.
 #pragma once
 
 #include <algorithm>

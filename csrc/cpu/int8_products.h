@@ -1,4 +1,4 @@
-// What is multiplied by the tiles of int8_tiles.h, codes by codes or floats by codes. A product is made of
+// What is multiplied by the tiles of tiles.h, codes by codes or floats by codes. A product is made of
 //   m, n, k; right: the int8 operand as a view of [k, n]
 //   kLeftIsCodes; if so left: the other as a view of [k, m], and plain_right, needs_row_sums
 //   pack_left(row, rows, groups, to, row_sums): packs a tile for Tile::multiply, and never throws
@@ -17,7 +17,7 @@
 #include "../formulas/int8.h"
 #include "convert.h"
 #include "int8_pack.h"
-#include "int8_tiles.h"
+#include "tiles.h"
 
 namespace amp_kernels::cpu {
 
