@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
@@ -27,6 +28,10 @@ if TYPE_CHECKING:
     from ._backends import Kernel, Kernels
 
 
+# A model is cut the same way at every step: a millisecond or two of a billion elements, which a GPU reads in one.
+_cut = functools.lru_cache(maxsize=8)(cut)
+
+
 def run_plain_gradient_pass(
     ops: Kernels, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
 ) -> Tensor | None:
@@ -43,7 +48,7 @@ def run_gradient_pass(
     """One gradient pass; returns the norm."""
     device = grads[0].device
     dense = [g if is_dense(g) else g.contiguous() for g in grads]
-    chunks = cut([g.numel() for g in dense])
+    chunks = _cut(tuple(g.numel() for g in dense))
     norm = torch.empty((), dtype=torch.float32, device=device)
     ops._unscale_table_(
         send(ops, gradient_table(dense), device),
@@ -135,9 +140,9 @@ def _update_table(
 
 def _by_dtypes(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[tuple[tuple[int, int], Chunks]]:
     codes = [(DTYPE_CODES[p.dtype], DTYPE_CODES[g.dtype]) for p, g in zip(params, grads, strict=True)]
-    numels = [p.numel() for p in params]
+    numels = tuple(p.numel() for p in params)
     for code in sorted(set(codes)):
-        yield code, cut(numels, [i for i, c in enumerate(codes) if c == code])
+        yield code, _cut(numels, tuple(i for i, c in enumerate(codes) if c == code))
 
 
 def _as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:
