@@ -25,8 +25,8 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     """``torch.matmul(a, b)`` whose speed does not depend on sizes being multiples of 8.
 
     fp16 and bf16 are accumulated in fp32 and rounded once, except that cuBLAS may round the parts of a split sum, as
-    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and that of bf16 allow. Left to torch are fp32 and fp64, tensor subclasses (DTensor,
-    nested), and transforms of `torch.func`. Differentiable, twice too.
+    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and that of bf16 allow. Left to torch are fp32
+    and fp64, tensor subclasses (DTensor, nested), and transforms of `torch.func`. Differentiable, twice too.
     On a GPU the rows of the result are a multiple of 16 bytes apart, so it may be a view of a wider tensor.
 
     Args:
