@@ -1,5 +1,6 @@
 // The codes of csrc/formulas/int8.h, bit for bit, by other instructions: a GPU rounds to an integer and converts at an
-// eighth of the rate at which it adds, and two of these an element would cost more time than the memory takes.
+// eighth of the rate at which it adds, and compares, selects and packs at half of it. Two of the former or ten of the
+// latter an element would cost more time than the memory takes.
 #pragma once
 
 #include "../formulas/int8.h"
@@ -39,6 +40,41 @@ __device__ __forceinline__ int stochastic_code(float x, float noise, const Affin
 __device__ __forceinline__ bool keeps_gradient(float x, const Affine& affine) {
   const int code = nearest(multiply_rn(x, affine.inverse)) + affine.zero_point;
   return code >= affine.low && code <= 127;
+}
+
+// Whether packs may go by the two functions below, where no step is NaN. None is in a group that has its own scale.
+__device__ __forceinline__ bool is_plain(const Affine& affine) {
+  return affine.scale == affine.scale && affine.zero_point >= -128 && affine.zero_point <= 127;
+}
+
+// The steps of a pack from the zero point, clamped and then rounded, which is the same as the other way round since the
+// bounds are integers: kMagic more than they are.
+template <bool kStochastic, int N, class AffineAt>
+__device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& affine_at) {
+#pragma unroll
+  for (int k = 0; k < N; ++k) {
+    const float low = static_cast<float>(affine_at(k).low - affine_at(k).zero_point);
+    const float high = static_cast<float>(127 - affine_at(k).zero_point);
+    const float clamped = fminf(fmaxf(steps[k], low), high);
+    steps[k] = kStochastic ? add_down(clamped, kMagic) : add_rn(clamped, kMagic);
+  }
+}
+
+// From rounded steps. A sum cannot carry from one code to the next if 128 more than each is added up.
+template <int N, class AffineAt>
+__device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float (&steps)[N],
+                                           const AffineAt& affine_at) {
+#pragma unroll
+  for (int k = 0; k < N; k += 4) {
+    uint32_t sum = 0, zeros = 0;
+#pragma unroll
+    for (int i = 3; i >= 0; --i) {
+      sum = (sum << 8) + float_bits(steps[k + i]);
+      zeros = (zeros << 8) + static_cast<uint32_t>(affine_at(k + i).zero_point + 128 - kMagicBits);
+    }
+    const uint32_t word = (sum + zeros) ^ 0x80808080u;
+    memcpy(codes.data + k, &word, sizeof(word));
+  }
 }
 
 __device__ __forceinline__ uint32_t random_word(uint64_t index, uint64_t seed) {

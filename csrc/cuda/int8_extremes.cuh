@@ -6,34 +6,95 @@
 
 namespace amp_kernels {
 
-__device__ __forceinline__ Extremes warp_shuffle_xor(Extremes extremes, int mask) {
-  return {warp_shuffle_xor(extremes.magnitude, mask), warp_shuffle_xor(extremes.low, mask),
-          warp_shuffle_xor(extremes.high, mask)};
+// How far a group reaches from 0 to either side: bits of floats that are not negative compare like the floats, and NaN
+// is the largest of them.
+struct Reach {
+  uint32_t below = 0, above = 0;
+
+  __device__ __forceinline__ void add(const Reach& other) {
+    below = other.below > below ? other.below : below;
+    above = other.above > above ? other.above : above;
+  }
+
+  __device__ __forceinline__ Extremes extremes() const {
+    Extremes result;
+    result.magnitude = below > above ? below : above;
+    memcpy(&result.low, &below, sizeof(below));
+    memcpy(&result.high, &above, sizeof(above));
+    result.low = -result.low;
+    return result;
+  }
+};
+
+__device__ __forceinline__ Reach warp_shuffle_xor(const Reach& reach, int mask) {
+  return {warp_shuffle_xor(reach.below, mask), warp_shuffle_xor(reach.above, mask)};
 }
 
 namespace cuda {
 
 struct Fold {
-  __device__ __forceinline__ Extremes operator()(Extremes a, const Extremes& b) const {
+  __device__ __forceinline__ Reach operator()(Reach a, const Reach& b) const {
     a.add(b);
     return a;
   }
 };
 
-// Missing elements of a pack are 0, which changes no extreme. A symmetric scale needs the magnitude alone.
-template <class T, int N>
-__device__ __forceinline__ void add(Extremes& extremes, const Vector<T, N>& raw, bool symmetric) {
-  if (symmetric) {
-#pragma unroll
-    for (int k = 0; k < N; ++k) {
-      const uint32_t magnitude = float_bits(to_float(raw.data[k])) & 0x7fffffffu;
-      extremes.magnitude = magnitude > extremes.magnitude ? magnitude : extremes.magnitude;
-    }
-  } else {
-#pragma unroll
-    for (int k = 0; k < N; ++k) extremes.add(to_float(raw.data[k]));
-  }
+// In every thread of the block. `shared`: 32 of them, free again on return.
+__device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
+  reach = {warp_max(reach.below), warp_max(reach.above)};
+  const unsigned lane = threadIdx.x % 32;
+  if (lane == 0) shared[threadIdx.x / 32] = reach;
+  barrier();
+  reach = lane < blockDim.x / 32 ? shared[lane] : Reach{};
+  barrier();
+  return {warp_max(reach.below), warp_max(reach.above)};
 }
+
+// The extremes of packs and 0, two numbers of 16 bits an instruction: of N elements those whose places are the same
+// modulo N. Missing elements of a pack are 0, which changes no extreme.
+template <class T, int N>
+struct Bounds {
+  using Word = typename Held<T>::Type;
+  Word low[sizeof(T) * N / 4] = {};
+  Word high[sizeof(T) * N / 4] = {};
+
+  template <int kPack>
+  __device__ __forceinline__ void add(const Packed<T, kPack>& raw) {
+    constexpr int kWords = sizeof(T) * N / 4;
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T) * kPack / 4); ++i) {
+      Word word;
+      memcpy(&word, raw.word + i, sizeof(word));
+      low[i % kWords] = smaller(low[i % kWords], word);
+      high[i % kWords] = larger(high[i % kWords], word);
+    }
+  }
+
+  template <int kPack>
+  __device__ __forceinline__ void add(const Vector<T, kPack>& elements) {
+    Packed<T, kPack> raw;
+    memcpy(raw.word, elements.data, sizeof(raw.word));
+    add(raw);
+  }
+
+  __device__ __forceinline__ Reach at(int k) const {
+    T ends[2][N];
+    memcpy(ends[0], low, sizeof(low));
+    memcpy(ends[1], high, sizeof(high));
+    return {float_bits(to_float(ends[0][k])) & 0x7fffffffu, float_bits(to_float(ends[1][k])) & 0x7fffffffu};
+  }
+};
+
+// Of one group.
+template <class T>
+struct RowBounds : Bounds<T, 4 / sizeof(T)> {
+  __device__ __forceinline__ Reach reach() const {
+    Reach all;
+#pragma unroll
+    for (int k = 0; k < static_cast<int>(4 / sizeof(T)); ++k) all.add(this->at(k));
+    return all;
+  }
+};
 
 template <class T>
 struct ExtremesPass {
@@ -42,40 +103,37 @@ struct ExtremesPass {
 
   const T* x;
   bool wide;
-  bool symmetric;
-  int64_t pieces;      // of a group
-  Extremes* partials;  // [groups, pieces]
+  int64_t pieces;   // of a group
+  Reach* partials;  // [groups, pieces]
 };
 
 // Groups with a reduced level along memory: `outer` is the other reduced level, then the kept ones.
 template <class T>
 __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPass<T> pass, const RowWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
-  Extremes* shared = reinterpret_cast<Extremes*>(shared_memory());
-  const int teams = kThreads / walk.lanes;
+  Reach* shared = reinterpret_cast<Reach*>(shared_memory());
   const int64_t segments = walk.outer[0].size * walk.segments;  // of a group
   const int64_t items = walk.outer[1].size * walk.outer[2].size * pass.pieces;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t group = item;
     const int64_t piece = split_off(group, pass.pieces);
-    Extremes extremes;
-    for (int64_t s = piece * teams + threadIdx.x / walk.lanes; s < segments; s += pass.pieces * teams) {
+    RowBounds<T> bounds;
+    for (int64_t s = piece * walk.teams + walk.team(); s < segments; s += pass.pieces * walk.teams) {
       const Segment segment = Segment::of<kPack, kEach>(walk, group * segments + s);
       if (pass.wide) {
         Packed<T, kPack> raw[kEach] = {};
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (segment.has<kPack>(j))
-            raw[j] = load_wide<kPack>(pass.x + segment.at(walk, segment.begin + j * segment.stride).x);
+          if (segment.has<kPack>(j)) raw[j] = load_wide<kPack>(pass.x + segment.wide_at(j).x);
 #pragma unroll
-        for (int j = 0; j < kEach; ++j) add(extremes, raw[j].unpacked(), pass.symmetric);
+        for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }
       segment.each_narrow<kPack>(walk, pass.wide, [&](const Place& place, int count) {
-        add(extremes, load_each<kPack>(pass.x + place.x, walk.inner.x, count), pass.symmetric);
+        bounds.add(load_each<kPack>(pass.x + place.x, walk.inner.x, count));
       });
     }
-    extremes = block_reduce(extremes, Extremes{}, shared, Fold());
-    if (threadIdx.x == 0) pass.partials[item] = extremes;
+    const Reach reach = block_reach(bounds.reach(), shared);
+    if (threadIdx.x == 0) pass.partials[item] = reach;
   }
 }
 
@@ -83,11 +141,11 @@ __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPa
 template <class T>
 __global__ void __launch_bounds__(kThreads) column_extremes_kernel(const ExtremesPass<T> pass, const ColumnWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
-  Extremes* shared = reinterpret_cast<Extremes*>(shared_memory());  // [kThreads / lanes, kPack, lanes]
+  Reach* shared = reinterpret_cast<Reach*>(shared_memory());  // [kThreads / lanes, kPack, lanes]
   const int lane = threadIdx.x % walk.lanes, team = threadIdx.x / walk.lanes;
   for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
     const Stripe stripe = Stripe::of(walk, item, kPack);
-    Extremes extremes[kPack];
+    Bounds<T, kPack> bounds;
     if (pass.wide && stripe.count == kPack && walk.inner.position == 0) {
       for (int64_t row = stripe.begin; row < stripe.end; row += kEach * stripe.down) {
         Packed<T, kPack> raw[kEach] = {};
@@ -98,25 +156,21 @@ __global__ void __launch_bounds__(kThreads) column_extremes_kernel(const Extreme
             raw[j] = load_wide<kPack>(pass.x + place.x);
         }
 #pragma unroll
-        for (int j = 0; j < kEach; ++j)
-#pragma unroll
-          for (int k = 0; k < kPack; ++k) extremes[k].add(to_float(raw[j].unpacked().data[k]));
+        for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }
     } else {
 #pragma unroll 1
       for (int64_t row = stripe.begin; row < stripe.end; row += stripe.down) {
         const Place place = stripe.at(walk, row);
         const int count = clip_count(place.present(walk.inner, walk.length), stripe.count);
-        const Vector<T, kPack> raw = load_each<kPack>(pass.x + place.x, walk.inner.x, count);
-#pragma unroll
-        for (int k = 0; k < kPack; ++k) extremes[k].add(to_float(raw.data[k]));
+        bounds.add(load_each<kPack>(pass.x + place.x, walk.inner.x, count));
       }
     }
 #pragma unroll
-    for (int k = 0; k < kPack; ++k) shared[(team * kPack + k) * walk.lanes + lane] = extremes[k];
+    for (int k = 0; k < kPack; ++k) shared[(team * kPack + k) * walk.lanes + lane] = bounds.at(k);
     barrier();
     if (team < kPack) {  // the thread has column `team` of the pack of `lane`, which `down` threads have read
-      Extremes column;
+      Reach column;
       for (int64_t d = 0; d < stripe.down; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
       int64_t rest = item;
       const int64_t tile = split_off(rest, walk.tiles), piece = split_off(rest, walk.stretches);
@@ -129,7 +183,7 @@ __global__ void __launch_bounds__(kThreads) column_extremes_kernel(const Extreme
 }
 
 struct ScaleFold {
-  const Extremes* partials;
+  const Reach* partials;
   int64_t groups, pieces;
   Level inner, outer;  // kept
   Affine* affine;
@@ -142,12 +196,12 @@ static __global__ void __launch_bounds__(kThreads) fold_kernel(const ScaleFold f
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
   for (int64_t group = blockIdx.x * static_cast<int64_t>(kThreads / 32) + threadIdx.x / 32; group < fold.groups;
        group += warps) {
-    Extremes extremes;
+    Reach reach;
     for (int64_t piece = threadIdx.x % 32; piece < fold.pieces; piece += 32)
-      extremes.add(fold.partials[group * fold.pieces + piece]);
-    extremes = lanes_reduce(extremes, 32, Fold());
+      reach.add(fold.partials[group * fold.pieces + piece]);
+    reach = lanes_reduce(reach, 32, Fold());
     if (threadIdx.x % 32 != 0) continue;
-    const Affine affine = affine_of(extremes, fold.zero_point == nullptr);
+    const Affine affine = affine_of(reach.extremes(), fold.zero_point == nullptr);
     fold.affine[group] = affine;
     int64_t outer = group;
     Place place;
@@ -175,7 +229,7 @@ struct ExtremesPlan {
       rows.outer[0] = levels.level[Levels::twin(levels.x_fast)];
       rows.outer[1] = levels.level[Int8Layout::kG2];
       rows.outer[2] = levels.level[Int8Layout::kG1];
-      const int64_t rounds = ceil_div(rows.outer[0].size * rows.segments, kThreads / rows.lanes);
+      const int64_t rounds = ceil_div(rows.outer[0].size * rows.segments, rows.teams);
       pieces = std::min(rounds, ceil_div(blocks, groups));
     } else {
       columns = column_walk(levels, levels.x_fast, pack, each, blocks);
@@ -183,19 +237,19 @@ struct ExtremesPlan {
     }
   }
 
-  int64_t bytes() const { return groups * (sizeof(Affine) + pieces * sizeof(Extremes)); }
+  int64_t bytes() const { return groups * (sizeof(Affine) + pieces * sizeof(Reach)); }
 
   template <class T>
   void launch(const T* x, bool wide, Affine* affine, const Levels& levels, float* scale, int32_t* zero_point,
               Stream stream) const {
-    Extremes* partials = reinterpret_cast<Extremes*>(affine + groups);
-    const ExtremesPass<T> pass{x, wide, zero_point == nullptr, pieces, partials};
+    Reach* partials = reinterpret_cast<Reach*>(affine + groups);
+    const ExtremesPass<T> pass{x, wide, pieces, partials};
     if (by_rows) {
-      amp_kernels::launch(row_extremes_kernel<T>, grid_of(groups * pieces), kThreads, 32 * sizeof(Extremes), stream,
-                          pass, rows);
+      amp_kernels::launch(row_extremes_kernel<T>, grid_of(groups * pieces), kThreads, 32 * sizeof(Reach), stream, pass,
+                          rows);
     } else {
       amp_kernels::launch(column_extremes_kernel<T>, grid_of(columns.items), kThreads,
-                          kThreads * ExtremesPass<T>::kPack * sizeof(Extremes), stream, pass, columns);
+                          kThreads * ExtremesPass<T>::kPack * sizeof(Reach), stream, pass, columns);
     }
     const ScaleFold fold{partials, groups, pieces,    levels.level[Int8Layout::kG2], levels.level[Int8Layout::kG1],
                          affine,   scale,  zero_point};

@@ -13,6 +13,7 @@ struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
   static constexpr bool kIsStochastic = kStochastic;
   static constexpr int kEach = 4;  // 2048 threads x 64 bytes in flight are three times what an H200 needs
+  using Element = T;
   using Raw = Packed<T, kPack>;
 
   const T* x;
@@ -29,6 +30,8 @@ struct QuantizeOp {
     }
   }
 
+  static __device__ __forceinline__ bool is_plain(const Affine& affine) { return cuda::is_plain(affine); }
+
   template <class AffineAt>
   static __device__ __forceinline__ Vector<Out, kPack> convert(const Vector<T, kPack>& values,
                                                                const float (&noise)[kPack], const AffineAt& affine_at) {
@@ -40,12 +43,31 @@ struct QuantizeOp {
 
   __device__ __forceinline__ Raw load(const Place& place) const { return load_wide<kPack>(x + place.x); }
 
-  template <class AffineAt>
-  __device__ __forceinline__ void store(const Raw& raw, const Place& place, const Level&,
-                                        const AffineAt& affine_at) const {
-    float noise[kPack] = {};
+  // Where the affine is plain. Does nothing and returns false if a step is NaN: a sum shows it at a quarter of the
+  // price of a comparison and a selection for each. `kOwn`: the scale comes from a group with these elements, so that
+  // none is.
+  template <bool kOwn = false, class AffineAt>
+  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, const AffineAt& affine_at) const {
+    float steps[kPack], noise[kPack], sum = 0.0f;
     if constexpr (kStochastic) neighbours_noise(noise, place.index, seed);
-    store_wide(out + place.out, convert(raw.unpacked(), noise, affine_at));
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+      steps[k] = multiply_rn(to_float(raw.unpacked().data[k]), affine_at(k).inverse);
+      if constexpr (!kOwn) sum = add_rn(sum, steps[k]);
+      if constexpr (kStochastic) steps[k] = add_rn(steps[k], noise[k]);
+    }
+    if (sum != sum) return false;
+    round_steps<kStochastic>(steps, affine_at);
+    Vector<Out, kPack> result;
+    if constexpr (std::is_same_v<Out, int8_t>) {
+      pack_codes(result, steps, affine_at);
+    } else {
+#pragma unroll
+      for (int k = 0; k < kPack; ++k)
+        result.data[k] = from_float<Out>(multiply_rn(add_rn(steps[k], -kMagic), affine_at(k).scale));
+    }
+    store_wide(out + place.out, result);
+    return true;
   }
 
   template <class AffineAt>
@@ -69,42 +91,39 @@ template <class Op>
 __global__ void __launch_bounds__(most_lanes(Op::kIsStochastic))
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
-  Extremes* shared = reinterpret_cast<Extremes*>(shared_memory());
+  Reach* shared = reinterpret_cast<Reach*>(shared_memory());
   const bool symmetric = zero_point == nullptr;
-  const int teams = blockDim.x / walk.lanes;
-  for (int64_t first = static_cast<int64_t>(blockIdx.x) * teams; first < walk.items;
-       first += static_cast<int64_t>(gridDim.x) * teams) {
-    const int64_t item = first + threadIdx.x / walk.lanes;
+  for (int64_t first = static_cast<int64_t>(blockIdx.x) * walk.teams; first < walk.items;
+       first += static_cast<int64_t>(gridDim.x) * walk.teams) {
+    const int64_t item = first + walk.team();
     const Segment row = Segment::of<kPack, kEach>(walk, item);
     typename Op::Raw raw[kEach] = {};
-    Extremes extremes;
+    RowBounds<typename Op::Element> bounds;
     if (op.wide) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (row.has<kPack>(j)) raw[j] = op.load(row.at(walk, row.begin + j * row.stride));
+        if (row.has<kPack>(j)) raw[j] = op.load(row.wide_at(j));
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) {
-        add(extremes, raw[j].unpacked(), symmetric);
-        raw[j].forget();
-      }
+      for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
     }
     row.each_narrow<kPack>(walk, op.wide, [&](const Place& place, int count) {
-      add(extremes, load_each<kPack>(op.x + place.x, walk.inner.x, count), symmetric);
+      bounds.add(load_each<kPack>(op.x + place.x, walk.inner.x, count));
     });
-    extremes = walk.lanes > 32 ? block_reduce(extremes, Extremes{}, shared, Fold())
-                               : lanes_reduce(extremes, walk.lanes, Fold());
-    const Affine affine = affine_of(extremes, symmetric);
-    if (item < walk.items && threadIdx.x % walk.lanes == 0) {
-      scale[row.row.scale] = affine.scale;
-      if (!symmetric) zero_point[row.row.scale] = affine.zero_point;
+    const Reach reach =
+        walk.lanes > 32 ? block_reach(bounds.reach(), shared) : lanes_reduce(bounds.reach(), walk.lanes, Fold());
+    const Affine affine = affine_of(reach.extremes(), symmetric);
+    if (item < walk.items && walk.lane() == 0) {
+      scale[row.first.scale] = affine.scale;
+      if (!symmetric) zero_point[row.first.scale] = affine.zero_point;
     }
     const auto affine_at = [&](int) { return affine; };
-    if (op.wide) {
+    const bool wide = op.wide && Op::is_plain(affine);
+    if (wide) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (row.has<kPack>(j)) op.store(raw[j], row.at(walk, row.begin + j * row.stride), walk.inner, affine_at);
+        if (row.has<kPack>(j)) op.template store<true>(raw[j], row.wide_at(j), affine_at);
     }
-    row.each_narrow<kPack>(walk, op.wide,
+    row.each_narrow<kPack>(walk, wide,
                            [&](const Place& place, int count) { op.narrow(place, walk.inner, count, affine_at); });
   }
 }
@@ -122,9 +141,11 @@ void launch_held(const Op& op, const Levels& levels, float* scale, int32_t* zero
   if (walk.lanes > 32) {  // a block for a row, of just the warps it takes
     block = static_cast<int>(ceil_div(ceil_div(walk.inner.size, Op::kPack * Op::kEach), 32) * 32);
     walk.lanes = block;
+    walk.shift = 10;
+    walk.teams = 1;
   }
-  launch(held_rows_kernel<Op>, grid_of(ceil_div(walk.items, block / walk.lanes)), block, 32 * sizeof(Extremes), stream,
-         op, walk, scale, zero_point);
+  launch(held_rows_kernel<Op>, grid_of(ceil_div(walk.items, walk.teams)), block, 32 * sizeof(Reach), stream, op, walk,
+         scale, zero_point);
 }
 
 // ------------------------------------------------------------------ neighbours in x and out differ

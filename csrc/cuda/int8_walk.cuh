@@ -33,7 +33,8 @@ struct Place {
   // Elements of `level` that exist from here on.
   __device__ __forceinline__ int64_t present(const Level& level, int64_t length) const {
     if (level.position == 0) return position < length ? level.size : 0;
-    const int64_t rest = (length - position + level.position - 1) / level.position;
+    int64_t rest = length - position;
+    if (level.position > 1) rest = (rest + level.position - 1) / level.position;
     return rest < 0 ? 0 : rest < level.size ? rest : level.size;
   }
 };
@@ -133,74 +134,88 @@ struct Scales {
 
 // Segments of rows: `inner` is a reduced level, so that a row has one scale. A team of `lanes` threads takes a segment.
 struct RowWalk {
-  Level inner, outer[3];
+  Level inner, outer[3];  // levels of size 1 come last
   int64_t length;
   int64_t segments, items;  // of a row; of all rows
-  int lanes;                // a power of two, or with rows on chip the block
+  int lanes;                // 1 << shift, or with rows on chip the block
+  int shift, teams;         // of a block
+
+  __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }
+  __device__ __forceinline__ int lane() const { return threadIdx.x - (team() << shift); }
 };
 
-// What one thread has of a segment: packs `stride` apart.
+// What one thread has of a segment: packs `stride` elements apart.
 struct Segment {
-  Place row;
-  int64_t begin, end;  // elements within the row; none past the last segment
-  int64_t stride;
+  Place first;
+  int count;  // of elements from the first one to the end of the segment; none past the last segment
+  int stride;
 
   template <int kPack, int kEach>
   static __device__ __forceinline__ Segment of(const RowWalk& walk, int64_t item) {
     Segment segment{};
-    segment.stride = static_cast<int64_t>(walk.lanes) * kPack;
+    segment.stride = walk.lanes * kPack;
     if (item >= walk.items) return segment;
-    const int64_t begin = split_off(item, walk.segments) * segment.stride * kEach;
+    const int whole = segment.stride * kEach, before = walk.lane() * kPack;
+    const int64_t begin = split_off(item, walk.segments) * whole;
 #pragma unroll
-    for (const Level& level : walk.outer) segment.row.move(level, split_off(item, level.size));
-    const int64_t size = segment.row.present(walk.inner, walk.length), end = begin + segment.stride * kEach;
-    segment.begin = begin + threadIdx.x % walk.lanes * kPack;
-    segment.end = size < end ? size : end;
+    for (const Level& level : walk.outer) {
+      if (item == 0) break;
+      segment.first.move(level, split_off(item, level.size));
+    }
+    segment.count = clip_count(segment.first.present(walk.inner, walk.length) - begin, whole) - before;
+    segment.first.move(walk.inner, begin + before);
     return segment;
   }
 
-  __device__ __forceinline__ Place at(const RowWalk& walk, int64_t element) const {
-    Place place = row;
+  __device__ __forceinline__ Place at(const RowWalk& walk, int element) const {
+    Place place = first;
     place.move(walk.inner, element);
+    return place;
+  }
+
+  // Where neighbours are neighbours in everything that Op reads and writes.
+  __device__ __forceinline__ Place wide_at(int j) const {
+    Place place = first;
+    place.x += j * stride;
+    place.out += j * stride;
+    place.index += j * stride;
     return place;
   }
 
   // Runs f for the packs that are not wide.
   template <int kPack, class F>
   __device__ __forceinline__ void each_narrow(const RowWalk& walk, bool wide, const F& f) const {
-    int64_t element = begin;
-    if (wide && element < end) element += (end - element) / stride * stride;
-    if (wide && element + kPack <= end) return;
+    if (wide && count % kPack == 0) return;
 #pragma unroll 1
-    for (; element < end; element += stride) f(at(walk, element), clip_count(end - element, kPack));
+    for (int element = 0; element < count; element += stride)
+      if (!wide || element + kPack > count) f(at(walk, element), clip_count(count - element, kPack));
   }
 
   template <int kPack>
   __device__ __forceinline__ bool has(int j) const {
-    return begin + j * stride + kPack <= end;
+    return j * stride + kPack <= count;
   }
 };
 
 template <class Op>
 __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const Op op, const RowWalk walk) {
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
-  const int teams = kThreads / walk.lanes;
-  for (int64_t item = static_cast<int64_t>(blockIdx.x) * teams + threadIdx.x / walk.lanes; item < walk.items;
-       item += static_cast<int64_t>(gridDim.x) * teams) {
+  for (int64_t item = static_cast<int64_t>(blockIdx.x) * walk.teams + walk.team(); item < walk.items;
+       item += static_cast<int64_t>(gridDim.x) * walk.teams) {
     const Segment segment = Segment::of<kPack, kEach>(walk, item);
-    const Affine affine = op.scales.at(segment.row);
+    const Affine affine = op.scales.at(segment.first);
     const auto affine_at = [&](int) { return affine; };
-    if (op.wide) {
+    bool wide = op.wide && Op::is_plain(affine);
+    if (wide) {
       typename Op::Raw raw[kEach];
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (segment.has<kPack>(j)) raw[j] = op.load(segment.at(walk, segment.begin + j * segment.stride));
+        if (segment.has<kPack>(j)) raw[j] = op.load(segment.wide_at(j));
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (segment.has<kPack>(j))
-          op.store(raw[j], segment.at(walk, segment.begin + j * segment.stride), walk.inner, affine_at);
+        if (segment.has<kPack>(j)) wide &= op.store(raw[j], segment.wide_at(j), affine_at);
     }
-    segment.each_narrow<kPack>(walk, op.wide,
+    segment.each_narrow<kPack>(walk, wide,
                                [&](const Place& place, int count) { op.narrow(place, walk.inner, count, affine_at); });
   }
 }
@@ -249,14 +264,16 @@ __global__ void __launch_bounds__(kThreads, 2) columns_kernel(const Op op, const
   for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
     const Stripe stripe = Stripe::of(walk, item, kPack);
     Affine affine[kPack] = {};
+    bool wide = op.wide && stripe.count == kPack;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       Place column = stripe.column;
       column.move(walk.inner, k);
       if (k < stripe.count) affine[k] = op.scales.at(column);
+      wide &= Op::is_plain(affine[k]);
     }
     const auto affine_at = [&](int k) { return affine[k]; };
-    if (op.wide && stripe.count == kPack) {
+    if (wide) {
       for (int64_t row = stripe.begin; row < stripe.end; row += kEach * stripe.down) {
         typename Op::Raw raw[kEach];
 #pragma unroll
@@ -265,9 +282,10 @@ __global__ void __launch_bounds__(kThreads, 2) columns_kernel(const Op op, const
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
           if (row + j * stripe.down < stripe.end)
-            op.store(raw[j], stripe.at(walk, row + j * stripe.down), walk.inner, affine_at);
+            wide &= op.store(raw[j], stripe.at(walk, row + j * stripe.down), affine_at);
       }
-    } else {
+    }
+    if (!wide) {
 #pragma unroll 1
       for (int64_t row = stripe.begin; row < stripe.end; row += stripe.down)
         op.narrow(stripe.at(walk, row), walk.inner, stripe.count, affine_at);
@@ -296,14 +314,17 @@ inline RowWalk row_walk(const Levels& levels, int inner, int pack, int each, int
   walk.inner = levels.level[inner];
   int64_t rows = 1;
   int next = 0;
+  for (Level& level : walk.outer) level.size = 1;
   for (int i = Int8Layout::kLevels - 1; i >= 0; --i) {
-    if (i == inner) continue;
+    if (i == inner || levels.level[i].size == 1) continue;
     walk.outer[next++] = levels.level[i];
     rows *= levels.level[i].size;
   }
   walk.length = levels.length;
   const int64_t packs = ceil_div(walk.inner.size, pack);
   walk.lanes = lanes_for(packs, each, most_lanes);
+  while (1 << walk.shift < walk.lanes) ++walk.shift;
+  walk.teams = kThreads >> walk.shift;
   walk.segments = ceil_div(packs, static_cast<int64_t>(walk.lanes) * each);
   walk.items = rows * walk.segments;
   return walk;
@@ -334,7 +355,7 @@ void launch_pass(const Op& op, const Levels& levels, Stream stream) {
   const int inner = levels.out_fast;
   if (Levels::is_reduced(inner)) {
     const RowWalk walk = row_walk(levels, inner, Op::kPack, Op::kEach, kThreads);
-    launch(rows_kernel<Op>, grid_of(ceil_div(walk.items, kThreads / walk.lanes)), kThreads, 0, stream, op, walk);
+    launch(rows_kernel<Op>, grid_of(ceil_div(walk.items, walk.teams)), kThreads, 0, stream, op, walk);
   } else {
     const int64_t wanted = static_cast<int64_t>(multiprocessor_count()) * 32;
     const ColumnWalk walk = column_walk(levels, inner, Op::kPack, Op::kEach, wanted);

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
@@ -46,6 +47,48 @@ __device__ __forceinline__ __nv_bfloat16 from_float<__nv_bfloat16>(float value) 
 __host__ __device__ __forceinline__ bool is_aligned16(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
+
+// Rounded down.
+__device__ __forceinline__ float add_down(float a, float b) {
+#ifdef __CUDA_ARCH__
+  return __fadd_rd(a, b);
+#else
+  const float sum = a + b;
+  return sum > static_cast<double>(a) + b ? std::nextafter(sum, -INFINITY) : sum;
+#endif
+}
+
+// What a register holds of elements as they come from memory: two of 16 bits. NaN is the larger and the smaller one.
+template <class T>
+struct Held;
+template <>
+struct Held<float> {
+  using Type = float;
+};
+template <>
+struct Held<__half> {
+  using Type = __half2;
+};
+template <>
+struct Held<__nv_bfloat16> {
+  using Type = __nv_bfloat162;
+};
+
+__device__ __forceinline__ float larger(float a, float b) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  float result;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(result) : "f"(a), "f"(b));
+  return result;
+#else
+  return a > b || a != a ? a : b;
+#endif
+}
+
+__device__ __forceinline__ float smaller(float a, float b) { return -larger(-a, -b); }
+__device__ __forceinline__ __half2 larger(__half2 a, __half2 b) { return __hmax2_nan(a, b); }
+__device__ __forceinline__ __half2 smaller(__half2 a, __half2 b) { return __hmin2_nan(a, b); }
+__device__ __forceinline__ __nv_bfloat162 larger(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmax2_nan(a, b); }
+__device__ __forceinline__ __nv_bfloat162 smaller(__nv_bfloat162 a, __nv_bfloat162 b) { return __hmin2_nan(a, b); }
 
 template <class T, int N>
 struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
@@ -228,6 +271,19 @@ __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(
 template <class T>
 __device__ __forceinline__ T warp_shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);
+}
+
+__device__ __forceinline__ uint32_t warp_max(uint32_t value) {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
+  return __reduce_max_sync(0xffffffffu, value);
+#else
+#pragma unroll
+  for (int mask = 16; mask > 0; mask /= 2) {
+    const uint32_t other = warp_shuffle_xor(value, mask);
+    value = other > value ? other : value;
+  }
+  return value;
+#endif
 }
 
 // Over groups of `lanes` neighbours in a warp, a power of two.
