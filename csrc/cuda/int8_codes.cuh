@@ -42,21 +42,32 @@ __device__ __forceinline__ bool keeps_gradient(float x, const Affine& affine) {
   return code >= affine.low && code <= 127;
 }
 
-// Whether packs may go by the two functions below, where no step is NaN. None is in a group that has its own scale.
-__device__ __forceinline__ bool is_plain(const Affine& affine) {
-  return affine.scale == affine.scale && affine.zero_point >= -128 && affine.zero_point <= 127;
-}
+// With the bounds of the steps from the zero point.
+struct BoundedAffine : Affine {
+  float lowest, highest;
 
-// The steps of a pack from the zero point, clamped and then rounded, which is the same as the other way round since the
-// bounds are integers: kMagic more than they are.
-template <bool kStochastic, int N, class AffineAt>
+  BoundedAffine() = default;
+  __device__ __forceinline__ explicit BoundedAffine(const Affine& affine)
+      : Affine(affine),
+        lowest(static_cast<float>(affine.low) - static_cast<float>(affine.zero_point)),
+        highest(127.0f - static_cast<float>(affine.zero_point)) {}
+
+  // Whether packs may go by the functions below, if no step is NaN.
+  __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
+};
+
+// What is known of steps. In a group that has its own scale none is NaN, and if that is symmetric their nearest
+// integers are codes: two roundings and a reciprocal add less than 2^-20 to the 127 of the largest.
+enum Steps { kAny, kNumbers, kInside };
+
+// Steps clamped and then rounded, which is the same as the other way round since the bounds are integers: kMagic more
+// than they are.
+template <bool kStochastic, Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& affine_at) {
 #pragma unroll
   for (int k = 0; k < N; ++k) {
-    const float low = static_cast<float>(affine_at(k).low - affine_at(k).zero_point);
-    const float high = static_cast<float>(127 - affine_at(k).zero_point);
-    const float clamped = fminf(fmaxf(steps[k], low), high);
-    steps[k] = kStochastic ? add_down(clamped, kMagic) : add_rn(clamped, kMagic);
+    if constexpr (kSteps != kInside) steps[k] = fminf(fmaxf(steps[k], affine_at(k).lowest), affine_at(k).highest);
+    steps[k] = kStochastic ? add_down(steps[k], kMagic) : add_rn(steps[k], kMagic);
   }
 }
 

@@ -10,6 +10,16 @@ struct DequantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
   static constexpr int kEach = 4;
   using Raw = Packed<int8_t, kPack>;
+  struct Group : Affine {
+    float shift;  // what `store` adds to 2^23 + 128 + code
+
+    Group() = default;
+    __device__ __forceinline__ explicit Group(const Affine& affine)
+        : Affine(affine), shift(-8388736.0f - static_cast<float>(affine.zero_point)) {}
+
+    // Differences that are integers below 2^24 are exact in fp32.
+    __device__ __forceinline__ bool is_plain() const { return zero_point > -(1 << 22) && zero_point < 1 << 22; }
+  };
 
   const int8_t* values;
   T* out;
@@ -26,26 +36,23 @@ struct DequantizeOp {
     return result;
   }
 
-  // Differences that are integers below 2^24 are exact in fp32.
-  static __device__ __forceinline__ bool is_plain(const Affine& affine) {
-    return affine.zero_point > -(1 << 22) && affine.zero_point < 1 << 22;
+  __device__ __forceinline__ Raw load(const Place& place, int offset) const {
+    return load_wide<kPack>(values + place.out + offset);
   }
-
-  __device__ __forceinline__ Raw load(const Place& place) const { return load_wide<kPack>(values + place.out); }
 
   // A byte in the low bits of 2^23 is the number 2^23 + byte, which takes one instruction instead of a conversion.
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, const AffineAt& affine_at) const {
+  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, int offset,
+                                        const AffineAt& affine_at) const {
     Vector<T, kPack> result;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       const uint32_t bits = __byte_perm(raw.word[k / 4] ^ 0x80808080u, 0x4b000000u, 0x7650 + k % 4);
       float shifted;
       memcpy(&shifted, &bits, sizeof(bits));
-      const float steps = add_rn(shifted, -static_cast<float>((1 << 23) + 128 + affine_at(k).zero_point));
-      result.data[k] = from_float<T>(multiply_rn(steps, affine_at(k).scale));
+      result.data[k] = from_float<T>(multiply_rn(add_rn(shifted, affine_at(k).shift), affine_at(k).scale));
     }
-    store_wide(out + place.x, result);
+    store_wide(out + place.x + offset, result);
     return true;
   }
 
@@ -61,6 +68,7 @@ template <class T>
 struct StraightThroughOp {
   static constexpr int kPack = 16 / sizeof(T);
   static constexpr int kEach = 2;  // of two arrays
+  using Group = BoundedAffine;
   struct Raw {
     Packed<T, kPack> grad, x;
   };
@@ -81,15 +89,21 @@ struct StraightThroughOp {
     return result;
   }
 
-  static __device__ __forceinline__ bool is_plain(const Affine&) { return true; }
-
-  __device__ __forceinline__ Raw load(const Place& place) const {
-    return {load_wide<kPack>(grad + place.out), load_wide<kPack>(x + place.x)};
+  __device__ __forceinline__ Raw load(const Place& place, int offset) const {
+    return {load_wide<kPack>(grad + place.out + offset), load_wide<kPack>(x + place.x + offset)};
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, const AffineAt& affine_at) const {
-    store_wide(out + place.out, convert(raw.grad.unpacked(), raw.x.unpacked(), affine_at));
+  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, int offset,
+                                        const AffineAt& affine_at) const {
+    Vector<T, kPack> result;
+#pragma unroll
+    for (int k = 0; k < kPack; ++k) {
+      const float steps = add_rn(multiply_rn(to_float(raw.x.unpacked().data[k]), affine_at(k).inverse), kMagic);
+      const bool is_outside = steps < affine_at(k).lowest + kMagic || steps > affine_at(k).highest + kMagic;
+      result.data[k] = is_outside ? from_float<T>(0.0f) : raw.grad.unpacked().data[k];
+    }
+    store_wide(out + place.out + offset, result);
     return true;
   }
 

@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPa
         Packed<T, kPack> raw[kEach] = {};
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (segment.has<kPack>(j)) raw[j] = load_wide<kPack>(pass.x + segment.wide_at(j).x);
+          if (segment.has<kPack>(j)) raw[j] = load_wide<kPack>(pass.x + segment.first.x + j * segment.stride);
 #pragma unroll
         for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }

@@ -14,6 +14,7 @@ struct QuantizeOp {
   static constexpr bool kIsStochastic = kStochastic;
   static constexpr int kEach = 4;  // 2048 threads x 64 bytes in flight are three times what an H200 needs
   using Element = T;
+  using Group = BoundedAffine;
   using Raw = Packed<T, kPack>;
 
   const T* x;
@@ -30,8 +31,6 @@ struct QuantizeOp {
     }
   }
 
-  static __device__ __forceinline__ bool is_plain(const Affine& affine) { return cuda::is_plain(affine); }
-
   template <class AffineAt>
   static __device__ __forceinline__ Vector<Out, kPack> convert(const Vector<T, kPack>& values,
                                                                const float (&noise)[kPack], const AffineAt& affine_at) {
@@ -41,23 +40,25 @@ struct QuantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Place& place) const { return load_wide<kPack>(x + place.x); }
+  __device__ __forceinline__ Raw load(const Place& place, int offset) const {
+    return load_wide<kPack>(x + place.x + offset);
+  }
 
-  // Where the affine is plain. Does nothing and returns false if a step is NaN: a sum shows it at a quarter of the
-  // price of a comparison and a selection for each. `kOwn`: the scale comes from a group with these elements, so that
-  // none is.
-  template <bool kOwn = false, class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, const AffineAt& affine_at) const {
+  // Where groups are plain. Does nothing and returns false if a step is NaN: a sum shows it at a quarter of the price
+  // of a comparison and a selection for each.
+  template <Steps kSteps = kAny, class AffineAt>
+  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, int offset,
+                                        const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;
-    if constexpr (kStochastic) neighbours_noise(noise, place.index, seed);
+    if constexpr (kStochastic) neighbours_noise(noise, place.index + offset, seed);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       steps[k] = multiply_rn(to_float(raw.unpacked().data[k]), affine_at(k).inverse);
-      if constexpr (!kOwn) sum = add_rn(sum, steps[k]);
+      if constexpr (kSteps == kAny) sum = add_rn(sum, steps[k]);
       if constexpr (kStochastic) steps[k] = add_rn(steps[k], noise[k]);
     }
     if (sum != sum) return false;
-    round_steps<kStochastic>(steps, affine_at);
+    round_steps<kStochastic, kSteps>(steps, affine_at);
     Vector<Out, kPack> result;
     if constexpr (std::is_same_v<Out, int8_t>) {
       pack_codes(result, steps, affine_at);
@@ -66,7 +67,7 @@ struct QuantizeOp {
       for (int k = 0; k < kPack; ++k)
         result.data[k] = from_float<Out>(multiply_rn(add_rn(steps[k], -kMagic), affine_at(k).scale));
     }
-    store_wide(out + place.out, result);
+    store_wide(out + place.out + offset, result);
     return true;
   }
 
@@ -102,7 +103,7 @@ __global__ void __launch_bounds__(most_lanes(Op::kIsStochastic))
     if (op.wide) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (row.has<kPack>(j)) raw[j] = op.load(row.wide_at(j));
+        if (row.has<kPack>(j)) raw[j] = op.load(row.first, j * row.stride);
 #pragma unroll
       for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
     }
@@ -116,12 +117,18 @@ __global__ void __launch_bounds__(most_lanes(Op::kIsStochastic))
       scale[row.first.scale] = affine.scale;
       if (!symmetric) zero_point[row.first.scale] = affine.zero_point;
     }
-    const auto affine_at = [&](int) { return affine; };
-    const bool wide = op.wide && Op::is_plain(affine);
-    if (wide) {
+    const typename Op::Group group(affine);
+    const auto affine_at = [&](int) { return group; };
+    const bool wide = op.wide && group.is_plain();
+    const auto store = [&](auto steps) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (row.has<kPack>(j)) op.template store<true>(raw[j], row.wide_at(j), affine_at);
+        if (row.has<kPack>(j)) op.template store<steps>(raw[j], row.first, j * row.stride, affine_at);
+    };
+    if (wide && symmetric && !Op::kIsStochastic) {
+      store(std::integral_constant<Steps, kInside>());
+    } else if (wide) {
+      store(std::integral_constant<Steps, kNumbers>());
     }
     row.each_narrow<kPack>(walk, wide,
                            [&](const Place& place, int count) { op.narrow(place, walk.inner, count, affine_at); });

@@ -173,15 +173,6 @@ struct Segment {
     return place;
   }
 
-  // Where neighbours are neighbours in everything that Op reads and writes.
-  __device__ __forceinline__ Place wide_at(int j) const {
-    Place place = first;
-    place.x += j * stride;
-    place.out += j * stride;
-    place.index += j * stride;
-    return place;
-  }
-
   // Runs f for the packs that are not wide.
   template <int kPack, class F>
   __device__ __forceinline__ void each_narrow(const RowWalk& walk, bool wide, const F& f) const {
@@ -203,17 +194,17 @@ __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const Op op, const Ro
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * walk.teams + walk.team(); item < walk.items;
        item += static_cast<int64_t>(gridDim.x) * walk.teams) {
     const Segment segment = Segment::of<kPack, kEach>(walk, item);
-    const Affine affine = op.scales.at(segment.first);
-    const auto affine_at = [&](int) { return affine; };
-    bool wide = op.wide && Op::is_plain(affine);
+    const typename Op::Group group(op.scales.at(segment.first));
+    const auto affine_at = [&](int) { return group; };
+    bool wide = op.wide && group.is_plain();
     if (wide) {
       typename Op::Raw raw[kEach];
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (segment.has<kPack>(j)) raw[j] = op.load(segment.wide_at(j));
+        if (segment.has<kPack>(j)) raw[j] = op.load(segment.first, j * segment.stride);
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (segment.has<kPack>(j)) wide &= op.store(raw[j], segment.wide_at(j), affine_at);
+        if (segment.has<kPack>(j)) wide &= op.store(raw[j], segment.first, j * segment.stride, affine_at);
     }
     segment.each_narrow<kPack>(walk, wide,
                                [&](const Place& place, int count) { op.narrow(place, walk.inner, count, affine_at); });
@@ -223,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const Op op, const Ro
 // Stripes of columns: `inner` is a kept level, and each element of a pack has a scale of its own.
 struct ColumnWalk {
   Level inner, outer;  // of the groups
-  Level rows[2];       // reduced, the second one inner
+  Level rows[2];       // reduced, the second one inner; one of size 1 is the second
   int64_t length;
   int lanes;                   // across, a power of two up to 32; the other threads of the block go down
   int64_t tiles;               // stripes across
@@ -252,7 +243,7 @@ struct Stripe {
 
   __device__ __forceinline__ Place at(const ColumnWalk& walk, int64_t row) const {
     Place place = column;
-    place.move(walk.rows[1], split_off(row, walk.rows[1].size));
+    if (walk.rows[1].size > 1) place.move(walk.rows[1], split_off(row, walk.rows[1].size));
     place.move(walk.rows[0], row);
     return place;
   }
@@ -263,26 +254,26 @@ __global__ void __launch_bounds__(kThreads, 2) columns_kernel(const Op op, const
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
   for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
     const Stripe stripe = Stripe::of(walk, item, kPack);
-    Affine affine[kPack] = {};
+    typename Op::Group groups[kPack] = {};
     bool wide = op.wide && stripe.count == kPack;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       Place column = stripe.column;
       column.move(walk.inner, k);
-      if (k < stripe.count) affine[k] = op.scales.at(column);
-      wide &= Op::is_plain(affine[k]);
+      if (k < stripe.count) groups[k] = typename Op::Group(op.scales.at(column));
+      wide &= groups[k].is_plain();
     }
-    const auto affine_at = [&](int k) { return affine[k]; };
+    const auto affine_at = [&](int k) { return groups[k]; };
     if (wide) {
       for (int64_t row = stripe.begin; row < stripe.end; row += kEach * stripe.down) {
         typename Op::Raw raw[kEach];
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (row + j * stripe.down < stripe.end) raw[j] = op.load(stripe.at(walk, row + j * stripe.down));
+          if (row + j * stripe.down < stripe.end) raw[j] = op.load(stripe.at(walk, row + j * stripe.down), 0);
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
           if (row + j * stripe.down < stripe.end)
-            wide &= op.store(raw[j], stripe.at(walk, row + j * stripe.down), affine_at);
+            wide &= op.store(raw[j], stripe.at(walk, row + j * stripe.down), 0, affine_at);
       }
     }
     if (!wide) {
@@ -302,10 +293,11 @@ inline unsigned grid_of(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, static_cast<int64_t>(multiprocessor_count()) * 64));
 }
 
-// Threads for `packs` packs of a row: `each` in flight in a thread, but neighbours side by side where rows are short.
-inline int lanes_for(int64_t packs, int each, int most) {
+// Threads for a row of packs: `each` in flight in a thread, but in short rows side by side for the 32 codes of a
+// sector.
+inline int lanes_for(int64_t packs, int pack, int each, int most) {
   int64_t lanes = 1;
-  while (lanes < most && (lanes < std::min<int64_t>(packs, 8) || lanes * each < packs)) lanes *= 2;
+  while (lanes < most && (lanes < std::min<int64_t>(packs, 32 / pack) || lanes * each < packs)) lanes *= 2;
   return static_cast<int>(lanes);
 }
 
@@ -322,7 +314,7 @@ inline RowWalk row_walk(const Levels& levels, int inner, int pack, int each, int
   }
   walk.length = levels.length;
   const int64_t packs = ceil_div(walk.inner.size, pack);
-  walk.lanes = lanes_for(packs, each, most_lanes);
+  walk.lanes = lanes_for(packs, pack, each, most_lanes);
   while (1 << walk.shift < walk.lanes) ++walk.shift;
   walk.teams = kThreads >> walk.shift;
   walk.segments = ceil_div(packs, static_cast<int64_t>(walk.lanes) * each);
@@ -337,6 +329,7 @@ inline ColumnWalk column_walk(const Levels& levels, int inner, int pack, int eac
   walk.outer = levels.level[Levels::twin(inner)];
   walk.rows[0] = levels.level[Int8Layout::kR1];
   walk.rows[1] = levels.level[Int8Layout::kR2];
+  if (walk.rows[0].size == 1) std::swap(walk.rows[0], walk.rows[1]);
   walk.length = levels.length;
   const int64_t packs = ceil_div(walk.inner.size, pack), rows = walk.rows[0].size * walk.rows[1].size;
   walk.lanes = 1;
