@@ -36,13 +36,13 @@ struct DequantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Place& place, int offset) const {
+  __device__ __forceinline__ Raw load(const Place& place, unsigned offset) const {
     return load_wide<kPack>(values + place.out + offset);
   }
 
   // A byte in the low bits of 2^23 is the number 2^23 + byte, which takes one instruction instead of a conversion.
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, int offset,
+  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, unsigned offset,
                                         const AffineAt& affine_at) const {
     Vector<T, kPack> result;
 #pragma unroll
@@ -89,12 +89,12 @@ struct StraightThroughOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Place& place, int offset) const {
+  __device__ __forceinline__ Raw load(const Place& place, unsigned offset) const {
     return {load_wide<kPack>(grad + place.out + offset), load_wide<kPack>(x + place.x + offset)};
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, int offset,
+  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, unsigned offset,
                                         const AffineAt& affine_at) const {
     Vector<T, kPack> result;
 #pragma unroll

@@ -11,7 +11,8 @@ namespace {
 template <class T, class Out, bool kStochastic>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  static constexpr bool kIsStochastic = kStochastic;
+  // Fake quantization moves more bytes, and a second way to round would cost it registers.
+  static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static constexpr int kEach = 4;  // 2048 threads x 64 bytes in flight are three times what an H200 needs
   using Element = T;
   using Group = BoundedAffine;
@@ -40,14 +41,14 @@ struct QuantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Place& place, int offset) const {
+  __device__ __forceinline__ Raw load(const Place& place, unsigned offset) const {
     return load_wide<kPack>(x + place.x + offset);
   }
 
   // Where groups are plain. Does nothing and returns false if a step is NaN: a sum shows it at a quarter of the price
   // of a comparison and a selection for each.
   template <Steps kSteps = kAny, class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, int offset,
+  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, unsigned offset,
                                         const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;
     if constexpr (kStochastic) neighbours_noise(noise, place.index + offset, seed);
@@ -83,30 +84,28 @@ struct QuantizeOp {
 
 // ------------------------------------------------------------------------------- rows held on chip
 
-// Threads of a block: with 1024 there are 64 registers for each, too few for random bits.
-constexpr int most_lanes(bool stochastic) { return stochastic ? 512 : 1024; }
+constexpr int kHeldPacks = 8;    // of a thread: what a row costs whatever its length is as much as their codes
+constexpr int kMostLanes = 512;  // threads of a block: with 1024 there are 64 registers for each, a few too few
 
 // The packs of a row stay in registers from their only load to the store of their codes. What is not wide is read
 // again, from cache.
 template <class Op>
-__global__ void __launch_bounds__(most_lanes(Op::kIsStochastic))
+__global__ void __launch_bounds__(kMostLanes)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
-  constexpr int kPack = Op::kPack, kEach = Op::kEach;
+  constexpr int kPack = Op::kPack, kEach = kHeldPacks;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());
   const bool symmetric = zero_point == nullptr;
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * walk.teams; first < walk.items;
        first += static_cast<int64_t>(gridDim.x) * walk.teams) {
     const int64_t item = first + walk.team();
-    const Segment row = Segment::of<kPack, kEach>(walk, item);
+    const Segment row = Segment::of<kPack, kEach, true>(walk, item);
     typename Op::Raw raw[kEach] = {};
     RowBounds<typename Op::Element> bounds;
-    if (op.wide) {
 #pragma unroll
-      for (int j = 0; j < kEach; ++j)
-        if (row.has<kPack>(j)) raw[j] = op.load(row.first, j * row.stride);
+    for (int j = 0; j < kEach; ++j)
+      if (op.wide && row.has<kPack>(j)) raw[j] = op.load(row.first, j * row.stride);
 #pragma unroll
-      for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
-    }
+    for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
     row.each_narrow<kPack>(walk, op.wide, [&](const Place& place, int count) {
       bounds.add(load_each<kPack>(op.x + place.x, walk.inner.x, count));
     });
@@ -125,7 +124,7 @@ __global__ void __launch_bounds__(most_lanes(Op::kIsStochastic))
       for (int j = 0; j < kEach; ++j)
         if (row.has<kPack>(j)) op.template store<steps>(raw[j], row.first, j * row.stride, affine_at);
     };
-    if (wide && symmetric && !Op::kIsStochastic) {
+    if (wide && symmetric && Op::kHasInside) {
       store(std::integral_constant<Steps, kInside>());
     } else if (wide) {
       store(std::integral_constant<Steps, kNumbers>());
@@ -135,18 +134,18 @@ __global__ void __launch_bounds__(most_lanes(Op::kIsStochastic))
   }
 }
 
-bool fits_on_chip(const Levels& levels, int pack, int each, bool stochastic) {
+bool fits_on_chip(const Levels& levels, int pack) {
   const int row = levels.out_fast;
   return Levels::is_reduced(row) && levels.x_fast == row && levels.level[Levels::twin(row)].size == 1 &&
-         levels.level[row].size <= static_cast<int64_t>(most_lanes(stochastic)) * each * pack;
+         levels.level[row].size <= static_cast<int64_t>(kMostLanes) * kHeldPacks * pack;
 }
 
 template <class Op>
 void launch_held(const Op& op, const Levels& levels, float* scale, int32_t* zero_point, Stream stream) {
-  RowWalk walk = row_walk(levels, levels.out_fast, Op::kPack, Op::kEach, most_lanes(Op::kIsStochastic));
+  RowWalk walk = row_walk(levels, levels.out_fast, Op::kPack, kHeldPacks, kMostLanes);
   int block = kThreads;
   if (walk.lanes > 32) {  // a block for a row, of just the warps it takes
-    block = static_cast<int>(ceil_div(ceil_div(walk.inner.size, Op::kPack * Op::kEach), 32) * 32);
+    block = static_cast<int>(ceil_div(ceil_div(walk.inner.size, Op::kPack * kHeldPacks), 32) * 32);
     walk.lanes = block;
     walk.shift = 10;
     walk.teams = 1;
@@ -273,7 +272,7 @@ struct Scaling {
   explicit Scaling(const Quantize& quantize)
       : levels(quantize.layout),
         pack(quantize.dtype == kFloat ? 4 : 8),
-        is_pass(!quantize.is_static && !fits_on_chip(levels, pack, kEach, quantize.stochastic)),
+        is_pass(!quantize.is_static && !fits_on_chip(levels, pack)),
         plan(levels, pack, kEach) {}
 };
 

@@ -21,7 +21,8 @@ struct Level {
 struct Place {
   int64_t x = 0, out = 0, index = 0, scale = 0, group = 0, position = 0;
 
-  __device__ __forceinline__ void move(const Level& level, int64_t i) {
+  template <class Integer>
+  __device__ __forceinline__ void move(const Level& level, Integer i) {
     x += i * level.x;
     out += i * level.out;
     index += i * level.index;
@@ -148,22 +149,26 @@ struct RowWalk {
 struct Segment {
   Place first;
   int count;  // of elements from the first one to the end of the segment; none past the last segment
-  int stride;
+  unsigned stride;
 
-  template <int kPack, int kEach>
+  // `kWholeRows`: a row is one segment.
+  template <int kPack, int kEach, bool kWholeRows = false>
   static __device__ __forceinline__ Segment of(const RowWalk& walk, int64_t item) {
     Segment segment{};
     segment.stride = walk.lanes * kPack;
     if (item >= walk.items) return segment;
-    const int whole = segment.stride * kEach, before = walk.lane() * kPack;
-    const int64_t begin = split_off(item, walk.segments) * whole;
+    const unsigned before = walk.lane() * kPack;
+    const int whole = segment.stride * kEach;
+    const int64_t begin = kWholeRows ? 0 : split_off(item, walk.segments) * whole;
 #pragma unroll
     for (const Level& level : walk.outer) {
       if (item == 0) break;
       segment.first.move(level, split_off(item, level.size));
     }
-    segment.count = clip_count(segment.first.present(walk.inner, walk.length) - begin, whole) - before;
-    segment.first.move(walk.inner, begin + before);
+    segment.count =
+        clip_count(segment.first.present(walk.inner, walk.length) - begin, whole) - static_cast<int>(before);
+    segment.first.move(walk.inner, before);
+    if (!kWholeRows) segment.first.move(walk.inner, begin);
     return segment;
   }
 
@@ -178,13 +183,13 @@ struct Segment {
   __device__ __forceinline__ void each_narrow(const RowWalk& walk, bool wide, const F& f) const {
     if (wide && count % kPack == 0) return;
 #pragma unroll 1
-    for (int element = 0; element < count; element += stride)
+    for (int element = 0; element < count; element += static_cast<int>(stride))
       if (!wide || element + kPack > count) f(at(walk, element), clip_count(count - element, kPack));
   }
 
   template <int kPack>
   __device__ __forceinline__ bool has(int j) const {
-    return j * stride + kPack <= count;
+    return static_cast<int>(j * stride) + kPack <= count;
   }
 };
 
