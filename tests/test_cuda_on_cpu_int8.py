@@ -86,13 +86,22 @@ class Problem:
         return placed if values is None else placed.copy_(values)
 
     def quantize(
-        self, symmetric: bool, *, fake: bool = False, seed: int | None = None, scale: Tensor | None = None
+        self,
+        symmetric: bool,
+        *,
+        fake: bool = False,
+        seed: int | None = None,
+        scale: Tensor | None = None,
+        zero_point: Tensor | None = None,
     ) -> None:
         """Runs the kernel, with a `scale` the static one, and compares everything it writes."""
         options = {"dim": self.dim, "block_size": self.block, "symmetric": symmetric}
         zero = None if symmetric else self.group_values(None, 77, torch.int32)
         if scale is not None:
-            zero = None if zero is None else zero.copy_(torch.arange(zero.numel()).view(zero.shape) % 200 - 100)
+            if zero is not None:
+                zero.copy_(torch.arange(zero.numel()).view(zero.shape) % 200 - 100)
+            if zero is not None and zero_point is not None:
+                zero.copy_(zero_point)
             options |= {"scale": scale, "zero_point": zero}
         if fake:
             expected = reference.fake_quantize_int8(self.x, **options)
@@ -182,7 +191,7 @@ def test_quantize(shape: Sequence[int], how: dict[str, object], layout: str, dty
 def test_rows_that_do_not_fit_on_chip(shape: Sequence[int], dtype: torch.dtype) -> None:
     Problem(randn(*shape).to(dtype), "dense", dim=(1,)).quantize(False)
     Problem(randn(*shape).to(dtype), "sliced", dim=(1,)).quantize(True)
-    Problem(randn(1, 16400).to(dtype), "dense", dim=(1,)).quantize(True, seed=4)
+    Problem(randn(1, 33000).to(dtype), "dense", dim=(1,)).quantize(True, seed=4)
 
 
 @dtypes
@@ -220,6 +229,30 @@ def test_a_group_without_a_scale(dim: Sequence[int] | None, value: float, dtype:
         Problem(x, layout, dim=dim).quantize(False)
         Problem(x, layout, dim=dim).quantize(True, fake=True)
         Problem(x, layout, dim=dim).quantize(True, seed=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dim", [(0,), (1,)], ids=str)
+def test_every_number_of_16_bits(dim: Sequence[int], dtype: torch.dtype) -> None:
+    """Beside others of its size and, shuffled, beside NaN; zero points that are codes and some that are not."""
+    numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    shuffled = numbers[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
+    for x, scale in itertools.product((numbers, shuffled), (0.02, 2e-39, 0.0, math.nan)):
+        problem = Problem(x.view(dtype).view(256, 256), "dense", dim=dim)
+        given = torch.full(problem.groups.scale_shape, scale)
+        problem.quantize(True, scale=given)
+        problem.quantize(False, scale=given, fake=True)
+        for zero_point in (torch.arange(-128, 128), torch.arange(-768, 768, 6)):
+            problem.quantize(False, scale=given, zero_point=zero_point.view(given.shape).int())
+        problem.quantize(True)
+        problem.quantize(False, fake=True)
+
+
+def test_the_largest_of_a_group_is_its_highest_code() -> None:
+    largest = torch.cat([torch.logspace(-38.5, 38.5, 300), torch.arange(1, 200).int().view(torch.float32) * 2.0**12])
+    x = largest.view(-1, 1) * (torch.arange(-256, 256) / 256)
+    for sign, symmetric in itertools.product((1, -1), (True, False)):
+        Problem(x * sign, "dense", dim=(1,)).quantize(symmetric)
 
 
 def test_random_bits_belong_to_logical_indices_beyond_32_bits() -> None:
