@@ -85,12 +85,12 @@ struct QuantizeOp {
 // ------------------------------------------------------------------------------- rows held on chip
 
 constexpr int kHeldPacks = 8;    // of a thread: what a row costs whatever its length is as much as their codes
-constexpr int kMostLanes = 512;  // threads of a block: with 1024 there are 64 registers for each, a few too few
+constexpr int kMostLanes = 512;  // threads of a block: with 64 registers each, as 1024 or two blocks have, some spill
 
 // The packs of a row stay in registers from their only load to the store of their codes. What is not wide is read
 // again, from cache.
 template <class Op>
-__global__ void __launch_bounds__(kMostLanes)
+__global__ void __launch_bounds__(kMostLanes, 1)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
   constexpr int kPack = Op::kPack, kEach = kHeldPacks;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());

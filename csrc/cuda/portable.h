@@ -167,14 +167,6 @@ struct Packed {
     memcpy(elements.data, word, sizeof(word));
     return elements;
   }
-
-  // Keeps the compiler from holding what it unpacked before instead of unpacking again.
-  __device__ __forceinline__ void forget() {
-#ifdef __CUDA_ARCH__
-#pragma unroll
-    for (uint32_t& w : word) asm volatile("" : "+r"(w));
-#endif
-  }
 };
 
 // The N elements at p, in accesses of up to 16 bytes: p is aligned to them.
