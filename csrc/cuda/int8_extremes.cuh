@@ -139,7 +139,8 @@ __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPa
 
 // Groups with a kept level along memory.
 template <class T>
-__global__ void __launch_bounds__(kThreads) column_extremes_kernel(const ExtremesPass<T> pass, const ColumnWalk walk) {
+__global__ void __launch_bounds__(kThreads, 2)
+    column_extremes_kernel(const ExtremesPass<T> pass, const ColumnWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());  // [kThreads / lanes, kPack, lanes]
   const int lane = threadIdx.x % walk.lanes, team = threadIdx.x / walk.lanes;
