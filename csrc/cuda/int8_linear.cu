@@ -117,36 +117,13 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   char* const shared = shared_memory();
   const TilePosition at = TilePosition::of<kTileRows, kTileRows>(linear.m, linear.n, blockIdx.x);
   const int warp = threadIdx.x / 32;
-  const int64_t steps = (linear.k + kTileK - 1) / kTileK;
-  const auto x_stage = [&](int64_t step) { return shared + step % kStages * kStageBytes; };
-  const auto weight_stage = [&](int64_t step) { return x_stage(step) + kTileRows * kXBytes; };
-  LoadX load_x(x);
-  LoadWeight load_weight(weight);
-  const auto fetch = [&](int64_t step) {
-    if (step < steps) {
-      load_x.fetch(x, x_stage(step), at.m, step * kXBytes);
-      load_weight.fetch(weight, weight_stage(step), at.n, step * kTileBytes);
-    }
-    commit_copies();
-  };
-  const auto store = [&](int64_t step) {
-    if (step >= steps) return;
-    load_x.store(x, x_stage(step), at.m, step * kXBytes);
-    load_weight.store(weight, weight_stage(step), at.n, step * kTileBytes);
-  };
-  fetch(0);
-  store(0);
+  LoadX load_x(x, at.m);
+  LoadWeight load_weight(weight, at.n);
   NumberTile<T> tile;
-#pragma unroll 1
-  for (int64_t step = 0; step < steps; ++step) {
-    wait_copies<kStages - 2>();
-    barrier();  // everyone's part of this step is there, and everyone is done with the step before
-    fetch(step + 1);
-    tile.multiply(x_stage(step), weight_stage(step), warp / kWarpsAcross, warp % kWarpsAcross);
-    store(step + 1);
-  }
-  wait_copies<0>();
-  barrier();
+  for_tiles<kStages, kTileRows * kXBytes, kStageBytes>(
+      shared, (linear.k + kTileK - 1) / kTileK, load_x, load_weight, [&](const char* x_tile, const char* weight_tile) {
+        tile.multiply(x_tile, weight_tile, warp / kWarpsAcross, warp % kWarpsAcross);
+      });
   ResultTile<kTileRows, kTileRows>::for_each<4>(shared, tile.sum, [&](int row, int column, const float* sums) {
     store_sums<T, 4>(linear, at.m + row, at.n + column, sums);
   });

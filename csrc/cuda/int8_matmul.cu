@@ -121,37 +121,12 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   char* const shared = shared_memory();
   const TilePosition at = TilePosition::of<kM, kN>(matmul.m, matmul.n, blockIdx.x);
   const int warp = threadIdx.x / 32, down = warp / kWarpsAcross, across = warp % kWarpsAcross;
-  const int64_t steps = (matmul.k + kTileBytes - 1) / kTileBytes;
-  const auto stage = [&](int64_t step) { return shared + step % kStages * TileOf::kStageBytes; };
-  LoadA load_a(a);
-  LoadB load_b(b);
-  const auto fetch = [&](int64_t step) {
-    if (step < steps) {
-      load_a.fetch(a, stage(step), at.m, step * kTileBytes);
-      load_b.fetch(b, stage(step) + kM * kTileBytes, at.n, step * kTileBytes);
-    }
-    commit_copies();
-  };
-  const auto store = [&](int64_t step) {
-    if (step >= steps) return;
-    load_a.store(a, stage(step), at.m, step * kTileBytes);
-    load_b.store(b, stage(step) + kM * kTileBytes, at.n, step * kTileBytes);
-  };
-  for (int64_t step = 0; step < kStages - 1; ++step) {
-    fetch(step);
-    store(step);
-  }
+  LoadA load_a(a, at.m);
+  LoadB load_b(b, at.n);
   TileOf tile;
-#pragma unroll 1
-  for (int64_t step = 0; step < steps; ++step) {
-    wait_copies<kStages - 2>();
-    barrier();  // everyone's part of this step is there, and everyone is done with the step before
-    fetch(step + kStages - 1);
-    tile.template multiply<kSums>(stage(step), stage(step) + kM * kTileBytes, down, across);
-    store(step + kStages - 1);
-  }
-  wait_copies<0>();
-  barrier();
+  for_tiles<kStages, kM * kTileBytes, TileOf::kStageBytes>(
+      shared, (matmul.k + kTileBytes - 1) / kTileBytes, load_a, load_b,
+      [&](const char* a_tile, const char* b_tile) { tile.template multiply<kSums>(a_tile, b_tile, down, across); });
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);

@@ -19,34 +19,63 @@ struct Operand {
 constexpr int kTileBytes = 64;  // of k, for codes
 constexpr int kTileChunks = kTileBytes / 16;
 
-// Rows along k, aligned to 16 bytes: copied by the hardware, with zeros past the edges. k is in bytes.
+// A loader brings rows of an operand, from `first_row` on, into a tile, and with the next call those of the next kBytes
+// of k, in two parts: `fetch` starts, `store` comes after the arithmetic on a tile before. Past the end of k a tile is
+// 0, and past the last row anything.
+
+// Rows along k, aligned to 16 bytes: copied by the hardware.
 template <int kRows, int kBytes = kTileBytes, class Swizzle = MatrixSwizzle>
 struct DirectLoader {
-  __device__ explicit DirectLoader(const Operand&) {}
+  static constexpr int kChunks = kBytes / 16;
+  static constexpr int kLines = kThreads / kChunks;  // in one go
+  static constexpr int kTimes = kRows / kLines;
+  static_assert(kLines % 8 == 0, "the chunks of a thread's rows are in the same place");
 
-  __device__ __forceinline__ void fetch(const Operand& operand, char* tile, int64_t first_row, int64_t first_k) {
-    constexpr int kChunks = kBytes / 16;
-#pragma unroll 1  // or nvcc keeps the address of every chunk from step to step, and spills
-    for (int i = threadIdx.x; i < kRows * kChunks; i += kThreads) {
-      const int row = i / kChunks, chunk = i % kChunks;
-      const int64_t rest = first_row + row < operand.rows ? operand.k - first_k - chunk * 16 : 0;
-      const int bytes = rest <= 0 ? 0 : rest < 16 ? static_cast<int>(rest) : 16;
-      const int64_t offset = bytes == 0 ? 0 : (first_row + row) * operand.row_stride + first_k + chunk * 16;
-      copy_async(tile + row * kBytes + Swizzle::at(row, chunk) * 16, operand.first + offset, bytes);
-    }
+  uintptr_t next;  // address: without k there is no memory, and a pointer to none must stay what it is
+  int64_t line_stride;
+  int to;          // offset in the tile
+  int lines;       // of the tile's that there are, from this thread's first on
+  int last_bytes;  // of a chunk in the last step
+
+  static __device__ __forceinline__ int clamp(int64_t value, int most) {
+    return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
   }
 
-  __device__ __forceinline__ void store(const Operand&, char*, int64_t, int64_t) {}
+  __device__ DirectLoader(const Operand& operand, int64_t first_row) {
+    const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
+    next = reinterpret_cast<uintptr_t>(operand.first) + (first_row + line) * operand.row_stride + chunk * 16;
+    line_stride = kLines * operand.row_stride;
+    to = line * kBytes + Swizzle::at(line, chunk) * 16;
+    lines = clamp(operand.rows - first_row - line, kRows);
+    last_bytes = clamp(operand.k - (operand.k - 1) / kBytes * kBytes - chunk * 16, 16);
+  }
+
+  __device__ __forceinline__ void fetch(char* tile, bool is_last) {
+    const int bytes = is_last ? last_bytes : 16;
+    uintptr_t from = next;
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      copy_async(tile + to + i * kLines * kBytes, reinterpret_cast<const char*>(from), i * kLines < lines ? bytes : 0);
+      from += line_stride;
+    }
+    next += kBytes;
+  }
+
+  __device__ __forceinline__ void store(char*) {}
 };
 
 // Rows along k in elements of type Word, aligned to that alone.
 template <int kRows, int kBytes, class Swizzle, class Word>
 struct ElementLoader {
-  __device__ explicit ElementLoader(const Operand&) {}
+  const Operand operand;
+  const int64_t first_row;
+  int64_t first_k = 0;
 
-  __device__ __forceinline__ void fetch(const Operand&, char*, int64_t, int64_t) {}
+  __device__ ElementLoader(const Operand& of, int64_t first) : operand(of), first_row(first) {}
 
-  __device__ __forceinline__ void store(const Operand& operand, char* tile, int64_t first_row, int64_t first_k) {
+  __device__ __forceinline__ void fetch(char*, bool) {}
+
+  __device__ __forceinline__ void store(char* tile) {
     constexpr int kSize = sizeof(Word), kElements = kBytes / kSize;
 #pragma unroll 4
     for (int i = threadIdx.x; i < kRows * kElements; i += kThreads) {
@@ -56,6 +85,7 @@ struct ElementLoader {
         word = *reinterpret_cast<const Word*>(operand.first + (first_row + row) * operand.row_stride + first_k + k);
       *reinterpret_cast<Word*>(tile + row * kBytes + Swizzle::at(row, k / 16) * 16 + k % 16) = word;
     }
+    first_k += kBytes;
   }
 };
 
@@ -69,17 +99,20 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&r)[4]) {
   r[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Codes in any layout, in squares of 4 rows and 4 along k, by way of registers: `fetch` starts the loads, `store`
-// comes after the arithmetic on the tile before.
+// Codes in any layout, in squares of 4 rows and 4 along k, by way of registers.
 template <int kRows>
 struct AnyLoader {
   static constexpr int kSquares = kRows / 4 * (kTileBytes / 4) / kThreads;
 
+  const Operand operand;
+  const int64_t first_row;
+  int64_t first_k = 0;
   uint32_t word[kSquares][4];
   // Which are neighbours in memory, and so in a warp; and whether four of them are aligned to a word.
   bool along_rows, wide;
 
-  __device__ explicit AnyLoader(const Operand& operand) : along_rows(operand.row_stride == 1 && operand.k_stride != 1) {
+  __device__ AnyLoader(const Operand& of, int64_t first)
+      : operand(of), first_row(first), along_rows(of.row_stride == 1 && of.k_stride != 1) {
     const bool aligned = reinterpret_cast<uintptr_t>(operand.first) % 4 == 0;
     wide = aligned && (along_rows ? operand.k_stride : operand.row_stride) % 4 == 0 &&
            (along_rows || operand.k_stride == 1);
@@ -98,7 +131,7 @@ struct AnyLoader {
   }
 
   // Words along rows where they are neighbours, else along k.
-  __device__ __forceinline__ void fetch(const Operand& operand, char*, int64_t first_row, int64_t first_k) {
+  __device__ __forceinline__ void fetch(char*, bool) {
     const int64_t word_stride = along_rows ? operand.k_stride : operand.row_stride;
     const int64_t byte_stride = along_rows ? operand.row_stride : operand.k_stride;
 #pragma unroll
@@ -122,9 +155,10 @@ struct AnyLoader {
         }
       }
     }
+    first_k += kTileBytes;
   }
 
-  __device__ __forceinline__ void store(const Operand&, char* tile, int64_t, int64_t) {
+  __device__ __forceinline__ void store(char* tile) {
 #pragma unroll
     for (int j = 0; j < kSquares; ++j) {
       const Square at = square(j);
@@ -136,6 +170,45 @@ struct AnyLoader {
     }
   }
 };
+
+// A ring of tiles of both operands, kStages of them, all but one on their way while the one is worked on.
+template <int kStages, int kFirstBytes, int kStageBytes, class LoadFirst, class LoadSecond, class Multiply>
+__device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFirst& load_first, LoadSecond& load_second,
+                                          const Multiply& multiply) {
+  const int steps = static_cast<int>(k_tiles);
+  const auto fetch = [&](int step, char* stage) {
+    if (step < steps) {
+      load_first.fetch(stage, step == steps - 1);
+      load_second.fetch(stage + kFirstBytes, step == steps - 1);
+    }
+    commit_copies();
+  };
+  const auto store = [&](int step, char* stage) {
+    if (step >= steps) return;
+    load_first.store(stage);
+    load_second.store(stage + kFirstBytes);
+  };
+  const auto stage_after = [&](char* stage) {
+    return stage == shared + (kStages - 1) * kStageBytes ? shared : stage + kStageBytes;
+  };
+  char* filled = shared;  // next
+#pragma unroll 1
+  for (int step = 0; step < kStages - 1; ++step, filled = stage_after(filled)) {
+    fetch(step, filled);
+    store(step, filled);
+  }
+  char* stage = shared;
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step, filled = stage_after(filled), stage = stage_after(stage)) {
+    wait_copies<kStages - 2>();
+    barrier();  // everyone's part of this step is there, and everyone is done with the step before
+    fetch(step + kStages - 1, filled);
+    multiply(stage, stage + kFirstBytes);
+    store(step + kStages - 1, filled);
+  }
+  wait_copies<0>();
+  barrier();
+}
 
 // ---------------------------------------------------------------------------------------- results
 
