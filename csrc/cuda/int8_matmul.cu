@@ -11,38 +11,67 @@ namespace {
 
 // ---------------------------------------------------------------------------------------- results
 
-// Of one sum over codes and the sums of its row of a and its column of b, which count where there are zero points.
-__device__ __forceinline__ float result_of(const Int8Matmul& matmul, int64_t m, int64_t n, int sum, int row_sum,
-                                           int column_sum) {
-  const int64_t za = matmul.a_zero_point == nullptr ? 0 : matmul.a_zero_point[m * matmul.a_step];
-  const int64_t zb = matmul.b_zero_point == nullptr ? 0 : matmul.b_zero_point[n * matmul.b_step];
-  const int64_t exact = sum - za * column_sum - zb * row_sum + matmul.k * za * zb;
-  const float scale = multiply_rn(matmul.a_scale[m * matmul.a_step], matmul.b_scale[n * matmul.b_step]);
-  const float y = multiply_rn(static_cast<float>(exact), scale);
-  return matmul.bias == nullptr ? y : add_rn(y, static_cast<const float*>(matmul.bias)[n]);
-}
+// From sums over codes to what is stored, for N neighbouring columns from n on: all that does not depend on the row.
+// kSums: there are zero points, with which the sums of the codes of a row and of a column count.
+template <int N, bool kSums>
+struct Columns {
+  float scale[N], bias[N];
+  int zero_point[N];
+  int64_t correction[N];  // for 1 of the row's zero point
+  Affine affine;          // of results that are codes
 
-template <int N>
-__device__ __forceinline__ void store_numbers(const Int8Matmul& matmul, int64_t m, int64_t n, const float (&y)[N]) {
-  const auto store = [&](auto zero, const auto& convert) {
-    Vector<decltype(zero), N> results;
+  __device__ Columns(const Int8Matmul& matmul, int64_t n, const int* column_sums) {
 #pragma unroll
-    for (int i = 0; i < N; ++i) results.data[i] = convert(y[i]);
-    store_results(static_cast<decltype(zero)*>(matmul.out), matmul.n, m, n, results);
-  };
-  if (matmul.out_scale != nullptr) {
-    const Affine affine = given_affine(*matmul.out_scale, matmul.out_zero_point);
-    return store(int8_t{}, [&](float v) { return static_cast<int8_t>(nearest_code(v, affine)); });
+    for (int i = 0; i < N; ++i) {
+      const int64_t at = (n + i) * matmul.b_step;
+      scale[i] = matmul.b_scale[at];
+      bias[i] = matmul.bias == nullptr ? -0.0f : static_cast<const float*>(matmul.bias)[n + i];  // -0 changes nothing
+      if constexpr (kSums) {
+        zero_point[i] = matmul.b_zero_point == nullptr ? 0 : matmul.b_zero_point[at];
+        correction[i] = column_sums[i] - matmul.k * zero_point[i];
+      }
+    }
+    if (matmul.out_scale != nullptr) affine = given_affine(*matmul.out_scale, matmul.out_zero_point);
   }
-  switch (matmul.dtype) {
-    case kHalf:
-      return store(__half{}, [](float v) { return from_float<__half>(v); });
-    case kBFloat16:
-      return store(__nv_bfloat16{}, [](float v) { return from_float<__nv_bfloat16>(v); });
-    default:
-      return store(float{}, [](float v) { return v; });
+
+  __device__ __forceinline__ void store(const Int8Matmul& matmul, int64_t m, int64_t n, const Vector<int, N>& sums,
+                                        int row_sum) const {
+    const float row_scale = matmul.a_scale[m * matmul.a_step];
+    const int64_t row_zero_point = kSums && matmul.a_zero_point != nullptr ? matmul.a_zero_point[m * matmul.a_step] : 0;
+    float y[N];
+#pragma unroll
+    for (int i = 0; i < N; ++i) {
+      if constexpr (kSums) {
+        const int64_t of_row = static_cast<int64_t>(zero_point[i]) * row_sum;
+        y[i] = static_cast<float>(sums.data[i] - of_row - row_zero_point * correction[i]);
+      } else {
+        y[i] = static_cast<float>(sums.data[i]);
+      }
+      y[i] = add_rn(multiply_rn(y[i], multiply_rn(row_scale, scale[i])), bias[i]);
+    }
+    store_numbers(matmul, m * matmul.n + n, y);
   }
-}
+
+ private:
+  __device__ __forceinline__ void store_numbers(const Int8Matmul& matmul, int64_t at, const float (&y)[N]) const {
+    const auto store_as = [&](auto zero, const auto& convert) {
+      Vector<decltype(zero), N> results;
+#pragma unroll
+      for (int i = 0; i < N; ++i) results.data[i] = convert(y[i]);
+      store_wide(static_cast<decltype(zero)*>(matmul.out) + at, results);
+    };
+    if (matmul.out_scale != nullptr)
+      return store_as(int8_t{}, [&](float v) { return static_cast<int8_t>(nearest_code(v, affine)); });
+    switch (matmul.dtype) {
+      case kHalf:
+        return store_as(__half{}, [](float v) { return from_float<__half>(v); });
+      case kBFloat16:
+        return store_as(__nv_bfloat16{}, [](float v) { return from_float<__nv_bfloat16>(v); });
+      default:
+        return store_as(float{}, [](float v) { return v; });
+    }
+  }
+};
 
 // ------------------------------------------------------------------------------------------ tiles
 
@@ -130,15 +159,28 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
-  ResultTile<kM, kN>::template for_each<4>(shared, tile.sum, [&](int row, int column, const int* sums) {
-    const int64_t m = at.m + row, n = at.n + column;
-    if (m >= matmul.m || n >= matmul.n) return;
-    float y[4] = {};
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      if (n + i < matmul.n)
-        y[i] = result_of(matmul, m, n + i, sums[i], kSums ? row_sums[row] : 0, kSums ? column_sums[column + i] : 0);
-    store_numbers(matmul, m, n, y);
+  // Where rows of results are not aligned, neighbours go through neighbours of a warp.
+  const bool wide = matmul.n % 4 == 0 && is_aligned16(matmul.out);
+  using Results = ResultTile<kM, kN>;
+  Results::for_halves(shared, tile.sum, [&](int first_row, const int* results) {
+    const auto finish_all = [&](auto each) {
+      constexpr int kEach = decltype(each)::value;
+      static_assert(kThreads % (kN / kEach) == 0, "a thread stays in its columns");
+      const int column = threadIdx.x % (kN / kEach) * kEach;
+      const int64_t n = at.n + column;
+      if (n >= matmul.n) return;
+      const Columns<kEach, kSums> columns(matmul, n, column_sums + column);
+      Results::template for_each_of<kEach>(first_row, results, [&](int row, int, const int* sums) {
+        if (at.m + row < matmul.m)
+          columns.store(matmul, at.m + row, n, *reinterpret_cast<const Vector<int, kEach>*>(sums),
+                        kSums ? row_sums[row] : 0);
+      });
+    };
+    if (wide) {
+      finish_all(std::integral_constant<int, 4>());
+    } else {
+      finish_all(std::integral_constant<int, 1>());
+    }
   });
 }
 
@@ -212,7 +254,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       column_sum += of_warp[(10 + n / 8) * 32 + n % 8 * 4 + t];
     }
   }
-  store_numbers<1>(matmul, m, first_n + n, {result_of(matmul, m, first_n + n, sum, row_sum, column_sum)});
+  Columns<1, true>(matmul, first_n + n, &column_sum).store(matmul, m, first_n + n, {sum}, row_sum);
 }
 
 // ------------------------------------------------------------------------------------- host side
