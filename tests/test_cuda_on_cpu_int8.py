@@ -326,11 +326,16 @@ def test_matmul(m: int, n: int, k: int, a: str, b: str, variant: int) -> None:
     check_product(m, n, k, a, b, variant)
 
 
-@pytest.mark.parametrize("k", [0, 1, 16, 63, 64, 129, 528])
-@pytest.mark.parametrize("m", [1, 5, 16])
+@pytest.mark.parametrize("k", [0, 1, 16, 48, 63, 64, 129, 528, 2064])
+@pytest.mark.parametrize("m", [1, 5, 16, 17, 32, 33, 47, 64])
 def test_matmul_of_few_rows(m: int, k: int) -> None:
     check_product(m, 37, k, "aligned", "aligned", k + m)
     check_product(m, 16, k, "aligned", "aligned", k + m + 3)
+
+
+def test_matmul_of_few_rows_in_tiles_that_keep_all_multiprocessors_busy() -> None:
+    for variant in range(4):
+        check_product(33, 130, 80, "aligned", "aligned", variant)
 
 
 @pytest.mark.parametrize("k", [0, 16, 65, 192, 321])

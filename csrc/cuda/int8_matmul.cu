@@ -1,5 +1,5 @@
-// The exact product of two matrices of codes with its zero points, scales and bias: tiles on tensor cores, and for up
-// to 16 rows a kernel that reads the weights once from memory straight into fragments.
+// The exact product of two matrices of codes with its zero points, scales and bias: tiles on tensor cores, and for few
+// rows a kernel that reads the weights once from memory straight into fragments.
 #include <algorithm>
 
 #include "../formulas/int8.h"
@@ -186,75 +186,84 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-constexpr int kFewRows = 16;
-constexpr int kFewColumns = 16;  // of a block: two fragments of b use each fragment of a
-constexpr int kWarps = kThreads / 32;
-constexpr int kEach = 4;  // 64 bytes of k under way in a lane: 2 rows and 2 columns of 4 x 16
-
-// Lane (g, t) has chunk t of 64 bytes of k in row g and in column g: the same k in both, which is all that a fragment
-// needs, whatever the hardware calls it.
+// Lane (g, t) has chunk t of 64 bytes of k in rows g and g + 8 and in columns g and g + 8: the same k in both, which is
+// all that a fragment needs, whatever the hardware calls it.
+template <int kRowTiles>
 struct FewSums {
-  int sum[2][4];
-  int row_sum[2], column_sum[2];
+  int sum[kRowTiles][2][4];
+  int row_sum[kRowTiles][2], column_sum[2];
+
+  static constexpr int kValues = kRowTiles * 10 + 2;
+  // Of values: (tile, column fragment, c), (tile, half), column half.
+  static __device__ __forceinline__ int at_sum(int tile, int j, int c) { return (tile * 2 + j) * 4 + c; }
+  static __device__ __forceinline__ int at_row_sum(int tile, int half) { return kRowTiles * 8 + tile * 2 + half; }
+  static __device__ __forceinline__ int at_column_sum(int half) { return kRowTiles * 10 + half; }
+
+  __device__ __forceinline__ void add(const int4 (&a)[kRowTiles][2], const int4 (&b)[2]) {
+    uint32_t a_words[kRowTiles][2][4], b_words[2][4];
+    memcpy(a_words, a, sizeof(a_words));
+    memcpy(b_words, b, sizeof(b_words));
+#pragma unroll
+    for (int w = 0; w < 4; ++w) {
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        column_sum[j] = add_codes(b_words[j][w], column_sum[j]);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) {
+          row_sum[i][j] = add_codes(a_words[i][j][w], row_sum[i][j]);
+          if (w % 2 == 0)
+            multiply_codes(sum[i][j], {a_words[i][0][w], a_words[i][1][w], a_words[i][0][w + 1], a_words[i][1][w + 1]},
+                           {b_words[j][w], b_words[j][w + 1]});
+        }
+      }
+    }
+  }
 };
 
-__device__ __forceinline__ void multiply_chunks(FewSums& sums, const int4 (&a)[2], const int4 (&b)[2]) {
-  uint32_t a_words[2][4], b_words[2][4];
-  memcpy(a_words, a, sizeof(a_words));
-  memcpy(b_words, b, sizeof(b_words));
-#pragma unroll
-  for (int w = 0; w < 4; w += 2) {
-    const uint32_t fragment[4] = {a_words[0][w], a_words[1][w], a_words[0][w + 1], a_words[1][w + 1]};
-#pragma unroll
-    for (int j = 0; j < 2; ++j) multiply_codes(sums.sum[j], fragment, {b_words[j][w], b_words[j][w + 1]});
-  }
-#pragma unroll
-  for (int w = 0; w < 4; ++w)
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      sums.row_sum[j] = add_codes(a_words[j][w], sums.row_sum[j]);
-      sums.column_sum[j] = add_codes(b_words[j][w], sums.column_sum[j]);
-    }
-}
-
+template <int kRowTiles>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     few_rows_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
+  using Sums = FewSums<kRowTiles>;
+  constexpr int kEach = 4 / kRowTiles;                          // times 64 bytes of k under way in a warp
   int* const shared = reinterpret_cast<int*>(shared_memory());  // FewSums of all lanes, warp by warp
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
   const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kFewColumns;
-  FewSums sums = {};
+  Sums sums = {};
 #pragma unroll 1
   for (int64_t k = warp * 64 + lane % 4 * 16; k - lane % 4 * 16 < matmul.k; k += kEach * kWarps * 64) {
-    int4 a_chunks[kEach][2], b_chunks[kEach][2];
+    int4 a_chunks[kEach][kRowTiles][2], b_chunks[kEach][2];
 #pragma unroll
-    for (int i = 0; i < kEach; ++i)
+    for (int e = 0; e < kEach; ++e)
 #pragma unroll
       for (int j = 0; j < 2; ++j) {
-        a_chunks[i][j] = load_chunk(a, g + 8 * j, k + i * kWarps * 64);
-        b_chunks[i][j] = load_chunk(b, first_n + g + 8 * j, k + i * kWarps * 64);
+        b_chunks[e][j] = load_chunk(b, first_n + g + 8 * j, k + e * kWarps * 64);
+#pragma unroll
+        for (int i = 0; i < kRowTiles; ++i) a_chunks[e][i][j] = load_chunk(a, i * 16 + g + 8 * j, k + e * kWarps * 64);
       }
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) multiply_chunks(sums, a_chunks[i], b_chunks[i]);
+    for (int e = 0; e < kEach; ++e) sums.add(a_chunks[e], b_chunks[e]);
   }
-  constexpr int kValues = sizeof(FewSums) / sizeof(int);
+  static_assert(sizeof(Sums) == Sums::kValues * sizeof(int));
   const int* const values = reinterpret_cast<const int*>(&sums);
 #pragma unroll
-  for (int i = 0; i < kValues; ++i) shared[(warp * kValues + i) * 32 + lane] = values[i];
+  for (int i = 0; i < Sums::kValues; ++i) shared[(warp * Sums::kValues + i) * 32 + lane] = values[i];
   barrier();
-  // Thread (m, n) adds what the warps have of its sum; rows and columns of codes are spread over four lanes as well.
-  const int m = threadIdx.x / kFewColumns, n = threadIdx.x % kFewColumns;
-  if (m >= matmul.m || first_n + n >= matmul.n) return;
-  const int value = n / 8 * 4 + m / 8 * 2 + n % 2, from = m % 8 * 4 + n % 8 / 2;
-  int sum = 0, row_sum = 0, column_sum = 0;
-  for (int w = 0; w < kWarps; ++w) {
-    const int* const of_warp = shared + w * kValues * 32;
-    sum += of_warp[value * 32 + from];
-    for (int t = 0; t < 4; ++t) {
-      row_sum += of_warp[(8 + m / 8) * 32 + m % 8 * 4 + t];
-      column_sum += of_warp[(10 + n / 8) * 32 + n % 8 * 4 + t];
-    }
+  // Thread (m, n) adds what the warps have of its sums; rows and columns of codes are spread over four lanes as well.
+  const int row = threadIdx.x / kFewColumns, column = threadIdx.x % kFewColumns;
+  if (first_n + column >= matmul.n) return;
+  const auto total = [&](int value, int first_lane, int lanes) {
+    int sum = 0;
+    for (int w = 0; w < kWarps; ++w)
+      for (int t = 0; t < lanes; ++t) sum += shared[(w * Sums::kValues + value) * 32 + first_lane + t];
+    return sum;
+  };
+  const int column_sum = total(Sums::at_column_sum(column / 8), column % 8 * 4, 4);
+  const Columns<1, true> columns(matmul, first_n + column, &column_sum);
+#pragma unroll 1
+  for (int i = 0; i < kRowTiles && i * 16 + row < matmul.m; ++i) {
+    const int sum = total(Sums::at_sum(i, column / 8, row / 8 * 2 + column % 2), row % 8 * 4 + column % 8 / 2, 1);
+    columns.store(matmul, i * 16 + row, first_n + column, {sum}, total(Sums::at_row_sum(i, row / 8), row % 8 * 4, 4));
   }
-  Columns<1, true>(matmul, first_n + n, &column_sum).store(matmul, m, first_n + n, {sum}, row_sum);
 }
 
 // ------------------------------------------------------------------------------------- host side
@@ -278,9 +287,12 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
   const bool a_is_direct = a.is_direct(1), b_is_direct = b.is_direct(1);
   if (a_is_direct && b_is_direct) {
     const int64_t tiles = (matmul.m + 127) / 128 * ((matmul.n + 127) / 128);
-    if (matmul.m <= kFewRows) {
-      launch(few_rows_kernel, static_cast<unsigned>((matmul.n + kFewColumns - 1) / kFewColumns), kThreads,
-             kThreads * sizeof(FewSums), stream, matmul, a, b);
+    if (are_few_rows(matmul.m, matmul.n, matmul.k)) {
+      with_row_tiles(matmul.m, [&](auto row_tiles) {
+        constexpr int kRowTiles = decltype(row_tiles)::value;
+        launch(few_rows_kernel<kRowTiles>, static_cast<unsigned>((matmul.n + kFewColumns - 1) / kFewColumns), kThreads,
+               kThreads * sizeof(FewSums<kRowTiles>), stream, matmul, a, b);
+      });
     } else if (tiles < multiprocessor_count()) {
       launch_tiled<64, 64, DirectLoader<64>, DirectLoader<64>>(matmul, a, b, stream);
     } else {

@@ -176,34 +176,32 @@ template <int kStages, int kFirstBytes, int kStageBytes, class LoadFirst, class 
 __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFirst& load_first, LoadSecond& load_second,
                                           const Multiply& multiply) {
   const int steps = static_cast<int>(k_tiles);
-  const auto fetch = [&](int step, char* stage) {
+  const auto fetch = [&](int step, int stage) {
     if (step < steps) {
-      load_first.fetch(stage, step == steps - 1);
-      load_second.fetch(stage + kFirstBytes, step == steps - 1);
+      load_first.fetch(shared + stage, step == steps - 1);
+      load_second.fetch(shared + stage + kFirstBytes, step == steps - 1);
     }
     commit_copies();
   };
-  const auto store = [&](int step, char* stage) {
+  const auto store = [&](int step, int stage) {
     if (step >= steps) return;
-    load_first.store(stage);
-    load_second.store(stage + kFirstBytes);
+    load_first.store(shared + stage);
+    load_second.store(shared + stage + kFirstBytes);
   };
-  const auto stage_after = [&](char* stage) {
-    return stage == shared + (kStages - 1) * kStageBytes ? shared : stage + kStageBytes;
-  };
-  char* filled = shared;  // next
+  const auto stage_after = [](int stage) { return stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes; };
+  int filled = 0;  // next
 #pragma unroll 1
   for (int step = 0; step < kStages - 1; ++step, filled = stage_after(filled)) {
     fetch(step, filled);
     store(step, filled);
   }
-  char* stage = shared;
+  int stage = 0;
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, filled = stage_after(filled), stage = stage_after(stage)) {
     wait_copies<kStages - 2>();
     barrier();  // everyone's part of this step is there, and everyone is done with the step before
     fetch(step + kStages - 1, filled);
-    multiply(stage, stage + kFirstBytes);
+    multiply(shared + stage, shared + stage + kFirstBytes);
     store(step + kStages - 1, filled);
   }
   wait_copies<0>();
@@ -225,20 +223,32 @@ __device__ __forceinline__ void store_results(T* out, int64_t columns, int64_t m
 }
 
 // --------------------------------------------------------------------------------------- few rows
+// Products with so few rows that they take the time of reading the weights, once, from memory straight into fragments,
+// while the rows come from L2 for every block. The warps of a block share k among them.
 
-// 16 bytes of a row, or as many as there are before its end. k is in bytes.
+constexpr int kFewColumns = 16;  // of a block: two fragments of the weights use each fragment of the rows
+constexpr int kWarps = kThreads / 32;
+
+// Where tiles of 64 x 64 leave multiprocessors without work, each of them has all of k to go through, a step after the
+// other. Rows of whole chunks only.
+inline bool are_few_rows(int64_t m, int64_t n, int64_t k_bytes) {
+  return k_bytes % 16 == 0 && (m <= 16 || (m <= 64 && (n + 63) / 64 < multiprocessor_count()));
+}
+
+// f(how many tiles of 16 rows, as a type)
+template <class F>
+void with_row_tiles(int64_t m, const F& f) {
+  if (m <= 16) return f(std::integral_constant<int, 1>());
+  if (m <= 32) return f(std::integral_constant<int, 2>());
+  f(std::integral_constant<int, 4>());
+}
+
+// 16 bytes of a row, zeros outside of the operand. k is in bytes.
 __device__ __forceinline__ int4 load_chunk(const Operand& operand, int64_t row, int64_t k) {
-  int4 chunk = make_int4(0, 0, 0, 0);
-  if (row >= operand.rows || k >= operand.k) return chunk;
+  if (row >= operand.rows || k >= operand.k) return make_int4(0, 0, 0, 0);
   const char* p = operand.first + row * operand.row_stride + k;
   assume_global(p);
-  if (k + 16 <= operand.k) return *reinterpret_cast<const int4*>(p);
-  uint32_t words[4] = {};
-#pragma unroll
-  for (int i = 0; i < 16; ++i)
-    if (k + i < operand.k) words[i / 4] |= static_cast<uint32_t>(static_cast<unsigned char>(p[i])) << 8 * (i % 4);
-  memcpy(&chunk, words, sizeof(chunk));
-  return chunk;
+  return *reinterpret_cast<const int4*>(p);
 }
 
 }  // namespace amp_kernels::cuda
