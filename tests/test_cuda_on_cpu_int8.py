@@ -383,6 +383,24 @@ def test_linear(k: int, dtype: torch.dtype) -> None:
 def test_linear_of_several_tiles(dtype: torch.dtype) -> None:
     for variant in (0, 1, 6):
         check_linear(140, 150, 160, dtype, variant)
+        check_linear(66, 131, 336, dtype, variant)
+
+
+@dtypes
+@pytest.mark.parametrize("m", [9, 17, 31, 32, 33, 47, 64])
+def test_linear_of_few_rows(m: int, dtype: torch.dtype) -> None:
+    for variant, (n, k) in enumerate(itertools.product((33, 128, 130), (16, 48, 1040))):
+        check_linear(m, n, k, dtype, variant)
+
+
+@dtypes
+@pytest.mark.parametrize("m", [16, 64, 96, 256])
+@pytest.mark.parametrize("k", [256, 257])
+def test_linear_has_every_code_exactly(k: int, m: int, dtype: torch.dtype) -> None:
+    x, weight = torch.eye(m, k, dtype=dtype), torch.arange(-128, 128).repeat(300)[: 257 * k].view(257, k).char()
+    out = torch.empty(m, 257, dtype=dtype)
+    backend._int8_linear_(x, weight, torch.ones(1), None, out)
+    assert torch.equal(out, weight.t()[:m].to(dtype))
 
 
 def test_linear_where_tensor_cores_have_no_bf16() -> None:

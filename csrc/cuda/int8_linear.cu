@@ -6,21 +6,37 @@
 namespace amp_kernels::cuda {
 namespace {
 
-template <class T>
-__device__ __forceinline__ float result_of(const Int8Linear& linear, int64_t n, float sum) {
-  const float y = sum * linear.scale[n * linear.scale_step];
-  return linear.bias == nullptr ? y : y + to_float(static_cast<const T*>(linear.bias)[n]);
-}
-
+// From sums to what is stored, for N neighbouring columns from n on: all that does not depend on the row.
 template <class T, int N>
-__device__ __forceinline__ void store_sums(const Int8Linear& linear, int64_t m, int64_t n, const float* sums) {
-  if (m >= linear.m || n >= linear.n) return;
-  Vector<T, N> results{};
+struct Columns {
+  float scale[N], bias[N];
+  int count;  // of those that there are
+  bool wide;
+
+  __device__ Columns(const Int8Linear& linear, int64_t n) {
+    count = linear.n - n < N ? static_cast<int>(linear.n - n) : N;
+    wide = N == 1 || (linear.n % N == 0 && is_aligned16(linear.out));
 #pragma unroll
-  for (int i = 0; i < N; ++i)
-    if (n + i < linear.n) results.data[i] = from_float<T>(result_of<T>(linear, n + i, sums[i]));
-  store_results(static_cast<T*>(linear.out), linear.n, m, n, results);
-}
+    for (int i = 0; i < N; ++i) {
+      if (i >= count) continue;
+      scale[i] = linear.scale[(n + i) * linear.scale_step];
+      bias[i] = linear.bias == nullptr ? -0.0f : to_float(static_cast<const T*>(linear.bias)[n + i]);  // -0: no change
+    }
+  }
+
+  __device__ __forceinline__ void store(const Int8Linear& linear, int64_t m, int64_t n, const float* sums) const {
+    Vector<T, N> results{};
+#pragma unroll
+    for (int i = 0; i < N; ++i)
+      if (i < count) results.data[i] = from_float<T>(sums[i] * scale[i] + bias[i]);
+    T* const p = static_cast<T*>(linear.out) + m * linear.n + n;
+    if (wide && count == N) {
+      store_wide(p, results);
+    } else {
+      store_each(p, results, 1, count);
+    }
+  }
+};
 
 // ------------------------------------------------------------------------------ codes into numbers
 // A code plus 128 is a byte, and a byte below the exponent of 2^10 in fp16, or 2^23 in fp32, is a number: what is left
@@ -40,6 +56,21 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __h
   }
 }
 
+// bf16 has no room for a byte below an exponent, but for 7 bits: 0x4300 and the lower 7 are 128 and more, 0x4300 and
+// the sign bit are 128, or 256 if it is set.
+__device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __nv_bfloat16) {
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const uint32_t shifted = __byte_perm(codes, 0x43434343u, i == 0 ? 0x4140 : 0x4342);
+    const uint32_t low = shifted & 0xff7fff7fu, sign = shifted & 0xff80ff80u;
+    __nv_bfloat162 pair, offset;
+    memcpy(&pair, &low, sizeof(pair));
+    memcpy(&offset, &sign, sizeof(offset));
+    pair = __hsub2(pair, offset);
+    memcpy(&words[i], &pair, sizeof(pair));
+  }
+}
+
 __device__ __forceinline__ void expand(uint32_t codes, float (&numbers)[4]) {
   const uint32_t bytes = codes ^ 0x80808080u;
 #pragma unroll
@@ -51,137 +82,155 @@ __device__ __forceinline__ void expand(uint32_t codes, float (&numbers)[4]) {
   }
 }
 
-// A code has 8 significant bits, as bf16 has: the upper half of the fp32 number is all of it.
-__device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __nv_bfloat16) {
-  float numbers[4];
-  expand(codes, numbers);
-  uint32_t bits[4];
-  memcpy(bits, numbers, sizeof(bits));
-  words[0] = __byte_perm(bits[0], bits[1], 0x7632);
-  words[1] = __byte_perm(bits[2], bits[3], 0x7632);
-}
-
 // ------------------------------------------------------------------------------------------ tiles
+// The product is made transposed, weight times x: then pairs of words of x are fragments as they come from memory, and
+// the words that could be anywhere are those that arithmetic makes.
 
-constexpr int kTileRows = 128;  // of x, and of the weight
 constexpr int kTileK = 64;
-constexpr int kStages = 2;
 constexpr int kXBytes = kTileK * 2;
 
-// A lane reads four neighbours of x and the four codes of the same k: a fragment may hold any k at all, as long as it
-// is the same in both. So half a warp reads 32 bytes of four rows of x, and a warp 16 bytes of eight rows of the
+// A fragment may hold any k at all, as long as it is the same in both: a lane reads four neighbours of x and the four
+// codes of the same k. So half a warp reads 32 bytes of four rows of x, and a warp 16 bytes of eight rows of the
 // weight, for which the other swizzle serves.
 struct NumberSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row % 4 * 2); }
 };
 
-template <class T>
+template <class T, int kM, int kN>
 struct NumberTile {
-  static constexpr int kRowTiles = kTileRows / kWarpsDown / 16, kColumnTiles = kTileRows / kWarpsAcross / 8;
+  static constexpr int kWeightTiles = kN / kWarpsAcross / 16, kRowTiles = kM / kWarpsDown / 8;  // of a warp
+  static constexpr int kStages = kM == 64 ? 4 : 2;
+  static constexpr int kStageBytes = kM * kXBytes + kN * kTileBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes;
 
-  float sum[kRowTiles][kColumnTiles][4] = {};
+  float sum[kWeightTiles][kRowTiles][4] = {};
 
   __device__ __forceinline__ void multiply(const char* x, const char* weight, int down, int across) {
     const int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
 #pragma unroll
     for (int k = 0; k < kTileK; k += 16) {
-      uint32_t x_words[kRowTiles][4];
+      uint32_t w_words[kWeightTiles][4];
 #pragma unroll
-      for (int i = 0; i < kRowTiles; ++i)
+      for (int i = 0; i < kWeightTiles; ++i)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const int row = (down * kRowTiles + i) * 16 + half * 8 + g;
-          const uint2 pair = *reinterpret_cast<const uint2*>(x + row * kXBytes +
-                                                             NumberSwizzle::at(row, k / 8 + t / 2) * 16 + t % 2 * 8);
-          x_words[i][half] = pair.x;
-          x_words[i][half + 2] = pair.y;
+          const int row = (across * kWeightTiles + i) * 16 + half * 8 + g;
+          uint32_t words[2];
+          expand(*reinterpret_cast<const uint32_t*>(weight + row * kTileBytes + MatrixSwizzle::at(row, k / 16) * 16 +
+                                                    t * 4),
+                 words, T{});
+          w_words[i][half] = words[0];
+          w_words[i][half + 2] = words[1];
         }
 #pragma unroll
-      for (int j = 0; j < kColumnTiles; ++j) {
-        const int row = (across * kColumnTiles + j) * 8 + g;
-        uint32_t w_words[2];
-        expand(
-            *reinterpret_cast<const uint32_t*>(weight + row * kTileBytes + MatrixSwizzle::at(row, k / 16) * 16 + t * 4),
-            w_words, T{});
+      for (int j = 0; j < kRowTiles; ++j) {
+        const int row = (down * kRowTiles + j) * 8 + g;
+        const uint2 numbers =
+            *reinterpret_cast<const uint2*>(x + row * kXBytes + NumberSwizzle::at(row, k / 8 + t / 2) * 16 + t % 2 * 8);
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) multiply_numbers<T>(sum[i][j], x_words[i], w_words);
+        for (int i = 0; i < kWeightTiles; ++i) multiply_numbers<T>(sum[i][j], w_words[i], {numbers.x, numbers.y});
       }
     }
   }
 };
 
-template <class T, class LoadX, class LoadWeight>
+template <class T, int kM, int kN, class LoadX, class LoadWeight>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     tiled_kernel(const Int8Linear linear, const Operand x, const Operand weight) {
-  constexpr int kStageBytes = kTileRows * (kXBytes + kTileBytes);
+  using TileOf = NumberTile<T, kM, kN>;
+  using Results = ResultTile<kM, kN, true>;
+  static_assert(TileOf::kSharedBytes >= Results::kBytes);
   char* const shared = shared_memory();
-  const TilePosition at = TilePosition::of<kTileRows, kTileRows>(linear.m, linear.n, blockIdx.x);
+  const TilePosition at = TilePosition::of<kM, kN>(linear.m, linear.n, blockIdx.x);
   const int warp = threadIdx.x / 32;
   LoadX load_x(x, at.m);
   LoadWeight load_weight(weight, at.n);
-  NumberTile<T> tile;
-  for_tiles<kStages, kTileRows * kXBytes, kStageBytes>(
+  TileOf tile;
+  for_tiles<TileOf::kStages, kM * kXBytes, TileOf::kStageBytes>(
       shared, (linear.k + kTileK - 1) / kTileK, load_x, load_weight, [&](const char* x_tile, const char* weight_tile) {
         tile.multiply(x_tile, weight_tile, warp / kWarpsAcross, warp % kWarpsAcross);
       });
-  ResultTile<kTileRows, kTileRows>::for_each<4>(shared, tile.sum, [&](int row, int column, const float* sums) {
-    store_sums<T, 4>(linear, at.m + row, at.n + column, sums);
+  // Where rows of results are not aligned, neighbours go through neighbours of a warp.
+  const bool wide = linear.n % 4 == 0 && is_aligned16(linear.out);
+  Results::for_halves(shared, tile.sum, [&](int first_row, const float* results) {
+    const auto finish_all = [&](auto each) {
+      constexpr int kEach = decltype(each)::value;
+      static_assert(kThreads % (kN / kEach) == 0, "a thread stays in its columns");
+      const int64_t n = at.n + threadIdx.x % (kN / kEach) * kEach;
+      if (n >= linear.n) return;
+      const Columns<T, kEach> columns(linear, n);
+      Results::template for_each_of<kEach>(first_row, results, [&](int row, int, const float* sums) {
+        const auto pack = *reinterpret_cast<const Vector<float, kEach>*>(sums);
+        if (at.m + row < linear.m) columns.store(linear, at.m + row, n, pack.data);
+      });
+    };
+    if (wide) {
+      finish_all(std::integral_constant<int, 4>());
+    } else {
+      finish_all(std::integral_constant<int, 1>());
+    }
   });
 }
 
 // --------------------------------------------------------------------------------------- few rows
 
-constexpr int kFewRows = 16;
-constexpr int kFewColumns = 16;  // of a block: two fragments of the weight use each fragment of x
-constexpr int kWarps = kThreads / 32;
-constexpr int kFewEach = 2;  // times 64 of k under way in a warp
-
-// Lane (g, t) has numbers 16 t .. 16 t + 15 of 64 of rows g and g + 8, and the codes of the same k of columns g and g
-// + 8. The warps of a block share k among them.
-template <class T>
+// Lane (g, t) has numbers 16 t .. 16 t + 15 of 64 of rows g, g + 8 and so on, and the codes of the same k of columns g
+// and g + 8. The product is the transposed one here, too.
+template <class T, int kRowTiles>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     few_rows_kernel(const Int8Linear linear, const Operand x, const Operand weight) {
-  float* const shared = reinterpret_cast<float*>(shared_memory());  // [kWarps, 8, 32]
+  constexpr int kEach = kRowTiles == 1 ? 2 : 1;  // times 64 of k under way in a warp
+  constexpr int kHalves = 2 * kRowTiles, kValues = kHalves * 4;
+  float* const shared = reinterpret_cast<float*>(shared_memory());  // [kWarps, kValues, 32]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kFewColumns;
-  float sum[2][4] = {};
+  float sum[kHalves][4] = {};
 #pragma unroll 1
-  for (int64_t first = warp * 64; first < linear.k; first += kFewEach * kWarps * 64) {
-    uint32_t x_words[kFewEach][2][8], codes[kFewEach][2][4];
+  for (int64_t first = warp * 64; first < linear.k; first += kEach * kWarps * 64) {
+    uint32_t x_words[kEach][kHalves][8], codes[kEach][2][4];
 #pragma unroll
-    for (int i = 0; i < kFewEach; ++i)
+    for (int e = 0; e < kEach; ++e) {
+      const int64_t k = first + e * kWarps * 64 + t * 16;
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        const int64_t k = first + i * kWarps * 64 + t * 16;
-        const int4 low = load_chunk(x, g + 8 * j, k * 2), high = load_chunk(x, g + 8 * j, k * 2 + 16);
-        const int4 chunk = load_chunk(weight, first_n + g + 8 * j, k);
-        memcpy(x_words[i][j], &low, sizeof(low));
-        memcpy(x_words[i][j] + 4, &high, sizeof(high));
-        memcpy(codes[i][j], &chunk, sizeof(chunk));
+      for (int i = 0; i < 2; ++i) {
+        const int4 chunk = load_chunk(weight, first_n + g + 8 * i, k);
+        memcpy(codes[e][i], &chunk, sizeof(chunk));
       }
 #pragma unroll
-    for (int i = 0; i < kFewEach; ++i)
+      for (int j = 0; j < kHalves; ++j) {
+        const int4 low = load_chunk(x, g + 8 * j, k * 2), high = load_chunk(x, g + 8 * j, k * 2 + 16);
+        memcpy(x_words[e][j], &low, sizeof(low));
+        memcpy(x_words[e][j] + 4, &high, sizeof(high));
+      }
+    }
 #pragma unroll
-      for (int w = 0; w < 4; ++w)
+    for (int e = 0; e < kEach; ++e)
 #pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          uint32_t w_words[2];
-          expand(codes[i][j][w], w_words, T{});
-          multiply_numbers<T>(
-              sum[j], {x_words[i][0][2 * w], x_words[i][1][2 * w], x_words[i][0][2 * w + 1], x_words[i][1][2 * w + 1]},
-              w_words);
-        }
+      for (int w = 0; w < 4; ++w) {
+        uint32_t low[2], high[2];
+        expand(codes[e][0][w], low, T{});
+        expand(codes[e][1][w], high, T{});
+#pragma unroll
+        for (int j = 0; j < kHalves; ++j)
+          multiply_numbers<T>(sum[j], {low[0], high[0], low[1], high[1]},
+                              {x_words[e][j][2 * w], x_words[e][j][2 * w + 1]});
+      }
   }
 #pragma unroll
-  for (int j = 0; j < 2; ++j)
+  for (int j = 0; j < kHalves; ++j)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) shared[(warp * 8 + j * 4 + c) * 32 + lane] = sum[j][c];
+    for (int c = 0; c < 4; ++c) shared[(warp * kValues + j * 4 + c) * 32 + lane] = sum[j][c];
   barrier();
-  const int m = threadIdx.x / kFewColumns, n = threadIdx.x % kFewColumns;
-  const int value = n / 8 * 4 + m / 8 * 2 + n % 2, from = m % 8 * 4 + n % 8 / 2;
-  float total = 0.0f;
-  for (int w = 0; w < kWarps; ++w) total += shared[(w * 8 + value) * 32 + from];
-  store_sums<T, 1>(linear, m, first_n + n, &total);
+  const int row = threadIdx.x / kFewColumns, column = threadIdx.x % kFewColumns;
+  const int value = row / 8 * 4 + column / 8 * 2 + row % 2, from = column % 8 * 4 + row % 8 / 2;
+  if (first_n + column >= linear.n) return;
+  const Columns<T, 1> columns(linear, first_n + column);
+#pragma unroll 1
+  for (int i = 0; i < kRowTiles && i * 16 + row < linear.m; ++i) {
+    float total = 0.0f;
+    for (int w = 0; w < kWarps; ++w) total += shared[(w * kValues + i * 8 + value) * 32 + from];
+    columns.store(linear, i * 16 + row, first_n + column, &total);
+  }
 }
 
 // ------------------------------------------------------------------------- without tensor cores
@@ -228,7 +277,7 @@ __global__ void __launch_bounds__(kThreads) vector_kernel(const Int8Linear linea
 #pragma unroll
   for (int m = 0; m < kVectorRows; ++m) {
     const float total = lanes_reduce(sum[m], 32, Sum());
-    if (lane == 0 && m < rows) store_sums<T, 1>(linear, first_m + m, n, &total);
+    if (lane == 0 && m < rows) Columns<T, 1>(linear, n).store(linear, first_m + m, n, &total);
   }
 }
 
@@ -274,8 +323,11 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Int8Linear linear
 #pragma unroll
       for (int c = 0; c < 4; ++c) sum[r][c] += part[r][c];
   }
+  if (at.n + n >= linear.n) return;
+  const Columns<T, 4> columns(linear, at.n + n);
 #pragma unroll
-  for (int r = 0; r < 4; ++r) store_sums<T, 4>(linear, at.m + m + r, at.n + n, sum[r]);
+  for (int r = 0; r < 4; ++r)
+    if (at.m + m + r < linear.m) columns.store(linear, at.m + m + r, at.n + n, sum[r]);
 }
 
 // ------------------------------------------------------------------------------------- host side
@@ -295,23 +347,31 @@ void launch_plain(const Int8Linear& linear, bool wide, Stream stream) {
   }
 }
 
+template <class T, int kSize, class LoadX, class LoadWeight>
+void launch_tiled(const Int8Linear& linear, const Operand& x, const Operand& weight, Stream stream) {
+  launch(tiled_kernel<T, kSize, kSize, LoadX, LoadWeight>, tiles(linear, kSize), kThreads,
+         NumberTile<T, kSize, kSize>::kSharedBytes, stream, linear, x, weight);
+}
+
 template <class T>
 void launch_on_tensor_cores(const Int8Linear& linear, bool wide, Stream stream) {
   const Operand x{static_cast<const char*>(linear.x), linear.m, linear.k * 2, linear.x_stride * 2, 2};
   const Operand weight{reinterpret_cast<const char*>(linear.weight), linear.n, linear.k, linear.k, 1};
-  constexpr int kSharedBytes = kStages * kTileRows * (kXBytes + kTileBytes);
-  static_assert(kSharedBytes >= ResultTile<kTileRows, kTileRows>::kBytes);
-  if (wide && linear.m <= kFewRows) {
-    launch(few_rows_kernel<T>, static_cast<unsigned>((linear.n + kFewColumns - 1) / kFewColumns), kThreads,
-           kThreads * 8 * sizeof(float), stream, linear, x, weight);
-  } else if (wide) {
-    launch(tiled_kernel<T, DirectLoader<kTileRows, kXBytes, NumberSwizzle>,
-                        DirectLoader<kTileRows, kTileBytes, MatrixSwizzle>>,
-           tiles(linear, kTileRows), kThreads, kSharedBytes, stream, linear, x, weight);
+  if (!wide) {
+    launch_tiled<T, 64, ElementLoader<64, kXBytes, NumberSwizzle, uint16_t>,
+                 ElementLoader<64, kTileBytes, MatrixSwizzle, uint8_t>>(linear, x, weight, stream);
+  } else if (are_few_rows(linear.m, linear.n, linear.k)) {
+    with_row_tiles(linear.m, [&](auto row_tiles) {
+      constexpr int kRowTiles = decltype(row_tiles)::value;
+      launch(few_rows_kernel<T, kRowTiles>, static_cast<unsigned>((linear.n + kFewColumns - 1) / kFewColumns), kThreads,
+             kThreads * kRowTiles * 8 * sizeof(float), stream, linear, x, weight);
+    });
+  } else if (tiles(linear, 128) < static_cast<unsigned>(multiprocessor_count())) {
+    launch_tiled<T, 64, DirectLoader<64, kXBytes, NumberSwizzle>, DirectLoader<64, kTileBytes, MatrixSwizzle>>(
+        linear, x, weight, stream);
   } else {
-    launch(tiled_kernel<T, ElementLoader<kTileRows, kXBytes, NumberSwizzle, uint16_t>,
-                        ElementLoader<kTileRows, kTileBytes, MatrixSwizzle, uint8_t>>,
-           tiles(linear, kTileRows), kThreads, kSharedBytes, stream, linear, x, weight);
+    launch_tiled<T, 128, DirectLoader<128, kXBytes, NumberSwizzle>, DirectLoader<128, kTileBytes, MatrixSwizzle>>(
+        linear, x, weight, stream);
   }
 }
 

@@ -64,28 +64,43 @@ struct DirectLoader {
   __device__ __forceinline__ void store(char*) {}
 };
 
-// Rows along k in elements of type Word, aligned to that alone.
-template <int kRows, int kBytes, class Swizzle, class Word>
+// Rows along k in elements of type T, aligned to that alone, by way of registers.
+template <int kRows, int kBytes, class Swizzle, class T>
 struct ElementLoader {
+  static constexpr int kTimes = kRows * kBytes / 4 / kThreads;
+
   const Operand operand;
   const int64_t first_row;
   int64_t first_k = 0;
+  uint32_t word[kTimes];
 
   __device__ ElementLoader(const Operand& of, int64_t first) : operand(of), first_row(first) {}
 
-  __device__ __forceinline__ void fetch(char*, bool) {}
+  static __device__ __forceinline__ int row(int i) { return (i * kThreads + threadIdx.x) / (kBytes / 4); }
+  static __device__ __forceinline__ int k() { return threadIdx.x % (kBytes / 4) * 4; }
 
-  __device__ __forceinline__ void store(char* tile) {
-    constexpr int kSize = sizeof(Word), kElements = kBytes / kSize;
-#pragma unroll 4
-    for (int i = threadIdx.x; i < kRows * kElements; i += kThreads) {
-      const int row = i / kElements, k = i % kElements * kSize;
-      Word word = 0;
-      if (first_row + row < operand.rows && first_k + k < operand.k)
-        word = *reinterpret_cast<const Word*>(operand.first + (first_row + row) * operand.row_stride + first_k + k);
-      *reinterpret_cast<Word*>(tile + row * kBytes + Swizzle::at(row, k / 16) * 16 + k % 16) = word;
+  __device__ __forceinline__ void fetch(char*, bool) {
+    const int64_t rest = operand.k - first_k - k();
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i) {
+      word[i] = 0;
+      if (first_row + row(i) >= operand.rows) continue;
+      const char* p = operand.first + (first_row + row(i)) * operand.row_stride + first_k + k();
+      if (rest >= 4 && reinterpret_cast<uintptr_t>(p) % 4 == 0) {
+        word[i] = *reinterpret_cast<const uint32_t*>(p);
+      } else {
+#pragma unroll
+        for (int at = 0; at < 4; at += sizeof(T))
+          if (at < rest) word[i] |= static_cast<uint32_t>(*reinterpret_cast<const T*>(p + at)) << 8 * at;
+      }
     }
     first_k += kBytes;
+  }
+
+  __device__ __forceinline__ void store(char* tile) {
+#pragma unroll
+    for (int i = 0; i < kTimes; ++i)
+      *reinterpret_cast<uint32_t*>(tile + row(i) * kBytes + Swizzle::at(row(i), k() / 16) * 16 + k() % 16) = word[i];
   }
 };
 
@@ -206,20 +221,6 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
   }
   wait_copies<0>();
   barrier();
-}
-
-// ---------------------------------------------------------------------------------------- results
-
-// Row m of `out` from column n on, up to the end of the row at `columns`.
-template <class T, int N>
-__device__ __forceinline__ void store_results(T* out, int64_t columns, int64_t m, int64_t n,
-                                              const Vector<T, N>& results) {
-  T* const p = out + m * columns + n;
-  if (n + N <= columns && reinterpret_cast<uintptr_t>(p) % (N * sizeof(T)) == 0) {
-    store_wide(p, results);
-  } else {
-    store_each(p, results, 1, columns - n < N ? static_cast<int>(columns - n) : N);
-  }
 }
 
 // --------------------------------------------------------------------------------------- few rows

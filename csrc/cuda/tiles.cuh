@@ -39,30 +39,33 @@ struct TilePosition {
 };
 
 // Results go through shared memory, half of the rows at a time, so that stores are wide. The padding keeps the
-// fragments of a warp in different banks.
-template <int kM, int kN>
+// fragments of a warp in different banks. kTransposed: fragments are those of the transposed product.
+template <int kM, int kN, bool kTransposed = false>
 struct ResultTile {
-  static constexpr int kRows = kM / kWarpsDown, kStride = kN + 8;
+  static constexpr int kRows = kM / kWarpsDown, kColumns = kN / kWarpsAcross;  // of a warp
+  static constexpr int kStride = kN + (kTransposed ? 4 : 8);
   static constexpr int kBytes = kRows * kStride * 4;
 
   // f(row of the tile, its sums in shared memory) for both halves; row i of a half is kStride sums further on.
-  template <class Sum, int kRowTiles, int kColumnTiles, class F>
-  static __device__ __forceinline__ void for_halves(char* shared, const Sum (&sums)[kRowTiles][kColumnTiles][4],
-                                                    const F& f) {
-    static_assert(sizeof(Sum) == 4 && kRowTiles * 16 == kRows && kColumnTiles * 8 * kWarpsAcross == kN);
+  template <class Sum, int kTall, int kBroad, class F>
+  static __device__ __forceinline__ void for_halves(char* shared, const Sum (&sums)[kTall][kBroad][4], const F& f) {
+    static_assert(sizeof(Sum) == 4 && kTall * 16 == (kTransposed ? kColumns : kRows) &&
+                  kBroad * 8 == (kTransposed ? kRows : kColumns));
     Sum* const results = reinterpret_cast<Sum*>(shared);
     const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll 1
     for (int half = 0; half < kWarpsDown; ++half) {
       if (warp / kWarpsAcross == half) {
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i)
+        for (int i = 0; i < kTall; ++i)
 #pragma unroll
-          for (int j = 0; j < kColumnTiles; ++j)
+          for (int j = 0; j < kBroad; ++j)
 #pragma unroll
-            for (int c = 0; c < 4; ++c)
-              results[(i * 16 + c / 2 * 8 + lane / 4) * kStride + (warp % kWarpsAcross * kColumnTiles + j) * 8 +
-                      lane % 4 * 2 + c % 2] = sums[i][j][c];
+            for (int c = 0; c < 4; ++c) {
+              const int down = i * 16 + c / 2 * 8 + lane / 4, across = j * 8 + lane % 4 * 2 + c % 2;
+              results[(kTransposed ? across : down) * kStride + warp % kWarpsAcross * kColumns +
+                      (kTransposed ? down : across)] = sums[i][j][c];
+            }
       }
       barrier();
       f(half * kRows, results);
@@ -70,13 +73,7 @@ struct ResultTile {
     }
   }
 
-  // f(row of the tile, column, kEach sums) for all of them.
-  template <int kEach, class Sum, int kRowTiles, int kColumnTiles, class F>
-  static __device__ __forceinline__ void for_each(char* shared, const Sum (&sums)[kRowTiles][kColumnTiles][4],
-                                                  const F& f) {
-    for_halves(shared, sums, [&](int first_row, const Sum* results) { for_each_of<kEach>(first_row, results, f); });
-  }
-
+  // f(row of the tile, column, kEach sums) for all of those of a half.
   template <int kEach, class Sum, class F>
   static __device__ __forceinline__ void for_each_of(int first_row, const Sum* results, const F& f) {
 #pragma unroll 1
