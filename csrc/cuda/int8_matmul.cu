@@ -159,8 +159,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
-  // Where rows of results are not aligned, neighbours go through neighbours of a warp.
-  const bool wide = matmul.n % 4 == 0 && is_aligned16(matmul.out);
+  // Where rows of results are not aligned, neighbours go through neighbours of a warp. Four columns with zero points
+  // take more registers than there are beside the sums.
+  constexpr int kWide = kSums ? 2 : 4;
+  const bool wide = matmul.n % kWide == 0 && is_aligned16(matmul.out);
   using Results = ResultTile<kM, kN>;
   Results::for_halves(shared, tile.sum, [&](int first_row, const int* results) {
     const auto finish_all = [&](auto each) {
@@ -177,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       });
     };
     if (wide) {
-      finish_all(std::integral_constant<int, 4>());
+      finish_all(std::integral_constant<int, kWide>());
     } else {
       finish_all(std::integral_constant<int, 1>());
     }
