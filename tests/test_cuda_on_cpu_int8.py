@@ -340,8 +340,11 @@ def test_matmul_of_few_rows_in_tiles_that_keep_all_multiprocessors_busy() -> Non
 
 @pytest.mark.parametrize("k", [0, 16, 65, 192, 321])
 def test_matmul_of_large_tiles(k: int) -> None:
-    check_product(259, 130, k, "aligned", "aligned", 3 + k)
     check_product(130, 259, k, "aligned", "aligned", 4 + k)
+    check_product(257, 252, k, "aligned", "aligned", 3 + k)
+    check_product(257, 201, k, "aligned", "aligned", 6 + k)
+    with backend.compute_capability(75):
+        check_product(257, 130, k, "aligned", "aligned", 5 + k)
 
 
 @pytest.mark.parametrize("m", [2, 17])

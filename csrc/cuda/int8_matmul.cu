@@ -75,14 +75,17 @@ struct Columns {
 
 // ------------------------------------------------------------------------------------------ tiles
 
-constexpr int kStages = 3;
-
+// Sums take most of the registers, and shared memory is read as fast as it can be: of 128 x 256 products a warp makes
+// twice as many as of 128 x 128 from 4/3 of the bytes, but alone on a multiprocessor.
 template <int kM, int kN>
 struct Tile {
+  static constexpr int kStages = kM == 128 && kN == 128 ? 3 : 4;
+  static constexpr int kBlocks = kN == 256 ? 1 : kResidentBlocks;
   static constexpr int kRowTiles = kM / kWarpsDown / 16, kColumnTiles = kN / kWarpsAcross / 8;  // of a warp
   static constexpr int kStageBytes = (kM + kN) * kTileBytes;
   static constexpr int kSumsOffset = ResultTile<kM, kN>::kBytes;
   static constexpr int kSharedBytes = std::max(kStages * kStageBytes, kSumsOffset + (kM + kN) * 4);
+  static_assert(kSharedBytes <= 99 * 1024);
 
   int sum[kRowTiles][kColumnTiles][4] = {};
   int row_sum[kRowTiles][2] = {};
@@ -144,7 +147,7 @@ struct Tile {
 };
 
 template <int kM, int kN, class LoadA, class LoadB, bool kSums>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+__global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
     tiled_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
   using TileOf = Tile<kM, kN>;
   char* const shared = shared_memory();
@@ -153,7 +156,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   LoadA load_a(a, at.m);
   LoadB load_b(b, at.n);
   TileOf tile;
-  for_tiles<kStages, kM * kTileBytes, TileOf::kStageBytes>(
+  for_tiles<TileOf::kStages, kM * kTileBytes, TileOf::kStageBytes>(
       shared, (matmul.k + kTileBytes - 1) / kTileBytes, load_a, load_b,
       [&](const char* a_tile, const char* b_tile) { tile.template multiply<kSums>(a_tile, b_tile, down, across); });
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
@@ -270,9 +273,11 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 // ------------------------------------------------------------------------------------- host side
 
+int64_t tiles_of(const Int8Matmul& matmul, int m, int n) { return (matmul.m + m - 1) / m * ((matmul.n + n - 1) / n); }
+
 template <int kM, int kN, class LoadA, class LoadB>
 void launch_tiled(const Int8Matmul& matmul, const Operand& a, const Operand& b, Stream stream) {
-  const int64_t tiles = (matmul.m + kM - 1) / kM * ((matmul.n + kN - 1) / kN);
+  const int64_t tiles = tiles_of(matmul, kM, kN);
   const auto kernel = matmul.a_zero_point != nullptr || matmul.b_zero_point != nullptr
                           ? tiled_kernel<kM, kN, LoadA, LoadB, true>
                           : tiled_kernel<kM, kN, LoadA, LoadB, false>;
@@ -288,15 +293,18 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
                   matmul.b_strides[0]};
   const bool a_is_direct = a.is_direct(1), b_is_direct = b.is_direct(1);
   if (a_is_direct && b_is_direct) {
-    const int64_t tiles = (matmul.m + 127) / 128 * ((matmul.n + 127) / 128);
+    const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
+    const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
     if (are_few_rows(matmul.m, matmul.n, matmul.k)) {
       with_row_tiles(matmul.m, [&](auto row_tiles) {
         constexpr int kRowTiles = decltype(row_tiles)::value;
         launch(few_rows_kernel<kRowTiles>, static_cast<unsigned>((matmul.n + kFewColumns - 1) / kFewColumns), kThreads,
                kThreads * sizeof(FewSums<kRowTiles>), stream, matmul, a, b);
       });
-    } else if (tiles < multiprocessor_count()) {
+    } else if (medium < count) {
       launch_tiled<64, 64, DirectLoader<64>, DirectLoader<64>>(matmul, a, b, stream);
+    } else if (2 * large_rounds <= (medium + count - 1) / count && compute_capability() >= 80) {  // memory for it
+      launch_tiled<128, 256, DirectLoader<128>, DirectLoader<256>>(matmul, a, b, stream);
     } else {
       launch_tiled<128, 128, DirectLoader<128>, DirectLoader<128>>(matmul, a, b, stream);
     }

@@ -20,8 +20,8 @@ constexpr int kTileBytes = 64;  // of k, for codes
 constexpr int kTileChunks = kTileBytes / 16;
 
 // A loader brings rows of an operand, from `first_row` on, into a tile, and with the next call those of the next kBytes
-// of k, in two parts: `fetch` starts, `store` comes after the arithmetic on a tile before. Past the end of k a tile is
-// 0, and past the last row anything.
+// of k, in two parts: `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand a tile
+// is 0.
 
 // Rows along k, aligned to 16 bytes: copied by the hardware.
 template <int kRows, int kBytes = kTileBytes, class Swizzle = MatrixSwizzle>
