@@ -150,26 +150,14 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
       shared, (linear.k + kTileK - 1) / kTileK, load_x, load_weight, [&](const char* x_tile, const char* weight_tile) {
         tile.multiply(x_tile, weight_tile, warp / kWarpsAcross, warp % kWarpsAcross);
       });
-  // Where rows of results are not aligned, neighbours go through neighbours of a warp.
-  const bool wide = linear.n % 4 == 0 && is_aligned16(linear.out);
-  Results::for_halves(shared, tile.sum, [&](int first_row, const float* results) {
-    const auto finish_all = [&](auto each) {
-      constexpr int kEach = decltype(each)::value;
-      static_assert(kThreads % (kN / kEach) == 0, "a thread stays in its columns");
-      const int64_t n = at.n + threadIdx.x % (kN / kEach) * kEach;
-      if (n >= linear.n) return;
-      const Columns<T, kEach> columns(linear, n);
-      Results::template for_each_of<kEach>(first_row, results, [&](int row, int, const float* sums) {
-        const auto pack = *reinterpret_cast<const Vector<float, kEach>*>(sums);
-        if (at.m + row < linear.m) columns.store(linear, at.m + row, n, pack.data);
-      });
-    };
-    if (wide) {
-      finish_all(std::integral_constant<int, 4>());
-    } else {
-      finish_all(std::integral_constant<int, 1>());
-    }
-  });
+  finish<Results, 4>(shared, tile.sum, linear.n % 4 == 0 && is_aligned16(linear.out), linear.n - at.n,
+                     [&](auto each, int column) {
+                       constexpr int kEach = decltype(each)::value;
+                       const Columns<T, kEach> columns(linear, at.n + column);
+                       return [=](int row, const Vector<float, kEach>& sums) {
+                         if (at.m + row < linear.m) columns.store(linear, at.m + row, at.n + column, sums.data);
+                       };
+                     });
 }
 
 // --------------------------------------------------------------------------------------- few rows

@@ -162,31 +162,16 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
-  // Where rows of results are not aligned, neighbours go through neighbours of a warp. Four columns with zero points
-  // take more registers than there are beside the sums.
+  // Four columns with zero points take more registers than there are beside the sums.
   constexpr int kWide = kSums ? 2 : 4;
-  const bool wide = matmul.n % kWide == 0 && is_aligned16(matmul.out);
-  using Results = ResultTile<kM, kN>;
-  Results::for_halves(shared, tile.sum, [&](int first_row, const int* results) {
-    const auto finish_all = [&](auto each) {
-      constexpr int kEach = decltype(each)::value;
-      static_assert(kThreads % (kN / kEach) == 0, "a thread stays in its columns");
-      const int column = threadIdx.x % (kN / kEach) * kEach;
-      const int64_t n = at.n + column;
-      if (n >= matmul.n) return;
-      const Columns<kEach, kSums> columns(matmul, n, column_sums + column);
-      Results::template for_each_of<kEach>(first_row, results, [&](int row, int, const int* sums) {
-        if (at.m + row < matmul.m)
-          columns.store(matmul, at.m + row, n, *reinterpret_cast<const Vector<int, kEach>*>(sums),
-                        kSums ? row_sums[row] : 0);
+  finish<ResultTile<kM, kN>, kWide>(
+      shared, tile.sum, matmul.n % kWide == 0 && is_aligned16(matmul.out), matmul.n - at.n, [&](auto each, int column) {
+        constexpr int kEach = decltype(each)::value;
+        const Columns<kEach, kSums> columns(matmul, at.n + column, column_sums + column);
+        return [=](int row, const Vector<int, kEach>& sums) {
+          if (at.m + row < matmul.m) columns.store(matmul, at.m + row, at.n + column, sums, kSums ? row_sums[row] : 0);
+        };
       });
-    };
-    if (wide) {
-      finish_all(std::integral_constant<int, kWide>());
-    } else {
-      finish_all(std::integral_constant<int, 1>());
-    }
-  });
 }
 
 // --------------------------------------------------------------------------------------- few rows

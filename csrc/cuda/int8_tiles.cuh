@@ -20,8 +20,8 @@ constexpr int kTileBytes = 64;  // of k, for codes
 constexpr int kTileChunks = kTileBytes / 16;
 
 // A loader brings rows of an operand, from `first_row` on, into a tile, and with the next call those of the next kBytes
-// of k, in two parts: `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand a tile
-// is 0.
+// of k, in two parts: `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand a
+// tile is 0.
 
 // Rows along k, aligned to 16 bytes: copied by the hardware.
 template <int kRows, int kBytes = kTileBytes, class Swizzle = MatrixSwizzle>
@@ -221,6 +221,31 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
   }
   wait_copies<0>();
   barrier();
+}
+
+// All sums of a tile, of which a thread takes kWide neighbours, or where rows of results are not aligned one, so that
+// neighbours go through neighbours of a warp. It stays in its columns: start(N, its first) returns what makes results
+// of N sums, a function of the row and them. `columns` are those that there are.
+template <class Results, int kWide, class Sum, int kTall, int kBroad, class Start>
+__device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kBroad][4], bool wide, int64_t columns,
+                                       const Start& start) {
+  Results::for_halves(shared, sums, [&](int first_row, const Sum* results) {
+    const auto finish_all = [&](auto each) {
+      constexpr int kEach = decltype(each)::value, kPacks = Results::kColumns * kWarpsAcross / kEach;
+      static_assert(kThreads % kPacks == 0);
+      const int column = threadIdx.x % kPacks * kEach;
+      if (column >= columns) return;
+      const auto store = start(each, column);
+      Results::template for_each_of<kEach>(first_row, results, [&](int row, int, const Sum* from) {
+        store(row, *reinterpret_cast<const Vector<Sum, kEach>*>(from));
+      });
+    };
+    if (wide) {
+      finish_all(std::integral_constant<int, kWide>());
+    } else {
+      finish_all(std::integral_constant<int, 1>());
+    }
+  });
 }
 
 // --------------------------------------------------------------------------------------- few rows
