@@ -50,9 +50,14 @@ __device__ __forceinline__ Operand operand_b(const Matmul& matmul, int64_t batch
           matmul.b_strides[2] * 2, matmul.b_strides[1] * 2};
 }
 
+template <class Int>
+__device__ __forceinline__ int clamp(Int value, int most) {
+  return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
+}
+
 // A loader brings rows of an operand into a tile, and with the next call those of the next kTileK of k, in two parts:
-// `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand a tile is 0. Tiles are
-// [rows, kTileK], or, where kAcross, [kTileK, rows].
+// `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand, of which `left` of k are
+// to come, a tile is 0. Tiles are [rows, kTileK], or, where kAcross, [kTileK, rows].
 template <int kTileRows, bool kIsAcross>
 struct WideLoader {
   static constexpr int kRows = kTileRows;
@@ -63,44 +68,35 @@ struct WideLoader {
 
   uintptr_t next;  // address: without k there is no memory, and a pointer to none must stay what it is
   int64_t line_stride, step_stride;
-  int to;     // offset in the tile
-  int lines;  // of the tile's that a step has, from this thread's first on; in the last step
-  int last_lines;
-  int bytes;  // of a chunk; in the last step
-  int last_bytes;
+  int to;    // offset in the tile
+  int k;     // of the tile's, this thread's first
+  int rows;  // of the operand's, from this thread's first on, up to the tile's
 
   // Eight lines of one chunk are in different banks, for ldmatrix.
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return line * kChunks * 16 + (kAcross ? chunk ^ (line & 7) : MatrixSwizzle::at(line, chunk)) * 16;
   }
 
-  static __device__ __forceinline__ int clamp(int64_t value, int most) {
-    return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
-  }
-
   __device__ WideLoader(const Operand& operand, int64_t first_row) {
     static_assert(kLines % 8 == 0, "the chunks of a thread's lines are in the same place");
     const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
-    const int64_t rows = operand.rows - first_row, last_k = operand.k - (operand.k - 1) / kTileK * kTileK;
     const int64_t stride = kAcross ? operand.k_stride : operand.row_stride;
     next = reinterpret_cast<uintptr_t>(operand.first) + (kAcross ? first_row * 2 : first_row * stride) + line * stride +
            chunk * 16;
     line_stride = kLines * stride;
     step_stride = kAcross ? kTileK * stride : kTileBytes;
     to = offset(line, chunk);
-    lines = kAcross ? kTileK : clamp(rows - line, kRows);
-    last_lines = kAcross ? clamp(last_k - line, kTileK) : lines;
-    bytes = kAcross ? clamp((rows - chunk * 8) * 2, 16) : 16;
-    last_bytes = kAcross ? bytes : clamp((last_k - chunk * 8) * 2, 16);
+    k = kAcross ? line : chunk * 8;
+    rows = clamp(operand.rows - first_row - (kAcross ? chunk * 8 : line), kRows);
   }
 
-  __device__ __forceinline__ void fetch(char* tile, bool is_last) {
-    const int lines_now = is_last ? last_lines : lines, bytes_now = is_last ? last_bytes : bytes;
+  __device__ __forceinline__ void fetch(char* tile, int left) {
+    const int lines = kAcross ? left - k : rows, bytes = clamp((kAcross ? rows : left - k) * 2, 16);
     uintptr_t from = next;
 #pragma unroll
     for (int i = 0; i < kTimes; ++i) {
       copy_async(tile + to + i * kLines * kChunks * 16, reinterpret_cast<const char*>(from),
-                 i * kLines < lines_now ? bytes_now : 0);
+                 i * kLines < lines ? bytes : 0);
       from += line_stride;
     }
     next += step_stride;
@@ -116,44 +112,48 @@ struct ElementLoader {
   static constexpr bool kAcross = false;
   static constexpr int kTimes = kRows * kTileK / kThreads;
 
-  const Operand operand;
-  const int64_t first_row;
-  const bool along_rows;
-  int64_t first_k = 0;
+  uintptr_t next;  // address
+  int64_t stride, step_stride;
+  int row, k;            // of the tile, this thread's first number
+  int row_step, k_step;  // to its next
+  int rows;              // of the operand's, up to the tile's
   uint16_t numbers[kTimes];
 
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return WideLoader<kRows, false>::offset(line, chunk);
   }
 
-  __device__ ElementLoader(const Operand& of, int64_t first)
-      : operand(of), first_row(first), along_rows(of.row_stride == 2) {}
-
-  __device__ __forceinline__ int row(int i) const {
-    const int at = i * kThreads + threadIdx.x;
-    return along_rows ? at % kRows : at / kTileK;
+  __device__ ElementLoader(const Operand& operand, int64_t first_row) {
+    static_assert(kThreads % kRows == 0 && kThreads % kTileK == 0);
+    const bool along_rows = operand.row_stride == 2;
+    row = along_rows ? threadIdx.x % kRows : threadIdx.x / kTileK;
+    k = along_rows ? threadIdx.x / kRows : threadIdx.x % kTileK;
+    row_step = along_rows ? 0 : kThreads / kTileK;
+    k_step = along_rows ? kThreads / kRows : 0;
+    rows = clamp(operand.rows - first_row, kRows);
+    next = reinterpret_cast<uintptr_t>(operand.first) + (first_row + row) * operand.row_stride + k * operand.k_stride;
+    stride = row_step * operand.row_stride + k_step * operand.k_stride;
+    step_stride = kTileK * operand.k_stride;
   }
 
-  __device__ __forceinline__ int k(int i) const {
-    const int at = i * kThreads + threadIdx.x;
-    return along_rows ? at / kRows : at % kTileK;
-  }
-
-  __device__ __forceinline__ void fetch(char*, bool) {
+  __device__ __forceinline__ void fetch(char*, int left) {
+    uintptr_t from = next;
 #pragma unroll
     for (int i = 0; i < kTimes; ++i) {
-      const int64_t r = first_row + row(i), j = first_k + k(i);
-      numbers[i] = 0;
-      if (r < operand.rows && j < operand.k)
-        numbers[i] = *reinterpret_cast<const uint16_t*>(operand.first + r * operand.row_stride + j * operand.k_stride);
+      const auto* const number = reinterpret_cast<const uint16_t*>(from);
+      assume_global(number);
+      numbers[i] = row + i * row_step < rows && k + i * k_step < left ? *number : 0;
+      from += stride;
     }
-    first_k += kTileK;
+    next += step_stride;
   }
 
   __device__ __forceinline__ void store(char* tile) {
 #pragma unroll
-    for (int i = 0; i < kTimes; ++i)
-      *reinterpret_cast<uint16_t*>(tile + offset(row(i), k(i) / 8) + k(i) % 8 * 2) = numbers[i];
+    for (int i = 0; i < kTimes; ++i) {
+      const int at = k + i * k_step;
+      *reinterpret_cast<uint16_t*>(tile + offset(row + i * row_step, at / 8) + at % 8 * 2) = numbers[i];
+    }
   }
 };
 
@@ -172,66 +172,87 @@ __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char*
 
 // ------------------------------------------------------------------------------------------ tiles
 
-template <class T, class Of, class LoadA, class LoadB>
-__device__ __forceinline__ void multiply_tiles(float (&sum)[Of::kRowTiles][Of::kColumnTiles][4], const char* a,
-                                               const char* b, int down, int across) {
-#pragma unroll
-  for (int k = 0; k < kTileK; k += 16) {
-    uint32_t a_words[Of::kRowTiles][4], b_words[Of::kColumnTiles / 2][4];
+// What a warp multiplies at once, in registers.
+template <class Of, class LoadA, class LoadB>
+struct Slice {
+  static constexpr int kK = 16;
+
+  uint32_t a[Of::kRowTiles][4], b[Of::kColumnTiles / 2][4];
+
+  __device__ __forceinline__ void load(const char* stage, int k) {
+    const int warp = threadIdx.x / 32, down = warp / kWarpsAcross, across = warp % kWarpsAcross;
 #pragma unroll
     for (int i = 0; i < Of::kRowTiles; ++i)
-      load_fragments<LoadA, true>(a_words[i], a, (down * Of::kRowTiles + i) * 16, k);
+      load_fragments<LoadA, true>(a[i], stage, (down * Of::kRowTiles + i) * 16, k);
 #pragma unroll
     for (int j = 0; j < Of::kColumnTiles / 2; ++j)
-      load_fragments<LoadB, false>(b_words[j], b, across * Of::kColumnTiles * 8 + j * 16, k);
+      load_fragments<LoadB, false>(b[j], stage + Of::kM * kTileBytes, (across * Of::kColumnTiles / 2 + j) * 16, k);
+  }
+
+  template <class T>
+  __device__ __forceinline__ void multiply(float (&sum)[Of::kRowTiles][Of::kColumnTiles][4]) const {
 #pragma unroll
     for (int i = 0; i < Of::kRowTiles; ++i)
 #pragma unroll
       for (int j = 0; j < Of::kColumnTiles; ++j)
-        multiply_numbers<T>(sum[i][j], a_words[i], {b_words[j / 2][j % 2 * 2], b_words[j / 2][j % 2 * 2 + 1]});
+        multiply_numbers<T>(sum[i][j], a[i], {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
   }
-}
+};
 
 template <class T, class Of, class LoadA, class LoadB>
 __global__ void __launch_bounds__(kThreads, Of::kBlocks) tiled_kernel(const Matmul matmul, const int64_t tiles) {
   char* const shared = shared_memory();
   const int64_t batch = blockIdx.x / tiles;
   const TilePosition at = TilePosition::of<Of::kM, Of::kN>(matmul.m, matmul.n, blockIdx.x % tiles);
-  const int warp = threadIdx.x / 32;
   const int steps = static_cast<int>((matmul.k + kTileK - 1) / kTileK);
+  const int last_k = static_cast<int>(matmul.k - (steps - 1) * int64_t{kTileK});
   LoadA load_a(operand_a(matmul, batch), at.m);
   LoadB load_b(operand_b(matmul, batch), at.n);
   const auto fetch = [&](int step, char* stage) {
-    if (step < steps) {
-      load_a.fetch(stage, step == steps - 1);
-      load_b.fetch(stage + Of::kM * kTileBytes, step == steps - 1);
-    }
+    const int left = step < steps - 1 ? kTileK : step == steps - 1 ? last_k : 0;
+    load_a.fetch(stage, left);
+    load_b.fetch(stage + Of::kM * kTileBytes, left);
     commit_copies();
   };
-  const auto store = [&](int step, char* stage) {
-    if (step >= steps) return;
+  const auto store = [&](char* stage) {
     load_a.store(stage);
     load_b.store(stage + Of::kM * kTileBytes);
   };
   const auto stage_after = [&](char* stage) {
     return stage == shared + (Of::kStages - 1) * Of::kStageBytes ? shared : stage + Of::kStageBytes;
   };
-  char* filled = shared;  // next
-#pragma unroll 1
-  for (int step = 0; step < Of::kStages - 1; ++step, filled = stage_after(filled)) {
-    fetch(step, filled);
-    store(step, filled);
-  }
-  float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
   char* stage = shared;
 #pragma unroll 1
-  for (int step = 0; step < steps; ++step, filled = stage_after(filled), stage = stage_after(stage)) {
+  for (int step = 0; step < Of::kStages; ++step, stage = stage_after(stage)) {
+    fetch(step, stage);
+    store(stage);
+  }
+  // While tensor cores multiply a slice of a stage, the next is loaded from shared memory. Before the last slice, which
+  // is then in everyone's registers, comes the barrier: behind it everyone's part of the next stage is there, and this
+  // one may be filled again.
+  using Numbers = Slice<Of, LoadA, LoadB>;
+  static_assert(kTileK == 2 * Numbers::kK);
+  // Across stages as well, if there are registers for it, or the eight warps begin every stage by waiting together. Two
+  // blocks fill in for each other.
+  constexpr bool kAhead = Of::kBlocks == 1;
+  Numbers first, second;
+  float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
+  wait_copies<Of::kStages - 1>();
+  barrier();
+  if constexpr (kAhead) first.load(stage, 0);
+#pragma unroll 1
+  for (int step = 0; step < steps; ++step) {
+    if constexpr (!kAhead) first.load(stage, 0);
+    second.load(stage, Numbers::kK);
+    first.template multiply<T>(sum);
+    char* const done = stage;
+    stage = stage_after(stage);
     wait_copies<Of::kStages - 2>();
-    barrier();  // everyone's part of this step is there, and everyone is done with the step before
-    fetch(step + Of::kStages - 1, filled);
-    multiply_tiles<T, Of, LoadA, LoadB>(sum, stage, stage + Of::kM * kTileBytes, warp / kWarpsAcross,
-                                        warp % kWarpsAcross);
-    store(step + Of::kStages - 1, filled);
+    barrier();
+    if constexpr (kAhead) first.load(stage, 0);
+    fetch(step + Of::kStages, done);
+    second.template multiply<T>(sum);
+    store(done);
   }
   wait_copies<0>();
   barrier();

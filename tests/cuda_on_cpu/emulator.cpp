@@ -273,7 +273,7 @@ const Given& warp_exchange(const void* mine, size_t size, const char* name) {
 
 static void carry_out(const Copy& copy) {
   memset(copy.shared, 0, 16);
-  memcpy(copy.shared, copy.global, copy.bytes);
+  if (copy.bytes > 0) memcpy(copy.shared, copy.global, copy.bytes);  // of no bytes the address may be anything
 }
 
 void copy_async(char* shared_address, const char* global, int bytes) {
