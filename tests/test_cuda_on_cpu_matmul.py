@@ -221,6 +221,18 @@ def test_few_rows_in_splits_of_k(batch: int, m: int, n: int, k: int, layout: str
     assert all(torch.equal(x, y) for others in results[1:] for x, y in zip(results[0], others, strict=True))
 
 
+# On the emulator's 3 multiprocessors three splits of one tile of 64 x 64, of two, of one of 128 x 128, of 128 x 256.
+@pytest.mark.parametrize("layouts", [SQUARE[1], SQUARE[2], ("every_other", "odd_row")], ids="-".join)
+@pytest.mark.parametrize(
+    ("batch", "m", "n", "k"), [(1, 17, 20, 1543), (2, 33, 9, 2600), (1, 120, 125, 1600), (1, 121, 250, 2600)]
+)
+def test_tiles_in_splits_of_k(batch: int, m: int, n: int, k: int, layouts: tuple[str, str]) -> None:
+    options = {"activation": 2, "pre": True, "input": "one_row", "alpha": -1.5}
+    orders = backend.ORDERS if m < 100 else ("shuffled",)
+    results = [product((batch, m, n, k), layouts, torch.bfloat16, order=order, **options) for order in orders]
+    assert all(torch.equal(x, y) for others in results[1:] for x, y in zip(results[0], others, strict=True))
+
+
 # ---------------------------------------------------------------------------------------------- sm_75
 @dtypes
 def test_where_tensor_cores_have_no_bf16(dtype: torch.dtype) -> None:

@@ -1,7 +1,5 @@
 // Products with up to 16 rows, which take the time of reading b: it goes once from memory straight into fragments,
 // by all multiprocessors, whatever its layout and alignment.
-#include <algorithm>
-
 #include "matmul_results.cuh"
 #include "shifted.cuh"
 #include "tensor_cores.cuh"
@@ -10,7 +8,6 @@ namespace amp_kernels::cuda {
 namespace {
 
 constexpr int kWarps = kThreads / 32;
-constexpr int kLeastK = 512;  // of a split: it reads 1 KB of a column of b for up to 64 bytes of sums
 
 // A fragment may hold any k at all as long as it is the same in a and b, so each lane loads neighbours: with g = lane /
 // 4 and t = lane % 4, rows g and g + 8 of a and columns of b that depend on g, at ks that depend on t.
@@ -194,7 +191,7 @@ int64_t column_blocks(const Matmul& matmul, bool along_k) {
 }
 
 template <class T, class Way>
-void launch_way(const Matmul& matmul, int64_t splits, float* workspace, Stream stream) {
+void launch_way(const Matmul& matmul, int64_t splits, float* partials, Stream stream) {
   constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
   const int64_t (&a)[3] = matmul.a_strides, (&b)[3] = matmul.b_strides;
   const bool wide =
@@ -205,7 +202,7 @@ void launch_way(const Matmul& matmul, int64_t splits, float* workspace, Stream s
   const int64_t k_of_split = ((matmul.k + splits - 1) / splits + kStep - 1) / kStep * kStep;
   launch(wide ? few_rows_kernel<T, Way, true> : few_rows_kernel<T, Way, false>,
          blocks(splits * column_blocks(matmul, kAlongK)), kThreads, kThreads * Way::kTiles * 4 * sizeof(float), stream,
-         matmul, k_of_split, splits, workspace);
+         matmul, k_of_split, splits, partials);
 }
 
 }  // namespace
@@ -213,21 +210,22 @@ void launch_way(const Matmul& matmul, int64_t splits, float* workspace, Stream s
 FewRows::FewRows(const Matmul& matmul) {
   along_k = matmul.k <= 1 || matmul.b_strides[1] == 1;
   possible = matmul.m <= kFewRows && (along_k || matmul.n == 1 || matmul.b_strides[2] == 1);
-  const int64_t wanted = 2 * multiprocessor_count() / column_blocks(matmul, along_k);
-  splits = std::max<int64_t>(1, std::min(wanted, matmul.k / kLeastK));
+  splits = splits_of(matmul, 2 * multiprocessor_count() / column_blocks(matmul, along_k));
 }
 
-void launch_few_rows(const Matmul& matmul, const FewRows& how, float* workspace, Stream stream) {
+void launch_few_rows(const Matmul& matmul, const FewRows& how, float* partials, Stream stream) {
   with_16_bits(matmul.dtype, [&](auto zero) {
     using T = decltype(zero);
-    if (how.along_k) {
-      launch_way<T, AlongK>(matmul, how.splits, workspace, stream);
-    } else {
-      launch_way<T, AlongN>(matmul, how.splits, workspace, stream);
-    }
-    if (how.splits > 1)
-      launch(fold_kernel<T>, blocks((matmul.batch * matmul.m * matmul.n + kThreads - 1) / kThreads), kThreads, 0,
-             stream, matmul, how.splits, static_cast<const float*>(workspace));
+    if (how.along_k) return launch_way<T, AlongK>(matmul, how.splits, partials, stream);
+    launch_way<T, AlongN>(matmul, how.splits, partials, stream);
+  });
+}
+
+void launch_fold(const Matmul& matmul, int64_t splits, const float* partials, Stream stream) {
+  const int64_t count = matmul.batch * matmul.m * matmul.n;
+  with_16_bits(matmul.dtype, [&](auto zero) {
+    launch(fold_kernel<decltype(zero)>, blocks((count + kThreads - 1) / kThreads), kThreads, 0, stream, matmul, splits,
+           partials);
   });
 }
 

@@ -1,25 +1,36 @@
 // From sums to results, and what the sources of the matmul family know of each other.
 #pragma once
 
+#include <algorithm>
+
 #include "../formulas/activation.h"
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
 
+// Where there are too few tiles for all multiprocessors, several blocks share the k of each, with sums of their own,
+// [splits, batch, m, n], which launch_fold adds in order. For 512 of k a block reads more than its sums take.
+inline int64_t splits_of(const Matmul& matmul, int64_t wanted) {
+  return std::max<int64_t>(1, std::min<int64_t>(wanted, matmul.k / 512));
+}
+
+inline int64_t bytes_of_partials(const Matmul& matmul, int64_t splits) {
+  return splits == 1 ? 0 : splits * matmul.batch * matmul.m * matmul.n * static_cast<int64_t>(sizeof(float));
+}
+
+void launch_fold(const Matmul& matmul, int64_t splits, const float* partials, Stream stream);
+
 constexpr int kFewRows = 16;  // a product with so few takes the time of reading b
 
-// How few_rows_kernel does a product, if it can: b's columns or rows are dense. It makes `splits` partial sums.
+// How few_rows_kernel does a product, if it can: b's columns or rows are dense.
 struct FewRows {
   bool possible;
   bool along_k;
   int64_t splits;
 
   explicit FewRows(const Matmul& matmul);
-  int64_t workspace(const Matmul& matmul) const {
-    return splits == 1 ? 0 : splits * matmul.batch * matmul.m * matmul.n * static_cast<int64_t>(sizeof(float));
-  }
 };
-void launch_few_rows(const Matmul& matmul, const FewRows& how, float* workspace, Stream stream);
+void launch_few_rows(const Matmul& matmul, const FewRows& how, float* partials, Stream stream);
 
 // Whether 16 bytes can be loaded at a time: `inner` is the stride, in elements, of a dimension of `size` elements along
 // which this would be, `outer` are the other strides.
