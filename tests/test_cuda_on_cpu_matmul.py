@@ -135,8 +135,10 @@ SQUARE = tuple(itertools.product(WIDE, WIDE))
 @pytest.mark.parametrize("layouts", SQUARE, ids="-".join)
 @pytest.mark.parametrize("m_n", [(57, 61), (120, 125), (121, 250)], ids=["small", "medium", "large"])
 def test_every_tile(m_n: tuple[int, int], layouts: tuple[str, str]) -> None:
-    for order, k, dtype in zip(backend.ORDERS, (40, 1, 167), (torch.float16, torch.bfloat16) * 2, strict=False):
-        product((3, *m_n, k), layouts, dtype, order=order, input="one_row", activation=2)
+    variants = zip(backend.ORDERS, (40, 1, 167), ("padded_row", "odd_row", "shifted_row"), strict=True)
+    for i, (order, k, out_layout) in enumerate(variants):
+        dtype = (torch.float16, torch.bfloat16)[i % 2]
+        product((3, *m_n, k), layouts, dtype, order=order, out_layout=out_layout, input="one_row", activation=2)
 
 
 @pytest.mark.parametrize("k", [0, 31, 32, 33, 64, 96, 129, 200])

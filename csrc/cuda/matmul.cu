@@ -265,23 +265,28 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
   }
   wait_copies<0>();
   barrier();
-  // Where rows of results are not aligned, neighbours go through neighbours of a warp.
   const int in_16_bytes = matmul.out_dtype == kFloat ? 4 : 8;
   const bool wide = is_aligned16(matmul.out) && is_aligned16(matmul.pre) && matmul.out_strides[0] % in_16_bytes == 0 &&
                     matmul.out_strides[1] % in_16_bytes == 0;
   using Results = ResultTile<Of::kM, Of::kN>;
   Results::for_halves(shared, sum, [&](int first_row, const float* results) {
-    const auto finish_all = [&](auto each) {
-      constexpr int kEach = decltype(each)::value;
-      Results::template for_each_of<kEach>(first_row, results, [&](int row, int column, const float* sums) {
-        const auto pack = *reinterpret_cast<const Vector<float, kEach>*>(sums);
+    if (wide) {
+      Results::template for_each_of<8>(first_row, results, [&](int row, int column, const float* sums) {
+        const auto pack = *reinterpret_cast<const Vector<float, 8>*>(sums);
         finish<T>(matmul, result, at.m + row, at.n + column, pack.data);
       });
-    };
-    if (wide) {
-      finish_all(std::integral_constant<int, 8>());
-    } else {
-      finish_all(std::integral_constant<int, 1>());
+      return;
+    }
+    // Where rows of results are not aligned, neighbours go through neighbours of a warp, a whole row of the tile at a
+    // time: one by one they would take as long as all products of k = 4096.
+    constexpr int kEach = Of::kN / 32;
+#pragma unroll 1
+    for (int row = threadIdx.x / 32; row < Results::kRows; row += kThreads / 32) {
+      const int column = threadIdx.x % 32;
+      float sums[kEach];
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) sums[i] = results[row * Results::kStride + column + i * 32];
+      finish<T, kEach, 32>(matmul, result, at.m + first_row + row, at.n + column, sums);
     }
   });
 }

@@ -48,27 +48,27 @@ __device__ __forceinline__ Vector<T, N> load_row(const T* p, int64_t stride, int
   return load_each<N>(p, stride, count);
 }
 
-template <int N, class T>
+template <int kApart, int N, class T>
 __device__ __forceinline__ void store_rounded(T* p, const float (&y)[N], int count) {
   Vector<T, N> rounded;
 #pragma unroll
   for (int i = 0; i < N; ++i) rounded.data[i] = from_float<T>(y[i]);
-  if (count == N) {
+  if (kApart == 1 && count == N) {
     store_wide(p, rounded);
   } else {
-    store_each(p, rounded, 1, count);
+    store_each(p, rounded, kApart, count);
   }
 }
 
-template <int N>
+template <int kApart, int N>
 __device__ __forceinline__ void store_rounded(void* out, Dtype dtype, int64_t at, const float (&y)[N], int count) {
   switch (dtype) {
     case kHalf:
-      return store_rounded(static_cast<__half*>(out) + at, y, count);
+      return store_rounded<kApart>(static_cast<__half*>(out) + at, y, count);
     case kBFloat16:
-      return store_rounded(static_cast<__nv_bfloat16*>(out) + at, y, count);
+      return store_rounded<kApart>(static_cast<__nv_bfloat16*>(out) + at, y, count);
     default:
-      return store_rounded(static_cast<float*>(out) + at, y, count);
+      return store_rounded<kApart>(static_cast<float*>(out) + at, y, count);
   }
 }
 
@@ -78,24 +78,26 @@ __device__ __forceinline__ void activate_all(float (&y)[N]) {
   for (int i = 0; i < N; ++i) y[i] = activate<kActivation>(y[i]);
 }
 
-// Row m from column n on: N results from N sums. N > 1 takes an `out` and a `pre` whose rows are aligned to 16 bytes.
-template <class T, int N>
+// Row m from column n on: N results from N sums, kApart columns apart. Neighbours, N > 1 and kApart == 1, take an `out`
+// and a `pre` whose rows are aligned to 16 bytes.
+template <class T, int N, int kApart = 1>
 __device__ __forceinline__ void finish(const Matmul& matmul, int64_t batch, int64_t m, int64_t n,
                                        const float (&sums)[N]) {
   if (m >= matmul.m || n >= matmul.n) return;
-  const int count = matmul.n - n < N ? static_cast<int>(matmul.n - n) : N;
+  const int64_t left = (matmul.n - n + kApart - 1) / kApart;
+  const int count = left < N ? static_cast<int>(left) : N;
   float y[N];
 #pragma unroll
   for (int i = 0; i < N; ++i) y[i] = matmul.alpha * sums[i];
   if (matmul.input != nullptr) {
     const int64_t (&strides)[3] = matmul.input_strides;
     const T* const p = static_cast<const T*>(matmul.input) + batch * strides[0] + m * strides[1] + n * strides[2];
-    const Vector<T, N> input = load_row<N>(p, strides[2], count);
+    const Vector<T, N> input = load_row<N>(p, kApart * strides[2], count);
 #pragma unroll
     for (int i = 0; i < N; ++i) y[i] += matmul.beta * to_float(input.data[i]);
   }
   const int64_t at = batch * matmul.out_strides[0] + m * matmul.out_strides[1] + n;
-  if (matmul.pre != nullptr) store_rounded(matmul.pre, matmul.out_dtype, at, y, count);
+  if (matmul.pre != nullptr) store_rounded<kApart>(matmul.pre, matmul.out_dtype, at, y, count);
   switch (matmul.activation) {
     case kRelu:
       activate_all<kRelu>(y);
@@ -109,7 +111,7 @@ __device__ __forceinline__ void finish(const Matmul& matmul, int64_t batch, int6
     default:
       break;
   }
-  store_rounded(matmul.out, matmul.out_dtype, at, y, count);
+  store_rounded<kApart>(matmul.out, matmul.out_dtype, at, y, count);
 }
 
 }  // namespace amp_kernels::cuda
