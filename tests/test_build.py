@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -108,9 +109,10 @@ def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
 
 @pytest.mark.parametrize("name", ["cuda", "int8_cuda", "matmul_cuda"])
 def test_bindings_compile_against_this_torch(name: str, nvcc: str, tmp_path: Path) -> None:
-    include = Path(torch.__file__).parent / "include"
+    folders = (Path(torch.__file__).parent / "include", Path(sysconfig.get_path("include")))
+    include = [word for folder in folders for word in ("-I", folder)]
     # nvcc hands a .cpp file to the host compiler, which a build calls directly, with the headers of cudart.
-    run(nvcc, "-c", ROOT / f"csrc/bindings/{name}.cpp", "-o", tmp_path / "cuda.o", *FLAGS, "-I", include)
+    run(nvcc, "-c", ROOT / f"csrc/bindings/{name}.cpp", "-o", tmp_path / "cuda.o", *FLAGS, *include)
 
 
 @pytest.mark.parametrize("source", [source.stem for source in SOURCES])
