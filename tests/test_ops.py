@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -345,6 +346,24 @@ def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPat
         pytest.raises(RuntimeError, match="'cuda' cannot serve cpu tensors: no CPU"),
     ):
         unscale([f(2)])
+
+
+@pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="nothing was compiled here")
+def test_a_gpu_that_nothing_was_compiled_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = importlib.import_module("amp_kernels._C")
+    monkeypatch.setattr(compiled, "why_no_kernel", lambda: "no kernel image is available", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(_backends, "_why_not_compiled", lambda _: None)
+    _backends._why_not_on_this_gpu.cache_clear()
+    try:
+        reasons = _backends.backend_reasons("cuda")
+        assert reasons["cuda"].startswith(
+            "amp_kernels._C cannot run on Tesla V100 (no kernel image is available); build"
+        )
+        assert _backends.backend_reasons("cpu")["cpu"] is None
+    finally:
+        _backends._why_not_on_this_gpu.cache_clear()
 
 
 def test_use_backend_is_undone_also_by_an_error() -> None:

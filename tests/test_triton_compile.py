@@ -494,6 +494,14 @@ def compile_product(
     )  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    ("version", "flattens"), [("3.6.0", False), ("3.8.1", False), ("3.9.0", True), ("3.10.0", True)]
+)
+def test_older_compilers_get_no_flattened_loop(version: str, flattens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert [matmul._flattens((major, 0)) for major in (8, 9, 10, 12)] == [False, flattens, flattens, False]
+
+
 LOW_TENSOR_CORES = {
     80: r"mma\.sync\S*\.f32\.{0}\.{0}\.f32",
     90: r"wgmma\.mma_async\S*\.f32\.{0}\.{0}|mma\.sync\S*\.f32\.{0}\.{0}\.f32",
