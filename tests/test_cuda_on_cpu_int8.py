@@ -392,7 +392,7 @@ def test_linear_of_several_tiles(dtype: torch.dtype) -> None:
 @dtypes
 @pytest.mark.parametrize("m", [9, 17, 31, 32, 33, 47, 64])
 def test_linear_of_few_rows(m: int, dtype: torch.dtype) -> None:
-    for variant, (n, k) in enumerate(itertools.product((33, 128, 130), (16, 48, 1040))):
+    for variant, (n, k) in enumerate(itertools.product((33, 64, 128, 130), (16, 48, 1040))):
         check_linear(m, n, k, dtype, variant)
 
 

@@ -255,10 +255,12 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 constexpr int kFewColumns = 16;  // of a block: two fragments of the weights use each fragment of the rows
 constexpr int kWarps = kThreads / 32;
 
-// Where tiles of 64 x 64 leave multiprocessors without work, each of them has all of k to go through, a step after the
-// other. Rows of whole chunks only.
+// Tiles of 64 x 64 that leave multiprocessors without work have all of k to go through, a step after the other. But
+// here every block reads all rows, for 16 columns: from half of the tiles that would fill the multiprocessors on 32
+// rows are more to read from L2 than the tiles are, from a third on 64. Rows of whole chunks only.
 inline bool are_few_rows(int64_t m, int64_t n, int64_t k_bytes) {
-  return k_bytes % 16 == 0 && (m <= 16 || (m <= 64 && (n + 63) / 64 < multiprocessor_count()));
+  const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
+  return k_bytes % 16 == 0 && (m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count));
 }
 
 // f(how many tiles of 16 rows, as a type)

@@ -145,8 +145,7 @@ struct ElementLoader {
     uintptr_t from = next;
 #pragma unroll
     for (int i = 0; i < kTimes; ++i) {
-      const auto* const number = reinterpret_cast<const uint16_t*>(from);
-      assume_global(number);
+      const auto* const number = global_pointer<uint16_t>(from);
       numbers[i] = row + i * row_step < rows && k + i * k_step < left ? *number : 0;
       from += stride;
     }
@@ -476,13 +475,14 @@ Matmul partial(Matmul matmul, float* partials) {
   return matmul;
 }
 
+bool is_empty(const Matmul& matmul) { return matmul.batch == 0 || matmul.m == 0 || matmul.n == 0; }
 bool has_tensor_cores(const Matmul& matmul) { return matmul.dtype == kHalf || compute_capability() >= 80; }
 
 }  // namespace
 
 int64_t matmul_workspace(const Matmul& matmul) {
   const Matmul normal = normalized(matmul);
-  if (!has_tensor_cores(normal)) return 0;
+  if (!has_tensor_cores(normal) || is_empty(normal)) return 0;
   const FewRows few_rows(normal);
   return bytes_of_partials(normal, few_rows.possible ? few_rows.splits : Tiled(normal).splits);
 }
@@ -490,6 +490,7 @@ int64_t matmul_workspace(const Matmul& matmul) {
 void launch_matmul(const Matmul& matmul, void* workspace, Stream stream) {
   const Matmul normal = normalized(matmul);
   float* const partials = static_cast<float*>(workspace);
+  if (is_empty(normal)) return;
   if (!has_tensor_cores(normal)) {
     const int64_t tiles = tiles_of(normal, kPlainTile, kPlainTile);
     launch(plain_kernel, blocks(normal.batch * tiles), kThreads, kPlainTile * kPlainStride * sizeof(float), stream,

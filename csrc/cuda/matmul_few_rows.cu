@@ -180,7 +180,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const Matmul matmul, int
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   float total[1] = {};
-#pragma unroll 4
+#pragma unroll 16  // loads in flight: there may be a hundred splits of a small result
   for (int64_t split = 0; split < splits; ++split) total[0] += partials[split * count + i];
   finish<T, 1>(matmul, i / matmul.n / matmul.m, i / matmul.n % matmul.m, i % matmul.n, total);
 }

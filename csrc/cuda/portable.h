@@ -102,6 +102,16 @@ using Access = std::conditional_t<
     sizeof(T) * N % 16 == 0, int4,
     std::conditional_t<sizeof(T) * N % 8 == 0, int2, std::conditional_t<sizeof(T) * N % 4 == 0, int, T>>>;
 
+// Of an address that was computed as an integer, for which the word below has no effect.
+template <class T>
+__device__ __forceinline__ const T* global_pointer(uintptr_t address) {
+#ifdef __CUDA_ARCH__
+  return static_cast<const T*>(__cvta_global_to_generic(address));
+#else
+  return reinterpret_cast<const T*>(address);
+#endif
+}
+
 // Addresses come from a table as integers, and without this word nvcc emits generic accesses (LD for LDG).
 template <class T>
 __device__ __forceinline__ void assume_global(const T* p) {

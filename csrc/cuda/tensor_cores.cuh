@@ -102,16 +102,17 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
       "l"(__cvta_generic_to_global(global)), "r"(bytes)
       : "memory");
 #else
-  int4 chunk = make_int4(0, 0, 0, 0);
-  if (bytes == 16) {
-    chunk = *reinterpret_cast<const int4*>(global);
-  } else {
-    uint32_t words[4] = {};
+  // Before sm_80 a load and a store. Whoever may read a byte of an aligned chunk may read it whole, and without
+  // branches the loads of a step all begin before the first of its stores.
+  uint32_t words[4];
+  asm("{ .reg .pred p; setp.gt.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
+      "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4]; }"
+      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+      : "l"(__cvta_generic_to_global(global)), "r"(bytes));
 #pragma unroll
-    for (int i = 0; i < 16; ++i)
-      if (i < bytes) words[i / 4] |= static_cast<uint32_t>(static_cast<unsigned char>(global[i])) << 8 * (i % 4);
-    memcpy(&chunk, words, sizeof(chunk));
-  }
+  for (int i = 0; i < 4; ++i) words[i] &= __funnelshift_lc(~0u, 0u, max(0, min(32, 8 * bytes - 32 * i)));
+  int4 chunk;
+  memcpy(&chunk, words, sizeof(chunk));
   *reinterpret_cast<int4*>(shared) = chunk;
 #endif
 }

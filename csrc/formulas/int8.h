@@ -104,13 +104,13 @@ AMP_KERNELS_HD int unclamped_code(float steps, int zero_point) {
 AMP_KERNELS_HD int clamped(int code, int low) { return code < low ? low : code > 127 ? 127 : code; }
 
 AMP_KERNELS_HD int code_of(float x, const Affine& affine) {
-  if (affine.inverse == 0.0f) return affine.zero_point;
+  if (affine.inverse == 0.0f) return clamped(affine.zero_point, affine.low);
   return clamped(unclamped_code(rintf(multiply_rn(x, affine.inverse)), affine.zero_point), affine.low);
 }
 
 // `noise` is uniform in [0, 1).
 AMP_KERNELS_HD int stochastic_code_of(float x, float noise, const Affine& affine) {
-  if (affine.inverse == 0.0f) return affine.zero_point;
+  if (affine.inverse == 0.0f) return clamped(affine.zero_point, affine.low);
   const float steps = floorf(add_rn(multiply_rn(x, affine.inverse), noise));
   return clamped(unclamped_code(steps, affine.zero_point), affine.low);
 }
