@@ -64,9 +64,24 @@ def test_the_time_for_all_parts_ends(script: ModuleType, tmp_path: Path) -> None
     assert check.results[0][1] == "FAILED: no time was left of the 0 s"
 
 
+def test_only_a_finished_build_for_cuda_has_its_kernels(script: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "amp_kernels"
+    package.mkdir()
+    (package / "_build.txt").write_text("")
+    assert not script.has_cuda_kernels(tmp_path)  # nvcc failed after the Python files were copied
+    (package / "_C.abi3.so").touch()
+    assert script.has_cuda_kernels(tmp_path)
+    (package / "_build.txt").write_text("the CUDA kernels were not compiled because ...")
+    assert not script.has_cuda_kernels(tmp_path)
+
+
 def test_an_unknown_part() -> None:
     run = subprocess.run([sys.executable, SCRIPT, "--parts", "info,tests"], capture_output=True, text=True)
-    assert run.returncode == 2 and "--parts must be of build, info" in run.stderr and "got tests" in run.stderr
+    assert (
+        run.returncode == 2
+        and "--parts must be of build, build_without_cuda, info" in run.stderr
+        and "got tests" in run.stderr
+    )
 
 
 def test_the_summary_names_the_fastest_peer(script: ModuleType, tmp_path: Path) -> None:

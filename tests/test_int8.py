@@ -335,6 +335,18 @@ def test_a_tensor_knows_how_it_was_made(backend: str, device: torch.device) -> N
         assert torch.equal(copy.values, q.values) and copy.dim == q.dim and copy.block_size == q.block_size
 
 
+@pytest.mark.parametrize("zero_point", [-300, 5, 300])
+@pytest.mark.parametrize("scale", [math.inf, 3e38])
+def test_results_by_a_scale_without_inverse(backend: str, device: torch.device, scale: float, zero_point: int) -> None:
+    a, b = (
+        amp_kernels.quantize_int8(testing.randn(*shape).to(device), dim=dim)
+        for shape, dim in (((9, 40), -1), ((40, 33), 0))
+    )
+    given = (torch.tensor([scale], device=device), torch.tensor([zero_point], dtype=torch.int32, device=device))
+    codes = amp_kernels.int8_matmul(a, b, out_scale=given[0], out_zero_point=given[1])
+    assert codes.unique().tolist() == [min(max(zero_point, -128), 127)]
+
+
 def test_codes_keep_the_layout(backend: str, device: torch.device) -> None:
     x = testing.randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
     assert amp_kernels.quantize_int8(x, dim=1).values.stride() == x.stride()
