@@ -495,6 +495,38 @@ def test_sums_about_32_bits(backend: str, device: torch.device, inner: int, of_a
     assert (amp_kernels.int8_matmul(*sides).cpu() == exact).all()
 
 
+@pytest.mark.parametrize("rows", [5, 14, 29])
+@pytest.mark.parametrize(
+    ("inner", "stride"), [(4, 4), (16, 19), (60, 60), (64, 128), (100, 0), (256, 257), (1168, 1168), (1172, 1172)]
+)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_rows_that_are_neighbours_in_memory_or_not(
+    backend: str, device: torch.device, rows: int, inner: int, stride: int, dtype: torch.dtype
+) -> None:
+    """A CPU reads them where they lie, if they fit its cache: up to 1170 bytes apart."""
+    a = cases.integers(rows * stride + inner, seed=1).as_strided((rows, inner), (stride, 1))
+    scale, row = testing.randn(rows, 1, seed=3), cases.integers(rows, 1, seed=4).int()
+    for columns in (32, 70):
+        b, bias = cases.integers(columns, inner, seed=2).t(), testing.randn(columns, seed=5)
+        column, one = cases.integers(1, columns, seed=6).int(), torch.ones(1, columns)
+        for of_a, of_b, plus in ((None, None, None), (row, None, bias), (None, column, None), (row, column, bias)):
+            left = Int8Tensor(a.to(device), scale.to(device), None if of_a is None else of_a.to(device))
+            right = Int8Tensor(b.to(device), one.to(device), None if of_b is None else of_b.to(device))
+            on_device = None if plus is None else plus.to(device)
+            ours = amp_kernels.int8_matmul(left, right, bias=on_device, out_dtype=dtype)
+            expected = reference.int8_matmul(a, b, scale, of_a, one, of_b, bias=plus, out_dtype=dtype)
+            assert torch.equal(ours.cpu(), expected)
+
+
+def test_a_sum_of_zero_has_the_sign_of_its_scale(backend: str, device: torch.device) -> None:
+    for rows, columns in ((1, 1), (6, 40)):
+        a = Int8Tensor(torch.zeros(rows, 1, dtype=torch.int8, device=device), torch.ones(1, device=device))
+        b = torch.full((1, columns), -5, dtype=torch.int8, device=device)
+        for scale in (1.0, -1.0):
+            ours = amp_kernels.int8_matmul(a, Int8Tensor(b, torch.full((1,), scale, device=device)))
+            assert (ours == 0).all() and (ours.signbit() == (scale < 0)).all()
+
+
 @pytest.mark.parametrize("threads", [2, 8])
 @pytest.mark.parametrize(("rows", "columns", "inner"), [(30, 600, 20001), (20, 700, 1000), (300, 300, 300)])
 def test_threads_share_what_is_packed(threads: int, rows: int, columns: int, inner: int) -> None:

@@ -96,7 +96,7 @@ def int8_matmul(
         left = left - a_zero_point.reshape(-1, 1)
     if b_zero_point is not None:
         right = right - b_zero_point.reshape(1, -1)
-    total = (left @ right).float()
+    total = (left @ right + 0.0).float()  # 0.0: an integer has no -0, as the double product of 0 and -1
     result = total * (a_scale.reshape(-1, 1) * b_scale.reshape(1, -1))
     if bias is not None:
         result = result + bias
