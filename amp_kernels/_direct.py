@@ -20,28 +20,40 @@ import torch
 from torch import Tensor
 
 from . import _checks, _int8, _loader
-from ._backends import PLAIN, select_on_cpu
+from ._backends import HAS_CPU, PLAIN, forced, select_on_cpu
 from ._table import DTYPE_CODES
 
 _CPU, _STRIDED, _INT8, _FLOAT, _INT32 = torch.device("cpu"), torch.strided, torch.int8, torch.float32, torch.int32
 
 # By names of this module: with cold caches each look-up in torch's large ones costs a microsecond or two.
-_is_traced_by_dynamo, _has_transforms = torch.compiler.is_dynamo_compiling, torch._C._are_functorch_transforms_active
-_dispatch_modes, _function_modes = torch._C._len_torch_dispatch_stack, torch._C._len_torch_function_stack
-_tracing_state, _is_profiled = torch._C._get_tracing_state, torch._C._autograd._profiler_enabled
+_is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
+_WATCHERS = (
+    torch._C._len_torch_dispatch_stack,
+    torch._C._len_torch_function_stack,
+    torch._C._are_functorch_transforms_active,
+    torch._C._get_tracing_state,
+    torch._C._autograd._profiler_enabled,
+)
 _empty_strided, _is_grad_enabled = torch.empty_strided, torch.is_grad_enabled
 
 
 def _compiled(name: str) -> Callable[..., Any] | None:
     """None in a `_C` that was built before it had the function."""
-    return getattr(importlib.import_module("amp_kernels._C"), name, None) if _loader.load() else None
+    return getattr(importlib.import_module("amp_kernels._C"), name, None) if _loader.load() and HAS_CPU else None
 
 
 _quantize, _dequantize, _multiply, _linear = map(
-    _compiled, ("quantize_int8", "dequantize_int8", "int8_matmul", "int8_linear")
+    _compiled, ("quantize_int8", "dequantize_int8", "new_int8_matmul", "new_int8_linear")
 )
-_TORCH = getattr(Tensor, "__dlpack_c_exchange_api__", None), *PLAIN  # what C needs to know of it
-_describes = _TORCH[0] is not None
+_TORCH = (  # what C needs to know of it (csrc/bindings/direct.h)
+    getattr(Tensor, "__dlpack_c_exchange_api__", None),
+    *PLAIN,
+    Tensor.is_neg,
+    torch.empty_strided,
+    torch.get_default_dtype,
+    tuple(sorted(DTYPE_CODES, key=DTYPE_CODES.__getitem__)),
+    _WATCHERS,
+)
 
 Described = tuple[torch.Size, tuple[int, ...], torch.dtype]
 
@@ -49,14 +61,10 @@ Described = tuple[torch.Size, tuple[int, ...], torch.dtype]
 def is_watched() -> bool:
     """Whether calls have to be seen by torch's dispatcher: by the compiler, a mode, a transform of `torch.func`, a
     trace or the profiler."""
-    return (
-        _is_traced_by_dynamo()  # first: all that it traces is up to here
-        or _dispatch_modes() > 0
-        or _function_modes() > 0
-        or _has_transforms()
-        or _tracing_state() is not None
-        or _is_profiled()
-    )
+    if _is_traced_by_dynamo():  # first: dynamo traces all up to here
+        return True
+    dispatch_modes, function_modes, has_transforms, tracing_state, is_profiled = _WATCHERS
+    return bool(dispatch_modes() or function_modes() or has_transforms() or tracing_state() or is_profiled())
 
 
 def quantize_int8(
@@ -120,21 +128,15 @@ def int8_matmul(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    if _multiply is None or is_watched() or not _are_matrices(a, b) or out_dtype not in DTYPE_CODES:
+    if _multiply is None or _is_traced_by_dynamo() or forced() not in (None, "cpu"):
         return None
-    out = _matrix(a, b, 1, out_dtype)
-    if out is None:
-        return None
-    return out if _multiply(_TORCH, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out) else None
+    return _multiply(_TORCH, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out_dtype)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
-    if _linear is None or is_watched() or not _are_matrices(x, weight) or _keeps_grad(x, scale, bias):
+    if _linear is None or _is_traced_by_dynamo() or forced() not in (None, "cpu") or _keeps_grad(x, scale, bias):
         return None
-    out = _matrix(x, weight, 0, x.dtype)
-    if out is None:
-        return None
-    return out if _linear(_TORCH, x, weight, scale, bias, out) else None
+    return _linear(_TORCH, x, weight, scale, bias)
 
 
 # ------------------------------------------------------------------------------------------------------ the recipes
@@ -201,23 +203,6 @@ def _are_plain(*tensors: Tensor | None) -> bool:
         if type(t) not in PLAIN or not t.is_cpu or t.layout is not _STRIDED or t.is_neg() or t._is_zerotensor():
             return False
     return select_on_cpu() == "cpu"
-
-
-def _are_matrices(a: Tensor, b: Tensor) -> bool:
-    """Of a CPU that our kernels serve; the rest of what `_are_plain` looks at is left to C."""
-    if not _describes or type(a) not in PLAIN or type(b) not in PLAIN or not (a.is_cpu and b.is_cpu):
-        return False
-    return a.dim() == b.dim() == 2 and select_on_cpu() == "cpu"
-
-
-def _matrix(a: Tensor, b: Tensor, column: int, dtype: torch.dtype) -> Tensor | None:
-    """For the product of a and b, whose dimension `column` is that of the result's columns."""
-    try:
-        rows, columns = a.shape[0], b.shape[column]
-    except RuntimeError:  # of nested tensors, which have no shape
-        return None
-    # With cold caches torch.empty takes half as long again.
-    return _empty_strided((rows, columns), (columns, 1), dtype=dtype)
 
 
 def _keeps_grad(*tensors: Tensor | None) -> bool:

@@ -20,8 +20,8 @@ PyMODINIT_FUNC PyInit__C(void) {
   static PyMethodDef methods[] = {{"observe", observe, METH_VARARGS, nullptr},
                                   fast_call("quantize_int8", quantize_int8),
                                   fast_call("dequantize_int8", dequantize_int8),
-                                  fast_call("int8_matmul", int8_matmul),
-                                  fast_call("int8_linear", int8_linear),
+                                  fast_call("new_int8_matmul", new_int8_matmul),
+                                  fast_call("new_int8_linear", new_int8_linear),
 #ifdef USE_CUDA
                                   {"why_no_kernel", cuda::why_no_kernel, METH_NOARGS, nullptr},
 #endif

@@ -208,6 +208,7 @@ def test_a_backend_of_other_devices_is_not_asked_about_a_cpu(monkeypatch: pytest
         raise AssertionError("asked which backend serves a CPU")
 
     monkeypatch.setattr(_direct, "select_on_cpu", refuse)
+    assert quantized(X.to("meta")) is None
     huge = torch.empty(2**40, 8, dtype=torch.int8, device="meta")  # nor is memory taken for their product
     assert _direct.int8_matmul(*changed(MATMUL, at_0=huge, at_1=huge.t())) is None
     assert _direct.int8_linear(torch.empty(2**40, 8, device="meta"), huge, SCALE, None) is None
@@ -232,6 +233,30 @@ def test_compiled_functions_look_at_their_arguments() -> None:
     with pytest.raises(TypeError):
         module.dequantize_int8(bytes(160), "x", 0, 0, 0)
     with pytest.raises(TypeError, match="expected 9 arguments, got 2"):
-        module.int8_matmul(None, None)
-    assert module.int8_linear(None, *LINEAR, X) is False  # a torch that describes no tensors
-    assert module.int8_linear(_direct._TORCH, *LINEAR, None) is False
+        module.new_int8_matmul(None, None)
+    assert module.new_int8_linear(_direct._TORCH, *LINEAR) is not None
+    for torchs in (None, (), _direct._TORCH[:-1], (None, *_direct._TORCH[1:])):  # one that describes no tensors
+        assert module.new_int8_linear(torchs, *LINEAR) is None
+    for bad in (object(), lambda: 1 / 0):  # neither can be asked
+        assert module.new_int8_linear((*_direct._TORCH[:-1], (bad,)), *LINEAR) is None
+
+
+@pytest.mark.parametrize("default", [F32, torch.float64, F16])
+def test_results_have_the_dtype_asked_for_whatever_the_default_is(default: torch.dtype) -> None:
+    torch.set_default_dtype(default)
+    try:
+        for dtype in (F16, BF16, F32):
+            product = _direct.int8_matmul(*changed(MATMUL, at_7=dtype))
+            assert product is not None and product.dtype == dtype
+            bias = testing.randn(5, dtype=dtype)
+            linear = _direct.int8_linear(X.to(dtype), *LINEAR[1:3], bias)
+            assert linear is not None and linear.dtype == dtype
+    finally:
+        torch.set_default_dtype(F32)
+
+
+def test_what_torch_says_of_a_result_that_cannot_be_made_is_raised() -> None:
+    scale = torch.ones(1, 1)
+    wide = torch.empty(1, dtype=torch.int8).expand(2**31, 1)
+    with pytest.raises(RuntimeError, match="overflow"):
+        _direct.int8_matmul(wide, wide.t(), scale, None, scale, None, None, F32)

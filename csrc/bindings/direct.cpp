@@ -2,13 +2,16 @@
 
 #include <cstring>
 #include <exception>
+#include <iterator>
+#include <memory>
 
 #include "int8_cpu.h"
 
 namespace amp_kernels {
 namespace {
 
-constexpr int64_t kMaxK = 131071;  // as _checks.MAX_K
+constexpr int64_t kMaxK = 131071;    // as _checks.MAX_K
+constexpr int64_t kBrief = 1 << 19;  // products, of a few microseconds: to let others run meanwhile takes 0.2
 
 bool check_count(Py_ssize_t count, Py_ssize_t expected) {
   if (count == expected) return true;
@@ -16,17 +19,17 @@ bool check_count(Py_ssize_t count, Py_ssize_t expected) {
   return false;
 }
 
-// Other threads of Python run meanwhile.
+// Other threads of Python run meanwhile, unless it is brief.
 template <class F>
-bool run(const F& kernel) {
-  PyThreadState* state = PyEval_SaveThread();
+bool run(const F& kernel, bool is_brief = false) {
+  PyThreadState* state = is_brief ? nullptr : PyEval_SaveThread();
   const char* error = nullptr;
   try {
     kernel();
   } catch (const std::exception&) {
     error = "amp_kernels._C: a kernel failed; is there memory left?";
   }
-  PyEval_RestoreThread(state);
+  if (state != nullptr) PyEval_RestoreThread(state);
   if (error != nullptr) PyErr_SetString(PyExc_RuntimeError, error);
   return error == nullptr;
 }
@@ -50,15 +53,6 @@ bool read(PyObject* const* arguments, Py_ssize_t count, int64_t (&numbers)[kNumb
 template <class T>
 T* at(uint64_t address) {
   return reinterpret_cast<T*>(address);
-}
-
-// Whether a tensor's memory is to be read with the other sign.
-bool is_negated(PyObject* tensor) {
-  static PyObject* const name = PyUnicode_InternFromString("is_neg");
-  PyObject* result = name == nullptr ? nullptr : PyObject_CallMethodObjArgs(tensor, name, nullptr);
-  if (result == nullptr) PyErr_Clear();
-  Py_XDECREF(result);
-  return result != Py_False;
 }
 
 // A tensor of a CPU, or None.
@@ -101,6 +95,11 @@ class Operand {
     return true;
   }
 
+  // Whether it is `n` neighbours of a dtype, in one dimension.
+  bool is_row(int64_t n, uint8_t type, uint8_t bits) const {
+    return is_given_ && tensor_.is(type, bits) && tensor_.dims == 1 && numel() == n && is_one_or_row(n);
+  }
+
   Dtype dtype() const { return tensor_.type == Description::kBfloat ? kBFloat16 : tensor_.bits == 16 ? kHalf : kFloat; }
 
  private:
@@ -118,27 +117,98 @@ bool is_side(const Operand& scale, const Operand& zero_point, int64_t n, int inn
   return zero_point->is(Description::kInt, 32) && fits(zero_point) && zero_point.numel() == scale.numel();
 }
 
-// False if there is one that is neither a plain tensor of a CPU nor None, or this torch describes none.
-template <size_t kOperands>
-bool describe(PyObject* const* arguments, Operand (&operands)[kOperands]) {
-  PyObject *capsule, *tensor_type, *parameter_type;
-  const ExchangeApi* api = nullptr;
-  if (PyArg_ParseTuple(arguments[0], "OOO", &capsule, &tensor_type, &parameter_type)) api = exchange_api(capsule);
-  if (api == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
-  for (size_t i = 0; i < kOperands; ++i) {
-    PyObject* object = arguments[1 + i];
-    if (object == Py_None) continue;
-    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-    if (type != tensor_type && type != parameter_type) return false;
-    if (!operands[i].describe(api, object) || is_negated(object)) return false;
-  }
-  return true;
+struct Release {
+  void operator()(PyObject* object) const { Py_DECREF(object); }
+};
+using Reference = std::unique_ptr<PyObject, Release>;
+
+PyObject* pair(int64_t first, int64_t second) {
+  const Reference a(PyLong_FromLongLong(first)), b(PyLong_FromLongLong(second));
+  return a && b ? PyTuple_Pack(2, a.get(), b.get()) : nullptr;
 }
 
-PyObject* answer(bool served) { return PyBool_FromLong(served); }
+// What the caller says of torch (direct.h).
+class Torch {
+ public:
+  // Whether this is a torch that describes its tensors, and nobody watches.
+  bool read(PyObject* tuple) {
+    PyObject** const parts[] = {&tensor_,        &parameter_, &is_neg_,  &empty_strided_,
+                                &default_dtype_, &dtypes_,    &watchers_};
+    if (PyTuple_Check(tuple) && PyTuple_Size(tuple) == 1 + std::size(parts)) {
+      for (size_t i = 0; i < std::size(parts); ++i) *parts[i] = PyTuple_GetItem(tuple, 1 + i);
+      api_ = exchange_api(PyTuple_GetItem(tuple, 0));
+    }
+    if (api_ == nullptr) PyErr_Clear();
+    return api_ != nullptr && !is_watched();
+  }
+
+  // False if there is one that is neither a plain tensor of a CPU nor None.
+  template <size_t kOperands>
+  bool describe(PyObject* const* objects, Operand (&operands)[kOperands]) const {
+    for (size_t i = 0; i < kOperands; ++i) {
+      PyObject* object = objects[i];
+      if (object == Py_None) continue;
+      auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+      if (type != tensor_ && type != parameter_) return false;
+      if (!operands[i].describe(api_, object) || is_negated(object)) return false;
+    }
+    return true;
+  }
+
+  // Its Dtype, or -1.
+  int64_t code_of(PyObject* dtype) const {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(dtypes_); ++i)
+      if (PyTuple_GetItem(dtypes_, i) == dtype) return i;
+    return -1;
+  }
+
+  // A new [rows, columns] and what it is, or nullptr with an error set. To be told a dtype takes torch 0.2 us.
+  PyObject* empty(int64_t rows, int64_t columns, Dtype dtype, Operand& described) const {
+    static PyObject* const name = PyUnicode_InternFromString("dtype");
+    PyObject* const wanted = PyTuple_GetItem(dtypes_, dtype);
+    const Reference usual(PyObject_CallNoArgs(default_dtype_)), size(pair(rows, columns)), strides(pair(columns, 1));
+    if (!usual || !size || !strides) return nullptr;
+    PyObject* out = nullptr;
+    if (usual.get() == wanted) {
+      out = PyObject_CallFunctionObjArgs(empty_strided_, size.get(), strides.get(), nullptr);
+    } else {
+      const Reference positions(PyTuple_Pack(2, size.get(), strides.get())), keywords(PyDict_New());
+      if (!positions || !keywords || PyDict_SetItem(keywords.get(), name, wanted) != 0) return nullptr;
+      out = PyObject_Call(empty_strided_, positions.get(), keywords.get());
+    }
+    if (out == nullptr || described.describe(api_, out)) return out;
+    PyErr_SetString(PyExc_RuntimeError, "amp_kernels._C: torch.empty_strided made no tensor of a CPU");
+    Py_DECREF(out);
+    return nullptr;
+  }
+
+ private:
+  bool is_watched() const {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(watchers_); ++i) {
+      const Reference answer(PyObject_CallNoArgs(PyTuple_GetItem(watchers_, i)));
+      if (!answer) PyErr_Clear();
+      if (!answer || PyObject_IsTrue(answer.get()) != 0) return true;
+    }
+    return false;
+  }
+
+  // Whether a tensor's memory is to be read with the other sign.
+  bool is_negated(PyObject* tensor) const {
+    const Reference answer(PyObject_CallFunctionObjArgs(is_neg_, tensor, nullptr));
+    if (!answer) PyErr_Clear();
+    return answer.get() != Py_False;
+  }
+
+  const ExchangeApi* api_ = nullptr;
+  PyObject *tensor_, *parameter_, *is_neg_, *empty_strided_, *default_dtype_, *dtypes_, *watchers_;
+};
+
+// The result, or nullptr with an error set.
+template <class Args>
+PyObject* multiplied(const Args& args, PyObject* out) {
+  Reference result(out);
+  return run([&] { cpu::multiply(args); }, args.m * args.n * (args.k + 64) < kBrief) ? result.release() : nullptr;
+}
 
 }  // namespace
 
@@ -172,18 +242,19 @@ PyObject* dequantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   Py_RETURN_NONE;
 }
 
-PyObject* int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Operand operands[8];
+PyObject* new_int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Torch torch;
+  Operand operands[7], out;
   if (!check_count(count, 9)) return nullptr;
-  const auto& [a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out] = operands;
-  if (!describe(arguments, operands) || !a.is_codes() || !b.is_codes()) return answer(false);
-  const int64_t m = a->shape[0], k = a->shape[1], n = b->shape[1];
-  if (b->shape[0] != k || m == 0 || n == 0 || k > kMaxK) return answer(false);
-  if (!is_side(a_scale, a_zero_point, m, 1) || !is_side(b_scale, b_zero_point, n, 0)) return answer(false);
-  const bool is_bias = bias.is_given() && bias->is(Description::kFloat, 32) && bias->dims == 1 && bias.numel() == n &&
-                       bias.is_one_or_row(n);
-  if (bias.is_given() && !is_bias) return answer(false);
-  if (!out.is_matrix() || !out->is_float() || out.numel() != m * n) return answer(false);
+  const auto& [a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias] = operands;
+  if (!torch.read(arguments[0]) || !torch.describe(arguments + 1, operands)) Py_RETURN_NONE;
+  if (!a.is_codes() || !b.is_codes()) Py_RETURN_NONE;
+  const int64_t m = a->shape[0], k = a->shape[1], n = b->shape[1], dtype = torch.code_of(arguments[8]);
+  if (b->shape[0] != k || m == 0 || n == 0 || k > kMaxK || dtype < 0) Py_RETURN_NONE;
+  if (!is_side(a_scale, a_zero_point, m, 1) || !is_side(b_scale, b_zero_point, n, 0)) Py_RETURN_NONE;
+  if (bias.is_given() && !bias.is_row(n, Description::kFloat, 32)) Py_RETURN_NONE;
+  PyObject* result = torch.empty(m, n, static_cast<Dtype>(dtype), out);
+  if (result == nullptr) return nullptr;
   const Int8Matmul args{m,
                         n,
                         k,
@@ -199,25 +270,26 @@ PyObject* int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                         b_scale.numel() == 1 ? 0 : 1,
                         bias.data<void>(),
                         out.data<void>(),
-                        out.dtype(),
+                        static_cast<Dtype>(dtype),
                         nullptr,
                         nullptr};
-  return run([&] { cpu::multiply(args); }) ? answer(true) : nullptr;
+  return multiplied(args, result);
 }
 
-PyObject* int8_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  Operand operands[5];
-  if (!check_count(count, 6)) return nullptr;
-  const auto& [x, weight, scale, bias, out] = operands;
-  if (!describe(arguments, operands) || !x.is_matrix() || !x->is_float() || !weight.is_codes()) return answer(false);
+PyObject* new_int8_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Torch torch;
+  Operand operands[4], out;
+  if (!check_count(count, 5)) return nullptr;
+  const auto& [x, weight, scale, bias] = operands;
+  if (!torch.read(arguments[0]) || !torch.describe(arguments + 1, operands)) Py_RETURN_NONE;
+  if (!x.is_matrix() || !x->is_float() || !weight.is_codes()) Py_RETURN_NONE;
   const int64_t m = x->shape[0], k = x->shape[1], n = weight->shape[0];
-  if (m == 0 || n == 0 || k < 2 || weight->shape[1] != k || x->strides[1] != 1) return answer(false);
-  if (weight->strides[1] != 1 || (n > 1 && weight->strides[0] != k)) return answer(false);
-  if (!scale.is_given() || !scale->is(Description::kFloat, 32) || !scale.is_one_or_row(n)) return answer(false);
-  const bool is_bias =
-      bias.is_given() && bias->is(x->type, x->bits) && bias->dims == 1 && bias.numel() == n && bias.is_one_or_row(n);
-  if (bias.is_given() && !is_bias) return answer(false);
-  if (!out.is_matrix() || !out->is(x->type, x->bits) || out.numel() != m * n) return answer(false);
+  if (m == 0 || n == 0 || k < 2 || weight->shape[1] != k || x->strides[1] != 1) Py_RETURN_NONE;
+  if (weight->strides[1] != 1 || (n > 1 && weight->strides[0] != k)) Py_RETURN_NONE;
+  if (!scale.is_given() || !scale->is(Description::kFloat, 32) || !scale.is_one_or_row(n)) Py_RETURN_NONE;
+  if (bias.is_given() && !bias.is_row(n, x->type, x->bits)) Py_RETURN_NONE;
+  PyObject* result = torch.empty(m, n, x.dtype(), out);
+  if (result == nullptr) return nullptr;
   const Int8Linear args{m,
                         n,
                         k,
@@ -229,7 +301,7 @@ PyObject* int8_linear(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
                         bias.data<void>(),
                         out.data<void>(),
                         x.dtype()};
-  return run([&] { cpu::multiply(args); }) ? answer(true) : nullptr;
+  return multiplied(args, result);
 }
 
 }  // namespace amp_kernels
