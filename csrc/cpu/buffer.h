@@ -6,14 +6,18 @@
 
 namespace amp_kernels::cpu {
 
-inline int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Uninitialised memory, aligned to cache lines.
+// Uninitialised memory, aligned to cache lines: by hand, for glibc cuts what it aligns out of a larger piece, and of a
+// product of 64^3 that took a twentieth.
 template <class T>
 class Buffer {
  public:
-  explicit Buffer(int64_t n) : data_(static_cast<T*>(::operator new(n * sizeof(T), kAlignment))) {}
-  ~Buffer() { ::operator delete(data_, kAlignment); }
+  explicit Buffer(int64_t n) : memory_(n == 0 ? nullptr : ::operator new(n * sizeof(T) + kAlignment)) {
+    const auto address = reinterpret_cast<uintptr_t>(memory_);
+    data_ = reinterpret_cast<T*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  }
+  ~Buffer() { ::operator delete(memory_); }
   Buffer(const Buffer&) = delete;
   Buffer& operator=(const Buffer&) = delete;
 
@@ -21,7 +25,8 @@ class Buffer {
   T& operator[](int64_t i) const { return data_[i]; }
 
  private:
-  static constexpr std::align_val_t kAlignment{64};
+  static constexpr size_t kAlignment = 64;
+  void* memory_;
   T* data_;
 };
 

@@ -20,6 +20,7 @@ struct Avx512FloatTile {
   using Left = float;
   using Sum = float;
   static constexpr int kRows = 12, kColumns = 32, kShift = 0, kDotShift = 0;
+  static constexpr bool kReadsRows = false;
   static constexpr int64_t kDepth = kFloatDepth;
   static constexpr int64_t kDotDepth = 64;
 
@@ -28,16 +29,17 @@ struct Avx512FloatTile {
   static void widen(const float* four, Left* to) { std::memcpy(to, four, 16); }
 
   template <int kTileRows>
-  __attribute__((target("avx512f"))) static void multiply(const Left* left, const int8_t* right, int64_t groups,
-                                                          Sum* sums, bool first, int64_t ahead) {
+  __attribute__((target("avx512f"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right,
+                                                          int64_t groups, Sum* sums, bool first) {
     constexpr int kChains = kTileRows <= 3 ? 4 : 1;
     __m512 sum[kChains][kTileRows][2];
 #pragma GCC unroll 16
     for (auto& chain : sum)
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm512_setzero_ps();
-    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
-      fetch<4 * kTileRows>(left, ahead);
+    const Left *left = tile.data, *next = tile.next;
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, next += 4 * kTileRows, right += 4 * kColumns) {
+      prefetch<Cache::kL2>(next, 4 * kTileRows);
 #pragma GCC unroll 16
       for (int i = 0; i < 4; ++i) {
         __m512 codes[2];
@@ -99,6 +101,7 @@ struct Avx2FloatTile {
   using Left = float;
   using Sum = float;
   static constexpr int kRows = 6, kColumns = 16, kShift = 0, kDotShift = 0;
+  static constexpr bool kReadsRows = false;
   static constexpr int64_t kDepth = kFloatDepth;
   static constexpr int64_t kDotDepth = 16;
 
@@ -107,16 +110,17 @@ struct Avx2FloatTile {
   static void widen(const float* four, Left* to) { std::memcpy(to, four, 16); }
 
   template <int kTileRows>
-  __attribute__((target("avx2,fma"))) static void multiply(const Left* left, const int8_t* right, int64_t groups,
-                                                           Sum* sums, bool first, int64_t ahead) {
+  __attribute__((target("avx2,fma"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right,
+                                                           int64_t groups, Sum* sums, bool first) {
     constexpr int kChains = kTileRows == 1 ? 4 : 1;
     __m256 sum[kChains][kTileRows][2];
 #pragma GCC unroll 16
     for (auto& chain : sum)
 #pragma GCC unroll 16
       for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm256_setzero_ps();
-    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
-      fetch<4 * kTileRows>(left, ahead);
+    const Left *left = tile.data, *next = tile.next;
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, next += 4 * kTileRows, right += 4 * kColumns) {
+      prefetch<Cache::kL2>(next, 4 * kTileRows);
 #pragma GCC unroll 16
       for (int i = 0; i < 4; ++i) {
         __m256 codes[2];

@@ -3,8 +3,6 @@
 #pragma once
 
 #include <algorithm>
-#include <memory>
-#include <utility>
 
 #include "buffer.h"
 #include "int8_products.h"
@@ -14,13 +12,6 @@
 namespace amp_kernels::cpu {
 
 constexpr int64_t kDotsAtOnce = kDotRows + 1;
-
-template <class Tile, int... kRowsMinusOne>
-void dot(int64_t rows, const typename Tile::Left* left, int64_t left_stride, const int8_t* right, int64_t k,
-         typename Tile::Sum* sums, int64_t sum_stride, std::integer_sequence<int, kRowsMinusOne...>) {
-  static constexpr decltype(&Tile::template dot<1>) kDots[] = {&Tile::template dot<kRowsMinusOne + 1>...};
-  kDots[rows - 1](left, left_stride, right, k, sums, sum_stride);
-}
 
 // The few vectors: `count` of k elements, of which write(i, to) writes one and returns its sum, and maybe one of ones.
 template <class Tile>
@@ -65,8 +56,9 @@ class Vectors {
       std::fill(std::copy_n(other, k_, padded), padded + Tile::kDotDepth, int8_t{0});
       other = padded;
     }
-    dot<Tile>(count, elements_ + i * padded_, padded_, other, k, products, step,
-              std::make_integer_sequence<int, kDotsAtOnce>{});
+    with_count<kDotsAtOnce>(count, [&](auto dots) {
+      Tile::template dot<dots>(elements_ + i * padded_, padded_, other, k, products, step);
+    });
     if constexpr (Tile::kDotShift != 0)
       for (int64_t v = 0; v < count; ++v)
         products[v * step] = difference(products[v * step], wrapped(sums_[i + v], Tile::kDotShift));
@@ -89,17 +81,16 @@ class Vectors {
 template <class Tile, class Product>
 void multiply_few_rows(const Product& product) {
   constexpr int64_t kColumns = Tile::kColumns;
-  const bool sums_columns = product.needs_column_sums(0);
+  const bool sums_columns = product.needs_column_sums();
   const auto make = [&](int64_t) {
-    return std::make_unique<Vectors<Tile>>(product.m, sums_columns, product.k, [&](int64_t r, typename Tile::Left* to) {
-      return product.plain_left(r, to);
-    });
+    return Vectors<Tile>(product.m, sums_columns, product.k,
+                         [&](int64_t r, typename Tile::Left* to) { return product.plain_left(r, to); });
   };
   const int64_t panels = divide_up(product.n, kColumns), grain = divide_up(kThreadBytes, (product.k + 1) * kColumns);
   in_ranges(panels, grain, make, [&](int64_t begin, int64_t end, const Vectors<Tile>& rows) {
     alignas(64) typename Tile::Sum sums[kDotsAtOnce * kColumns];
     for (int64_t p = begin; p < end; ++p) {
-      typename Product::Columns columns(product, p * kColumns, 0);
+      typename Product::Columns columns(product, p * kColumns);
       rows.multiply(columns.count, product.right.data + p * kColumns * product.right.stride, product.right.stride, sums,
                     kColumns, 1);
       if (sums_columns) std::copy_n(sums + product.m * kColumns, kColumns, columns.sum);
@@ -115,13 +106,12 @@ void multiply_few_columns(const Product& product) {
   constexpr int64_t kColumns = Tile::kColumns, kRows = 8;
   const bool sums_rows = product.needs_row_sums();
   const auto make = [&](int64_t) {
-    return std::make_unique<Vectors<Tile>>(product.n, sums_rows, product.k, [&](int64_t c, typename Tile::Left* to) {
-      return product.plain_right(c, to);
-    });
+    return Vectors<Tile>(product.n, sums_rows, product.k,
+                         [&](int64_t c, typename Tile::Left* to) { return product.plain_right(c, to); });
   };
   const int64_t blocks = divide_up(product.m, kRows), grain = divide_up(kThreadProducts, product.k * product.n * kRows);
   in_ranges(blocks, grain, make, [&](int64_t begin, int64_t end, const Vectors<Tile>& vectors) {
-    typename Product::Columns columns(product, 0, 0);
+    typename Product::Columns columns(product, 0);
     std::copy_n(vectors.sums(), product.n, columns.sum);
     alignas(64) typename Tile::Sum sums[kRows * kColumns] = {};
     int32_t row_sums[kRows];

@@ -8,7 +8,7 @@
 
 #include <algorithm>
 #include <atomic>
-#include <memory>
+#include <cstdlib>
 #include <optional>
 #include <thread>
 #include <vector>
@@ -38,12 +38,8 @@ inline int64_t panel_bytes() {
 // turns.
 constexpr int64_t kPrivateBlocks = 4, kPrivateColumns = 256;
 
-// A packed tile of the left operand, and where finish needs them the sums of its rows.
-template <class Tile>
-struct PackedTile {
-  typename Tile::Left* left;
-  int32_t* row_sums;
-};
+// Of a tile whose rows are read where they lie: half of an L1.
+constexpr int64_t kBytesInPlace = 1 << 14;
 
 template <class Tile, class Product>
 class Multiplication {
@@ -52,34 +48,41 @@ class Multiplication {
   using Sum = typename Tile::Sum;
   static constexpr int64_t kColumns = Tile::kColumns, kTile = Tile::kRows * kColumns;
 
-  // Rows into tiles of nearly equal height and spans of tiles; columns into blocks of panels, which a worker packs for
-  // itself and which stay in its L2. A block times a span is a unit of work. Blocks are few, since tiles are packed for
-  // each, but where there are far more columns than rows each worker has one of its own. The rows of a row-major
-  // operand are read a cache line at least at a time, and if there is but one tile, for which packing is most of the
-  // work, far more, in blocks of little depth.
+  // Rows into tiles of equal height, nearly, as many for every thread, and spans of tiles; columns into blocks of
+  // panels, which a worker packs for itself and which stay in its L2. A block times a span is a unit of work. Blocks
+  // are few, since tiles are packed for each, but where there are far more columns than rows each worker has one of its
+  // own. The rows of a row-major operand are read a cache line at least at a time, and if there is but one tile, for
+  // which packing is most of the work, far more, in blocks of little depth.
   explicit Multiplication(const Product& product)
-      : product_(product), threads_(torch::stable::get_num_threads()), panels_(divide_up(product.n, kColumns)) {
+      : product_(product),
+        products_(product.m * product.n * (product.k + 1)),
+        threads_(std::clamp<int64_t>(products_ / kThreadProducts, 1, torch::stable::get_num_threads())),
+        panels_(divide_up(product.n, kColumns)) {
     groups_ = divide_up(product.k, 4);
-    tile_rows_ = divide_up(product.m, divide_up(product.m, Tile::kRows));
-    tiles_ = divide_up(product.m, tile_rows_);
+    tiles_ = divide_up(product.m, Tile::kRows);
+    if (tiles_ > threads_) tiles_ = divide_up(tiles_, threads_) * threads_;
+    if constexpr (Tile::kReadsRows)
+      in_place_ = product.left.k_stride == 1 && product.k % 4 == 0 &&
+                  std::abs(product.left.stride) * Tile::kRows <= kBytesInPlace;
     const bool wide = tiles_ == 1 && product.right.stride == 1;
     depth_ = std::max<int64_t>(1, wide ? std::min(groups_, kWideDepth) : groups_);
     const int64_t units = kUnits * threads_, fit = panel_bytes() / panel_size();
-    const int64_t busy = wide ? threads_ : divide_up(units, tiles_), own = product.n > 2 * product.m ? threads_ : 1;
+    const int64_t busy = wide ? threads_ : divide_up(units, tiles_);
+    const int64_t own = product.n > 2 * product.m ? threads_ : 1;
     const int64_t blocks = std::max({busy, own, divide_up(panels_, std::max<int64_t>(1, fit))});
     block_panels_ = std::min(panels_, std::max<int64_t>(64 / kColumns, divide_up(panels_, blocks)));
     blocks_ = divide_up(panels_, block_panels_);
     spans_ = std::min(tiles_, std::max<int64_t>(1, units / blocks_));
     const bool is_packed_often = tiles_ > 1 && blocks_ > kPrivateBlocks && block_panels_ * kColumns < kPrivateColumns;
-    is_shared_ = is_packed_often || depth_ < groups_;
+    is_shared_ = !in_place_ && (is_packed_often || depth_ < groups_);
   }
 
   void run() const {
     std::optional<SharedTiles> shared;
     if (is_shared_) shared.emplace(*this);
-    const auto make = [&](int64_t i) { return std::make_unique<Worker>(*this, i, shared ? &*shared : nullptr); };
-    const int64_t unit_products = (tile_size() + 1) * block_panels_ * kColumns * divide_up(tiles_, spans_);
-    in_ranges(blocks_ * spans_, divide_up(kThreadProducts, unit_products), make,
+    const auto make = [&](int64_t i) { return Worker(*this, i, shared ? &*shared : nullptr); };
+    const int64_t units = blocks_ * spans_;
+    in_ranges(units, divide_up(units * kThreadProducts, products_), make,
               [&](int64_t begin, int64_t end, Worker& worker) {
                 for (int64_t i = begin; i < end; ++i) worker.run(i / spans_, i % spans_);
               });
@@ -87,24 +90,26 @@ class Multiplication {
 
  private:
   static constexpr int64_t kUnits = 4;  // of work for a thread, so that others can help it
+  static constexpr int64_t kRowSums = divide_up(Tile::kRows, 4) * 4;
 
   // The left operand's tiles, each packed by the worker that wants it first. Who finds a tile half packed waits for the
   // one that packs it, which waits for nobody.
   class SharedTiles {
    public:
     explicit SharedTiles(const Multiplication& of)
-        : of_(of), left_(of.tiles_ * of.tile_size()), row_sums_(of.product_.m), state_(of.tiles_) {}
+        : of_(of), left_(of.tiles_ * of.tile_size()), row_sums_(of.tiles_ * kRowSums), state_(of.tiles_) {}
 
-    PackedTile<Tile> tile(int64_t t) {
-      const PackedTile<Tile> tile{left_ + t * of_.tile_size(), row_sums_ + t * of_.tile_rows_};
-      if (state_[t].load(std::memory_order_acquire) == kPacked) return tile;
+    LeftTile<Left> tile(int64_t t) {
+      Left* const to = left_ + t * of_.tile_size();
+      int32_t* const row_sums = row_sums_ + t * kRowSums;
       int expected = kUntouched;
-      if (state_[t].compare_exchange_strong(expected, kClaimed)) {
-        of_.pack_left(t, tile);
+      if (state_[t].load(std::memory_order_acquire) == kUntouched &&
+          state_[t].compare_exchange_strong(expected, kClaimed)) {
+        of_.pack_left(t, to, row_sums);
         state_[t].store(kPacked, std::memory_order_release);
       }
       while (state_[t].load(std::memory_order_acquire) != kPacked) std::this_thread::yield();
-      return tile;
+      return LeftTile<Left>::packed(to, of_.rows(t), row_sums, to + of_.tile_size());
     }
 
    private:
@@ -125,8 +130,8 @@ class Multiplication {
           shared_(shared),
           packed_(of.block_panels_ * of.panel_size()),
           ones_(sums_columns() ? 4 * of.depth_ : 0),
-          left_(shared == nullptr ? of.tile_size() : 0),
-          sums_((of.depth_ < of.groups_ ? of.block_panels_ : 1) * kTile) {
+          left_(shared == nullptr && !of.in_place_ ? of.tile_size() : 0),
+          parts_(of.depth_ < of.groups_ ? of.block_panels_ * kTile : 0) {
       if (sums_columns()) std::fill_n(ones_ + 0, 4 * of.depth_, Left{1});
       columns_.reserve(of.block_panels_);
     }
@@ -142,43 +147,64 @@ class Multiplication {
         if (block != block_ || !is_whole) pack_block(block, g, depth);
         for (int64_t i = 0; i < count; ++i) {
           const int64_t t = first_tile + (start + i) % count;
-          const PackedTile<Tile> tile = shared_ == nullptr ? private_tile(t) : shared_->tile(t);
-          multiply(t, tile, g, depth);
+          take_tile(t);
+          is_whole ? multiply(t) : multiply(t, g, depth);
         }
       }
     }
 
    private:
-    bool sums_columns() const { return of_.product_.needs_column_sums(Tile::kShift); }
+    bool sums_columns() const { return of_.product_.needs_column_sums(); }
 
     void pack_block(int64_t block, int64_t g, int64_t depth) {
       const int64_t first = block * of_.block_panels_, panels = std::min(of_.block_panels_, of_.panels_ - first);
       if (g == 0) {
         columns_.clear();
-        for (int64_t p = first; p < first + panels; ++p)
-          columns_.emplace_back(of_.product_, p * kColumns, Tile::kShift);
+        for (int64_t p = first; p < first + panels; ++p) columns_.emplace_back(of_.product_, p * kColumns);
       }
       block_ = block;
       of_.pack_panels(first, panels, g, depth, packed_ + 0);
-      if (!sums_columns()) return;
-      for (int64_t p = 0; p < panels; ++p)
-        multiply_tile<Tile>(1, ones_ + 0, packed_ + p * of_.panel_size(), depth, columns_[p].sum, g == 0);
+      if constexpr (Product::kLeftIsCodes) {
+        if (!sums_columns()) return;
+        const auto used = static_cast<int32_t>(std::min(4 * depth, of_.product_.k - 4 * g));
+        const auto ones = LeftTile<Left>::packed(ones_ + 0, 1, &used, ones_ + 0);
+        for (int64_t p = 0; p < panels; ++p) {
+          int32_t sum[kColumns];
+          multiply_tile<Tile>(1, ones, packed_ + p * of_.panel_size(), depth, sum, true);
+          for (int64_t c = 0; c < kColumns; ++c) columns_[p].sum[c] += sum[c];
+        }
+      }
     }
 
-    PackedTile<Tile> private_tile(int64_t t) {
-      const PackedTile<Tile> tile{left_ + 0, row_sums_};
-      if (t != tile_) of_.pack_left(t, tile);
-      tile_ = t;
-      return tile;
+    void take_tile(int64_t t) {
+      if (shared_ != nullptr)
+        tile_ = shared_->tile(t);
+      else if (t != tile_index_)
+        tile_ = private_tile(t);
+      tile_index_ = t;
     }
 
-    void multiply(int64_t t, const PackedTile<Tile>& tile, int64_t g, int64_t depth) {
-      const int64_t rows = of_.rows(t), step = of_.depth_ < of_.groups_ ? kTile : 0;
-      const int64_t ahead = shared_ == nullptr ? 0 : of_.tile_size() * sizeof(Left);
-      Sum* sums = sums_ + 0;
-      for (size_t p = 0; p < columns_.size(); ++p, sums += step) {
-        multiply_tile<Tile>(rows, tile.left + 4 * g * rows, packed_ + p * of_.panel_size(), depth, sums, g == 0, ahead);
-        if (g + depth >= of_.groups_) of_.product_.finish(t * of_.tile_rows_, rows, columns_[p], sums, tile.row_sums);
+    LeftTile<Left> private_tile(int64_t t) {
+      if constexpr (Tile::kReadsRows)
+        if (of_.in_place_) return of_.rows_in_place(t, row_sums_);
+      of_.pack_left(t, left_ + 0, row_sums_);
+      return LeftTile<Left>::packed(left_ + 0, of_.rows(t), row_sums_, left_ + 0);
+    }
+
+    void multiply(int64_t t) {
+      for (size_t p = 0; p < columns_.size(); ++p)
+        of_.product_.multiply(of_.first_row(t), of_.rows(t), tile_, packed_ + p * of_.panel_size(), of_.groups_,
+                              columns_[p], sums_);
+    }
+
+    // With a part of k, the last of which makes the results.
+    void multiply(int64_t t, int64_t g, int64_t depth) {
+      LeftTile<Left> part = tile_;
+      part.data += g * tile_.group_step;
+      for (size_t p = 0; p < columns_.size(); ++p) {
+        Sum* const sums = parts_ + p * kTile;
+        multiply_tile<Tile>(of_.rows(t), part, packed_ + p * of_.panel_size(), depth, sums, g == 0);
+        if (g + depth >= of_.groups_) of_.product_.finish(of_.first_row(t), of_.rows(t), columns_[p], sums, tile_.sums);
       }
     }
 
@@ -188,14 +214,32 @@ class Multiplication {
     const Buffer<int8_t> packed_;
     const Buffer<Left> ones_;
     const Buffer<Left> left_;
-    const Buffer<Sum> sums_;  // of one tile, or if that takes several packings of one for each panel
-    int32_t row_sums_[Tile::kRows];
+    const Buffer<Sum> parts_;  // the sums so far of a tile for each panel, if that takes several packings
+    alignas(64) Sum sums_[kTile];
+    int32_t row_sums_[kRowSums];
     std::vector<typename Product::Columns> columns_;
-    int64_t block_ = -1, tile_ = -1;  // what is packed
+    int64_t block_ = -1, tile_index_ = -1;  // what is packed
+    LeftTile<Left> tile_{};
   };
 
-  void pack_left(int64_t t, const PackedTile<Tile>& to) const {
-    product_.pack_left(t * tile_rows_, rows(t), groups_, to.left, to.row_sums);
+  void pack_left(int64_t t, Left* to, int32_t* row_sums) const {
+    product_.pack_left(first_row(t), rows(t), groups_, to);
+    if constexpr (Product::kLeftIsCodes) sum_rows(t, LeftTile<Left>::packed(to, rows(t), nullptr, to), row_sums);
+  }
+
+  LeftTile<Left> rows_in_place(int64_t t, int32_t* row_sums) const {
+    const int64_t stride = product_.left.stride;
+    const Left* const data = product_.left.data + first_row(t) * stride;
+    const LeftTile<Left> tile{data, stride, 4, row_sums, data + rows(t) * stride};
+    sum_rows(t, tile, row_sums);
+    return tile;
+  }
+
+  void sum_rows(int64_t t, const LeftTile<Left>& tile, int32_t* row_sums) const {
+    if constexpr (Tile::kShift != 0)
+      Tile::sum_rows(tile, rows(t), groups_, row_sums);
+    else if (product_.needs_row_sums())
+      sum_rows_by_ones<Tile>(tile, rows(t), groups_, row_sums);
   }
 
   // A few groups at a time through all panels: the rows of a row-major operand are then in cache, and in the TLB, when
@@ -212,22 +256,24 @@ class Multiplication {
     }
   }
 
-  int64_t rows(int64_t tile) const { return std::min(tile_rows_, product_.m - tile * tile_rows_); }
+  int64_t first_row(int64_t tile) const { return tile * product_.m / tiles_; }
+  int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
   int64_t first_tile(int64_t span) const { return span * tiles_ / spans_; }
   int64_t panel_size() const { return 4 * depth_ * kColumns; }
-  int64_t tile_size() const { return 4 * groups_ * tile_rows_; }
+  int64_t tile_size() const { return 4 * groups_ * Tile::kRows; }
 
   const Product& product_;
-  const int64_t threads_;
-  const int64_t panels_;  // of kColumns columns
-  int64_t groups_;        // of four k
-  int64_t tile_rows_;     // of every tile but the last
+  const int64_t products_;
+  const int64_t threads_;  // that are worth waking
+  const int64_t panels_;   // of kColumns columns
+  int64_t groups_;         // of four k
   int64_t tiles_;
   int64_t depth_;         // groups packed at a time
   int64_t block_panels_;  // panels packed at a time
   int64_t blocks_;
   int64_t spans_;   // of tiles, which are multiplied with a block at a time
   bool is_shared_;  // whether a tile is packed once, for all blocks
+  bool in_place_ = false;
 };
 
 template <class Tile, class Product>

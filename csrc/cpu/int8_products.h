@@ -1,12 +1,12 @@
 // What is multiplied by the tiles of tiles.h, codes by codes or floats by codes. A product is made of
 //   m, n, k; right: the int8 operand as a view of [k, n]
 //   kLeftIsCodes; if so left: the other as a view of [k, m], and plain_right, needs_row_sums
-//   pack_left(row, rows, groups, to, row_sums): packs a tile for Tile::multiply, and never throws
+//   pack_left(row, rows, groups, to): packs a tile for Tile::multiply, and never throws
 //   plain_left(row, to), plain_right(column, to): a row or column for Tile::dot; returns the sum of its codes
-//   needs_row_sums(): of the codes of `left`
-//   needs_column_sums(shift): of the codes of `right`, where those of the left operand were taken plus `shift`
-//   Columns(product, column, shift): what finish needs of Tile::kColumns columns, among it their sums, filled in later
+//   needs_row_sums(), needs_column_sums(): whether finish needs those of the codes of `left` and `right`
+//   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
 //   finish(row, rows, columns, sums, row_sums): the results of some rows; row_sums are those of these rows, if needed
+//   multiply(row, rows, left, right, groups, columns, sums): Tile::multiply, with `sums` for scratch, and finish
 #pragma once
 
 #include <algorithm>
@@ -35,23 +35,32 @@ void store_columns(const float* y, T* to, int64_t count) {
   count == kColumns ? store(y, to, kColumns) : store(y, to, count);
 }
 
-template <class Tile, int... kRowsMinusOne>
-void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
-                   typename Tile::Sum* sums, bool first, int64_t ahead, std::integer_sequence<int, kRowsMinusOne...>) {
-  static constexpr decltype(&Tile::template multiply<1>) kTiles[] = {&Tile::template multiply<kRowsMinusOne + 1>...};
-  kTiles[rows - 1](left, right, groups, sums, first, ahead);
-}
-
 template <class Tile>
-void multiply_tile(int64_t rows, const typename Tile::Left* left, const int8_t* right, int64_t groups,
-                   typename Tile::Sum* sums, bool first, int64_t ahead = 0) {
+void multiply_tile(int64_t rows, const LeftTile<typename Tile::Left>& left, const int8_t* right, int64_t groups,
+                   typename Tile::Sum* sums, bool first) {
+  LeftTile<typename Tile::Left> part = left;
   int64_t begin = 0;
   do {
     const int64_t depth = std::min(groups - begin, Tile::kDepth);
-    multiply_tile<Tile>(rows, left + 4 * begin * rows, right + 4 * begin * Tile::kColumns, depth, sums,
-                        first && begin == 0, ahead, std::make_integer_sequence<int, Tile::kRows>{});
+    part.data = left.data + begin * left.group_step;
+    part.next = left.next + 4 * begin * rows;
+    with_count<Tile::kRows>(rows, [&](auto count) {
+      Tile::template multiply<count>(part, right + 4 * begin * Tile::kColumns, depth, sums, first && begin == 0);
+    });
     begin += depth;
   } while (begin < groups);
+}
+
+// The tile times a panel of ones.
+template <class Tile>
+void sum_rows_by_ones(const LeftTile<typename Tile::Left>& tile, int64_t rows, int64_t groups, int32_t* row_sums) {
+  alignas(64) int8_t ones[4 * kWideDepth * Tile::kColumns];
+  std::fill_n(ones, sizeof(ones), int8_t{1});
+  alignas(64) int32_t sums[Tile::kRows * Tile::kColumns];
+  LeftTile<typename Tile::Left> part = tile;
+  for (int64_t g = 0; g == 0 || g < groups; g += kWideDepth, part.data += kWideDepth * tile.group_step)
+    multiply_tile<Tile>(rows, part, ones, std::min(kWideDepth, groups - g), sums, g == 0);
+  for (int64_t r = 0; r < rows; ++r) row_sums[r] = sums[r * Tile::kColumns];
 }
 
 // ------------------------------------------------------------------------------------------------- int8 x int8
@@ -67,8 +76,8 @@ class Int8Product {
       : m(args.m),
         n(args.n),
         k(args.k),
-        left{args.a, args.a_strides[1], args.a_strides[0], static_cast<int8_t>(Tile::kShift)},
-        right{args.b, args.b_strides[0], args.b_strides[1], 0},
+        left{args.a, args.a_strides[1], args.a_strides[0], 0},
+        right{args.b, args.b_strides[0], args.b_strides[1], static_cast<int8_t>(Tile::kShift)},
         args_(args),
         has_zero_points_(args.a_zero_point != nullptr || args.b_zero_point != nullptr),
         is_narrow_(k <= kNarrowK && are_codes(args.a_zero_point, args.a_step == 0 ? 1 : m) &&
@@ -77,7 +86,7 @@ class Int8Product {
   const int64_t m, n, k;
   const Bytes left, right;
 
-  void pack_left(int64_t row, int64_t rows, int64_t groups, Left* to, int32_t* row_sums) const noexcept {
+  void pack_left(int64_t row, int64_t rows, int64_t groups, Left* to) const noexcept {
     Bytes from = left;
     from.data += row * left.stride;
     if constexpr (std::is_same_v<Left, int8_t>) {
@@ -90,25 +99,23 @@ class Int8Product {
         for (int64_t i = 0; i < 4 * depth * rows; i += 4) Tile::widen(codes + i, to + 4 * g * rows + i);
       }
     }
-    if (needs_row_sums()) sum_rows(to, rows, groups, row_sums);
   }
 
   int32_t plain_left(int64_t row, Left* to) const { return copy(left, row, to); }
   int32_t plain_right(int64_t column, Left* to) const { return copy(right, column, to); }
 
   bool needs_row_sums() const { return args_.b_zero_point != nullptr; }
-  bool needs_column_sums(int shift) const { return args_.a_zero_point != nullptr || shift != 0; }
+  bool needs_column_sums() const { return args_.a_zero_point != nullptr; }
 
   struct Columns {
     int64_t first, count;
-    int shift;
     float scale[kColumns];
     float bias[kColumns];
     int32_t zero_point[kColumns];
     int32_t sum[kColumns];  // of the codes
 
-    Columns(const Int8Product& product, int64_t column, int shift)
-        : first(column), count(std::min<int64_t>(kColumns, product.n - column)), shift(shift) {
+    Columns(const Int8Product& product, int64_t column)
+        : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
       const Int8Matmul& args = product.args_;
       if (args.b_step == 1)
         std::copy_n(args.b_scale + first, count, scale);
@@ -122,6 +129,26 @@ class Int8Product {
       for (int64_t c = 0; c < count; ++c) zero_point[c] = args.b_zero_point[(first + c) * args.b_step];
     }
   };
+
+  // Zero points are taken away before anything is added, so that sums become results where they are.
+  void multiply(int64_t row, int64_t rows, const LeftTile<Left>& left, const int8_t* right, int64_t groups,
+                const Columns& columns, int32_t* sums) const {
+    if constexpr (Tile::kReadsRows) {
+      const bool is_plain = !has_zero_points_ || is_narrow_;
+      if (is_plain && args_.out_scale == nullptr && columns.count == kColumns) {
+        if (has_zero_points_) Tile::subtract(zero_points(row, columns, left.sums), nullptr, rows, sums);
+        return with_dtype(args_.dtype, [&](auto value) {
+          auto* to = static_cast<decltype(value)*>(args_.out) + row * n + columns.first;
+          with_count<Tile::kRows>(rows, [&](auto count) {
+            Tile::template multiply_and_scale<count>(left, right, groups, sums, !has_zero_points_, scales(row, columns),
+                                                     to, n);
+          });
+        });
+      }
+    }
+    multiply_tile<Tile>(rows, left, right, groups, sums, true);
+    finish(row, rows, columns, sums, left.sums);
+  }
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, const int32_t* row_sums) const {
     if (args_.out_scale == nullptr)
@@ -159,16 +186,6 @@ class Int8Product {
     return sum;
   }
 
-  // The tile times a panel of ones.
-  void sum_rows(const Left* tile, int64_t rows, int64_t groups, int32_t* row_sums) const noexcept {
-    alignas(64) int8_t ones[4 * kWideDepth * kColumns];
-    std::fill_n(ones, sizeof(ones), int8_t{1});
-    alignas(64) int32_t sums[Tile::kRows * kColumns];
-    for (int64_t g = 0; g == 0 || g < groups; g += kWideDepth)
-      multiply_tile<Tile>(rows, tile + 4 * g * rows, ones, std::min(kWideDepth, groups - g), sums, g == 0);
-    for (int64_t r = 0; r < rows; ++r) row_sums[r] = static_cast<int32_t>(sums[r * kColumns] - Tile::kShift * k);
-  }
-
   template <class Out>
   void finish_as(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums,
                  const int32_t* row_sums) const {
@@ -191,32 +208,29 @@ class Int8Product {
       corrected(row + r, columns, sums + r * kColumns, row_sums == nullptr ? 0 : row_sums[r], y + r * kColumns);
     if (!is_narrow_) return;
     int32_t exact[kRowsAtOnce * kColumns];
-    for (int64_t r = 0; r < rows; ++r) subtract_zero_points(row + r, columns, sums, row_sums, r, exact);
+    Tile::subtract(zero_points(row, columns, row_sums), sums, rows, exact);
     plain(row, rows, columns, exact, y, kColumns);
   }
 
-  // As corrected(), of row r of `sums`, modulo 2^32: in doubles 127 x 16 by 16 x 4096 took half as long again.
-  void subtract_zero_points(int64_t row, const Columns& columns, const int32_t* sums, const int32_t* row_sums,
-                            int64_t r, int32_t* exact) const {
-    const uint32_t zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[row * args_.a_step];
-    const uint32_t rest = (row_sums == nullptr ? 0 : row_sums[r]) - static_cast<uint32_t>(k) * zero_point;
-    for (int c = 0; c < kColumns; c += kLanes) {
-      const auto words = [c](const int32_t* from) {
-        Words lanes;
-        std::memcpy(&lanes, from + c, sizeof(lanes));
-        return lanes;
-      };
-      const Words sum = words(sums + r * kColumns) - zero_point * words(columns.sum) - rest * words(columns.zero_point);
-      std::memcpy(exact + r * kColumns + c, &sum, sizeof(sum));
-    }
+  // As corrected(), modulo 2^32: in doubles 127 x 16 by 16 x 4096 took half as long again.
+  ZeroPoints zero_points(int64_t row, const Columns& columns, const int32_t* row_sums) const {
+    return {args_.a_zero_point == nullptr ? nullptr : args_.a_zero_point + row * args_.a_step,
+            args_.a_step,
+            row_sums,
+            args_.b_zero_point == nullptr ? nullptr : columns.zero_point,
+            columns.sum,
+            static_cast<int32_t>(k)};
+  }
+
+  Scales scales(int64_t row, const Columns& columns) const {
+    return {columns.scale, args_.bias == nullptr ? nullptr : columns.bias, args_.a_scale + row * args_.a_step,
+            args_.a_step};
   }
 
   template <class T>
   void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
-    const Scales scales{columns.sum, columns.shift, columns.scale, columns.bias, args_.a_scale + row * args_.a_step,
-                        args_.a_step};
-    args_.bias == nullptr ? Tile::template scale_rows<false>(scales, sums, rows, to, stride)
-                          : Tile::template scale_rows<true>(scales, sums, rows, to, stride);
+    args_.bias == nullptr ? Tile::template scale_rows<false>(scales(row, columns), sums, rows, to, stride)
+                          : Tile::template scale_rows<true>(scales(row, columns), sums, rows, to, stride);
   }
 
   // float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb): an integer below 2^35, which a double holds.
@@ -224,8 +238,7 @@ class Int8Product {
     const float scale = args_.a_scale[r * args_.a_step];
     const double zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[r * args_.a_step];
     for (int c = 0; c < kColumns; ++c) {
-      const double exact = difference(sums[c], wrapped(columns.sum[c], columns.shift)) - zero_point * columns.sum[c] +
-                           (k * zero_point - row_sum) * columns.zero_point[c];
+      const double exact = sums[c] - zero_point * columns.sum[c] + (k * zero_point - row_sum) * columns.zero_point[c];
       y[c] = static_cast<float>(exact) * (scale * columns.scale[c]);
       if (args_.bias != nullptr) y[c] += columns.bias[c];
     }
@@ -259,7 +272,7 @@ class LinearProduct {
   const int64_t m, n, k;
   const Bytes right;
 
-  void pack_left(int64_t row, int64_t rows, int64_t groups, float* to, int32_t*) const noexcept {
+  void pack_left(int64_t row, int64_t rows, int64_t groups, float* to) const noexcept {
     for (int64_t r = 0; r < rows; ++r) {
       const T* from = static_cast<const T*>(args_.x) + (row + r) * args_.x_stride;
       for (int64_t begin = 0; begin < groups; begin += kWideDepth) {
@@ -277,7 +290,7 @@ class LinearProduct {
     return 0;  // floats are not shifted
   }
 
-  bool needs_column_sums(int) const { return false; }
+  bool needs_column_sums() const { return false; }
 
   struct Columns {
     int64_t first, count;
@@ -285,13 +298,19 @@ class LinearProduct {
     float bias[kColumns];
     float sum[kColumns];  // unused
 
-    Columns(const LinearProduct& product, int64_t column, int)
+    Columns(const LinearProduct& product, int64_t column)
         : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
       const Int8Linear& args = product.args_;
       for (int64_t c = 0; c < count; ++c) scale[c] = args.scale[(first + c) * args.scale_step];
       if (args.bias != nullptr) load(static_cast<const T*>(args.bias) + first, bias, count);
     }
   };
+
+  void multiply(int64_t row, int64_t rows, const LeftTile<float>& left, const int8_t* right, int64_t groups,
+                const Columns& columns, float* sums) const {
+    multiply_tile<Tile>(rows, left, right, groups, sums, true);
+    finish(row, rows, columns, sums, nullptr);
+  }
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const float* sums, const int32_t*) const {
     for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {

@@ -14,12 +14,13 @@ namespace amp_kernels::cpu {
 
 #if defined(__x86_64__)
 
-// vpdpbusd multiplies unsigned by signed bytes, hence the shifts: sums are too large by 128 times the column's sum of
-// `right`, modulo 2^32, or those of `dot`, which waits for its loads, by 128 times the vector's of `left`.
+// vpdpbusd multiplies unsigned by signed bytes, hence the shifts: those of `right` add kShift times the row's sum to
+// each sum, those of `dot`, which waits for its loads, 128 times the vector's of `left`. All modulo 2^32.
 struct VnniTile {
   using Left = int8_t;
   using Sum = int32_t;
   static constexpr int kRows = 14, kColumns = 32, kShift = 128, kDotShift = 128;
+  static constexpr bool kReadsRows = true;
   static constexpr int64_t kDepth = kAnyDepth;
   static constexpr int64_t kDotDepth = 64;
 
@@ -28,31 +29,60 @@ struct VnniTile {
   static void widen(const int8_t* four, Left* to) { std::memcpy(to, four, 4); }
 
   template <int kTileRows>
-  __attribute__((target("avx512f,avx512vnni"))) static void multiply(const Left* left, const int8_t* right,
-                                                                     int64_t groups, Sum* sums, bool first,
-                                                                     int64_t ahead) {
-    __m512i sum[kTileRows][2];
-#pragma GCC unroll 16
-    for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_si512();
-    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
-      fetch<4 * kTileRows>(left, ahead);
-      const __m512i right0 = _mm512_loadu_si512(right), right1 = _mm512_loadu_si512(right + 64);
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) {
-        int32_t four;
-        std::memcpy(&four, left + 4 * r, 4);
-        const __m512i row = _mm512_set1_epi32(four);
-        sum[r][0] = _mm512_dpbusd_epi32(sum[r][0], row, right0);
-        sum[r][1] = _mm512_dpbusd_epi32(sum[r][1], row, right1);
-      }
-    }
+  __attribute__((target("avx512f,avx512vnni"))) static void multiply(const LeftTile<Left>& left, const int8_t* right,
+                                                                     int64_t groups, Sum* sums, bool first) {
+    Vector sum[kTileRows][2];
+    accumulate<kTileRows>(left, right, groups, sums, first, sum);
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; ++r)
 #pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v) _mm512_storeu_si512(sums + r * kColumns + 16 * v, (__m512i)sum[r][v]);
+  }
+
+  // The same, whose sums then become results, `stride` apart by rows, and are stored nowhere: of a product with little
+  // k to store and load them took a quarter.
+  template <int kTileRows, class T>
+  __attribute__((target("avx512f,avx512vnni"))) static void multiply_and_scale(const LeftTile<Left>& left,
+                                                                               const int8_t* right, int64_t groups,
+                                                                               const Sum* sums, bool first,
+                                                                               const Scales& scales, T* to,
+                                                                               int64_t stride) {
+    Vector sum[kTileRows][2];
+    accumulate<kTileRows>(left, right, groups, sums, first, sum);
+    const __m512 column[2] = {_mm512_loadu_ps(scales.column), _mm512_loadu_ps(scales.column + 16)};
+    const float *row = scales.row, *const bias = scales.bias;
+    const int64_t row_step = scales.row_step;
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r, to += stride, row += row_step)
+#pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) {
-        Sum* to = sums + r * kColumns + 16 * v;
-        _mm512_storeu_si512(to, first ? sum[r][v] : _mm512_add_epi32(sum[r][v], _mm512_loadu_si512(to)));
+        __m512 y = scaled((__m512i)sum[r][v], _mm512_mul_ps(_mm512_set1_ps(*row), column[v]));
+        if (bias != nullptr) y = _mm512_add_ps(y, _mm512_loadu_ps(bias + 16 * v));
+        store(y, to + 16 * v);
       }
+  }
+
+  // As Scaler, in half the instructions. Without `sums` of those that the row begins with.
+  __attribute__((target("avx512f,avx512vnni"))) static void subtract(const ZeroPoints& zero_points, const Sum* sums,
+                                                                     int64_t rows, Sum* to) {
+    __m512i column_sums[2], columns[2];
+    for (int v = 0; v < 2; ++v) {
+      column_sums[v] = _mm512_loadu_si512(zero_points.column_sums + 16 * v);
+      columns[v] =
+          zero_points.columns == nullptr ? _mm512_setzero_si512() : _mm512_loadu_si512(zero_points.columns + 16 * v);
+    }
+    for (int64_t r = 0; r < rows; ++r) {
+      const __m512i row = _mm512_set1_epi32(zero_points.row(r)), rest = _mm512_set1_epi32(zero_points.rest(r));
+#pragma GCC unroll 2
+      for (int v = 0; v < 2; ++v) {
+        const int64_t i = r * kColumns + 16 * v;
+        __m512i sum =
+            sums == nullptr ? _mm512_set1_epi32(-kShift * zero_points.row_sums[r]) : _mm512_loadu_si512(sums + i);
+        sum = _mm512_sub_epi32(sum, _mm512_mullo_epi32(row, column_sums[v]));
+        if (zero_points.columns != nullptr) sum = _mm512_sub_epi32(sum, _mm512_mullo_epi32(rest, columns[v]));
+        _mm512_storeu_si512(to + i, sum);
+      }
+    }
   }
 
   // As Scaler, in half the instructions: of short sums it was half of the product's time.
@@ -60,23 +90,43 @@ struct VnniTile {
   __attribute__((target("avx512f,avx512vnni"))) static void scale_rows(const Scales& scales, const Sum* sums,
                                                                        int64_t rows, T* to, int64_t stride) {
     __m512 column[2], bias[2];
-    __m512i shift[2];
     for (int v = 0; v < 2; ++v) {
       column[v] = _mm512_loadu_ps(scales.column + 16 * v);
       if constexpr (kHasBias) bias[v] = _mm512_loadu_ps(scales.bias + 16 * v);
-      shift[v] = _mm512_mullo_epi32(_mm512_loadu_si512(scales.column_sums + 16 * v), _mm512_set1_epi32(scales.shift));
     }
     const float* row_scale = scales.row;
     for (const int64_t step = scales.row_step; rows > 0; --rows, sums += kColumns, to += stride, row_scale += step) {
       const __m512 row = _mm512_set1_ps(*row_scale);
 #pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) {
-        const __m512i sum = _mm512_sub_epi32(_mm512_loadu_si512(sums + 16 * v), shift[v]);
-        __m512 y = _mm512_mul_ps(_mm512_cvtepi32_ps(sum), _mm512_mul_ps(row, column[v]));
+        __m512 y = scaled(_mm512_loadu_si512(sums + 16 * v), _mm512_mul_ps(row, column[v]));
         if constexpr (kHasBias) y = _mm512_add_ps(y, bias[v]);
         store(y, to + 16 * v);
       }
     }
+  }
+
+  // Of each row's codes, a multiple of four of them. Of rows in place four at a time; packed ones come 16 groups at a
+  // time, as rows x 64 bytes.
+  __attribute__((target("avx512f,avx512vnni"))) static void sum_rows(const LeftTile<Left>& tile, int64_t rows,
+                                                                     int64_t groups, Sum* sums) {
+    const __m512i ones = _mm512_set1_epi8(1);
+    if (tile.group_step == 4) {
+      for (int64_t r = 0; r < rows; r += 4) {
+        const auto row = [&](int64_t i) { return tile.data + std::min(r + i, rows - 1) * tile.row_step; };
+        __m512i sum[4];
+        sum_four(row(0), row(1), row(2), row(3), groups, sum);
+        _mm_storeu_si128(reinterpret_cast<__m128i*>(sums + r), add_lanes(sum));
+      }
+      return;
+    }
+    Sum mixed[16 * kRows];
+    const int64_t dwords = groups * rows;
+    for (int64_t v = 0; v < rows; ++v)
+      _mm512_storeu_si512(mixed + 16 * v, sum_vectors(tile.data + 64 * v, 64 * rows, dwords - 16 * v));
+    std::copy_n(mixed, rows, sums);
+    for (int64_t i = 1; i < 16; ++i)
+      for (int64_t r = 0; r < rows; ++r) sums[r] += mixed[i * rows + r];
   }
 
   template <int kDots>
@@ -123,6 +173,68 @@ struct VnniTile {
   }
 
  private:
+  // Of __m512i, which is a vector of 64-bit integers, g++ 12 would keep every sum in two registers, one for each type.
+  using Vector = int32_t __attribute__((vector_size(64)));
+
+  template <int kTileRows>
+  [[gnu::always_inline]] __attribute__((target("avx512f,avx512vnni"))) static void accumulate(
+      const LeftTile<Left>& tile, const int8_t* right, int64_t groups, const Sum* sums, bool first,
+      Vector (&sum)[kTileRows][2]) {
+#pragma GCC unroll 16
+    for (int r = 0; r < kTileRows; ++r)
+#pragma GCC unroll 16
+      for (int v = 0; v < 2; ++v)
+        sum[r][v] = first ? (Vector)_mm512_set1_epi32(-kShift * tile.sums[r])
+                          : (Vector)_mm512_loadu_si512(sums + r * kColumns + 16 * v);
+    const int64_t row_step = tile.row_step, group_step = tile.group_step;
+    const Left* left[] = {tile.data, tile.data + 5 * row_step, tile.data + 10 * row_step};
+    const Left* next = tile.next;
+    for (int64_t g = 0; g < groups; ++g, next += 4 * kTileRows, right += 4 * kColumns) {
+      prefetch<Cache::kL2>(next, 4 * kTileRows);
+      const __m512i right0 = _mm512_loadu_si512(right), right1 = _mm512_loadu_si512(right + 64);
+#pragma GCC unroll 16
+      for (int r = 0; r < kTileRows; ++r) {
+        int32_t four;
+        std::memcpy(&four, left[r / 5] + r % 5 * row_step, 4);
+        const __m512i row = _mm512_set1_epi32(four);
+        sum[r][0] = (Vector)_mm512_dpbusd_epi32((__m512i)sum[r][0], right0, row);
+        sum[r][1] = (Vector)_mm512_dpbusd_epi32((__m512i)sum[r][1], right1, row);
+      }
+      for (const Left*& rows : left) rows += group_step;
+    }
+  }
+
+  __attribute__((target("avx512f,avx512vnni"))) static void sum_four(const Left* row0, const Left* row1,
+                                                                     const Left* row2, const Left* row3, int64_t groups,
+                                                                     __m512i* sum) {
+    const __m512i ones = _mm512_set1_epi8(1);
+    __m512i sum0 = _mm512_setzero_si512(), sum1 = sum0, sum2 = sum0, sum3 = sum0;
+    for (int64_t i = 0; i < 4 * groups; i += 64) {
+      const auto used = static_cast<__mmask16>((1u << std::min<int64_t>(16, groups - i / 4)) - 1);
+      sum0 = _mm512_dpbusd_epi32(sum0, ones, _mm512_maskz_loadu_epi32(used, row0 + i));
+      sum1 = _mm512_dpbusd_epi32(sum1, ones, _mm512_maskz_loadu_epi32(used, row1 + i));
+      sum2 = _mm512_dpbusd_epi32(sum2, ones, _mm512_maskz_loadu_epi32(used, row2 + i));
+      sum3 = _mm512_dpbusd_epi32(sum3, ones, _mm512_maskz_loadu_epi32(used, row3 + i));
+    }
+    sum[0] = sum0, sum[1] = sum1, sum[2] = sum2, sum[3] = sum3;
+  }
+
+  // Of the bytes of vectors that are `step` bytes apart, as long as there are dwords at or before their ends.
+  __attribute__((target("avx512f,avx512vnni"))) static __m512i sum_vectors(const int8_t* from, int64_t step,
+                                                                           int64_t dwords) {
+    const __m512i ones = _mm512_set1_epi8(1);
+    __m512i sum = _mm512_setzero_si512();
+    for (; dwords >= 16; dwords -= step / 4, from += step)
+      sum = _mm512_dpbusd_epi32(sum, ones, _mm512_loadu_si512(from));
+    if (dwords <= 0) return sum;
+    const auto used = static_cast<__mmask16>((1u << dwords) - 1);
+    return _mm512_dpbusd_epi32(sum, ones, _mm512_maskz_loadu_epi32(used, from));
+  }
+
+  __attribute__((target("avx512f"))) static __m512 scaled(__m512i sum, __m512 scale) {
+    return _mm512_mul_ps(_mm512_cvtepi32_ps(sum), scale);
+  }
+
   __attribute__((target("avx512f"))) static void store(__m512 y, float* to) { _mm512_storeu_ps(to, y); }
 
   __attribute__((target("avx512f"))) static void store(__m512 y, Half* to) {
@@ -156,6 +268,7 @@ struct Avx2Tile : Scaler<16> {
   using Left = int16_t;
   using Sum = int32_t;
   static constexpr int kRows = 5, kColumns = 16, kShift = 0, kDotShift = 0;
+  static constexpr bool kReadsRows = false;
   static constexpr int64_t kDepth = kAnyDepth;
   static constexpr int64_t kDotDepth = 16;
 
@@ -166,13 +279,14 @@ struct Avx2Tile : Scaler<16> {
   }
 
   template <int kTileRows>
-  __attribute__((target("avx2"))) static void multiply(const Left* left, const int8_t* right, int64_t groups, Sum* sums,
-                                                       bool first, int64_t ahead) {
+  __attribute__((target("avx2"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right, int64_t groups,
+                                                       Sum* sums, bool first) {
     __m256i sum[kTileRows][2];
 #pragma GCC unroll 16
     for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_si256();
-    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns) {
-      fetch<4 * kTileRows>(left, ahead);
+    const Left *left = tile.data, *next = tile.next;
+    for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, next += 4 * kTileRows, right += 4 * kColumns) {
+      prefetch<Cache::kL2>(next, 4 * kTileRows);
       __m256i even[2], odd[2];
 #pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) {

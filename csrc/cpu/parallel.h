@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <memory>
 #include <vector>
 
 #include "buffer.h"
@@ -48,17 +49,23 @@ void share(int64_t n, int64_t threads, const F& f) {
   });
 }
 
-// Calls f(begin, end, state) for all of [0, n), `grain` at a time or less; a worker's state is made by make(worker), a
-// unique_ptr. What every worker can make for itself it should: memory that one core wrote and another reads goes
+// Calls f(begin, end, state) for all of [0, n), `grain` at a time or less; a worker's state is made by make(worker).
+// What every worker can make for itself it should: memory that one core wrote and another reads goes
 // through the caches of both, and 64 KiB of it took 40 us beside a product's 30.
 template <class Make, class F>
 void in_ranges(int64_t n, int64_t grain, const Make& make, const F& f) {
   const int64_t threads = torch::stable::get_num_threads();
   if (n < grain * threads) grain = divide_up(n, divide_up(n, grain));  // evenly
   const int64_t ranges = divide_up(n, grain), workers = std::min(threads, ranges);
-  std::vector<decltype(make(0))> states(workers);
+  using State = decltype(make(0));
+  if (workers == 1) {
+    State state = make(0);
+    for (int64_t i = 0; i < n; i += grain) f(i, std::min(n, i + grain), state);
+    return fence_streams();
+  }
+  std::vector<std::unique_ptr<State>> states(workers);
   share(ranges, workers, [&](int64_t i, int64_t worker) {
-    if (states[worker] == nullptr) states[worker] = make(worker);
+    if (states[worker] == nullptr) states[worker].reset(new State(make(worker)));
     f(i * grain, std::min(n, (i + 1) * grain), *states[worker]);
   });
 }

@@ -1,10 +1,9 @@
 // The innermost loops of the int8 products, one class for each instruction set, all of one form: a tile of up to kRows
 // rows by kColumns columns is summed in registers over `groups` groups of four k.
 //
-//   left:  [groups][rows][4] elements of type Left, made by `widen` of four floats or of four codes plus kShift
-//   right: [groups][kColumns][4] codes
+//   left:  a LeftTile, packed as [groups][rows][4] elements made by `widen` of four floats or of four codes
+//   right: [groups][kColumns][4] codes plus kShift, which is taken from the sums again
 //   sums:  [rows][kColumns], written if `first`, else added to
-//   ahead: bytes from what is read of `left` to what is asked for meanwhile, the next tile
 //
 // Few vectors of k, rows of the left operand or columns of the right one, are multiplied without packing, by `dot`:
 // `left` are vectors of `k` elements, left_stride apart, k a multiple of kDotDepth; `right` is one of the other
@@ -18,6 +17,7 @@
 #include <cstring>
 #include <limits>
 #include <type_traits>
+#include <utility>
 
 #include "convert.h"
 #include "prefetch.h"
@@ -32,48 +32,84 @@ constexpr int64_t kDotAhead = 512;  // bytes
 // Sums that a dot product of so many rows keeps in flight for each: with one a row or two wait for their own additions.
 constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
-// Asks for kCount elements.
-template <int kCount, class Left>
-[[gnu::always_inline]] inline void fetch(const Left* left, int64_t ahead) {
-  prefetch<Cache::kL2>(reinterpret_cast<const char*>(left) + ahead, kCount * sizeof(Left));
-}
+// Some rows of the left operand. Those of a tile with kReadsRows may be where the operand has them.
+template <class T>
+struct LeftTile {
+  const T* data;  // of four elements of row r and group g: data + r * row_step + g * group_step
+  int64_t row_step, group_step;
+  const int32_t* sums;  // of each row's codes; read if there is a kShift
+  const T* next;        // as much as there is of this tile is asked for meanwhile
 
-// What makes results of sums: (sum - shift * column_sum) * (row * column) + bias, each operation rounded.
+  static LeftTile packed(const T* data, int64_t rows, const int32_t* sums, const T* next) {
+    return {data, 4, 4 * rows, sums, next};
+  }
+};
+
+// What makes results of sums: sum * (row * column) + bias, each operation rounded.
 struct Scales {
-  const int32_t* column_sums;
-  int32_t shift;
   const float* column;
   const float* bias;  // read if there is one
   const float* row;
   int64_t row_step;
 };
 
+// What makes sums of differences of sums of codes, modulo 2^32:
+// sum - row * column_sum - (row_sum - k * row) * column, where row and column are zero points.
+struct ZeroPoints {
+  const int32_t* rows;  // or nullptr: none
+  int64_t row_step;
+  const int32_t* row_sums;     // read if there are `columns`
+  const int32_t* columns;      // or nullptr: none
+  const int32_t* column_sums;  // read if there are `rows`
+  int32_t k;
+
+  uint32_t row(int64_t r) const { return rows == nullptr ? 0 : rows[r * row_step]; }
+  uint32_t rest(int64_t r) const { return columns == nullptr ? 0 : row_sums[r] - k * row(r); }
+};
+
 // The epilogue of a tile of kWidth columns.
 template <int kWidth>
 struct Scaler {
+  static void subtract(const ZeroPoints& zero_points, const int32_t* sums, int64_t rows, int32_t* to) {
+    for (int c = 0; c < kWidth; c += kLanes) {
+      const Words column_sums = words(zero_points.rows == nullptr ? nullptr : zero_points.column_sums + c);
+      const Words columns = words(zero_points.columns == nullptr ? nullptr : zero_points.columns + c);
+      for (int64_t r = 0; r < rows; ++r) {
+        const Words sum =
+            words(sums + r * kWidth + c) - zero_points.row(r) * column_sums - zero_points.rest(r) * columns;
+        std::memcpy(to + r * kWidth + c, &sum, sizeof(sum));
+      }
+    }
+  }
+
   // `rows` rows of sums; the results' rows are `stride` apart. What belongs to columns stays in registers.
   template <bool kHasBias, class T>
   static void scale_rows(const Scales& scales, const int32_t* sums, int64_t rows, T* to, int64_t stride) {
     constexpr int kVectors = kWidth / kLanes;
     Lanes column[kVectors], bias[kVectors];
-    Words shift[kVectors];
     for (int v = 0; v < kVectors; ++v) {
       column[v] = load_lanes(scales.column + v * kLanes);
       if constexpr (kHasBias) bias[v] = load_lanes(scales.bias + v * kLanes);
-      std::memcpy(&shift[v], scales.column_sums + v * kLanes, sizeof(shift[v]));
-      shift[v] *= static_cast<uint32_t>(scales.shift);
     }
     const float* row_scale = scales.row;
     for (const int64_t step = scales.row_step; rows > 0; --rows, sums += kWidth, to += stride, row_scale += step) {
       const float row = *row_scale;
       for (int v = 0; v < kVectors; ++v) {
-        Words sum;
+        Integers sum;
         std::memcpy(&sum, sums + v * kLanes, sizeof(sum));
-        Lanes y = as_floats(as<Integers>(sum - shift[v])) * (row * column[v]);
+        Lanes y = as_floats(sum) * (row * column[v]);
         if constexpr (kHasBias) y += bias[v];
         store_lanes(y, to + v * kLanes);
       }
     }
+  }
+
+ private:
+  // Zeros if there are none.
+  static Words words(const int32_t* from) {
+    Words lanes{};
+    if (from != nullptr) std::memcpy(&lanes, from, sizeof(lanes));
+    return lanes;
   }
 };
 
@@ -92,6 +128,7 @@ struct PortableTile : Scaler<16> {
   using Left = SumType;
   using Sum = SumType;
   static constexpr int kRows = 4, kColumns = 16, kShift = 0, kDotShift = 0;
+  static constexpr bool kReadsRows = false;
   static constexpr int64_t kDepth = std::is_same_v<Sum, float> ? kFloatDepth : kAnyDepth;
   static constexpr int64_t kDotDepth = 16;
 
@@ -103,8 +140,9 @@ struct PortableTile : Scaler<16> {
   }
 
   template <int kTileRows>
-  static void multiply(const Left* left, const int8_t* right, int64_t groups, Sum* sums, bool first, int64_t) {
+  static void multiply(const LeftTile<Left>& tile, const int8_t* right, int64_t groups, Sum* sums, bool first) {
     Sum sum[kTileRows][kColumns] = {};
+    const Left* left = tile.data;
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, right += 4 * kColumns)
       for (int r = 0; r < kTileRows; ++r)
         for (int c = 0; c < kColumns; ++c)
@@ -129,6 +167,19 @@ struct PortableTile : Scaler<16> {
     }
   }
 };
+
+template <class F, int... kMinusOne>
+void with_count(int64_t count, const F& f, std::integer_sequence<int, kMinusOne...>) {
+  static constexpr void (*kCalls[])(const F&) = {
+      [](const F& call) { call(std::integral_constant<int, kMinusOne + 1>{}); }...};
+  kCalls[count - 1](f);
+}
+
+// Calls f with `count`, from 1 to kMost, as an integral_constant.
+template <int kMost, class F>
+void with_count(int64_t count, const F& f) {
+  with_count(count, f, std::make_integer_sequence<int, kMost>{});
+}
 
 // Calls f with the first of the tiles that runs on this CPU; the last one must run on any.
 template <class Tile, class... Others, class F>
