@@ -192,9 +192,9 @@ class Multiplication {
     }
 
     void multiply(int64_t t) {
-      for (size_t p = 0; p < columns_.size(); ++p)
-        of_.product_.multiply(of_.first_row(t), of_.rows(t), tile_, packed_ + p * of_.panel_size(), of_.groups_,
-                              columns_[p], sums_);
+      const Panels<typename Product::Columns> panels{packed_ + 0, of_.panel_size(), columns_.data(),
+                                                     static_cast<int64_t>(columns_.size())};
+      of_.product_.multiply(of_.first_row(t), of_.rows(t), tile_, panels, of_.groups_, sums_);
     }
 
     // With a part of k, the last of which makes the results.

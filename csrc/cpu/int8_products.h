@@ -6,7 +6,7 @@
 //   needs_row_sums(), needs_column_sums(): whether finish needs those of the codes of `left` and `right`
 //   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
 //   finish(row, rows, columns, sums, row_sums): the results of some rows; row_sums are those of these rows, if needed
-//   multiply(row, rows, left, right, groups, columns, sums): Tile::multiply, with `sums` for scratch, and finish
+//   multiply(row, rows, left, panels, groups, sums): Tile::multiply, with `sums` for scratch, and finish
 #pragma once
 
 #include <algorithm>
@@ -130,24 +130,19 @@ class Int8Product {
     }
   };
 
-  // Zero points are taken away before anything is added, so that sums become results where they are.
-  void multiply(int64_t row, int64_t rows, const LeftTile<Left>& left, const int8_t* right, int64_t groups,
-                const Columns& columns, int32_t* sums) const {
+  void multiply(int64_t row, int64_t rows, const LeftTile<Left>& left, const Panels<Columns>& panels, int64_t groups,
+                int32_t* sums) const {
+    Panels<Columns> whole = panels;
+    whole.count = 0;
     if constexpr (Tile::kReadsRows) {
-      const bool is_plain = !has_zero_points_ || is_narrow_;
-      if (is_plain && args_.out_scale == nullptr && columns.count == kColumns) {
-        if (has_zero_points_) Tile::subtract(zero_points(row, columns, left.sums), nullptr, rows, sums);
-        return with_dtype(args_.dtype, [&](auto value) {
-          auto* to = static_cast<decltype(value)*>(args_.out) + row * n + columns.first;
-          with_count<Tile::kRows>(rows, [&](auto count) {
-            Tile::template multiply_and_scale<count>(left, right, groups, sums, !has_zero_points_, scales(row, columns),
-                                                     to, n);
-          });
-        });
-      }
+      const bool is_plain = args_.out_scale == nullptr && (!has_zero_points_ || is_narrow_);
+      if (is_plain) whole.count = panels.count - (panels.columns[panels.count - 1].count < kColumns);
+      if (whole.count > 0) multiply_whole(row, rows, left, whole, groups, sums);
     }
-    multiply_tile<Tile>(rows, left, right, groups, sums, true);
-    finish(row, rows, columns, sums, left.sums);
+    for (int64_t p = whole.count; p < panels.count; ++p) {
+      multiply_tile<Tile>(rows, left, panels.right + p * panels.step, groups, sums, true);
+      finish(row, rows, panels.columns[p], sums, left.sums);
+    }
   }
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, const int32_t* row_sums) const {
@@ -161,6 +156,22 @@ class Int8Product {
   // Up to which the sum of products of differences of codes is below 2^31: 255^2 * 33025.
   static constexpr int64_t kNarrowK = 33025;
   static constexpr int64_t kRowsAtOnce = 4;
+
+  // Zero points are taken away before anything is added, so that sums become results where they are.
+  void multiply_whole(int64_t row, int64_t rows, const LeftTile<Left>& left, const Panels<Columns>& panels,
+                      int64_t groups, int32_t* sums) const {
+    const auto begin = [&](const Columns& columns) {
+      if (has_zero_points_) Tile::subtract(zero_points(row, columns, left.sums), nullptr, rows, sums);
+      return has_zero_points_;
+    };
+    with_dtype(args_.dtype, [&](auto value) {
+      auto* to = static_cast<decltype(value)*>(args_.out) + row * n + panels.columns->first;
+      with_count<Tile::kRows>(rows, [&](auto count) {
+        Tile::template multiply_and_scale<count>(left, panels, groups, begin, sums, scales(row, *panels.columns), to,
+                                                 n);
+      });
+    });
+  }
 
   // Whether zero points, if there are any, are codes, as quantize_int8 makes them.
   static bool are_codes(const int32_t* zero_point, int64_t count) {
@@ -306,10 +317,12 @@ class LinearProduct {
     }
   };
 
-  void multiply(int64_t row, int64_t rows, const LeftTile<float>& left, const int8_t* right, int64_t groups,
-                const Columns& columns, float* sums) const {
-    multiply_tile<Tile>(rows, left, right, groups, sums, true);
-    finish(row, rows, columns, sums, nullptr);
+  void multiply(int64_t row, int64_t rows, const LeftTile<float>& left, const Panels<Columns>& panels, int64_t groups,
+                float* sums) const {
+    for (int64_t p = 0; p < panels.count; ++p) {
+      multiply_tile<Tile>(rows, left, panels.right + p * panels.step, groups, sums, true);
+      finish(row, rows, panels.columns[p], sums, nullptr);
+    }
   }
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const float* sums, const int32_t*) const {

@@ -5,6 +5,8 @@
 //   right: [groups][kColumns][4] codes plus kShift, which is taken from the sums again
 //   sums:  [rows][kColumns], written if `first`, else added to
 //
+// One with kReadsRows reads rows in place, sums them, and makes results of many panels at once: multiply_and_scale.
+//
 // Few vectors of k, rows of the left operand or columns of the right one, are multiplied without packing, by `dot`:
 // `left` are vectors of `k` elements, left_stride apart, k a multiple of kDotDepth; `right` is one of the other
 // operand, whose codes are taken plus kDotShift; the sums are sum_stride apart.
@@ -32,7 +34,7 @@ constexpr int64_t kDotAhead = 512;  // bytes
 // Sums that a dot product of so many rows keeps in flight for each: with one a row or two wait for their own additions.
 constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
-// Some rows of the left operand. Those of a tile with kReadsRows may be where the operand has them.
+// Some rows of the left operand.
 template <class T>
 struct LeftTile {
   const T* data;  // of four elements of row r and group g: data + r * row_step + g * group_step
@@ -43,6 +45,15 @@ struct LeftTile {
   static LeftTile packed(const T* data, int64_t rows, const int32_t* sums, const T* next) {
     return {data, 4, 4 * rows, sums, next};
   }
+};
+
+// Panels of the right operand, `step` bytes apart, and what a product says of the columns of each.
+template <class Columns>
+struct Panels {
+  const int8_t* right;
+  int64_t step;
+  const Columns* columns;
+  int64_t count;
 };
 
 // What makes results of sums: sum * (row * column) + bias, each operation rounded.
