@@ -38,7 +38,7 @@ _empty_strided, _is_grad_enabled = torch.empty_strided, torch.is_grad_enabled
 
 
 def _compiled(name: str) -> Callable[..., Any] | None:
-    """None in a `_C` that was built before it had the function."""
+    """None in a `_C` without CPU kernels, or that was built before it had the function."""
     return getattr(importlib.import_module("amp_kernels._C"), name, None) if _loader.load() and HAS_CPU else None
 
 

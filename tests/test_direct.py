@@ -209,7 +209,10 @@ def test_a_backend_of_other_devices_is_not_asked_about_a_cpu(monkeypatch: pytest
 
     monkeypatch.setattr(_direct, "select_on_cpu", refuse)
     assert quantized(X.to("meta")) is None
-    huge = torch.empty(2**40, 8, dtype=torch.int8, device="meta")  # nor is memory taken for their product
+
+
+def test_no_memory_is_taken_for_products_on_other_devices() -> None:
+    huge = torch.empty(2**40, 8, dtype=torch.int8, device="meta")
     assert _direct.int8_matmul(*changed(MATMUL, at_0=huge, at_1=huge.t())) is None
     assert _direct.int8_linear(torch.empty(2**40, 8, device="meta"), huge, SCALE, None) is None
 
@@ -237,7 +240,8 @@ def test_compiled_functions_look_at_their_arguments() -> None:
     assert module.new_int8_linear(_direct._TORCH, *LINEAR) is not None
     for torchs in (None, (), _direct._TORCH[:-1], (None, *_direct._TORCH[1:])):  # one that describes no tensors
         assert module.new_int8_linear(torchs, *LINEAR) is None
-    for bad in (object(), lambda: 1 / 0):  # neither can be asked
+    assert module.new_int8_linear((*_direct._TORCH[:-2], [], ()), *LINEAR) is None
+    for bad in (object(), lambda: 1 / 0, lambda: torch.ones(2)):  # none says yes or no
         assert module.new_int8_linear((*_direct._TORCH[:-1], (bad,)), *LINEAR) is None
 
 
@@ -253,6 +257,19 @@ def test_results_have_the_dtype_asked_for_whatever_the_default_is(default: torch
             assert linear is not None and linear.dtype == dtype
     finally:
         torch.set_default_dtype(F32)
+
+
+def test_results_that_torch_makes_elsewhere_are_left_to_the_operators() -> None:
+    """As torch.set_default_tensor_type, which nobody sees, has them made."""
+    module = _direct.importlib.import_module("amp_kernels._C")
+    for options in ({"device": "meta"}, {"dtype": F16}):
+
+        def empty(*arguments: Any, options: dict[str, Any] = options, **keywords: Any) -> Tensor:
+            return torch.empty_strided(*arguments, **{**keywords, **options})
+
+        torchs = (*_direct._TORCH[:4], empty, *_direct._TORCH[5:])
+        assert module.new_int8_linear(torchs, *LINEAR) is None
+        assert module.new_int8_matmul(torchs, *MATMUL) is None
 
 
 def test_what_torch_says_of_a_result_that_cannot_be_made_is_raised() -> None:

@@ -1,5 +1,6 @@
 #include "direct.h"
 
+#include <algorithm>
 #include <cstring>
 #include <exception>
 #include <iterator>
@@ -11,7 +12,7 @@ namespace amp_kernels {
 namespace {
 
 constexpr int64_t kMaxK = 131071;    // as _checks.MAX_K
-constexpr int64_t kBrief = 1 << 19;  // products, of a few microseconds: to let others run meanwhile takes 0.2
+constexpr int64_t kBrief = 1 << 19;  // products, about: a few microseconds; to let others run meanwhile takes 0.2
 
 bool check_count(Py_ssize_t count, Py_ssize_t expected) {
   if (count == expected) return true;
@@ -136,7 +137,7 @@ class Torch {
                                 &default_dtype_, &dtypes_,    &watchers_};
     if (PyTuple_Check(tuple) && PyTuple_Size(tuple) == 1 + std::size(parts)) {
       for (size_t i = 0; i < std::size(parts); ++i) *parts[i] = PyTuple_GetItem(tuple, 1 + i);
-      api_ = exchange_api(PyTuple_GetItem(tuple, 0));
+      if (PyTuple_Check(dtypes_) && PyTuple_Check(watchers_)) api_ = exchange_api(PyTuple_GetItem(tuple, 0));
     }
     if (api_ == nullptr) PyErr_Clear();
     return api_ != nullptr && !is_watched();
@@ -162,32 +163,32 @@ class Torch {
     return -1;
   }
 
-  // A new [rows, columns] and what it is, or nullptr with an error set. To be told a dtype takes torch 0.2 us.
+  // A new [rows, columns] and what it is, or nullptr: with an error set, or if it is not on a CPU, without. To be told
+  // a dtype takes torch 0.2 us.
   PyObject* empty(int64_t rows, int64_t columns, Dtype dtype, Operand& described) const {
     static PyObject* const name = PyUnicode_InternFromString("dtype");
     PyObject* const wanted = PyTuple_GetItem(dtypes_, dtype);
-    const Reference usual(PyObject_CallNoArgs(default_dtype_)), size(pair(rows, columns)), strides(pair(columns, 1));
-    if (!usual || !size || !strides) return nullptr;
-    PyObject* out = nullptr;
+    const Reference size(pair(rows, columns)), strides(pair(columns, 1)), usual(PyObject_CallNoArgs(default_dtype_));
+    if (!size || !strides || !usual || name == nullptr) return nullptr;
+    Reference out;
     if (usual.get() == wanted) {
-      out = PyObject_CallFunctionObjArgs(empty_strided_, size.get(), strides.get(), nullptr);
+      out.reset(PyObject_CallFunctionObjArgs(empty_strided_, size.get(), strides.get(), nullptr));
     } else {
       const Reference positions(PyTuple_Pack(2, size.get(), strides.get())), keywords(PyDict_New());
       if (!positions || !keywords || PyDict_SetItem(keywords.get(), name, wanted) != 0) return nullptr;
-      out = PyObject_Call(empty_strided_, positions.get(), keywords.get());
+      out.reset(PyObject_Call(empty_strided_, positions.get(), keywords.get()));
     }
-    if (out == nullptr || described.describe(api_, out)) return out;
-    PyErr_SetString(PyExc_RuntimeError, "amp_kernels._C: torch.empty_strided made no tensor of a CPU");
-    Py_DECREF(out);
-    return nullptr;
+    if (!out || !described.describe(api_, out.get())) return nullptr;
+    return described->is_float() && described.dtype() == dtype ? out.release() : nullptr;
   }
 
  private:
   bool is_watched() const {
     for (Py_ssize_t i = 0; i < PyTuple_Size(watchers_); ++i) {
       const Reference answer(PyObject_CallNoArgs(PyTuple_GetItem(watchers_, i)));
-      if (!answer) PyErr_Clear();
-      if (!answer || PyObject_IsTrue(answer.get()) != 0) return true;
+      const bool is_watched = !answer || PyObject_IsTrue(answer.get()) != 0;
+      PyErr_Clear();
+      if (is_watched) return true;
     }
     return false;
   }
@@ -207,7 +208,8 @@ class Torch {
 template <class Args>
 PyObject* multiplied(const Args& args, PyObject* out) {
   Reference result(out);
-  return run([&] { cpu::multiply(args); }, args.m * args.n * (args.k + 64) < kBrief) ? result.release() : nullptr;
+  const bool is_brief = std::max<int64_t>(args.m, 4) * args.n * (args.k + 64) <= kBrief;  // and has but one thread
+  return run([&] { cpu::multiply(args); }, is_brief) ? result.release() : nullptr;
 }
 
 }  // namespace
@@ -254,7 +256,8 @@ PyObject* new_int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   if (!is_side(a_scale, a_zero_point, m, 1) || !is_side(b_scale, b_zero_point, n, 0)) Py_RETURN_NONE;
   if (bias.is_given() && !bias.is_row(n, Description::kFloat, 32)) Py_RETURN_NONE;
   PyObject* result = torch.empty(m, n, static_cast<Dtype>(dtype), out);
-  if (result == nullptr) return nullptr;
+  if (result == nullptr && PyErr_Occurred()) return nullptr;
+  if (result == nullptr) Py_RETURN_NONE;
   const Int8Matmul args{m,
                         n,
                         k,
@@ -289,7 +292,8 @@ PyObject* new_int8_linear(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   if (!scale.is_given() || !scale->is(Description::kFloat, 32) || !scale.is_one_or_row(n)) Py_RETURN_NONE;
   if (bias.is_given() && !bias.is_row(n, x->type, x->bits)) Py_RETURN_NONE;
   PyObject* result = torch.empty(m, n, x.dtype(), out);
-  if (result == nullptr) return nullptr;
+  if (result == nullptr && PyErr_Occurred()) return nullptr;
+  if (result == nullptr) Py_RETURN_NONE;
   const Int8Linear args{m,
                         n,
                         k,

@@ -13,6 +13,10 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kDotsAtOnce = kDotRows + 1;
 
+// Modulo 2^32.
+inline int32_t wrapped(int32_t sum, int factor) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * factor); }
+inline int32_t difference(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - b); }
+
 // The few vectors: `count` of k elements, of which write(i, to) writes one and returns its sum, and maybe one of ones.
 template <class Tile>
 class Vectors {
@@ -87,16 +91,17 @@ void multiply_few_rows(const Product& product) {
                          [&](int64_t r, typename Tile::Left* to) { return product.plain_left(r, to); });
   };
   const int64_t panels = divide_up(product.n, kColumns), grain = divide_up(kThreadBytes, (product.k + 1) * kColumns);
-  in_ranges(panels, grain, make, [&](int64_t begin, int64_t end, const Vectors<Tile>& rows) {
-    alignas(64) typename Tile::Sum sums[kDotsAtOnce * kColumns];
-    for (int64_t p = begin; p < end; ++p) {
-      typename Product::Columns columns(product, p * kColumns);
-      rows.multiply(columns.count, product.right.data + p * kColumns * product.right.stride, product.right.stride, sums,
-                    kColumns, 1);
-      if (sums_columns) std::copy_n(sums + product.m * kColumns, kColumns, columns.sum);
-      product.finish(0, product.m, columns, sums, rows.sums());
-    }
-  });
+  in_ranges(panels, grain, torch::stable::get_num_threads(), make,
+            [&](int64_t begin, int64_t end, const Vectors<Tile>& rows) {
+              alignas(64) typename Tile::Sum sums[kDotsAtOnce * kColumns];
+              for (int64_t p = begin; p < end; ++p) {
+                typename Product::Columns columns(product, p * kColumns);
+                rows.multiply(columns.count, product.right.data + p * kColumns * product.right.stride,
+                              product.right.stride, sums, kColumns, 1);
+                if (sums_columns) std::copy_n(sums + product.m * kColumns, kColumns, columns.sum);
+                product.finish(0, product.m, columns, sums, rows.sums());
+              }
+            });
 }
 
 // They are columns of the right one: of the panel in which a tile would have them, half or more would be multiplied in
@@ -110,19 +115,21 @@ void multiply_few_columns(const Product& product) {
                          [&](int64_t c, typename Tile::Left* to) { return product.plain_right(c, to); });
   };
   const int64_t blocks = divide_up(product.m, kRows), grain = divide_up(kThreadProducts, product.k * product.n * kRows);
-  in_ranges(blocks, grain, make, [&](int64_t begin, int64_t end, const Vectors<Tile>& vectors) {
-    typename Product::Columns columns(product, 0);
-    std::copy_n(vectors.sums(), product.n, columns.sum);
-    alignas(64) typename Tile::Sum sums[kRows * kColumns] = {};
-    int32_t row_sums[kRows];
-    for (int64_t row = begin * kRows; row < std::min(end * kRows, product.m); row += kRows) {
-      const int64_t rows = std::min(kRows, product.m - row);
-      vectors.multiply(rows, product.left.data + row * product.left.stride, product.left.stride, sums, 1, kColumns);
-      if (sums_rows)
-        for (int64_t r = 0; r < rows; ++r) row_sums[r] = sums[r * kColumns + product.n];
-      product.finish(row, rows, columns, sums, row_sums);
-    }
-  });
+  in_ranges(blocks, grain, torch::stable::get_num_threads(), make,
+            [&](int64_t begin, int64_t end, const Vectors<Tile>& vectors) {
+              typename Product::Columns columns(product, 0);
+              std::copy_n(vectors.sums(), product.n, columns.sum);
+              alignas(64) typename Tile::Sum sums[kRows * kColumns] = {};
+              int32_t row_sums[kRows];
+              for (int64_t row = begin * kRows; row < std::min(end * kRows, product.m); row += kRows) {
+                const int64_t rows = std::min(kRows, product.m - row);
+                vectors.multiply(rows, product.left.data + row * product.left.stride, product.left.stride, sums, 1,
+                                 kColumns);
+                if (sums_rows)
+                  for (int64_t r = 0; r < rows; ++r) row_sums[r] = sums[r * kColumns + product.n];
+                product.finish(row, rows, columns, sums, row_sums);
+              }
+            });
 }
 
 }  // namespace amp_kernels::cpu

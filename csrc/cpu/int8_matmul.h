@@ -32,10 +32,10 @@ inline int64_t panel_bytes() {
   return 1 << 18;
 }
 
-// A worker packs tiles of the left operand for itself, anew for every block: to share them cost a product of 256^3 10
-// of its 60 us, and 40 where the cores share no L3. Not if there are more blocks than so many, and narrower ones:
-// multiplied by 256 columns a tile takes thirty times as long as to pack. Nor if its columns are packed in several
-// turns.
+// A worker packs tiles of the left operand, if they are not read in place, for itself and anew for every block: to
+// share them cost a product of 256^3 10 of its 60 us, and 40 where the cores share no L3. Not if there are more blocks
+// than so many, and narrower ones: multiplied by 256 columns a tile takes thirty times as long as to pack. Nor if its
+// columns are packed in several turns.
 constexpr int64_t kPrivateBlocks = 4, kPrivateColumns = 256;
 
 // Of a tile whose rows are read where they lie: half of an L1.
@@ -55,8 +55,8 @@ class Multiplication {
   // which packing is most of the work, far more, in blocks of little depth.
   explicit Multiplication(const Product& product)
       : product_(product),
-        products_(product.m * product.n * (product.k + 1)),
-        threads_(std::clamp<int64_t>(products_ / kThreadProducts, 1, torch::stable::get_num_threads())),
+        threads_(std::min<int64_t>(divide_up(product.m * product.n * (product.k + 1), kThreadProducts),
+                                   torch::stable::get_num_threads())),
         panels_(divide_up(product.n, kColumns)) {
     groups_ = divide_up(product.k, 4);
     tiles_ = divide_up(product.m, Tile::kRows);
@@ -81,11 +81,8 @@ class Multiplication {
     std::optional<SharedTiles> shared;
     if (is_shared_) shared.emplace(*this);
     const auto make = [&](int64_t i) { return Worker(*this, i, shared ? &*shared : nullptr); };
-    const int64_t units = blocks_ * spans_;
-    in_ranges(units, divide_up(units * kThreadProducts, products_), make,
-              [&](int64_t begin, int64_t end, Worker& worker) {
-                for (int64_t i = begin; i < end; ++i) worker.run(i / spans_, i % spans_);
-              });
+    in_ranges(blocks_ * spans_, 1, threads_, make,
+              [&](int64_t unit, int64_t, Worker& worker) { worker.run(unit / spans_, unit % spans_); });
   }
 
  private:
@@ -256,14 +253,13 @@ class Multiplication {
     }
   }
 
-  int64_t first_row(int64_t tile) const { return tile * product_.m / tiles_; }
+  int64_t first_row(int64_t tile) const { return tile * (product_.m / tiles_) + std::min(tile, product_.m % tiles_); }
   int64_t rows(int64_t tile) const { return first_row(tile + 1) - first_row(tile); }
   int64_t first_tile(int64_t span) const { return span * tiles_ / spans_; }
   int64_t panel_size() const { return 4 * depth_ * kColumns; }
   int64_t tile_size() const { return 4 * groups_ * Tile::kRows; }
 
   const Product& product_;
-  const int64_t products_;
   const int64_t threads_;  // that are worth waking
   const int64_t panels_;   // of kColumns columns
   int64_t groups_;         // of four k

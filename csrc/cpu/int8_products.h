@@ -6,7 +6,7 @@
 //   needs_row_sums(), needs_column_sums(): whether finish needs those of the codes of `left` and `right`
 //   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
 //   finish(row, rows, columns, sums, row_sums): the results of some rows; row_sums are those of these rows, if needed
-//   multiply(row, rows, left, panels, groups, sums): Tile::multiply, with `sums` for scratch, and finish
+//   multiply(row, rows, left, panels, groups, sums): the results of some rows and panels, with `sums` for scratch
 #pragma once
 
 #include <algorithm>
@@ -24,10 +24,6 @@ namespace amp_kernels::cpu {
 constexpr int64_t kWideDepth = 16;            // groups
 constexpr int64_t kThreadProducts = 1 << 20;  // below which waking a second thread costs more than it saves
 constexpr int64_t kThreadBytes = 1 << 17;     // of what is read once, likewise
-
-// Modulo 2^32.
-inline int32_t wrapped(int32_t sum, int factor) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * factor); }
-inline int32_t difference(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - b); }
 
 // Nearly always all of a panel's, for which the compiler needs no loop.
 template <int kColumns, class T>
@@ -134,7 +130,7 @@ class Int8Product {
                 int32_t* sums) const {
     Panels<Columns> whole = panels;
     whole.count = 0;
-    if constexpr (Tile::kReadsRows) {
+    if constexpr (Tile::kMakesResults) {
       const bool is_plain = args_.out_scale == nullptr && (!has_zero_points_ || is_narrow_);
       if (is_plain) whole.count = panels.count - (panels.columns[panels.count - 1].count < kColumns);
       if (whole.count > 0) multiply_whole(row, rows, left, whole, groups, sums);

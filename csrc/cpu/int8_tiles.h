@@ -20,7 +20,7 @@ struct VnniTile {
   using Left = int8_t;
   using Sum = int32_t;
   static constexpr int kRows = 14, kColumns = 32, kShift = 128, kDotShift = 128;
-  static constexpr bool kReadsRows = true;
+  static constexpr bool kReadsRows = true, kMakesResults = true;
   static constexpr int64_t kDepth = kAnyDepth;
   static constexpr int64_t kDotDepth = 64;
 
@@ -84,7 +84,7 @@ struct VnniTile {
     }
   }
 
-  // As Scaler, in half the instructions. Without `sums` of those that the row begins with.
+  // As Scaler, in half the instructions; without `sums` of what those of a row begin with, -kShift times row_sums.
   __attribute__((target("avx512f,avx512vnni"))) static void subtract(const ZeroPoints& zero_points, const Sum* sums,
                                                                      int64_t rows, Sum* to) {
     __m512i column_sums[2], columns[2];
@@ -128,11 +128,10 @@ struct VnniTile {
     }
   }
 
-  // Of each row's codes, a multiple of four of them. Of rows in place four at a time; packed ones come 16 groups at a
-  // time, as rows x 64 bytes.
+  // Of each row's codes; there is room for a multiple of four. Rows in place, or a packed one, four at a time; several
+  // packed ones come 16 groups at a time, as rows x 64 bytes.
   __attribute__((target("avx512f,avx512vnni"))) static void sum_rows(const LeftTile<Left>& tile, int64_t rows,
                                                                      int64_t groups, Sum* sums) {
-    const __m512i ones = _mm512_set1_epi8(1);
     if (tile.group_step == 4) {
       for (int64_t r = 0; r < rows; r += 4) {
         const auto row = [&](int64_t i) { return tile.data + std::min(r + i, rows - 1) * tile.row_step; };
@@ -283,7 +282,7 @@ struct Avx2Tile : Scaler<16> {
   using Left = int16_t;
   using Sum = int32_t;
   static constexpr int kRows = 5, kColumns = 16, kShift = 0, kDotShift = 0;
-  static constexpr bool kReadsRows = false;
+  static constexpr bool kReadsRows = false, kMakesResults = false;
   static constexpr int64_t kDepth = kAnyDepth;
   static constexpr int64_t kDotDepth = 16;
 

@@ -5,7 +5,8 @@
 //   right: [groups][kColumns][4] codes plus kShift, which is taken from the sums again
 //   sums:  [rows][kColumns], written if `first`, else added to
 //
-// One with kReadsRows reads rows in place, sums them, and makes results of many panels at once: multiply_and_scale.
+// One with a kShift has sum_rows for it, one with kReadsRows reads rows where the operand has them, and one with
+// kMakesResults makes them of many panels at once, by multiply_and_scale.
 //
 // Few vectors of k, rows of the left operand or columns of the right one, are multiplied without packing, by `dot`:
 // `left` are vectors of `k` elements, left_stride apart, k a multiple of kDotDepth; `right` is one of the other
@@ -39,7 +40,7 @@ template <class T>
 struct LeftTile {
   const T* data;  // of four elements of row r and group g: data + r * row_step + g * group_step
   int64_t row_step, group_step;
-  const int32_t* sums;  // of each row's codes; read if there is a kShift
+  const int32_t* sums;  // of each row's codes, where the tile or the product needs them
   const T* next;        // as much as there is of this tile is asked for meanwhile
 
   static LeftTile packed(const T* data, int64_t rows, const int32_t* sums, const T* next) {
@@ -69,9 +70,9 @@ struct Scales {
 struct ZeroPoints {
   const int32_t* rows;  // or nullptr: none
   int64_t row_step;
-  const int32_t* row_sums;     // read if there are `columns`
-  const int32_t* columns;      // or nullptr: none
-  const int32_t* column_sums;  // read if there are `rows`
+  const int32_t* row_sums;  // not read without `columns`
+  const int32_t* columns;   // or nullptr: none
+  const int32_t* column_sums;
   int32_t k;
 
   uint32_t row(int64_t r) const { return rows == nullptr ? 0 : rows[r * row_step]; }
@@ -83,7 +84,7 @@ template <int kWidth>
 struct Scaler {
   static void subtract(const ZeroPoints& zero_points, const int32_t* sums, int64_t rows, int32_t* to) {
     for (int c = 0; c < kWidth; c += kLanes) {
-      const Words column_sums = words(zero_points.rows == nullptr ? nullptr : zero_points.column_sums + c);
+      const Words column_sums = words(zero_points.column_sums + c);
       const Words columns = words(zero_points.columns == nullptr ? nullptr : zero_points.columns + c);
       for (int64_t r = 0; r < rows; ++r) {
         const Words sum =
@@ -139,7 +140,7 @@ struct PortableTile : Scaler<16> {
   using Left = SumType;
   using Sum = SumType;
   static constexpr int kRows = 4, kColumns = 16, kShift = 0, kDotShift = 0;
-  static constexpr bool kReadsRows = false;
+  static constexpr bool kReadsRows = false, kMakesResults = false;
   static constexpr int64_t kDepth = std::is_same_v<Sum, float> ? kFloatDepth : kAnyDepth;
   static constexpr int64_t kDotDepth = 16;
 
