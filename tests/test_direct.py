@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -277,3 +279,22 @@ def test_what_torch_says_of_a_result_that_cannot_be_made_is_raised() -> None:
     wide = torch.empty(1, dtype=torch.int8).expand(2**31, 1)
     with pytest.raises(RuntimeError, match="overflow"):
         _direct.int8_matmul(wide, wide.t(), scale, None, scale, None, None, F32)
+
+
+def test_results_are_tensors_as_others() -> None:
+    for inference in (False, True):
+        with torch.inference_mode(inference):
+            for result in (_direct.int8_matmul(*MATMUL), _direct.int8_linear(*LINEAR)):
+                assert type(result) is Tensor and result.is_inference() == inference
+                assert result.is_leaf and not result.requires_grad and result.untyped_storage().resizable()
+                assert result.stride() == (5, 1) and result.storage_offset() == 0
+    assert sys.getrefcount(_direct.int8_linear(*LINEAR)) == sys.getrefcount(torch.empty(1))
+
+
+def test_results_are_released() -> None:
+    wide = integers(2048, 64)
+    operands = wide, wide.t(), torch.ones(1, 1), None, torch.ones(1, 1), None, None, F32
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    for _ in range(64):
+        assert _direct.int8_matmul(*operands) is not None  # 16 MiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
