@@ -84,11 +84,14 @@ def layout(
     length, blocks = None, groups.block_size
     tail: list[_Level] = []
     if blocks is not None:
-        last = levels.pop()
-        length, count = last.size, groups.scale_shape[-1]
-        tail.append(_Level(count, last.x * blocks, last.out * blocks, last.position * blocks, scale[-1], True))
+        last, count = levels.pop(), groups.scale_shape[-1]
         inner = blocks if count > 1 else last.size
+        tail.append(_Level(count, last.x * blocks, last.out * blocks, last.position * blocks, scale[-1], True))
         tail.append(_Level(inner, last.x, last.out, last.position, 0, False))
+        if count * inner == last.size:  # as if the blocks were a dimension
+            levels, tail = levels + tail, []
+        else:
+            length = last.size
     levels = _merge(sorted((level for level in levels if level.size > 1), key=lambda level: -level.out)) + tail
     # From the inside out: R2, G2, R1, G1.
     places: list[_Level | None] = []

@@ -166,7 +166,10 @@ VIEWS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-LARGE_GROUPS = [{"dim": -1}, {"dim": -1, "symmetric": False}, {"dim": 0}, {}, {"block_size": 100}, {"seed": 3}]
+LARGE_GROUPS = [
+    {"dim": -1}, {"dim": -1, "symmetric": False}, {"dim": 0}, {}, {"block_size": 100}, {"block_size": 128},
+    {"block_size": 257}, {"block_size": 514, "symmetric": False}, {"block_size": 1028}, {"seed": 3},
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
@@ -191,6 +194,27 @@ def test_large_results(options: dict[str, Any], dtype: torch.dtype, backend: str
     assert testing.differing(ours.scale.cpu(), expected.scale) == 0
     assert testing.differing(ours.dequantize(dtype).cpu(), decoded) == 0
     assert testing.differing(amp_kernels.fake_quantize_int8(x.to(device), **plain).cpu(), fake) == 0
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_of_every_length(backend: str, device: torch.device, symmetric: bool, dtype: torch.dtype) -> None:
+    """Rows and blocks about the widths of registers and of what is walked together; with groups that have no scale."""
+    if backend == "reference":
+        pytest.skip("it is what the others are compared with")
+    for length in (*range(1, 70), 127, 129, 255, 257, 341, 511, 513, 1000, 1023, 1024, 1025, 1040):
+        x = testing.randn(21, 2 * length, dtype=dtype)
+        x[2, 0], x[3, -1], x[4], x[5] = float("nan"), -float("inf"), 0.0, 1e-42
+        x[6] = x[6].abs()
+        sliced = testing.randn(21, 2 * length + 3, dtype=dtype)[:, 1 : 2 * length + 1]
+        for options in ({"dim": (-1,)}, {"block_size": length}, {"block_size": length + 1}, {"block_size": 2 * length - 1}):
+            for given in (x[:, :length], x, x[:1], sliced):
+                ours = amp_kernels.quantize_int8(given.to(device), symmetric=symmetric, **options)
+                values, scale, zero_point = reference.quantize_int8(given, symmetric=symmetric, **options)
+                assert testing.differing(ours.values.cpu(), values) == 0, (length, options)
+                assert testing.differing(ours.scale.cpu(), scale) == 0, (length, options)
+                if not symmetric:
+                    assert torch.equal(ours.zero_point.cpu(), zero_point), (length, options)
 
 
 @pytest.mark.parametrize("view", VIEWS)

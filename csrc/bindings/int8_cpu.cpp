@@ -55,6 +55,9 @@ void quantize_bundles(const Quantize& args, const Walk& walk, const Pieces& whol
   for_each_piece(walk, whole, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
     const int64_t next = walk.across() || i + 1 == walk.bundles() ? 0 : walk.bundle(i + 1).x - bundle.x;
     const auto ahead = [&](int64_t bytes) { return walk.ahead(bundle, next * sizeof(T) + bytes, sizeof(T)); };
+    if (are_short_rows<T>(args, walk, bundle))
+      return args.zero_point == nullptr ? quantize_short_rows<true, T>(args, walk, bundle)
+                                        : quantize_short_rows<false, T>(args, walk, bundle);
     Ranges ranges(bundle.groups);
     find_ranges<T>(args, walk, bundle, begin, end, ahead(kBytesAhead / 2), ranges);
     Affines affines;
@@ -75,8 +78,7 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
     const Bundle bundle = walk.bundle(b);
     Ranges* of_pieces = &ranges[b * pieces.each()];
     for (int64_t i = 1; i < pieces.each(); ++i)
-      for (int64_t group = 0; group < bundle.groups; ++group)
-        of_pieces->add(group, of_pieces[i].high[group], of_pieces[i].low[group]);
+      for (int64_t group = 0; group < bundle.groups; ++group) of_pieces->add(group, of_pieces[i].at(group));
     solve_affines(args, walk, bundle, *of_pieces, affines[b]);
   }
   for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {

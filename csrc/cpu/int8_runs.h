@@ -119,6 +119,9 @@ class Walk {
     return !across_ && outer_ == Int8Layout::kG2 && begin == 0 && end == size(bundle);
   }
 
+  // From a row to the next.
+  Run down() const { return steps(outer_); }
+
   // These rows, however long. With groups of 128 elements finding runs took as long as reading them.
   template <class F>
   void for_each_row(const Bundle& bundle, const F& f) const {
