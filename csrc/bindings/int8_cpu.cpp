@@ -44,17 +44,19 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
   for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
     Affines affines;
     given_affines(args.scale, args.zero_point, walk, bundle, affines);
-    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines, walk.ahead(bundle, kBytesAhead, sizeof(T)));
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines, walk.ahead(bundle, sizeof(T)));
   });
 }
 
-// A thread reads a bundle for its ranges, and again, from its cache, for the codes. In both passes it asks for the next
-// bundle, and a little beyond: asked for in one of them alone, memory is idle during the other.
+// A thread reads a bundle for its ranges, and again, from its cache, for the codes. In both passes over a row it asks
+// for the next, and a little beyond: asked for in one of them alone, memory is idle during the other.
 template <class T, int kStep>
 void quantize_bundles(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
-    const int64_t next = walk.across() || i + 1 == walk.bundles() ? 0 : walk.bundle(i + 1).x - bundle.x;
-    const auto ahead = [&](int64_t bytes) { return walk.ahead(bundle, next * sizeof(T) + bytes, sizeof(T)); };
+    const int64_t next = i + 1 == walk.bundles() ? 0 : walk.bundle(i + 1).x - bundle.x;
+    const auto ahead = [&](int64_t beyond) {
+      return walk.across() ? walk.ahead(bundle, sizeof(T)) : next * static_cast<int64_t>(sizeof(T)) + beyond;
+    };
     if (are_short_rows<T>(args, walk, bundle))
       return args.zero_point == nullptr ? quantize_short_rows<true, T>(args, walk, bundle)
                                         : quantize_short_rows<false, T>(args, walk, bundle);
@@ -71,7 +73,7 @@ template <class T, int kStep>
 void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& pieces) {
   std::vector<Ranges> ranges(walk.bundles() * pieces.each(), Ranges(kGroups));
   for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
-    find_ranges<T>(args, walk, bundle, begin, end, walk.ahead(bundle, kBytesAhead, sizeof(T)), ranges[i]);
+    find_ranges<T>(args, walk, bundle, begin, end, walk.ahead(bundle, sizeof(T)), ranges[i]);
   });
   std::vector<Affines> affines(walk.bundles());
   for (int64_t b = 0; b < walk.bundles(); ++b) {
@@ -82,8 +84,7 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
     solve_affines(args, walk, bundle, *of_pieces, affines[b]);
   }
   for_each_piece(walk, pieces, [&](int64_t i, const Bundle& bundle, int64_t begin, int64_t end) {
-    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines[i / pieces.each()],
-                            walk.ahead(bundle, kBytesAhead, sizeof(T)));
+    quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines[i / pieces.each()], walk.ahead(bundle, sizeof(T)));
   });
 }
 

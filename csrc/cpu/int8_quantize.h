@@ -311,8 +311,8 @@ constexpr int64_t kBlock = 32;
 // What lies `ahead` bytes from what is read is asked for. Out of range _mm256_cvtps_epi32 gives the most
 // negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in a group that made its own scale.
 template <int kStep, bool kIsFinite, class T>
-[[gnu::always_inline]] inline int64_t encode_blocks(const T* x, int64_t ahead, const Affines& affines, int64_t first,
-                                                    bool symmetric, int8_t* out, int64_t n, bool streams) {
+int64_t encode_blocks(const T* x, int64_t ahead, const Affines& affines, int64_t first, bool symmetric, int8_t* out,
+                      int64_t n, bool streams) {
   streams = streams && reinterpret_cast<uintptr_t>(out) % 32 == 0;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
   const __m256 most = _mm256_set1_ps(512.0f), least = _mm256_set1_ps(-512.0f);
@@ -474,9 +474,10 @@ template <bool kSymmetric>
 }
 
 template <bool kSymmetric, class T>
-void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
+[[gnu::flatten]] void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
   const Run down = walk.down();
   const bool streams = walk.streams();
+  const int64_t ahead = walk.ahead(bundle, sizeof(T));
   const int64_t rows = bundle.rows, length = bundle.length, step = walk.scale_step();
   const int64_t together = std::clamp<int64_t>(kBytesTogether / (length * sizeof(T)), 1, kTogether);
   const auto length_of = [&](int64_t row) { return row + 1 == rows ? bundle.last_length : length; };
@@ -487,7 +488,7 @@ void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& b
   for (int64_t first = 0; first < rows + together; first += together) {
     const int64_t end = std::min(first + together, rows);
     for (int64_t row = first; row < end; ++row, next += down.x)
-      ranges.set(row - first, range_of<kSymmetric>(next, length_of(row), 0));
+      ranges.set(row - first, range_of<kSymmetric>(next, length_of(row), ahead));
     if (first < rows) solve_together<kSymmetric>(ranges, affines, first);
     for (int64_t row = first; row < end; ++row) {
       args.scale[bundle.scale + row * step] = affines.scale[row];
