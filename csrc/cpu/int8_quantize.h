@@ -117,7 +117,7 @@ template <class T>
 #endif
 }
 
-// `ahead`: bytes from what is read to what is asked for.
+// `ahead`: bytes from what is read to what is asked for, 0: nothing is.
 template <bool kSymmetric, class T>
 [[gnu::always_inline]] inline Range range_of(const T* x, int64_t n, int64_t ahead) {
   using V = BitLanes<T>;
@@ -135,7 +135,7 @@ template <bool kSymmetric, class T>
   };
   int64_t i = 0;
   for (; i + 2 * kWidth <= n; i += 2 * kWidth) {  // a cache line
-    ask_for(x + i, 2 * kWidth, ahead);
+    if (ahead != 0) ask_for(x + i, 2 * kWidth, ahead);
     add(load(x + i), 0), add(load(x + i + kWidth), 1);
   }
   if (i + kWidth <= n) add(load(x + i), 0);
@@ -191,11 +191,16 @@ struct Affines {
   int zero_point[kRoom];
   bool have_inverses;  // all of them, and finite ones
 
-  void set(int64_t i, const Affine& affine) {
+  void set_scale(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
+  }
+
+  void set_ends(int64_t i, const Affine& affine) {
     lowest[i] = static_cast<float>(affine.low - affine.zero_point);
     highest[i] = static_cast<float>(127 - affine.zero_point);
   }
+
+  void set(int64_t i, const Affine& affine) { set_scale(i, affine), set_ends(i, affine); }
 
   void finish(int64_t groups) {
     int without = 0;
@@ -321,7 +326,7 @@ int64_t encode_blocks(const T* x, int64_t ahead, const Affines& affines, int64_t
   const __m256i zero_point = _mm256_set1_epi16(static_cast<int16_t>(affines.zero_point[first]));
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    ask_for(x + i, kBlock, ahead);
+    if (kStep == 1 || ahead != 0) ask_for(x + i, kBlock, ahead);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
       const int64_t j = first + i + 8 * k;
@@ -456,8 +461,8 @@ template <int kStep, class T>
 
 // Short groups that are dense rows: some are read for their ranges, then those before them are encoded, so that nothing
 // waits for the divisions of a scale, and memory is read nearly as evenly as if once. Two cores of a Zen 4 take 1.03 ms
-// for 16M fp16 in groups of 128, 0.99 if they only move them, and 1.22 if they read 8 KiB and then again. To ask for
-// memory ahead costs a tenth here; but of fp32 from memory, rows of 512 take a tenth more without.
+// for 16M fp16 in groups of 128, 0.99 if they only move them, and 1.22 if they read 8 KiB and then again; to ask for
+// memory ahead costs a tenth.
 constexpr int64_t kTogether = 8;  // at most, as many as are divided at once
 constexpr int64_t kBytesTogether = 2048;
 
@@ -465,12 +470,16 @@ template <class T>
 bool are_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
   const bool are_rows = walk.x_step() == 1 && walk.are_rows_groups(bundle, 0, walk.size(bundle));
   const bool are_short = bundle.length * static_cast<int64_t>(sizeof(T)) <= kBytesTogether;
-  return are_rows && are_short && (sizeof(T) == 2 || !walk.streams()) && !args.fake && !args.stochastic;
+  return are_rows && are_short && !args.fake && !args.stochastic;
 }
 
 template <bool kSymmetric>
 [[gnu::noinline]] void solve_together(const Ranges& __restrict ranges, Affines& __restrict affines, int64_t first) {
-  for (int64_t i = 0; i < kTogether; ++i) affines.set(first + i, affine_of(ranges.at(i).extremes(), kSymmetric));
+  for (int64_t i = 0; i < kTogether; ++i) {
+    const Affine affine = affine_of(ranges.at(i).extremes(), kSymmetric);
+    affines.set_scale(first + i, affine);
+    if constexpr (kBlock == 0) affines.set_ends(first + i, affine);  // else nothing is clamped
+  }
 }
 
 template <bool kSymmetric, class T>
@@ -545,7 +554,9 @@ void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int
     const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
     const Side<kStep> inverse(affines.inverse, run.group), scale(affines.scale, run.group);
     const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
-    const auto ask = [&](int64_t i) { ask_for(x + i, kAsk, ahead); };
+    const auto ask = [&](int64_t i) {
+      if (ahead != 0) ask_for(x + i, kAsk, ahead);
+    };
     write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V value = read<V>(x + i), exact = value * inverse.template at<V>(i);

@@ -52,10 +52,9 @@ template <Cache kCache = Cache::kL1, class T>
 // ahead or into the L1 1.6 to 1.7, with 6 to 32 KiB 1.2 to 1.3.
 constexpr int64_t kBytesAhead = 8192;
 
-// Asks for n elements, so many bytes from where they are said to be; for none if these are 0.
+// Asks for n elements, so many bytes from where they are said to be.
 template <class T>
 [[gnu::always_inline]] inline void ask_for(const T* from, int64_t n, int64_t bytes_ahead = kBytesAhead) {
-  if (bytes_ahead == 0) return;
   prefetch<Cache::kL2>(reinterpret_cast<const char*>(from) + bytes_ahead, n * sizeof(T));
 }
 
