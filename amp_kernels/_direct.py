@@ -42,15 +42,15 @@ def _compiled(name: str) -> Callable[..., Any] | None:
     return getattr(importlib.import_module("amp_kernels._C"), name, None) if _loader.load() and HAS_CPU else None
 
 
-_quantize, _dequantize, _multiply, _linear = map(
-    _compiled, ("quantize_int8", "dequantize_int8", "new_int8_matmul", "new_int8_linear")
-)
+_quantize, _dequantize = map(_compiled, ("quantize_int8", "dequantize_int8"))
+# What the code that Inductor compiles makes tensors of its handles with; a torch without it has no direct products.
+_steal = getattr(getattr(torch._C, "_aoti", None), "alloc_tensors_by_stealing_from_void_ptrs", None)
+_multiply, _linear = map(_compiled, ("new_int8_matmul", "new_int8_linear")) if _steal else (None, None)
 _TORCH = (  # what C needs to know of it (csrc/bindings/direct.h)
     getattr(Tensor, "__dlpack_c_exchange_api__", None),
     *PLAIN,
     Tensor.is_neg,
-    torch.empty_strided,
-    torch.get_default_dtype,
+    _steal,
     tuple(sorted(DTYPE_CODES, key=DTYPE_CODES.__getitem__)),
     _WATCHERS,
 )

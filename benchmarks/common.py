@@ -42,8 +42,8 @@ COPY = "copy"
 MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 9, 200, 2
 # The copy runs before every timed call and so empties the caches, as the rest of a training step does. On a GPU it must
 # be far larger than the L2 (B200: 126 MB). On a CPU it is by the rule of STREAM (McCalpin, 1995): arrays of four times
-# the last cache each. With 64 MB beside an L3 of 32 MB the same copy ran at 35 GB/s in some minutes and at 98 in others,
-# when the neighbours on the machine left it more of the cache, which what was timed between two copies never saw.
+# the last cache each. Beside an L3 of 32 MB a copy of 64 MB ran at 35 GB/s in some minutes and at 98 in others, as the
+# machine's other tenants left it more of the cache, which nothing that is timed between two copies can use.
 MIN_COPY_BYTES = 2**30
 ARRAYS_TO_CACHE = 4
 MAX_COPY_BYTES = 2**31

@@ -261,15 +261,10 @@ def test_results_have_the_dtype_asked_for_whatever_the_default_is(default: torch
         torch.set_default_dtype(F32)
 
 
-def test_results_that_torch_makes_elsewhere_are_left_to_the_operators() -> None:
-    """As torch.set_default_tensor_type, which nobody sees, has them made."""
+def test_products_whose_result_torch_does_not_make_are_left_to_the_operators() -> None:
     module = _direct.importlib.import_module("amp_kernels._C")
-    for options in ({"device": "meta"}, {"dtype": F16}):
-
-        def empty(*arguments: Any, options: dict[str, Any] = options, **keywords: Any) -> Tensor:
-            return torch.empty_strided(*arguments, **{**keywords, **options})
-
-        torchs = (*_direct._TORCH[:4], empty, *_direct._TORCH[5:])
+    for steal in (None, lambda _: 1 / 0, lambda _: [], lambda _: ()):
+        torchs = (*_direct._TORCH[:4], steal, *_direct._TORCH[5:])
         assert module.new_int8_linear(torchs, *LINEAR) is None
         assert module.new_int8_matmul(torchs, *MATMUL) is None
 
@@ -277,8 +272,9 @@ def test_results_that_torch_makes_elsewhere_are_left_to_the_operators() -> None:
 def test_what_torch_says_of_a_result_that_cannot_be_made_is_raised() -> None:
     scale = torch.ones(1, 1)
     wide = torch.empty(1, dtype=torch.int8).expand(2**31, 1)
+    assert _direct.int8_matmul(wide, wide.t(), scale, None, scale, None, None, F32) is None
     with pytest.raises(RuntimeError, match="overflow"):
-        _direct.int8_matmul(wide, wide.t(), scale, None, scale, None, None, F32)
+        amp_kernels.int8_matmul(amp_kernels.Int8Tensor(wide, scale), amp_kernels.Int8Tensor(wide.t(), scale))
 
 
 def test_results_are_tensors_as_others() -> None:

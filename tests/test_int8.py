@@ -207,7 +207,12 @@ def test_groups_of_every_length(backend: str, device: torch.device, symmetric: b
         x[2, 0], x[3, -1], x[4], x[5] = float("nan"), -float("inf"), 0.0, 1e-42
         x[6] = x[6].abs()
         sliced = testing.randn(21, 2 * length + 3, dtype=dtype)[:, 1 : 2 * length + 1]
-        for options in ({"dim": (-1,)}, {"block_size": length}, {"block_size": length + 1}, {"block_size": 2 * length - 1}):
+        for options in (
+            {"dim": (-1,)},
+            {"block_size": length},
+            {"block_size": length + 1},
+            {"block_size": 2 * length - 1},
+        ):
             for given in (x[:, :length], x, x[:1], sliced):
                 ours = amp_kernels.quantize_int8(given.to(device), symmetric=symmetric, **options)
                 values, scale, zero_point = reference.quantize_int8(given, symmetric=symmetric, **options)

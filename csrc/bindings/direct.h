@@ -13,8 +13,8 @@ PyObject* dequantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t coun
 
 // Tensors or None are looked at here: None, and nothing was done, if one is not as the kernel takes it, else the
 // result. `torch` is (torch.Tensor.__dlpack_c_exchange_api__, torch.Tensor, torch.nn.Parameter, torch.Tensor.is_neg,
-// torch.empty_strided, torch.get_default_dtype, dtypes, watchers): the dtypes as numbered by Dtype; if one of the
-// watchers, called, returns what is true, somebody has to see the call, and the answer is None.
+// torch._C._aoti.alloc_tensors_by_stealing_from_void_ptrs, dtypes, watchers): the dtypes as numbered by Dtype; if one of
+// the watchers, called, returns what is true, somebody has to see the call, and the answer is None.
 // new_int8_matmul(torch, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out_dtype)
 PyObject* new_int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count);
 // new_int8_linear(torch, x, weight, scale, bias)
