@@ -77,7 +77,6 @@ class Kernels(Protocol):
     _copy_pad_: Kernel
 
 
-_CPU = torch.device("cpu")
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may be no memory at all
 _forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
 forced = _forced.get  # the name of the backend that the caller's `use_backend` forces, or None
@@ -136,11 +135,6 @@ def select(device: torch.device) -> str:
             raise RuntimeError(f"amp_kernels: the backend {name!r} cannot serve {device.type} tensors: {reason}")
         return name
     return _automatic(device.type)
-
-
-def select_on_cpu() -> str:
-    """`select` of a CPU without a device object, which takes 0.3 us to make."""
-    return _automatic("cpu") if forced() is None else select(_CPU)
 
 
 @functools.cache

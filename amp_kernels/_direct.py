@@ -14,16 +14,14 @@ import functools
 import importlib
 import struct
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import _checks, _int8, _loader
-from ._backends import HAS_CPU, PLAIN, forced, select_on_cpu
+from ._backends import HAS_CPU, PLAIN, forced
 from ._table import DTYPE_CODES
-
-_CPU, _STRIDED, _INT8, _FLOAT, _INT32 = torch.device("cpu"), torch.strided, torch.int8, torch.float32, torch.int32
 
 # By names of this module: with cold caches each look-up in torch's large ones costs a microsecond or two.
 _is_traced_by_dynamo = torch.compiler.is_dynamo_compiling
@@ -34,7 +32,7 @@ _WATCHERS = (
     torch._C._get_tracing_state,
     torch._C._autograd._profiler_enabled,
 )
-_empty_strided, _is_grad_enabled = torch.empty_strided, torch.is_grad_enabled
+_is_grad_enabled = torch.is_grad_enabled
 
 
 def _compiled(name: str) -> Callable[..., Any] | None:
@@ -42,10 +40,10 @@ def _compiled(name: str) -> Callable[..., Any] | None:
     return getattr(importlib.import_module("amp_kernels._C"), name, None) if _loader.load() and HAS_CPU else None
 
 
-_quantize, _dequantize = map(_compiled, ("quantize_int8", "dequantize_int8"))
-# What the code that Inductor compiles makes tensors of its handles with; a torch without it has no direct products.
+# What the code that Inductor compiles makes tensors of its handles with; a torch without it has no direct calls.
 _steal = getattr(getattr(torch._C, "_aoti", None), "alloc_tensors_by_stealing_from_void_ptrs", None)
-_multiply, _linear = map(_compiled, ("new_int8_matmul", "new_int8_linear")) if _steal else (None, None)
+_NAMES = ("are_plain", "new_quantize_int8", "new_dequantize_int8", "new_int8_matmul", "new_int8_linear")
+_are_plain, _quantize, _dequantize, _multiply, _linear = map(_compiled, _NAMES) if _steal else (None,) * 5
 _TORCH = (  # what C needs to know of it (csrc/bindings/direct.h)
     getattr(Tensor, "__dlpack_c_exchange_api__", None),
     *PLAIN,
@@ -79,43 +77,30 @@ def quantize_int8(
     fake: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Codes, or with `fake` values of x's dtype; scale and zero point, computed or as given."""
-    if is_watched() or not _are_plain(x, scale, zero_point) or not _are_exact(block_size, symmetric):
+    if _quantize is None or not _serves(x, scale, zero_point) or not _are_exact(block_size, symmetric):
         return None
-    if _quantize is None or (fake and _keeps_grad(x, scale)):
+    if fake and _keeps_grad(x, scale):
         return None
-    try:
-        described = x.shape, x.stride(), x.dtype
-        given = None if scale is None else _describe(scale), None if zero_point is None else _describe(zero_point)
-        recipe = _quantization(described, *given, dim, block_size, symmetric, seed is not None, fake)
-    except RuntimeError:  # of nested tensors, which have no strides
+    given = None if scale is None else _describe(scale), None if zero_point is None else _describe(zero_point)
+    recipe = _quantization(_describe(x), *given, dim, block_size, symmetric, seed is not None, fake)
+    made = None if recipe is None else _quantize(_TORCH, recipe, seed or 0, symmetric, x, scale, zero_point)
+    if made is None:
         return None
-    if recipe is None:
-        return None
-    out = _empty_strided(described[0], recipe.out, dtype=described[2] if fake else _INT8, device=_CPU)
-    if scale is None:
-        scale = _empty_strided(recipe.scale_shape, recipe.scale, dtype=_FLOAT, device=_CPU)
-        zero_point = None if symmetric else _empty_strided(*recipe[1:3], dtype=_INT32, device=_CPU)
-    _quantize(recipe.numbers, seed or 0, x.data_ptr(), out.data_ptr(), scale.data_ptr(), _address(zero_point))
-    return out, scale, zero_point
+    if scale is not None:
+        return made[0], scale, zero_point
+    return made[0], made[1], None if symmetric else made[2]
 
 
 def dequantize_int8(
     values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
 ) -> Tensor | None:
-    if is_watched() or not _are_plain(values, scale, zero_point) or not _are_exact(block_size):
+    if _dequantize is None or not _serves(values, scale, zero_point) or not _are_exact(block_size):
         return None
-    if _dequantize is None or type(dtype) is not torch.dtype or _keeps_grad(scale):
+    if type(dtype) is not torch.dtype or _keeps_grad(scale):
         return None
-    try:
-        zero = None if zero_point is None else _describe(zero_point)
-        recipe = _dequantization(_describe(values), _describe(scale), zero, block_size, dtype)
-    except RuntimeError:  # of nested tensors, which have no strides
-        return None
-    if recipe is None:
-        return None
-    out = _empty_strided(values.shape, recipe.out, dtype=dtype, device=_CPU)
-    _dequantize(recipe.numbers, values.data_ptr(), scale.data_ptr(), _address(zero_point), out.data_ptr())
-    return out
+    zero = None if zero_point is None else _describe(zero_point)
+    recipe = _dequantization(_describe(values), _describe(scale), zero, block_size, dtype)
+    return None if recipe is None else _dequantize(_TORCH, recipe, values, scale, zero_point)
 
 
 def int8_matmul(
@@ -128,25 +113,18 @@ def int8_matmul(
     bias: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    if _multiply is None or _is_traced_by_dynamo() or forced() not in (None, "cpu"):
+    if _multiply is None or not _is_ours():
         return None
     return _multiply(_TORCH, a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out_dtype)
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor | None:
-    if _linear is None or _is_traced_by_dynamo() or forced() not in (None, "cpu") or _keeps_grad(x, scale, bias):
+    if _linear is None or not _is_ours() or _keeps_grad(x, scale, bias):
         return None
     return _linear(_TORCH, x, weight, scale, bias)
 
 
 # ------------------------------------------------------------------------------------------------------ the recipes
-class _Recipe(NamedTuple):
-    out: tuple[int, ...]  # strides of the result
-    scale_shape: tuple[int, ...]
-    scale: tuple[int, ...]  # strides of scale and zero point
-    numbers: bytes  # what the kernel is told beside addresses (csrc/bindings/direct.h)
-
-
 @functools.lru_cache(maxsize=1024)
 def _quantization(
     x: Described,
@@ -157,7 +135,7 @@ def _quantization(
     symmetric: bool,
     indexed: bool,
     fake: bool,
-) -> _Recipe | None:
+) -> bytes | None:
     _checks.check_quantize(_shaped(x), _shaped_or_none(scale), _shaped_or_none(zero_point), dim, block_size)
     made = _int8.plan(x[0], x[1], dim, block_size, scale=None if scale is None else scale[:2], indexed=indexed)
     return _recipe(x, made, scale, zero_point, DTYPE_CODES[x[2]], fake, scale is not None, indexed)
@@ -166,7 +144,7 @@ def _quantization(
 @functools.lru_cache(maxsize=1024)
 def _dequantization(
     values: Described, scale: Described, zero_point: Described | None, block_size: int | None, dtype: torch.dtype
-) -> _Recipe | None:
+) -> bytes | None:
     _checks.check_dequantize(_shaped(values), _shaped(scale), _shaped_or_none(zero_point), block_size, dtype)
     made = _int8.plan(values[0], values[1], None, block_size, scale=scale[:2])
     are_codes_dense = values[1] == made.out
@@ -174,14 +152,16 @@ def _dequantization(
 
 
 def _recipe(
-    x: Described, made: _int8.Plan, scale: Described | None, zero_point: Described | None, *numbers: int
-) -> _Recipe | None:
-    """None if it takes copies, or nothing at all."""
+    x: Described, made: _int8.Plan, scale: Described | None, zero_point: Described | None, *options: int
+) -> bytes | None:
+    """What the kernel is told (csrc/bindings/direct.h); None if it takes copies, or nothing at all."""
     one_layout = scale is None or zero_point is None or scale[1] == zero_point[1]
     if 0 in x[0] or made.layout is None or made.copies or not one_layout:
         return None
-    numbers = (*made.layout, *numbers)
-    return _Recipe(made.out, made.scale_shape, made.scale, struct.pack(f"{len(numbers)}q", *numbers))
+    # Of a given scale nothing is made, and it may have other dimensions.
+    scales = (made.scale_shape, made.scale) if scale is None else (x[0], x[1])
+    numbers = (*made.layout, *options, len(x[0]), *made.out, *scales[0], *scales[1])
+    return struct.pack(f"{len(numbers)}q", *numbers)
 
 
 def _shaped(described: Described) -> Tensor:
@@ -195,14 +175,14 @@ def _shaped_or_none(described: Described | None) -> Tensor | None:
 
 
 # ---------------------------------------------------------------------------------------------------- the arguments
-def _are_plain(*tensors: Tensor | None) -> bool:
-    """Whether they, None apart, are memory of a CPU that our kernels for it serve."""
-    for t in tensors:
-        if t is None:
-            continue
-        if type(t) not in PLAIN or not t.is_cpu or t.layout is not _STRIDED or t.is_neg() or t._is_zerotensor():
-            return False
-    return select_on_cpu() == "cpu"
+def _is_ours() -> bool:
+    """Whether our kernels for a CPU serve its tensors, and no compiler traces what is done with them."""
+    return not _is_traced_by_dynamo() and forced() in (None, "cpu")  # dynamo first: it traces all up to here
+
+
+def _serves(*tensors: Tensor | None) -> bool:
+    """Whether they, None apart, are memory of a CPU that our kernels for it serve, with nobody watching."""
+    return _is_ours() and _are_plain is not None and _are_plain(_TORCH, *tensors)
 
 
 def _keeps_grad(*tensors: Tensor | None) -> bool:
@@ -216,7 +196,3 @@ def _are_exact(block_size: object, symmetric: object = True) -> bool:
 
 def _describe(tensor: Tensor) -> Described:
     return tensor.shape, tensor.stride(), tensor.dtype
-
-
-def _address(tensor: Tensor | None) -> int:
-    return 0 if tensor is None else tensor.data_ptr()

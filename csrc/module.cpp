@@ -18,8 +18,9 @@ PyMethodDef fast_call(const char* name, F* function) {
 PyMODINIT_FUNC PyInit__C(void) {
   using namespace amp_kernels;
   static PyMethodDef methods[] = {{"observe", observe, METH_VARARGS, nullptr},
-                                  fast_call("quantize_int8", quantize_int8),
-                                  fast_call("dequantize_int8", dequantize_int8),
+                                  fast_call("are_plain", are_plain),
+                                  fast_call("new_quantize_int8", new_quantize_int8),
+                                  fast_call("new_dequantize_int8", new_dequantize_int8),
                                   fast_call("new_int8_matmul", new_int8_matmul),
                                   fast_call("new_int8_linear", new_int8_linear),
 #ifdef USE_CUDA

@@ -205,14 +205,6 @@ def test_who_watches_is_not_passed_by(watch: Callable[[], Any]) -> None:
         assert all(call() is None for call in calls)
 
 
-def test_a_backend_of_other_devices_is_not_asked_about_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> str:
-        raise AssertionError("asked which backend serves a CPU")
-
-    monkeypatch.setattr(_direct, "select_on_cpu", refuse)
-    assert quantized(X.to("meta")) is None
-
-
 def test_no_memory_is_taken_for_products_on_other_devices() -> None:
     huge = torch.empty(2**40, 8, dtype=torch.int8, device="meta")
     assert _direct.int8_matmul(*changed(MATMUL, at_0=huge, at_1=huge.t())) is None
@@ -229,14 +221,23 @@ def test_the_profiler_sees_the_operators() -> None:
 
 def test_compiled_functions_look_at_their_arguments() -> None:
     module = _direct.importlib.import_module("amp_kernels._C")
-    with pytest.raises(TypeError, match="expected 6 arguments, got 1"):
-        module.quantize_int8(b"")
-    with pytest.raises(ValueError, match="expected 184 bytes, got 3"):
-        module.quantize_int8(b"abc", 0, 0, 0, 0, 0)
+    quantize, dequantize = module.new_quantize_int8, module.new_dequantize_int8
+    with pytest.raises(TypeError, match="expected 4 arguments, got 1"):
+        module.are_plain(_direct._TORCH)
+    with pytest.raises(TypeError, match="expected 7 arguments, got 1"):
+        quantize(b"")
+    for recipe in (b"abc", bytes(8 * 23), bytes(8 * 25), bytes(8 * 23) + b"\xff" * 8):
+        with pytest.raises(ValueError, match=f"{len(recipe)} bytes are no recipe"):
+            quantize(_direct._TORCH, recipe, 0, True, X, None, None)
     with pytest.raises(TypeError):
-        module.dequantize_int8("", 0, 0, 0, 0)
+        quantize(_direct._TORCH, bytes(8 * 24), "x", True, X, None, None)
     with pytest.raises(TypeError):
-        module.dequantize_int8(bytes(160), "x", 0, 0, 0)
+        dequantize(_direct._TORCH, "", CODES, SCALE, None)
+    assert quantize(_direct._TORCH, bytes(8 * 24), 0, True, X, None, None) is None  # for a tensor without dimensions
+    assert dequantize(_direct._TORCH, bytes(8 * 21), CODES, SCALE, None) is None
+    assert dequantize(_direct._TORCH, bytes(8 * 21), torch.tensor(1, dtype=torch.int8), None, None) is None
+    for first in (None, 0.5, X.double().to_sparse()):
+        assert module.are_plain(_direct._TORCH, first, None, None) is False
     with pytest.raises(TypeError, match="expected 9 arguments, got 2"):
         module.new_int8_matmul(None, None)
     assert module.new_int8_linear(_direct._TORCH, *LINEAR) is not None
@@ -267,6 +268,9 @@ def test_products_whose_result_torch_does_not_make_are_left_to_the_operators() -
         torchs = (*_direct._TORCH[:4], steal, *_direct._TORCH[5:])
         assert module.new_int8_linear(torchs, *LINEAR) is None
         assert module.new_int8_matmul(torchs, *MATMUL) is None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(_direct, "_TORCH", torchs)
+            assert quantized(X) is None and _direct.dequantize_int8(CODES, SCALE, None, None, F32) is None
 
 
 def test_what_torch_says_of_a_result_that_cannot_be_made_is_raised() -> None:
@@ -280,10 +284,12 @@ def test_what_torch_says_of_a_result_that_cannot_be_made_is_raised() -> None:
 def test_results_are_tensors_as_others() -> None:
     for inference in (False, True):
         with torch.inference_mode(inference):
-            for result in (_direct.int8_matmul(*MATMUL), _direct.int8_linear(*LINEAR)):
+            decoded = _direct.dequantize_int8(CODES, SCALE, None, None, F32)
+            quantized_x = quantized(X, symmetric=False)
+            for result in (_direct.int8_matmul(*MATMUL), _direct.int8_linear(*LINEAR), decoded, *quantized_x):
                 assert type(result) is Tensor and result.is_inference() == inference
                 assert result.is_leaf and not result.requires_grad and result.untyped_storage().resizable()
-                assert result.stride() == (5, 1) and result.storage_offset() == 0
+                assert result.is_contiguous() and result.storage_offset() == 0
     assert sys.getrefcount(_direct.int8_linear(*LINEAR)) == sys.getrefcount(torch.empty(1))
 
 
@@ -291,6 +297,9 @@ def test_results_are_released() -> None:
     wide = integers(2048, 64)
     operands = wide, wide.t(), torch.ones(1, 1), None, torch.ones(1, 1), None, None, F32
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    x, one = torch.zeros(2048, 2048), torch.ones(1, 1)
     for _ in range(64):
         assert _direct.int8_matmul(*operands) is not None  # 16 MiB
+        codes, *_ = quantized(x)  # 4 MiB
+        assert _direct.dequantize_int8(codes, one, None, None, F32) is not None  # 16 MiB
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024

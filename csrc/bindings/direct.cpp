@@ -7,6 +7,7 @@
 #include <exception>
 #include <iterator>
 #include <memory>
+#include <vector>
 
 #include "int8_cpu.h"
 
@@ -37,26 +38,34 @@ bool run(const F& kernel, bool is_brief = false) {
   return error == nullptr;
 }
 
-// Bytes that are int64 numbers, then as many integers as there are words.
-template <size_t kNumbers, size_t kWords>
-bool read(PyObject* const* arguments, Py_ssize_t count, int64_t (&numbers)[kNumbers], uint64_t (&words)[kWords]) {
-  if (!check_count(count, 1 + kWords)) return false;
-  char* bytes;
-  Py_ssize_t size;
-  if (PyBytes_AsStringAndSize(arguments[0], &bytes, &size) != 0) return false;
-  if (size != sizeof(numbers)) {
-    PyErr_Format(PyExc_ValueError, "amp_kernels._C: expected %zu bytes, got %zd", sizeof(numbers), size);
+// int64 numbers that bytes hold, to be taken one after the other.
+class Numbers {
+ public:
+  // False, with an error set, if there are not as many as they say.
+  bool read(PyObject* object, size_t fixed) {
+    char* bytes;
+    Py_ssize_t size;
+    if (PyBytes_AsStringAndSize(object, &bytes, &size) != 0) return false;
+    numbers_.resize(size / sizeof(int64_t));
+    std::memcpy(numbers_.data(), bytes, numbers_.size() * sizeof(int64_t));
+    const size_t count = numbers_.size();
+    const int64_t dims = count > fixed ? numbers_[fixed] : -1;
+    if (dims >= 0 && count == fixed + 1 + kPerDimension * dims) return true;
+    PyErr_Format(PyExc_ValueError, "amp_kernels._C: %zd bytes are no recipe", size);
     return false;
   }
-  std::memcpy(numbers, bytes, sizeof(numbers));
-  for (size_t i = 0; i < kWords; ++i) words[i] = PyLong_AsUnsignedLongLongMask(arguments[1 + i]);
-  return PyErr_Occurred() == nullptr;
-}
 
-template <class T>
-T* at(uint64_t address) {
-  return reinterpret_cast<T*>(address);
-}
+  const int64_t* take(int64_t count) {
+    const int64_t* first = numbers_.data() + taken_;
+    taken_ += count;
+    return first;
+  }
+
+ private:
+  static constexpr size_t kPerDimension = 3;  // stride of the result, size and stride of the scales
+  std::vector<int64_t> numbers_;
+  size_t taken_ = 0;
+};
 
 // A tensor of a CPU, or None.
 class Operand {
@@ -125,10 +134,61 @@ struct Release {
 };
 using Reference = std::unique_ptr<PyObject, Release>;
 
+// New tensors of a CPU, made as code that Inductor compiles makes its results: torch.empty_strided, whose arguments are
+// objects, takes half as long again.
+class Results {
+ public:
+  Results() = default;
+  Results(const Results&) = delete;
+  Results& operator=(const Results&) = delete;
+
+  ~Results() {
+    for (size_t i = 0; i < count_; ++i) aoti_torch_delete_tensor_object(tensors_[i]);
+  }
+
+  // Where it lies, or nullptr if there is none.
+  void* add(int64_t dims, const int64_t* size, const int64_t* strides, int32_t dtype) {
+    void* data = nullptr;
+    AtenTensorHandle& tensor = tensors_[count_];
+    if (aoti_torch_empty_strided(dims, size, strides, dtype, aoti_torch_device_type_cpu(), 0, &tensor) != 0)
+      return nullptr;
+    ++count_;
+    return aoti_torch_get_data_ptr(tensor, &data) == 0 ? data : nullptr;
+  }
+
+  // A list of them, or nullptr.
+  Reference list(PyObject* steal) {
+    Reference capsules(PyTuple_New(static_cast<Py_ssize_t>(count_)));
+    for (size_t i = 0; i < count_ && capsules; ++i) {
+      PyObject* capsule = PyCapsule_New(tensors_[i], nullptr, nullptr);
+      if (capsule == nullptr || PyTuple_SetItem(capsules.get(), static_cast<Py_ssize_t>(i), capsule) != 0)
+        capsules.reset();
+    }
+    Reference list;
+    if (capsules) {
+      list.reset(PyObject_CallFunctionObjArgs(steal, capsules.get(), nullptr));
+      count_ = 0;  // they are torch's now
+    }
+    if (list && (!PyList_Check(list.get()) || PyList_Size(list.get()) != PyTuple_Size(capsules.get()))) list.reset();
+    PyErr_Clear();
+    return list;
+  }
+
+ private:
+  AtenTensorHandle tensors_[3];
+  size_t count_ = 0;
+};
+
+int32_t torchs(Dtype dtype) {
+  return dtype == kHalf       ? aoti_torch_dtype_float16()
+         : dtype == kBFloat16 ? aoti_torch_dtype_bfloat16()
+                              : aoti_torch_dtype_float32();
+}
+
 // What the caller says of torch (direct.h).
 class Torch {
  public:
-  // Whether this is a torch that describes its tensors, and nobody watches.
+  // Whether this is a torch that describes its tensors.
   bool read(PyObject* tuple) {
     PyObject** const parts[] = {&tensor_, &parameter_, &is_neg_, &steal_, &dtypes_, &watchers_};
     if (PyTuple_Check(tuple) && PyTuple_Size(tuple) == 1 + std::size(parts)) {
@@ -136,55 +196,7 @@ class Torch {
       if (PyTuple_Check(dtypes_) && PyTuple_Check(watchers_)) api_ = exchange_api(PyTuple_GetItem(tuple, 0));
     }
     if (api_ == nullptr) PyErr_Clear();
-    return api_ != nullptr && !is_watched();
-  }
-
-  // False if there is one that is neither a plain tensor of a CPU nor None.
-  template <size_t kOperands>
-  bool describe(PyObject* const* objects, Operand (&operands)[kOperands]) const {
-    for (size_t i = 0; i < kOperands; ++i) {
-      PyObject* object = objects[i];
-      if (object == Py_None) continue;
-      auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
-      if (type != tensor_ && type != parameter_) return false;
-      if (!operands[i].describe(api_, object) || is_negated(object)) return false;
-    }
-    return true;
-  }
-
-  // Its Dtype, or -1.
-  int64_t code_of(PyObject* dtype) const {
-    for (Py_ssize_t i = 0; i < PyTuple_Size(dtypes_); ++i)
-      if (PyTuple_GetItem(dtypes_, i) == dtype) return i;
-    return -1;
-  }
-
-  // A new [rows, columns] of a CPU and where it lies, or nullptr, made as code that Inductor compiles makes its
-  // results: torch.empty_strided, whose arguments are objects, takes half as long again.
-  PyObject* empty(int64_t rows, int64_t columns, Dtype dtype, void** data) const {
-    const int64_t size[] = {rows, columns}, strides[] = {columns, 1};
-    AtenTensorHandle tensor;
-    if (aoti_torch_empty_strided(2, size, strides, torchs(dtype), aoti_torch_device_type_cpu(), 0, &tensor) != 0)
-      return nullptr;
-    const Reference capsule(PyCapsule_New(tensor, nullptr, nullptr));
-    const Reference capsules(capsule ? PyTuple_Pack(1, capsule.get()) : nullptr);
-    if (!capsules || aoti_torch_get_data_ptr(tensor, data) != 0) {
-      aoti_torch_delete_tensor_object(tensor);
-      PyErr_Clear();
-      return nullptr;
-    }
-    const Reference list(PyObject_CallFunctionObjArgs(steal_, capsules.get(), nullptr));
-    PyObject* out = list ? PyList_GetItem(list.get(), 0) : nullptr;
-    if (out == nullptr) PyErr_Clear();
-    Py_XINCREF(out);
-    return out;
-  }
-
- private:
-  static int32_t torchs(Dtype dtype) {
-    return dtype == kHalf       ? aoti_torch_dtype_float16()
-           : dtype == kBFloat16 ? aoti_torch_dtype_bfloat16()
-                                : aoti_torch_dtype_float32();
+    return api_ != nullptr;
   }
 
   bool is_watched() const {
@@ -197,6 +209,41 @@ class Torch {
     return false;
   }
 
+  // False if there is one that is neither a tensor of a CPU nor None; `plain` ones are of no other class nor negated.
+  template <size_t kOperands>
+  bool describe(PyObject* const* objects, Operand (&operands)[kOperands], bool plain = true) const {
+    for (size_t i = 0; i < kOperands; ++i) {
+      PyObject* object = objects[i];
+      if (object == Py_None) continue;
+      auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+      if (plain && type != tensor_ && type != parameter_) return false;
+      if (!operands[i].describe(api_, object) || (plain && is_negated(object))) return false;
+    }
+    return true;
+  }
+
+  // Its Dtype, or -1.
+  int64_t code_of(PyObject* dtype) const {
+    for (Py_ssize_t i = 0; i < PyTuple_Size(dtypes_); ++i)
+      if (PyTuple_GetItem(dtypes_, i) == dtype) return i;
+    return -1;
+  }
+
+  // Of new tensors a list, or nullptr.
+  Reference list_of(Results& results) const { return results.list(steal_); }
+
+  // A new [rows, columns] and where it lies, or nullptr.
+  PyObject* empty(int64_t rows, int64_t columns, Dtype dtype, void** data) const {
+    const int64_t size[] = {rows, columns}, strides[] = {columns, 1};
+    Results results;
+    *data = results.add(2, size, strides, torchs(dtype));
+    const Reference list = *data == nullptr ? nullptr : list_of(results);
+    PyObject* out = list ? PyList_GetItem(list.get(), 0) : nullptr;
+    Py_XINCREF(out);
+    return out;
+  }
+
+ private:
   // Whether a tensor's memory is to be read with the other sign.
   bool is_negated(PyObject* tensor) const {
     const Reference answer(PyObject_CallFunctionObjArgs(is_neg_, tensor, nullptr));
@@ -218,34 +265,67 @@ PyObject* multiplied(const Args& args, PyObject* out) {
 
 }  // namespace
 
-PyObject* quantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  int64_t numbers[23];
-  uint64_t words[5];
-  if (!read(arguments, count, numbers, words)) return nullptr;
-  const auto [seed, x, out, scale, zero_point] = words;
-  const Quantize args{at<void>(x),
-                      at<void>(out),
-                      at<float>(scale),
-                      at<int32_t>(zero_point),
-                      Int8Layout::from(numbers),
-                      static_cast<Dtype>(numbers[19]),
-                      numbers[20] != 0,
-                      numbers[21] != 0,
-                      numbers[22] != 0,
-                      seed};
-  if (!run([&] { cpu::quantize(args); })) return nullptr;
-  Py_RETURN_NONE;
+PyObject* are_plain(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Torch torch;
+  Operand operands[3];
+  if (!check_count(count, 4)) return nullptr;
+  return PyBool_FromLong(torch.read(arguments[0]) && !torch.is_watched() && torch.describe(arguments + 1, operands) &&
+                         operands[0].is_given());
 }
 
-PyObject* dequantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
-  int64_t numbers[20];
-  uint64_t words[4];
-  if (!read(arguments, count, numbers, words)) return nullptr;
-  const auto [values, scale, zero_point, out] = words;
-  const Dequantize args{at<int8_t>(values), at<float>(scale),          at<int32_t>(zero_point),
-                        at<void>(out),      Int8Layout::from(numbers), static_cast<Dtype>(numbers[19])};
-  if (!run([&] { cpu::dequantize(args); })) return nullptr;
-  Py_RETURN_NONE;
+PyObject* new_quantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Torch torch;
+  Numbers numbers;
+  Operand operands[3];
+  if (!check_count(count, 7) || !numbers.read(arguments[1], 23)) return nullptr;
+  const uint64_t seed = PyLong_AsUnsignedLongLongMask(arguments[2]);
+  const int symmetric = PyObject_IsTrue(arguments[3]);
+  if (PyErr_Occurred() != nullptr) return nullptr;
+  const auto& [x, scale, zero_point] = operands;
+  if (!torch.read(arguments[0]) || !torch.describe(arguments + 4, operands, false) || !x.is_given()) Py_RETURN_NONE;
+  const Int8Layout layout = Int8Layout::from(numbers.take(19));
+  const int64_t* options = numbers.take(4);
+  const int64_t dims = *numbers.take(1);
+  if (dims != x->dims) Py_RETURN_NONE;
+  const int64_t *strides = numbers.take(dims), *size = numbers.take(dims), *steps = numbers.take(dims);
+  const auto dtype = static_cast<Dtype>(options[0]);
+  const bool fake = options[1] != 0, is_static = options[2] != 0;
+  Results results;
+  void *out = results.add(dims, x->shape, strides, fake ? torchs(dtype) : aoti_torch_dtype_int8()), *scales, *zeros;
+  if (is_static) {
+    scales = scale.data<void>(), zeros = zero_point.data<void>();
+  } else {
+    scales = results.add(dims, size, steps, aoti_torch_dtype_float32());
+    zeros = symmetric ? nullptr : results.add(dims, size, steps, aoti_torch_dtype_int32());
+  }
+  if (out == nullptr || scales == nullptr || (zeros == nullptr && !is_static && !symmetric)) Py_RETURN_NONE;
+  Reference list = torch.list_of(results);
+  if (!list) Py_RETURN_NONE;
+  const Quantize args{
+      x.data<void>(),  out, static_cast<float*>(scales), static_cast<int32_t*>(zeros), layout, dtype, fake, is_static,
+      options[3] != 0, seed};
+  return run([&] { cpu::quantize(args); }) ? list.release() : nullptr;
+}
+
+PyObject* new_dequantize_int8(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  Torch torch;
+  Numbers numbers;
+  Operand operands[3];
+  if (!check_count(count, 5) || !numbers.read(arguments[1], 20)) return nullptr;
+  const auto& [values, scale, zero_point] = operands;
+  if (!torch.read(arguments[0]) || !torch.describe(arguments + 2, operands, false)) Py_RETURN_NONE;
+  const Int8Layout layout = Int8Layout::from(numbers.take(19));
+  const auto dtype = static_cast<Dtype>(*numbers.take(1));
+  const int64_t dims = *numbers.take(1);
+  if (!values.is_given() || !scale.is_given() || dims != values->dims) Py_RETURN_NONE;
+  Results results;
+  void* out = results.add(dims, values->shape, numbers.take(dims), torchs(dtype));
+  const Reference list = out == nullptr ? nullptr : torch.list_of(results);
+  if (!list) Py_RETURN_NONE;
+  Reference result(PyList_GetItem(list.get(), 0));
+  Py_INCREF(result.get());
+  const Dequantize args{values.data<int8_t>(), scale.data<float>(), zero_point.data<int32_t>(), out, layout, dtype};
+  return run([&] { cpu::dequantize(args); }) ? result.release() : nullptr;
 }
 
 PyObject* new_int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
@@ -254,7 +334,8 @@ PyObject* new_int8_matmul(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   void* out = nullptr;
   if (!check_count(count, 9)) return nullptr;
   const auto& [a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias] = operands;
-  if (!torch.read(arguments[0]) || !torch.describe(arguments + 1, operands)) Py_RETURN_NONE;
+  if (!torch.read(arguments[0]) || torch.is_watched()) Py_RETURN_NONE;
+  if (!torch.describe(arguments + 1, operands)) Py_RETURN_NONE;
   if (!a.is_codes() || !b.is_codes()) Py_RETURN_NONE;
   const int64_t m = a->shape[0], k = a->shape[1], n = b->shape[1], dtype = torch.code_of(arguments[8]);
   if (b->shape[0] != k || m == 0 || n == 0 || k > kMaxK || dtype < 0) Py_RETURN_NONE;
@@ -289,7 +370,8 @@ PyObject* new_int8_linear(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   void* out = nullptr;
   if (!check_count(count, 5)) return nullptr;
   const auto& [x, weight, scale, bias] = operands;
-  if (!torch.read(arguments[0]) || !torch.describe(arguments + 1, operands)) Py_RETURN_NONE;
+  if (!torch.read(arguments[0]) || torch.is_watched()) Py_RETURN_NONE;
+  if (!torch.describe(arguments + 1, operands)) Py_RETURN_NONE;
   if (!x.is_matrix() || !x->is_float() || !weight.is_codes()) Py_RETURN_NONE;
   const int64_t m = x->shape[0], k = x->shape[1], n = weight->shape[0];
   if (m == 0 || n == 0 || k < 2 || weight->shape[1] != k || x->strides[1] != 1) Py_RETURN_NONE;
