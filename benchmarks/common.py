@@ -42,10 +42,10 @@ COPY = "copy"
 MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 9, 200, 2
 # The copy runs before every timed call and so empties the caches, as the rest of a training step does. On a GPU it must
 # be far larger than the L2 (B200: 126 MB). On a CPU it is by the rule of STREAM (McCalpin, 1995): arrays of four times
-# the last cache each. Beside an L3 of 32 MB a copy of 64 MB ran at 35 GB/s in some minutes and at 98 in others, as the
+# all last caches each. Beside an L3 of 32 MB a copy of 64 MB ran at 35 GB/s in some minutes and at 98 in others, as the
 # machine's other tenants left it more of the cache, which nothing that is timed between two copies can use.
 MIN_COPY_BYTES = 2**30
-ARRAYS_TO_CACHE = 4
+ARRAYS_TO_CACHES = 4
 MAX_COPY_BYTES = 2**31
 MAX_CACHED_ELEMENTS = 2**18  # 1 MB of fp32
 MIN_CASE_BYTES = 30  # per element, below which a case is not begun: the model that all start from, and ours
@@ -301,16 +301,19 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
 
 
 def _copy_elements(case: Case, device: torch.device) -> int:
-    size = case.bytes_per_element * case.layout.elements
-    least = MIN_COPY_BYTES if device.type == "cuda" else 2 * ARRAYS_TO_CACHE * _last_cache_bytes()
-    return min(max(size, least), MAX_COPY_BYTES) // 8
+    size = min(case.bytes_per_element * case.layout.elements, MAX_COPY_BYTES)
+    return max(size, MIN_COPY_BYTES if device.type == "cuda" else 2 * ARRAYS_TO_CACHES * last_cache_bytes()) // 8
 
 
-def _last_cache_bytes() -> int:
-    """Of a CPU; 32 MiB where the system does not say."""
-    file = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
-    found = re.fullmatch(r"(\d+)K\s*", file.read_text()) if file.exists() else None
-    return 1024 * int(found[1]) if found else 2**25
+def last_cache_bytes(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Of all CPUs that this process may use; 32 MiB where the system does not say."""
+    found: dict[str, int] = {}
+    for cpu in os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else ():
+        cache = cpus / f"cpu{cpu}" / "cache" / "index3"
+        if (cache / "size").exists():
+            kibibytes = (cache / "size").read_text().strip().removesuffix("K")
+            found[(cache / "shared_cpu_list").read_text()] = 1024 * int(kibibytes)
+    return sum(found.values()) or 2**25
 
 
 def _build(contender: Contender, case: Case, device: torch.device) -> tuple[Job | None, str]:

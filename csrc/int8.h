@@ -10,8 +10,8 @@ namespace amp_kernels {
 // How a tensor is cut into groups with a scale each, made by amp_kernels/_int8.py: four nested levels in the storage
 // order of `out`, kept (G) and reduced (R) in turn: G1, R1, G2, R2. A level that is not needed has size 1. Rows are
 // (G1, 1, G2, R2), columns (G1, R1, G2, 1), the channels of NCHW (1, N, C, H * W), blocks of the last dimension rows,
-// or with a ragged last one (G1, 1, blocks, block). Strides are in elements and may be anything for `x`; `out` is dense,
-// R2 or, where that is 1, G2 innermost, except that a ragged last block is cut off by `length`.
+// or with a ragged last one (G1, 1, blocks, block). Strides are in elements and may be anything for `x`; `out` is
+// dense, R2 or, where that is 1, G2 innermost, except that a ragged last block is cut off by `length`.
 struct Int8Layout {
   enum Level { kG1, kR1, kG2, kR2, kLevels };
   int64_t size[kLevels];

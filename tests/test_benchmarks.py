@@ -99,6 +99,20 @@ def test_what_does_not_fit_is_not_built(tmp_path, common, monkeypatch):
     assert "needs about" in report.failures[0]
 
 
+def test_the_copy_is_larger_than_all_caches(common, tmp_path, monkeypatch):
+    for cpu, shared in enumerate(("0-1", "0-1", "2", "3")):
+        cache = tmp_path / f"cpu{cpu}" / "cache" / "index3"
+        cache.mkdir(parents=True)
+        (cache / "size").write_text("98304K\n")
+        (cache / "shared_cpu_list").write_text(shared)
+    monkeypatch.setattr(common.os, "sched_getaffinity", lambda _: {0, 1, 2, 7}, raising=False)
+    assert common.last_cache_bytes(tmp_path) == 2 * 96 * 2**20
+    assert common.last_cache_bytes(tmp_path / "none") == 32 * 2**20
+    layout = common.Layout("vector", ((1000,),))
+    case = common.Case("int8", "test", torch.int8, layout, 2, "")
+    assert 4 * common._copy_elements(case, torch.device("cpu")) == 4 * common.last_cache_bytes()
+
+
 def test_the_resnet_is_the_real_one(common):
     layout = common.resnet50()
     assert len(layout.shapes) == 161 and layout.elements == 25_557_032

@@ -376,6 +376,19 @@ def test_results_by_a_scale_without_inverse(backend: str, device: torch.device, 
     assert codes.unique().tolist() == [min(max(zero_point, -128), 127)]
 
 
+@pytest.mark.parametrize("zero_point", [-2_000_000_000, -40_000, -600, -385, 300, 385, 600, 640, 32_768, 65_536])
+def test_a_zero_point_that_is_no_code(backend: str, device: torch.device, zero_point: int) -> None:
+    for length in (8, 31, 32, 40, 100):
+        for shape, dim in (((3, length), (-1,)), ((length, 3), (0,)), ((3, length), (0,))):
+            x = 400 * testing.randn(*shape)
+            x[0, 0], x[1, 1], x[2, 2] = math.inf, -math.inf, math.nan
+            scale = torch.ones(1 if 0 in dim else shape[0], 1 if -1 in dim else shape[1])
+            zeros = torch.full_like(scale, zero_point, dtype=torch.int32)
+            expected = reference.quantize_int8(x, scale=scale, zero_point=zeros)[0]
+            ours = amp_kernels.quantize_int8(x.to(device), scale=scale.to(device), zero_point=zeros.to(device))
+            assert torch.equal(ours.values.cpu(), expected), (shape, dim)
+
+
 def test_codes_keep_the_layout(backend: str, device: torch.device) -> None:
     x = testing.randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
     assert amp_kernels.quantize_int8(x, dim=1).values.stride() == x.stride()

@@ -91,7 +91,8 @@ def quantize_int8(
         seed: of stochastic rounding; None draws one from torch's default generator.
         scale: fp32, of one element or with 1 in every reduced dimension: makes the codes in one pass, without a look at
             the range. inf then saturates and NaN gets the zero point.
-        zero_point: int32 of scale's shape, only beside `scale`; None makes symmetric codes.
+        zero_point: int32 of scale's shape, codes themselves (not checked), only beside `scale`; None makes symmetric
+            codes.
 
     Raises:
         TypeError, ValueError, IndexError: a dtype, a shape or `dim` does not fit.

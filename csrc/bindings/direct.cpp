@@ -167,7 +167,7 @@ class Results {
     Reference list;
     if (capsules) {
       list.reset(PyObject_CallFunctionObjArgs(steal, capsules.get(), nullptr));
-      count_ = 0;  // they are torch's now
+      count_ = 0;  // they are torch's now, or lost if it failed: perhaps it has some
     }
     if (list && (!PyList_Check(list.get()) || PyList_Size(list.get()) != PyTuple_Size(capsules.get()))) list.reset();
     PyErr_Clear();

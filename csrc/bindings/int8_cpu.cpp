@@ -44,6 +44,7 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
   for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
     Affines affines;
     given_affines(args.scale, args.zero_point, walk, bundle, affines);
+    if (args.zero_point != nullptr && !args.fake) affines.bound(bundle.groups);
     quantize_pass<T, kStep>(args, walk, bundle, begin, end, affines, walk.ahead(bundle, sizeof(T)));
   });
 }

@@ -202,6 +202,16 @@ struct Affines {
 
   void set(int64_t i, const Affine& affine) { set_scale(i, affine), set_ends(i, affine); }
 
+  // Given zero points may be no codes: as everywhere steps are then bounded by 512, and whatever is added to 16 bits.
+  void bound(int64_t groups) {
+    constexpr float kBound = 512.0f;
+    for (int64_t i = 0; i < groups; ++i) {
+      set(i, {scale[i], inverse[i], std::clamp(zero_point[i], -1024, 1024), lowest_code(/*symmetric=*/false)});
+      const float low = lowest[i], high = highest[i];
+      lowest[i] = std::max(low, std::min(-kBound, high)), highest[i] = std::min(high, std::max(kBound, low));
+    }
+  }
+
   void finish(int64_t groups) {
     int without = 0;
     for (int64_t i = 0; i < groups; ++i) without += !(std::fabs(inverse[i]) > 0.0f && std::isfinite(inverse[i]));
