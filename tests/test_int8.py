@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import math
+import mmap
 import pathlib
 import pickle
 import re
@@ -220,6 +222,32 @@ def test_groups_of_every_length(backend: str, device: torch.device, symmetric: b
                 assert testing.differing(ours.scale.cpu(), scale) == 0, (length, options)
                 if not symmetric:
                     assert torch.equal(ours.zero_point.cpu(), zero_point), (length, options)
+
+
+def guarded(x: Tensor) -> Tensor:
+    """A copy of x, behind which lies a page that nobody may read."""
+    size = -(-x.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+    memory = mmap.mmap(-1, size + mmap.PAGESIZE)
+    guard = ctypes.addressof(ctypes.c_char.from_buffer(memory)) + size
+    assert ctypes.CDLL(None).mprotect(ctypes.c_void_p(guard), ctypes.c_size_t(mmap.PAGESIZE), 0) == 0
+    flat = torch.frombuffer(memory, dtype=x.dtype, count=x.numel(), offset=size - x.nbytes)
+    return flat.view(x.shape).copy_(x)
+
+
+@pytest.mark.skipif(not pathlib.Path("/proc/self/maps").exists(), reason="mprotect as on Linux")
+@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+def test_nothing_is_read_behind_a_tensor(backend: str, device: torch.device, dtype: torch.dtype) -> None:
+    if device.type != "cpu":
+        pytest.skip("guards memory of a CPU")
+    for length in (1, 7, 8, 15, 17, 31, 32, 33, 63, 100, 127, 1000, 1025):
+        x = testing.randn(3, length, dtype=dtype)
+        for options in ({"dim": -1}, {"dim": 0}, {}, {"block_size": 20}, {"block_size": length}):
+            for symmetric in (True, False):
+                expected = amp_kernels.quantize_int8(x, symmetric=symmetric, **options)
+                q = amp_kernels.quantize_int8(guarded(x), symmetric=symmetric, **options)
+                assert torch.equal(q.values, expected.values) and torch.equal(q.scale, expected.scale)
+                moved = Int8Tensor(guarded(q.values), q.scale, q.zero_point, q.dim, q.block_size)
+                assert torch.equal(moved.dequantize(dtype), expected.dequantize(dtype))
 
 
 @pytest.mark.parametrize("view", VIEWS)
