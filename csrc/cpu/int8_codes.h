@@ -1,0 +1,201 @@
+// From numbers to int8 codes and back on a CPU, eight elements at a time or more.
+#pragma once
+
+#include <cmath>
+
+#include "int8_ranges.h"
+
+namespace amp_kernels::cpu {
+
+// The affines of a bundle's groups, with the clamp before the rounding: the two commute, as the clamp's ends are
+// integers, and then a code takes a third of the instructions of code_of. A zero point is within its range, so that NaN
+// taken for 0 gives it, and so does an inverse of 0.
+struct Affines {
+  float scale[kRoom];
+  float inverse[kRoom];
+  float lowest[kRoom];  // the clamp's ends, in steps from the zero point
+  float highest[kRoom];
+  int zero_point[kRoom];
+  bool have_inverses;  // all of them, and finite ones
+
+  void set_scale(int64_t i, const Affine& affine) {
+    scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
+  }
+
+  void set_ends(int64_t i, const Affine& affine) {
+    lowest[i] = static_cast<float>(affine.low - affine.zero_point);
+    highest[i] = static_cast<float>(127 - affine.zero_point);
+  }
+
+  void set(int64_t i, const Affine& affine) { set_scale(i, affine), set_ends(i, affine); }
+
+  // Given zero points may be no codes: as everywhere steps are then bounded by 512, and whatever is added to 16 bits.
+  void bound(int64_t groups) {
+    constexpr float kBound = 512.0f;
+    for (int64_t i = 0; i < groups; ++i) {
+      set(i, {scale[i], inverse[i], std::clamp(zero_point[i], -1024, 1024), lowest_code(/*symmetric=*/false)});
+      const float low = lowest[i], high = highest[i];
+      lowest[i] = std::max(low, std::min(-kBound, high)), highest[i] = std::min(high, std::max(kBound, low));
+    }
+  }
+
+  void finish(int64_t groups) {
+    int without = 0;
+    for (int64_t i = 0; i < groups; ++i) without += !(std::fabs(inverse[i]) > 0.0f && std::isfinite(inverse[i]));
+    have_inverses = without == 0;
+  }
+};
+
+template <class V>
+[[gnu::always_inline]] inline V limited(const V& steps, const V& lowest, const V& highest) {
+  const V raised = steps < lowest ? lowest : steps;  // NaN stays
+  return raised > highest ? highest : raised;
+}
+
+template <class V>
+[[gnu::always_inline]] inline V clamped(const V& steps, const V& lowest, const V& highest) {
+  return limited(steps == steps ? steps : V{}, lowest, highest);
+}
+
+// Added to |x| < 2^22 it leaves x, rounded to nearest even, as an integer in the low bits.
+constexpr float kRounder = 12582912.0f;
+
+// What groups have: with kStep 0 one number of one group, kept in a register, with 1 each of the next.
+template <int kStep>
+class Side {
+ public:
+  Side(const float* of_groups, int64_t group) : first_(of_groups + group), one_(*first_) {}
+
+  // For the i-th element of a run (V float) or eight (Lanes).
+  template <class V>
+  [[gnu::always_inline]] V at(int64_t i) const {
+    if constexpr (std::is_same_v<V, float>)
+      return first_[kStep * i];
+    else if constexpr (kStep == 1)
+      return load_lanes(first_ + i);
+    else
+      return Lanes{one_, one_, one_, one_, one_, one_, one_, one_};
+  }
+
+ private:
+  const float* first_;
+  float one_;
+};
+
+[[gnu::always_inline]] inline Integers load_codes(const int8_t* codes) {
+#if defined(__AVX2__)
+  return as<Integers>(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(codes))));
+#else
+  Integers wide;
+  for (int i = 0; i < kLanes; ++i) wide[i] = codes[i];
+  return wide;
+#endif
+}
+
+// Codes as steps from their zero points.
+template <class V, int kStep>
+[[gnu::always_inline]] inline V steps_of(const int8_t* codes, const int* zero_point) {
+  if constexpr (std::is_same_v<V, float>) {
+    return static_cast<float>(*codes - *zero_point);
+  } else {
+    Integers zero;
+    if constexpr (kStep == 1)
+      std::memcpy(&zero, zero_point, sizeof(zero));
+    else
+      zero = Integers{} + *zero_point;
+    return as_floats(load_codes(codes) - zero);
+  }
+}
+
+[[gnu::always_inline]] inline float rounded(float x) { return rintf(x); }
+
+[[gnu::always_inline]] inline Lanes rounded(const Lanes& x) {
+#if defined(__AVX2__)
+  return as<Lanes>(_mm256_round_ps(as<__m256>(x), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+#else
+  Lanes whole;
+  for (int i = 0; i < kLanes; ++i) whole[i] = rintf(x[i]);
+  return whole;
+#endif
+}
+
+inline int8_t code_at(float steps, int zero_point) {
+  return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
+}
+
+// The loops over a run's elements: with kStep 0 all share one affine, with 1 each has its own, the first that of group
+// `first`. g++ vectorises them only as they are, each a function of its own and every affine's member a scalar: inlined
+// it forgets what does not alias, and a struct of members it keeps in memory.
+template <int kStep>
+[[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int64_t first,
+                              int8_t* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t j = first + kStep * i;
+    const float steps = clamped(x[i] * affines.inverse[j], affines.lowest[j], affines.highest[j]);
+    out[i] = code_at(steps, affines.zero_point[j]);
+  }
+}
+
+template <int kStep>
+[[gnu::noinline]] void encode(const float* __restrict x, const float* __restrict noise,
+                              const Affines& __restrict affines, int64_t first, int8_t* __restrict out, int64_t n) {
+  for (int64_t i = 0; i < n; ++i) {
+    const int64_t j = first + kStep * i;
+    const float steps = clamped(x[i] * affines.inverse[j] + noise[i], affines.lowest[j], affines.highest[j]);
+    out[i] = code_at(floorf(steps), affines.zero_point[j]);
+  }
+}
+
+#if defined(__AVX2__) && defined(__F16C__)
+constexpr int64_t kBlock = 32;
+
+// encode() from where x lies, in half the instructions or less, as the packing saturates; returns how many it did.
+// What lies `ahead` bytes from what is read is asked for. Out of range _mm256_cvtps_epi32 gives the most
+// negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in a group that made its own scale.
+template <int kStep, bool kIsFinite, class T>
+int64_t encode_blocks(const T* x, int64_t ahead, const Affines& affines, int64_t first, bool symmetric, int8_t* out,
+                      int64_t n, bool streams) {
+  streams = streams && reinterpret_cast<uintptr_t>(out) % 32 == 0;
+  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
+  const __m256 most = _mm256_set1_ps(512.0f), least = _mm256_set1_ps(-512.0f);
+  const __m256i lowest = _mm256_set1_epi8(static_cast<int8_t>(lowest_code(symmetric)));
+  const __m256 inverse = _mm256_set1_ps(affines.inverse[first]);
+  const __m256i zero_point = _mm256_set1_epi16(static_cast<int16_t>(affines.zero_point[first]));
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    if (kStep == 1 || ahead != 0) ask_for(x + i, kBlock, ahead);
+    __m256i steps[4];
+    for (int k = 0; k < 4; ++k) {
+      const int64_t j = first + i + 8 * k;
+      __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + i + 8 * k)),
+                               kStep == 0 ? inverse : _mm256_loadu_ps(affines.inverse + j));
+      if constexpr (!kIsFinite) {
+        v = _mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q));
+        v = _mm256_max_ps(_mm256_min_ps(v, most), least);
+      }
+      steps[k] = _mm256_cvtps_epi32(v);
+      if (kStep == 1 && !symmetric)
+        steps[k] =
+            _mm256_add_epi32(steps[k], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(affines.zero_point + j)));
+    }
+    __m256i low = _mm256_packs_epi32(steps[0], steps[1]), high = _mm256_packs_epi32(steps[2], steps[3]);
+    if (kStep == 0 && !symmetric) low = _mm256_adds_epi16(low, zero_point), high = _mm256_adds_epi16(high, zero_point);
+    __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+    if constexpr (!kIsFinite) codes = _mm256_max_epi8(codes, lowest);
+    if (streams)
+      _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), codes);
+    else
+      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), codes);
+  }
+  return i;
+}
+#else
+constexpr int64_t kBlock = 0;
+
+template <int kStep, bool kIsFinite, class T>
+int64_t encode_blocks(const T*, int64_t, const Affines&, int64_t, bool, int8_t*, int64_t, bool) {
+  return 0;
+}
+#endif
+
+}  // namespace amp_kernels::cpu

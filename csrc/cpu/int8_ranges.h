@@ -1,0 +1,141 @@
+// The range of a group on a CPU: of a row, or of some columns side by side.
+#pragma once
+
+#include "convert.h"
+#include "int8_runs.h"
+
+namespace amp_kernels::cpu {
+
+// One element of any dtype (V float), or eight (Lanes).
+template <class V, class T>
+[[gnu::always_inline]] inline V read(const T* from) {
+  if constexpr (std::is_same_v<V, float>)
+    return static_cast<float>(*from);
+  else
+    return load_lanes(from);
+}
+
+// Floats without their sign are ordered as the integers that their bits are, with NaN above all; and of integers a
+// maximum is one instruction everywhere. Of 16 bits twice as many go to a register.
+template <class T>
+using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int16_t>;
+template <class T>
+constexpr Bits<T> kSign = std::numeric_limits<Bits<T>>::min();
+
+// A group's extremes as bits: the highest, and of the negative ones the lowest, its sign taken off; of symmetric ranges
+// the largest magnitude alone.
+struct Range {
+  uint32_t high, low;
+
+  Extremes extremes() const { return {std::max(high, low), -as<float>(low), as<float>(high)}; }
+};
+
+// Those of a bundle's groups.
+struct Ranges {
+  int32_t high[kRoom];
+  int32_t low[kRoom];
+
+  explicit Ranges(int64_t groups) {
+    std::fill_n(high, groups, 0);
+    std::fill_n(low, groups, 0);
+  }
+
+  Range at(int64_t i) const { return {static_cast<uint32_t>(high[i]), static_cast<uint32_t>(low[i])}; }
+
+  void set(int64_t i, const Range& range) { high[i] = range.high, low[i] = range.low; }
+
+  void add(int64_t i, const Range& other) {
+    high[i] = std::max<int32_t>(high[i], other.high);
+    low[i] = std::max<int32_t>(low[i], other.low);
+  }
+};
+
+using Shorts = int16_t __attribute__((vector_size(32)));
+template <class T>
+using BitLanes = std::conditional_t<sizeof(T) == 4, Integers, Shorts>;
+
+// The largest lane, none of which is negative.
+template <class T>
+[[gnu::always_inline]] inline Bits<T> largest(const BitLanes<T>& lanes) {
+#if defined(__AVX2__)
+  const __m256i all = as<__m256i>(lanes);
+  __m128i four = _mm256_castsi256_si128(all), other = _mm256_extracti128_si256(all, 1);
+  if constexpr (sizeof(T) == 2) {  // x86 finds the smallest of eight in one instruction
+    const __m128i mirror = _mm_set1_epi16(0x7fff);
+    four = _mm_minpos_epu16(_mm_sub_epi16(mirror, _mm_max_epi16(four, other)));
+    return static_cast<Bits<T>>(0x7fff - _mm_cvtsi128_si32(four));
+  } else {
+    four = _mm_max_epi32(four, other);
+    four = _mm_max_epi32(four, _mm_shuffle_epi32(four, 0x4e));
+    return _mm_cvtsi128_si32(_mm_max_epi32(four, _mm_shuffle_epi32(four, 0xb1)));
+  }
+#else
+  Bits<T> most = 0;
+  for (size_t i = 0; i < 32 / sizeof(T); ++i) most = std::max<Bits<T>>(most, lanes[i]);
+  return most;
+#endif
+}
+
+// `ahead`: bytes from what is read to what is asked for, 0: nothing is.
+template <bool kSymmetric, class T>
+[[gnu::always_inline]] inline Range range_of(const T* x, int64_t n, int64_t ahead) {
+  using V = BitLanes<T>;
+  constexpr int64_t kWidth = sizeof(V) / sizeof(T);
+  const auto raise = [](V& to, const V& bits) { to = bits > to ? bits : to; };
+  V high[2] = {}, low[2] = {};
+  const auto add = [&](const V& bits, int chain) {
+    raise(high[chain], kSymmetric ? bits & static_cast<Bits<T>>(~kSign<T>) : bits);
+    if constexpr (!kSymmetric) raise(low[chain], bits ^ kSign<T>);
+  };
+  const auto load = [](const T* from) {
+    V bits;
+    std::memcpy(&bits, from, sizeof(bits));
+    return bits;
+  };
+  int64_t i = 0;
+  for (; i + 2 * kWidth <= n; i += 2 * kWidth) {  // a cache line
+    if (ahead != 0) ask_for(x + i, 2 * kWidth, ahead);
+    add(load(x + i), 0), add(load(x + i + kWidth), 1);
+  }
+  if (i + kWidth <= n) add(load(x + i), 0);
+  if (n % kWidth != 0 && n > kWidth) {
+    add(load(x + n - kWidth), 1);  // some of them again
+  } else if (n % kWidth != 0) {
+    T few[kWidth] = {};  // zeros, which every range contains
+    std::memcpy(few, x, n * sizeof(T));
+    add(load(few), 1);
+  }
+  raise(high[0], high[1]), raise(low[0], low[1]);
+  const auto wide = [](Bits<T> bits) { return as<uint32_t>(static_cast<float>(as<T>(bits))); };
+  return {wide(largest<T>(high[0])), kSymmetric ? 0 : wide(largest<T>(low[0]))};
+}
+
+// Groups from `first` on, an element in each of `rows` rows. The rows are read side by side: one after the other they
+// would read and write the ranges as often as x, and in runs short enough for L1 memory is fetched late.
+template <bool kSymmetric, class T>
+void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t first, int64_t ahead) {
+  const auto add = [&](auto high, int64_t i) {  // Integers or int32_t
+    using V = decltype(high);
+    using Floats = std::conditional_t<std::is_same_v<V, Integers>, Lanes, float>;
+    const auto raise = [](V& to, const V& bits) { to = bits > to ? bits : to; };
+    V low;
+    std::memcpy(&high, ranges.high + first + i, sizeof(high));
+    std::memcpy(&low, ranges.low + first + i, sizeof(low));
+    for (int64_t r = 0; r < rows; ++r) {
+      const V bits = as<V>(read<Floats>(x + r * row_step + i));
+      raise(high, kSymmetric ? bits & ~kSign<float> : bits);
+      if constexpr (!kSymmetric) raise(low, bits ^ kSign<float>);
+    }
+    std::memcpy(ranges.high + first + i, &high, sizeof(high));
+    if constexpr (!kSymmetric) std::memcpy(ranges.low + first + i, &low, sizeof(low));
+  };
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) {
+    if (i * sizeof(T) % 64 == 0)
+      for (int64_t r = 0; r < rows; ++r) ask_for(x + r * row_step + i, 1, ahead);
+    add(Integers{}, i);
+  }
+  for (; i < n; ++i) add(int32_t{}, i);
+}
+
+}  // namespace amp_kernels::cpu
