@@ -18,16 +18,11 @@ struct Affines {
   int zero_point[kRoom];
   bool have_inverses;  // all of them, and finite ones
 
-  void set_scale(int64_t i, const Affine& affine) {
+  void set(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
-  }
-
-  void set_ends(int64_t i, const Affine& affine) {
     lowest[i] = static_cast<float>(affine.low - affine.zero_point);
     highest[i] = static_cast<float>(127 - affine.zero_point);
   }
-
-  void set(int64_t i, const Affine& affine) { set_scale(i, affine), set_ends(i, affine); }
 
   // Given zero points may be no codes: as everywhere steps are then bounded by 512, and whatever is added to 16 bits.
   void bound(int64_t groups) {
@@ -149,53 +144,54 @@ template <int kStep>
 #if defined(__AVX2__) && defined(__F16C__)
 constexpr int64_t kBlock = 32;
 
-// encode() from where x lies, in half the instructions or less, as the packing saturates; returns how many it did.
-// What lies `ahead` bytes from what is read is asked for. Out of range _mm256_cvtps_epi32 gives the most
-// negative integer. kIsFinite: every |x * inverse| is far below 2^31, as in a group that made its own scale.
+// encode() of a block or more, from where x lies, in half the instructions or less, as the packing saturates. `inverse`
+// and `zero_point` are the first element's. The last block may take elements again. What lies `ahead` bytes from what
+// is read is asked for. Out of range _mm256_cvtps_epi32 gives the most negative integer. kIsFinite: every |x * inverse|
+// is far below 2^31, as in a group that made its own scale.
 template <int kStep, bool kIsFinite, class T>
-int64_t encode_blocks(const T* x, int64_t ahead, const Affines& affines, int64_t first, bool symmetric, int8_t* out,
-                      int64_t n, bool streams) {
+[[gnu::always_inline]] inline void encode_blocks(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
+                                                 bool symmetric, int8_t* out, int64_t n, bool streams) {
   streams = streams && reinterpret_cast<uintptr_t>(out) % 32 == 0;
   const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
   const __m256 most = _mm256_set1_ps(512.0f), least = _mm256_set1_ps(-512.0f);
   const __m256i lowest = _mm256_set1_epi8(static_cast<int8_t>(lowest_code(symmetric)));
-  const __m256 inverse = _mm256_set1_ps(affines.inverse[first]);
-  const __m256i zero_point = _mm256_set1_epi16(static_cast<int16_t>(affines.zero_point[first]));
-  int64_t i = 0;
-  for (; i + kBlock <= n; i += kBlock) {
-    if (kStep == 1 || ahead != 0) ask_for(x + i, kBlock, ahead);
+  const __m256 factor = _mm256_set1_ps(*inverse);
+  const __m256i zero = _mm256_set1_epi16(static_cast<int16_t>(*zero_point));
+  const auto encode_block = [&](int64_t i) __attribute__((always_inline)) {
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) {
-      const int64_t j = first + i + 8 * k;
-      __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + i + 8 * k)),
-                               kStep == 0 ? inverse : _mm256_loadu_ps(affines.inverse + j));
+      const int64_t j = i + 8 * k;
+      __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + j)), kStep == 0 ? factor : _mm256_loadu_ps(inverse + j));
       if constexpr (!kIsFinite) {
         v = _mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q));
         v = _mm256_max_ps(_mm256_min_ps(v, most), least);
       }
       steps[k] = _mm256_cvtps_epi32(v);
       if (kStep == 1 && !symmetric)
-        steps[k] =
-            _mm256_add_epi32(steps[k], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(affines.zero_point + j)));
+        steps[k] = _mm256_add_epi32(steps[k], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(zero_point + j)));
     }
     __m256i low = _mm256_packs_epi32(steps[0], steps[1]), high = _mm256_packs_epi32(steps[2], steps[3]);
-    if (kStep == 0 && !symmetric) low = _mm256_adds_epi16(low, zero_point), high = _mm256_adds_epi16(high, zero_point);
+    if (kStep == 0 && !symmetric) low = _mm256_adds_epi16(low, zero), high = _mm256_adds_epi16(high, zero);
     __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
     if constexpr (!kIsFinite) codes = _mm256_max_epi8(codes, lowest);
+    return codes;
+  };
+  int64_t i = 0;
+  for (; i + kBlock <= n; i += kBlock) {
+    if (kStep == 1 || ahead != 0) ask_for(x + i, kBlock, ahead);
+    const __m256i codes = encode_block(i);
     if (streams)
       _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), codes);
     else
       _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), codes);
   }
-  return i;
+  if (i < n) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + n - kBlock), encode_block(n - kBlock));
 }
 #else
 constexpr int64_t kBlock = 0;
 
 template <int kStep, bool kIsFinite, class T>
-int64_t encode_blocks(const T*, int64_t, const Affines&, int64_t, bool, int8_t*, int64_t, bool) {
-  return 0;
-}
+void encode_blocks(const T*, int64_t, const float*, const int*, bool, int8_t*, int64_t, bool) {}
 #endif
 
 }  // namespace amp_kernels::cpu

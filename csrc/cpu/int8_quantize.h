@@ -115,36 +115,38 @@ template <int kStep, class T>
   }
 }
 
-// Dense elements, to the nearest code.
-template <int kStep, class T>
-[[gnu::always_inline]] inline void encode_row(const T* x, int64_t ahead, const Affines& affines, bool symmetric,
-                                              bool is_finite, int64_t group, int8_t* out, int64_t n, bool streams) {
-  const auto encode = [&](const T* from, int64_t first, int8_t* to, int64_t count, bool may_stream) {
-    const int64_t of = group + kStep * first;
-    return is_finite ? encode_blocks<kStep, true>(from, ahead, affines, of, symmetric, to, count, may_stream)
-                     : encode_blocks<kStep, false>(from, ahead, affines, of, symmetric, to, count, may_stream);
-  };
-  const int64_t done = encode(x, 0, out, n, streams), last = n - kBlock;
-  if (done == n) return;
-  if (done > 0) {
-    encode(x + last, last, out + last, kBlock, false);  // some of them again
-    return;
+// Dense elements, to the nearest code; `inverse` and `zero_point` are the first one's. False if there are too few.
+template <int kStep, bool kIsFinite, class T>
+[[gnu::always_inline]] inline bool encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
+                                              bool symmetric, int8_t* out, int64_t n, bool streams) {
+  if constexpr (kBlock > 0) {
+    if (n >= kBlock) {
+      encode_blocks<kStep, kIsFinite>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
+      return true;
+    }
+    if constexpr (kStep == 0) {
+      T few[kBlock] = {};
+      int8_t codes[kBlock];
+      std::memcpy(few, x, n * sizeof(T));
+      encode_blocks<kStep, kIsFinite>(few, 0, inverse, zero_point, symmetric, codes, kBlock, false);
+      std::memcpy(out, codes, n);
+      return true;
+    }
   }
-  if constexpr (kBlock > 0 && kStep == 0) {
-    T few[kBlock] = {};
-    int8_t codes[kBlock];
-    std::memcpy(few, x, n * sizeof(T));
-    encode(few, 0, codes, kBlock, false);
-    std::memcpy(out, codes, n);
-  } else {
-    encode_rest<kStep>(x, affines, group, out, n);
-  }
+  return false;
 }
 
-// Short groups that are dense rows: some are read for their ranges, then those before them are encoded, so that nothing
-// waits for the divisions of a scale, and memory is read nearly as evenly as if once. Two cores of a Zen 4 take 1.03 ms
-// for 16M fp16 in groups of 128, 0.99 if they only move them, and 1.22 if they read 8 KiB and then again; to ask for
-// memory ahead costs a tenth.
+template <int kStep, class T>
+[[gnu::always_inline]] inline bool encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
+                                              bool symmetric, bool is_finite, int8_t* out, int64_t n, bool streams) {
+  return is_finite ? encode_row<kStep, true>(x, ahead, inverse, zero_point, symmetric, out, n, streams)
+                   : encode_row<kStep, false>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
+}
+
+// Short groups that are dense rows: some are read for their ranges, each followed by encoding one of those before, so
+// that nothing waits for the divisions of a scale, and memory is read nearly as evenly as if once. Two cores of a Zen 4
+// take 1.03 ms for 16M fp16 in groups of 128, 0.99 if they only move them, and 1.22 if they read 8 KiB and then again;
+// to ask for memory ahead costs a tenth.
 constexpr int64_t kTogether = 8;  // at most, as many as are divided at once
 constexpr int64_t kBytesTogether = 2048;
 
@@ -152,44 +154,51 @@ template <class T>
 bool are_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
   const bool are_rows = walk.x_step() == 1 && walk.are_rows_groups(bundle, 0, walk.size(bundle));
   const bool are_short = bundle.length * static_cast<int64_t>(sizeof(T)) <= kBytesTogether;
-  return are_rows && are_short && !args.fake && !args.stochastic;
+  return kBlock > 0 && are_rows && are_short && !args.fake && !args.stochastic;
 }
 
-template <bool kSymmetric>
-[[gnu::noinline]] void solve_together(const Ranges& __restrict ranges, Affines& __restrict affines, int64_t first) {
-  for (int64_t i = 0; i < kTogether; ++i) {
-    const Affine affine = affine_of(ranges.at(i).extremes(), kSymmetric);
-    affines.set_scale(first + i, affine);
-    if constexpr (kBlock == 0) affines.set_ends(first + i, affine);  // else nothing is clamped
+// The ranges of some rows and then their affines, each number in an array of its own, as vectors take them.
+struct Together {
+  uint32_t high[kTogether], low[kTogether];
+  float scale[kTogether], inverse[kTogether];
+  int zero_point[kTogether];
+
+  void set(int64_t i, const Range& range) { high[i] = range.high, low[i] = range.low; }
+
+  template <bool kSymmetric>
+  [[gnu::noinline]] void solve() {
+    for (int64_t i = 0; i < kTogether; ++i) {
+      const Affine affine = affine_of(Range{high[i], low[i]}.extremes(), kSymmetric);
+      scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
+    }
   }
-}
+};
 
 template <bool kSymmetric, class T>
-[[gnu::flatten]] void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
+void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
   const Run down = walk.down();
   const bool streams = walk.streams();
   const int64_t ahead = walk.ahead(bundle, sizeof(T));
-  const int64_t rows = bundle.rows, length = bundle.length, step = walk.scale_step();
+  const int64_t rows = bundle.rows, length = bundle.length;
   const int64_t together = std::clamp<int64_t>(kBytesTogether / (length * sizeof(T)), 1, kTogether);
   const auto length_of = [&](int64_t row) { return row + 1 == rows ? bundle.last_length : length; };
   const T *x = static_cast<const T*>(args.x) + bundle.x, *next = x;
   auto* out = static_cast<int8_t*>(args.out) + bundle.out;
-  Ranges ranges(kTogether);
-  Affines affines;
+  int64_t scale = bundle.scale;
+  Together some{};
   for (int64_t first = 0; first < rows + together; first += together) {
-    const int64_t end = std::min(first + together, rows);
-    for (int64_t row = first; row < end; ++row, next += down.x)
-      ranges.set(row - first, range_of<kSymmetric>(next, length_of(row), ahead));
-    if (first < rows) solve_together<kSymmetric>(ranges, affines, first);
-    for (int64_t row = first; row < end; ++row) {
-      args.scale[bundle.scale + row * step] = affines.scale[row];
-      if constexpr (!kSymmetric) args.zero_point[bundle.scale + row * step] = affines.zero_point[row];
+    for (int64_t i = 0; i < together; ++i) {
+      const int64_t row = first + i, before = row - together;
+      if (row < rows) some.set(i, range_of<kSymmetric>(next, length_of(row), ahead)), next += down.x;
+      if (before < 0 || before >= rows) continue;
+      const bool is_finite = some.inverse[i] != 0.0f;
+      encode_row<0>(x, 0, some.inverse + i, some.zero_point + i, kSymmetric, is_finite, out, length_of(before),
+                    streams);
+      args.scale[scale] = some.scale[i];
+      if constexpr (!kSymmetric) args.zero_point[scale] = some.zero_point[i];
+      x += down.x, out += down.out, scale += walk.scale_step();
     }
-    const int64_t solved = std::min(first, rows);
-    for (int64_t row = std::max<int64_t>(0, first - together); row < solved; ++row, x += down.x, out += down.out) {
-      const bool is_finite = affines.inverse[row] != 0.0f;
-      encode_row<0>(x, 0, affines, kSymmetric, is_finite, row, out, length_of(row), streams);
-    }
+    some.solve<kSymmetric>();
   }
 }
 
@@ -200,18 +209,23 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
   auto* out = static_cast<int8_t*>(args.out);
   const bool symmetric = args.zero_point == nullptr, streams = walk.streams();
   const bool is_direct = walk.x_step() == 1 && !args.stochastic;
+  const auto encode_dense = [&](const T* from, bool is_finite, int64_t group, int8_t* to, int64_t n) {
+    const float* inverse = affines.inverse + group;
+    const int* zero_point = affines.zero_point + group;
+    if (!encode_row<kStep>(from, ahead, inverse, zero_point, symmetric, is_finite, to, n, streams))
+      encode_rest<kStep>(from, affines, group, to, n);
+  };
   if (is_direct && kStep == 1) {
     const bool is_finite = !args.is_static && affines.have_inverses;
     return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
       for (int64_t r = 0; r < rows; ++r)
-        encode_row<kStep>(x + run.x + r * walk.row_step(), ahead, affines, symmetric, is_finite, 0,
-                          out + run.out + r * walk.out_row_step(), run.n, streams);
+        encode_dense(x + run.x + r * walk.row_step(), is_finite, 0, out + run.out + r * walk.out_row_step(), run.n);
     });
   }
   const auto encode_directly = [&](const Run& run) {
     // In a group without a scale of its own some x may be infinite or NaN.
     const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;
-    encode_row<kStep>(x + run.x, ahead, affines, symmetric, is_finite, run.group, out + run.out, run.n, streams);
+    encode_dense(x + run.x, is_finite, run.group, out + run.out, run.n);
   };
   if (is_direct && walk.are_rows_groups(bundle, begin, end)) return walk.for_each_row(bundle, encode_directly);
   float staged[kRun], noise[kRun];
