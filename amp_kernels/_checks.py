@@ -14,6 +14,24 @@ _DTYPES = "float32, float16 or bfloat16"
 MAX_K = 131071  # terms of a product of codes that int32 surely holds: 2^31 / 128^2
 
 
+def check_are_tensors(op: str, **arguments: object) -> None:
+    """Tensors, or what torch's functions take for one (a Proxy of torch.fx)."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor) and not hasattr(argument, "__torch_function__"):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
+
+
+def check_are_tensors_or_none(op: str, **arguments: object) -> None:
+    for name, argument in arguments.items():
+        if argument is not None:
+            check_are_tensors(op, **{name: argument})
+
+
+def check_dtype(op: str, name: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: {name} must be {_DTYPES}, got {dtype!r}; pass a torch.dtype")
+
+
 def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors of an iterable, all of them tensors (a gradient may well be None)."""
     result = list(tensors)
@@ -47,8 +65,7 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
     """A one-element fp32 tensor, on `device` if given."""
     if tensor is None:
         return
-    if not isinstance(tensor, Tensor):
-        raise TypeError(f"{op}: {name} must be a Tensor, got {type(tensor).__name__}")
+    check_are_tensors(op, **{name: tensor})
     if tensor.dtype is not torch.float32 or tensor.numel() != 1:
         raise ValueError(f"{op}: {name} must be one float32 element, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if device is not None and tensor.device != device:

@@ -77,7 +77,7 @@ def quantize_int8(
     fake: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Codes, or with `fake` values of x's dtype; scale and zero point, computed or as given."""
-    if _quantize is None or not _serves(x, scale, zero_point) or not _are_exact(block_size, symmetric):
+    if _quantize is None or x is None or not _serves(x, scale, zero_point) or not _are_exact(block_size, symmetric):
         return None
     if fake and _keeps_grad(x, scale):
         return None
@@ -96,7 +96,7 @@ def dequantize_int8(
 ) -> Tensor | None:
     if _dequantize is None or not _serves(values, scale, zero_point) or not _are_exact(block_size):
         return None
-    if type(dtype) is not torch.dtype or _keeps_grad(scale):
+    if values is None or scale is None or type(dtype) is not torch.dtype or _keeps_grad(scale):
         return None
     zero = None if zero_point is None else _describe(zero_point)
     recipe = _dequantization(_describe(values), _describe(scale), zero, block_size, dtype)

@@ -107,6 +107,7 @@ def quantize_int8(
     seed = None if seed is None else _signed(seed)
     direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, seed)
     if direct is None:
+        _check_quantization(x, scale, zero_point, block_size, symmetric)
         with torch.no_grad():
             arguments = (None if dims is None else list(dims), block_size, symmetric, seed, False)
             values, *own = _ops.quantize_int8(x, scale, zero_point, *arguments)
@@ -121,7 +122,11 @@ def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     _check_is_quantized("dequantize_int8", "q", q)
     arguments = (q.values, q.scale, q.zero_point, q.block_size, dtype)
     direct = _direct.dequantize_int8(*arguments)
-    return _ops.dequantize_int8(*arguments) if direct is None else direct
+    if direct is None:
+        _check_parts("dequantize_int8", "q", q)
+        _checks.check_dtype("dequantize_int8", "dtype", dtype)
+        return _ops.dequantize_int8(*arguments)
+    return direct
 
 
 def fake_quantize_int8(
@@ -147,6 +152,7 @@ def fake_quantize_int8(
     dims = _dims(dim)
     direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, None, fake=True)
     if direct is None:
+        _check_quantization(x, scale, zero_point, block_size, symmetric)
         dim = None if dims is None else list(dims)
         direct = _ops.quantize_int8(x, scale, zero_point, dim, block_size, symmetric, None, True)
     return direct[0]
@@ -188,10 +194,13 @@ def int8_matmul(
             return product
     for name, operand in (("a", a), ("b", b)):
         _check_is_quantized("int8_matmul", name, operand)
+        _check_parts("int8_matmul", name, operand)
         if operand.block_size is not None:
             raise ValueError(
                 f"int8_matmul: {name} must not be quantized in blocks, got block_size {operand.block_size}"
             )
+    _checks.check_are_tensors_or_none("int8_matmul", bias=bias, out_scale=out_scale, out_zero_point=out_zero_point)
+    _checks.check_dtype("int8_matmul", "out_dtype", out_dtype)
     _checks.check_side("a", a.values, a.scale, 1)
     _checks.check_side("b", b.values, b.scale, 0)
     return _ops.OPS.int8_matmul(
@@ -208,11 +217,28 @@ def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return tuple(int(d) for d in dims) or None
 
 
+def _check_quantization(x: object, scale: object, zero_point: object, block_size: object, symmetric: object) -> None:
+    """What the operators cannot say in a sentence."""
+    _checks.check_are_tensors("quantize_int8", x=x)
+    _checks.check_are_tensors_or_none("quantize_int8", scale=scale, zero_point=zero_point)
+    if not (block_size is None or hasattr(block_size, "__index__")):
+        raise TypeError(f"quantize_int8: block_size must be an int or None, got {block_size!r}")
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"quantize_int8: symmetric must be a bool, got {symmetric!r}")
+
+
 def _check_is_quantized(op: str, name: str, q: object) -> None:
     if not isinstance(q, Int8Tensor):
         raise TypeError(f"{op}: {name} must be an Int8Tensor, got {type(q).__name__}; quantize it first")
 
 
+def _check_parts(op: str, name: str, q: Int8Tensor) -> None:
+    _checks.check_are_tensors(op, **{f"{name}.values": q.values, f"{name}.scale": q.scale})
+    _checks.check_are_tensors_or_none(op, **{f"{name}.zero_point": q.zero_point})
+
+
 def _signed(seed: int) -> int:
     """The same 64 bits as an int64."""
+    if not hasattr(seed, "__index__"):
+        raise TypeError(f"quantize_int8: seed must be an int or None, got {seed!r}")
     return (seed + 2**63) % 2**64 - 2**63

@@ -41,6 +41,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
             return _torch_matmul(a, b)
         except RuntimeError:
             pass  # the checks below say what is wrong
+    _checks.check_are_tensors("matmul", a=a, b=b)
     a, b = _autocast(a, b)
     if _is_for_torch(a, b):
         return torch.matmul(a, b).to(out_dtype or a.dtype)
@@ -74,6 +75,7 @@ def addmm(
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit.
     """
+    _checks.check_are_tensors("addmm", input=input, a=a, b=b)
     a, b, input = _autocast(a, b, input)
     if _is_for_torch(a, b, input):
         multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
@@ -110,6 +112,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     if activation not in _matmul.ACTIVATIONS:
         names = ", ".join(map(repr, _matmul.ACTIVATIONS))
         raise ValueError(f"linear: activation must be one of {names}, got {activation!r}")
+    _checks.check_are_tensors("linear", x=x, weight=weight)
+    _checks.check_are_tensors_or_none("linear", bias=bias)
     given = [x, weight] if bias is None else [x, weight, bias]
     x, weight, *rest = _autocast(*given)
     bias = rest[0] if rest else None
