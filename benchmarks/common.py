@@ -183,6 +183,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of a case (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile'd contenders")
     parser.add_argument("--quick", action="store_true", help="two sizes, no torch.compile: 20 seconds")
+    fresh = "leave malloc as it is: results of over 32 MB then come from fresh pages at every call (CPU)"
+    parser.add_argument("--fresh-memory", action="store_true", help=fresh)
     parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
     args = parser.parse_args()
     args.max_elements = args.max_elements or (10**9 if args.device.type == "cuda" else 10**8)
@@ -190,8 +192,10 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     args.seconds = min(args.seconds, 1.0) if args.quick else args.seconds
     # a quick run must not take the place of a machine's results
     results = Path(tempfile.gettempdir()) / "amp_kernels" if args.quick else Path(__file__).parent / "results"
-    args.out = args.out or results / slug(device_name(args.device))
-    _keep_memory()
+    name = slug(device_name(args.device)) + ("-fresh-memory" if args.fresh_memory else "")
+    args.out = args.out or results / name
+    if not args.fresh_memory:
+        _keep_memory()
     return args
 
 

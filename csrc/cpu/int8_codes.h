@@ -144,54 +144,102 @@ template <int kStep>
 #if defined(__AVX2__) && defined(__F16C__)
 constexpr int64_t kBlock = 32;
 
-// encode() of a block or more, from where x lies, in half the instructions or less, as the packing saturates. `inverse`
-// and `zero_point` are the first element's. The last block may take elements again. What lies `ahead` bytes from what
-// is read is asked for. Out of range _mm256_cvtps_epi32 gives the most negative integer. kIsFinite: every |x * inverse|
-// is far below 2^31, as in a group that made its own scale.
+// encode() of a block, from where x lies, in half the instructions or less, as the packing saturates. `inverse` and
+// `zero_point` are the first element's: with kStep 0 all elements', with 1 each has its own. kIsFinite: every
+// |x * inverse| is far below 2^31, as in a group that made its own scale; out of range _mm256_cvtps_epi32 gives the
+// most negative integer.
 template <int kStep, bool kIsFinite, class T>
+class Encoder {
+ public:
+  Encoder(const float* inverse, const int* zero_point, bool symmetric)
+      : inverse_(inverse),
+        zero_point_(zero_point),
+        factor_(_mm256_set1_ps(*inverse)),
+        zero_(_mm256_set1_epi16(static_cast<int16_t>(*zero_point))),
+        lowest_(_mm256_set1_epi8(static_cast<int8_t>(lowest_code(symmetric)))),
+        symmetric_(symmetric) {}
+
+  // Of elements i and on.
+  [[gnu::always_inline]] __m256i operator()(const T* x, int64_t i) const {
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
+    __m256i steps[4];
+    for (int k = 0; k < 4; ++k) steps[k] = steps_of_eight(x, i + 8 * k);
+    __m256i low = _mm256_packs_epi32(steps[0], steps[1]), high = _mm256_packs_epi32(steps[2], steps[3]);
+    if (kStep == 0 && !symmetric_) low = _mm256_adds_epi16(low, zero_), high = _mm256_adds_epi16(high, zero_);
+    const __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+    return kIsFinite ? codes : _mm256_max_epi8(codes, lowest_);
+  }
+
+ private:
+  [[gnu::always_inline]] __m256i steps_of_eight(const T* x, int64_t i) const {
+    const __m256 most = _mm256_set1_ps(512.0f), least = _mm256_set1_ps(-512.0f);
+    __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + i)), kStep == 0 ? factor_ : _mm256_loadu_ps(inverse_ + i));
+    if constexpr (!kIsFinite) {
+      v = _mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q));
+      v = _mm256_max_ps(_mm256_min_ps(v, most), least);
+    }
+    const __m256i steps = _mm256_cvtps_epi32(v);
+    if (kStep == 0 || symmetric_) return steps;
+    return _mm256_add_epi32(steps, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(zero_point_ + i)));
+  }
+
+  const float* inverse_;
+  const int* zero_point_;
+  __m256 factor_;
+  __m256i zero_, lowest_;
+  bool symmetric_;
+};
+
+[[gnu::always_inline]] inline void store_codes(const __m256i& codes, int8_t* out, bool streams) {
+  if (streams)
+    _mm256_stream_si256(reinterpret_cast<__m256i*>(out), codes);
+  else
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), codes);
+}
+
+// A block or more of one affine; the last block may take elements again. What lies `ahead` bytes from what is read is
+// asked for, with 0 nothing.
+template <bool kIsFinite, class T>
 [[gnu::always_inline]] inline void encode_blocks(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                                  bool symmetric, int8_t* out, int64_t n, bool streams) {
   streams = streams && reinterpret_cast<uintptr_t>(out) % 32 == 0;
-  const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
-  const __m256 most = _mm256_set1_ps(512.0f), least = _mm256_set1_ps(-512.0f);
-  const __m256i lowest = _mm256_set1_epi8(static_cast<int8_t>(lowest_code(symmetric)));
-  const __m256 factor = _mm256_set1_ps(*inverse);
-  const __m256i zero = _mm256_set1_epi16(static_cast<int16_t>(*zero_point));
-  const auto encode_block = [&](int64_t i) __attribute__((always_inline)) {
-    __m256i steps[4];
-    for (int k = 0; k < 4; ++k) {
-      const int64_t j = i + 8 * k;
-      __m256 v = _mm256_mul_ps(as<__m256>(load_lanes(x + j)), kStep == 0 ? factor : _mm256_loadu_ps(inverse + j));
-      if constexpr (!kIsFinite) {
-        v = _mm256_and_ps(v, _mm256_cmp_ps(v, v, _CMP_ORD_Q));
-        v = _mm256_max_ps(_mm256_min_ps(v, most), least);
-      }
-      steps[k] = _mm256_cvtps_epi32(v);
-      if (kStep == 1 && !symmetric)
-        steps[k] = _mm256_add_epi32(steps[k], _mm256_loadu_si256(reinterpret_cast<const __m256i*>(zero_point + j)));
-    }
-    __m256i low = _mm256_packs_epi32(steps[0], steps[1]), high = _mm256_packs_epi32(steps[2], steps[3]);
-    if (kStep == 0 && !symmetric) low = _mm256_adds_epi16(low, zero), high = _mm256_adds_epi16(high, zero);
-    __m256i codes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
-    if constexpr (!kIsFinite) codes = _mm256_max_epi8(codes, lowest);
-    return codes;
-  };
+  const Encoder<0, kIsFinite, T> encode(inverse, zero_point, symmetric);
   int64_t i = 0;
   for (; i + kBlock <= n; i += kBlock) {
-    if (kStep == 1 || ahead != 0) ask_for(x + i, kBlock, ahead);
-    const __m256i codes = encode_block(i);
-    if (streams)
-      _mm256_stream_si256(reinterpret_cast<__m256i*>(out + i), codes);
-    else
-      _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + i), codes);
+    if (ahead != 0) ask_for(x + i, kBlock, ahead);
+    store_codes(encode(x, i), out + i, streams);
   }
-  if (i < n) _mm256_storeu_si256(reinterpret_cast<__m256i*>(out + n - kBlock), encode_block(n - kBlock));
+  if (i < n) store_codes(encode(x, n - kBlock), out + n - kBlock, false);
+}
+
+// Rows of n columns, a block or more, each column with its affine.
+template <bool kIsFinite, class T>
+void encode_strip(const T* x, int64_t row_step, int64_t rows, int64_t ahead, const float* inverse,
+                  const int* zero_point, bool symmetric, int8_t* out, int64_t out_row_step, int64_t n, bool streams) {
+  constexpr int64_t kLine = 64;  // of codes
+  streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows - 1) * out_row_step) % 32 == 0;
+  const Encoder<1, kIsFinite, T> encode(inverse, zero_point, symmetric);
+  int64_t i = 0;
+  for (; i + kLine <= n; i += kLine)
+    for (int64_t r = 0; r < rows; ++r)
+      for (int64_t k = i; k < i + kLine; k += kBlock) {
+        ask_for(x + r * row_step + k, kBlock, ahead);
+        store_codes(encode(x + r * row_step, k), out + r * out_row_step + k, streams);
+      }
+  for (; i < n; i += kBlock) {  // the last ones perhaps again
+    const int64_t k = std::min(i, n - kBlock);
+    for (int64_t r = 0; r < rows; ++r) store_codes(encode(x + r * row_step, k), out + r * out_row_step + k, false);
+  }
 }
 #else
 constexpr int64_t kBlock = 0;
 
-template <int kStep, bool kIsFinite, class T>
+template <bool kIsFinite, class T>
 void encode_blocks(const T*, int64_t, const float*, const int*, bool, int8_t*, int64_t, bool) {}
+
+template <bool kIsFinite, class T>
+void encode_strip(const T*, int64_t, int64_t, int64_t, const float*, const int*, bool, int8_t*, int64_t, int64_t,
+                  bool) {}
 #endif
 
 }  // namespace amp_kernels::cpu

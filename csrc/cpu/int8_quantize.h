@@ -115,32 +115,25 @@ template <int kStep, class T>
   }
 }
 
-// Dense elements, to the nearest code; `inverse` and `zero_point` are the first one's. False if there are too few.
-template <int kStep, bool kIsFinite, class T>
-[[gnu::always_inline]] inline bool encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
+// Dense elements of one affine, to the nearest code.
+template <bool kIsFinite, class T>
+[[gnu::always_inline]] inline void encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                               bool symmetric, int8_t* out, int64_t n, bool streams) {
-  if constexpr (kBlock > 0) {
-    if (n >= kBlock) {
-      encode_blocks<kStep, kIsFinite>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
-      return true;
-    }
-    if constexpr (kStep == 0) {
-      T few[kBlock] = {};
-      int8_t codes[kBlock];
-      std::memcpy(few, x, n * sizeof(T));
-      encode_blocks<kStep, kIsFinite>(few, 0, inverse, zero_point, symmetric, codes, kBlock, false);
-      std::memcpy(out, codes, n);
-      return true;
-    }
-  }
-  return false;
+  if (n >= kBlock) return encode_blocks<kIsFinite>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
+  T few[kBlock] = {};
+  int8_t codes[kBlock];
+  std::memcpy(few, x, n * sizeof(T));
+  encode_blocks<kIsFinite>(few, 0, inverse, zero_point, symmetric, codes, kBlock, false);
+  std::memcpy(out, codes, n);
 }
 
-template <int kStep, class T>
-[[gnu::always_inline]] inline bool encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
+template <class T>
+[[gnu::always_inline]] inline void encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                               bool symmetric, bool is_finite, int8_t* out, int64_t n, bool streams) {
-  return is_finite ? encode_row<kStep, true>(x, ahead, inverse, zero_point, symmetric, out, n, streams)
-                   : encode_row<kStep, false>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
+  if (is_finite)
+    encode_row<true>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
+  else
+    encode_row<false>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
 }
 
 // Short groups that are dense rows: some are read for their ranges, each followed by encoding one of those before, so
@@ -192,8 +185,7 @@ void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& b
       if (row < rows) some.set(i, range_of<kSymmetric>(next, length_of(row), ahead)), next += down.x;
       if (before < 0 || before >= rows) continue;
       const bool is_finite = some.inverse[i] != 0.0f;
-      encode_row<0>(x, 0, some.inverse + i, some.zero_point + i, kSymmetric, is_finite, out, length_of(before),
-                    streams);
+      encode_row(x, 0, some.inverse + i, some.zero_point + i, kSymmetric, is_finite, out, length_of(before), streams);
       args.scale[scale] = some.scale[i];
       if constexpr (!kSymmetric) args.zero_point[scale] = some.zero_point[i];
       x += down.x, out += down.out, scale += walk.scale_step();
@@ -209,23 +201,31 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
   auto* out = static_cast<int8_t*>(args.out);
   const bool symmetric = args.zero_point == nullptr, streams = walk.streams();
   const bool is_direct = walk.x_step() == 1 && !args.stochastic;
-  const auto encode_dense = [&](const T* from, bool is_finite, int64_t group, int8_t* to, int64_t n) {
-    const float* inverse = affines.inverse + group;
-    const int* zero_point = affines.zero_point + group;
-    if (!encode_row<kStep>(from, ahead, inverse, zero_point, symmetric, is_finite, to, n, streams))
-      encode_rest<kStep>(from, affines, group, to, n);
-  };
   if (is_direct && kStep == 1) {
     const bool is_finite = !args.is_static && affines.have_inverses;
+    const auto encode = is_finite ? encode_strip<true, T> : encode_strip<false, T>;
     return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
-      for (int64_t r = 0; r < rows; ++r)
-        encode_dense(x + run.x + r * walk.row_step(), is_finite, 0, out + run.out + r * walk.out_row_step(), run.n);
+      const int64_t together = kBlock == 0 || run.n < kBlock || sizeof(T) == 2 ? 1 : rows;
+      for (int64_t r = 0; r < rows; r += together) {
+        const T* from = x + run.x + r * walk.row_step();
+        int8_t* to = out + run.out + r * walk.out_row_step();
+        if (kBlock == 0 || run.n < kBlock)
+          encode_rest<kStep>(from, affines, 0, to, run.n);
+        else
+          encode(from, walk.row_step(), together, ahead, affines.inverse, affines.zero_point, symmetric, to,
+                 walk.out_row_step(), run.n, streams);
+      }
     });
   }
   const auto encode_directly = [&](const Run& run) {
     // In a group without a scale of its own some x may be infinite or NaN.
     const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;
-    encode_dense(x + run.x, is_finite, run.group, out + run.out, run.n);
+    const float* inverse = affines.inverse + run.group;
+    if constexpr (kBlock > 0)
+      encode_row(x + run.x, ahead, inverse, affines.zero_point + run.group, symmetric, is_finite, out + run.out, run.n,
+                 streams);
+    else
+      encode_rest<kStep>(x + run.x, affines, run.group, out + run.out, run.n);
   };
   if (is_direct && walk.are_rows_groups(bundle, begin, end)) return walk.for_each_row(bundle, encode_directly);
   float staged[kRun], noise[kRun];

@@ -111,31 +111,47 @@ template <bool kSymmetric, class T>
 }
 
 // Groups from `first` on, an element in each of `rows` rows. The rows are read side by side: one after the other they
-// would read and write the ranges as often as x, and in runs short enough for L1 memory is fetched late.
+// would read and write the ranges as often as x, and in runs short enough for L1 memory is fetched late. Whole cache
+// lines of each: rows of 4 KiB times 2^n lie in one set of the L1, which then holds no line for a second look.
 template <bool kSymmetric, class T>
 void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t first, int64_t ahead) {
-  const auto add = [&](auto high, int64_t i) {  // Integers or int32_t
-    using V = decltype(high);
-    using Floats = std::conditional_t<std::is_same_v<V, Integers>, Lanes, float>;
-    const auto raise = [](V& to, const V& bits) { to = bits > to ? bits : to; };
-    V low;
-    std::memcpy(&high, ranges.high + first + i, sizeof(high));
-    std::memcpy(&low, ranges.low + first + i, sizeof(low));
-    for (int64_t r = 0; r < rows; ++r) {
-      const V bits = as<V>(read<Floats>(x + r * row_step + i));
-      raise(high, kSymmetric ? bits & ~kSign<float> : bits);
-      if constexpr (!kSymmetric) raise(low, bits ^ kSign<float>);
+  using V = BitLanes<T>;
+  constexpr int64_t kLine = 64 / sizeof(T), kVectors = 64 / sizeof(V);
+  const auto raise = [](auto& to, const auto& bits) { to = bits > to ? bits : to; };
+  const auto add_wide = [&](int32_t* to, const V& bits) {
+    T lanes[sizeof(V) / sizeof(T)];
+    std::memcpy(lanes, &bits, sizeof(bits));
+    for (size_t k = 0; k < sizeof(V) / sizeof(T); k += kLanes) {
+      Integers most;
+      std::memcpy(&most, to + k, sizeof(most));
+      raise(most, as<Integers>(load_lanes(lanes + k)));
+      std::memcpy(to + k, &most, sizeof(most));
     }
-    std::memcpy(ranges.high + first + i, &high, sizeof(high));
-    if constexpr (!kSymmetric) std::memcpy(ranges.low + first + i, &low, sizeof(low));
   };
   int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) {
-    if (i * sizeof(T) % 64 == 0)
-      for (int64_t r = 0; r < rows; ++r) ask_for(x + r * row_step + i, 1, ahead);
-    add(Integers{}, i);
+  for (; i + kLine <= n; i += kLine) {
+    V high[kVectors] = {}, low[kVectors] = {};
+    for (int64_t r = 0; r < rows; ++r) {
+      const T* line = x + r * row_step + i;
+      ask_for(line, 1, ahead);
+      for (int64_t k = 0; k < kVectors; ++k) {
+        V bits;
+        std::memcpy(&bits, line + k * kLine / kVectors, sizeof(bits));
+        raise(high[k], kSymmetric ? bits & static_cast<Bits<T>>(~kSign<T>) : bits);
+        if constexpr (!kSymmetric) raise(low[k], bits ^ kSign<T>);
+      }
+    }
+    for (int64_t k = 0; k < kVectors; ++k) {
+      add_wide(ranges.high + first + i + k * kLine / kVectors, high[k]);
+      if constexpr (!kSymmetric) add_wide(ranges.low + first + i + k * kLine / kVectors, low[k]);
+    }
   }
-  for (; i < n; ++i) add(int32_t{}, i);
+  for (; i < n; ++i)
+    for (int64_t r = 0; r < rows; ++r) {
+      const auto bits = as<int32_t>(static_cast<float>(x[r * row_step + i]));
+      raise(ranges.high[first + i], kSymmetric ? bits & ~kSign<float> : bits);
+      if constexpr (!kSymmetric) raise(ranges.low[first + i], bits ^ kSign<float>);
+    }
 }
 
 }  // namespace amp_kernels::cpu
