@@ -63,6 +63,15 @@ def test_rows_of_a_small_run(name, tmp_path, common):
     assert name == "unscale" or "fp16 weights + fp32 masters" in table
 
 
+@pytest.mark.parametrize(("options", "is_kept"), [((), True), (("--fresh-memory",), False)])
+def test_fresh_memory_leaves_malloc_alone_and_has_a_folder_of_its_own(options, is_kept, common, monkeypatch):
+    calls = []
+    monkeypatch.setattr(common, "_keep_memory", lambda: calls.append(1))
+    monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", *options])
+    folder = common.parse_arguments(None).out
+    assert (bool(calls), folder.name.endswith("-fresh-memory")) == (is_kept, not is_kept)
+
+
 def test_what_is_wrong_is_not_timed(tmp_path, common):
     args = argparse.Namespace(device=torch.device("cpu"), seconds=0.0, out=tmp_path)
     case = common.Case("toy", "toy", torch.float32, common.few_large(64), 4, "4 bytes")

@@ -194,6 +194,28 @@ void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& b
   }
 }
 
+// Columns that are dense along a row. Of fp32 eight rows are encoded side by side: two cores of a Zen 4 take 2.80 ms
+// for 4096 x 4096, one after the other 3.15; of fp16, which writes more for what it reads, up to a tenth longer.
+template <class T>
+void encode_columns(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+                    const Affines& affines, int64_t ahead) {
+  const bool symmetric = args.zero_point == nullptr, is_finite = !args.is_static && affines.have_inverses;
+  const bool are_few = kBlock == 0 || bundle.length < kBlock;
+  const auto encode_some = is_finite ? encode_strip<true, T> : encode_strip<false, T>;
+  walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
+    const int64_t together = are_few || sizeof(T) == 2 ? 1 : rows;
+    for (int64_t r = 0; r < rows; r += together) {
+      const T* x = static_cast<const T*>(args.x) + run.x + r * walk.row_step();
+      int8_t* out = static_cast<int8_t*>(args.out) + run.out + r * walk.out_row_step();
+      if (are_few)
+        encode_rest<1>(x, affines, 0, out, run.n);
+      else
+        encode_some(x, walk.row_step(), together, ahead, affines.inverse, affines.zero_point, symmetric, out,
+                    walk.out_row_step(), run.n, walk.streams());
+    }
+  });
+}
+
 template <class T, int kStep>
 void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                  const Affines& affines, int64_t ahead) {
@@ -201,22 +223,7 @@ void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, i
   auto* out = static_cast<int8_t*>(args.out);
   const bool symmetric = args.zero_point == nullptr, streams = walk.streams();
   const bool is_direct = walk.x_step() == 1 && !args.stochastic;
-  if (is_direct && kStep == 1) {
-    const bool is_finite = !args.is_static && affines.have_inverses;
-    const auto encode = is_finite ? encode_strip<true, T> : encode_strip<false, T>;
-    return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
-      const int64_t together = kBlock == 0 || run.n < kBlock || sizeof(T) == 2 ? 1 : rows;
-      for (int64_t r = 0; r < rows; r += together) {
-        const T* from = x + run.x + r * walk.row_step();
-        int8_t* to = out + run.out + r * walk.out_row_step();
-        if (kBlock == 0 || run.n < kBlock)
-          encode_rest<kStep>(from, affines, 0, to, run.n);
-        else
-          encode(from, walk.row_step(), together, ahead, affines.inverse, affines.zero_point, symmetric, to,
-                 walk.out_row_step(), run.n, streams);
-      }
-    });
-  }
+  if (is_direct && kStep == 1) return encode_columns<T>(args, walk, bundle, begin, end, affines, ahead);
   const auto encode_directly = [&](const Run& run) {
     // In a group without a scale of its own some x may be infinite or NaN.
     const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;

@@ -42,8 +42,6 @@ struct Ranges {
 
   Range at(int64_t i) const { return {static_cast<uint32_t>(high[i]), static_cast<uint32_t>(low[i])}; }
 
-  void set(int64_t i, const Range& range) { high[i] = range.high, low[i] = range.low; }
-
   void add(int64_t i, const Range& other) {
     high[i] = std::max<int32_t>(high[i], other.high);
     low[i] = std::max<int32_t>(low[i], other.low);
