@@ -1,7 +1,8 @@
 """What the benchmarks share: cases, interleaved timing against a plain copy, a long CSV and printed tables.
 
 A benchmark gives `run_case` its contenders, ours first. Each is built, compared with the reference and,
-only if it is right, timed: all of them and the copy in turn in one process, medians of the rounds.
+only if it is right, timed: all of them and the copy in turn in one process, medians of the rounds; shares of the copy's
+speed and ratios are medians too, of what was measured side by side.
 """
 
 from __future__ import annotations
@@ -288,19 +289,22 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
             rows[contender]["note"] = why
         else:
             jobs[contender] = job
-    times, copy_times = _interleave(jobs, lambda: target.copy_(source), case.layout.in_a_row, args)
-    copy_bytes = 2 * source.nbytes
-    copy_speed = copy_bytes / statistics.median(copy_times)
-    ours = statistics.median(times[contenders[0]]) if contenders[0] in times else math.nan
+    copy_once = partial(target.copy_, source)
+    times, copies = _interleave(jobs, copy_once, case.layout.in_a_row, args)
     if contenders[0] not in times:
         report.failures.append(f"{case.name}, {case.layout.name}: {rows[contenders[0]]['note']}")
-    size = case.bytes_per_element * case.layout.elements
+    ours = times.get(contenders[0], [])
+    size, copy_bytes = case.bytes_per_element * case.layout.elements, 2 * source.nbytes
     for contender, samples in times.items():
-        rows[contender] |= _statistics(samples, size, copy_speed, ours) | {"note": case.traffic}
+        share = 100 * size / copy_bytes * _middle_ratio(copies[contender], samples)
+        ratio = round(_middle_ratio(samples, ours), 3) if ours else ""
+        shares = {"copy_percent": round(share, 1), "ratio_to_ours": ratio}
+        rows[contender] |= _statistics(samples, size) | shares | {"note": case.traffic}
         if case.operations:
             rows[contender]["tera_ops"] = float(f"{case.operations / statistics.median(samples) / 1e9:.4g}")
     copy = {"contender": COPY, "scaler": "none", "bytes": copy_bytes, "note": "bytes read and written"}
-    copy |= _statistics(copy_times, copy_bytes, copy_speed, math.nan)
+    all_copies = [sample for samples in copies.values() for sample in samples]
+    copy |= _statistics(all_copies or [_milliseconds(copy_once, args.device)], copy_bytes) | {"copy_percent": 100.0}
     report.add(case, [*rows.values(), copy])
 
 
@@ -351,12 +355,12 @@ def _free_memory(device: torch.device) -> None:
 
 def _interleave(
     jobs: dict[Contender, Job], copy: Callable[[], object], calls: int, args: argparse.Namespace
-) -> tuple[dict[Contender, list[float]], list[float]]:
-    """Milliseconds of a call in rounds of all of them, a copy before every one, in another order each time: a copy
-    does not empty the caches, and with one order for all rounds whoever followed a product of other operands paid for
-    it (torch's own bf16 product of 512^3, through ours, was 0.90 of its speed; so it is 0.97)."""
+) -> tuple[dict[Contender, list[float]], dict[Contender, list[float]]]:
+    """Milliseconds of a call, and of the copy before it, in rounds of all contenders, in another order each time: a
+    copy does not empty the caches, and with one order for all rounds whoever followed a product of other operands paid
+    for it (torch's own bf16 product of 512^3, through ours, was 0.90 of its speed; so it is 0.97)."""
     times: dict[Contender, list[float]] = {contender: [] for contender in jobs}
-    copy_times: list[float] = []
+    copies: dict[Contender, list[float]] = {contender: [] for contender in jobs}
     order, shuffle = list(jobs.items()), random.Random(0).shuffle
     copy()
     deadline = time.perf_counter() + args.seconds
@@ -365,11 +369,17 @@ def _interleave(
             break
         shuffle(order)
         for contender, job in order:
-            copy_times.append(_milliseconds(copy, args.device))
+            copies[contender].append(_milliseconds(copy, args.device))
             if args.device.type == "cpu":
                 job.precede()
             times[contender].append(_milliseconds(job.run, args.device, calls))
-    return times, copy_times or [_milliseconds(copy, args.device)]
+    return times, copies
+
+
+def _middle_ratio(above: Sequence[float], below: Sequence[float]) -> float:
+    """The median of the ratios of a round. The ratio of the medians goes astray where a machine's memory has two speeds
+    for seconds each, as a shared one may (33 and 50 GB/s): one median then falls on this side, one on the other."""
+    return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def _milliseconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
@@ -390,8 +400,8 @@ def _milliseconds(call: Callable[[], object], device: torch.device, calls: int =
     return begin.elapsed_time(end) / calls
 
 
-def _statistics(samples: Sequence[float], size: int, copy_speed: float, ours: float) -> dict[str, object]:
-    """Columns of a row; `copy_speed` in bytes per millisecond, `ours` in milliseconds."""
+def _statistics(samples: Sequence[float], size: int) -> dict[str, object]:
+    """Columns of a row."""
     p20, *_, p80 = statistics.quantiles(samples, n=5) if len(samples) > 1 else samples * 2
     median = statistics.median(samples)
     return {
@@ -399,8 +409,6 @@ def _statistics(samples: Sequence[float], size: int, copy_speed: float, ours: fl
         "p20_ms": float(f"{p20:.5g}"),
         "p80_ms": float(f"{p80:.5g}"),
         "gb_s": float(f"{size / median / 1e6:.4g}"),
-        "copy_percent": round(100 * size / median / copy_speed, 1),
-        "ratio_to_ours": "" if math.isnan(ours) else round(median / ours, 3),
     }
 
 

@@ -153,7 +153,7 @@ def table_line(title: str, rows: Sequence[Row]) -> list[str]:
     ours = next(row for row in rows if row["contender"].startswith(OURS))
     peers = [row for row in rows if not row["contender"].startswith((OURS, COPY))]
     peers = [row for row in peers if ours["scaler"] == "none" or row["scaler"] != "none"]
-    peer = min(peers, key=lambda row: float(row["median_ms"]), default=None)
+    peer = min(peers, key=lambda row: float(row["ratio_to_ours"]), default=None)
     line = [ours["device_name"], title, f"{int(ours['elements']):,}", ours["median_ms"], ours["copy_percent"]]
     return [*line, *([peer["contender"], peer["median_ms"], peer["ratio_to_ours"]] if peer else ["", "", ""])]
 

@@ -54,8 +54,7 @@ def test_rows_of_a_small_run(name, tmp_path, common):
         assert ours["contender"].startswith("amp_kernels") and float(ours["ratio_to_ours"]) == 1
         assert copy["contender"] == "copy" and float(copy["copy_percent"]) == 100
         for row in here[1:-1]:
-            ratio = float(row["median_ms"]) / float(ours["median_ms"])
-            assert float(row["ratio_to_ours"]) == pytest.approx(ratio, rel=1e-3, abs=1e-3)
+            assert float(row["ratio_to_ours"]) > 0 and float(row["copy_percent"]) > 0
             assert row["bytes"] == ours["bytes"]
     run("plot.py", tmp_path)
     assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}_largest.png").exists()
@@ -70,6 +69,15 @@ def test_fresh_memory_leaves_malloc_alone_and_has_a_folder_of_its_own(options, i
     monkeypatch.setattr(sys, "argv", ["bench", "--device", "cpu", *options])
     folder = common.parse_arguments(None).out
     assert (bool(calls), folder.name.endswith("-fresh-memory")) == (is_kept, not is_kept)
+
+
+def test_ratios_are_of_rounds_as_memory_may_have_two_speeds(common):
+    slow_rounds = [False, True, False, True, True]
+    ours = [2.0 if slow else 1.0 for slow in slow_rounds]
+    peer = [3.0 if slow else 1.5 for slow in slow_rounds]
+    assert common._middle_ratio(peer, ours) == 1.5
+    with pytest.raises(ValueError):  # of all rounds, or none is a pair
+        common._middle_ratio(peer, ours[:-1])
 
 
 def test_what_is_wrong_is_not_timed(tmp_path, common):
