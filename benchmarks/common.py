@@ -189,6 +189,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--fresh-memory", action="store_true", help=fresh)
     parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
     args = parser.parse_args()
+    if args.fresh_memory and args.device.type != "cpu":
+        parser.error(f"--fresh-memory is about a CPU's memory, got --device {args.device}")
     args.max_elements = args.max_elements or (10**9 if args.device.type == "cuda" else 10**8)
     args.no_compile |= args.quick
     args.seconds = min(args.seconds, 1.0) if args.quick else args.seconds

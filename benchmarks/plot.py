@@ -143,7 +143,8 @@ def table(folders: Sequence[Path]) -> str:
             rows = [row for row in read(path) if row["case"] == case] if path.exists() else []
             rows = [row for row in rows if row["dtype"] == dtype or not dtype]
             if any(row["contender"].startswith(OURS) for row in rows):
-                lines.append(table_line(title, largest(rows)))
+                machine, *line = table_line(title, largest(rows))
+                lines.append([machine + (", fresh memory" if folder.name.endswith("-fresh-memory") else ""), *line])
     header = ("machine", "what", "elements", "ours, ms", "% of copy", "fastest peer", "peer, ms", "times faster")
     return tabulate(lines, header, tablefmt="github", disable_numparse=True)
 

@@ -85,14 +85,14 @@ def test_an_unknown_part() -> None:
 
 
 def test_the_summary_names_the_fastest_peer(script: ModuleType, tmp_path: Path) -> None:
-    fields = ("case", "contender", "scaler", "dtype", "elements", "median_ms", "copy_percent")
+    fields = ("case", "contender", "scaler", "dtype", "elements", "median_ms", "copy_percent", "ratio_to_ours")
     rows = [
-        ("step", "amp_kernels.FusedSGD", "ours", "float16", "1000", "2.0", "80"),
-        ("step", "without a scaler", "none", "float16", "1000", "1.0", "160"),
-        ("step", "torch", "torch", "float16", "1000", "3.0", "53"),
-        ("step", "torch, slow", "torch", "float16", "1000", "5.0", "32"),
-        ("step", "not timed", "torch", "float16", "1000", "", ""),
-        ("step", "copy", "none", "float16", "1000", "1.6", "100"),
+        ("step", "amp_kernels.FusedSGD", "ours", "float16", "1000", "2.0", "80", "1.0"),
+        ("step", "without a scaler", "none", "float16", "1000", "1.0", "160", "0.5"),
+        ("step", "torch", "torch", "float16", "1000", "3.0", "53", "1.5"),
+        ("step", "torch, slow", "torch", "float16", "1000", "5.0", "32", "2.5"),
+        ("step", "not timed", "torch", "float16", "1000", "", "", ""),
+        ("step", "copy", "none", "float16", "1000", "1.6", "100", ""),
     ]
     with (tmp_path / "sgd.csv").open("w", newline="") as file:
         writer = csv.writer(file)

@@ -107,7 +107,7 @@ def quantize_int8(
     seed = None if seed is None else _signed(seed)
     direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, seed)
     if direct is None:
-        _check_quantization(x, scale, zero_point, block_size, symmetric)
+        _check_quantization(x, scale, zero_point, block_size)
         with torch.no_grad():
             arguments = (None if dims is None else list(dims), block_size, symmetric, seed, False)
             values, *own = _ops.quantize_int8(x, scale, zero_point, *arguments)
@@ -152,7 +152,7 @@ def fake_quantize_int8(
     dims = _dims(dim)
     direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, None, fake=True)
     if direct is None:
-        _check_quantization(x, scale, zero_point, block_size, symmetric)
+        _check_quantization(x, scale, zero_point, block_size)
         dim = None if dims is None else list(dims)
         direct = _ops.quantize_int8(x, scale, zero_point, dim, block_size, symmetric, None, True)
     return direct[0]
@@ -217,14 +217,17 @@ def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
     return tuple(int(d) for d in dims) or None
 
 
-def _check_quantization(x: object, scale: object, zero_point: object, block_size: object, symmetric: object) -> None:
+def _check_quantization(x: object, scale: object, zero_point: object, block_size: object) -> None:
     """What the operators cannot say in a sentence."""
     _checks.check_are_tensors("quantize_int8", x=x)
     _checks.check_are_tensors_or_none("quantize_int8", scale=scale, zero_point=zero_point)
-    if not (block_size is None or hasattr(block_size, "__index__")):
+    if block_size is not None and not _is_integer(block_size):
         raise TypeError(f"quantize_int8: block_size must be an int or None, got {block_size!r}")
-    if not isinstance(symmetric, bool):
-        raise TypeError(f"quantize_int8: symmetric must be a bool, got {symmetric!r}")
+
+
+def _is_integer(n: object) -> bool:
+    # In this order: of a symbolic size the compiler knows the type alone.
+    return isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")
 
 
 def _check_is_quantized(op: str, name: str, q: object) -> None:
@@ -239,6 +242,6 @@ def _check_parts(op: str, name: str, q: Int8Tensor) -> None:
 
 def _signed(seed: int) -> int:
     """The same 64 bits as an int64."""
-    if not hasattr(seed, "__index__"):
+    if not _is_integer(seed):
         raise TypeError(f"quantize_int8: seed must be an int or None, got {seed!r}")
     return (seed + 2**63) % 2**64 - 2**63
