@@ -216,8 +216,9 @@ template <bool kIsFinite, class T>
 template <bool kIsFinite, class T>
 void encode_strip(const T* x, int64_t row_step, int64_t rows, int64_t ahead, const float* inverse,
                   const int* zero_point, bool symmetric, int8_t* out, int64_t out_row_step, int64_t n, bool streams) {
-  constexpr int64_t kLine = 64;                                                                       // of codes
-  streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows > 1 ? out_row_step : 0)) % 32 == 0;  // every row's
+  constexpr int64_t kLine = 64;  // of codes
+  // A row that does not begin on a boundary faults when it is streamed.
+  streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows > 1 ? out_row_step : 0)) % 32 == 0;
   const Encoder<1, kIsFinite, T> encode(inverse, zero_point, symmetric);
   int64_t i = 0;
   for (; i + kLine <= n; i += kLine)
