@@ -198,7 +198,8 @@ def summary(folder: Path) -> list[tuple[str, ...]]:
                 continue
             others = [row for row in rows if not row["contender"].startswith(("amp_kernels", "copy"))]
             peers = [row for row in others if row["scaler"] != "none" or ours["scaler"] == "none"]
-            best = min(peers, key=lambda row: float(row["ratio_to_ours"]), default=None)
+            rated = [row for row in peers if row["ratio_to_ours"]]  # none where our first could not run
+            best = min(rated, key=lambda row: float(row["ratio_to_ours"]), default=None)
             ratio = f"{float(best['ratio_to_ours']):.2f}" if best else "-"
             peer = best["contender"] if best else "-"
             share = f"{float(ours['copy_percent']):.0f}"

@@ -154,6 +154,7 @@ def table_line(title: str, rows: Sequence[Row]) -> list[str]:
     ours = next(row for row in rows if row["contender"].startswith(OURS))
     peers = [row for row in rows if not row["contender"].startswith((OURS, COPY))]
     peers = [row for row in peers if ours["scaler"] == "none" or row["scaler"] != "none"]
+    peers = [row for row in peers if row["ratio_to_ours"]]  # none where our first could not run
     peer = min(peers, key=lambda row: float(row["ratio_to_ours"]), default=None)
     line = [ours["device_name"], title, f"{int(ours['elements']):,}", ours["median_ms"], ours["copy_percent"]]
     return [*line, *([peer["contender"], peer["median_ms"], peer["ratio_to_ours"]] if peer else ["", "", ""])]

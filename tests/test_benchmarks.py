@@ -80,6 +80,25 @@ def test_ratios_are_of_rounds_as_memory_may_have_two_speeds(common):
         common._middle_ratio(peer, ours[:-1])
 
 
+def test_shares_and_ratios_are_of_what_was_timed_side_by_side(tmp_path, common, monkeypatch):
+    args = argparse.Namespace(device=torch.device("cpu"), seconds=0.0, out=tmp_path)
+    case = common.Case("toy", "toy", torch.float32, common.few_large(64), 4, "4 bytes")
+    ours, peer = (common.Contender(n, "none", 4, lambda: common.Job(int, str)) for n in ("ours", "peer"))
+    monkeypatch.setattr(common, "_copy_elements", lambda *_: 64)
+    monkeypatch.setattr(common, "WARM_UPS", 0)
+    times = {ours: [1.0, 2.0, 4.0], peer: [3.0, 5.0, 8.0]}
+    copies = {ours: [2.0, 3.0, 8.0], peer: [6.0, 9.0, 8.0]}
+    monkeypatch.setattr(common, "_interleave", lambda *_: (times, copies))
+    report = common.Report("toy", args)
+    common.run_case(case, [ours, peer], args, report)
+    with report.path.open(newline="") as file:
+        rows = {row["contender"]: row for row in csv.DictReader(file)}
+    # half the bytes of the copy; it took 2, 1.5, 2 times as long as ours, 2, 1.8, 1 times as long as the peer
+    assert [float(rows[name]["copy_percent"]) for name in ("ours", "peer", "copy")] == [100.0, 90.0, 100.0]
+    assert [rows[name]["ratio_to_ours"] for name in ("ours", "peer", "copy")] == ["1.0", "2.5", ""]
+    assert [float(rows[name]["median_ms"]) for name in ("ours", "peer", "copy")] == [2.0, 5.0, 7.0]
+
+
 def test_what_is_wrong_is_not_timed(tmp_path, common):
     args = argparse.Namespace(device=torch.device("cpu"), seconds=0.0, out=tmp_path)
     case = common.Case("toy", "toy", torch.float32, common.few_large(64), 4, "4 bytes")

@@ -93,8 +93,14 @@ def test_the_summary_names_the_fastest_peer(script: ModuleType, tmp_path: Path) 
         ("step", "torch, slow", "torch", "float16", "1000", "5.0", "32", "2.5"),
         ("step", "not timed", "torch", "float16", "1000", "", "", ""),
         ("step", "copy", "none", "float16", "1000", "1.6", "100", ""),
+        ("rows", "amp_kernels.quantize_int8", "none", "float16", "1000", "", "", ""),
+        ("rows", "amp_kernels.quantize_int8, triton", "none", "float16", "1000", "2.0", "80", ""),
+        ("rows", "torch", "none", "float16", "1000", "3.0", "53", ""),
     ]
     with (tmp_path / "sgd.csv").open("w", newline="") as file:
         writer = csv.writer(file)
         writer.writerows([fields, *rows])
-    assert script.summary(tmp_path) == [("sgd", "step, float16", "1e+03", "2.0", "torch", "1.50", "80")]
+    assert script.summary(tmp_path) == [
+        ("sgd", "step, float16", "1e+03", "2.0", "torch", "1.50", "80"),
+        ("sgd", "rows, float16", "1e+03", "2.0", "-", "-", "80"),
+    ]
