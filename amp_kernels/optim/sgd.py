@@ -14,7 +14,7 @@ from ._base import FusedOptimizer
 from ._plan import Hyper
 
 
-class FusedSGD(FusedOptimizer, torch.optim.SGD):
+class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     """`torch.optim.SGD` for fp32, fp16 and bf16 parameters in any mix, in one pass over memory.
 
     A 16-bit parameter gets an fp32 master (``state[p]["master"]``) and fp32 state; the parameter itself is always
@@ -56,9 +56,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     ) -> None:
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
-        torch.optim.SGD.__init__(
-            self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False
-        )
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False)
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:
