@@ -3,8 +3,10 @@ laid out, whether they were written, and where the gradients are."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import importlib
+from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
 
@@ -15,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from .. import _loader
-from .._table import DTYPE_CODES, int64_tensor
+from .._table import DTYPE_CODES, int64_tensor, is_dense
 
 NO_GRADIENT, UNREADABLE = -2, -1
 
@@ -105,6 +107,26 @@ def _is_readable(plain: Tensor) -> bool:
     return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
+class Spans:
+    """The memory of dense tensors that share none: what a step writes."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        spans = sorted((t.data_ptr(), _end(t)) for t in tensors if t.numel() > 0)
+        self.starts = array("q", (start for start, _ in spans))
+        self.ends = array("q", (end for _, end in spans))
+
+    def meet(self, tensor: Tensor) -> bool:
+        """Whether a dense tensor lies in it. One that has gaps is copied before anything is written."""
+        if tensor.numel() == 0 or not is_dense(tensor):
+            return False
+        i = bisect.bisect_right(self.ends, tensor.data_ptr())
+        return i < len(self.ends) and self.starts[i] < _end(tensor)
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
 def are_plain(tensors: Iterable[Tensor]) -> bool:
     """Whether the compiled sweep sees these; one that becomes another object later it calls UNREADABLE."""
     return set(map(type, tensors)) <= {Tensor, Parameter}
@@ -113,6 +135,7 @@ def are_plain(tensors: Iterable[Tensor]) -> bool:
 def observe(
     params: list[Tensor],
     states: list[Tensor],
+    written: Spans,
     seen: Tensor,
     places: Tensor,
     *,
@@ -126,6 +149,7 @@ def observe(
     fifth; it sees plain tensors only.
 
     Args:
+        written: memory where gradients may not lie.
         seen: int64 [5, number of parameters], see `Seen`.
         places: int64 [2, number of states].
         plain: whether all parameters and states were tensors of no subclass when the plan was built (`are_plain`).
@@ -135,17 +159,18 @@ def observe(
     """
     compiled = _compiled_sweep() if plain else None
     if compiled is None:
-        seen.copy_(int64_tensor(_sweep(params, versions)).view(len(params), len(Seen)).T)
+        seen.copy_(int64_tensor(_sweep(params, written, versions)).view(len(params), len(Seen)).T)
         places.copy_(int64_tensor(x for state in states for x in _place(state)).view(len(states), PLACE).T)
     else:
-        compiled(params, states, seen.data_ptr(), places.data_ptr(), versions, writes)
+        spans = (written.starts.buffer_info()[0], *written.ends.buffer_info())
+        compiled(params, states, spans, seen.data_ptr(), places.data_ptr(), versions, writes)
 
 
-def _sweep(params: Sequence[Tensor], versions: bool) -> Iterator[int]:
+def _sweep(params: Sequence[Tensor], written: Spans, versions: bool) -> Iterator[int]:
     for param in params:
         yield from _place(param)
         yield param._version if versions else 0
-        yield from _gradient(param)
+        yield from _gradient(param, written)
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
@@ -153,14 +178,14 @@ def _place(tensor: Tensor) -> tuple[int, int]:
     return (0, UNREADABLE) if plain is None else (plain.data_ptr(), _layout(plain))
 
 
-def _gradient(param: Tensor) -> tuple[int, int]:
+def _gradient(param: Tensor, written: Spans) -> tuple[int, int]:
     grad = param.grad
     if grad is None:
         return 0, NO_GRADIENT
     if isinstance(grad, DTensor) and not (isinstance(param, DTensor) and grad.placements == param.placements):
         return 0, UNREADABLE
     plain = memory(grad)
-    if plain is None or plain.dtype not in DTYPE_CODES or not _is_readable(plain):
+    if plain is None or plain.dtype not in DTYPE_CODES or not _is_readable(plain) or written.meet(plain):
         return 0, UNREADABLE
     return plain.data_ptr(), _layout(plain)
 
@@ -170,14 +195,14 @@ def _layout(tensor: Tensor) -> int:
 
 
 @functools.cache
-def _compiled_sweep() -> Callable[[list[Tensor], list[Tensor], int, int, bool, bool], None] | None:
+def _compiled_sweep() -> Callable[..., None] | None:
     api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
     if api is None or not _loader.load():
         return None
     torchs = (api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)
     try:
         sweep = importlib.import_module("amp_kernels._C").observe
-        sweep([], [], 0, 0, False, False, torchs)
+        sweep([], [], (0, 0, 0), 0, 0, False, False, torchs)
     except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version, of `_C` or of the interface
         return None
     return lambda *arguments: sweep(*arguments, torchs)

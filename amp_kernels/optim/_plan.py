@@ -27,7 +27,7 @@ from .._table import (
     send,
     shares_memory,
 )
-from ._observe import PLACE, Seen, are_plain, local, observe, plain_gradient
+from ._observe import PLACE, Seen, Spans, are_plain, local, observe, plain_gradient
 
 if TYPE_CHECKING:
     from .._backends import Kernels
@@ -200,6 +200,8 @@ class NativePlan(Plan):
         self._observation = _host(len(Seen), len(self._started), dtype=torch.int64)
         self._seen = self._observation.unbind()
         self._known = torch.zeros_like(self._observation).unbind()
+        # A mirror is nobody else's.
+        self._written = Spans([m.target for m in self._started if not m.is_mirrored] + self._owned)
         self._places = _host(PLACE, len(self._owned), dtype=torch.int64)
         self._observe(writes=False)
         for row in (Seen.ADDRESS, Seen.LAYOUT):
@@ -244,7 +246,7 @@ class NativePlan(Plan):
 
     def _observe(self, *, writes: bool) -> None:
         observe(
-            self._params, self._owned, self._observation, self._places,
+            self._params, self._owned, self._written, self._observation, self._places,
             plain=self._is_plain, versions=bool(self._low), writes=writes,
         )  # fmt: skip
 
@@ -281,7 +283,14 @@ class NativePlan(Plan):
         self._relaid = []
         grads = [read_gradient(member) for member in self._started]
         for t, grad in enumerate(grads):
-            if grad is not None and not same_layout(grad, targets[t]):
+            if grad is None:
+                continue
+            if self._written.meet(grad):
+                raise RuntimeError(
+                    f"step: the gradient of {self._started[t].name} must share no memory with parameters or their "
+                    "states, which the step writes; clone() it"
+                )
+            if not same_layout(grad, targets[t]):
                 grads[t] = copy = torch.empty_like(targets[t], dtype=grad.dtype).copy_(grad)
                 self._relaid.append((grad, copy))
         before = self._grad_dtypes or [t.dtype for t in targets]

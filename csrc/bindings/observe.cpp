@@ -1,5 +1,7 @@
 #include "observe.h"
 
+#include <algorithm>
+
 namespace amp_kernels {
 namespace {
 
@@ -80,11 +82,22 @@ struct Torch {
   }
 };
 
-bool has_elements(const Description& tensor) {
-  for (int32_t d = 0; d < tensor.dims; ++d)
-    if (tensor.shape[d] == 0) return false;
-  return true;
+int64_t bytes_of(const Description& tensor) {
+  int64_t bytes = tensor.bits / 8;
+  for (int32_t d = 0; d < tensor.dims; ++d) bytes *= tensor.shape[d];
+  return bytes;
 }
+
+// Stretches of memory in order, apart from each other.
+struct Spans {
+  const int64_t *starts, *ends;
+  int64_t count;
+
+  bool meet(int64_t start, int64_t bytes) const {
+    const int64_t* const end = std::upper_bound(ends, ends + count, start);
+    return bytes > 0 && end != ends + count && starts[end - ends] < start + bytes;
+  }
+};
 
 // Columns of an int64 [rows, count] tensor.
 struct Columns {
@@ -100,15 +113,18 @@ struct Columns {
     at(kLayout, i) = is_plain ? layout_of(tensor) : kUnreadable;
   }
 
-  void gradient(Py_ssize_t i, const Torch& torch, PyObject* grad, bool writes) const {
+  // A gradient with gaps that is taken to meet `written` is looked at again in Python.
+  void gradient(Py_ssize_t i, const Torch& torch, PyObject* grad, const Spans& written, bool writes) const {
     at(kGrad, i) = 0;
     at(kGradLayout, i) = grad == Py_None ? kNoGradient : kUnreadable;
     if (grad == Py_None) return;
     if (writes) torch.claim(grad);
     Description tensor;
     if (!torch.describe(grad, &tensor) || !tensor.is_float() || torch.is_negated(grad)) return;
-    if (tensor.data == nullptr && has_elements(tensor)) return;  // zeros that have no memory
-    at(kGrad, i) = reinterpret_cast<int64_t>(tensor.address());
+    const int64_t address = reinterpret_cast<int64_t>(tensor.address()), bytes = bytes_of(tensor);
+    if (tensor.data == nullptr && bytes > 0) return;  // zeros that have no memory
+    if (written.meet(address, bytes)) return;
+    at(kGrad, i) = address;
     at(kGradLayout, i) = layout_of(tensor);
   }
 };
@@ -117,14 +133,16 @@ struct Columns {
 
 PyObject* observe(PyObject*, PyObject* arguments) {
   PyObject *parameters, *states, *tuple;
-  unsigned long long seen_address, places_address;
+  unsigned long long starts, ends, seen_address, places_address;
+  long long count;
   int versions, writes;
-  if (!PyArg_ParseTuple(arguments, "O!O!KKppO", &PyList_Type, &parameters, &PyList_Type, &states, &seen_address,
-                        &places_address, &versions, &writes, &tuple)) {
+  if (!PyArg_ParseTuple(arguments, "O!O!(KKL)KKppO", &PyList_Type, &parameters, &PyList_Type, &states, &starts, &ends,
+                        &count, &seen_address, &places_address, &versions, &writes, &tuple)) {
     return nullptr;
   }
   Torch torch;
   if (!torch.read(tuple)) return nullptr;
+  const Spans written{reinterpret_cast<int64_t*>(starts), reinterpret_cast<int64_t*>(ends), count};
   const Columns seen{reinterpret_cast<int64_t*>(seen_address), PyList_Size(parameters)};
   const Columns places{reinterpret_cast<int64_t*>(places_address), PyList_Size(states)};
   for (Py_ssize_t i = 0; i < seen.count; ++i) {
@@ -138,7 +156,7 @@ PyObject* observe(PyObject*, PyObject* arguments) {
     }
     const Object grad(PyObject_GetAttr(parameter, names().grad));
     if (grad.get() == nullptr) return nullptr;
-    seen.gradient(i, torch, grad.get(), writes);
+    seen.gradient(i, torch, grad.get(), written, writes);
   }
   for (Py_ssize_t i = 0; i < places.count; ++i) places.place(i, torch, PyList_GetItem(states, i));
   Py_RETURN_NONE;
