@@ -32,7 +32,9 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, with overflow checks that cost nothing extra in our optimizers and never wait.
 
     With `amp_kernels.optim` the check is the first pass of the step, gradients are not written, and the skip is decided
-    on the device. Any other optimizer works as under torch's scaler. `unscale_` accepts fp16 and bf16 gradients.
+    on the device. Any other optimizer works as under torch's scaler, which waits for the device once a step. So does one
+    of ours whose `step` is overridden or wrapped, or whose parameters belong to FSDP1. `unscale_` accepts fp16 and bf16
+    gradients.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
@@ -92,7 +94,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """The last overflow in an optimizer of ours that this scaler stepped; reading it waits for the device."""
+        """The last overflow in an optimizer of ours, also one that is gone; reading it waits for the device."""
         found = [(last[0] + offset, Overflow(*last)) for log, offset in self._logs.items() for last in log.overflows()]
         return max(found, key=lambda overflow: overflow[0])[1] if found else None
 
