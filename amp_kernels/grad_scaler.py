@@ -32,9 +32,9 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, with overflow checks that cost nothing extra in our optimizers and never wait.
 
     With `amp_kernels.optim` the check is the first pass of the step, gradients are not written, and the skip is decided
-    on the device. Any other optimizer works as under torch's scaler, which waits for the device once a step. So does one
-    of ours whose `step` is overridden or wrapped, or whose parameters belong to FSDP1. `unscale_` accepts fp16 and bf16
-    gradients.
+    on the device. Any other optimizer works as under torch's scaler, which waits for the device once a step. So does
+    one of ours whose `step` is overridden or wrapped, or whose parameters belong to FSDP1. `unscale_` accepts fp16 and
+    bf16 gradients.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
