@@ -1,0 +1,97 @@
+"""Runs tests that may crash in forks of one child process: a crash fails its own test only.
+
+The child imports torch and the test modules and computes nothing, so a fork of it costs milliseconds and inherits no
+threads. A test with `@isolated` runs there; its arguments must be picklable, and a `backend` among them is forced.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import functools
+import importlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from typing import Any, BinaryIO
+
+import pytest
+
+import amp_kernels
+from amp_kernels._backends import backend_reasons
+
+backends = pytest.mark.parametrize(
+    "backend", [name for name in ("cpu", "reference") if backend_reasons("cpu").get(name) is None]
+)
+TIME_LIMIT = 120  # seconds of one test, on a machine that is busy with others
+
+
+def isolated(test: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        __tracebackhide__ = True
+        request = (test.__module__, test.__name__, arguments)
+        child = _child()
+        pickle.dump(request, child.stdin)
+        child.stdin.flush()
+        if failure := pickle.load(child.stdout):
+            pytest.fail(failure, pytrace=False)
+
+    return run
+
+
+@functools.cache
+def _child() -> Any:
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    atexit.register(child.stdin.close)  # the child then leaves its loop
+    return child
+
+
+def _serve(requests: BinaryIO, answers: BinaryIO) -> None:
+    while True:
+        try:
+            module, name, arguments = pickle.load(requests)
+        except EOFError:
+            return
+        test = getattr(importlib.import_module(module), name).__wrapped__
+        pickle.dump(_in_a_fork(test, arguments), answers)
+        answers.flush()
+
+
+def _in_a_fork(test: Callable[..., None], arguments: dict[str, Any]) -> str:
+    """What went wrong, or nothing."""
+    read_end, write_end = os.pipe()
+    if (fork := os.fork()) == 0:
+        signal.alarm(TIME_LIMIT)
+        with os.fdopen(write_end, "w") as told:
+            told.write(_outcome(test, arguments))
+        os._exit(0)
+    os.close(write_end)
+    with os.fdopen(read_end) as told:
+        failure = told.read()
+    _, status = os.waitpid(fork, 0)
+    if os.WIFSIGNALED(status):
+        return f"the process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
+    return failure or (f"the process left with {os.WEXITSTATUS(status)}" if status else "")
+
+
+def _outcome(test: Callable[..., None], arguments: dict[str, Any]) -> str:
+    forced = amp_kernels.use_backend(arguments["backend"]) if "backend" in arguments else contextlib.nullcontext()
+    try:
+        with forced:
+            test(**arguments)
+    except BaseException:
+        return traceback.format_exc() or "it failed"
+    return ""
+
+
+if __name__ == "__main__":
+    # Tests that print must not disturb the answers.
+    answers_end = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)
+    _serve(sys.stdin.buffer, answers_end)
