@@ -18,7 +18,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from .. import _backends
 from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
 from ..functional import moved, total_norm
-from ._observe import kind, local, memory
+from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan, ReferenceStep
 from ._state import States
@@ -202,6 +202,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _prepare(self, *, writes: bool = False) -> list[Plan]:
         """The plans, following whatever changed; those without any gradient are left out. `writes`: gradients will be
         written."""
+        if not has_memory(torch.empty(0, device="cpu")):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: must run outside of a mode that makes fake tensors, which have no "
+                "memory; use torch.optim there"
+            )
         if self._plans is None or not self._plans_fit() or not self._refresh(self._plans, writes):
             self._build_plans()
             assert self._plans is not None
@@ -245,11 +250,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _build_plans(self) -> None:
         self._refuse_capture()
-        if memory(torch.empty(0, device="cpu")) is None:
-            raise RuntimeError(
-                f"{type(self).__name__}.step: must run outside of a mode that makes fake tensors, which have no "
-                "memory; use torch.optim there"
-            )
         self._drop_plans()
         if not isinstance(self.state, States):
             self.state = States(self.state)
@@ -257,8 +257,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for name, index, param in self._named_parameters():
             member = self._member(name, index, param)
             by_device.setdefault(member.target.device, []).append(member)
-        for members in by_device.values():
-            self._refuse_shared_memory(members)
+        by_device = {device: self._apart(members) for device, members in by_device.items()}
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
         self._plan_key = self._current_plan_key()
         self._plan_params = [list(params) for params in self._params_by_group()]
@@ -275,20 +274,39 @@ class FusedOptimizer(torch.optim.Optimizer):
         return NativePlan(backend, ops, self._table_op, device, members, record)
 
     def _member(self, name: str, index: int, param: Tensor) -> Member:
+        has_gradient = param.grad is not None
+        try:
+            if has_gradient or self.state.get(param):
+                self._fit_state(name, param, self.param_groups[index])
+        except (TypeError, RuntimeError):
+            if has_gradient:
+                raise
+            return _idle(param, name, index)
         state = self.state.get(param)
-        if param.grad is None and not (state and param.dtype in DTYPE_CODES and memory(param) is not None):
-            device = "cpu" if param.is_meta else param.device
-            return Member(param, name, index, torch.empty(0, device=device), None, None, {}, None)
-        self._fit_state(name, param, self.param_groups[index])
-        state = self.state[param]
+        if not state:
+            return _idle(param, name, index)
         target = _dense(local(param))
         names = self._state_names(self.param_groups[index])
         states = tuple(None if n is None else local(state[n]) for n in names)
         master = local(state["master"]) if "master" in state else None
         return Member(param, name, index, target, master, states, state, None)
 
-    def _refuse_shared_memory(self, members: Sequence[Member]) -> None:
-        """Of what a step writes."""
+    def _apart(self, members: list[Member]) -> list[Member]:
+        """`members`, if what a step writes shares no memory; those without a gradient may, and are idle then."""
+        if self._shared(members) is None:
+            return members
+        members = [m if m.param.grad is not None else _idle(m.param, m.name, m.group) for m in members]
+        shared = self._shared(members)
+        if shared is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: {shared} must have memory of its own, since it is written, but some element "
+                "of it is one of another parameter or state too, or twice its own; make one Parameter of what is "
+                "shared, or clone() it"
+            )
+        return members
+
+    def _shared(self, members: Sequence[Member]) -> str | None:
+        """The name of a tensor that `shares_memory`."""
         written: list[tuple[str, Tensor]] = []
         for member in (m for m in members if m.states is not None):
             written.append((member.name, local(member.param)))
@@ -296,13 +314,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             for name, tensor in zip(names, (member.master, *(member.states or ())), strict=True):
                 if tensor is not None:
                     written.append((f"{name} of {member.name}", tensor))
-        shared = shares_memory([tensor for _, tensor in written])
-        if shared is not None:
-            raise RuntimeError(
-                f"{type(self).__name__}: {written[shared][0]} must have memory of its own, since it is written, but "
-                "some element of it is one of another parameter or state too, or twice its own; make one Parameter of "
-                "what is shared, or clone() it"
-            )
+        position = shares_memory([tensor for _, tensor in written])
+        return None if position is None else written[position][0]
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
         for g, group in enumerate(self.param_groups):
@@ -357,10 +370,12 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[key] = param.detach().float() if key == "master" else _zeros_like(param)
                 if key == self._set_at_first_step:
                     state["step"] = none_yet
-            elif memory(state[key]) is None:
+            elif not (
+                has_memory(state[key]) and state[key].is_floating_point() and shares_memory([local(state[key])]) is None
+            ):
                 raise TypeError(
-                    f"{type(self).__name__}: {key} of {name} must be a tensor with memory of its own, got "
-                    f"{kind(state[key])}; delete optimizer.state[parameter] to start it anew"
+                    f"{type(self).__name__}: {key} of {name} must be a tensor of floats with memory of its own for each, "
+                    f"got {kind(state[key])}; delete optimizer.state[parameter] to start it anew"
                 )
             elif state[key].shape != param.shape:
                 raise RuntimeError(
@@ -373,7 +388,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _check_parameter(self, name: str, param: Tensor) -> None:
         if param.dtype not in DTYPE_CODES:
             raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
-        if memory(param) is None or (isinstance(param, DTensor) and any(p.is_partial() for p in param.placements)):
+        is_partial = isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements)
+        if not has_memory(param) or local(param).data_ptr() == 0 < param.numel() or is_partial:
             raise TypeError(
                 f"{type(self).__name__}: {name} must be a Tensor or sharded or replicated DTensor with memory of its "
                 f"own, got {kind(param)}; use torch.optim for it"
@@ -505,6 +521,11 @@ def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
     return len(a) == len(b) and all(map(operator.is_, a, b))
 
 
+def _idle(param: Tensor, name: str, index: int) -> Member:
+    device = "cpu" if param.is_meta else param.device
+    return Member(param, name, index, torch.empty(0, device=device), None, None, {}, None)
+
+
 def _zeros_like(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
 
@@ -515,8 +536,8 @@ def _dense(plain: Tensor) -> Tensor:
 
 
 def _is_laid_out(state: Tensor, target: Tensor) -> bool:
-    is_fp32 = state.dtype is torch.float32 and not state.is_neg()
-    return is_fp32 and state.device == target.device and same_layout(state, target)
+    is_usable = state.dtype is torch.float32 and is_held(state) and not state.is_inference()
+    return is_usable and state.device == target.device and same_layout(state, target)
 
 
 def _export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

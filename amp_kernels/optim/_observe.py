@@ -35,29 +35,26 @@ class Seen(IntEnum):
 PLACE = 2  # the rows of a state
 
 
-def memory(tensor: Tensor) -> Tensor | None:
-    """The memory of `tensor` on this rank, of a DTensor that of its shard; None where there is none to walk.
+def has_memory(tensor: Tensor) -> bool:
+    """Whether the elements of `tensor`, of a DTensor those of its shard, lie in strided memory of its own.
 
-    None are wrapper subclasses, whose elements lie in other tensors or nowhere, fake and meta tensors, and what is not
-    strided. A subclass without a ``__torch_dispatch__`` of its own is ordinary memory.
+    Not those of wrapper subclasses, which lie in other tensors or nowhere, nor of fake and meta tensors. A subclass
+    without a ``__torch_dispatch__`` of its own is ordinary memory.
     """
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    if isinstance(tensor, AsyncCollectiveTensor):
-        tensor = tensor.wait()
+    tensor = local(tensor)
     is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return None if is_wrapper or tensor.is_meta or tensor.layout is not torch.strided else tensor
+    return not (is_wrapper or tensor.is_meta) and tensor.layout is torch.strided
 
 
 def local(tensor: Tensor) -> Tensor:
-    """`memory` of a tensor that has some."""
+    """The memory on this rank: of a DTensor its shard."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def kind(tensor: Tensor) -> str:
     """For an error message: what `tensor` is."""
     layout = "" if tensor.layout is torch.strided else f" of layout {tensor.layout}"
-    return f"a {type(tensor).__name__}{layout} on {tensor.device}"
+    return f"a {tensor.dtype} {type(tensor).__name__}{layout} on {tensor.device}"
 
 
 def plain_gradient(param: Tensor, name: str) -> Tensor:
@@ -76,16 +73,18 @@ def plain_gradient(param: Tensor, name: str) -> Tensor:
         grad = param.grad = grad.wait()
     if isinstance(param, DTensor) or isinstance(grad, DTensor):
         grad = _redistributed(param, grad, name)
+        if isinstance(local(grad), AsyncCollectiveTensor):
+            grad = param.grad = torch.empty_like(grad).copy_(grad)
     if grad.layout is not torch.strided:
         raise RuntimeError(f"step: the gradient of {name} must be dense, got {grad.layout}; use torch.optim for it")
-    if memory(grad) is None:
+    if not has_memory(grad):
         raise TypeError(
             f"step: the gradient of {name} must be a Tensor or DTensor with memory of its own, got {kind(grad)}; use "
             "torch.optim for it"
         )
     if grad.dtype not in DTYPE_CODES:
         raise TypeError(f"step: the gradient of {name} must be float32, float16 or bfloat16, got {grad.dtype}")
-    if not _is_readable(local(grad)):
+    if not is_held(local(grad)):
         grad = param.grad = torch.empty_like(grad).copy_(grad)
     return local(grad)
 
@@ -102,8 +101,8 @@ def _redistributed(param: Tensor, grad: Tensor, name: str) -> DTensor:
     return grad
 
 
-def _is_readable(plain: Tensor) -> bool:
-    """Whether the elements are what memory holds; a negated view is not, and `torch._efficientzerotensor` has none."""
+def is_held(plain: Tensor) -> bool:
+    """Whether memory holds the elements: not those of a negated view, nor of `torch._efficientzerotensor`."""
     return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
@@ -174,8 +173,7 @@ def _sweep(params: Sequence[Tensor], written: Spans, versions: bool) -> Iterator
 
 
 def _place(tensor: Tensor) -> tuple[int, int]:
-    plain = memory(tensor)
-    return (0, UNREADABLE) if plain is None else (plain.data_ptr(), _layout(plain))
+    return (local(tensor).data_ptr(), _layout(local(tensor))) if has_memory(tensor) else (0, UNREADABLE)
 
 
 def _gradient(param: Tensor, written: Spans) -> tuple[int, int]:
@@ -184,8 +182,10 @@ def _gradient(param: Tensor, written: Spans) -> tuple[int, int]:
         return 0, NO_GRADIENT
     if isinstance(grad, DTensor) and not (isinstance(param, DTensor) and grad.placements == param.placements):
         return 0, UNREADABLE
-    plain = memory(grad)
-    if plain is None or plain.dtype not in DTYPE_CODES or not _is_readable(plain) or written.meet(plain):
+    if not has_memory(grad) or grad.dtype not in DTYPE_CODES:
+        return 0, UNREADABLE
+    plain = local(grad)
+    if not is_held(plain) or written.meet(plain):
         return 0, UNREADABLE
     return plain.data_ptr(), _layout(plain)
 
