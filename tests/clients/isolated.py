@@ -16,7 +16,7 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import pytest
@@ -28,6 +28,15 @@ backends = pytest.mark.parametrize(
     "backend", [name for name in ("cpu", "reference") if backend_reasons("cpu").get(name) is None]
 )
 TIME_LIMIT = 120  # seconds of one test, on a machine that is busy with others
+
+
+@contextlib.contextmanager
+def case(*names: object) -> Iterator[None]:
+    """Says in which case of a loop a test failed."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{', '.join(map(str, names))}: {error}") from error
 
 
 def isolated(test: Callable[..., None]) -> Callable[..., None]:
