@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import pytest
+import torch
 
 import amp_kernels
 from amp_kernels._backends import backend_reasons
@@ -100,6 +101,8 @@ def _outcome(test: Callable[..., None], arguments: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    # Every fork would start threads of its own: 50 ms for the first sum, 3 ms for each that waits for a busy core.
+    torch.set_num_threads(1)
     # Tests that print must not disturb the answers.
     answers_end = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -99,7 +99,7 @@ def halve_states(optimizer: torch.optim.Optimizer) -> None:
 
 @isolated
 @backends
-@scalers
+@pytest.mark.parametrize("scaler", ["none", "ours"])
 @pytest.mark.parametrize("how", MOVES, ids=lambda how: how.__name__)
 @pytest.mark.parametrize("what", ["states", "parameters"])
 def test_moved_memory_is_followed(backend, how, what, scaler):
@@ -236,7 +236,9 @@ def test_gradients_changed_inside_the_step(backend, scaler, where, change):
     """As torch's optimizer with the same subclass, wrapper or hook under torch's scaler."""
     if change is clamped and where == "pre-hook" and scaler != "none":
         return  # documented: a step pre-hook sees scaled gradients
-    for family, dtype in itertools.product(TORCH, ALL):
+    # Where step is overridden or wrapped gradients are unscaled before it, which torch's scaler refuses to do to fp16.
+    dtypes = ALL if scaler != "torch's" or where == "pre-hook" else [torch.float32, torch.bfloat16]
+    for family, dtype in itertools.product(TORCH, dtypes):
         with case(family.__name__, dtype):
             change_gradients(family, dtype, SCALERS[scaler](CPU), functools.partial(PLACES[where], change=change))
 
@@ -277,7 +279,9 @@ def test_an_overflow_that_a_step_takes_out(backend, family, scaler, where):
         for p in optimizer.param_groups[0]["params"]:
             p.grad = torch.ones_like(p)
 
-    optimizer = PLACES[where](family, without_overflow)(parameters(ALL, CPU), **FULL[family])
+    optimizer = PLACES[where](family, without_overflow)(
+        parameters([torch.float32, torch.bfloat16], CPU), **FULL[family]
+    )
     scale = SCALERS[scaler](CPU)
     iterate(scale, optimizer, 0)
     before = snapshot(optimizer)
