@@ -16,10 +16,11 @@ import signal
 import subprocess
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import pytest
+import torch
 
 import amp_kernels
 from amp_kernels._backends import backend_reasons
@@ -28,6 +29,15 @@ backends = pytest.mark.parametrize(
     "backend", [name for name in ("cpu", "reference") if backend_reasons("cpu").get(name) is None]
 )
 TIME_LIMIT = 120  # seconds of one test, on a machine that is busy with others
+
+
+@contextlib.contextmanager
+def case(*names: object) -> Iterator[None]:
+    """Says in which case of a loop a test failed."""
+    try:
+        yield
+    except Exception as error:
+        raise AssertionError(f"{', '.join(map(str, names))}: {error}") from error
 
 
 def isolated(test: Callable[..., None]) -> Callable[..., None]:
@@ -91,6 +101,8 @@ def _outcome(test: Callable[..., None], arguments: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
+    # Every fork would start threads of its own: 50 ms for the first sum, 3 ms for each that waits for a busy core.
+    torch.set_num_threads(1)
     # Tests that print must not disturb the answers.
     answers_end = os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from isolated import backends, isolated
+from isolated import backends, case, isolated
 from optim_cases import FULL, TORCH, assert_within_rule, randn, started
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -445,7 +445,8 @@ def test_kinds(backend: str, name: str, role: str, mode: str) -> None:
                 WithSubject(plain, role, torch.float64, (torch.float64, torch.float64)),
             )
             overflows = role == "gradient" and verdict is RIGHT and name != "zero-tensor"
-            play(family, mode, verdict, trainings, context=kind.context, overflows=overflows)
+            with case(family.__name__, dtype):
+                play(family, mode, verdict, trainings, context=kind.context, overflows=overflows)
 
 
 # ---------------------------------------------------------------------------------------------------------- overlapping
@@ -594,4 +595,5 @@ def test_overlaps(backend: str, name: str, mode: str) -> None:
                 WithOverlap(row, torch.float64, True),
             )
             overflows = verdict is RIGHT and name != "parameters: an empty one" and all(row.trained)
-            play(family, mode, verdict, trainings, about=NAMES, overflows=overflows)
+            with case(family.__name__, dtype):
+                play(family, mode, verdict, trainings, about=NAMES, overflows=overflows)
