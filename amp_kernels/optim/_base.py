@@ -374,7 +374,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 has_memory(state[key]) and state[key].is_floating_point() and shares_memory([local(state[key])]) is None
             ):
                 raise TypeError(
-                    f"{type(self).__name__}: {key} of {name} must be a tensor of floats with memory of its own for each, "
+                    f"{type(self).__name__}: {key} of {name} must be a tensor of floats with memory for each, "
                     f"got {kind(state[key])}; delete optimizer.state[parameter] to start it anew"
                 )
             elif state[key].shape != param.shape:
