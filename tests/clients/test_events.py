@@ -1,4 +1,4 @@
-"""Whatever happens between steps, in whatever order: training ends where torch.optim ends on fp32 copies.
+"""Whatever happens between steps, in whatever order: training ends where torch.optim ends on fp64 copies.
 
 A program is data: parameters, options and a list of events. `run` interprets it. After each step every parameter that
 was updated is compared with torch's, every other must have kept its bits; at the end so are the states. Not among the
@@ -17,7 +17,6 @@ import pickle
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -28,14 +27,15 @@ import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedRMSprop, FusedSGD
 
+CPU = torch.device("cpu")
 INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
-# Of the largest element, after up to a dozen steps. What a step does is some 1e-2; its last bits are held to the error
-# rule in test_updates.py.
+# Of the largest element, after up to a dozen steps of some 1e-2 each. test_updates.py holds the last bits of a step to
+# the error rule.
 TOLERANCE = 1e-5
 
 
 class Program(NamedTuple):
-    """What is printed of a failure is Python: ``run(Program(...), "cpu")`` repeats it."""
+    """What is printed of a failure is Python: ``run(Program(...))`` repeats it."""
 
     family: str
     options: dict[str, Any]
@@ -110,7 +110,7 @@ def gradient(p: Tensor, values: Tensor, kind: str) -> Tensor:
 
 # ----------------------------------------------------------------------------------------------------- comparisons
 def assert_close(ours: Tensor, theirs: Tensor, what: str) -> None:
-    ours, theirs = ours.detach().float(), theirs.detach().float()
+    ours, theirs = ours.detach().cpu().double(), theirs.detach().double()
     assert ours.shape == theirs.shape, what
     size = theirs[theirs.isfinite()].abs().sum() and theirs[theirs.isfinite()].abs().max()
     same = (ours == theirs) | (ours.isnan() & theirs.isnan())
@@ -123,10 +123,14 @@ def assert_same(after: Tensor, before: Tensor, what: str) -> None:
 
 
 class Training:
-    """A program under way. Methods without underscore are its events, on ours and on torch's."""
+    """A program under way. Methods without underscore are its events, on ours and on torch's.
 
-    def __init__(self, program: Program, backend: str) -> None:
-        self.backend = backend
+    torch's runs on fp64 copies: in fp32 its gradient norm alone is 1e-6 off.
+    """
+
+    def __init__(self, program: Program, backend: str, device: torch.device) -> None:
+        self.backend, self.device = backend, device
+        self.other = "reference"
         self.kind, self.options = FAMILIES[program.family], program.options
         self.is_rmsprop = issubclass(self.kind, FusedRMSprop)
         self.numbers = itertools.count()
@@ -137,7 +141,7 @@ class Training:
         self.theirs = TORCH[FusedRMSprop if self.is_rmsprop else FusedSGD](self.copies, foreach=False, **options)
         kind = {None: None, "ours": amp_kernels.GradScaler, "torch": torch.amp.GradScaler}[program.scaler]
         self.is_torchs_scaler = program.scaler == "torch"
-        self.scaler: Any = kind and kind("cpu", init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
+        self.scaler: Any = kind and kind(device.type, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
         self.scale, self.good_steps = (INIT_SCALE if kind else 1.0), 0
         self.meddles = program.family.startswith("meddling")
         self.addresses = [0] * len(self.params)  # of the parameters, in the last step
@@ -145,15 +149,15 @@ class Training:
         self.poison: list[Tensor] = []
 
     def _values(self, shape: Iterable[int]) -> Tensor:
-        return randn(*shape, seed=next(self.numbers))
+        return randn(*shape, seed=next(self.numbers), device=self.device)
 
     def _parameter(self, spec: tuple[tuple[int, ...], str, str]) -> torch.nn.Parameter:
         shape, dtype, layout = spec
         return torch.nn.Parameter(laid_out(self._values(shape).to(DTYPES[dtype]), layout))
 
     @staticmethod
-    def _copy(p: Tensor) -> torch.nn.Parameter:
-        return torch.nn.Parameter(p.detach().float().clone(memory_format=torch.contiguous_format))
+    def _copy(p: Tensor, dtype: torch.dtype = torch.float64) -> torch.nn.Parameter:
+        return torch.nn.Parameter(p.detach().to("cpu", dtype).clone(memory_format=torch.contiguous_format))
 
     # ---------------------------------------------------------------------------------------------------------- steps
     def step(self, kinds: list[str], overflow: int | None, unscale: bool, clip: str | None, closure: bool) -> None:
@@ -165,8 +169,10 @@ class Training:
             backward()
         given = [p for p in self.params if p.grad is not None]
         if self.is_torchs_scaler and not given:
-            return  # it raises
+            return  # that scaler raises
         dtypes = {p.grad.dtype for p in given}
+        if self.is_torchs_scaler and self.device.type == "cuda" and torch.bfloat16 in dtypes:
+            return
         unscale = unscale and self.scaler is not None and not (self.is_torchs_scaler and torch.float16 in dtypes)
         scale = self.scale
         if unscale:
@@ -189,7 +195,7 @@ class Training:
 
     def _set_gradients(self, kinds: list[str], overflow: int | None) -> None:
         if self.scaler is not None:
-            self.scaler.scale(torch.zeros(()))
+            self.scaler.scale(torch.zeros((), device=self.device))
         for p, kind in zip(self.params, itertools.cycle(kinds), strict=False):
             values = self.scale * self._values(p.shape)
             if not p.requires_grad or kind == "kept":
@@ -202,7 +208,7 @@ class Training:
                 p.grad.copy_(values)
             elif kind == "moved" and can_write:
                 p.grad.data = values.to(p.grad.dtype, copy=True)
-            elif kind == "backward" and (p.grad is None or can_write and p.grad.dtype is p.dtype):
+            elif kind == "backward" and (p.grad is None or (can_write and p.grad.dtype is p.dtype)):
                 with torch.enable_grad():
                     (p * values.to(p.dtype)).sum().backward()
             else:
@@ -222,7 +228,7 @@ class Training:
     def _check_step(self, scale: float, weights: list[Tensor], grads: list[Tensor | None] | None) -> None:
         """Takes torch's step with the gradients that ours left, which are those it used."""
         for p, q in zip(self.params, self.copies, strict=True):
-            q.grad = None if p.grad is None else p.grad.clone(memory_format=torch.contiguous_format).float() / scale
+            q.grad = None if p.grad is None else self._copy(p.grad).detach() / scale
         given = [q for q in self.copies if q.grad is not None]
         is_skipped = self.scaler is not None and not all(q.grad.isfinite().all() for q in given)
         if self.options["max_grad_norm"] is not None and given:
@@ -276,8 +282,7 @@ class Training:
         p.requires_grad_(not p.requires_grad)
 
     def new_data(self, i: int, how: str) -> None:
-        """The same values in other memory, or other values; new values are the old ones plus 3, so that none agrees with
-        its master."""
+        """The same values in other memory, or new ones: plus 3, so that no weight agrees with its master."""
         i %= len(self.params)
         p = self.params[i]
         if how == "share":
@@ -292,7 +297,7 @@ class Training:
                     p.add_(3)
             else:
                 self._set_data_elsewhere(i, (p.data + 3).to(DTYPES.get(how, p.dtype)))
-            self.copies[i].data.copy_(p.data)
+            self.copies[i].data.copy_(p)
         if how in DTYPES:
             self.saved = None
 
@@ -375,7 +380,7 @@ class Training:
             groups = [{"params": group["params"]} for group in self.ours.param_groups]
             self.ours = self.kind(groups, **self.options)
         if how == "torch" and all(p.dtype is torch.float32 for p in self.params):
-            groups = [{"params": [self._copy(p) for p in group["params"]]} for group in self.ours.param_groups]
+            groups = [{"params": [self._copy(p, p.dtype) for p in group["params"]]} for group in self.ours.param_groups]
             between = type(self.theirs)(groups, lr=0.1)
             between.load_state_dict(state)
             state = between.state_dict()
@@ -409,7 +414,7 @@ class Training:
 
     # ------------------------------------------------------------------------------------------------ the surroundings
     def other_backend(self) -> None:
-        self.backend = "reference" if self.backend == "cpu" else "cpu"
+        self.backend, self.other = self.other, self.backend
 
     def collect(self) -> None:
         gc.collect()
@@ -419,7 +424,7 @@ class Training:
         assert all(x.isnan().all() for x in self.poison), "freed memory was written"
         self.poison = []
         dtypes = [(p.numel(), dtype) for p in self.params for dtype in {torch.float32, p.dtype}]
-        self.poison = [torch.full((n,), math.nan, dtype=dtype) for n, dtype in dtypes]
+        self.poison = [torch.full((n,), math.nan, dtype=dtype, device=self.device) for n, dtype in dtypes]
 
     def _check_states(self) -> None:
         ours, theirs = self.ours.state_dict()["state"], self.theirs.state_dict()["state"]
@@ -431,9 +436,8 @@ class Training:
                 assert_close(torch.as_tensor(mine[key]), torch.as_tensor(value), f"{key} of parameter {i}")
 
 
-def run(program: Program, backend: str) -> None:
-    with amp_kernels.use_backend(backend):
-        training = Training(program, backend)
+def run(program: Program, backend: str = "cpu", device: torch.device = CPU) -> None:
+    training = Training(program, backend, device)
     for name, *arguments in program.events:
         with amp_kernels.use_backend(training.backend):
             getattr(training, name)(*arguments)
@@ -449,9 +453,7 @@ def choices(*values: Any) -> st.SearchStrategy[Any]:
 LRS = choices(0.1, 0.05, 0.01)
 SMALL = st.integers(0, 3)
 LAYOUTS = choices("contiguous", "transposed", "gaps", "channels_last", "misaligned")
-SPECS = st.tuples(
-    choices((7,), (33, 41), (2, 3, 5, 4), (), (0,), (3, 0, 2), (1,), (20000,)), choices(*DTYPES), LAYOUTS
-)
+SPECS = st.tuples(choices((7,), (33, 41), (2, 3, 5, 4), (), (0,), (3, 0, 2), (1,), (20000,)), choices(*DTYPES), LAYOUTS)
 GRADIENTS = choices(
     "plain", "written", "moved", "kept", "none", "backward", *DTYPES,
     "transposed", "gaps", "channels_last", "misaligned", "expanded", "negated",
@@ -467,12 +469,9 @@ STEP = st.tuples(
 HYPER = choices(
     *(("lr", lr) for lr in (0.05, 0.02)), ("momentum", 0.5), ("momentum", 0.9), ("momentum", 0.0), ("dampening", 0.5),
     ("weight_decay", 0.0), ("weight_decay", 0.02), ("nesterov", True), ("nesterov", False), ("maximize", True),
-    ("alpha", 0.9), ("eps", 1e-6),
+    ("alpha", 0.9), ("eps", 1e-2),
 )  # fmt: skip
-EVENT = st.one_of(
-    STEP,
-    STEP,
-    STEP,
+OTHER = st.one_of(
     st.tuples(st.just("zero_grad"), st.booleans()),
     st.builds(
         lambda g, hyper, how: ("hyper", g, *hyper, how), SMALL, HYPER, choices("float", "tensor", "tensor64", "fill")
@@ -497,7 +496,10 @@ OPTIONS = {
 SGD = st.fixed_dictionaries({**OPTIONS, "dampening": choices(0.0, 0.5), "nesterov": st.booleans()}).map(
     lambda o: {**o, "nesterov": bool(o["nesterov"] and o["momentum"] and not o["dampening"])}
 )
-RMSPROP = st.fixed_dictionaries({**OPTIONS, "alpha": choices(0.99, 0.9), "centered": st.booleans()})
+# A small eps would enlarge the last bit of a gradient that clipping and weight decay nearly cancel.
+RMSPROP = st.fixed_dictionaries(
+    {**OPTIONS, "alpha": choices(0.99, 0.9), "eps": st.just(1e-3), "centered": st.booleans()}
+)
 PROGRAMS = st.builds(
     lambda family, *rest: Program(*family, *rest),
     st.one_of(
@@ -506,21 +508,19 @@ PROGRAMS = st.builds(
     ),
     st.lists(SPECS, min_size=1, max_size=4),
     choices(None, "ours", "torch"),
-    st.lists(EVENT, min_size=1, max_size=14),
+    st.lists(st.tuples(st.lists(OTHER, max_size=3), STEP), min_size=1, max_size=8).map(
+        lambda rounds: [event for others, step in rounds for event in (*others, step)]
+    ),
 )
 SETTINGS = settings(
     deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
 )
 
 
-@pytest.mark.parametrize("backend", ["cpu", "reference"])
-def test_events(backend):
-    if reason := amp_kernels._backends.backend_reasons("cpu")[backend]:
-        pytest.skip(reason)
-
+def test_events(device, backend):
     @settings(SETTINGS, max_examples=200, derandomize=True)
     @given(PROGRAMS)
     def check(program: Program) -> None:
-        run(program, backend)
+        run(program, backend, device)
 
     check()
