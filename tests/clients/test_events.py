@@ -142,7 +142,7 @@ class Training:
         kind = {None: None, "ours": amp_kernels.GradScaler, "torch": torch.amp.GradScaler}[program.scaler]
         self.is_torchs_scaler = program.scaler == "torch"
         self.scaler: Any = kind and kind(device.type, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
-        self.scale, self.good_steps = (INIT_SCALE if kind else 1.0), 0
+        self.scale, self.good_steps, self.skipped_steps = (INIT_SCALE if kind else 1.0), 0, 0
         self.meddles = program.family.startswith("meddling")
         self.addresses = [0] * len(self.params)  # of the parameters, in the last step
         self.saved: dict[str, Any] | None = None
@@ -253,12 +253,13 @@ class Training:
 
     def _check_scale(self, is_skipped: bool, is_checked: bool) -> None:
         if is_skipped:
-            self.scale, self.good_steps = self.scale / 2, 0
+            self.scale, self.good_steps, self.skipped_steps = self.scale / 2, 0, self.skipped_steps + 1
         elif is_checked:
             self.good_steps += 1
             if self.good_steps == GROWTH_INTERVAL:
                 self.scale, self.good_steps = self.scale * 2, 0
         assert self.scaler.get_scale() == self.scale
+        assert self.is_torchs_scaler or self.scaler.skipped_steps == self.skipped_steps
 
     # ----------------------------------------------------------------------------------------------- between the steps
     def zero_grad(self, set_to_none: bool) -> None:
@@ -367,7 +368,7 @@ class Training:
                 "ours": self.ours.state_dict(),
                 "theirs": self.theirs.state_dict(),
                 "scaler": self.scaler and self.scaler.state_dict(),
-                "scale": (self.scale, self.good_steps),
+                "expected": (self.scale, self.good_steps, self.skipped_steps),
             }
         )
 
@@ -396,7 +397,7 @@ class Training:
         self.theirs.load_state_dict(saved["theirs"])
         if self.scaler is not None:
             self.scaler.load_state_dict(saved["scaler"])
-        self.scale, self.good_steps = saved["scale"]
+        self.scale, self.good_steps, self.skipped_steps = saved["expected"]
 
     def copied(self, how: str) -> None:
         """All that a training script holds; gradients, hooks and wrapped steps stay behind, as with torch."""
@@ -417,7 +418,7 @@ class Training:
         self.backend, self.other = self.other, self.backend
 
     def collect(self) -> None:
-        gc.collect()
+        gc.collect(1)  # what a program leaves is young; all of torch takes 0.3 s
 
     def _poison(self) -> None:
         """Takes the memory that an event freed: who reads it by an old address gets NaN, who writes it is seen."""
