@@ -519,7 +519,7 @@ SETTINGS = settings(
 
 
 def test_events(device, backend):
-    @settings(SETTINGS, max_examples=200, derandomize=True)
+    @settings(SETTINGS, max_examples=400, derandomize=True)
     @given(PROGRAMS)
     def check(program: Program) -> None:
         run(program, backend, device)
