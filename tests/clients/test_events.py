@@ -309,12 +309,15 @@ class Training:
             data = data.clone()
         self.params[i].data = data
 
-    def new_state(self, i: int, k: int, how: str) -> None:
-        p, q = (params[i % len(params)] for params in (self.params, self.copies))
-        state = self.ours.state.get(p, {})
-        if not state:
+    def new_state(self, k: int, how: str) -> None:
+        """Other memory for one of all states, or half its values."""
+        found = [
+            (p, q, key) for p, q in zip(self.params, self.copies, strict=True) for key in self.ours.state.get(p, ())
+        ]
+        if not found:
             return
-        key = sorted(state)[k % len(state)]
+        p, q, key = found[k % len(found)]
+        state = self.ours.state[p]
         value = state[key]
         if how == "data":
             value.data = value.data.clone()
@@ -324,8 +327,10 @@ class Training:
             value.set_(value.clone())
         elif how == "swap":
             torch.utils.swap_tensors(value, value.clone())
-        elif how == "replace":
+        elif how == "entry":
             state[key] = value.clone()
+        elif how == "dict":
+            self.ours.state[p] = {**state, key: value.clone()}
         elif key not in ("master", "step"):
             value.mul_(0.5)
             if self.theirs.state.get(q, {}).get(key) is not None:
@@ -468,14 +473,19 @@ STEP = st.tuples(
     choices(False, False, True),
 )
 HYPER = choices(
-    *(("lr", lr) for lr in (0.05, 0.02)), ("momentum", 0.5), ("momentum", 0.9), ("momentum", 0.0), ("dampening", 0.5),
+    ("momentum", 0.5), ("momentum", 0.9), ("momentum", 0.0), ("dampening", 0.5),
     ("weight_decay", 0.0), ("weight_decay", 0.02), ("nesterov", True), ("nesterov", False), ("maximize", True),
     ("alpha", 0.9), ("eps", 1e-2),
 )  # fmt: skip
 OTHER = st.one_of(
     st.tuples(st.just("zero_grad"), st.booleans()),
-    st.builds(
-        lambda g, hyper, how: ("hyper", g, *hyper, how), SMALL, HYPER, choices("float", "tensor", "tensor64", "fill")
+    st.builds(lambda g, hyper: ("hyper", g, *hyper, "float"), SMALL, HYPER),
+    st.tuples(
+        st.just("hyper"),
+        choices(0, 0, 1),
+        st.just("lr"),
+        choices(0.05, 0.02, 0.01),
+        choices("float", "tensor", "tensor", "tensor64", "fill"),
     ),
     st.tuples(st.just("freeze"), SMALL),
     st.tuples(
@@ -483,7 +493,8 @@ OTHER = st.one_of(
         SMALL,
         choices("clone", "share", "contiguous", "transposed", "gaps", "misaligned", "new", "in place", *DTYPES),
     ),
-    st.tuples(st.just("new_state"), SMALL, SMALL, choices("data", "share", "set", "swap", "replace", "halve")),
+    st.tuples(st.just("new_state"), st.integers(0, 11), choices("data", "share", "set", "swap")),
+    st.tuples(st.just("new_state"), st.integers(0, 11), choices("entry", "dict", "halve")),
     st.tuples(st.just("save")),
     st.tuples(st.just("load"), choices("same", "new", "torch"), st.booleans()),
     st.tuples(st.just("copied"), choices("deepcopy", "pickle", "save")),
