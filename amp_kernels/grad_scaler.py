@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeGuard
 
@@ -19,6 +20,13 @@ from .optim._plan import capturing
 def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
     """Whether the step takes scale and verdict from the device; else torch's plain protocol is right."""
     return isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
+
+
+def _only_forwards(optimizer: Any) -> bool:
+    """Whether an object says by its ``__getattr__`` alone, so in another's name, that its step takes the scale: what a
+    scaler sets on it would not arrive there."""
+    name = "_step_supports_amp_scaling"
+    return getattr(optimizer, name, False) and inspect.getattr_static(optimizer, name, None) is None
 
 
 class Overflow(NamedTuple):
@@ -119,6 +127,8 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's. For optimizers of ours: all devices' checks, then their sum, then the updates."""
+        if self._enabled and _only_forwards(optimizer):
+            return self._step_plainly(optimizer, *args, **kwargs)
         if not self._enabled or not _steps_by_itself(optimizer) or hasattr(optimizer, "grad_scale"):
             return super().step(optimizer, *args, **kwargs)
         if (
@@ -140,6 +150,18 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._is_checked = False
             optimizer.__dict__.pop("grad_scale", None)
             del optimizer.found_inf
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_plainly(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        """torch's protocol for those that know nothing of scalers: unscale, and step unless there was NaN or inf."""
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 

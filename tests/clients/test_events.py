@@ -168,12 +168,16 @@ class Training:
         if not closure:
             backward()
         given = [p for p in self.params if p.grad is not None]
-        if self.is_torchs_scaler and not given:
-            return  # that scaler raises
+        is_plain = self.scaler is not None and not self.ours._step_supports_amp_scaling
+        if (self.is_torchs_scaler or is_plain) and not given:
+            return  # the scaler raises
         dtypes = {p.grad.dtype for p in given}
         if self.is_torchs_scaler and self.device.type == "cuda" and torch.bfloat16 in dtypes:
             return
-        unscale = unscale and self.scaler is not None and not (self.is_torchs_scaler and torch.float16 in dtypes)
+        refuses = self.is_torchs_scaler and torch.float16 in dtypes  # to unscale
+        if is_plain and refuses:
+            return
+        unscale = unscale and self.scaler is not None and not refuses
         scale = self.scale
         if unscale:
             self._make_writable()
@@ -183,8 +187,15 @@ class Training:
             self._make_writable()
             clipping = torch.nn.utils.clip_grad_norm_ if clip == "torch" else amp_kernels.clip_grad_norm_
             clipping(self.params, 1.0)
+        if is_plain:  # the scaler unscales all the same
+            self._make_writable()
+            scale = 1.0
         weights = [p.detach().clone() for p in self.params]
-        grads = None if closure or self.meddles else [None if p.grad is None else p.grad.clone() for p in self.params]
+        grads = (
+            None
+            if closure or is_plain or self.meddles
+            else [None if p.grad is None else p.grad.clone() for p in self.params]
+        )
         if self.scaler is None:
             self.ours.step(backward if closure else None)
         else:
