@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import datetime
 import functools
 import importlib
 import os
@@ -15,12 +16,14 @@ import pickle
 import signal
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable, Iterator
 from typing import Any, BinaryIO
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import amp_kernels
 from amp_kernels._backends import backend_reasons
@@ -88,6 +91,47 @@ def _in_a_fork(test: Callable[..., None], arguments: dict[str, Any]) -> str:
     if os.WIFSIGNALED(status):
         return f"the process was ended by {signal.Signals(os.WTERMSIG(status)).name}"
     return failure or (f"the process left with {os.WEXITSTATUS(status)}" if status else "")
+
+
+def ranks(world_size: int, body: Callable[[int], Any]) -> list[Any]:
+    """What `body` returns on each rank of a gloo group. Only inside an isolated test: each rank is a fork of it."""
+    store = tempfile.mktemp()
+    started = []
+    for rank in range(world_size):
+        read_end, write_end = os.pipe()
+        if (fork := os.fork()) == 0:
+            signal.alarm(TIME_LIMIT)
+            with os.fdopen(write_end, "wb") as told:
+                pickle.dump(_on_a_rank(body, rank, world_size, store), told)
+            os._exit(0)  # an error on one rank closes its connections, which ends the others' waiting
+        os.close(write_end)
+        started.append((fork, read_end))
+    results, failures = [], []
+    for rank, (fork, read_end) in enumerate(started):
+        with os.fdopen(read_end, "rb") as told:
+            answer = told.read()
+        _, status = os.waitpid(fork, 0)
+        failure, result = pickle.loads(answer) if answer else (f"the process left with status {status}", None)
+        results.append(result)
+        failures += [f"rank {rank}: {failure}"] if failure else []
+    if os.path.exists(store):
+        os.unlink(store)
+    assert not failures, "\n".join(failures)
+    return results
+
+
+def _on_a_rank(body: Callable[[int], Any], rank: int, world_size: int, store: str) -> tuple[str, Any]:
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{store}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=TIME_LIMIT // 2),
+        )
+        return "", body(rank)
+    except BaseException:
+        return traceback.format_exc(), None
 
 
 def _outcome(test: Callable[..., None], arguments: dict[str, Any]) -> str:
