@@ -389,7 +389,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         if param.dtype not in DTYPE_CODES:
             raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
         is_partial = isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements)
-        if not has_memory(param) or local(param).data_ptr() == 0 < param.numel() or is_partial:
+        if not has_memory(param) or local(param).data_ptr() == 0 < local(param).numel() or is_partial:
             raise TypeError(
                 f"{type(self).__name__}: {name} must be a Tensor or sharded or replicated DTensor with memory of its "
                 f"own, got {kind(param)}; use torch.optim for it"

@@ -136,7 +136,8 @@ def train_dtensors(
             continue
         for i, (p, size) in enumerate(zip(params, sizes, strict=True)):
             p.grad = (scaler.get_scale() * as_dtensor(size, step, i, mesh, of_grads)).to(dtype)
-        if overflow and dist.get_rank() == dist.get_world_size() - 1:
+        is_last = [mesh.get_local_rank(d) == mesh.size(d) - 1 for d in range(mesh.ndim)]
+        if overflow and all(last or p.is_replicate() for last, p in zip(is_last, of_grads, strict=True)):
             params[0].grad.to_local().view(-1)[:1] = torch.inf
         if mode == "unscale_":
             scaler.unscale_(optimizer)
