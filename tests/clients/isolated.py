@@ -28,9 +28,8 @@ import torch.distributed as dist
 import amp_kernels
 from amp_kernels._backends import backend_reasons
 
-backends = pytest.mark.parametrize(
-    "backend", [name for name in ("cpu", "reference") if backend_reasons("cpu").get(name) is None]
-)
+BACKENDS = [name for name in ("cpu", "reference") if backend_reasons("cpu").get(name) is None]
+backends = pytest.mark.parametrize("backend", BACKENDS)
 TIME_LIMIT = 120  # seconds of one test, on a machine that is busy with others
 
 
