@@ -361,6 +361,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         step = step if isinstance(step, Tensor) else none_yet + int(step)
         state["step"] = step.to(target.device, torch.int32).view(())
         names = [key for key in self._state_names(group) if key is not None]
+        first = self._set_at_first_step
+        if first in state and first not in names and int(state["step"]) == 0:
+            del state[first]  # no step has set it; once it is asked for again, the first one has to
         if param.dtype is torch.float32:
             state.pop("master", None)
         else:

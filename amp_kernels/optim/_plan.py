@@ -202,7 +202,8 @@ class NativePlan(Plan):
         self._known = torch.zeros_like(self._observation).unbind()
         # A mirror is nobody else's.
         self._written = Spans([m.target for m in self._started if not m.is_mirrored] + self._owned)
-        self._places = _host(PLACE, len(self._owned), dtype=torch.int64)
+        self._watched = self._owned
+        self._places = _host(PLACE, len(self._watched), dtype=torch.int64)
         self._observe(writes=False)
         for row in (Seen.ADDRESS, Seen.LAYOUT):
             self._known[row].copy_(self._seen[row])
@@ -246,7 +247,7 @@ class NativePlan(Plan):
 
     def _observe(self, *, writes: bool) -> None:
         observe(
-            self._params, self._owned, self._written, self._observation, self._places,
+            self._params, self._watched, self._written, self._observation, self._places,
             plain=self._is_plain, versions=bool(self._low), writes=writes,
         )  # fmt: skip
 
@@ -362,6 +363,10 @@ class NativePlan(Plan):
             # Past the count of changes (`ParameterState`), which would have the next step build a plan.
             dict.__setitem__(self.members[row].state, "step", self._steps[chunk])
         self._steps_version = self._steps._version
+        self._watched = self._owned + [m.state["step"] for m in self._started]  # its .data may be replaced too
+        self._places = _host(PLACE, len(self._watched), dtype=torch.int64)
+        self._observe(writes=False)
+        self._known_places = self._places.clone()
 
     def _follow_steps(self) -> None:
         """Somebody wrote a ``state["step"]`` in place: all chunks of the tensor count on from there."""
