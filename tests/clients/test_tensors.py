@@ -417,10 +417,10 @@ def play(
             if max_norm is not None:
                 torch.nn.utils.clip_grad_norm_(list(training.params.values()), max_norm)
             reference.step()
+        compare()
         if step == 0:
             for training, o in zip(trainings, (optimizer, *references), strict=True):
                 training.after_first_step(o)
-        compare()
         if error:
             return
     if overflows and scaler.is_enabled():
@@ -454,7 +454,8 @@ def test_kinds(backend: str, name: str, role: str, mode: str) -> None:
         )
         overflows = role == "gradient" and verdict is RIGHT and name != "zero-tensor"
         with case(family.__name__, dtype):
-            play(family, mode, verdict, trainings, context=kind.context, overflows=overflows)
+            about = (SUBJECT, "fake tensors")  # a mode concerns all parameters
+            play(family, mode, verdict, trainings, about, context=kind.context, overflows=overflows)
 
 
 # ---------------------------------------------------------------------------------------------------------- overlapping
