@@ -207,7 +207,10 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     if args.rehearse:
         global MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES
         MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES = 1, 1, 0
-        gc.freeze()  # torch's million objects: each collection between two contenders would go through them
+    if args.rehearse or args.device.type == "cuda":
+        # Else each collection between two contenders goes through torch's million objects, for 0.2 s: of 30 that a GPU
+        # may have for a benchmark, 20.
+        gc.freeze()
     if not args.fresh_memory:
         _keep_memory()
     return args

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import csv
 import importlib.util
 import json
@@ -18,6 +19,7 @@ from types import ModuleType
 import pytest
 from cuda_on_cpu.build import missing_headers
 
+import amp_kernels
 from amp_kernels import testing
 
 ROOT = Path(__file__).parent.parent
@@ -49,10 +51,10 @@ def logs(out: Path) -> dict[str, str]:
 def test_rehearsal(script: ModuleType, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--rehearse", "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    *told, end = done.stdout.rsplit("\n\n", 2)[0].splitlines(), done.stdout[-4000:]
+    told, end = done.stdout.partition("\n\n")[0].splitlines(), done.stdout[-4000:]
     parts = [name for name in script.SECONDS if name not in ("python_build", "smoke_blocking")]  # after failures alone
-    assert [line.split(":")[0] for line in told[0]] == parts
-    assert all(": passed" in line for line in told[0])
+    assert [line.split(":")[0] for line in told] == parts
+    assert all(": passed" in line for line in told)
     summary = (tmp_path / "summary.txt").read_bytes()
     assert len(summary) <= 4096 and summary.decode("ascii") in end and str(tmp_path) in end
     assert all(f"{name} " in end for name in parts)
@@ -79,13 +81,20 @@ parts.append(gpu_check.Part("killer", ["sh", "-c", "kill -KILL $PPID; sleep 1"])
 check = gpu_check.Check(out, out / "work", "machine", 60, dict.fromkeys((part.name for part in parts), 30))
 check.run(parts)
 """
-# Ends the driver in the middle of the n-th replacement of a file, when the new one lies beside the old one.
-IN_A_REPLACEMENT = """
-replace, done = os.replace, []
-def killing(source, target):
-    done.append(target)
-    os.kill(os.getpid(), signal.SIGKILL) if len(done) == 3 * count - {left} else replace(source, target)
-os.replace = killing
+# Ends the driver within the last of its savings, where a function is called that has a file open.
+IN_A_FUNCTION = """
+import csv, tarfile
+savings, save = [], gpu_check.Check.save
+gpu_check.Check.save = lambda self: (savings.append(1), save(self))
+def dying(function):
+    def call(*given, **named):
+        if len(savings) == count:
+            if function.__name__ == "write_text":
+                given[0].open("w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*given, **named)
+    return call
+{name} = dying({name})
 """
 
 
@@ -105,12 +114,12 @@ def test_what_was_finished_outlives_the_driver(count: int, tmp_path: Path) -> No
     assert all(f"part{i} 0 s" in summary for i in range(count)) and "killer" not in summary
 
 
-@pytest.mark.parametrize("left", [0, 1, 2])
-def test_a_death_among_the_files_leaves_each_complete(left: int, tmp_path: Path) -> None:
-    kill(tmp_path, 3, IN_A_REPLACEMENT.format(left=left))
+@pytest.mark.parametrize("name", ["csv.writer", "os.replace", "tarfile.TarFile.addfile", "gpu_check.Path.write_text"])
+def test_a_death_among_the_files_leaves_each_complete(script: ModuleType, name: str, tmp_path: Path) -> None:
+    kill(tmp_path, 3, IN_A_FUNCTION.format(name=name))
     assert {"part0", "part1"} <= set(logs(tmp_path))
-    summary = (tmp_path / "summary.txt").read_text()
-    assert "part0 0 s, part1 0 s" in summary and summary.endswith("\n")
+    assert "part0 0 s, part1 0 s" in (tmp_path / "summary.txt").read_text()
+    assert {"part0", "part1"} <= set(script.Check(tmp_path, tmp_path / "work", "machine", 60).results)
 
 
 def test_a_later_call_adds_to_what_is_there(script: ModuleType, tmp_path: Path) -> None:
@@ -307,6 +316,41 @@ def test_every_operator_is_smoked() -> None:
     for op, names in parts.TILES.items():
         assert set(names) <= {str(case) for case in testing.CASES[op]}
     assert set(testing.CASES) - set(parts.TILES) == {"clip_grad_norm_"}  # grad_norm and torch's multiplication
+
+
+def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = load(SCRIPT.with_name("gpu_parts.py"))
+
+    def body(_: object) -> list[testing.Result]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    class Replaced(Exception):
+        pass
+
+    def execv(_: str, words: list[str]) -> None:
+        raise Replaced(words)
+
+    cases = tuple(testing.Case("matmul", "fp16", name, body) for name in ("one", "two", "three"))
+    monkeypatch.setitem(testing.CASES, "matmul", cases)
+    monkeypatch.setattr(parts, "TILES", {"matmul": tuple(map(str, cases))})
+    monkeypatch.setattr(os, "execv", execv)
+    args = argparse.Namespace(device="cpu", first=1, failures=1)
+    assert parts.cases(args) == 1  # the context is there
+    monkeypatch.setattr(parts, "context_is_gone", lambda device: True)
+    with pytest.raises(Replaced, match="'--device', 'cpu', '--first', '2', '--failures', '2'"):
+        parts.cases(args)
+
+
+# ---------------------------------------------------------------------------------------------- what a stranger reads
+def test_the_readme_and_info_say_that_no_kernel_ran_on_a_gpu() -> None:
+    package = [sys.executable, "-m", "amp_kernels"]
+    info, version = (
+        subprocess.run([*package, word], capture_output=True, text=True, cwd=ROOT / "tests", check=True).stdout
+        for word in ("info", "--version")
+    )
+    sentence = (ROOT / "README.md").read_text().splitlines()[4].strip("*")
+    assert sentence.startswith("No kernel of this version has run on a GPU") and "verify --device cuda" in sentence
+    assert sentence in info.splitlines() and version == f"amp_kernels {amp_kernels.__version__}\n"
 
 
 # ----------------------------------------------------------------------------------------- the tests that it runs
