@@ -23,6 +23,7 @@ def info() -> int:
     print(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, {gpu}")
     print(f"triton {_version('triton')}")
     print(f"compiled kernels: {_loader.load_error() or _compiled()}")
+    print(NOT_RUN)
 
     for device, order in _backends.PREFERENCE.items():
         reasons = _backends.backend_reasons(device)
@@ -49,11 +50,13 @@ def _version(distribution: str) -> str:
         return "is not installed"
 
 
+NOT_RUN = "No kernel of this version has run on a GPU; on one, run `python -m amp_kernels verify --device cuda` first."
 COMMANDS: dict[str, Callable[[], int]] = {"info": info}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m amp_kernels", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"amp_kernels {amp_kernels.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, function in COMMANDS.items():
         command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])

@@ -253,8 +253,8 @@ def linear_case(rows, dtype, device, args):
     return [contender(name, 8, build) for name, build in plan]
 
 
-def cases(args):
-    """(case, its contenders), made as they come."""
+def quantization_cases(args):
+    """(case, its contenders), made as they come; so below."""
     device = args.device
     side = SIDE[device.type] // (4 if args.quick else 1)
     square = Layout(f"{side} x {side}", ((side, side),))
@@ -274,25 +274,33 @@ def cases(args):
         scale = torch.tensor(0.03, device=device)
         words = f"{size} read + {size} written"
         yield Case("int8", "fake quantize, scale given", dtype, square, 2 * size, words), fake_case(x, scale, args)
-    for size in SIZES[device.type][:: 4 if args.quick else 1]:
+
+
+def product_cases(args):
+    device = args.device
+    for size in args.shapes or SIZES[device.type][:: 4 if args.quick else 1]:
         rows, columns, inner = size
         for layout in by_size("x".join(map(str, size)), ((rows, inner), (columns, inner)), device):
             operations = 2 * rows * columns * inner
             case = Case("int8", "int8_matmul", torch.int8, layout, 1, "the codes, read once", operations)
             yield case, matmul_case(size, device, args)
+
+
+def linear_cases(args):
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows in LINEAR_ROWS[:: 2 if args.quick else 1]:
             layout = Layout(f"{rows}x4096x4096", ((4096, 4096),))
             operations = 2 * rows * 4096 * 4096
             case = Case("int8", "int8_linear (w8a16)", dtype, layout, 1, "the weight, read once", operations)
-            yield case, linear_case(rows, dtype, device, args)
+            yield case, linear_case(rows, dtype, args.device, args)
 
 
 def main():
     args = parse_arguments(__doc__)
     report = Report("int8", args)
-    for case, contenders in cases(args):
-        run_case(case, contenders, args, report)
+    for cases in (product_cases,) if args.shapes else (quantization_cases, product_cases, linear_cases):
+        for case, contenders in cases(args):
+            run_case(case, contenders, args, report)
     return report.finish()
 
 

@@ -119,7 +119,7 @@ def contenders(data, make, args):
 def main():
     args = parse_arguments(__doc__)
     report = Report("matmul", args)
-    sizes = SIZES[args.device.type][:: 3 if args.quick else 1]
+    sizes = args.shapes or SIZES[args.device.type][:: 3 if args.quick else 1]
     for size, dtype in product(sizes, (torch.float16, torch.bfloat16)):
         rows, outputs, inputs = size
         for layout in by_size("x".join(map(str, size)), ((rows, inputs), (outputs, inputs)), args.device):
@@ -128,7 +128,7 @@ def main():
             passes = [("linear", None, 1), ("linear + gelu", "gelu", 1), ("forward and backward", None, 3)]
             # in fp16 torch's take minutes, with an activation no longer than without
             passes += [("forward and backward + gelu", "gelu", 3)] if dtype == torch.bfloat16 else []
-            for name, activation, products in passes if not args.quick else passes[:1]:
+            for name, activation, products in passes[:1] if args.quick or args.shapes else passes:
                 if args.device.type == "cpu" and dtype == torch.float16 and products == 3 and layout.elements > 2**21:
                     continue  # torch's fp16 takes minutes there
                 data = Data(size, dtype, args.device, activation)

@@ -159,11 +159,11 @@ def resnet50() -> Layout:
 def layouts(args: argparse.Namespace) -> list[Layout]:
     """Layouts of a run; a line is printed for what is left out. The thousand tensors come first, as a model does in its
     process: among the holes that large ones leave, their objects would be scattered over as many pages."""
-    sizes = (1_000_000,) if args.quick else SIZES
+    sizes = args.sizes or ((1_000_000,) if args.quick else SIZES)
     free = free_bytes(args.device)
     chosen = []
-    many_small = by_size("1000 x 64", ((64,),) * 1000, args.device)
-    for layout in many_small + [few_large(n) for n in sizes] + ([] if args.quick else [resnet50()]):
+    many_small = [] if args.rehearse else by_size("1000 x 64", ((64,),) * 1000, args.device)
+    for layout in many_small + [few_large(n) for n in sizes] + ([] if args.sizes or args.quick else [resnet50()]):
         needed = MIN_CASE_BYTES * layout.elements
         if layout.elements > args.max_elements:
             print(f"left out: {layout.name}, {layout.elements:,} elements: more than --max-elements")
@@ -182,9 +182,15 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--device", type=torch.device, default=default, help=f"cpu or cuda (here: {default})")
     limit = "largest model in elements (CPU: 1e8, GPU: 1e9)"
     parser.add_argument("--max-elements", type=lambda text: int(float(text)), help=limit)
+    sizes = "of the models of optimizers, instead of all: 1e6,1e8"
+    parser.add_argument("--sizes", type=lambda text: [int(float(word)) for word in text.split(",")], help=sizes)
+    shapes = "forward products of these alone (rows x outputs x inputs): 64x64x64,8x4096x4096"
+    parser.add_argument("--shapes", type=parse_shapes, help=shapes)
     parser.add_argument("--seconds", type=float, default=2.0, help="for the rounds of a case (%(default)s)")
     parser.add_argument("--no-compile", action="store_true", help="leave out the torch.compile'd contenders")
     parser.add_argument("--quick", action="store_true", help="two sizes, no torch.compile: 20 seconds")
+    rehearse = "one round beside a small copy, no small tensors: shows that it runs, and no figure means anything"
+    parser.add_argument("--rehearse", action="store_true", help=rehearse)
     fresh = "leave malloc as it is: results of over 32 MB then come from fresh pages at every call (CPU)"
     parser.add_argument("--fresh-memory", action="store_true", help=fresh)
     parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
@@ -198,9 +204,20 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     results = Path(tempfile.gettempdir()) / "amp_kernels" if args.quick else Path(__file__).parent / "results"
     name = slug(device_name(args.device)) + ("-fresh-memory" if args.fresh_memory else "")
     args.out = args.out or results / name
+    if args.rehearse:
+        global MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES
+        MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES = 1, 1, 0
+    if args.rehearse or args.device.type == "cuda":
+        # Else each collection between two contenders goes through torch's million objects, for 0.2 s: of 30 that a GPU
+        # may have for a benchmark, 20.
+        gc.freeze()
     if not args.fresh_memory:
         _keep_memory()
     return args
+
+
+def parse_shapes(text: str) -> list[tuple[int, ...]]:
+    return [tuple(map(int, word.split("x"))) for word in text.split(",")]
 
 
 def _keep_memory() -> None:
@@ -317,7 +334,7 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
             rows[contender]["tera_ops"] = float(f"{case.operations / statistics.median(samples) / 1e9:.4g}")
     copy = {"contender": COPY, "scaler": "none", "bytes": copy_bytes, "note": "bytes read and written"}
     all_copies = [sample for samples in copies.values() for sample in samples]
-    copy |= _statistics(all_copies or [_milliseconds(copy_once, args.device)], copy_bytes) | {"copy_percent": 100.0}
+    copy |= _statistics(all_copies or [milliseconds(copy_once, args.device)], copy_bytes) | {"copy_percent": 100.0}
     report.add(case, [*rows.values(), copy])
 
 
@@ -382,10 +399,10 @@ def _interleave(
             break
         shuffle(order)
         for contender, job in order:
-            copies[contender].append(_milliseconds(copy, args.device))
+            copies[contender].append(milliseconds(copy, args.device))
             if args.device.type == "cpu":
                 job.precede()
-            times[contender].append(_milliseconds(job.run, args.device, calls))
+            times[contender].append(milliseconds(job.run, args.device, calls))
     return times, copies
 
 
@@ -395,7 +412,7 @@ def _middle_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
-def _milliseconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
+def milliseconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
     """Of one of so many calls in a row."""
     if device.type == "cpu":
         start = time.perf_counter()

@@ -1,164 +1,380 @@
-"""Builds for the GPU that is here, tests, looks for memory errors, measures; prints one table at the end.
+"""Builds for the GPU that is here, tries every kernel, measures, tests; one folder of two small files holds it all.
 
-It uses the Python and torch that run it, needs no network and installs nothing: the build is in build/gpu.
-Every part has its own time limit, and a failing part stops no other; what was measured before a limit is kept. The
-results, in benchmarks/results/<gpu>/, are all that we need from you to add your GPU to the README's table. Peers that
-torch.compile has to build first are left to `make bench`.
+It uses the Python and torch that run it, needs no network and installs nothing. There are three stages: the first takes
+at most nine minutes on 16 cores and brings the numbers that matter, the second runs the tests, the third the whole
+benchmarks. After every part the folder of the results gets results.tar.gz, all logs and tables so far, and summary.txt,
+both complete at any moment: whatever ends this program later, they stay. A part that fails, hangs or crashes ends
+itself alone. What is printed last is the summary; please send us the folder.
 
-    make gpu-check                                    # all of it: half an hour
-    python benchmarks/gpu_check.py --parts build,cuda_tests --minutes 9
+    make gpu-check                                          # all three stages: 35 minutes at most
+    python benchmarks/gpu_check.py --parts first            # the first one
+    python benchmarks/gpu_check.py --parts build,smoke,sgd --minutes 5
+    python benchmarks/gpu_check.py --rehearse               # every part, small, on a CPU: no result means anything
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
+import itertools
+import json
 import os
 import platform
+import re
 import shutil
+import signal
 import subprocess
 import sys
+import tarfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TextIO
 
 ROOT = Path(__file__).resolve().parents[1]
-BUILD = ROOT / "build" / "gpu"
-PYTHON = sys.executable
-SECONDS = {
-    "build": 300,
-    "build_without_cuda": 120,
-    "info": 30,
-    "cuda_tests": 300,
-    "triton_tests": 300,
-    "triton_kernels": 300,
-    "memcheck": 150,
-    "initcheck": 150,
-    "racecheck": 150,
-    "bench_sgd": 180,
-    "bench_rmsprop": 150,
-    "bench_int8": 150,
-    "bench_matmul": 180,
-    "bench_unscale": 90,
-    "plot": 60,
-}
+HERE = ROOT / "benchmarks"
+# Of each part, in seconds, and of the stages, with 15 s to spare for what is between their parts.
+LIMITS = {
+    "first": {
+        "build": 150, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 15, "sgd": 35, "rmsprop": 30,
+        "unscale": 30, "matmul": 60, "int8": 40, "ncu": 60, "memcheck": 45, "racecheck": 45,
+    },
+    "tests": {"info": 30, "cuda_tests": 240, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60},
+    "benchmarks": {
+        "bench_sgd": 180, "bench_rmsprop": 150, "bench_unscale": 90, "bench_matmul": 180, "bench_int8": 150, "plot": 60
+    },
+}  # fmt: skip
+STAGES = {"first": 9 * 60 - 15, "tests": 10 * 60 - 15, "benchmarks": 14 * 60 - 15}
+SECONDS = {name: seconds for parts in LIMITS.values() for name, seconds in parts.items()}
+GRACE = 10  # between an interrupt, after which pytest says what failed, and the end
+# 4,096 bytes for a file, 4,000 characters for the end of what is printed: the same text is both.
+SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
+
 # Ids begin with the place of a test's tensors (tests/conftest.py); those of a CPU say nothing about a GPU.
 CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_capture"
 TRITON_TESTS = "[triton- or [triton]"
 # Files of their own, which other processes run otherwise (tests/test_triton_interpret.py).
 TRITON_KERNELS = ("triton_cases.py", "triton_int8_cases.py", "triton_matmul_cases.py")
-# Cases under compute-sanitizer, where a kernel is tens of times slower: heads, tails and 16-byte accesses, tiles of
-# every family. Products of odd pitches are left to racecheck: their loads end up to 15 bytes behind a tensor, in memory
-# that the allocator rounds up, but memcheck does not.
-ALIGNED = ("sizes", "misaligned", "many_tensors", "1x64x64", "64x64x64", "33x40x64", "33x64x40", "gelu_33x40x48")
-ODD = ("sizes", "1x127x1023", "17x33x65", "130x129x127", "33x40x1023", "33x129x40", "relu_65x130x127")
-SANITIZED = {"memcheck": ALIGNED, "initcheck": ALIGNED, "racecheck": ODD}
+SIZES = "1e6,25.6e6,1e8"
+# (rows, outputs, inputs), those first that say most: a part that is ended has measured those before.
+MATMUL_SHAPES = "4096x4096x4096,8192x8192x8192,4096x4095x4095,8192x1023x1023,1x4096x4096,16x4095x4095"
+INT8_SHAPES = "4096x4096x4096,8192x8192x8192,1x4096x4096,16x4096x4096"
+# What reading SASS can only estimate: the shares of the speed of memory and of tensor cores, and what limits them.
+METRICS = (
+    "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
+    "sm__warps_active.avg.pct_of_peak_sustained_active,sm__inst_issued.avg.pct_of_peak_sustained_active,"
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active,l1tex__data_bank_conflicts_pipe_lsu.sum,"
+    "launch__registers_per_thread,launch__occupancy_limit_registers"
+)
+
+
+@dataclass(frozen=True)
+class Part:
+    """A command with a limit; `why_not` gives the sentence of a part that cannot run here, `after` names the part
+    without whose failure this one has nothing to do."""
+
+    name: str
+    command: Sequence[str | Path]
+    environment: dict[str, str] = field(default_factory=dict)
+    cwd: Path = HERE
+    why_not: Callable[[], str] = str
+    after: str = ""
+    note: str = ""  # of a rehearsal: what the part is without a GPU
 
 
 class Check:
-    """The parts, their results, and the folder that keeps them."""
+    """Runs parts one after the other; what they leave is in `files`, and in two files of the folder `out`."""
 
-    def __init__(self, folder: Path, parts: Sequence[str], seconds: float) -> None:
-        self.folder = folder
-        (folder / "logs").mkdir(parents=True, exist_ok=True)
-        places = [str(BUILD / "lib"), *filter(None, [os.environ.get("PYTHONPATH")])]
-        self.environment = os.environ | {"PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1"}
-        self.results: list[tuple[str, str, float]] = []
-        self.start = time.monotonic()
-        self.parts = parts
-        self._seconds = seconds
+    def __init__(self, out: Path, files: Path, machine: str, seconds: float, limits: dict[str, int] = SECONDS) -> None:
+        self.out, self.files, self.machine, self.limits = out, files, machine, limits
+        self._end = time.monotonic() + seconds
+        for folder in (out, files / "logs", files / "first"):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._table = files / "parts.csv"
+        self.results: dict[str, tuple[str, float]] = {}  # of earlier calls too
+        if self._table.exists():
+            with self._table.open(newline="") as file:
+                self.results = {row["part"]: (row["result"], float(row["seconds"])) for row in csv.DictReader(file)}
 
-    def elapsed(self) -> float:
-        return time.monotonic() - self.start
+    def run(self, parts: Sequence[Part]) -> bool:
+        """Whether none failed."""
+        for part in parts:
+            self.results.pop(part.name, None)
+            (self.files / "logs" / f"{part.name}.txt").unlink(missing_ok=True)
+        for part in parts:
+            if part.after and not self.has_failed(part.after):
+                continue
+            print(f"{part.name}: ", end="", flush=True)
+            start = time.monotonic()
+            result = f"skipped: {why}" if (why := part.why_not()) else self._run(part)
+            self.results[part.name] = result, time.monotonic() - start
+            self.save()
+            print(f"{result}, {time.monotonic() - start:.0f} s", flush=True)
+        return not any(self.has_failed(part.name) for part in parts)
 
-    def run(self, name: str, *command: str | Path, cwd: Path = BUILD, **environment: str) -> bool:
-        """Runs a part, if it was asked for, shows what it prints and keeps it in logs/<name>.txt."""
-        if name not in self.parts:
-            return False
-        limit = min(SECONDS[name], int(self._seconds - self.elapsed()))
+    def has_failed(self, name: str) -> bool:
+        return self.results.get(name, ("", 0.0))[0].startswith("FAILED")
+
+    def _run(self, part: Part) -> str:
+        limit = min(self.limits[part.name], self._end - time.monotonic())
         if limit <= 0:
-            self.skip(name, f"no time was left of the {self._seconds:.0f} s")
-            return False
-        print(f"\n==== {name}: {' '.join(map(str, command))}", flush=True)
-        start = self.elapsed()
-        words = [str(part) for part in command]
-        with (self.folder / "logs" / f"{name}.txt").open("w") as log:
-            result = _run_and_copy(words, cwd, self.environment | environment, limit, log)
-        self.results.append((name, result, self.elapsed() - start))
-        return result == "passed"
+            return "FAILED: no time was left for it"
+        with (self.files / "logs" / f"{part.name}.txt").open("wb") as log:
+            process = subprocess.Popen(
+                list(map(str, part.command)), cwd=part.cwd, env=os.environ | part.environment, stdin=subprocess.DEVNULL,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            )  # fmt: skip
+            try:
+                code = process.wait(limit)
+            except subprocess.TimeoutExpired:
+                _signal(process, signal.SIGINT)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(GRACE)
+                return f"FAILED: took more than {limit:.0f} s"
+            finally:  # compilers and test processes too
+                _signal(process, signal.SIGKILL)
+        if code:
+            return f"FAILED: exit code {code}" if code > 0 else f"FAILED: {signal.Signals(-code).name}"
+        return f"passed{part.note and f' ({part.note})'}"
 
-    def skip(self, name: str, why: str) -> None:
-        if name not in self.parts:
-            return
-        print(f"\n==== {name}: {why}", flush=True)
-        self.results.append((name, f"FAILED: {why}", 0.0))
+    def save(self) -> None:
+        """The two files, each replaced at once: to be ended here leaves the old one or the new."""
+        with _replacing(self._table) as path, path.open("w", newline="") as file:
+            writer = csv.writer(file)
+            writer.writerow(("part", "result", "seconds"))
+            writer.writerows((name, result, f"{seconds:.1f}") for name, (result, seconds) in self.results.items())
+        with _replacing(self.out / "results.tar.gz") as path, tarfile.open(path, "w:gz") as archive:
+            archive.add(self.files, "results")
+        with _replacing(self.out / "summary.txt") as path:
+            path.write_text(self.summary(), "ascii")
+
+    def summary(self) -> str:
+        """What passed, what failed with the end of its log, and the ratios that matter, in SUMMARY_BYTES."""
+        lines = [self.machine]
+        of = {
+            word: [(name, result, s) for name, (result, s) in self.results.items() if result.startswith(word)]
+            for word in ("passed", "skipped", "FAILED")
+        }
+        passed = ", ".join(f"{name}{result.removeprefix('passed')} {s:.0f} s" for name, result, s in of["passed"])
+        lines.append(f"passed: {passed or 'nothing'}")
+        lines += [f"{name}: {result}" for name, result, _ in of["skipped"]]
+        room = FAILURES_BYTES // max(len(of["FAILED"]), 1)
+        for name, result, seconds in of["FAILED"]:
+            head = f"{name}: {result}, {seconds:.0f} s"
+            log = self.files / "logs" / f"{name}.txt"
+            ends = last_lines(log, room - len(head) - 3) if log.exists() else []
+            lines += [head, *(f"  {line}" for line in ends)]
+        text = _ascii("\n".join(lines))[: SUMMARY_BYTES - 100] + "\n"
+        ratios = headlines(self.files, SUMMARY_BYTES - len(text) - 1)
+        return "\n".join([text, *ratios, ""])
 
 
-def _run_and_copy(command: list[str], cwd: Path, environment: dict[str, str], limit: int, log: TextIO) -> str:
-    """`timeout` ends the whole process group, compilers and test processes too, first as Ctrl-C does: pytest then says
-    what failed before."""
-    command = ["timeout", "--signal=INT", "--kill-after=15", str(limit), *command]
-    process = subprocess.Popen(
-        command, cwd=cwd, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-    )
-    assert process.stdout is not None
-    for line in process.stdout:
-        print(line, end="", flush=True)
-        log.write(line)
-    code = process.wait()
-    if code == 0:
-        return "passed"
-    return f"FAILED: took more than {limit} s" if code in (124, 137) else f"FAILED: exit code {code}"
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """To the whole process group; what ended before is none."""
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+    if number == signal.SIGKILL:
+        with contextlib.suppress(subprocess.TimeoutExpired):  # of a process that its driver does not let go
+            process.wait(GRACE)
 
 
-def build(check: Check, capability: tuple[int, int]) -> bool:
-    """True if the CUDA kernels are there; without them everything else still runs, on Triton."""
-    if "build" in check.parts:
-        shutil.rmtree(BUILD / "lib", ignore_errors=True)
-    BUILD.mkdir(parents=True, exist_ok=True)
-    major, minor = capability
-    arch = f"{major}.{minor}{'a' if capability == (9, 0) else ''}"
-    command = [PYTHON, "setup.py", "build", f"--build-base={BUILD}", f"--build-lib={BUILD / 'lib'}"]
-    check.run("build", *command, cwd=ROOT, AMP_KERNELS_BUILD="cuda", TORCH_CUDA_ARCH_LIST=arch)
-    if not has_cuda_kernels(BUILD / "lib"):
-        check.run("build_without_cuda", *command, cwd=ROOT, AMP_KERNELS_BUILD="cpu")
-    return has_cuda_kernels(BUILD / "lib")
+@contextlib.contextmanager
+def _replacing(path: Path) -> Iterator[Path]:
+    beside = path.with_name(path.name + ".new")
+    yield beside
+    os.replace(beside, path)
 
 
+def _ascii(text: str) -> str:
+    return text.encode("ascii", "replace").decode()
+
+
+def last_lines(log: Path, room: int) -> list[str]:
+    """As many as there is room for, after the first that speaks of an error: a compiler's is far from the end."""
+    with log.open("rb") as file:
+        file.seek(max(0, log.stat().st_size - 2**20))
+        lines = [_ascii(line.strip())[:160] for line in file.read().decode(errors="replace").splitlines()]
+    lines = [line for line in lines if line]
+    first = next((i for i, line in enumerate(lines) if re.search(r"error:|Error:|ERROR|^E  ", line)), len(lines))
+    kept: list[str] = []
+    room -= len(lines[first]) + 3 if first < len(lines) else 0
+    for line in reversed(lines[first + 1 :] if first < len(lines) else lines):
+        room -= len(line) + 3
+        if room < 0:
+            break
+        kept.append(line)
+    return lines[first : first + 1] + kept[::-1]
+
+
+# ------------------------------------------------------------------------------------------------- headline ratios
+def headlines(files: Path, room: int) -> list[str]:
+    """A line of each family in turn, until the room ends; a whole benchmark takes the place of the first stage's."""
+    families: dict[str, list[str]] = {"ceilings": _ceilings(files / "ceilings.csv")}
+    for path in (*sorted((files / "first").glob("*.csv")), *sorted(files.glob("*.csv"))):
+        if path.name not in ("ceilings.csv", "parts.csv"):
+            families[path.stem] = _ratios(path)
+    names = list(itertools.chain(*itertools.zip_longest(*([key] * len(of) for key, of in families.items()))))
+    count, left = defaultdict(int), room - 160
+    for name in filter(None, names):
+        left -= len(families[name][count[name]]) + 1
+        if left < 0:
+            break
+        count[name] += 1
+    kept = [line for name, of in families.items() for line in of[: count[name]]]
+    missing = sum(map(len, families.values())) - len(kept)
+    legend = [
+        "of a size: ours in ms, fastest peer's time / ours, share of a copy's speed; T/s: trillions of operations"
+    ]
+    return [*(legend if kept else []), *kept, *([f"{missing} more lines in results.tar.gz"] if missing else [])]
+
+
+def _ceilings(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    with path.open(newline="") as file:
+        rows = ", ".join(f"{row['what']} {row['rate']} {row['unit']}" for row in csv.DictReader(file))
+    return [f"ceilings: {rows}"] if rows else []
+
+
+def _ratios(path: Path) -> list[str]:
+    """A line for each kind of work, with all its sizes: our time, the fastest peer's over ours, our share of a copy's
+    speed; for products, the speeds."""
+    cases: dict[tuple[str, str], list[dict[str, str]]] = defaultdict(list)
+    with path.open(newline="") as file:
+        for row in csv.DictReader(file):
+            if row["median_ms"]:
+                cases[row["case"], row["dtype"]].append(row)
+    lines: dict[str, list[str]] = defaultdict(list)
+    for (case, dtype), rows in cases.items():
+        work, _, layout = case.rpartition(", ")
+        size = f"{int(rows[0]['elements']) / 1e6:g}M" if layout == "few large" else layout
+        told = _speeds(rows) if any(row["tera_ops"] for row in rows) else _ratio(rows)
+        if told:
+            lines[f"{path.stem} {work} {dtype}"].append(f"{size} {told}")
+    return [_ascii(f"{name}: {'; '.join(told)}") for name, told in lines.items()]
+
+
+def _ratio(rows: list[dict[str, str]]) -> str:
+    """A peer without a scaler does less than one of ours that has one."""
+    ours = next((row for row in rows if row["contender"].startswith("amp_kernels")), None)
+    if ours is None:
+        return ""
+    others = [row for row in rows if not row["contender"].startswith(("amp_kernels", "copy"))]
+    peers = [row for row in others if row["scaler"] != "none" or ours["scaler"] == "none"]
+    best = min((float(row["ratio_to_ours"]) for row in peers if row["ratio_to_ours"]), default=None)
+    return f"{ours['median_ms']} ms {f'{best:.2f}x' if best else '-'} {float(ours['copy_percent']):.0f}%"
+
+
+def _speeds(rows: list[dict[str, str]]) -> str:
+    said = {}
+    for row in rows:
+        name = row["contender"]
+        if name.startswith("amp_kernels"):
+            forced = re.search(r", (\w+) kernels$", name)
+            said[forced[1] if forced else "zeros" if name.endswith("zero points") else "ours"] = row["tera_ops"]
+    peers = [row for row in rows if row["tera_ops"] and not row["contender"].startswith("amp_kernels")]
+    if peers:
+        best = max(peers, key=lambda row: float(row["tera_ops"]))
+        said[best["contender"].split(",")[0]] = best["tera_ops"]
+    return " ".join(f"{name} {speed}" for name, speed in said.items()) + " T/s"
+
+
+# ------------------------------------------------------------------------------------------------------- the parts
 def has_cuda_kernels(lib: Path) -> bool:
     """Of a finished build: a note says what a build left out."""
     note = lib / "amp_kernels" / "_build.txt"
     return any(lib.glob("amp_kernels/_C.*")) and note.exists() and not note.read_text()
 
 
-def test(check: Check, compiled: bool) -> None:
-    workers = min(12, os.cpu_count() or 1)
-    parallel = ["-n", str(workers), "--dist", "worksteal"] if find_spec("xdist") else []
-    pytest = [PYTHON, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider"]
-    places = {"cwd": ROOT / "tests", "AMP_KERNELS_EXPECT": "triton,cuda" if compiled else "triton"}
-    if compiled:
-        check.run("cuda_tests", *pytest, *parallel, "-k", CUDA_TESTS, **places)
-    else:
-        check.skip("cuda_tests", "no CUDA kernels were built")
-    check.run("triton_tests", *pytest, *parallel, "-k", TRITON_TESTS, **places)
-    check.run("triton_kernels", *pytest, *parallel, *TRITON_KERNELS, **places)
+def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> list[Part]:
+    """In their order; without a capability those of a rehearsal, which measure the installed package on the CPU."""
+    rehearsal, lib, python = capability is None, work / "lib", sys.executable
+    device = "cpu" if rehearsal else "cuda"
+    places = [*([] if rehearsal else [str(lib)]), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shared = {"PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1"}
+    shared |= {"OMP_NUM_THREADS": "1"} if rehearsal else {}
+    few = shared | {"AMP_KERNELS_MULTIPROCESSORS": "3"}
 
+    def compiled() -> str:
+        return "" if rehearsal or has_cuda_kernels(lib) else "no CUDA kernels were built"
 
-def look_for_memory_errors(check: Check, compiled: bool) -> None:
-    sanitizer = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    if not (compiled and sanitizer):
-        why = "there is no compute-sanitizer on PATH" if compiled else "no CUDA kernels were built"
-        for tool in SANITIZED:
-            check.skip(tool, why)
-        return
-    options = ["--error-exitcode", "1", *filters(sanitizer)]
-    for tool, names in SANITIZED.items():
-        command = [sanitizer, "--tool", tool, *options, PYTHON, Path(__file__).resolve(), "--sanitized", *names]
+    def build(name: str, what: str, after: str = "") -> Part:
+        command = [python, "setup.py", "build", f"--build-base={work}", f"--build-lib={lib}"]
+        arch = {} if capability is None else {"TORCH_CUDA_ARCH_LIST": "{}.{}".format(*capability)}
+        if capability == (9, 0):
+            arch["TORCH_CUDA_ARCH_LIST"] += "a"
+        note = "the Python files alone" if rehearsal else ""
+        return Part(name, command, {"AMP_KERNELS_BUILD": what, **arch}, ROOT, after=after, note=note)
+
+    def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, **rest: str) -> Part:
+        blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if name == "smoke_blocking" else {}
+        command = [*prefix, python, HERE / "gpu_parts.py", "cases", "--device", device]
+        return Part(name, command, few | blocking, why_not=why_not, **rest)
+
+    def under(name: str, tool: str, options: Callable[[str], list[str]], *command: str | Path) -> Part:
+        """A part under one of CUDA's tools, alone in a rehearsal."""
+        path = shutil.which(tool) or shutil.which(f"/usr/local/cuda/bin/{tool}")
+        environment = few | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"} if tool == "compute-sanitizer" else shared
+        if rehearsal:
+            return Part(name, command, environment, note=f"without {tool}, which needs a GPU")
+        prefix = [path, *options(path)] if path else []
+
+        def why_not() -> str:
+            return compiled() or ("" if path else f"there is no {tool} on PATH or in /usr/local/cuda/bin")
+
+        return Part(name, [*prefix, *command], environment, why_not=why_not)
+
+    def sanitizer(name: str) -> Part:
         # torch's caching allocator would hide an access just past a tensor inside its blocks.
-        check.run(tool, *command, PYTORCH_NO_CUDA_MEMORY_CACHING="1")
+        return under(
+            name,
+            "compute-sanitizer",
+            lambda path: ["--tool", name, "--error-exitcode", "1", "--print-limit", "20", *filters(path)],
+            *cases(name).command,
+        )
+
+    def bench(name: str, script: str, out: Path, seconds: str, *options: str) -> Part:
+        timed = ["--device", device, "--no-compile", "--seconds", seconds, "--out", out]
+        timed += ["--rehearse"] if rehearsal else []
+        return Part(name, [python, HERE / f"bench_{script}.py", *timed, *options], shared)
+
+    def tests(name: str, *chosen: str, expect: str = "triton", why_not: Callable[[], str] = str) -> Part:
+        workers = min(12, os.cpu_count() or 1)
+        parallel = ["-n", str(workers), "--dist", "worksteal"] if find_spec("xdist") and not rehearsal else []
+        pytest = [python, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
+        expected = {"AMP_KERNELS_EXPECT": "cpu" if rehearsal else expect}
+        note = "one test, on the CPU" if rehearsal else ""
+        return Part(name, [*pytest, *parallel, *chosen], shared | expected, ROOT / "tests", why_not, note=note)
+
+    ncu = ("--clock-control", "none", "--csv", "--kernel-name-base", "demangled", "--kernel-name", "regex:amp_kernels")
+    first, own = files / "first", (python, HERE / "gpu_parts.py")
+    sizes, matmul, int8 = ("1e4", "64x64x64", "32x48x64") if rehearsal else (SIZES, MATMUL_SHAPES, INT8_SHAPES)
+    few_cases = dict.fromkeys(("sgd", "rmsprop", "unscale"), ("--sizes", sizes))
+    few_cases |= {"matmul": ("--shapes", matmul), "int8": ("--shapes", int8)}
+    selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS]
+    if rehearsal:
+        selections = [("test_benchmarks.py", "-k", "resnet")] * 3
+    return [
+        build("build", "none" if rehearsal else "cuda"),
+        build("python_build", "none", after="build"),
+        cases("smoke"),
+        cases("smoke_blocking", after="smoke"),
+        Part("ceilings", [*own, "ceilings", "--device", device, "--out", files], shared),
+        *(bench(name, name, first, "0.2", *options) for name, options in few_cases.items()),
+        under("ncu", "ncu", lambda _: [*ncu, "--metrics", METRICS], *own, "kernels", "--device", device),
+        sanitizer("memcheck"),
+        sanitizer("racecheck"),
+        Part("info", [python, "-m", "amp_kernels", "info"], shared),
+        tests("cuda_tests", *selections[0], expect="triton,cuda", why_not=compiled),
+        tests("triton_tests", *selections[1]),
+        tests("triton_kernels", *selections[2]),
+        sanitizer("initcheck"),
+        *(bench(f"bench_{name}", name, files, "0.5", *(few_cases[name] if rehearsal else ())) for name in few_cases),
+        Part("plot", [python, HERE / "plot.py", files], shared),
+    ]
 
 
 def filters(sanitizer: str) -> list[str]:
@@ -169,104 +385,57 @@ def filters(sanitizer: str) -> list[str]:
     return [*quiet, *([option, "kns=amp_kernels"] if option else [])]
 
 
-def sanitize(names: Sequence[str]) -> int:
-    """Runs the cases of these names."""
-    from amp_kernels import testing
-
-    failures = 0
-    for op, cases in testing.CASES.items():
-        for case in cases:
-            if case.name in names:
-                wrong = [result for result in case.run("cuda") if not result.passed]
-                failures += len(wrong)
-                print(op, case, *(wrong or ["ok"]), flush=True)
-    return min(failures, 1)
-
-
-def summary(folder: Path) -> list[tuple[str, ...]]:
-    """The rows of the table; a peer without a scaler does less than one of ours that has one."""
-    lines = []
-    for path in sorted(folder.glob("*.csv")):
-        cases: dict[tuple[str, str, int], list[dict[str, str]]] = defaultdict(list)
-        with path.open(newline="") as file:
-            for row in csv.DictReader(file):
-                if row["median_ms"]:
-                    cases[row["case"], row["dtype"], int(row["elements"])].append(row)
-        for (case, dtype, elements), rows in cases.items():
-            ours = next((row for row in rows if row["contender"].startswith("amp_kernels")), None)
-            if ours is None:
-                continue
-            others = [row for row in rows if not row["contender"].startswith(("amp_kernels", "copy"))]
-            peers = [row for row in others if row["scaler"] != "none" or ours["scaler"] == "none"]
-            rated = [row for row in peers if row["ratio_to_ours"]]  # none where our first could not run
-            best = min(rated, key=lambda row: float(row["ratio_to_ours"]), default=None)
-            ratio = f"{float(best['ratio_to_ours']):.2f}" if best else "-"
-            peer = best["contender"] if best else "-"
-            share = f"{float(ours['copy_percent']):.0f}"
-            work = f"{case}, {dtype}"
-            lines.append((path.stem, work, f"{elements:.3g}", ours["median_ms"], peer, ratio, share))
-    return lines
-
-
-def text_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
-    widths = [max(len(row[k]) for row in [header, *rows]) for k in range(len(header))]
-    line = "  ".join("-" * width for width in widths)
-    body = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join(["  ".join(cell.ljust(w) for cell, w in zip(header, widths, strict=True)), line, *body])
-
-
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", default=",".join(SECONDS), help="some of %(default)s")
-    parser.add_argument("--minutes", type=float, default=30.0, help="for all of them (%(default)s)")
+    parser.add_argument("--parts", default=",".join(STAGES), help=f"stages ({', '.join(STAGES)}) or parts of them")
+    parser.add_argument("--minutes", type=float, help="for all of them (what their stages may take)")
     parser.add_argument("--out", type=Path, help="folder of the results (benchmarks/results/<gpu>)")
-    parser.add_argument("--sanitized", nargs="+", help=argparse.SUPPRESS)  # what runs under compute-sanitizer
+    parser.add_argument("--rehearse", action="store_true", help="small, on a CPU; the folder is then build/rehearsal")
     args = parser.parse_args()
-    args.parts = args.parts.split(",")
+    args.parts = list(itertools.chain(*(LIMITS.get(word, [word]) for word in args.parts.split(","))))
     unknown = [part for part in args.parts if part not in SECONDS]
     if unknown:
-        parser.error(f"--parts must be of {', '.join(SECONDS)}, got {', '.join(unknown)}")
+        parser.error(f"--parts must be of {', '.join([*STAGES, *SECONDS])}, got {', '.join(unknown)}")
+    if args.minutes is None:
+        used = [min(STAGES[name], sum(of[part] for part in of if part in args.parts)) for name, of in LIMITS.items()]
+        args.minutes = sum(used) / 60
     return args
+
+
+ASK = """import json, torch
+there = torch.cuda.is_available()
+of = [torch.cuda.get_device_name(), torch.cuda.get_device_capability()] if there else []
+print(json.dumps([torch.__version__, *of]))"""
 
 
 def main() -> int:
     args = parse_arguments()
-    if args.sanitized:
-        return sanitize(args.sanitized)
-    import torch
-
-    if not torch.cuda.is_available():
-        print(f"gpu-check: needs a CUDA device, and torch {torch.__version__} of {PYTHON} sees none")
+    # A process of its own asks, so that this one holds no context and outlives whatever happens to the device.
+    says = subprocess.run([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True, check=True).stdout
+    torch, *gpu = json.loads(says.splitlines()[-1])
+    machine = f"torch {torch}, Python {platform.python_version()}"
+    if args.rehearse:
+        out = args.out or ROOT / "build" / "rehearsal"
+        work, capability = out / "work", None
+        machine = f"A rehearsal on a CPU: its figures mean nothing. {machine}"
+    elif not gpu:
+        print(f"gpu-check: needs a CUDA device, and torch {torch} of {sys.executable} sees none")
         return 1
-    gpu = torch.cuda.get_device_name()
-    slug = gpu.lower().replace("nvidia", "").strip().replace(" ", "-")
-    check = Check(args.out or Path(__file__).parent / "results" / slug, args.parts, 60 * args.minutes)
-    compiled = build(check, torch.cuda.get_device_capability())
-    check.run("info", PYTHON, "-m", "amp_kernels", "info")
-    test(check, compiled)
-    look_for_memory_errors(check, compiled)
-    for name in [part for part in SECONDS if part.startswith("bench_")]:
-        options = ["--out", check.folder, "--seconds", "0.5", "--no-compile"]
-        check.run(name, PYTHON, ROOT / "benchmarks" / f"{name}.py", *options)
-    check.run("plot", PYTHON, ROOT / "benchmarks" / "plot.py", check.folder)
-
-    header = ("operator", "work", "elements", "ours, ms", "fastest peer", "peer / ours", "% of copy")
-    parts = [(name, result, f"{seconds:.0f}") for name, result, seconds in check.results]
-    passed = all(result == "passed" for _, result, _ in check.results)
-    text = "\n".join(
-        [
-            f"{gpu}, compute capability {'.'.join(map(str, torch.cuda.get_device_capability()))}, "
-            f"torch {torch.__version__}, Python {platform.python_version()}",
-            "",
-            text_table(("part", "result", "seconds"), parts),
-            "",
-            text_table(header, summary(check.folder)),
-            "",
-            f"{'all passed' if passed else 'SOMETHING FAILED'} in {check.elapsed():.0f} s",
-        ]
-    )
-    (check.folder / "summary.txt").write_text(text + "\n")
-    print(f"\n{text}\n{check.folder}")
+    else:
+        name, capability = gpu[0], tuple(gpu[1])
+        slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
+        out, work = args.out or HERE / "results" / slug, ROOT / "build" / "gpu" / slug
+        machine = f"{name}, compute capability {'.'.join(map(str, capability))}, {machine}"
+    out, work = out.resolve(), work.resolve()
+    if "build" in args.parts:
+        shutil.rmtree(work / "lib", ignore_errors=True)
+    # A CPU may be shared with whom it likes: there the limits are no part of the rehearsal.
+    limits, seconds = (dict.fromkeys(SECONDS, 600), 3600.0) if args.rehearse else (SECONDS, 60 * args.minutes)
+    check = Check(out, work / "results", machine, seconds, limits)
+    parts = all_parts(work / "results", work, capability)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs
+    passed = check.run([part for part in parts if {part.name, part.after} & set(args.parts)])
+    print(f"\n{check.summary()}\n{out}: the folder to send, please")
     return 0 if passed else 1
 
 

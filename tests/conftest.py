@@ -5,11 +5,10 @@ Fixtures `backend` and `device` run a test on each backend that works here, forc
 
 from __future__ import annotations
 
-import contextlib
 import importlib.util
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -66,6 +65,37 @@ def pytest_sessionstart() -> None:
             raise pytest.UsageError(f"AMP_KERNELS_EXPECT names {name}, but {reason}")
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    item.stash[HAS_FAILED] = report.failed or item.stash.get(HAS_FAILED, False)
+    return report
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    """After an illegal address every later call on the device fails, in this process alone: pytest-xdist starts another
+    for the other tests. All that this test has to say was said."""
+    result = yield
+    if item.stash.get(HAS_FAILED, False) and (error := _lost_context()):
+        if os.environ.get("PYTEST_XDIST_WORKER"):
+            os._exit(1)
+        pytest.exit(f"{item.nodeid} lost the CUDA context: {error}", returncode=1)
+    return result
+
+
+HAS_FAILED = pytest.StashKey[bool]()
+
+
+def _lost_context() -> RuntimeError | None:
+    try:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+    except RuntimeError as error:
+        return error
+    return None
+
+
 # id: (backend, device of its tensors)
 PLACES = {
     "cpu": ("cpu", "cpu"),
@@ -103,9 +133,10 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def backend(place: str) -> Iterator[str]:
     """The backend's name; operators inside the test run on it."""
     from amp_kernels import use_backend
+    from amp_kernels.testing import rounded_once
 
     name = {**PLACES, **INTERPRETED}[place][0]
-    with use_backend(name) if name else contextlib.nullcontext():
+    with use_backend(name) if name else rounded_once():
         yield name or "default"
 
 

@@ -16,7 +16,7 @@ from cuda_on_cpu.arena import Arena
 from cuda_on_cpu.build import missing_headers
 from torch import Tensor
 
-from amp_kernels import _ops, testing
+from amp_kernels import testing
 
 CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 DTYPES = [pytest.param(dtype, id=name) for dtype, name in zip(CODES, ("fp32", "fp16", "bf16"), strict=True)]
@@ -511,8 +511,7 @@ SHARED = [case for family in (testing.lists, testing.int8) for cases in family.C
 
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_ops, "select", lambda device: "cuda")
-    monkeypatch.setattr(_ops, "kernels", lambda name: backend)
+    backend.serve(monkeypatch)
     with backend.scheduled("shuffled"):
         for result in case.body(torch.device("cpu")):
             assert result.passed, f"{case}: {result}"

@@ -14,7 +14,7 @@ from cuda_on_cpu.arena import Arena
 from cuda_on_cpu.build import missing_headers
 from torch import Tensor
 
-from amp_kernels import _backends, _matmul, reference, testing
+from amp_kernels import reference, testing
 from amp_kernels.testing import matmul as cases
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
@@ -337,9 +337,7 @@ def _shared() -> list[testing.Case]:
 
 @pytest.mark.parametrize("case", _shared(), ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "select", lambda device: "cuda")
-    monkeypatch.setattr(_matmul, "HAS_CPU", False)
-    monkeypatch.setattr(_backends, "kernels", lambda name: backend)
+    backend.serve(monkeypatch)
     with backend.scheduled(next(ORDERS), seed=1):
         for result in case.body(torch.device("cpu")):
             assert result.passed, f"{case}: {result}"

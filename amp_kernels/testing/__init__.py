@@ -21,6 +21,7 @@ from .common import (
     error_and_allowed,
     mixed,
     randn,
+    rounded_once,
     written_outside,
 )
 from .lists import RMSPROP_OPTIONS, SGD_OPTIONS, UpdateInputs, torch_step
@@ -43,6 +44,7 @@ __all__ = [
     "error_and_allowed",
     "mixed",
     "randn",
+    "rounded_once",
     "torch_step",
     "written_outside",
 ]

@@ -341,6 +341,14 @@ def _other_cases() -> Iterator[Case]:
                 body = partial(_product, sizes, both, per, zeros, torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
+    # The tiles of 3 multiprocessors, as a GPU may pretend to have (csrc/cuda/portable.h): 128 x 128 and 128 x 256.
+    for tile, sizes in (("medium", (300, 100, 96)), ("large", (130, 130, 96))):
+        for with_zeros in (False, True):
+            body = partial(_product, sizes, ("contiguous", "transposed"), True, (with_zeros,) * 2, torch.float32, False)
+            yield Case("int8_matmul", "fp32", f"{tile}_zeros_{with_zeros}", body)
+    for dtype_name in ("fp16", "bf16"):
+        for tile, sizes in (("small", (130, 70, 96)), ("medium", (300, 100, 96))):
+            yield Case("int8_linear", dtype_name, tile, partial(_linear, sizes, DTYPES[dtype_name], 1))
     ways = {
         "few_rows": [(rows, 37, inner) for rows in (1, 2, 3, 4) for inner in (255, 256, 320, 1000)],
         "few_columns": [(37, 1, 40), *((37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575))],

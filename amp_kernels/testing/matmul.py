@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -131,6 +132,12 @@ def _cases() -> Iterator[Case]:
             yield case("matmul", f"batched_{name}", _product, (3, 17, 19, 23), pair, dtype, dtype)
             yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
             yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
+        # Where a GPU has 3 multiprocessors, or pretends so (csrc/cuda/portable.h), the cheapest are three tiles of
+        # 128 x 128, or of 128 x 256, and of one tile as many splits of k.
+        for tile, (m, n), k in (("medium", (120, 125), 1600), ("large", (121, 250), 2600)):
+            for left, right in itertools.product(("padded", "padded_column"), repeat=2):
+                yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)
+            yield case("matmul", f"{tile}_in_splits", _product, (m, n, k), ("padded", "padded_column"), dtype, dtype)
         for beta, alpha in ((1.0, 1.0), (0.5, -2.0), (0.0, 1.0)):
             for layout in ("row", "column", "every_other"):
                 name = f"beta_{beta:g}_alpha_{alpha:g}_{layout}"

@@ -9,6 +9,7 @@
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <string>
@@ -352,7 +353,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 
 #ifdef AMP_KERNELS_CUDA_ON_CPU
 
-inline int multiprocessor_count() { return emulator::kMultiprocessors; }
+inline int device_multiprocessors() { return emulator::kMultiprocessors; }
 inline int compute_capability() { return emulator::compute_capability; }
 
 template <class Kernel>
@@ -363,6 +364,7 @@ int resident_blocks(Kernel*, unsigned, size_t) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
             Arguments... arguments) {
+  emulator::launched.insert(reinterpret_cast<const void*>(kernel));
   emulator::run(grid, block, shared_bytes, [&] { kernel(arguments...); });
 }
 
@@ -380,7 +382,7 @@ inline int device_attribute(cudaDeviceAttr attribute) {
   return value;
 }
 
-inline int multiprocessor_count() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
 // 75 to 120, as in sm_75.
 inline int compute_capability() {
@@ -405,5 +407,21 @@ void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t
 }
 
 #endif
+
+// Of AMP_KERNELS_MULTIPROCESSORS, 0 without it.
+inline int pretended_multiprocessors() {
+  const char* text = std::getenv("AMP_KERNELS_MULTIPROCESSORS");
+  if (text == nullptr) return 0;
+  if (const int count = std::atoi(text); count > 0) return count;
+  throw std::invalid_argument("amp_kernels: AMP_KERNELS_MULTIPROCESSORS must be a positive number, got " +
+                              std::string(text));
+}
+
+// What launchers divide work among. A pretended 3 sends the small products of tests to every tile: 132, the number of
+// an H100, leave them the smallest. The variable is read once in a process.
+inline int multiprocessor_count() {
+  static const int pretended = pretended_multiprocessors();
+  return pretended > 0 ? pretended : device_multiprocessors();
+}
 
 }  // namespace amp_kernels

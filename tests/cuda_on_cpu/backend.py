@@ -5,10 +5,16 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
+import pytest
 import torch
 from torch import Tensor
+
+from amp_kernels import _backends, _direct, _matmul, _ops
 
 from .build import HERE, ROOT, build
 
@@ -108,6 +114,34 @@ def compute_capability(value: int) -> Iterator[None]:
         yield
     finally:
         library().set_compute_capability(90)
+
+
+def serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operators take CPU tensors to the kernels here, whatever the CPU has of its own for them."""
+    for module in (_backends, _ops):
+        monkeypatch.setattr(module, "select", lambda device: "cuda")
+        monkeypatch.setattr(module, "kernels", lambda name: sys.modules[__name__])
+    monkeypatch.setattr(_direct, "_is_ours", lambda: False)
+    monkeypatch.setattr(_matmul, "HAS_CPU", False)
+
+
+@functools.cache
+def kernels() -> dict[int, str]:
+    """Every kernel in the library by its address: most are in anonymous namespaces, so that only nm knows them."""
+    says = subprocess.run(["nm", "--demangle", library()._name], capture_output=True, text=True, check=True).stdout
+    symbols = {int(line[:16], 16): line[19:] for line in says.splitlines() if line[:16].strip()}
+    known = next(address for address, name in symbols.items() if name == "set_order")
+    shift = (ctypes.cast(library().set_order, _POINTER).value or 0) - known
+    short = {a: re.sub(r"^void |amp_kernels::|cuda::|\(anonymous namespace\)::", "", n) for a, n in symbols.items()}
+    found = {a: re.sub(r"(?<=[>\w])\(.*", "", name) for a, name in short.items() if re.match(r"\w+_kernel[<(]", name)}
+    return {address + shift: name for address, name in found.items()}
+
+
+def launched() -> set[str]:
+    """Those that ran in this process."""
+    addresses: list[int] = []
+    library().visit_launched(ctypes.CFUNCTYPE(None, _POINTER)(addresses.append))
+    return {kernels()[address] for address in addresses}
 
 
 def _unscale_table_(

@@ -8,6 +8,10 @@ extern "C" {
 
 void set_order(int order, unsigned seed) { emulator::set_order(static_cast<emulator::Order>(order), seed); }
 
+void visit_launched(void (*visit)(const void*)) {
+  for (const void* kernel : emulator::launched) visit(kernel);
+}
+
 const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
                           int64_t chunk_size, const float* scale, bool divide, bool write, bool clear, double* partials,
                           float* found_inf, float* norm, Record* record) {

@@ -21,6 +21,7 @@ dim3 gridDim;
 namespace emulator {
 
 int compute_capability = 90;
+std::set<const void*> launched;
 
 namespace {
 

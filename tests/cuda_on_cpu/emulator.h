@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <cstring>
 #include <functional>
+#include <set>
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
@@ -26,6 +27,7 @@ namespace emulator {
 
 constexpr int kMultiprocessors = 3, kResidentBlocks = 8;
 extern int compute_capability;
+extern std::set<const void*> launched;  // addresses of kernels
 
 // In which order the threads of a block, and the blocks of a grid, get to run. A thread runs until it has to
 // wait, so the first of two threads gets ahead of the other by as much as the barriers allow.

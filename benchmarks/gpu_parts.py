@@ -1,0 +1,170 @@
+"""What gpu_check.py runs in processes of their own: cases on every tile, the machine's ceilings, kernels to profile.
+
+python benchmarks/gpu_parts.py cases --device cuda
+python benchmarks/gpu_parts.py ceilings --device cuda --out FOLDER
+python benchmarks/gpu_parts.py kernels --device cuda
+"""
+
+import argparse
+import csv
+import os
+import statistics
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import torch
+
+import amp_kernels
+from amp_kernels import testing
+from amp_kernels.optim import FusedRMSprop, FusedSGD
+
+PAIRS = ("padded_padded", "padded_padded_column", "padded_column_padded", "padded_column_padded_column")
+# Cases that reach every tile and every way to load it once the launchers believe in 3 multiprocessors, which
+# tests/test_gpu_check.py proves on the emulator. For the smoke test, and for compute-sanitizer, where a kernel is tens
+# of times slower.
+TILES = {
+    "unscale_": ("fp16-sizes", "bf16-misaligned"),
+    "grad_norm": ("fp32-sizes", "fp16-many_tensors"),
+    "sgd_": ("fp16-sizes", "bf16-misaligned", "fp32/fp16-options", "fp16-many_tensors"),
+    "rmsprop_": ("bf16-sizes", "fp16-misaligned", "fp32/bf16-options"),
+    "quantize_int8": ("fp16-contiguous", "bf16-transposed", "fp32-sliced", "fp16-stochastic", "bf16-long_rows"),
+    "dequantize_int8": ("fp16-contiguous", "bf16-misaligned"),
+    "fake_quantize_int8": ("fp16-contiguous", "bf16-transposed"),
+    "int8_matmul": (
+        "fp32-1x64x64", "fp16-17x33x65", "fp32-70x66x64_zeros_(False, False)_per_row_True",
+        "fp32-70x66x64_contiguous_transposed", "fp32-medium_zeros_False", "fp32-medium_zeros_True",
+        "fp32-large_zeros_False", "fp32-large_zeros_True", "fp32-few_rows_1x37x256_zeros_False_False",
+        "fp32-few_columns_37x4x512_zeros_True_True",
+    ),
+    "int8_linear": (
+        "fp16-1x1x1", "fp32-16x16x16", "bf16-1x64x64", "bf16-64x64x64", "fp16-17x33x65", "fp16-small", "bf16-small",
+        "fp16-medium", "bf16-medium",
+    ),
+    "matmul": (
+        "fp16-1x33x40", "bf16-few_rows_row_column", "fp16-33x7x40", "fp16-33x8x40", "fp16-33x1x40", "bf16-33x40x1",
+        "fp16-padded_column_padded_column",
+        "bf16-33x40x1023",
+        *(f"fp16-{tile}_{pair}" for tile in ("medium", "large") for pair in PAIRS),
+        *(f"{dtype}-{tile}_in_splits" for tile in ("medium", "large") for dtype in ("fp16", "bf16")),
+    ),
+    "addmm": ("bf16-nothing_to_sum", "fp16-batched"),
+    "linear": ("fp16-None_65x130x127", "bf16-relu_65x130x127", "fp16-gelu_33x40x48", "bf16-gelu_tanh_17x23x31"),
+}  # fmt: skip
+
+
+def context_is_gone(device):
+    """After an illegal address every call of the process fails, and only a new process has a new context."""
+    try:
+        torch.cuda.synchronize() if device == "cuda" else None
+    except RuntimeError as error:
+        print(error, flush=True)
+        return True
+    return False
+
+
+def cases(args):
+    """Runs the cases from the `--first` on; where one takes the context away, another process runs the rest."""
+    chosen = [(op, case) for op, names in TILES.items() for case in testing.CASES[op] if str(case) in names]
+    failures = args.failures
+    for index, (op, case) in list(enumerate(chosen))[args.first :]:
+        print(op, case, end=" ", flush=True)  # before it runs: a kernel may hang
+        try:
+            wrong = [str(result) for result in case.run(args.device) if not result.passed]
+        except Exception as error:
+            wrong = [f"{type(error).__name__}: {error}"]
+        print(*(wrong or ["ok"]), flush=True)
+        failures += bool(wrong)
+        if wrong and context_is_gone(args.device):
+            rest = ["--first", str(index + 1), "--failures", str(failures)]
+            os.execv(sys.executable, [sys.executable, __file__, "cases", "--device", args.device, *rest])
+    print(f"{len(chosen)} cases, {failures} failed")
+    return min(failures, 1)
+
+
+def ceilings(args):
+    """What the machine can do at most: to read, to copy, to multiply; by torch's own functions."""
+    from common import milliseconds  # not above: what it needs is not needed by cases
+
+    device, small = torch.device(args.device), args.device == "cpu"
+    count, side = (2**20, 256) if small else (2**30, 8192)
+    source, target = torch.ones(count, device=device), torch.empty(count, device=device)
+    # Of ones, or zeros, a GPU multiplies 13 % more in the same time.
+    a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
+    work = {
+        "read": (source.sum, 4 * count / 1e12, "TB/s"),
+        "copy": (partial(target.copy_, source), 8 * count / 1e12, "TB/s"),
+        f"bf16 {side}^3": (partial(torch.mm, a, b), 2 * side**3 / 1e12, "TFLOP/s"),
+    }
+    with (args.out / "ceilings.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("what", "rate", "unit"))
+        for name, (run, amount, unit) in work.items():
+            milliseconds(run, device)
+            seconds = statistics.median(milliseconds(run, device) for _ in range(9)) / 1e3
+            writer.writerow((name, f"{amount / seconds:.4g}", unit))
+            print(name, f"{amount / seconds:.4g}", unit, flush=True)
+    return 0
+
+
+def kernels(args):
+    """Runs every kernel that matters once, at a size where it should be at its best: ncu adds the figures."""
+    small = args.device == "cpu"
+    elements, side, odd = (10_000, 64, 63) if small else (100_000_000, 4096, 4095)
+    make = partial(torch.randn, device=args.device, dtype=torch.float16)
+
+    def step(optimizer, **options):
+        parameter = torch.nn.Parameter(make(elements))
+        parameter.grad = make(elements)
+        optimizer([parameter], lr=0.1, **options).step()
+
+    grads = [make(elements)]
+    scalars = {
+        "inv_scale": torch.full((), 0.5, device=args.device),
+        "found_inf": torch.zeros((), device=args.device),
+    }
+    x, weight, bias = make(side, side), make(side, side), make(side)
+    wide, few = make(2 * side, side), make(8, side)
+    q, w = (amp_kernels.quantize_int8(t, dim=-1) for t in (x, weight))
+    few_q = amp_kernels.quantize_int8(few, dim=-1)
+    leaves = [t.requires_grad_() for t in (make(side, odd), make(odd, odd), make(odd))]
+    work = {
+        "grad_norm": lambda: amp_kernels.grad_norm(grads, **scalars),
+        "unscale_": lambda: amp_kernels.unscale_(grads, **scalars),
+        "sgd": lambda: step(FusedSGD, momentum=0.9),
+        "rmsprop": lambda: step(FusedRMSprop),
+        "rmsprop, all states": lambda: step(FusedRMSprop, momentum=0.9, centered=True),
+        "quantize rows": lambda: amp_kernels.quantize_int8(wide, dim=-1),
+        "quantize columns": lambda: amp_kernels.quantize_int8(wide, dim=0),
+        "quantize tensor": lambda: amp_kernels.quantize_int8(wide),
+        "dequantize rows": lambda: amp_kernels.dequantize_int8(q, torch.float16),
+        "int8_matmul": lambda: amp_kernels.int8_matmul(q, w.t()),
+        "int8_matmul, few rows": lambda: amp_kernels.int8_matmul(few_q, w.t()),
+        "int8_linear": lambda: torch.ops.amp_kernels.int8_linear(x, w.values, w.scale, None),
+        "matmul": lambda: amp_kernels.linear(x, weight, bias),
+        "matmul, few rows": lambda: amp_kernels.linear(few, weight, bias),
+        "odd, gelu, both passes": lambda: amp_kernels.linear(*leaves, "gelu").sum().backward(),
+    }
+    with amp_kernels.use_backend(args.device):
+        for name, run in work.items():
+            start = time.perf_counter()
+            run()
+            print(f"{name}: {time.perf_counter() - start:.3f} s", flush=True)
+    return 0
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    what = {"cases": cases, "ceilings": ceilings, "kernels": kernels}
+    parser.add_argument("what", choices=what)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="and the backend of its name")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of ceilings.csv")
+    parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--failures", type=int, default=0, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    return what[args.what](args)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
