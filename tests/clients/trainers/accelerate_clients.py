@@ -15,9 +15,22 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.state import AcceleratorState, GradientState
 from torch.utils.data import DataLoader, TensorDataset
 from training import (
-    FP32, MIXED, Make, assert_close, assert_same_bits, average, classifier, families, low_dtypes, masters, on_masters,
-    ours, samples, torchs, weights,
-)  # fmt: skip
+    FP32,
+    MIXED,
+    Make,
+    assert_close,
+    assert_same_bits,
+    average,
+    classifier,
+    families,
+    low_dtypes,
+    masters,
+    on_masters,
+    ours,
+    samples,
+    torchs,
+    weights,
+)
 
 from amp_kernels import GradScaler
 from amp_kernels.optim import FusedSGD

@@ -13,13 +13,33 @@ from typing import Any
 import pytest
 import torch
 from training import (
-    FP32, MIXED, Make, assert_close, assert_same_bits, average, families, low_dtypes, masters, on_masters, ours,
-    torchs, weights,
-)  # fmt: skip
+    FP32,
+    MIXED,
+    Make,
+    assert_close,
+    assert_same_bits,
+    average,
+    families,
+    low_dtypes,
+    masters,
+    on_masters,
+    ours,
+    torchs,
+    weights,
+)
 from transformers import (
-    BertConfig, BertForSequenceClassification, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM,
-    PreTrainedModel, Trainer, TrainerCallback, TrainingArguments, set_seed,
-)  # fmt: skip
+    BertConfig,
+    BertForSequenceClassification,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+    set_seed,
+)
 
 from amp_kernels.optim import FusedSGD
 
