@@ -26,7 +26,7 @@ test: build $(VENV)/toolkit
 
 # Hubs are never asked: models are made from their configurations.
 test-clients: $(CLIENTS)/made
-	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
+	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
 
 lint: build
 	$(BIN)/ruff check .

@@ -22,6 +22,7 @@ from training import (
     assert_same_bits,
     average,
     classifier,
+    cross_entropy,
     families,
     low_dtypes,
     masters,
@@ -66,9 +67,9 @@ class Loop:
         self.skips: list[bool] = []
 
     def epoch(self, overflow_at: tuple[int, ...] = (), averaged: Any = None) -> Loop:
-        for i, (x, y) in enumerate(self.loader):
+        for i, batch in enumerate(self.loader):
             with self.accelerator.accumulate(self.model):
-                loss = torch.nn.functional.cross_entropy(self.model(x).float(), y)
+                loss = cross_entropy(self.model, batch)
                 self.accelerator.backward(loss * (torch.inf if i in overflow_at else 1))
                 if self.clip is not None and self.accelerator.sync_gradients:
                     self.accelerator.clip_grad_norm_(self.model.parameters(), self.clip)

@@ -22,6 +22,7 @@ from training import (
     assert_same_bits,
     average,
     classifier,
+    cross_entropy,
     families,
     low_dtypes,
     masters,
@@ -44,11 +45,6 @@ scalers = pytest.mark.parametrize("scaler", [torch.amp.GradScaler, GradScaler], 
 
 def batches() -> DataLoader:
     return DataLoader(TensorDataset(*samples()), batch_size=8)
-
-
-def cross_entropy(module: torch.nn.Module, batch: Any) -> torch.Tensor:
-    x, y = batch
-    return torch.nn.functional.cross_entropy(module(x).float(), y)
 
 
 class Automatic(LightningModule):

@@ -31,12 +31,12 @@ FP32, MIXED = 1e-6, 1e-2
 
 
 def ours(family: type, **options: Any) -> Make:
-    return functools.partial(family, **OPTIONS[family], **options)
+    return functools.partial(family, **OPTIONS[family] | options)
 
 
-def torchs(family: type) -> Make:
+def torchs(family: type, **options: Any) -> Make:
     """torch's default optimizer; with foreach False it is not fused either."""
-    return functools.partial(TORCH[family], **OPTIONS[family], foreach=False)
+    return functools.partial(TORCH[family], **OPTIONS[family] | options, foreach=False)
 
 
 def on_masters(family: type) -> Make:
@@ -44,12 +44,12 @@ def on_masters(family: type) -> Make:
 
 
 class OnMasters(torch.optim.Optimizer):
-    """torch's default optimizer on fp32 copies of 16-bit parameters: what ours does for them."""
+    """torch's default optimizer, and clipping, on fp32 copies: what ours does for 16-bit parameters."""
 
-    def __init__(self, make: Make, params: Iterable[torch.nn.Parameter]) -> None:
+    def __init__(self, make: Make, params: Iterable[torch.nn.Parameter], max_grad_norm: float | None = None) -> None:
         super().__init__(params, {"lr": 0.0})
-        self.masters = [p.detach().float() for p in self._params()]
-        self.inner = make(self.masters)
+        self.masters = [p.detach().to(torch.float32, copy=True) for p in self._params()]
+        self.inner, self.max_grad_norm = make(self.masters), max_grad_norm
         self.param_groups[0]["lr"] = self.inner.param_groups[0]["lr"]
 
     def _params(self) -> list[Tensor]:
@@ -64,7 +64,9 @@ class OnMasters(torch.optim.Optimizer):
                 loss = closure()
         self.inner.param_groups[0]["lr"] = self.param_groups[0]["lr"]
         for param, master in zip(self._params(), self.masters, strict=True):
-            master.grad = None if param.grad is None else param.grad.float()
+            master.grad = None if param.grad is None else param.grad.to(torch.float32, copy=True)
+        if self.max_grad_norm is not None:
+            torch.nn.utils.clip_grad_norm_(self.masters, self.max_grad_norm, foreach=False)
         self.inner.step()
         for param, master in zip(self._params(), self.masters, strict=True):
             param.copy_(master)
@@ -84,6 +86,11 @@ def samples(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Eight batches of eight."""
     generator = torch.Generator().manual_seed(0)
     return torch.randn(64, 16, generator=generator).to(dtype), torch.randint(5, (64,), generator=generator)
+
+
+def cross_entropy(model: Callable[[Tensor], Tensor], batch: Any) -> Tensor:
+    x, y = batch
+    return torch.nn.functional.cross_entropy(model(x).float(), y)
 
 
 def average(model: torch.nn.Module) -> AveragedModel:
