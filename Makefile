@@ -15,7 +15,7 @@ FORMATTED = $(shell find csrc tests/cuda_on_cpu tests/cpu_isa -name '*.h' -o -na
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test test-clients lint format bench gpu-check build venv clean
+.PHONY: demo test test-clients lint format bench asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
@@ -42,6 +42,14 @@ format: build
 bench: build
 	for family in unscale sgd rmsprop int8 matmul; do $(BIN)/python benchmarks/bench_$$family.py $(BENCH_ARGS) || exit; done
 	$(BIN)/python benchmarks/plot.py
+
+# Random programs of tests/clients/test_events.py on kernels built for AddressSanitizer: a freed address that a kernel
+# still uses ends the run. Python's own allocator would hide what it frees, and Python leaks by design.
+asan-events: build
+	CFLAGS='-fsanitize=address -fno-omit-frame-pointer' LDFLAGS=-fsanitize=address AMP_KERNELS_BUILD=cpu \
+	  $(BIN)/python setup.py -q build --build-lib build/asan --build-temp build/asan-objects
+	LD_PRELOAD=$$($${CXX:-g++} -print-file-name=libasan.so) ASAN_OPTIONS=detect_leaks=0 PYTHONMALLOC=malloc \
+	  PYTHONPATH=build/asan $(BIN)/python tests/clients/run_events.py $(or $(EVENTS_ARGS),--seconds 60)
 
 gpu-check:
 	$(PYTHON) benchmarks/gpu_check.py

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ._table import DTYPE_CODES
+from ._table import DTYPE_CODES, shares_memory
 
 _DTYPES = "float32, float16 or bfloat16"
 MAX_K = 131071  # terms of a product of codes that int32 surely holds: 2^31 / 128^2
@@ -132,6 +132,17 @@ def check_update(
     check_states(op, "masters", masters, low)
     for name, scalar in scalars.items():
         check_scalar(op, name, scalar, params[0].device)
+
+
+def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
+    """Tensors that are written, all at once, share no memory; fake tensors have none to look at."""
+    written = [(f"{name}[{i}]", tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
+    shared = shares_memory([tensor for _, tensor in written])
+    if shared is not None:
+        raise ValueError(
+            f"{op}: {written[shared][0]} must have memory of its own, since it is written, but some element of it is "
+            "one of another written tensor too, or twice its own; clone() it"
+        )
 
 
 # -------------------------------------------------------------------------------------------------------------- int8

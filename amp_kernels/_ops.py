@@ -128,6 +128,7 @@ def _sgd(
     _checks.check_update("sgd_", params, grads, states, masters, scalars)
     if _is_fake(params):
         return
+    _checks.check_memory("sgd_", {"params": params, "masters": masters, **states})
     ops = kernels(select(params[0].device))
     if ops is None:
         reference.sgd_(
@@ -173,6 +174,7 @@ def _rmsprop(
     _checks.check_update("rmsprop_", params, grads, states, masters, scalars)
     if _is_fake(params):
         return
+    _checks.check_memory("rmsprop_", {"params": params, "masters": masters, **states})
     ops = kernels(select(params[0].device))
     momentum_buffers = momentum_buffers if momentum != 0 else []
     if ops is None:

@@ -102,6 +102,68 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
     return a.stride() == b.stride() and is_dense(a)
 
 
+def shares_memory(tensors: Sequence[Tensor]) -> int | None:
+    """The position of a tensor one of whose elements is another element too, of the same tensor or of one before it in
+    memory; None if all elements are apart.
+
+    Kernels write all tensors at once, torch one after the other: where elements are shared, results differ. Views may
+    be interleaved, as the columns of a fused matrix are.
+    """
+    spans = sorted((t.data_ptr(), _span(t), i) for i, t in enumerate(tensors) if t.numel() > 0)
+    groups: list[list[int]] = []  # those whose spans meet
+    end = 0
+    for start, span, i in spans:
+        if start >= end:
+            groups.append([])
+        groups[-1].append(i)
+        end = max(end, start + span)
+    for group in groups:
+        if len(group) > 1 or not _is_apart(tensors[group[0]]):
+            met = _first_meeting([tensors[i] for i in group])
+            if met is not None:
+                return group[met]
+    return None
+
+
+def _span(tensor: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if tensor.is_contiguous():
+        return tensor.numel() * tensor.element_size()
+    steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (steps + 1) * tensor.element_size()
+
+
+def _is_apart(tensor: Tensor) -> bool:
+    """Whether each dimension steps over all that the smaller ones reach; if not, elements may still be apart."""
+    if tensor.is_contiguous():
+        return True
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return False
+            reach += (size - 1) * stride
+    return True
+
+
+def _first_meeting(tensors: Sequence[Tensor]) -> int | None:
+    """As `shares_memory`, exactly: marks every element of these, a byte for each, in a picture of their memory."""
+    begin = min(t.data_ptr() for t in tensors)
+    unit = min(t.element_size() for t in tensors)
+    marks = torch.zeros((max(t.data_ptr() + _span(t) for t in tensors) - begin) // unit, dtype=torch.bool, device="cpu")
+    for i, tensor in enumerate(tensors):
+        width = tensor.element_size() // unit
+        strides = [*(stride * width for stride in tensor.stride()), 1]
+        mine = marks.as_strided((*tensor.shape, width), strides, (tensor.data_ptr() - begin) // unit)
+        marked = int(marks.sum())
+        if bool(mine.any()) or any(s == 0 and n > 1 for s, n in zip(strides, mine.shape, strict=True)):
+            return i
+        mine.fill_(True)
+        if int(marks.sum()) - marked < mine.numel():
+            return i
+    return None
+
+
 def gradient_table(grads: Sequence[Tensor]) -> Tensor:
     """Host table of the gradient pass for dense tensors."""
     rows = ((g.numel() for g in grads), (g.data_ptr() for g in grads), (DTYPE_CODES[g.dtype] for g in grads))

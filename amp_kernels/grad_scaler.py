@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import weakref
+import inspect
 from collections import defaultdict
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -13,8 +13,20 @@ from torch.distributed.tensor import DTensor
 
 from ._table import DTYPE_CODES
 from .functional import moved, unscale_
-from .optim._base import FusedOptimizer
+from .optim._base import FusedOptimizer, OverflowLog
 from .optim._plan import capturing
+
+
+def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
+    """Whether the step takes scale and verdict from the device; else torch's plain protocol is right."""
+    return isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
+
+
+def _only_forwards(optimizer: Any) -> bool:
+    """Whether an object says by its ``__getattr__`` alone, so in another's name, that its step takes the scale: what a
+    scaler sets on it would not arrive there."""
+    name = "_step_supports_amp_scaling"
+    return getattr(optimizer, name, False) and inspect.getattr_static(optimizer, name, None) is None
 
 
 class Overflow(NamedTuple):
@@ -28,7 +40,9 @@ class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler`, with overflow checks that cost nothing extra in our optimizers and never wait.
 
     With `amp_kernels.optim` the check is the first pass of the step, gradients are not written, and the skip is decided
-    on the device. Any other optimizer works as under torch's scaler. `unscale_` accepts fp16 and bf16 gradients.
+    on the device. Any other optimizer works as under torch's scaler, which waits for the device once a step. So does
+    one of ours whose `step` is overridden or wrapped, or whose parameters belong to FSDP1. `unscale_` accepts fp16 and
+    bf16 gradients.
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
@@ -64,7 +78,8 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        self._optimizers: weakref.WeakKeyDictionary[FusedOptimizer, int] = weakref.WeakKeyDictionary()
+        # For each log of an optimizer how far its count of checks lies behind the iterations, to tell which came last.
+        self._logs: dict[OverflowLog, int] = {}
         self._iterations = 0
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
@@ -87,24 +102,19 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """The last overflow in an optimizer of ours that this scaler stepped; reading it waits for the device."""
-        found = [
-            (last[0] + offset, Overflow(*last))
-            for optimizer, offset in self._optimizers.items()
-            for last in optimizer._overflows()
-        ]
+        """The last overflow in an optimizer of ours, also one that is gone; reading it waits for the device."""
+        found = [(last[0] + offset, Overflow(*last)) for log, offset in self._logs.items() for last in log.overflows()]
         return max(found, key=lambda overflow: overflow[0])[1] if found else None
 
     @torch.compiler.disable  # torch 2.11's compiler refuses to set an attribute of an optimizer
     def _note_check(self, optimizer: FusedOptimizer) -> None:
-        """Keeps how far an optimizer's own count of steps lies behind the iterations, to tell which came last."""
-        optimizer._checks += 1
-        self._optimizers[optimizer] = self._iterations - optimizer._checks
+        optimizer._log.checks += 1
+        self._logs[optimizer._log] = self._iterations - optimizer._log.checks
 
     # ------------------------------------------------------------------------------------------------ one iteration
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As torch's; fp16 and bf16 gradients are accepted."""
-        if not self._enabled or not isinstance(optimizer, FusedOptimizer):
+        if not self._enabled or not _steps_by_itself(optimizer):
             return super().unscale_(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
@@ -117,7 +127,9 @@ class GradScaler(torch.amp.GradScaler):
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
         """As torch's. For optimizers of ours: all devices' checks, then their sum, then the updates."""
-        if not self._enabled or not isinstance(optimizer, FusedOptimizer) or hasattr(optimizer, "grad_scale"):
+        if self._enabled and _only_forwards(optimizer):
+            return self._step_plainly(optimizer, *args, **kwargs)
+        if not self._enabled or not _steps_by_itself(optimizer) or hasattr(optimizer, "grad_scale"):
             return super().step(optimizer, *args, **kwargs)
         if (
             any(arg is not None for arg in args) or "closure" in kwargs
@@ -138,6 +150,18 @@ class GradScaler(torch.amp.GradScaler):
             optimizer._is_checked = False
             optimizer.__dict__.pop("grad_scale", None)
             del optimizer.found_inf
+        state["stage"] = OptState.STEPPED
+        return result
+
+    def _step_plainly(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        """torch's protocol for those that know nothing of scalers: unscale, and step unless there was NaN or inf."""
+        self._check_scale_growth_tracker("step")
+        state = self._per_optimizer_states[id(optimizer)]
+        if state["stage"] is OptState.STEPPED:
+            raise RuntimeError("step() has already been called since the last update().")
+        if state["stage"] is OptState.READY:
+            self.unscale_(optimizer)
+        result = self._maybe_opt_step(optimizer, state, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -265,9 +289,5 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_hysteresis_tracker"] = counts["_hysteresis_tracker"]
             state["_init_skipped_steps"] = counts["skipped_steps"]
             state["_hysteresis_tracker"] = state["_skipped_steps"] = None
-        state.pop("_optimizers")
+        state["_logs"] = {}
         return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self._optimizers = weakref.WeakKeyDictionary()

@@ -7,10 +7,11 @@ import sys
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_kernels import _loader
 from amp_kernels.optim import FusedSGD, _observe
-from amp_kernels.optim._observe import NO_GRADIENT, UNREADABLE, Seen, observe
+from amp_kernels.optim._observe import NO_GRADIENT, PLACE, UNREADABLE, Seen, Spans, are_plain, observe
 
 SWEEPS = ["python", pytest.param("compiled", marks=pytest.mark.skipif(not _loader.load(), reason="not built"))]
 
@@ -38,8 +39,9 @@ def parameter(grad: Tensor | None = None, shape: tuple[int, ...] = (3, 4)) -> Te
 
 
 def look(params: list[Tensor], versions: bool = True) -> Tensor:
-    seen = torch.full((len(Seen), len(params)), 99)
-    observe(params, seen, versions=versions)
+    seen, places = torch.full((len(Seen), len(params)), 99), torch.full((PLACE, len(params)), 99)
+    observe(params, [p.detach() for p in params], Spans([]), seen, places, plain=are_plain(params), versions=versions)
+    assert torch.equal(places, seen[:PLACE])  # states are seen as parameters are
     return seen
 
 
@@ -86,7 +88,7 @@ def test_sparse_gradients(sweep):
 
 
 def test_columns_are_in_the_order_of_the_parameters(sweep):
-    params = [parameter(grad) for grad in GRADIENTS.values()] + [Sub(torch.zeros(2)), parameter(shape=(0,))]
+    params = [parameter(grad) for grad in GRADIENTS.values()] + [parameter(shape=(0,))]
     for written, param in enumerate(params):
         for _ in range(written):
             param.data = param.data  # another storage object, the same memory
@@ -117,9 +119,51 @@ def test_an_inference_tensor_has_no_version(sweep):
         look([param])
 
 
-def test_a_parameter_without_memory(sweep):
-    with pytest.raises(RuntimeError, match=r"data pointer|storage"):
-        look([torch.zeros(2, 2).to_sparse()])
+@pytest.mark.parametrize("tensor", [torch.zeros(2, 2).to_sparse(), torch.zeros(2, device="meta")], ids=str)
+def test_what_has_no_memory(sweep, tensor):
+    assert look([tensor])[:PLACE, 0].tolist() == [0, UNREADABLE]
+
+
+def test_a_subclass_is_seen_in_python_alone(sweep):
+    param = Sub(torch.zeros(3, 4))
+    assert not are_plain([param])
+    seen = look([param])[:, 0].tolist()
+    assert seen[Seen.ADDRESS] == param.data_ptr() and seen[Seen.LAYOUT] >= 0
+    became = parameter(Sub(torch.zeros(3, 4)))
+    torch.utils.swap_tensors(became, param)  # after the plan was built
+    places, seen = torch.zeros(PLACE, 0), torch.zeros(len(Seen), 1, dtype=torch.int64)
+    observe([became], [], Spans([]), seen, places, plain=True, versions=False)
+    assert sweep == "python" or seen[Seen.LAYOUT].item() == UNREADABLE
+
+
+@pytest.mark.parametrize("make", [torch._neg_view, torch._efficientzerotensor, TwoTensor], ids=lambda f: f.__name__)
+def test_gradients_that_memory_does_not_hold(sweep, make):
+    param = parameter()
+    ones = torch.ones(3, 4)
+    arguments = {torch._efficientzerotensor: ((3, 4),), TwoTensor: (ones, ones)}.get(make, (ones,))
+    param.grad = make(*arguments)
+    assert look([param])[Seen.GRAD :, 0].tolist() == [0, UNREADABLE]
+
+
+def test_gradients_in_written_memory(sweep):
+    memory = torch.zeros(1000)
+    written = Spans([memory[10:20], memory[:0], memory[20:30], memory[900:]])
+    places = torch.zeros(PLACE, 0)
+    for begin, end in [(0, 10), (30, 900), (20, 20), (15, 15), (0, 11), (29, 40), (15, 16), (0, 1000), (899, 901)]:
+        param = parameter(memory[begin:end], (end - begin,))
+        seen = torch.zeros(len(Seen), 1, dtype=torch.int64)
+        observe([param], [], written, seen, places, plain=True, versions=False)
+        meets = any(begin < stop and start < end for start, stop in ((10, 30), (900, 1000))) and begin < end
+        assert (seen[Seen.GRAD_LAYOUT].item() == UNREADABLE) == meets == written.meet(param.grad)
+
+
+def test_what_shares_memory_with_a_lazy_clone_gets_memory_of_its_own(sweep):
+    param = parameter(torch.ones(3, 4))
+    clones = [torch._lazy_clone(param), torch._lazy_clone(param.grad)]
+    seen, places = torch.zeros(len(Seen), 1, dtype=torch.int64), torch.zeros(PLACE, 0)
+    observe([param], [], Spans([]), seen, places, plain=True, versions=False, writes=True)
+    for row, tensor, clone in zip((Seen.ADDRESS, Seen.GRAD), (param, param.grad), clones, strict=True):
+        assert seen[row].item() == tensor.data_ptr() != clone.const_data_ptr()
 
 
 def test_references_are_given_back(sweep):

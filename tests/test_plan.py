@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import operator
 import random
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_kernels import _table
-from amp_kernels._table import Row, cut, gradient_table, int64_tensor, is_dense, same_layout
+from amp_kernels._table import Row, cut, gradient_table, int64_tensor, is_dense, same_layout, shares_memory
 
 SMALL, LARGE = 1 << 14, 1 << 16
 
@@ -169,3 +170,40 @@ def test_same_layout_with_dimensions_of_size_one(shape):
         assert storage_order(a) == storage_order(b)
     assert same_layout(a, a.clone())
     assert same_layout(b, b.clone())
+
+
+def random_views(rng: random.Random, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Dense ones, columns, expanded and overlapping ones, of two dtypes, in one memory."""
+    views = []
+    for _ in range(rng.randint(1, 4)):
+        base = rng.choice([memory, memory.view(torch.float16)])
+        sizes = [rng.randint(0 if rng.random() < 0.1 else 1, 4) for _ in range(rng.randint(0, 3))]
+        strides = [rng.choice([0, 1, 2, 3, 4, 5, 8, 12, 16]) for _ in sizes]
+        views.append(base.as_strided(sizes, strides, rng.randint(0, 100)))
+    return views
+
+
+def addresses(tensor: torch.Tensor) -> list[int]:
+    """Of every half word of every element."""
+    starts = [tensor.data_ptr() + tensor.element_size() * sum(map(operator.mul, at, tensor.stride()))
+              for at in itertools.product(*map(range, tensor.shape))]  # fmt: skip
+    return [start + k for start in starts for k in range(0, tensor.element_size(), 2)]
+
+
+def test_shares_memory_for_random_views():
+    rng, memory = random.Random(0), torch.zeros(300)
+    found = 0
+    for _ in range(3000):
+        views = random_views(rng, memory)
+        shared = [a for view in views for a in addresses(view)]
+        position = shares_memory(views)
+        assert (position is not None) == (len(set(shared)) < len(shared)), [(v.shape, v.stride()) for v in views]
+        if position is not None:
+            found += 1
+            mine = addresses(views[position])
+            others = {a for i, view in enumerate(views) if i != position for a in addresses(view)}
+            assert len(set(mine)) < len(mine) or others & set(mine)
+    assert 500 < found < 2500
+    whole = torch.zeros(8, 30)
+    assert shares_memory([whole[:, :10], whole[:, 10:20], whole[:, 20:]]) is None  # a fused matrix
+    assert shares_memory([]) is None

@@ -18,7 +18,3 @@ def test_readme_has_blocks() -> None:
 def test_block_runs(index: int) -> None:
     torch.manual_seed(0)
     exec(compile(BLOCKS[index], f"README.md block {index}", "exec"), {"__name__": "readme"})
-
-
-def test_readme_is_short() -> None:
-    assert len(README.read_text().splitlines()) < 200

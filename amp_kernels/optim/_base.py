@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
+import inspect
+import numbers
 import operator
+import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import _backends
-from .._table import DTYPE_CODES, is_dense, same_layout
+from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
 from ..functional import moved, total_norm
-from ._observe import local
+from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan, ReferenceStep
 from ._state import States
 
 _STATES = {"master", "momentum_buffer", "square_avg", "grad_avg"}
+_ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
+
+
+@dataclass(eq=False)
+class OverflowLog:
+    """Where a scaler's checks met NaN or inf. A scaler keeps it longer than the optimizer."""
+
+    records: dict[torch.device, Tensor] = field(default_factory=dict)  # the `Record` of csrc/table.h
+    names: dict[torch.device, list[str]] = field(default_factory=dict)  # of the parameters there
+    checks: int = 0  # gradient passes under a scaler, as far as the host knows
+
+    def overflows(self) -> Iterator[tuple[int, str]]:
+        """For each device the last check that met NaN or inf, and the parameter. Waits for it."""
+        for device, record in self.records.items():
+            _, _, number, member = record.tolist()
+            if number > 0:
+                names = self.names[device]
+                yield number, names[member] if member < len(names) else "a parameter that was removed"
 
 
 class FusedOptimizer(torch.optim.Optimizer):
     """Base class of the fused optimizers; see `FusedSGD` for what they promise."""
 
-    # torch.amp.GradScaler then hands over grad_scale and found_inf instead of waiting for the device.
-    _step_supports_amp_scaling = True
-
     _table_op: str
     _reference_step: ReferenceStep
     _set_at_first_step: str | None = None  # a state that the first step sets without reading it
 
-    max_grad_norm: float | None
-    grad_norm: Tensor | None
     _plans: list[Plan] | None = None
-    _checks = 0  # gradient passes under a scaler, as far as the host knows
     _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
     # Set by a scaler for the time of a step.
     grad_scale: Tensor | None
@@ -43,20 +60,59 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
         """Called by the constructors once torch's has checked its arguments."""
         name = type(self).__name__
-        if max_grad_norm is not None and not max_grad_norm > 0:
-            raise ValueError(f"{name}: max_grad_norm must be a positive number or None, got {max_grad_norm}")
+        check_max_grad_norm(name, max_grad_norm)
         if foreach and fused:
             raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
+        self.defaults["max_grad_norm"] = max_grad_norm
+        for group in self.param_groups:
+            group.setdefault("max_grad_norm", max_grad_norm)
         self.state = States(self.state)
-        self.max_grad_norm = max_grad_norm
-        self.grad_norm = None
+        self._norm: Tensor | None = None
         self._plans = None
         self._plan_key: list[object] = []
         self._plan_params: list[list[Tensor]] = []
-        self._records: dict[torch.device, Tensor] = {}
+        self._log = OverflowLog()
         self._is_checked = False
+
+    # ------------------------------------------------------------------------------------------- what users may read
+    @property
+    def max_grad_norm(self) -> float | None:
+        """The norm to clip to, which is in every parameter group, as other options are; it must be the same in all."""
+        norms = list(dict.fromkeys(group["max_grad_norm"] for group in self.param_groups))
+        if len(norms) > 1:
+            raise ValueError(
+                f"{type(self).__name__}: max_grad_norm must be the same in all parameter groups, since it bounds the "
+                f"norm over all of them, got {norms}; set optimizer.max_grad_norm"
+            )
+        return check_max_grad_norm(type(self).__name__, norms[0]) if norms else self.defaults["max_grad_norm"]
+
+    @max_grad_norm.setter
+    def max_grad_norm(self, value: float | None) -> None:
+        check_max_grad_norm(type(self).__name__, value)
+        for group in (self.defaults, *self.param_groups):
+            group["max_grad_norm"] = value
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """A copy of the norm that the last step or scaler took, before clipping: 0-dim fp32 on the device, for DTensors
+        of this rank's shards; None before."""
+        return None if self._norm is None else self._norm.clone()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        """Whether a scaler may set ``grad_scale`` and ``found_inf``, instead of unscaling the gradients and waiting
+        for the device.
+
+        Not if the step that it calls is not ours alone: a subclass, a wrapper or a delegating object may change
+        gradients, and is owed what torch's default optimizers get. Nor for parameters of FSDP1, whose ranks have to
+        agree on a skip: torch's ShardedGradScaler lets them only as it unscales.
+        """
+        return _is_ours(self.step) and not self._is_flattened()
+
+    def _is_flattened(self) -> bool:
+        return any(getattr(p, "_fsdp_flattened", False) for params in self._params_by_group() for p in params)
 
     # ------------------------------------------------------------------------------------ what a family says of itself
     def _hyper(self, group: dict[str, Any]) -> Hyper:
@@ -68,6 +124,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------- step
     @torch.compiler.disable
+    @torch.inference_mode(False)  # else state made here could not be written outside
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step, or under a scaler that found NaN or inf none. Waits for no device.
@@ -76,29 +133,43 @@ class FusedOptimizer(torch.optim.Optimizer):
             closure: re-evaluates the model and returns the loss (not under a scaler, as in torch).
 
         Raises:
-            RuntimeError: a gradient is sparse; a capture is under way before there is state.
-            TypeError: a gradient is not fp32, fp16 or bf16.
+            RuntimeError: a gradient is sparse, or has another shape, device or mesh than its parameter; what is written
+                shares memory; parameters are sharded and `max_grad_norm` is set; a capture is under way before there is
+                state.
+            TypeError: a parameter or gradient is not fp32, fp16 or bf16, or a tensor without memory of its own (a
+                wrapper subclass, fake, meta).
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
-        plans = self._checked_plans(grad_scale)
-        norm = self._total_norm(plans) if self.max_grad_norm is not None else None
-        if norm is not None and any(plan.meshes for plan in plans):
-            raise RuntimeError(
-                f"{type(self).__name__}: max_grad_norm must be None with DTensor parameters, since "
-                "each rank would clip by the norm of its shard; use torch's clip_grad_norm_"
-            )
+        max_norm = self.max_grad_norm
+        if max_norm is not None:
+            self._refuse_partial_norm()
+        plans = self._checked_plans(grad_scale, max_norm)
+        norm = self._total_norm(plans) if max_norm is not None else None
         for plan in plans:
             plan.update(
-                _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device),
-                self.max_grad_norm or 0.0,
-            )  # fmt: skip
+                _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device), max_norm or 0.0
+            )
         return loss
 
-    def _checked_plans(self, grad_scale: Tensor | None) -> list[Plan]:
+    def _refuse_partial_norm(self) -> None:
+        """Where this optimizer sees only a part of the gradients."""
+        parts = {
+            "DTensor parameters": any(isinstance(p, DTensor) for ps in self._params_by_group() for p in ps),
+            "parameters of FSDP1": self._is_flattened(),
+            "ZeroRedundancyOptimizer": _is_called_by(_ZERO),
+        }
+        for what, is_so in parts.items():
+            if is_so:
+                raise RuntimeError(
+                    f"{type(self).__name__}: max_grad_norm must be None with {what}, since each rank would clip by the "
+                    "norm of its part; call torch's clip_grad_norm_, or FSDP's, before the step"
+                )
+
+    def _checked_plans(self, grad_scale: Tensor | None, max_norm: float | None) -> list[Plan]:
         """Plans that follow the gradients; the gradient pass is run unless a scaler has just done it, or nobody
         wants its norm."""
         is_checked, self._is_checked = self._is_checked, False
@@ -106,16 +177,17 @@ class FusedOptimizer(torch.optim.Optimizer):
         if is_checked and not hooks_ran:
             return [plan for plan in self._plans or () if plan.written]
         plans = self._prepare()
-        if self.max_grad_norm is not None:
+        if max_norm is not None:
             for plan in plans:
                 plan.check(_on(grad_scale, plan.device), divide=True, write=False, clear=False)
         return plans
 
     @torch.compiler.disable
+    @torch.inference_mode(False)
     @torch.no_grad()
     def _check(self, scale: Tensor | None, *, divide: bool, write: bool) -> list[Plan]:
         """The gradient pass on every device, for `amp_kernels.GradScaler`; returns the plans that have gradients."""
-        plans = self._prepare()
+        plans = self._prepare(writes=write)
         for plan in plans:
             plan.check(_on(scale, plan.device), divide=divide, write=write, clear=True)
         self._total_norm(plans)
@@ -123,16 +195,22 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _total_norm(self, plans: Sequence[Plan]) -> Tensor | None:
         norms = [plan.norm for plan in plans]
-        self.grad_norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
-        return self.grad_norm
+        self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
+        return self._norm
 
     # ------------------------------------------------------------------------------------------------------ plans
-    def _prepare(self) -> list[Plan]:
-        """The plans, following whatever changed; those without any gradient are left out."""
-        if self._plans is None or not self._plans_fit() or not self._refresh(self._plans):
+    def _prepare(self, *, writes: bool = False) -> list[Plan]:
+        """The plans, following whatever changed; those without any gradient are left out. `writes`: gradients will be
+        written."""
+        if not has_memory(torch.empty(0, device="cpu")):
+            raise RuntimeError(
+                f"{type(self).__name__}.step: must run outside of a mode that makes fake tensors, which have no "
+                "memory; use torch.optim there"
+            )
+        if self._plans is None or not self._plans_fit() or not self._refresh(self._plans, writes):
             self._build_plans()
             assert self._plans is not None
-            if not self._refresh(self._plans):
+            if not self._refresh(self._plans, writes):
                 raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
         hyper = [self._hyper(group) for group in self.param_groups]
         plans = [plan for plan in self._plans if plan.written]
@@ -141,8 +219,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         return plans
 
     @staticmethod
-    def _refresh(plans: Sequence[Plan]) -> bool:
-        fits = [plan.refresh() for plan in plans]  # every one, also after one that does not
+    def _refresh(plans: Sequence[Plan], writes: bool) -> bool:
+        fits = [plan.refresh(writes=writes) for plan in plans]  # every one, also after one that does not
         return all(fits)
 
     def _plans_fit(self) -> bool:
@@ -164,7 +242,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         return [id(self.state), changes, [self._state_names(group) for group in self.param_groups]]
 
     def _refuse_capture(self) -> None:
-        if any(capturing(local(param).device) for _, _, param in self._named_parameters()):
+        if any(capturing(param.device) for _, _, param in self._named_parameters()):
             raise RuntimeError(
                 f"{type(self).__name__}: a capture must follow a step, or init_state(), since state and tables cannot "
                 "be allocated inside it"
@@ -177,31 +255,67 @@ class FusedOptimizer(torch.optim.Optimizer):
             self.state = States(self.state)
         by_device: dict[torch.device, list[Member]] = {}
         for name, index, param in self._named_parameters():
-            by_device.setdefault(local(param).device, []).append(self._member(name, index, param))
+            member = self._member(name, index, param)
+            by_device.setdefault(member.target.device, []).append(member)
+        by_device = {device: self._apart(members) for device, members in by_device.items()}
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
         self._plan_key = self._current_plan_key()
         self._plan_params = [list(params) for params in self._params_by_group()]
 
     def _make_plan(self, device: torch.device, members: list[Member]) -> Plan:
-        if device not in self._records:
-            self._records[device] = torch.zeros(4, dtype=torch.int64, device=device)
+        if device not in self._log.records:
+            self._log.records[device] = torch.zeros(4, dtype=torch.int64, device=device)
+        self._log.names[device] = [member.name for member in members]
+        record = self._log.records[device]
         backend = _backends.select(device)
         ops = _backends.kernels(backend)
         if ops is None:
-            return ReferencePlan(type(self)._reference_step, device, members, self._records[device])
-        return NativePlan(backend, ops, self._table_op, device, members, self._records[device])
+            return ReferencePlan(type(self)._reference_step, device, members, record)
+        return NativePlan(backend, ops, self._table_op, device, members, record)
 
     def _member(self, name: str, index: int, param: Tensor) -> Member:
-        memory = local(param)
-        if param.grad is None and not self.state.get(param):
-            return Member(param, name, index, memory, None, None, None, None)
-        self._fit_state(name, param, self.param_groups[index])
-        state = self.state[param]
-        target = _dense(memory)
+        has_gradient = param.grad is not None
+        try:
+            if has_gradient or self.state.get(param):
+                self._fit_state(name, param, self.param_groups[index])
+        except (TypeError, RuntimeError):
+            if has_gradient:
+                raise
+            return _idle(param, name, index)
+        state = self.state.get(param)
+        if not state:
+            return _idle(param, name, index)
+        target = _dense(local(param))
         names = self._state_names(self.param_groups[index])
         states = tuple(None if n is None else local(state[n]) for n in names)
         master = local(state["master"]) if "master" in state else None
-        return Member(param, name, index, target, master, states, state["step"], None)
+        return Member(param, name, index, target, master, states, state, None)
+
+    def _apart(self, members: list[Member]) -> list[Member]:
+        """`members`, if what a step writes shares no memory; those without a gradient may, and are idle then."""
+        if self._shared(members) is None:
+            return members
+        members = [m if m.param.grad is not None else _idle(m.param, m.name, m.group) for m in members]
+        shared = self._shared(members)
+        if shared is not None:
+            raise RuntimeError(
+                f"{type(self).__name__}: {shared} must have memory of its own, since it is written, but some element "
+                "of it is one of another parameter or state too, or twice its own; make one Parameter of what is "
+                "shared, or clone() it"
+            )
+        return members
+
+    def _shared(self, members: Sequence[Member]) -> str | None:
+        """The name of a tensor that `shares_memory`."""
+        written: list[tuple[str, Tensor]] = []
+        for member in (m for m in members if m.states is not None):
+            written.append((member.name, local(member.param)))
+            names = ("master", *self._state_names(self.param_groups[member.group]))
+            for name, tensor in zip(names, (member.master, *(member.states or ())), strict=True):
+                if tensor is not None:
+                    written.append((f"{name} of {member.name}", tensor))
+        position = shares_memory([tensor for _, tensor in written])
+        return None if position is None else written[position][0]
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
         for g, group in enumerate(self.param_groups):
@@ -211,6 +325,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------ state
     @torch.compiler.disable
+    @torch.inference_mode(False)
     @torch.no_grad()
     def init_state(self) -> None:
         """Allocates state and tables for every parameter that requires a gradient, as the first step would.
@@ -223,7 +338,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             if param.requires_grad:
                 self._fit_state(name, param, self.param_groups[index])
         self._build_plans()
-        self._refresh(self._plans or ())
+        self._refresh(self._plans or (), writes=False)
 
     @torch.compiler.disable
     @torch.no_grad()
@@ -239,26 +354,29 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
-        if param.dtype not in DTYPE_CODES:
-            raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
-        if param.is_inference():
-            raise RuntimeError(
-                f"{type(self).__name__}: {name} must not be an inference tensor, whose changes autograd cannot see; "
-                "create it outside torch.inference_mode()"
-            )
+        self._check_parameter(name, param)
         state, target = self.state[param], _dense(local(param))
         none_yet = torch.zeros((), dtype=torch.int32, device=target.device)
-        state["step"] = state.get("step", none_yet).to(target.device, torch.int32)
+        step = state.get("step", none_yet)
+        step = step if isinstance(step, Tensor) else none_yet + int(step)
+        state["step"] = step.to(target.device, torch.int32).view(())
         names = [key for key in self._state_names(group) if key is not None]
         if param.dtype is torch.float32:
             state.pop("master", None)
         else:
             names.append("master")
         for key in names:
-            if key not in state:
+            if state.get(key) is None:
                 state[key] = param.detach().float() if key == "master" else _zeros_like(param)
                 if key == self._set_at_first_step:
                     state["step"] = none_yet
+            elif not (
+                has_memory(state[key]) and state[key].is_floating_point() and shares_memory([local(state[key])]) is None
+            ):
+                raise TypeError(
+                    f"{type(self).__name__}: {key} of {name} must be a tensor of floats with memory for each, "
+                    f"got {kind(state[key])}; delete optimizer.state[parameter] to start it anew"
+                )
             elif state[key].shape != param.shape:
                 raise RuntimeError(
                     f"{type(self).__name__}: {name} must keep its shape {tuple(state[key].shape)}, got "
@@ -267,30 +385,25 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not _is_laid_out(local(state[key]), target):  # model.to(): a device or a memory format
                 state[key] = _zeros_like(param).copy_(state[key])
 
-    def _overflows(self) -> Iterator[tuple[int, str]]:
-        """For each device the last check under a scaler that met NaN or inf, and the parameter. Waits for it."""
-        for device, record in self._records.items():
-            _, _, number, member = record.tolist()
-            if number > 0:
-                names = [name for name, _, param in self._named_parameters() if local(param).device == device]
-                yield number, names[member] if member < len(names) else "a parameter that was removed"
+    def _check_parameter(self, name: str, param: Tensor) -> None:
+        if param.dtype not in DTYPE_CODES:
+            raise TypeError(f"{type(self).__name__}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
+        is_partial = isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements)
+        if not has_memory(param) or local(param).data_ptr() == 0 < local(param).numel() or is_partial:
+            raise TypeError(
+                f"{type(self).__name__}: {name} must be a Tensor or sharded or replicated DTensor with memory of its "
+                f"own, got {kind(param)}; use torch.optim for it"
+            )
+        if param.is_inference():
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} must not be an inference tensor, whose changes autograd cannot see; "
+                "create it outside torch.inference_mode()"
+            )
 
     def _drop_plans(self) -> None:
-        self._store_steps()
         # A graph may be replayed all the same, which must not write into freed memory.
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         self._plans = None
-
-    def _store_steps(self) -> None:
-        """Moves the plans' counters to ``state``, without asking the device for them."""
-        steps: list[tuple[Tensor, Tensor]] = []
-        for plan in self._plans or ():
-            plan.store_steps()
-            for member in plan.members:
-                if member.step is not None and "step" in self.state.get(member.param, ()):
-                    steps.append((self.state[member.param]["step"], member.step))
-        if steps:  # in place: a plan knows its state by identity
-            torch._foreach_copy_([to for to, _ in steps], [step for _, step in steps])
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
@@ -298,7 +411,9 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Without 16-bit parameters the matching torch optimizer loads it.
         """
-        self._store_steps()
+        for _, _, param in self._named_parameters():
+            if param.dtype is torch.float32 and "master" in self.state.get(param, ()):
+                del self.state[param]["master"]  # of before it became fp32
         handle = self.register_state_dict_post_hook(_export, prepend=True)  # before the user's
         try:
             return super().state_dict()
@@ -345,8 +460,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state = States(self.state)
         self._plans = None
         self._is_checked = False
-        self.__dict__.setdefault("_records", {})
-        self.__dict__.setdefault("grad_norm", None)
+        self.__dict__.setdefault("_log", OverflowLog())
+        self.__dict__.setdefault("_norm", None)
         for group in self.param_groups:
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
@@ -354,10 +469,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         for position, (name, index, param) in enumerate(list(self._named_parameters()) if saved else ()):
             if position in saved:
                 self._load_parameter_state(name, param, self.param_groups[index], saved[position])
-
-    def __getstate__(self) -> dict[str, Any]:
-        self._store_steps()
-        return {**super().__getstate__(), "max_grad_norm": self.max_grad_norm}
 
     def _load_parameter_state(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
         self.state.pop(param, None)
@@ -375,22 +486,58 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._drop_plans()
 
 
+def check_max_grad_norm(name: str, value: Any) -> float | None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):
+        error = ValueError if is_number else TypeError
+        raise error(f"{name}: max_grad_norm must be a positive number or None, got {value!r}")
+    return value
+
+
+_OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])
+
+
+def _is_ours(step: Any) -> bool:
+    """Whether `step` is `FusedOptimizer.step` in torch's wrappers alone: hooks, profiler, learning rate schedulers.
+
+    The globals of a wrapper's code tell whose it is; `functools.wraps` copies everything else.
+    """
+    step = getattr(step, "__func__", step)
+    while step is not _OUR_STEP and getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
+        step = getattr(step, "__wrapped__", None)
+    return step is _OUR_STEP
+
+
+def _is_called_by(module: str) -> bool:
+    """Whether a function of `module` waits for this one to return."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None
+
+
 def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
     """Whether two lists hold the same objects."""
     return len(a) == len(b) and all(map(operator.is_, a, b))
+
+
+def _idle(param: Tensor, name: str, index: int) -> Member:
+    device = "cpu" if param.is_meta else param.device
+    return Member(param, name, index, torch.empty(0, device=device), None, None, {}, None)
 
 
 def _zeros_like(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
 
 
-def _dense(memory: Tensor) -> Tensor:
-    """What kernels can walk: `memory`, or where it has gaps a mirror of it, not filled."""
-    return memory if is_dense(memory) else torch.empty_like(memory)
+def _dense(plain: Tensor) -> Tensor:
+    """What kernels can walk: `plain`, or where it has gaps or is a negated view a mirror of it, not filled."""
+    return plain if is_dense(plain) and not plain.is_neg() else torch.empty_like(plain)
 
 
 def _is_laid_out(state: Tensor, target: Tensor) -> bool:
-    return state.dtype is torch.float32 and state.device == target.device and same_layout(state, target)
+    is_usable = state.dtype is torch.float32 and is_held(state) and not state.is_inference()
+    return is_usable and state.device == target.device and same_layout(state, target)
 
 
 def _export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:

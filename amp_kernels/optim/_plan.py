@@ -9,7 +9,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,9 @@ from .._table import (
     resend,
     same_layout,
     send,
+    shares_memory,
 )
-from ._observe import Seen, local, observe
+from ._observe import PLACE, Seen, Spans, are_plain, local, observe, plain_gradient
 
 if TYPE_CHECKING:
     from .._backends import Kernels
@@ -34,17 +35,38 @@ if TYPE_CHECKING:
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
 
 
-def check_gradient(member: Member, grad: Tensor) -> None:
-    if grad.layout is not torch.strided:
-        raise RuntimeError(
-            f"step: the gradient of {member.name} must be dense, got {grad.layout}; use torch.optim for it"
-        )
-    if grad.dtype not in DTYPE_CODES:
-        raise TypeError(f"step: the gradient of {member.name} must be float32, float16 or bfloat16, got {grad.dtype}")
+def read_gradient(member: Member) -> Tensor | None:
+    """The gradient's memory on this rank, which kernels can read."""
+    if member.param.grad is None:
+        return None
+    grad = plain_gradient(member.param, member.name)
     if grad.shape != member.target.shape:  # as one kept from before its parameter's .data was replaced
         raise RuntimeError(
             f"step: the gradient of {member.name} must have the parameter's shape {tuple(member.target.shape)}, got "
             f"{tuple(grad.shape)}; set it to None when the parameter's .data is replaced"
+        )
+    if grad.device != member.target.device:
+        raise RuntimeError(
+            f"step: the gradient of {member.name} must be on {member.target.device} with the parameter, got "
+            f"{grad.device}; set it to None when the parameter is moved"
+        )
+    return grad
+
+
+def check_written(members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
+    """Before gradients are multiplied in place: each is written once, and autograd may know of it."""
+    names = [m.name for m, g in zip(members, grads, strict=True) if g is not None]
+    written = [g for g in grads if g is not None]
+    inference = next((name for name, g in zip(names, written, strict=True) if g.is_inference()), None)
+    if inference is not None:
+        raise RuntimeError(
+            f"unscale_: the gradient of {inference} must not be an inference tensor, since it is written; clone() it"
+        )
+    shared = shares_memory(written)
+    if shared is not None:
+        raise RuntimeError(
+            f"unscale_: the gradient of {names[shared]} must have memory of its own, since it is written, but some "
+            "element of it is one of another gradient too, or twice its own; clone() it"
         )
 
 
@@ -58,7 +80,7 @@ def capturing(device: torch.device) -> bool:
 
 @dataclass(eq=False, slots=True)
 class Member:
-    """A parameter as a plan sees it. Without `states` (None) it has had no gradient yet."""
+    """A parameter as a plan sees it. Without `states` (None) it is idle: it has no gradient, and `target` is empty."""
 
     param: Tensor
     name: str
@@ -66,7 +88,7 @@ class Member:
     target: Tensor  # what the kernel writes: the parameter's local memory, or a dense mirror of it
     master: Tensor | None
     states: tuple[Tensor | None, ...] | None
-    step: Tensor | None  # 0-dim int32 on the device: updates applied before this plan took over
+    state: dict[str, Any]  # optimizer.state[param]
     version: int | None  # for the reference: that of the parameter when the master last agreed with it, or None
 
     @property
@@ -105,8 +127,9 @@ class Plan:
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
 
-    def refresh(self) -> bool:
-        """Follows what changed since the last step; False if the plan has to be built anew."""
+    def refresh(self, *, writes: bool) -> bool:
+        """Follows what changed since the last step; False if the plan has to be built anew. `writes`: gradients will be
+        written."""
         raise NotImplementedError
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
@@ -124,10 +147,6 @@ class Plan:
         grad_norm: Tensor | None,
         max_norm: float,
     ) -> None:
-        raise NotImplementedError
-
-    def store_steps(self) -> None:
-        """Leaves the number of updates of each parameter in its `Member.step`, on the device."""
         raise NotImplementedError
 
     @property
@@ -174,15 +193,21 @@ class NativePlan(Plan):
         self._targets = [m.target for m in self._started]
         self._params = [m.param for m in self._started]
         self._mirrored = [m for m in self._started if m.is_mirrored]
-        self._distributed = any(isinstance(m.param, DTensor) for m in members)
+        self._owned = [t for m in self._started for t in (m.master, *(m.states or ())) if t is not None]
+        self._is_plain = are_plain([*self._params, *self._owned])
+        self._is_distributed = any(isinstance(p, DTensor) for p in self._params)
         self._low = [t for t, m in enumerate(self._started) if m.master is not None]
         self._observation = _host(len(Seen), len(self._started), dtype=torch.int64)
         self._seen = self._observation.unbind()
         self._known = torch.zeros_like(self._observation).unbind()
-        self._observe()
+        # A mirror is nobody else's.
+        self._written = Spans([m.target for m in self._started if not m.is_mirrored] + self._owned)
+        self._places = _host(PLACE, len(self._owned), dtype=torch.int64)
+        self._observe(writes=False)
         for row in (Seen.ADDRESS, Seen.LAYOUT):
             self._known[row].copy_(self._seen[row])
         self._known[Seen.VERSION].fill_(-1)  # never compared with the master
+        self._known_places = self._places.clone()
 
         self._is_steady = False  # every started parameter has a gradient, laid out as it
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
@@ -198,13 +223,15 @@ class NativePlan(Plan):
         self._kept: list[object] = []  # what captured graphs point to
 
     # ------------------------------------------------------------------------------------------------ refreshing
-    def refresh(self) -> bool:
+    def refresh(self, *, writes: bool) -> bool:
         is_captured = capturing(self.device)
         if is_captured or self._was_captured:
             self._tables = None  # a captured step sends tables of its own, which no later step rewrites
         self._was_captured = is_captured
-        self._observe()
+        self._observe(writes=writes)
         if not (self._is_as_known(Seen.ADDRESS) and self._is_as_known(Seen.LAYOUT)):
+            return False
+        if not torch.equal(self._places, self._known_places):
             return False
         if any(m.param.grad is not None for m in self._idle):
             return False
@@ -212,10 +239,16 @@ class NativePlan(Plan):
             self._reload_masters()
         if not self._same_gradients():
             self._take_gradients()
+        if writes:
+            check_written(self._started, self._gradients())
+        self._follow_steps()
         return True
 
-    def _observe(self) -> None:
-        observe(self._params, self._observation, versions=bool(self._low), distributed=self._distributed)
+    def _observe(self, *, writes: bool) -> None:
+        observe(
+            self._params, self._owned, self._written, self._observation, self._places,
+            plain=self._is_plain, versions=bool(self._low), writes=writes,
+        )  # fmt: skip
 
     def _is_as_known(self, row: Seen) -> bool:
         return torch.equal(self._seen[row], self._known[row])
@@ -248,11 +281,15 @@ class NativePlan(Plan):
         self._is_steady = False  # also if something below raises
         targets = self._targets
         self._relaid = []
-        grads = self._gradients()
-        for t, (member, grad) in enumerate(zip(self._started, grads, strict=True)):
+        grads = [read_gradient(member) for member in self._started]
+        for t, grad in enumerate(grads):
             if grad is None:
                 continue
-            check_gradient(member, grad)
+            if self._written.meet(grad):
+                raise RuntimeError(
+                    f"step: the gradient of {self._started[t].name} must share no memory with parameters or their "
+                    "states, which the step writes; clone() it"
+                )
             if not same_layout(grad, targets[t]):
                 grads[t] = copy = torch.empty_like(targets[t], dtype=grad.dtype).copy_(grad)
                 self._relaid.append((grad, copy))
@@ -261,9 +298,12 @@ class NativePlan(Plan):
         codes = [(DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)]
         if codes != self._codes:
             self._arrange(codes)
-        self._send_gradients(int64_tensor(0 if g is None else g.data_ptr() for g in grads))
+        # Kernels pass over what has no address, but the updates of an empty tensor count.
+        nowhere = self.norm.data_ptr()
+        addresses = int64_tensor(0 if g is None else g.data_ptr() or nowhere for g in grads)
+        self._send_gradients(addresses)
         self.written = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
-        self._is_steady = len(self.written) == len(self._started) and not self._relaid
+        self._is_steady = len(self.written) == len(self._started) and torch.equal(addresses, self._seen[Seen.GRAD])
         self._known[Seen.GRAD_LAYOUT].copy_(self._seen[Seen.GRAD_LAYOUT])
 
     def _send_gradients(self, addresses: Tensor) -> None:
@@ -291,14 +331,14 @@ class NativePlan(Plan):
                 "step: a capture must follow a step with gradients of the same dtypes, since state cannot be "
                 "allocated inside it; run one step before capturing"
             )
-        self.store_steps()
         code_of = dict(zip(self._rows, codes, strict=True))
-        chunks = cut([m.target.numel() for m in self.members], sorted(self._rows, key=lambda t: code_of[t]))
+        numels = [max(1, m.target.numel()) for m in self.members]  # an empty tensor has a chunk, to count its updates
+        chunks = cut(numels, sorted(self._rows, key=lambda t: code_of[t]))
         self._chunk_rows = chunks.entries[:, 0].tolist()
         self._chunk_size = chunks.size
         self._codes = codes
         self._entries = send(self._ops, chunks.entries, self.device)
-        self._steps = self._spread_steps(chunks.entries[:, 0].long())
+        self._take_steps()
         self._partials = torch.zeros(len(self._chunk_rows), dtype=torch.float64, device=self.device)
         self._host_table[Row.GRAD_DTYPE, self._rows] = int64_tensor(grad for _, grad in codes)
         self._tables = None
@@ -309,13 +349,25 @@ class NativePlan(Plan):
             self._buckets.append(_Bucket(code, self._entries[part], self._steps[part]))
             begin = part.stop
 
-    def _spread_steps(self, chunk_rows: Tensor) -> Tensor:
-        """For each chunk the number of updates of its tensor, without asking the device for it."""
-        if all(m.step is None for m in self._started):
-            return torch.zeros(len(chunk_rows), dtype=torch.int32, device=self.device)
+    def _take_steps(self) -> None:
+        """Makes a counter for each chunk, and the first of a tensor its ``state["step"]``. Asks the device nothing."""
         zero = torch.zeros((), dtype=torch.int32, device=self.device)
-        taken = torch.stack([zero if m.step is None else m.step for m in self.members])
-        return taken[send(self._ops, chunk_rows, self.device)]
+        taken = torch.stack([zero if m.states is None else m.state["step"] for m in self.members])
+        self._steps = taken[send(self._ops, int64_tensor(self._chunk_rows), self.device)]
+        firsts: dict[int, int] = {}
+        for chunk, row in enumerate(self._chunk_rows):
+            firsts.setdefault(row, chunk)
+        self._first_chunks = int64_tensor(firsts[row] for row in self._chunk_rows)
+        for row, chunk in firsts.items():
+            # Past the count of changes (`ParameterState`), which would have the next step build a plan.
+            dict.__setitem__(self.members[row].state, "step", self._steps[chunk])
+        self._steps_version = self._steps._version
+
+    def _follow_steps(self) -> None:
+        """Somebody wrote a ``state["step"]`` in place: all chunks of the tensor count on from there."""
+        if self._codes and self._steps._version != self._steps_version:
+            self._steps.copy_(self._steps[send(self._ops, self._first_chunks, self.device)])
+            self._steps_version = self._steps._version
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         key = [(h.values, self._lr_key(h.lr)) for h in hyper]
@@ -409,7 +461,7 @@ class NativePlan(Plan):
         """What `update` made of them; a mirrored parameter was written once more."""
         if not self._low:
             return
-        if self._is_steady and not self._mirrored and not self._distributed:
+        if self._is_steady and not self._mirrored and not self._is_distributed:
             self._known[Seen.VERSION].add_(1)
         else:
             self._known[Seen.VERSION].copy_(int64_tensor(p._version for p in self._params))
@@ -417,8 +469,3 @@ class NativePlan(Plan):
     @property
     def is_captured(self) -> bool:
         return bool(self._kept)
-
-    def store_steps(self) -> None:
-        if self._codes:
-            for row, chunk in {row: chunk for chunk, row in enumerate(self._chunk_rows)}.items():
-                self.members[row].step = self._steps[chunk]

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import reference
 from ._observe import local
-from ._plan import Hyper, Member, Plan, check_gradient
+from ._plan import Hyper, Member, Plan, check_written, read_gradient
 
 # (params, grads, states in table order, masters, first step, hyper, grad_scale, found_inf)
 ReferenceStep = Callable[..., None]
@@ -24,11 +24,8 @@ class ReferencePlan(Plan):
         self._hyper: Sequence[Hyper] = ()
         self._pairs: list[tuple[int, Tensor]] = []
         self._memory = self._parameter_memory()
-        for member in members:
-            if member.states is not None and member.step is None:
-                member.step = torch.zeros((), dtype=torch.int32, device=device)
 
-    def refresh(self) -> bool:
+    def refresh(self, *, writes: bool) -> bool:
         if self._parameter_memory() != self._memory:
             return False
         self._pairs = []
@@ -39,14 +36,16 @@ class ReferencePlan(Plan):
                 return False
             if member.param._version != member.version:
                 member.reload_master()
-            grad = local(member.param.grad)
-            check_gradient(member, grad)
+            grad = read_gradient(member)
+            assert grad is not None
             self._pairs.append((t, grad))
         self.written = [self.members[t].param for t, _ in self._pairs]
+        if writes:
+            check_written([self.members[t] for t, _ in self._pairs], [grad for _, grad in self._pairs])
         return True
 
     def _parameter_memory(self) -> list[object]:
-        return [(local(m.param).data_ptr(), m.param.dtype) for m in self.members]
+        return [(local(m.param).data_ptr(), m.param.dtype) for m in self.members if m.states is not None]
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         self._hyper = [h._replace(lr=h.lr.view(())) if isinstance(h.lr, Tensor) else h for h in hyper]
@@ -83,13 +82,10 @@ class ReferencePlan(Plan):
             param = local(member.param)
             masters = [] if member.master is None else [member.master]
             states = [[] if s is None else [s] for s in member.states or ()]
-            assert member.step is not None
-            first = member.step == 0
+            step = member.state["step"]
+            first = step == 0
             hyper = self._hyper[member.group]
             self._step([param], [grad], states, masters, first, hyper, grad_scale, found_inf)
-            member.step.add_(applied)
+            step.add_(applied)
             member.version = member.param._version
         self._pairs = []  # gradients are not ours to keep
-
-    def store_steps(self) -> None:
-        pass

@@ -49,9 +49,7 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     ) -> None:
         if differentiable:
             raise ValueError("FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that")
-        torch.optim.RMSprop.__init__(
-            self, params, lr, alpha, eps, weight_decay, momentum, centered, capturable, False, maximize
-        )
+        super().__init__(params, lr, alpha, eps, weight_decay, momentum, centered, capturable, False, maximize)
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:

@@ -14,13 +14,14 @@ from ._base import FusedOptimizer
 from ._plan import Hyper
 
 
-class FusedSGD(FusedOptimizer, torch.optim.SGD):
+class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     """`torch.optim.SGD` for fp32, fp16 and bf16 parameters in any mix, in one pass over memory.
 
     A 16-bit parameter gets an fp32 master (``state[p]["master"]``) and fp32 state; the parameter itself is always
     exactly ``master.to(dtype)``. Gradients may have any of the three dtypes and are never written. Works under
     `torch.amp.GradScaler`, faster under `amp_kernels.GradScaler`, and without a scaler; a step whose ``found_inf`` is
-    not 0 changes nothing at all.
+    not 0 changes nothing at all. Under either scaler a step pre-hook sees gradients as they are, scaled unless
+    ``scaler.unscale_`` was called; a `step` that is overridden or wrapped sees them unscaled.
 
     Args:
         params: parameters, groups or named parameters, as in torch.
@@ -29,10 +30,13 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
         foreach, fused: accepted and ignored; the step is fused.
         differentiable: must be False.
         max_grad_norm: clip the global L2 norm of the gradients to this inside the step; nothing is written to the
-            gradients. The norm before clipping is then ``optimizer.grad_norm``, overwritten by the next step.
+            gradients. The norm before clipping is then ``optimizer.grad_norm``. An option of every parameter group, the
+            same in all.
 
     Raises:
         ValueError: an argument is out of its range.
+        RuntimeError: at the first step, if `max_grad_norm` is set where a rank sees a part of the gradients (DTensor,
+            FSDP1, ZeroRedundancyOptimizer), or if parameters share memory.
         TypeError: at the first step, if a parameter is not fp32, fp16 or bf16.
     """
 
@@ -56,9 +60,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):
     ) -> None:
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
-        torch.optim.SGD.__init__(
-            self, params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False
-        )
+        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False)
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
 
     def _hyper(self, group: dict[str, Any]) -> Hyper:

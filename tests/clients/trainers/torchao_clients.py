@@ -1,20 +1,19 @@
 """torchao's quantized training: ours refuses its weights in a sentence, or trains them as torch's default does.
 
-They are wrappers without memory of their own, which crashes whoever asks for their address: each runs in a process of
-its own, this file.
+They are wrappers without memory of their own, which crashes whoever asks for their address.
 """
 
 from __future__ import annotations
 
-import subprocess
-import sys
-
 import pytest
 import torch
+from isolated import isolated
 from torch import Tensor
+from torchao.prototype import quantized_training
+from torchao.quantization import quantize_
 from training import Make, classifier, cross_entropy, ours, samples, torchs
 
-from amp_kernels import optim
+from amp_kernels.optim import FusedRMSprop, FusedSGD
 
 STEPS = 4
 # Of a tensor's largest weight. Codes of int8 are rounded at random at each step, bf16 to the nearest: a step each.
@@ -23,17 +22,8 @@ TOLERANCES = {
     "int8_mixed_precision_training": 1e-6,
     "bitnet_training": 1e-6,
 }
-ROUNDINGS = {"float32": 0.0, "bfloat16": STEPS * 2.0**-8}
-
-
-@pytest.mark.parametrize(("name", "dtype"), [("FusedSGD", "float32"), ("FusedRMSprop", "bfloat16")])
-@pytest.mark.parametrize("weights", TOLERANCES)
-def test_says_no_or_trains(weights: str, name: str, dtype: str) -> None:
-    command = [sys.executable, __file__, weights, name, dtype]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stderr[-2000:]
-    said = result.stdout.splitlines()[-1]
-    assert said == "as torch" or (said.startswith(name) and " must " in said and ", got " in said), said
+ROUNDINGS = {torch.float32: 0.0, torch.bfloat16: STEPS * 2.0**-8}
+WITHOUT_DECAY = {"weight_decay": 0}  # int8 weights have none under torch's either
 
 
 def values(model: torch.nn.Module) -> list[Tensor]:
@@ -44,9 +34,6 @@ def values(model: torch.nn.Module) -> list[Tensor]:
 
 def train(make: Make, weights: str, dtype: torch.dtype) -> list[Tensor] | str:
     """The weights after it, or why not."""
-    from torchao.prototype import quantized_training
-    from torchao.quantization import quantize_
-
     torch.manual_seed(0)
     model = classifier().to(dtype)
     quantize_(model, getattr(quantized_training, weights)())
@@ -63,17 +50,14 @@ def train(make: Make, weights: str, dtype: torch.dtype) -> list[Tensor] | str:
     return values(model)
 
 
-def main(weights: str, name: str, dtype: str) -> None:
-    family, tolerance = getattr(optim, name), TOLERANCES[weights] + ROUNDINGS[dtype]
-    options = {"weight_decay": 0}  # which int8 weights do not have, nor under torch's
-    got = train(ours(family, **options), weights, getattr(torch, dtype))
-    if not isinstance(got, str):
-        want = train(torchs(family, **options), weights, getattr(torch, dtype))
-        assert not isinstance(want, str)
-        for a, b in zip(got, want, strict=True):
-            assert (a - b).abs().max() <= tolerance * b.abs().max().clamp(min=0.01)
-    print(got if isinstance(got, str) else "as torch")
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
+@pytest.mark.parametrize(("family", "dtype"), [(FusedSGD, torch.float32), (FusedRMSprop, torch.bfloat16)])
+@pytest.mark.parametrize("weights", TOLERANCES)
+@isolated
+def test_says_no_or_trains(weights: str, family: type, dtype: torch.dtype) -> None:
+    got = train(ours(family, **WITHOUT_DECAY), weights, dtype)
+    if isinstance(got, str):
+        assert got.startswith(family.__name__) and " must " in got and ", got " in got, got
+        return
+    want = train(torchs(family, **WITHOUT_DECAY), weights, dtype)
+    for a, b in zip(got, want, strict=True):
+        assert (a - b).abs().max() <= (TOLERANCES[weights] + ROUNDINGS[dtype]) * b.abs().max().clamp(min=0.01)
