@@ -13,7 +13,9 @@ TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED = $(shell find csrc tests/cuda_on_cpu tests/cpu_isa -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
-.PHONY: demo test lint format bench asan-events gpu-check build venv clean
+CLIENTS := $(VENV)/clients
+
+.PHONY: demo test test-clients lint format bench asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
@@ -21,6 +23,10 @@ demo: build
 test: build $(VENV)/toolkit
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
 	$(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+
+# Hubs are never asked: models are made from their configurations.
+test-clients: $(CLIENTS)/made
+	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
 
 lint: build
 	$(BIN)/ruff check .
@@ -70,6 +76,17 @@ $(VENV)/built: $(VENV)/made $(SOURCES)
 	test -x $(BIN)/ruff || $(BIN)/pip install -q --ignore-installed --no-deps \
 	  $$($(BIN)/pip list --format=freeze | grep -E '^(clang-format|mypy|pytest|ruff)==')  # commands of the active Python
 	$(BIN)/python -m amp_kernels info
+	touch $@
+
+# A venv of its own, so that `make test` always runs with the same packages. It sees all of $(VENV), editable installs
+# too, and keeps the versions there of what either needs.
+$(CLIENTS)/made: $(VENV)/built
+	$(BIN)/python -m venv --without-pip $(CLIENTS)
+	outer=$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	site=$$($(CLIENTS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'); \
+	echo "import site; site.addsitedir('$$outer')" > $$site/outer.pth
+	$(BIN)/pip list --format=freeze | grep -E '^(amp-kernels|numpy|torch)==' > $(CLIENTS)/constraints.txt
+	$(BIN)/pip --python $(CLIENTS)/bin/python install -q -c $(CLIENTS)/constraints.txt 'amp-kernels[clients]'
 	touch $@
 
 $(VENV)/toolkit: $(VENV)/made
