@@ -307,6 +307,24 @@ def check_int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | N
 _LOW = (torch.float16, torch.bfloat16)
 
 
+def check_products(op: str, out_dtype: object, **operands: Tensor) -> None:
+    """What torch's products would take, and round to less than was asked for."""
+    for name, x in operands.items():
+        if x.dtype.itemsize == 1 and x.is_floating_point():
+            raise TypeError(f"{op}: {name} must not be of 8 bits, got {x.dtype}; convert it with .to(torch.bfloat16)")
+    first = next(iter(operands.values()))
+    if out_dtype is not None and out_dtype not in (*DTYPE_CODES, first.dtype):
+        raise TypeError(f"{op}: out_dtype must be {_DTYPES}, got {out_dtype!r}; leave it out for the operands' dtype")
+
+
+def check_dimensions(op: str, **operands: Tensor) -> None:
+    if any(x.dim() == 0 for x in operands.values()):
+        dims = " and ".join(str(x.dim()) for x in operands.values())
+        raise ValueError(
+            f"{op}: {' and '.join(operands)} must have at least 1 dimension, got {dims}; multiply by a number with *"
+        )
+
+
 def check_addmm(input: Tensor | None, a: Tensor, b: Tensor, out_dtype: torch.dtype) -> None:
     op = "matmul"
     for name, x in (("a", a), ("b", b)):
@@ -328,10 +346,11 @@ def check_addmm(input: Tensor | None, a: Tensor, b: Tensor, out_dtype: torch.dty
 
 def check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     op = "linear"
+    check_dimensions(op, x=x, weight=weight)
     for name, tensor in (("x", x), ("weight", weight)):
         _check_values(op, name, tensor, _LOW)
     _check_same(op, "weight", weight, x)
-    if x.dim() == 0 or weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
         raise ValueError(
             f"{op}: weight must be [out_features, {x.shape[-1]}] for x of shape {tuple(x.shape)}, "
             f"got {tuple(weight.shape)}"

@@ -12,7 +12,7 @@ from .functional.matmul import Activation, linear
 
 
 class Linear(nn.Linear):
-    """`nn.Linear` whose speed does not depend on features being multiples of 8, with an activation in the same pass.
+    """`nn.Linear` whose speed does not depend on features being multiples of 8, with an activation behind it.
 
     Parameters, initial values and state dict are those of `nn.Linear`, and parameters stay dense, so that optimizers,
     checkpoints, FSDP2 and tied weights see no difference. fp16 and bf16, under autocast too, go through

@@ -66,7 +66,7 @@ def explain(
 
     Args:
         a, b: as for `amp_kernels.matmul`; or two shapes, of contiguous tensors.
-        activation: that will be fused, as `amp_kernels.linear` does.
+        activation: that follows, as in `amp_kernels.linear`.
         dtype: with shapes (default: fp16).
         device: with shapes (default: "cuda").
 
@@ -106,8 +106,7 @@ def _fake(x: Tensor, strides: Sequence[int], dtype: torch.dtype, device: torch.d
 
 def _as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """The two matrices, or batches of them, that `amp_kernels.matmul` makes of its operands."""
-    if a.dim() == 0 or b.dim() == 0:
-        raise ValueError(f"explain: a and b must have at least 1 dimension, got {a.dim()} and {b.dim()}")
+    _checks.check_dimensions("explain", a=a, b=b)
     a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
     if b.dim() == 2:
         return (a.flatten(0, -2) if a.dim() > 2 else a), b

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import amp_kernels
 from amp_kernels.nn import Linear, convert_linear_
 from amp_kernels.reference.matmul import activate
-from amp_kernels.testing import randn
+from amp_kernels.testing import error_and_allowed, randn
 from amp_kernels.testing.matmul import ACTIVATIONS, LAYOUTS, compare
 
 LOW = pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -131,20 +131,21 @@ def test_autocast(dtype: torch.dtype, backend: str, device: torch.device) -> Non
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_double_backward(activation: Any, backend: str, device: torch.device) -> None:
-    layer, inputs = torchs(33, 10, torch.float16, device), randn(6, 33).half().to(device)
+    # So many that the largest errors of two ways to round are about the same.
+    layer, inputs = torchs(33, 40, torch.float16, device), randn(64, 33).half().to(device)
 
     def penalty(dtype: torch.dtype, mine: bool) -> list[Tensor]:
         module = ours(layer, activation) if mine else copy.deepcopy(layer).to(dtype)
         x = inputs.to(dtype).requires_grad_()
         y = module(x) if mine else activate(module(x), activation)
-        (grad,) = torch.autograd.grad(
-            y.to(torch.promote_types(dtype, torch.float32)).square().sum(), x, create_graph=True
-        )
-        total = grad.to(torch.promote_types(dtype, torch.float32)).square().sum()
-        return [t.double() for t in torch.autograd.grad(total, (x, module.weight))]
+        wide = torch.promote_types(dtype, torch.float32)
+        (grad,) = torch.autograd.grad(y.to(wide).square().sum(), x, create_graph=True)
+        return [t.cpu() for t in torch.autograd.grad(grad.to(wide).square().sum(), (x, module.weight))]
 
-    for our, true in zip(penalty(torch.float16, True), penalty(torch.float64, False), strict=True):
-        assert (our - true).abs().max() <= 0.02 * true.abs().max()
+    mine, theirs, truth = penalty(torch.float16, True), penalty(torch.float16, False), penalty(torch.float64, False)
+    for our, their, true in zip(mine, theirs, truth, strict=True):
+        error, allowed = error_and_allowed(our, their, true)
+        assert error <= allowed
 
 
 def test_the_operator_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -25,8 +25,8 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     """``torch.matmul(a, b)`` whose speed does not depend on sizes being multiples of 8.
 
     fp16 and bf16 are accumulated in fp32 and rounded once, except that cuBLAS may round the parts of a split sum, as
-    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and that of bf16 allow. Left to torch are fp32
-    and fp64, tensor subclasses (DTensor, nested), and transforms of `torch.func`. Differentiable, twice too.
+    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and that of bf16 allow. Left to torch are other
+    dtypes but float8, tensor subclasses (DTensor, nested), and transforms of `torch.func`. Differentiable, twice too.
     On a GPU the rows of the result are a multiple of 16 bytes apart, so it may be a view of a wider tensor.
 
     Args:
@@ -34,20 +34,20 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
         out_dtype: fp16, bf16 or fp32 (default: that of the operands).
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit.
+        TypeError, ValueError: dtypes, devices or shapes do not fit, or an operand is float8.
     """
-    if (out_dtype is None or out_dtype is a.dtype) and is_torchs(a):
+    if is_torchs(a) and (out_dtype is None or out_dtype is a.dtype):
         try:
             return _torch_matmul(a, b)
         except RuntimeError:
             pass  # the checks below say what is wrong
     _checks.check_are_tensors("matmul", a=a, b=b)
     a, b = _autocast(a, b)
-    if _is_for_torch(a, b):
-        return torch.matmul(a, b).to(out_dtype or a.dtype)
-    if a.dim() == 0 or b.dim() == 0:
-        raise ValueError(f"matmul: a and b must have at least 1 dimension, got {a.dim()} and {b.dim()}")
+    _checks.check_products("matmul", out_dtype, a=a, b=b)
+    _checks.check_dimensions("matmul", a=a, b=b)
     dtype = out_dtype or a.dtype
+    if _is_for_torch(a, b):
+        return torch.matmul(a, b).to(dtype)
     if b.dim() == 1:
         return matmul(a, b.unsqueeze(1), out_dtype=dtype).squeeze(-1)
     if a.dim() == 1:
@@ -73,10 +73,15 @@ def addmm(
         out_dtype: as in `matmul`.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit.
+        TypeError, ValueError: dtypes, devices or shapes do not fit, or an operand is float8.
     """
     _checks.check_are_tensors("addmm", input=input, a=a, b=b)
     a, b, input = _autocast(a, b, input)
+    _checks.check_products("addmm", out_dtype, a=a, b=b, input=input)
+    if a.dim() not in (2, 3) or b.dim() != a.dim():
+        raise ValueError(
+            f"addmm: a and b must be two matrices or two batches of them, got {a.dim()} and {b.dim()} dims"
+        )
     if _is_for_torch(a, b, input):
         multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
         return multiply(input, a, b, beta=beta, alpha=alpha).to(out_dtype or a.dtype)
@@ -85,10 +90,12 @@ def addmm(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
-    """``activation(x @ weight.T + bias)``: `torch.nn.functional.linear` with bias and activation in the same pass.
+    """``activation(x @ weight.T + bias)``: `torch.nn.functional.linear` whose bias is added before rounding.
 
-    The backward pass reads the gradient once for the activation's derivative, the bias's gradient (fp32 sums) and the
-    padding that its two products need. Under autocast the operands are cast as torch's are.
+    On a GPU cuBLAS multiplies, and a pass over the rounded result applies the activation; our kernels, where
+    `use_backend` forces them, fuse it, as a CPU does where that is faster. The backward pass reads the gradient once
+    for the activation's derivative, the bias's gradient (fp32 sums) and the padding that its two products need. Under
+    autocast the operands are cast as torch's are.
 
     Args:
         x: [..., in_features], fp16 or bf16, of any strides; fp32 is left to torch.
@@ -100,9 +107,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
         [..., out_features] of x's dtype; on a GPU its rows are a multiple of 16 bytes apart.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit, or `activation` is none of these.
+        TypeError, ValueError: dtypes, devices or shapes do not fit, an operand is float8, or `activation` is none of
+            these.
     """
-    if is_torchs(x):
+    if is_torchs(x) and _adds_before_rounding(x, bias):
         try:
             result = _torch_linear(x, weight, bias) if activation is None else _activated(x, weight, bias, activation)
         except RuntimeError:
@@ -117,6 +125,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     given = [x, weight] if bias is None else [x, weight, bias]
     x, weight, *rest = _autocast(*given)
     bias = rest[0] if rest else None
+    _checks.check_products("linear", None, x=x, weight=weight)
+    _checks.check_dimensions("linear", x=x, weight=weight)
     if _is_for_torch(x, weight) or weight.shape[-1] == 0:
         return activate(F.linear(x, weight, bias), activation)
     _checks.check_linear(x, weight, bias)
@@ -124,6 +134,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     rows = x.reshape(-1, x.shape[-1])
     out = _ops.linear(rows, weight, bias, _matmul.ACTIVATIONS.index(activation), keeps)[0]
     return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _adds_before_rounding(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch's `linear` of bf16 on a CPU is one product with a bias, rounded once, not a product and a sum."""
+    return bias is None or x.dim() == 2 or (x.is_contiguous() and isinstance(bias, Tensor) and bias.is_contiguous())
 
 
 def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .. import _matmul
 from ..functional import addmm, linear, matmul
 from ..reference.matmul import activate
 from .common import DTYPES, Case, Result, error_and_allowed, randn
@@ -87,15 +88,18 @@ def _linear(
     tensors = [randn(m, k, dtype=dtype, seed=1), randn(n, k, dtype=dtype, seed=2) / max(k, 1) ** 0.5]
     tensors = [t.to(dtype) for t in tensors] + ([randn(n, dtype=dtype, seed=3)] if with_bias else [])
     grad = randn(m, n, dtype=dtype, seed=4)
+    moved = [LAYOUTS[layout](t.to(device)) for layout, t in zip(layouts, tensors[:2], strict=True)]
+    # The library's product is rounded before an activation, as torch's is.
+    between = dtype if _matmul.choose(moved[0], moved[1].t(), activation).engine == _matmul.LIBRARY else torch.float32
 
     def passes(cast: torch.dtype | None) -> list[Tensor]:
         """The result and the gradients by torch, in fp64 or in the dtype of the operands with fp32 inside."""
         leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
-        result = activate(F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None), activation)
+        argument = F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None)
+        result = activate(argument if cast else argument.to(between).float(), activation)
         grads = torch.autograd.grad(result, leaves, grad.to(result.dtype))
         return [t.detach().to(cast or dtype) for t in (result, *grads)]
 
-    moved = [LAYOUTS[layout](t.to(device)) for layout, t in zip(layouts, tensors[:2], strict=True)]
     leaves = [t.detach().requires_grad_() for t in (*moved, *(t.to(device) for t in tensors[2:]))]
     ours = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
     grads = torch.autograd.grad(ours, leaves, LAYOUTS[layouts[0]](grad.to(device)))

@@ -34,17 +34,21 @@ template <class T>
 struct Reader {
   const T* next;
   int64_t step, stride, columns;
+  bool by_words;  // not where the first or the last word of x begins before it or ends behind it
 
-  __device__ Reader(const void* x, const int64_t (&strides)[2], int64_t row, int64_t rows, int64_t column,
-                    int64_t columns_of_x)
+  // `rows` apart, from `row` on and before `end`.
+  __device__ Reader(const void* x, const Span& span, const int64_t (&strides)[2], int64_t row, int64_t end,
+                    int64_t rows, int64_t column, int64_t columns_of_x)
       : next(static_cast<const T*>(x)), step(rows * strides[0]), stride(strides[1]), columns(columns_of_x - column) {
     if (columns > 0) next += row * strides[0] + column * stride;
+    const int64_t count = columns < kPack ? columns : kPack;
+    by_words = stride == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + count);
   }
 
   // Of the N rows that follow `left` exist.
   template <int N>
   __device__ __forceinline__ void read(int left, int rows, Packed<T, kPack> (&packs)[N]) {
-    if (stride == 1) {
+    if (by_words) {
       Shifted<T> shifted[N];
 #pragma unroll
       for (int i = 0; i < N; ++i, next += step) shifted[i].load(next, i * rows < left ? columns : 0);
@@ -82,7 +86,7 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kPack], int acros
 
 template <class T, Activation kActivation>
 __global__ void __launch_bounds__(kThreads, kBlocks / 2)
-    copy_pad_kernel(const CopyPad pass, const Grid grid, float* partials) {
+    copy_pad_kernel(const CopyPad pass, const Span x_span, const Span pre_span, const Grid grid, float* partials) {
   constexpr int kRows = kActivation == kIdentity ? 4 : 2;  // under way in a thread
   const int64_t row_tile = blockIdx.x / grid.column_tiles, first_column = blockIdx.x % grid.column_tiles * grid.across;
   const int64_t column = (first_column + threadIdx.x % grid.across) * kPack;
@@ -92,8 +96,8 @@ __global__ void __launch_bounds__(kThreads, kBlocks / 2)
   const bool aligned = is_aligned16(pass.out);
   float sums[kPack] = {};
   if (column < pass.pitch && begin < end) {
-    Reader<T> x(pass.x, pass.x_strides, begin, step, column, pass.columns);
-    Reader<T> pre(pass.pre, pass.pre_strides, begin, step, column, pass.columns);
+    Reader<T> x(pass.x, x_span, pass.x_strides, begin, end, step, column, pass.columns);
+    Reader<T> pre(pass.pre, pre_span, pass.pre_strides, begin, end, step, column, pass.columns);
     T* out = static_cast<T*>(pass.out) + begin * pass.pitch + column;
 #pragma unroll 1
     for (int left = static_cast<int>(end - begin); left > 0; left -= kRows * step) {
@@ -164,9 +168,13 @@ void launch_copy_pad(const CopyPad& pass, void* workspace, Stream stream) {
   const Grid grid(pass);
   const bool folds = copy_pad_workspace(pass) > 0;
   float* const partials = folds ? static_cast<float*>(workspace) : pass.bias_grad;
+  const auto span_of = [&](const void* x, const int64_t (&strides)[2]) {
+    return Span::of(x, {{pass.rows, strides[0]}, {pass.columns, strides[1]}});
+  };
   with_16_bits(pass.dtype, [&](auto zero) {
     launch(kernel_of<decltype(zero)>(pass.activation), blocks(grid.row_tiles * grid.column_tiles), kThreads,
-           kThreads * kPack * sizeof(float), stream, pass, grid, partials);
+           kThreads * kPack * sizeof(float), stream, pass, span_of(pass.x, pass.x_strides),
+           span_of(pass.pre, pass.pre_strides), grid, partials);
   });
   if (folds)
     launch(fold_kernel, blocks((pass.columns + 31) / 32), kThreads, kThreads * sizeof(float), stream,

@@ -12,7 +12,7 @@ struct Operand {
   int64_t row_stride, k_stride;
 
   bool is_direct(int element_size) const {
-    return k_stride == element_size && is_aligned16(first) && row_stride % 16 == 0;
+    return k_stride == element_size && is_aligned16(first) && row_stride % 16 == 0 && (k % 16 == 0 || copies_parts());
   }
 };
 

@@ -377,8 +377,9 @@ enum Layout { kAlong, kAcross, kNeither };
 
 Layout layout_of(const void* first, int64_t rows, int64_t k, int64_t batch_stride, int64_t row_stride,
                  int64_t k_stride) {
-  if (is_wide(first, k, k_stride, {batch_stride, row_stride})) return kAlong;
-  return is_wide(first, rows, row_stride, {batch_stride, k_stride}) ? kAcross : kNeither;
+  const auto ends_with_a_chunk = [](int64_t size) { return size % 8 == 0 || copies_parts(); };
+  if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && ends_with_a_chunk(k)) return kAlong;
+  return is_wide(first, rows, row_stride, {batch_stride, k_stride}) && ends_with_a_chunk(rows) ? kAcross : kNeither;
 }
 
 enum Size { kLarge, kMedium, kSmall };

@@ -22,13 +22,14 @@ struct AlongN {
   static constexpr int kColumns = 64, kK = 16, kANumbers = 4, kTiles = kColumns / 8;
 };
 
-// The first `count` of kNumbers of a row of a.
+// The first `count` of kNumbers of a row of a. `has_words`: those that hold them may be read.
 template <bool kWide, int kNumbers, class T>
-__device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count, uint32_t (&words)[kNumbers / 2]) {
+__device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count, bool has_words,
+                                       uint32_t (&words)[kNumbers / 2]) {
   if (kWide && count >= kNumbers) {
     const Packed<T, kNumbers> pack = load_wide<kNumbers>(p);
     memcpy(words, pack.word, sizeof(words));
-  } else if (kNumbers == 8 && stride == 1) {
+  } else if (kNumbers == 8 && stride == 1 && has_words) {
     Shifted<T> shifted;
     shifted.load(p, count);
     const Packed<T, 8> pack = shifted.first(count);
@@ -75,25 +76,36 @@ struct Reader {
     b_step = kWarps * Way::kK * matmul.b_strides[1];
   }
 
+  // Whether the words that hold the numbers of kSteps steps lie inside the tensors, where all of these ks exist.
+  template <int kSteps>
+  __device__ __forceinline__ bool has_words(const Span& a_span, const Span& b_span) const {
+    if (!b_span.has_words(b[0], b[3] + (kSteps - 1) * b_step + (kAlongK ? 8 : columns))) return false;
+    return !kAlongK || a_span.has_words(a[0], a[1] + (kSteps - 1) * a_step + 8);
+  }
+
   // The numbers of one step; `left` of the thread's ks are to come, 8 or more unless kIsLast.
   template <bool kIsLast>
-  __device__ __forceinline__ void read(int64_t left, uint32_t (&a_words)[2][Way::kANumbers / 2],
+  __device__ __forceinline__ void read(int64_t left, bool has_words, uint32_t (&a_words)[2][Way::kANumbers / 2],
                                        Packed<T, 8> (&b_packs)[4]) {
+    const auto count = [&](int j) { return kAlongK ? (kIsLast ? left : 8) : j < left ? columns : 0; };
     if constexpr (kWide && !kIsLast) {
 #pragma unroll
       for (int j = 0; j < 4; ++j) b_packs[j] = load_wide<8>(b[j]);
-    } else {
+    } else if (has_words) {
       Shifted<T> shifted[4];
 #pragma unroll
-      for (int j = 0; j < 4; ++j) shifted[j].load(b[j], kAlongK ? (kIsLast ? left : 8) : j < left ? columns : 0);
+      for (int j = 0; j < 4; ++j) shifted[j].load(b[j], count(j));
 #pragma unroll
       for (int j = 0; j < 4; ++j) b_packs[j] = kAlongK && kIsLast ? shifted[j].first(left) : shifted[j].all();
+    } else {
+#pragma unroll
+      for (int j = 0; j < 4; ++j) b_packs[j] = load_strided(b[j], 1, count(j));
     }
 #pragma unroll
     for (int j = 0; j < 4; ++j) b[j] += b_step;
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      load_a<kWide, Way::kANumbers>(a[j], a_stride, kIsLast ? left : Way::kANumbers, a_words[j]);
+      load_a<kWide, Way::kANumbers>(a[j], a_stride, kIsLast ? left : Way::kANumbers, has_words, a_words[j]);
       a[j] += a_step;
     }
   }
@@ -124,7 +136,8 @@ __device__ __forceinline__ void multiply(float (&sum)[AlongN::kTiles][4], const 
 // The warps of a block share k among them, and so do `splits` blocks.
 template <class T, class Way, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)
-    few_rows_kernel(const Matmul matmul, const int64_t k_of_split, const int64_t splits, float* partials) {
+    few_rows_kernel(const Matmul matmul, const Span a_span, const Span b_span, const int64_t k_of_split,
+                    const int64_t splits, float* partials) {
   constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
   constexpr int kEach = kWide || kAlongK ? 2 : 1, kStep = kWarps * Way::kK, kValues = Way::kTiles * 4;
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [kWarps, kValues, 32]
@@ -139,17 +152,22 @@ __global__ void __launch_bounds__(kThreads, 2)
   float sum[Way::kTiles][4] = {};
   uint32_t a_words[kEach][2][Way::kANumbers / 2];
   Packed<T, 8> b_packs[kEach][4];
+  // Near the ends of a tensor a step goes by itself, as the last one does.
 #pragma unroll 1
-  for (; k + (kEach - 1) * kStep + Way::kK <= end; k += kEach * kStep) {
+  while (k < end) {
+    const bool is_whole = k + (kEach - 1) * kStep + Way::kK <= end;
+    if (is_whole && ((kWide && kAlongK) || warp_all(reader.template has_words<kEach>(a_span, b_span)))) {
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) reader.template read<false>(8, a_words[i], b_packs[i]);
+      for (int i = 0; i < kEach; ++i) reader.template read<false>(8, true, a_words[i], b_packs[i]);
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) multiply<T>(sum, a_words[i], b_packs[i]);
-  }
-#pragma unroll 1
-  for (; k < end; k += kStep) {
-    reader.template read<true>(end - k - of_thread, a_words[0], b_packs[0]);
-    multiply<T>(sum, a_words[0], b_packs[0]);
+      for (int i = 0; i < kEach; ++i) multiply<T>(sum, a_words[i], b_packs[i]);
+      k += kEach * kStep;
+    } else {
+      const bool has_words = reader.template has_words<1>(a_span, b_span);
+      reader.template read<true>(end - k - of_thread, has_words, a_words[0], b_packs[0]);
+      multiply<T>(sum, a_words[0], b_packs[0]);
+      k += kStep;
+    }
   }
 #pragma unroll
   for (int j = 0; j < Way::kTiles; ++j)
@@ -202,7 +220,8 @@ void launch_way(const Matmul& matmul, int64_t splits, float* partials, Stream st
   const int64_t k_of_split = ((matmul.k + splits - 1) / splits + kStep - 1) / kStep * kStep;
   launch(wide ? few_rows_kernel<T, Way, true> : few_rows_kernel<T, Way, false>,
          blocks(splits * column_blocks(matmul, kAlongK)), kThreads, kThreads * Way::kTiles * 4 * sizeof(float), stream,
-         matmul, k_of_split, splits, partials);
+         matmul, Span::of(matmul.a, {{matmul.batch, a[0]}, {matmul.m, a[1]}, {matmul.k, a[2]}}),
+         Span::of(matmul.b, {{matmul.batch, b[0]}, {matmul.k, b[1]}, {matmul.n, b[2]}}), k_of_split, splits, partials);
 }
 
 }  // namespace

@@ -271,6 +271,8 @@ __device__ __forceinline__ void device_fence() { __threadfence(); }
 __device__ __forceinline__ unsigned ticket(unsigned* counter) { return atomicAdd(counter, 1u); }
 __device__ __forceinline__ bool block_any(bool value) { return __syncthreads_or(value) != 0; }
 
+__device__ __forceinline__ bool warp_all(bool value) { return __all_sync(0xffffffffu, value) != 0; }
+
 template <class T>
 __device__ __forceinline__ T warp_shuffle_xor(T value, int mask) {
   return __shfl_xor_sync(0xffffffffu, value, mask);

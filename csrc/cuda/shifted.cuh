@@ -1,9 +1,35 @@
 // Rows of 16-bit numbers that begin anywhere, read 16 bytes at a time.
 #pragma once
 
+#include <initializer_list>
+
 #include "portable.h"
 
 namespace amp_kernels::cuda {
+
+// The bytes from the first to the last element of a tensor, with what lies between its rows. No kernel reads any other:
+// behind them the allocation may end, and tools such as compute-sanitizer report it.
+struct Span {
+  uintptr_t first, end;
+
+  struct Dimension {
+    int64_t size, stride;
+  };
+
+  // Of 16-bit elements; there are some.
+  static Span of(const void* tensor, std::initializer_list<Dimension> dimensions) {
+    int64_t last = 0;
+    for (const Dimension& dimension : dimensions) last += (dimension.size - 1) * dimension.stride;
+    const auto first = reinterpret_cast<uintptr_t>(tensor);
+    return {first, first + 2 * (last + 1)};
+  }
+
+  // Whether all aligned words of 16 bytes that hold something of [from, to) lie inside.
+  __device__ __forceinline__ bool has_words(const void* from, const void* to) const {
+    return reinterpret_cast<uintptr_t>(from) / 16 * 16 >= first &&
+           (reinterpret_cast<uintptr_t>(to) + 15) / 16 * 16 <= end;
+  }
+};
 
 // Eight neighbours in memory, in two steps so that many loads can be under way.
 template <class T>
@@ -13,8 +39,8 @@ struct Shifted {
   int4 low, high;
   int shift;
 
-  // At p, which is aligned to an element; `count` of them exist. What is read are aligned words of 16 bytes that hold
-  // one of those: such a word lies in one page, so memory that may be read ends behind it or later.
+  // At p, which is aligned to an element; `count` of them exist. What is read are the aligned words of 16 bytes that
+  // hold one of those: callers ask Span::has_words first.
   __device__ __forceinline__ void load(const T* p, int64_t count) {
     shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
     const int4* const aligned = reinterpret_cast<const int4*>(reinterpret_cast<uintptr_t>(p) - shift);

@@ -91,8 +91,8 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char
 #endif
 }
 
-// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros. They are there after a wait_copies that
-// covers them, for this thread; for the others after the next barrier.
+// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros: 0 or 16 of them unless copies_parts(). They
+// are there after a wait_copies that covers them, for this thread; for the others after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::copy_async(shared, global, bytes);
@@ -102,20 +102,18 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
       "l"(__cvta_generic_to_global(global)), "r"(bytes)
       : "memory");
 #else
-  // Before sm_80 a load and a store. Whoever may read a byte of an aligned chunk may read it whole, and without
-  // branches the loads of a step all begin before the first of its stores.
-  uint32_t words[4];
+  // Before sm_80 a load and a store, of 16 bytes or of none. Without branches the loads of a step all begin before the
+  // first of its stores.
+  int4 chunk;
   asm("{ .reg .pred p; setp.gt.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
       "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4]; }"
-      : "=&r"(words[0]), "=&r"(words[1]), "=&r"(words[2]), "=&r"(words[3])
+      : "=&r"(chunk.x), "=&r"(chunk.y), "=&r"(chunk.z), "=&r"(chunk.w)
       : "l"(__cvta_generic_to_global(global)), "r"(bytes));
-#pragma unroll
-  for (int i = 0; i < 4; ++i) words[i] &= __funnelshift_lc(~0u, 0u, max(0, min(32, 8 * bytes - 32 * i)));
-  int4 chunk;
-  memcpy(&chunk, words, sizeof(chunk));
   *reinterpret_cast<int4*>(shared) = chunk;
 #endif
 }
+
+inline bool copies_parts() { return compute_capability() >= 80; }
 
 __device__ __forceinline__ void commit_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU

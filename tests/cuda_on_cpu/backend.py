@@ -16,6 +16,7 @@ from torch import Tensor
 
 from amp_kernels import _backends, _direct, _matmul, _ops
 
+from .arena import Arena
 from .build import HERE, ROOT, build
 
 ORDERS = ("forwards", "backwards", "shuffled")  # enum Order of emulator.h
@@ -258,6 +259,9 @@ def _address(tensor: Tensor | None) -> int | None:
 
 
 def _call(name: str, *arguments: object) -> None:
+    guards = [guard for arena in Arena.alive for guard in arena.guards]
+    edges = [edge for guard in guards for edge in guard]
+    library().forbid_reads((ctypes.c_uint64 * len(edges))(*edges), ctypes.c_size_t(len(guards)))
     message = getattr(library(), name)(*arguments)
     if message is not None:
         raise RuntimeError(message.decode())

@@ -19,6 +19,9 @@ BUILD = ROOT / "build" / "cuda_on_cpu"
 # results must not depend on the host. The emulator's header comes first, as nvcc's own does.
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-class-memaccess"]
 SANITIZERS = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize=vptr"]
+# A call before each read (emulator.cpp has it); nothing else of the address sanitizer.
+READS = ["-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0"]
+READS += [f"--param=asan-{what}=0" for what in ("instrument-writes", "stack", "globals")]
 FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += [*WARNINGS, *SANITIZERS, "-DAMP_KERNELS_CUDA_ON_CPU", "-include", str(HERE / "emulator.h")]
 
@@ -65,11 +68,11 @@ def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
     if shutil.which(compiler) is None:
         raise RuntimeError(f"cuda_on_cpu: the C++ compiler {compiler!r} must be on PATH; install g++ or set CXX")
     include = header_folders()
-    sources = [*sources, HERE / "emulator.cpp"]
-    command = [compiler, *FLAGS]
-    command += [argument for folder in include for argument in ("-isystem", str(folder))]
+    emulator = HERE / "emulator.cpp"
+    command = [compiler, *FLAGS, *(argument for folder in include for argument in ("-isystem", str(folder)))]
+    commands = {source: [*command, *READS] for source in sources} | {emulator: command}
 
-    digest = hashlib.sha256(repr((command, sources)).encode())
+    digest = hashlib.sha256(repr(commands).encode())
     digest.update(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
     read = {path for folder in (ROOT / "csrc", HERE) for path in folder.rglob("*.*") if path.suffix != ".pyc"}
     for path in sorted(read):
@@ -80,11 +83,11 @@ def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
         # Other processes may build the same: each works in a folder of its own, and the first to finish wins.
         work = folder / f"{name}.{os.getpid()}"
         work.mkdir(parents=True, exist_ok=True)
-        objects = [str(work / f"{source.stem}.o") for source in sources]
+        objects = [str(work / f"{source.stem}.o") for source in commands]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             jobs = [
-                pool.submit(_run, [*command, "-c", "-x", "c++", str(source), "-o", object_])
-                for source, object_ in zip(sources, objects, strict=True)
+                pool.submit(_run, [*of_source, "-c", "-x", "c++", str(source), "-o", object_])
+                for (source, of_source), object_ in zip(commands.items(), objects, strict=True)
             ]
             for job in jobs:
                 job.result()

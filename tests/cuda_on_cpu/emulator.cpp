@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <iterator>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -66,6 +67,8 @@ alignas(16) unsigned char shared[kSharedLimit + kGuardBytes];
 bool barrier_value;
 unsigned arrived, first_arrived;  // at the barrier: how many threads, and the first of them
 Given exchanged[kMaxThreads / 32];
+using Range = std::pair<uintptr_t, uintptr_t>;
+std::vector<Range> forbidden;  // addresses, from the first up to the second, in their order
 
 // ------------------------------------------------------------------------------------------ fibers
 // ucontext makes the stacks; setjmp switches between them, without a system call.
@@ -189,6 +192,15 @@ void run(unsigned grid, unsigned block, size_t shared_bytes, const std::function
 
 char* shared_memory() { return reinterpret_cast<char*>(shared); }
 
+// Each read of a kernel, by the compiler's own calls (below), and each asynchronous copy.
+static void check_read(const void* address, size_t bytes) {
+  const uintptr_t first = reinterpret_cast<uintptr_t>(address), last = first + bytes - 1;
+  const auto range = std::upper_bound(forbidden.begin(), forbidden.end(), Range{last, UINTPTR_MAX});
+  if (running == nullptr || range == forbidden.begin() || std::prev(range)->second <= first) return;
+  fail(thread_name(current) + " reads " + std::to_string(bytes) + " bytes, some of them outside a tensor");
+  suspend();
+}
+
 // ---------------------------------------------------------------------------------------- barriers
 
 bool block_barrier(bool value, const char* name) {
@@ -274,11 +286,17 @@ const Given& warp_exchange(const void* mine, size_t size, const char* name) {
 
 static void carry_out(const Copy& copy) {
   memset(copy.shared, 0, 16);
-  if (copy.bytes > 0) memcpy(copy.shared, copy.global, copy.bytes);  // of no bytes the address may be anything
+  if (copy.bytes == 0) return;  // the address may be anything
+  check_read(copy.global, copy.bytes);
+  memcpy(copy.shared, copy.global, copy.bytes);
 }
 
 void copy_async(char* shared_address, const char* global, int bytes) {
   const Copy copy{shared_address, global, bytes};
+  if (compute_capability < 80 && bytes % 16 != 0) {
+    fail(thread_name(current) + ": before sm_80 a copy is of 16 bytes or of none, not of " + std::to_string(bytes));
+    suspend();
+  }
   if ((reinterpret_cast<uintptr_t>(shared_address) | reinterpret_cast<uintptr_t>(global)) % 16 != 0 || bytes < 0 ||
       bytes > 16) {
     fail(thread_name(current) + ": cp.async of " + std::to_string(bytes) + " bytes, or not aligned to 16");
@@ -301,6 +319,28 @@ void wait_copies(unsigned pending) {
 }
 
 }  // namespace emulator
+
+// ------------------------------------------------------------------------------------------- reads
+// The compiler calls these before each read of a kernel, as it calls the run-time library of the address sanitizer. A
+// launch that reads a byte of what forbid_reads was given fails, whatever it does with that byte: kernels that take an
+// aligned word and drop a part of it give right results.
+
+extern "C" void forbid_reads(const emulator::Range* ranges, size_t count) {
+  emulator::forbidden.assign(ranges, ranges + count);
+  std::sort(emulator::forbidden.begin(), emulator::forbidden.end());
+}
+
+#define READ(size) \
+  extern "C" void __asan_load##size##_noabort(const void* address) { emulator::check_read(address, size); }
+READ(1)
+READ(2)
+READ(4)
+READ(8)
+READ(16)
+extern "C" void __asan_loadN_noabort(const void* address, size_t size) { emulator::check_read(address, size); }
+extern "C" void __asan_handle_no_return() {}
+extern "C" void __asan_before_dynamic_init(const char*) {}
+extern "C" void __asan_after_dynamic_init() {}
 
 // ----------------------------------------------------------------------------- undefined behaviour
 // In place of the sanitizer's run-time library, which would end the process: the launch fails, with the

@@ -146,6 +146,13 @@ T __shfl_xor_sync(unsigned mask, T value, int lane_mask) {
   return emulator::shuffle(mask, value, threadIdx.x ^ lane_mask, "__shfl_xor_sync");
 }
 
+inline int __all_sync(unsigned, int value) {
+  const emulator::Given& given = emulator::warp_exchange(&value, sizeof(value), "__all_sync");
+  bool all = true;
+  for (unsigned lane = 0; lane < 32; ++lane) all = all && given.of<int>(lane) != 0;
+  return all;
+}
+
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned selector) {
   const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
   unsigned result = 0;

@@ -154,6 +154,27 @@ def test_short_copies_are_filled_with_zeros(order: str) -> None:
     assert torch.equal(_run("short_copy", order, x, torch.ones_like(x), block=32, shared=512), expected)
 
 
+def _forbid(*ranges: tuple[int, int]) -> None:
+    edges = [edge for both in ranges for edge in both]
+    _library().forbid_reads((ctypes.c_uint64 * len(edges))(*edges), ctypes.c_size_t(len(ranges)))
+
+
+# One by one, 16 at a time, and by asynchronous copies of 8 of 16.
+@pytest.mark.parametrize(("name", "read"), [("rotate", 256), ("double_packs_float", 1024), ("short_copy", 488)])
+@pytest.mark.parametrize(("before", "behind"), [(1, 0), (0, 1)])
+def test_a_read_of_a_forbidden_byte_is_reported(name: str, read: int, before: int, behind: int) -> None:
+    x, out = _inputs(128), torch.zeros(256, dtype=torch.float64)
+    begin, end = x.data_ptr(), x.data_ptr() + read
+    try:
+        _forbid((end, end + 64), (begin - 64, begin))
+        _run(name, "shuffled", x, out, block=32, shared=512)
+        _forbid((end - behind, end + 64), (begin - 64, begin + before))
+        with pytest.raises(RuntimeError, match=r"thread \d+ of block 0 reads \d+ bytes, some of them outside a tensor"):
+            _run(name, "shuffled", x, out, block=32, shared=512)
+    finally:
+        _forbid()
+
+
 def test_transpose_of_bytes() -> None:
     x = torch.arange(16, dtype=torch.uint8)
     assert torch.equal(_run("swap_bytes", "forwards", x, torch.zeros_like(x), block=32), x.view(4, 4).T.flatten())
