@@ -477,8 +477,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         self.state.pop(param, None)
         self._fit_state(name, param, group)
         state = self.state[param]
-        for key in _STATES & state.keys():
+        for key in _STATES - ({"master"} if param.dtype is torch.float32 else set()):
             if saved.get(key) is not None:
+                if key not in state:  # the options do without it now, but may ask for it again
+                    state[key] = _zeros_like(param)
                 state[key].copy_(saved[key])
         # torch.optim.SGD counts no steps: a momentum buffer says that there was one.
         step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
