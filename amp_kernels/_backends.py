@@ -61,18 +61,22 @@ Kernel = Callable[..., Any]
 
 
 class Kernels(Protocol):
-    """A backend: its kernel ops, called as their schemas say."""
+    """The kernel ops that every backend has, called as their schemas say. Compiled ones have `_gradient_pass_` too."""
 
     _unscale_table_: Kernel
-    _gradient_pass_: Kernel
     _sgd_table_: Kernel
     _rmsprop_table_: Kernel
-    _send_: Kernel
     _quantize_int8_: Kernel
     _dequantize_int8_: Kernel
     _straight_through_int8_: Kernel
     _int8_matmul_: Kernel
     _int8_linear_: Kernel
+
+
+class DeviceKernels(Kernels, Protocol):
+    """Those of the backends of a GPU. On a CPU torch multiplies, and tables need no sending."""
+
+    _send_: Kernel
     _matmul_: Kernel
     _copy_pad_: Kernel
 
@@ -152,16 +156,22 @@ def _automatic(device_type: str) -> str:
 
 @functools.cache
 def kernels(backend: str) -> Kernels | None:
-    """The kernel ops of a backend; None for the reference, which works on lists."""
+    """The kernel ops that a backend has; None for the reference, which works on lists."""
     if backend == "reference":
         return None
     if backend == "triton":
         return cast(Kernels, importlib.import_module(".triton_kernels", __package__))
-    return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in KERNEL_SCHEMAS})
+    return SimpleNamespace(
+        **{op: getattr(torch.ops.amp_kernels, op).default for op in KERNEL_SCHEMAS if _has_kernel(op, backend.upper())}
+    )
+
+
+def _has_kernel(op: str, key: str) -> bool:
+    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"amp_kernels::{op}", key)
 
 
 def _why_not_compiled(key: str) -> str | None:
-    if torch._C._dispatch_has_kernel_for_dispatch_key(f"amp_kernels::{next(iter(KERNEL_SCHEMAS))}", key):
+    if _has_kernel(next(iter(KERNEL_SCHEMAS)), key):
         return None
     return _loader.load_error() or _loader.build_note() or f"amp_kernels._C was built without {key}"
 

@@ -33,13 +33,13 @@ _cut = functools.lru_cache(maxsize=8)(cut)
 
 
 def run_plain_gradient_pass(
-    ops: Kernels, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
+    gradient_pass: Kernel, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
 ) -> Tensor | None:
     """One gradient pass of compiled kernels over `grads`, which nobody has looked at: None, and nothing was done,
     unless they are contiguous fp32, fp16 or bf16 tensors of one device. A table made in Python takes 2 us a tensor
     more."""
     norm = torch.empty((), dtype=torch.float32, device=found_inf.device)
-    return norm if ops._gradient_pass_(grads, inv_scale, write, found_inf, norm) else None
+    return norm if gradient_pass(grads, inv_scale, write, found_inf, norm) else None
 
 
 def run_gradient_pass(

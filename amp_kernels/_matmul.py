@@ -8,7 +8,7 @@ operand with such a pitch is copied into padded storage, its tail zeroed; result
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from . import _backends, reference
 from ._backends import HAS_CPU, PLAIN, forced
 
 if TYPE_CHECKING:
-    from ._backends import Kernels
+    from ._backends import DeviceKernels
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")
 SMOOTH = ("gelu", "gelu_tanh")  # whose derivative takes their argument; that of relu its result
@@ -173,9 +173,9 @@ weights = _Weights()
 
 
 # ------------------------------------------------------------------------------------------------------ products
-def _kernels(engine: str) -> Kernels | None:
+def _kernels(engine: str) -> DeviceKernels | None:
     """None where torch's operators do the work."""
-    return None if engine == "cpu" else _backends.kernels(engine)
+    return None if engine == "cpu" else cast("DeviceKernels | None", _backends.kernels(engine))
 
 
 def _in_fp32(a: Tensor, activation: str | None) -> bool:

@@ -87,11 +87,10 @@ def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor)
 
 def _gradient_pass(op: str, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool) -> Tensor:
     """Returns the norm, which nobody asks for after unscaling."""
-    backend = select(grads[0].device)
-    ops = kernels(backend)
-    if ops is not None and backend in ("cpu", "cuda"):
+    ops = kernels(select(grads[0].device))
+    if ops is not None and hasattr(ops, "_gradient_pass_"):
         _checks.check_pass_scalars(op, grads, inv_scale, found_inf)
-        norm = run_plain_gradient_pass(ops, grads, inv_scale, found_inf, write=write)
+        norm = run_plain_gradient_pass(ops._gradient_pass_, grads, inv_scale, found_inf, write=write)
         if norm is not None:
             return norm
     _checks.check_pass(op, grads, inv_scale, found_inf, write=write)

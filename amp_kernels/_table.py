@@ -6,13 +6,13 @@ import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from ._backends import Kernels
+    from ._backends import DeviceKernels, Kernels
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 HYPER_COLUMNS = 8
@@ -78,7 +78,7 @@ def resend(ops: Kernels, host: Tensor, to: Tensor) -> None:
     if to.device.type == "cpu":
         to.copy_(host)
     else:
-        ops._send_(host.view(-1).view(torch.int64), to.view(-1).view(torch.int64))
+        cast("DeviceKernels", ops)._send_(host.view(-1).view(torch.int64), to.view(-1).view(torch.int64))
 
 
 def is_dense(tensor: Tensor) -> bool:

@@ -93,13 +93,26 @@ def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     if op == "_unscale_table_":
         _lists.run_gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
     elif op == "_gradient_pass_":
-        _lists.run_plain_gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
+        _lists.run_plain_gradient_pass(checked._gradient_pass_, [testing.randn(5)], one(0.5), one(0.0), write=True)
     else:
         params, grads, *states, masters = lists("sgd_" if op == "_sgd_table_" else "rmsprop_")
         options = {"lr": 0.1, "tensor_lr": None, "steps_taken": 0, "grad_scale": None, "found_inf": None}
         table_op = getattr(checked, op)
         _lists.run_update(table_op, checked, params, grads, states, masters, hyper=(0.9,), **options)
     assert op in checked.called
+
+
+@pytest.mark.parametrize("name", ["cpu", "cuda", "triton"])
+def test_a_backend_has_the_kernels_that_its_type_names(name: str) -> None:
+    if _backends.backend_reasons("cuda" if name == "triton" else name)[name] not in (None, "there is no CUDA device"):
+        pytest.skip(f"{name} is not here")
+    ops = _backends.kernels(name)
+    expected = set(_backends.Kernels.__annotations__)
+    if name != "cpu":
+        expected |= set(_backends.DeviceKernels.__annotations__)
+    if name != "triton":
+        expected.add("_gradient_pass_")
+    assert {op for op in _backends.KERNEL_SCHEMAS if hasattr(ops, op)} == expected
 
 
 ODD_ONES = {
@@ -114,9 +127,11 @@ ODD_ONES = {
 @pytest.mark.parametrize("name", ODD_ONES)
 def test_the_pass_without_a_table_takes_plain_tensors_or_does_nothing(name: str) -> None:
     ops = _backends.kernels("cpu")
-    assert ops is not None
+    assert hasattr(ops, "_gradient_pass_")
     plain, found_inf = torch.tensor([3.0, float("inf")]), one(0.0)
-    run = functools.partial(_lists.run_plain_gradient_pass, ops, inv_scale=one(0.5), found_inf=found_inf, write=True)
+    run = functools.partial(
+        _lists.run_plain_gradient_pass, ops._gradient_pass_, inv_scale=one(0.5), found_inf=found_inf, write=True
+    )
     assert run([plain, ODD_ONES[name]()]) is None
     assert plain.tolist() == [3.0, float("inf")] and found_inf == 0
     assert run([plain]) == float("inf")

@@ -223,6 +223,29 @@ def test_tiles(tiles: Tiles, form: str, monkeypatch: pytest.MonkeyPatch) -> None
     )
 
 
+@pytest.mark.parametrize(
+    ("shape", "strides", "elements", "neighbours"),
+    [
+        ((2, 5, 16), (80, 16, 1), 160, 8),
+        ((2, 5, 13), (80, 16, 1), 160, 8),  # what is read of the last row ends with the storage
+        ((2, 5, 13), (80, 16, 1), 157, 1),  # would end behind it
+        ((2, 13, 5), (80, 1, 16), 160, 8),
+        ((2, 13, 5), (80, 1, 16), 159, 1),
+        ((1, 1, 13), (13, 13, 1), 16, 8),
+        ((1, 1, 13), (13, 13, 1), 13, 1),
+        ((3, 5, 13), (0, 16, 1), 77, 1),
+    ],
+)
+def test_nothing_is_read_behind_the_storage(
+    shape: tuple[int, ...], strides: tuple[int, ...], elements: int, neighbours: int
+) -> None:
+    x = randn(elements, dtype=FP16, seed=1).to(DEVICE).as_strided(shape, strides)
+    assert matmul._access(x)[1] == neighbours
+    out = torch.empty(shape[0], shape[1], shape[1], dtype=FP32, device=DEVICE)
+    _matmul_(x, x.mT, None, out, None, 1.0, 0.0, 0)
+    torch.testing.assert_close(out, x.float() @ x.mT.float(), rtol=1e-5, atol=1e-5)
+
+
 def test_shares_are_added_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     first = run((1, 3, 40, 2100), BF16, forms=("row", "column"))
     for _ in range(2):

@@ -377,7 +377,7 @@ def _flattens(capability: tuple[int, int]) -> bool:
 
 def _access(x: torch.Tensor) -> tuple[int, int]:
     """`access_of` for a batch of matrices."""
-    inner, vec = access_of(x[0])
+    inner, vec = access_of(x[-1])  # whose storage ends first
     return inner, vec if x.shape[0] == 1 or x.stride(0) % vec == 0 else 1
 
 

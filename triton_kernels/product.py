@@ -172,7 +172,10 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
-    """(innermost axis, how many neighbours are one access) of a matrix; axis `masked` must end with such an access."""
+    """(innermost axis, how many neighbours are one access) of a matrix; axis `masked` must end with such an access.
+
+    Kernels read accesses that are matrix in part whole: one that would end behind the storage makes all narrow.
+    """
     vec = 16 // x.element_size()
     if x.stride(1) == 1 or x.shape[1] == 1:
         inner, axis = COLUMNS, 1
@@ -183,6 +186,8 @@ def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
     wide = x.data_ptr() % 16 == 0 and (x.stride(1 - axis) % vec == 0 or x.shape[1 - axis] == 1)
     if axis == masked:
         wide = wide and x.shape[axis] % vec == 0
+    last = x.storage_offset() + (x.shape[1 - axis] - 1) * x.stride(1 - axis) + math.ceil(x.shape[axis] / vec) * vec
+    wide = wide and last * x.element_size() <= x.untyped_storage().nbytes()
     return inner.value, vec if wide else 1
 
 

@@ -153,10 +153,6 @@ def _unscale_table_(
     _call("unscale_table", *_table(table, chunks, chunk_size), _address(scale), divide, write, clear, *results)
 
 
-def _gradient_pass_(*_: object) -> bool:
-    return False  # its table is made by the binding
-
-
 def _send_(host: Tensor, to: Tensor) -> None:
     _call("send", host.data_ptr(), to.data_ptr(), host.numel())
 
