@@ -34,6 +34,9 @@ def check_dtype(op: str, name: str, dtype: object) -> None:
 
 def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors of an iterable, all of them tensors (a gradient may well be None)."""
+    if not hasattr(tensors, "__iter__") or (isinstance(tensors, Tensor) and tensors.dim() == 0):
+        kind = type(tensors).__name__
+        raise TypeError(f"{op}: {name} must be several Tensors, got {kind}; pass a list, perhaps an empty one")
     result = list(tensors)
     if set(map(type, result)) <= {Tensor, Parameter}:  # a tenth of the time of a look at each
         return result
@@ -162,6 +165,8 @@ def check_quantize(
     _check_blocks(op, x, block_size)
     if block_size is not None and dim is not None and [d % x.dim() for d in dim] != [x.dim() - 1]:
         raise ValueError(f"{op}: dim must be None or -1 with block_size, which splits the last dimension, got {dim}")
+    if dim and x.dim() == 0:
+        raise IndexError(f"{op}: dim must be None for a 0-dim tensor, which is one group, got {tuple(dim)}")
     for d in dim or ():
         if not -x.dim() <= d < x.dim():
             raise IndexError(f"{op}: dim must be in [{-x.dim()}, {x.dim() - 1}], got {d}")

@@ -192,7 +192,7 @@ def quantize(
     given = None if scale is None else (scale.shape, scale.stride())
     reduced = None if dim is None else tuple(dim)
     made = plan(x.shape, x.stride(), reduced, block_size, scale=given, indexed=seed is not None)
-    if made.layout is None:
+    if made.layout is None and x.numel() > 0:
         return _quantize_by_element(ops, x, made, dtype, scale, zero_point, symmetric, seed)
     out = torch.empty_strided(x.shape, made.out, dtype=dtype, device=x.device)
     if scale is None:
@@ -215,11 +215,12 @@ def dequantize(
     if values.stride() != made.out:  # kernels know codes as dense
         return dequantize(ops, _laid_out(values, made.out), block_size, scale, zero_point, dtype)
     out = torch.empty_strided(values.shape, made.out, dtype=dtype, device=values.device)
+    if values.numel() == 0:
+        return out
     if made.layout is None:
         spread, zero = _by_element(made.groups, scale, zero_point)
         return out.copy_(dequantize(ops, values.contiguous(), None, spread, zero, dtype))
-    if values.numel() > 0:
-        ops._dequantize_int8_(values, scale, zero_point, out, made.layout)
+    ops._dequantize_int8_(values, scale, zero_point, out, made.layout)
     return out
 
 

@@ -7,11 +7,12 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ._layers import LOG, LoadsItsKind, check_model, shares
 from ._matmul import ACTIVATIONS
 from .functional.matmul import Activation, linear
 
 
-class Linear(nn.Linear):
+class Linear(LoadsItsKind, nn.Linear):
     """`nn.Linear` whose speed does not depend on features being multiples of 8, with an activation behind it.
 
     Parameters, initial values and state dict are those of `nn.Linear`, and parameters stay dense, so that optimizers,
@@ -69,6 +70,8 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
       then parametrize or shard), and the projection of `nn.MultiheadAttention`, whose forward is never called;
     - layers with an attribute `activation` or a `forward` of their own.
 
+    What was converted and what was left goes to the logger "amp_kernels", as an INFO: whatever is left is only slower.
+
     Args:
         model: changed in place; may itself be a layer.
         filter_fn: called with a layer and its name in the model; False leaves it as it is.
@@ -77,8 +80,10 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
         `model`.
 
     Raises:
+        TypeError: `model` is no `nn.Module`.
         ValueError: there is no `nn.Linear` that could change, and no layer is ours already.
     """
+    check_model("convert_linear_", model)
     found = [
         layer for name, layer in model.named_modules() if converts(layer) and (not filter_fn or filter_fn(layer, name))
     ]
@@ -89,6 +94,8 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
         )
     for layer in found:
         layer.__class__ = Linear
+    ours = {layer for layer in model.modules() if isinstance(layer, Linear)}
+    LOG.info("convert_linear_: %s", shares(model, ours)[0])
     return model
 
 

@@ -24,6 +24,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from . import _backends, _checks, _matmul
+from ._layers import is_conv1d, matrix
 from ._linear import Linear, converts
 from ._tables import table
 from .functional.matmul import Activation, _autocast
@@ -144,15 +145,15 @@ class Finding(NamedTuple):
 def audit(model: nn.Module) -> list[Finding]:
     """Layers of `model` whose shapes are slow on tensor cores in fp16 or bf16, in the model's order.
 
-    Every `nn.Linear` and subclass of it but `amp_kernels.nn.Linear`, convolutions, and every `nn.Embedding` that shares
-    its weight with such a Linear. Only shapes are read: the model may be on the meta device.
+    Every `nn.Linear` and subclass of it but `amp_kernels.nn.Linear`, transformers' `Conv1D`, convolutions, and every
+    `nn.Embedding` that shares its weight with such a Linear. Only shapes are read: the model may be on the meta device.
     """
     findings: list[Finding] = []
-    slow: dict[int, tuple[str, nn.Linear]] = {}  # by weight
+    slow: dict[int, tuple[str, nn.Module]] = {}  # by weight
     for name, layer in model.named_modules():
         if is_lazy(layer._parameters.get("weight")):
             continue
-        if isinstance(layer, nn.Linear) and not isinstance(layer, Linear):
+        if is_conv1d(layer) or (isinstance(layer, nn.Linear) and not isinstance(layer, Linear)):
             found = _linear(name, layer)
             weight = layer._parameters.get("weight")  # a parametrized layer computes another one each time
             if found and weight is not None:
@@ -171,16 +172,17 @@ def _rounded(n: int, multiple: int = MULTIPLE) -> int:
     return _matmul.padded(n, multiple)
 
 
-def _linear(name: str, layer: nn.Linear) -> Finding | None:
-    inputs, outputs = layer.in_features, layer.out_features
-    causes, weight_bytes, row_bytes = [], 0, 0
-    if inputs % MULTIPLE:
-        causes.append(f"in_features={inputs} (x, W, dx, dW)")
-        weight_bytes = ITEM * outputs * _rounded(inputs)
-        row_bytes += ITEM * _rounded(inputs)
-    if outputs % MULTIPLE:
-        causes.append(f"out_features={outputs} (y, dy)")
-        row_bytes += ITEM * _rounded(outputs)
+def _linear(name: str, layer: Any) -> Finding | None:
+    if is_conv1d(layer):  # rows of its weight are as long as those of the results
+        (outputs, inputs), of_inputs, of_outputs = matrix(layer).shape, "nx={} (x, dx)", "nf={} (W, y, dW, dy)"
+        weight_bytes = ITEM * inputs * _rounded(outputs) if outputs % MULTIPLE else 0
+    else:
+        inputs, of_inputs = layer.in_features, "in_features={} (x, W, dx, dW)"
+        outputs, of_outputs = layer.out_features, "out_features={} (y, dy)"
+        weight_bytes = ITEM * outputs * _rounded(inputs) if inputs % MULTIPLE else 0
+    odd = {said: size for said, size in ((of_inputs, inputs), (of_outputs, outputs)) if size % MULTIPLE}
+    causes = [said.format(size) for said, size in odd.items()]
+    row_bytes = sum(ITEM * _rounded(size) for size in odd.values())
     if not causes:
         return None
     remedy = f"{_rounded(inputs)} -> {_rounded(outputs)}"
@@ -206,7 +208,7 @@ def _conv(name: str, layer: _ConvNd) -> Finding | None:
     return Finding(name, type(layer).__name__, size, cause, remedy, False, weight_bytes, row_bytes)
 
 
-def _tied(name: str, layer: nn.Embedding, other: str, linear: nn.Linear) -> Finding:
+def _tied(name: str, layer: nn.Embedding, other: str, linear: nn.Module) -> Finding:
     rows, columns = layer.num_embeddings, layer.embedding_dim
     remedy = f"{_rounded(rows)} x {_rounded(columns)}"
     if converts(linear):
@@ -228,11 +230,17 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser.add_argument("model", metavar="FILE.py:FACTORY", help="a function without arguments that returns the model")
     parser.add_argument(
         "--batch",
-        type=int,
+        type=_rows,
         metavar="ROWS",
         help="rows of activations in a step (tokens, pixels), to add up the padding",
     )
     parser.set_defaults(run=lambda args: run(args.model, args.batch))
+
+
+def _rows(text: str) -> int:
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"ROWS must be a positive integer, got {text!r}")
+    return int(text)
 
 
 def run(target: str, rows: int | None = None) -> int:

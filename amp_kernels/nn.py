@@ -17,6 +17,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _direct, _ops
 from ._checks import MAX_K
+from ._layers import LoadsItsKind, matrix
 from ._linear import Linear, convert_linear_
 from .functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
 
@@ -32,7 +33,7 @@ _Place = tuple[Tensor, ReferenceType[Tensor], int]
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
-class FixedDtypes(nn.Module):
+class FixedDtypes(LoadsItsKind):
     """A module whose buffers keep their dtypes, and are still shared by those who shared them, after `.to()`."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
@@ -60,7 +61,33 @@ def _same_place(old: Tensor, new: Tensor) -> Tensor:
     return new
 
 
-class Int8Linear(FixedDtypes):
+class _Int8Weight(FixedDtypes):
+    """A layer with codes [N, K] for a weight and a dtype of its own, which follows `.half()`.
+
+    A state dict has the codes as [1, N, K]. The other keys are those of the float layer, and whatever loads that, be it
+    torch or `from_pretrained` of transformers, would take codes for floats; it refuses another shape.
+    """
+
+    weight: Tensor
+    dtype: torch.dtype
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
+        after = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
+        self.dtype = after if after.is_floating_point else self.dtype
+        return super()._apply(fn, recurse)
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[prefix + "weight"] = destination[prefix + "weight"].unsqueeze(0)
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+        codes = state_dict.get(prefix + "weight")
+        if isinstance(codes, Tensor) and codes.dim() == 3:
+            state_dict[prefix + "weight"] = codes.squeeze(0)
+        super()._load_from_state_dict(state_dict, prefix, *rest)
+
+
+class Int8Linear(_Int8Weight):
     """`nn.Linear` with int8 weights, a symmetric scale for each output.
 
     - ``"weight_only"``: ``x @ (weight * scale).T + bias`` for fp16, bf16 and fp32 `x`, accumulated in fp32. The weight
@@ -91,7 +118,6 @@ class Int8Linear(FixedDtypes):
         ValueError: an unknown mode, or more than 131071 inputs in another mode than ``"weight_only"``.
     """
 
-    weight: Tensor
     weight_scale: Tensor
     bias: nn.Parameter | None
     input_scale: Tensor | None
@@ -131,7 +157,7 @@ class Int8Linear(FixedDtypes):
     @classmethod
     def from_linear(
         cls,
-        linear: nn.Linear,
+        linear: Any,
         mode: Mode = "weight_only",
         *,
         weight: Int8Tensor | None = None,
@@ -141,6 +167,7 @@ class Int8Linear(FixedDtypes):
         """The layer that stands in for `linear`, with its bias.
 
         Args:
+            linear: an `nn.Linear`, or a `Conv1D` of transformers.
             weight: codes of its weight (``dim=-1``, symmetric) if there are some already, to share them.
             input_scale, input_zero_point: fp32 and int32 [1] of ``"static"``, and only of it.
         """
@@ -149,15 +176,12 @@ class Int8Linear(FixedDtypes):
                 "Int8Linear.from_linear: input_scale and input_zero_point must be given for mode='static' and for no "
                 f"other, got mode={mode!r}; prepare_, some batches and convert_ find them"
             )
-        layer = cls(linear.in_features, linear.out_features, False, mode, device="meta", dtype=linear.weight.dtype)
-        codes = quantize_int8(linear.weight.detach(), dim=-1) if weight is None else weight
+        codes = codes_of_weight(linear) if weight is None else weight
+        outputs, inputs = codes.shape
+        layer = cls(inputs, outputs, False, mode, device="meta", dtype=matrix(linear).dtype)
         layer.weight, layer.weight_scale, layer.bias = codes.values, codes.scale, linear.bias
         layer.input_scale, layer.input_zero_point = input_scale, input_zero_point
         return layer.train(linear.training)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
-        self.dtype = _dtype_after(fn, self.dtype, self.weight.device)
-        return super()._apply(fn, recurse)
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """[..., in_features] -> [..., out_features]; an `Int8Tensor` (of one scale) only unless ``"weight_only"``."""
@@ -200,7 +224,7 @@ class Int8Linear(FixedDtypes):
         )
 
 
-class Int8Embedding(FixedDtypes):
+class Int8Embedding(_Int8Weight):
     """`nn.Embedding` with int8 weights, a symmetric scale for each row; only rows looked up are dequantized.
 
     The table is frozen: it has no gradient, so `padding_idx` is merely kept.
@@ -214,7 +238,6 @@ class Int8Embedding(FixedDtypes):
         dtype: of the result; follows `.half()`.
     """
 
-    weight: Tensor
     weight_scale: Tensor
 
     def __init__(
@@ -245,13 +268,9 @@ class Int8Embedding(FixedDtypes):
             )
         rows, width, dtype = embedding.num_embeddings, embedding.embedding_dim, embedding.weight.dtype
         layer = cls(rows, width, embedding.padding_idx, device="meta", dtype=dtype)
-        codes = quantize_int8(embedding.weight.detach(), dim=-1) if weight is None else weight
+        codes = codes_of_weight(embedding) if weight is None else weight
         layer.weight, layer.weight_scale = codes.values, codes.scale
         return layer.train(embedding.training)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
-        self.dtype = _dtype_after(fn, self.dtype, self.weight.device)
-        return super()._apply(fn, recurse)
 
     def forward(self, index: Tensor) -> Tensor:
         """int32 or int64 [...] -> [..., embedding_dim] of `dtype`."""
@@ -288,6 +307,11 @@ def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8
     if scale is None:
         return quantize_int8(x, dim=-1, symmetric=False)
     return quantize_int8(x, scale=scale, zero_point=zero_point)
+
+
+def codes_of_weight(layer: nn.Module) -> Int8Tensor:
+    """Contiguous codes [out_features, in_features], symmetric by row."""
+    return quantize_int8(matrix(layer).detach().contiguous(), dim=-1)
 
 
 def _weight_codes(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
@@ -371,8 +395,3 @@ def autocast_dtype(device: torch.device) -> torch.dtype | None:
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Of the result of a linear layer."""
     return autocast_dtype(x.device) or x.dtype
-
-
-def _dtype_after(fn: Callable[[Tensor], Tensor], dtype: torch.dtype, device: torch.device) -> torch.dtype:
-    after = fn(torch.empty(0, dtype=dtype, device=device)).dtype
-    return after if after.is_floating_point else dtype

@@ -5,6 +5,11 @@
 - `prepare_qat_`, training, `convert_`: dynamic or static layers from weights that were trained for them.
 - `int8_saved_activations`: training with less memory.
 
+What is converted is `nn.Linear`, transformers' `Conv1D` and, for weights alone, `nn.Embedding`. Every conversion says
+what it converted and what it left, by name and share of the bytes, to the logger "amp_kernels": an INFO, or a WARNING,
+which Python shows unasked, if more than a tenth of the bytes is left in matrices that neither embeddings nor
+`filter_fn` explain.
+
 Ranges are those from the smallest to the largest value. Percentiles are not offered: on a small pretrained sentence
 transformer clipping at 99.9% cost 6.2 points of R@1, where the range from minimum to maximum cost less than 0.5, since
 the outliers of transformers carry signal; on an MLP it made no difference.
@@ -12,8 +17,9 @@ the outliers of transformers carry signal; on an MLP it made no difference.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import torch
@@ -21,10 +27,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ._checks import MAX_K
+from ._layers import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, matrix, shares
 from ._saved import int8_saved_activations
 from ._table import DTYPE_CODES
 from .functional import Int8Tensor, quantize_int8
-from .nn import FixedDtypes, Int8Embedding, Int8Linear, Linear, compute_dtype, w8a8
+from .nn import FixedDtypes, Int8Embedding, Int8Linear, Linear, codes_of_weight, compute_dtype, w8a8
 
 __all__ = [
     "MinMaxObserver",
@@ -43,7 +50,7 @@ FilterFn = Callable[[nn.Module, str], bool]
 def quantize_(
     model: nn.Module, mode: Literal["weight_only", "dynamic"] = "weight_only", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Puts int8 layers in the place of `nn.Linear` and, for ``"weight_only"``, of `nn.Embedding`.
+    """Puts int8 layers in the place of `nn.Linear`, transformers' `Conv1D` and, for ``"weight_only"``, `nn.Embedding`.
 
     Only these very classes: a subclass may do something else (that of `nn.MultiheadAttention` is never called). A
     weight that several layers share is quantized once and stays shared; where a layer that is not replaced shares it,
@@ -58,8 +65,9 @@ def quantize_(
         `model`, or the new layer if the model is itself one.
 
     Raises:
-        ValueError: another mode, no layer to replace, or one with hooks, which a new layer would lose.
-        TypeError: a weight of another dtype than fp16, bf16 or fp32.
+        ValueError: another mode, no layer to replace, or one with hooks or a `forward` of its own (as accelerate gives
+            it), which a new layer would lose.
+        TypeError: a weight of another dtype than fp16, bf16 or fp32; `model` is no `nn.Module`.
     """
     if mode not in ("weight_only", "dynamic"):
         raise ValueError(
@@ -69,28 +77,29 @@ def quantize_(
     kinds = (nn.Linear, nn.Embedding) if mode == "weight_only" else (nn.Linear,)
     codes = _SharedCodes()
     new: dict[nn.Module, nn.Module] = {}
-    for layer in _find("quantize_", model, kinds, filter_fn, needs_int8_input=mode == "dynamic"):
-        if isinstance(layer, nn.Linear):
-            new[layer] = Int8Linear.from_linear(layer, mode, weight=codes.of(layer.weight))
+    found, spared = _find("quantize_", model, kinds, filter_fn, needs_int8_input=mode == "dynamic")
+    for layer in found:
+        if isinstance(layer, nn.Embedding):
+            new[layer] = Int8Embedding.from_embedding(layer, weight=codes.of(layer))
         else:
-            new[layer] = Int8Embedding.from_embedding(layer, weight=codes.of(layer.weight))
-    return _replaced(model, new)
+            new[layer] = Int8Linear.from_linear(layer, mode, weight=codes.of(layer))
+    return _replaced("quantize_", model, new, spared)
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
-    """Makes every `nn.Linear` record the range of its inputs, for `convert_`. Run some batches next, in eval mode.
+    """Makes every `nn.Linear` and `Conv1D` record the range of its inputs, for `convert_`.
 
-    Outputs do not change; the ranges stay on the device. Arguments, result and errors are those of `quantize_`.
+    Run some batches next, in eval mode. Outputs do not change; the ranges stay on the device. Arguments, result and
+    errors are those of `quantize_`.
     """
-    return _replaced(
-        model, {layer: ObservedLinear.from_linear(layer) for layer in _linears("prepare_", model, filter_fn)}
-    )
+    found, spared = _find("prepare_", model, (nn.Linear,), filter_fn, needs_int8_input=True)
+    return _replaced("prepare_", model, {layer: ObservedLinear.from_linear(layer) for layer in found}, spared)
 
 
 def prepare_qat_(
     model: nn.Module, mode: Literal["dynamic", "static"] = "dynamic", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Makes every `nn.Linear` compute as the int8 layer that `convert_` will put in its place, and train for it.
+    """Makes every `nn.Linear` and `Conv1D` compute as the int8 layer that `convert_` will make of it, to train for it.
 
     The forward pass is the deployed arithmetic, codes of inputs and weights and `int8_matmul`: predictions before and
     after `convert_` are bit for bit the same. The backward pass takes products with the quantized operands and passes
@@ -108,8 +117,8 @@ def prepare_qat_(
         raise ValueError(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
-    layers = _linears("prepare_qat_", model, filter_fn)
-    return _replaced(model, {layer: QATLinear.from_linear(layer, mode) for layer in layers})
+    found, spared = _find("prepare_qat_", model, (nn.Linear,), filter_fn, needs_int8_input=True)
+    return _replaced("prepare_qat_", model, {layer: QATLinear.from_linear(layer, mode) for layer in found}, spared)
 
 
 def convert_(model: nn.Module) -> nn.Module:
@@ -127,19 +136,22 @@ def convert_(model: nn.Module) -> nn.Module:
         `model`, or the new layer if the model is itself one.
 
     Raises:
-        ValueError: nothing was prepared; a layer has seen no batch, or NaN or inf.
+        ValueError: nothing was prepared; a layer has seen no batch, or NaN or inf, or has hooks as in `quantize_`.
+        TypeError: `model` is no `nn.Module`.
     """
+    check_model("convert_", model)
     prepared = {
         module: name for name, module in model.named_modules() if isinstance(module, ObservedLinear | QATLinear)
     }
     if not prepared:
         raise ValueError("convert_: model must have been prepared, got none of its layers; call prepare_ first")
     for layer, name in prepared.items():
+        _check_carries_nothing("convert_", name, layer)
         if layer.observer is not None:
             layer.observer.check(name)
     codes = _SharedCodes()
-    new = {layer: layer.convert(codes.of(layer.weight)) for layer in prepared}
-    result = _replaced(model, new)
+    new = {layer: layer.convert(codes.of(layer)) for layer in prepared}
+    result = _replaced("convert_", model, new, model.modules())  # of what is left preparing it has warned
     _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
     return result
 
@@ -182,15 +194,20 @@ class MinMaxObserver(FixedDtypes):
             raise ValueError(f"convert_: inputs of layer {name!r} must be finite, got a range from {low} to {high}")
 
 
-class _Prepared(nn.Linear):
-    """`nn.Linear` with the parameters of another; `observer` is None where ranges are those of rows."""
+class _Prepared(LoadsItsKind, nn.Linear):
+    """`nn.Linear` with the parameters of another, or of a Conv1D, whose weight stays [in_features, out_features].
+
+    `observer` is None where ranges are those of rows.
+    """
 
     observer: MinMaxObserver | None
+    is_transposed: bool
 
     @classmethod
-    def _adopt(cls, linear: nn.Linear, observes: bool) -> _Prepared:
-        layer = cls(linear.in_features, linear.out_features, linear.bias is not None, device="meta")
-        layer.weight, layer.bias = linear.weight, linear.bias
+    def _adopt(cls, linear: Any, observes: bool) -> _Prepared:
+        outputs, inputs = matrix(linear).shape
+        layer = cls(inputs, outputs, linear.bias is not None, device="meta")
+        layer.weight, layer.bias, layer.is_transposed = linear.weight, linear.bias, is_transposed(linear)
         layer.observer = MinMaxObserver(linear.weight.device) if observes else None
         return layer.train(linear.training)
 
@@ -206,20 +223,20 @@ class ObservedLinear(_Prepared):
     """`nn.Linear` that records the range of its inputs."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear) -> ObservedLinear:
+    def from_linear(cls, linear: nn.Module) -> ObservedLinear:
         return cls._adopt(linear, observes=True)  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.observer is not None
         self.observer(x)
-        return F.linear(x, self.weight, self.bias)
+        return F.linear(x, matrix(self), self.bias)
 
 
 class QATLinear(_Prepared):
     """`nn.Linear` that computes as `Int8Linear` and trains its weights; see `prepare_qat_`."""
 
     @classmethod
-    def from_linear(cls, linear: nn.Linear, mode: Literal["dynamic", "static"] = "dynamic") -> QATLinear:
+    def from_linear(cls, linear: nn.Module, mode: Literal["dynamic", "static"] = "dynamic") -> QATLinear:
         return cls._adopt(linear, observes=mode == "static")  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
@@ -229,7 +246,7 @@ class QATLinear(_Prepared):
             if self.training:
                 self.observer(rows)
             scale, zero_point = self.observer.affine()
-        result = w8a8(rows, self.weight, None, self.bias, scale, zero_point, compute_dtype(x))
+        result = w8a8(rows, matrix(self), None, self.bias, scale, zero_point, compute_dtype(x))
         return result.reshape(*x.shape[:-1], self.out_features)
 
 
@@ -238,69 +255,76 @@ class _SharedCodes:
     """Codes of weights; a parameter in several layers has one set of them."""
 
     def __init__(self) -> None:
-        self._codes: dict[Tensor, Int8Tensor] = {}
+        self._codes: dict[tuple[Tensor, bool], Int8Tensor] = {}
 
-    def of(self, weight: Tensor) -> Int8Tensor:
-        if weight not in self._codes:
-            self._codes[weight] = quantize_int8(weight.detach(), dim=-1)
-        return self._codes[weight]
+    def of(self, layer: Any) -> Int8Tensor:
+        key = layer.weight, is_transposed(layer)
+        if key not in self._codes:
+            self._codes[key] = codes_of_weight(layer)
+        return self._codes[key]
 
 
 def _find(
     op: str, model: nn.Module, kinds: tuple[type, ...], filter_fn: FilterFn | None, needs_int8_input: bool
-) -> list[nn.Linear | nn.Embedding]:
-    """Layers to replace, each checked before any is."""
-    found: list[nn.Linear | nn.Embedding] = []
+) -> tuple[list[Any], list[Any]]:
+    """Layers to replace, each checked before any is, and those that `filter_fn` left out."""
+    check_model(op, model)
+    found: list[Any] = []
+    spared: list[Any] = []
     for name, layer in model.named_modules():
-        if not _is_of(layer, kinds) or not (filter_fn is None or filter_fn(layer, name)):
+        if not _is_of(layer, kinds):
             continue
-        assert isinstance(layer, nn.Linear | nn.Embedding)
+        if filter_fn is not None and not filter_fn(layer, name):
+            spared.append(layer)
+            continue
         found.append(layer)
-        if layer.weight.dtype not in DTYPE_CODES:
+        weight = matrix(layer)
+        if weight.dtype not in DTYPE_CODES:
             raise TypeError(
-                f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {layer.weight.dtype}; "
+                f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {weight.dtype}; "
                 "leave the layer out by filter_fn"
             )
-        if needs_int8_input and layer.weight.shape[1] > MAX_K:
+        if needs_int8_input and weight.shape[1] > MAX_K:
             raise ValueError(
-                f"{op}: {name!r} must have at most {MAX_K} inputs, got {layer.weight.shape[1]}; "
-                "leave it out by filter_fn"
+                f"{op}: {name!r} must have at most {MAX_K} inputs, got {weight.shape[1]}; leave it out by filter_fn"
             )
-        if _has_hooks(layer):
-            raise ValueError(
-                f"{op}: {name!r} must have no hooks, which a new layer would lose; remove them (weight_norm: "
-                "remove_weight_norm) or leave the layer out by filter_fn"
-            )
+        _check_carries_nothing(op, name, layer)
     if not found:
         names = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
         raise ValueError(f"{op}: model must have an {names} to replace, got {type(model).__name__} without any")
-    return found
+    return found, spared
 
 
 def _is_of(layer: nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Exactly of one of these classes, or our `nn.Linear` without an activation, which is the same."""
+    """Exactly of one of these classes, or what is the same: our `nn.Linear` without an activation, a Conv1D."""
     if type(layer) is Linear:
         return nn.Linear in kinds and layer.activation is None
-    return type(layer) in kinds
+    return type(layer) in kinds or (nn.Linear in kinds and is_conv1d(layer))
 
 
-def _linears(op: str, model: nn.Module, filter_fn: FilterFn | None) -> list[nn.Linear]:
-    found = _find(op, model, (nn.Linear,), filter_fn, needs_int8_input=True)
-    return [layer for layer in found if isinstance(layer, nn.Linear)]
+def _check_carries_nothing(op: str, name: str, layer: nn.Module) -> None:
+    if _has_hooks(layer):
+        raise ValueError(
+            f"{op}: {name!r} must have no hooks, which a new layer would lose, nor a forward of its own (accelerate's "
+            "hooks); remove them (remove_weight_norm, remove_hook_from_module) or leave the layer out by filter_fn"
+        )
 
 
 def _has_hooks(module: nn.Module) -> bool:
+    """Torch's, or those of accelerate, which are a `forward` of the instance."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return any(getattr(module, kind) for kind in kinds)
+    return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
 
 
-def _replaced(model: nn.Module, new: Mapping[Any, nn.Module]) -> nn.Module:
+def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any]) -> nn.Module:
+    said, is_unexpected = shares(model, new.keys(), spared)
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
                 if isinstance(parent, nn.TransformerEncoderLayer):
                     parent.activation_relu_or_gelu = 0  # else its fused kernel reads the codes as if they were floats
+    LOG.log(logging.WARNING if is_unexpected else logging.INFO, "%s: %s", op, said)
     return new.get(model, model)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpt2 import Conv1D
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
@@ -220,6 +221,16 @@ def test_convolutions(layer: nn.Module, remedy: str | None, weight_bytes: int) -
     assert not findings or str(findings[0]).startswith(f"the model ({type(layer).__name__}, ")
 
 
+def test_conv1d_of_transformers() -> None:
+    findings = audit.audit(nn.Sequential(Conv1D(9, 16), Conv1D(16, 9), Conv1D(15, 9), Conv1D(16, 16)))
+    assert [f[:6] for f in findings] == [
+        ("0", "Conv1D", "16 -> 9", "nf=9 (W, y, dW, dy)", "16 -> 16", False),
+        ("1", "Conv1D", "9 -> 16", "nx=9 (x, dx)", "16 -> 16", False),
+        ("2", "Conv1D", "9 -> 15", "nx=9 (x, dx), nf=15 (W, y, dW, dy)", "16 -> 16", False),
+    ]
+    assert [f[6:] for f in findings] == [(2 * 16 * 16, 2 * 16), (0, 2 * 16), (2 * 9 * 16, 2 * 32)]
+
+
 def test_layers_without_a_weight_of_their_own() -> None:
     parametrized = parametrizations.weight_norm(nn.Linear(9, 16))
     findings = audit.audit(nn.Sequential(parametrized, nn.LazyLinear(9), nn.Embedding(16, 9), nn.LazyConv2d(9, 3)))
@@ -297,6 +308,13 @@ def test_the_command_line(models: Path) -> None:
         "3 layers have shapes that are slow on tensor cores in fp16 or bf16: amp_kernels.nn.convert_linear_(model) "
         "pads for 2 of them and changes no shape; 1 can only be helped by other sizes."
     )
+
+
+@pytest.mark.parametrize("rows", ["-3", "0", "many"])
+def test_rows_are_counted(models: Path, rows: str) -> None:
+    run = command(f"{models}/nets.py:odd", "--batch", rows)
+    assert (run.returncode, run.stdout) == (2, "")
+    assert f"argument --batch: ROWS must be a positive integer, got '{rows}'" in run.stderr
 
 
 def test_bad_arguments_of_the_command_line(models: Path) -> None:

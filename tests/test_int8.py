@@ -513,6 +513,21 @@ def test_seeds() -> None:
     assert not torch.equal(drawn[0], amp_kernels.quantize_int8(x, rounding="stochastic").values)
     big = [amp_kernels.quantize_int8(x, rounding="stochastic", seed=s).values for s in (2**64 - 1, -1)]
     assert torch.equal(*big)
+    of_numpy = amp_kernels.quantize_int8(x, rounding="stochastic", seed=np.int64(5))
+    assert torch.equal(of_numpy.values, first)
+
+
+def test_a_quantized_tensor_is_moved_and_saved(tmp_path: pathlib.Path, device: torch.device) -> None:
+    for q in (amp_kernels.quantize_int8(X, dim=-1, symmetric=False), amp_kernels.quantize_int8(X, block_size=4)):
+        torch.save({"q": q}, tmp_path / "q.pt")
+        loaded = torch.load(tmp_path / "q.pt", weights_only=True)["q"]
+        for other in (loaded, q.to(device), q.to(str(device))):
+            assert (other.dim, other.block_size) == (q.dim, q.block_size)
+            assert torch.equal(other.dequantize().cpu(), q.dequantize())
+        on_meta = q.to("meta")
+        assert on_meta.values.is_meta and on_meta.scale.is_meta
+        assert (on_meta.zero_point is None) == (q.zero_point is None)
+        assert q != None and q in {q}  # noqa: E711
 
 
 def test_fake_quantization_keeps_no_mask() -> None:
@@ -670,7 +685,15 @@ TWO = torch.ones(2)
             TypeError,
             r"block_size must be an int or None, got \[2",
         ),
-        (lambda: amp_kernels.quantize_int8(X, symmetric=[]), RuntimeError, "for argument 'symmetric'"),
+        (lambda: amp_kernels.quantize_int8(X, symmetric=[]), TypeError, r"symmetric must be a bool, got \[\]"),
+        (lambda: amp_kernels.quantize_int8(X, symmetric=None), TypeError, "symmetric must be a bool, got None"),
+        (lambda: amp_kernels.fake_quantize_int8(X, symmetric="no"), TypeError, "symmetric must be a bool, got 'no'"),
+        (lambda: amp_kernels.quantize_int8(X[0, 0], dim=-1), IndexError, r"dim must be None for a 0-dim tensor.*, got"),
+        (lambda: amp_kernels.quantize_int8(X, dim=torch.tensor(0.5)), TypeError, "dim must be an int, several, or"),
+        (lambda: amp_kernels.quantize_int8(X, dim=np.array([0, 1])), TypeError, "dim must be an int, several, or None"),
+        (lambda: amp_kernels.quantize_int8(X, dim=-1)[0], TypeError, "what is indexed must be a Tensor, got an Int8T"),
+        (lambda: amp_kernels.quantize_int8(X) == amp_kernels.quantize_int8(X), TypeError, "what == compares must be T"),
+        (lambda: amp_kernels.quantize_int8(X).to(torch.float16), TypeError, "device must be a device, got torch.float"),
         (
             lambda: amp_kernels.quantize_int8(X, rounding="stochastic", seed="1"),
             TypeError,

@@ -124,3 +124,27 @@ def test_twice_is_once() -> None:
 def test_nothing_to_convert_gets_a_sentence(model: nn.Module, filter_fn: Any, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         convert_linear_(model, filter_fn)
+
+
+def test_no_model_gets_a_sentence() -> None:
+    with pytest.raises(TypeError, match=r"convert_linear_: model must be an nn\.Module, got NoneType"):
+        convert_linear_(None)  # type: ignore[arg-type]
+
+
+def test_it_says_what_it_converted_and_left(caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Sequential(nn.Conv2d(8, 3, 1, bias=False)))
+    with caplog.at_level("INFO", "amp_kernels"):
+        convert_linear_(model)
+    assert caplog.record_tuples == [
+        ("amp_kernels", 20, "convert_linear_: converted 72.7% (*.weight 72.7%) of the parameters' bytes; left 27.3% "
+         "(*.*.weight 27.3%)")
+    ]  # fmt: skip
+
+
+def test_codes_are_not_loaded_as_floats() -> None:
+    layer = convert_linear_(nn.Sequential(nn.Linear(4, 4)))
+    before = layer[0].weight.clone()
+    codes = {"0.weight": torch.ones(4, 4, dtype=torch.int8)}
+    with pytest.raises(RuntimeError, match=r"load_state_dict: 0\.weight must be floats, got torch\.int8; make"):
+        layer.load_state_dict(codes, strict=False)
+    assert torch.equal(layer[0].weight, before)

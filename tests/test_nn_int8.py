@@ -237,6 +237,36 @@ def test_copies_and_checkpoints(mode, tmp_path):
     assert set(layer.state_dict()) == names | ({"input_scale", "input_zero_point"} if mode == "static" else set())
 
 
+def test_codes_have_another_shape_in_a_state_dict_than_floats():
+    """So that what loads the float model, torch's layers too, refuses codes whatever `strict` is."""
+    for int8, floats in (
+        (Int8Linear.from_linear(linear()), linear()),
+        (Int8Embedding.from_embedding(nn.Embedding(5, 4)), nn.Embedding(5, 4)),
+    ):
+        before = floats.weight.detach().clone()
+        state = int8.state_dict()
+        assert state["weight"].shape == (1, *int8.weight.shape) and state["weight"].data_ptr() == int8.weight.data_ptr()
+        for assign in (False, True):
+            with pytest.raises(RuntimeError, match="size mismatch for weight"):
+                floats.load_state_dict(state, strict=False, assign=assign)
+        assert torch.equal(floats.weight, before)
+        new = copy.deepcopy(int8)
+        new.weight.zero_()
+        new.load_state_dict({**state, "weight": state["weight"][0]})  # as before they had a shape of their own
+        assert torch.equal(new.weight, int8.weight)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+@pytest.mark.parametrize("strict", [False, True])
+def test_floats_are_not_loaded_as_codes(strict, assign):
+    layer, table = Int8Linear.from_linear(linear()), Int8Embedding.from_embedding(nn.Embedding(5, 4))
+    for int8, floats in ((layer, linear()), (table, nn.Embedding(5, 4))):
+        before = copy.deepcopy(int8.state_dict())
+        with pytest.raises(RuntimeError, match=r"load_state_dict: weight must be codes, got torch\.float32; load"):
+            int8.load_state_dict(floats.state_dict(), strict=strict, assign=assign)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in int8.state_dict().items())
+
+
 def test_repr_and_training_flag():
     original = linear().eval()
     assert "in_features=37, out_features=13, bias=True, mode=dynamic" in repr(

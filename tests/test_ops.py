@@ -189,6 +189,8 @@ ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], s
         TypeError,
         r"unscale_: grads\[1\] must be a Tensor, got NoneType",
     ),
+    "no_grads": (unscale, (None,), TypeError, "unscale_: grads must be several Tensors, got NoneType; pass a list"),
+    "grads_scalar": (unscale, (f(2)[0],), TypeError, "unscale_: grads must be several Tensors, got Tensor; pass a"),
     "grads_sparse": (
         unscale,
         ([f(2), f(2).to_sparse()],),

@@ -1,13 +1,16 @@
 """Models to int8: which layers are replaced, calibration, QAT, chains of codes, and the accuracy on digits."""
 
 import copy
+import functools
 import importlib
+import logging
 import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from gpt2 import GPT2, Conv1D
 from torch import nn
 
 import amp_kernels
@@ -124,6 +127,159 @@ def test_a_checkpoint_fits_a_new_model(kind, tmp_path):
     torch.save(model, tmp_path / "model.pt")
     assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(x), expected)
     assert torch.equal(copy.deepcopy(model)(x), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- Conv1D
+def linears_of(model):
+    """The same model with nn.Linear in the place of Conv1D."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, Conv1D):
+                linear = nn.Linear(layer.nx, layer.nf)
+                with torch.no_grad():
+                    linear.weight.copy_(layer.weight.t())
+                    linear.bias.copy_(layer.bias)
+                setattr(parent, name, linear)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic", "static", "qat dynamic", "qat static"])
+def test_conv1d_is_converted_as_linear(mode, device):
+    torch.manual_seed(0)
+    model = GPT2().to(device)
+    index = (torch.arange(40, device=device) * 7 % 50).view(4, 10)
+    results = []
+    for changed in (model, linears_of(model).to(device)):
+        before = changed(index)
+        if mode in ("weight_only", "dynamic"):
+            quantize_(changed, mode)
+        elif mode == "static":
+            assert torch.equal(prepare_(changed)(index), before)
+            convert_(changed)
+        else:
+            weights = dict(changed.named_parameters())
+            prepare_qat_(changed, mode.removeprefix("qat "))
+            assert all(p is weights[name] for name, p in changed.named_parameters())  # as an optimizer may have them
+            changed(index).square().sum().backward()
+            grads = {name: p.grad for name, p in changed.named_parameters()}
+            assert grads["h.0.c_fc.weight"].shape == weights["h.0.c_fc.weight"].shape
+            predicted = changed(index)
+            convert_(changed)
+            assert torch.equal(changed(index), predicted)
+        layers = [changed.h[0].c_fc, changed.h[1].c_proj, changed.lm_head]
+        assert all(type(layer) is Int8Linear and layer.weight.is_contiguous() for layer in layers)
+        assert layers[0].weight.shape == (128, 32) and layers[0].in_features == 32
+        results.append((changed(index), layers[0].weight))
+    assert torch.equal(results[0][1], results[1][1]) or mode.startswith("qat")
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_gradients_of_a_conv1d_in_training():
+    torch.manual_seed(0)
+    conv = Conv1D(24, 16)
+    linear = nn.Linear(16, 24)
+    linear.weight, linear.bias = (
+        nn.Parameter(conv.weight.detach().t().clone()),
+        nn.Parameter(conv.bias.detach().clone()),
+    )
+    x = randn(8, 16)
+    for layer in (conv, linear):
+        QATLinear.from_linear(layer)(x).square().sum().backward()
+    torch.testing.assert_close(conv.weight.grad.t(), linear.weight.grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(conv.bias.grad, linear.bias.grad)
+
+
+def test_a_subclass_of_conv1d_and_other_classes_of_the_name_are_left_alone():
+    class Sub(Conv1D):
+        pass
+
+    class Other(nn.Module):
+        pass
+
+    Other.__name__ = "Conv1D"
+    for layer in (Sub(4, 4), Other()):
+        with pytest.raises(ValueError, match=r"model must have an nn\.Linear to replace"):
+            prepare_(nn.Sequential(layer))
+
+
+# ------------------------------------------------------------------------------------------------- what it says
+def said(caplog, call):
+    caplog.clear()
+    with caplog.at_level("INFO", "amp_kernels"):
+        result = call()
+    ((name, level, line),) = caplog.record_tuples
+    assert name == "amp_kernels"
+    return result, line, level == logging.WARNING
+
+
+def test_what_was_converted_and_left_is_said(caplog):
+    matrices = 2 * 2 * 128 * 32 * 4
+    table, vectors = 50 * 32 * 4, 2 * (128 + 32 + 64) * 4
+    total = matrices + table + vectors
+    blocks = f"h.*.c_fc.weight {matrices / 2 / total:.1%}, h.*.c_proj.weight {matrices / 2 / total:.1%}"
+    both = f"{blocks}, wte.weight {table / total:.1%}"
+    biases = f"h.*.c_fc.bias {2 * 128 * 4 / total:.1%}"
+    line = said(caplog, lambda: quantize_(GPT2()))[1:]
+    assert line == (
+        f"quantize_: converted {(matrices + table) / total:.1%} ({both}) of the parameters' bytes; "
+        f"left {vectors / total:.1%} ({biases})",
+        False,
+    )
+    # The weight that the last layer shares stays for the embedding.
+    for call in (lambda: quantize_(GPT2(), "dynamic"), lambda: prepare_(GPT2()), lambda: prepare_qat_(GPT2())):
+        model, text, warns = said(caplog, call)
+        assert f"converted {matrices / total:.1%} ({blocks})" in text and f"(wte.weight {table / total:.1%}" in text
+        assert not warns
+    text, warns = said(caplog, lambda: convert_(model))[1:]
+    assert text.startswith(f"convert_: converted {matrices / total:.1%} ({blocks})") and not warns
+
+
+def test_a_sizable_part_that_is_left_is_a_warning(caplog):
+    def model(width):
+        return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Conv2d(1, width, 5, bias=False))
+
+    assert not said(caplog, lambda: quantize_(model(1)))[2]
+    converted, line, warns = said(caplog, lambda: quantize_(model(4)))
+    assert warns and type(converted[0]) is Int8Linear
+    assert line == "quantize_: converted 71.9% (*.weight 71.9%) of the parameters' bytes; left 28.1% (*.weight 28.1%)"
+    two = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    assert not said(caplog, lambda: quantize_(two, filter_fn=lambda _, name: name == "0"))[
+        2
+    ]  # filter_fn left the other
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+def test_the_two_lines_that_save_and_load(tmp_path):
+    torch.manual_seed(0)
+    model, index = quantize_(GPT2()), torch.arange(50)
+    expected = model(index)
+    torch.save(model.state_dict(), tmp_path / "int8.pt")
+    new = quantize_(GPT2())
+    assert not torch.equal(new(index), expected)
+    new.load_state_dict(torch.load(tmp_path / "int8.pt"))
+    assert torch.equal(new(index), expected) and new.lm_head.weight is new.wte.weight
+    parameters = sum(p.nbytes for p in GPT2().parameters())
+    assert (tmp_path / "int8.pt").stat().st_size < parameters / 4 + 4 * (50 + 2 * (128 + 32)) + 2 * 224 * 4 + 8192
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(model, tmp_path / "int8.safetensors")
+    again = quantize_(GPT2())
+    assert safetensors.load_model(again, tmp_path / "int8.safetensors") == (set(), [])
+    assert torch.equal(again(index), expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_int8_and_float_checkpoints_are_not_mixed(strict):
+    index = torch.arange(50)
+    for prepare in (lambda model: model, prepare_, prepare_qat_):
+        floats, int8 = prepare(GPT2()), quantize_(GPT2())
+        table, weight = int8.wte(index), floats.lm_head.weight.clone()
+        with pytest.raises(RuntimeError, match=r"wte\.weight must be codes, got torch\.float32"):
+            int8.load_state_dict({k: v for k, v in floats.state_dict().items() if k.endswith("weight")}, strict=strict)
+        with pytest.raises(RuntimeError, match=r"h\.1\.c_fc\.weight"):
+            floats.load_state_dict({k: v for k, v in int8.state_dict().items() if "norm" not in k}, strict=strict)
+        assert torch.equal(int8.wte(index), table) and torch.equal(floats.lm_head.weight, weight)
 
 
 # -------------------------------------------------------------------------------------------------------- calibration
@@ -294,6 +450,20 @@ def test_errors_are_sentences_and_change_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)))
     with pytest.raises(ValueError, match="'1' must have no hooks, which a new layer would lose"):
         quantize_(model)
+    for convert in (quantize_, prepare_, prepare_qat_):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].forward = functools.partial(nn.Linear.forward, model[1])  # as accelerate's add_hook_to_module does
+        with pytest.raises(ValueError, match=r"'1' must have no hooks.* nor a forward of its own"):
+            convert(model)
+        assert type(model[0]) is nn.Linear
+        with pytest.raises(TypeError, match=rf"{convert.__name__}: model must be an nn\.Module, got NoneType"):
+            convert(None)
+    with pytest.raises(TypeError, match=r"convert_: model must be an nn\.Module, got NoneType"):
+        convert_(None)
+    model = prepare_qat_(nn.Sequential(nn.Linear(4, 4)))
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="convert_: '0' must have no hooks"):
+        convert_(model)
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(131072, 1, device="meta"))
     with pytest.raises(ValueError, match="'1' must have at most 131071 inputs, got 131072"):
         quantize_(model, "dynamic")

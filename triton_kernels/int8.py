@@ -82,7 +82,7 @@ def unclamped_codes(x, inverse, zero_point):
 @triton.jit
 def _clamped(codes, inverse, zero_point, SYMMETRIC: tl.constexpr):
     lowest: tl.constexpr = -127 if SYMMETRIC else -128
-    return tl.where(inverse == 0.0, zero_point, tl.minimum(tl.maximum(codes, lowest), 127))
+    return tl.minimum(tl.maximum(tl.where(inverse == 0.0, zero_point, codes), lowest), 127)
 
 
 @triton.jit

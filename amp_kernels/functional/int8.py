@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
@@ -44,6 +45,34 @@ class Int8Tensor:
         """See `dequantize_int8`."""
         return dequantize_int8(self, dtype)
 
+    def to(self, device: torch.device | str | int) -> Int8Tensor:
+        """The same codes, scales and zero points on `device`.
+
+        Raises:
+            TypeError: a dtype, which codes, scales and zero points have their own of.
+        """
+        if not isinstance(device, (torch.device, str, int)):
+            raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; dequantize(dtype) makes floats")
+        zero_point = None if self.zero_point is None else self.zero_point.to(device)
+        return Int8Tensor(self.values.to(device), self.scale.to(device), zero_point, self.dim, self.block_size)
+
+    # A part of a tensor would need its part of the scales, and `==` of tensors is by element.
+    def __getitem__(self, index: object) -> NoReturn:
+        raise TypeError(
+            "Int8Tensor: what is indexed must be a Tensor, got an Int8Tensor; index dequantize(), or values and scale"
+        )
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Int8Tensor):
+            return NotImplemented
+        if other is self:
+            return True
+        raise TypeError(
+            "Int8Tensor: what == compares must be Tensors, got Int8Tensors; compare values, scale and zero_point"
+        )
+
+    __hash__ = object.__hash__
+
     def t(self) -> Int8Tensor:
         """The transpose of a matrix that was quantized as a whole or by `dim`; a view."""
         if self.values.dim() != 2 or self.block_size is not None:
@@ -57,6 +86,9 @@ class Int8Tensor:
         )
         dim = None if self.dim is None else tuple(1 - d % 2 for d in self.dim)
         return Int8Tensor(self.values.t(), scale, zero_point, dim)
+
+
+torch.serialization.add_safe_globals([Int8Tensor])  # torch.load(weights_only=True) makes one
 
 
 def quantize_int8(
@@ -107,7 +139,7 @@ def quantize_int8(
     seed = None if seed is None else _signed(seed)
     direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, seed)
     if direct is None:
-        _check_quantization(x, scale, zero_point, block_size)
+        _check_quantization(x, scale, zero_point, block_size, symmetric)
         with torch.no_grad():
             arguments = (None if dims is None else list(dims), block_size, symmetric, seed, False)
             values, *own = _ops.quantize_int8(x, scale, zero_point, *arguments)
@@ -152,7 +184,7 @@ def fake_quantize_int8(
     dims = _dims(dim)
     direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, None, fake=True)
     if direct is None:
-        _check_quantization(x, scale, zero_point, block_size)
+        _check_quantization(x, scale, zero_point, block_size, symmetric)
         dim = None if dims is None else list(dims)
         direct = _ops.quantize_int8(x, scale, zero_point, dim, block_size, symmetric, None, True)
     return direct[0]
@@ -211,18 +243,20 @@ def int8_matmul(
 def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if dim is None or type(dim) is int:
         return None if dim is None else (dim,)
-    dims = dim if isinstance(dim, Sequence) else [dim]
-    if not all(hasattr(d, "__index__") for d in dims):  # numpy's integers have it too
-        raise TypeError(f"quantize_int8: dim must be an int, several, or None, got {dim!r}")
-    return tuple(int(d) for d in dims) or None
+    try:
+        return tuple(map(operator.index, dim if isinstance(dim, Sequence) else [dim])) or None
+    except TypeError:
+        raise TypeError(f"quantize_int8: dim must be an int, several, or None, got {dim!r}") from None
 
 
-def _check_quantization(x: object, scale: object, zero_point: object, block_size: object) -> None:
+def _check_quantization(x: object, scale: object, zero_point: object, block_size: object, symmetric: object) -> None:
     """What the operators cannot say in a sentence."""
     _checks.check_are_tensors("quantize_int8", x=x)
     _checks.check_are_tensors_or_none("quantize_int8", scale=scale, zero_point=zero_point)
     if block_size is not None and not _is_integer(block_size):
         raise TypeError(f"quantize_int8: block_size must be an int or None, got {block_size!r}")
+    if not isinstance(symmetric, bool):
+        raise TypeError(f"quantize_int8: symmetric must be a bool, got {symmetric!r}")
 
 
 def _is_integer(n: object) -> bool:
@@ -244,4 +278,6 @@ def _signed(seed: int) -> int:
     """The same 64 bits as an int64."""
     if not _is_integer(seed):
         raise TypeError(f"quantize_int8: seed must be an int or None, got {seed!r}")
+    # Numpy's integers overflow in the sum; of a symbolic size the compiler has no index.
+    seed = seed if isinstance(seed, (int, torch.SymInt)) else operator.index(seed)
     return (seed + 2**63) % 2**64 - 2**63

@@ -121,8 +121,9 @@ def _affine(
     dims = tuple(dim or range(x.dim()))
     dims = (-1,) if block_size is not None else dims
     if x.numel() == 0:  # a group without elements is like one of zeros
-        grouped = torch.zeros([1 if d in {k % x.dim() for k in dims} else n for d, n in enumerate(grouped.shape)],
-                              device=x.device)  # fmt: skip
+        reduced = {d % grouped.dim() for d in dims}
+        shape = [1 if d in reduced else n for d, n in enumerate(grouped.shape)]
+        grouped = torch.zeros(shape, device=x.device)
     magnitude = grouped.abs().amax(dims, keepdim=True)  # NaN if there is one
     low, high = (grouped.amin(dims, keepdim=True).clamp(max=0), grouped.amax(dims, keepdim=True).clamp(min=0))
     if block_size is not None:
@@ -147,8 +148,9 @@ def _blocks(x: Tensor, block_size: int | None) -> Tensor:
     """[..., blocks, block_size], the last one filled up with zeros, which change no range."""
     if block_size is None:
         return x
-    rest = -x.shape[-1] % block_size
-    return F.pad(x, (0, rest)).unflatten(-1, (-1, block_size))
+    blocks = -(-x.shape[-1] // block_size)
+    padded = F.pad(x, (0, blocks * block_size - x.shape[-1]))
+    return padded.reshape(*x.shape[:-1], blocks, block_size)  # unflatten makes one block of none
 
 
 def _spread(group: Tensor, shape: Sequence[int], block_size: int | None) -> Tensor:

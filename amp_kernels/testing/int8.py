@@ -29,6 +29,8 @@ GROUPS: dict[str, dict[str, Any]] = {
     "long_blocks": {"block_size": 64},
 }
 KINDS: dict[str, dict[str, Any]] = {"symmetric": {"symmetric": True}, "asymmetric": {"symmetric": False}}
+# Zero points given by a user are not checked. From 384 on the formulas' bound of 512 steps is within the clamp.
+NO_CODES = (-2_000_000_000, -600, -385, 300, 384, 65_536)
 # Around 4, 8, 16 and 32 elements, a block of 1024, and what one thread block holds of a row.
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 1023, 1025, 4099)
 
@@ -176,6 +178,23 @@ def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device
             yield Result(f"{name} gradient", differing(ours_grad.cpu(), straight), 0)
 
 
+def _fake_given(dtype: torch.dtype, zero_point: int, device: torch.device) -> Iterator[Result]:
+    # Steps beyond 512 on both sides.
+    x = torch.cat([400 * randn(5, 37), torch.tensor([[math.inf, -math.inf, math.nan, 512.0, -513.0]]).T], 1).to(dtype)
+    grad = randn(*x.shape, dtype=dtype, seed=1)
+    for shape in ((5, 1), (1, 38)):
+        scale = torch.ones(shape)
+        scale[-1, -1] = math.inf
+        zero = torch.full(shape, zero_point, dtype=torch.int32)
+        leaf = x.to(device).requires_grad_()
+        ours = fake_quantize_int8(leaf, scale=scale.to(device), zero_point=zero.to(device))
+        expected = reference.fake_quantize_int8(x, scale=scale, zero_point=zero)[0]
+        yield Result(f"{shape}", differing(ours.detach().cpu(), expected), 0)
+        (ours_grad,) = torch.autograd.grad(ours, leaf, grad.to(device))
+        straight = reference.straight_through_int8(grad, x, scale, zero)
+        yield Result(f"{shape} gradient", differing(ours_grad.cpu(), straight), 0)
+
+
 # ------------------------------------------------------------------------------------------------------- products
 SHAPES = (
     (1, 1, 1), (1, 5, 0), (1, 64, 64), (1, 127, 1023), (3, 2, 7), (8, 8, 8), (16, 16, 16), (17, 33, 65), (63, 65, 31),
@@ -284,7 +303,12 @@ def _quantize_cases() -> Iterator[Case]:
         yield case(dtype_name, "many_rows", partial(randn, 3001, 20, dtype=dtype), "contiguous", _BY_ROW)
         for shape in ((0,), (0, 5), (5, 0), (2, 0, 3)):
             empty = partial(torch.empty, shape, dtype=dtype)
-            yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", [*_BY_ROW[:2], {}])
+            options = [*_BY_ROW[:2], {}, {"block_size": 4}]
+            yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", options)
+        for first, last in ((0, 2), (2, 0)):  # its strides are contiguous in two ways
+            empty = partial(torch.empty, (first, 2, 2, last), dtype=dtype)
+            options = [*_all(), *_all({"seed": 1})]
+            yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, "channels_last", options)
         yield case(dtype_name, "scalar", partial(randn, dtype=dtype), "contiguous", list(KINDS.values()))
 
 
@@ -300,6 +324,9 @@ def _static_cases() -> Iterator[Case]:
             for zero_point in (None, -128, 5):
                 body = partial(_static, partial(_rounded, VALUES[kind], dtype), per_row, zero_point, None, None)
                 yield Case("quantize_int8", dtype_name, f"static_{kind}_{zero_point}", body)
+        for zero_point in NO_CODES:
+            body = partial(_static, partial(_rounded, VALUES["large"], dtype), per_row, zero_point, None, None)
+            yield Case("quantize_int8", dtype_name, f"static_large_{zero_point}", body)
         x = partial(randn, 33, 70, dtype=dtype)
         for name, scales, block in (
             ("tensor", lambda _: torch.tensor(0.02), None),
@@ -321,6 +348,9 @@ def _other_cases() -> Iterator[Case]:
         for kind in ("nan", "inf", "zero_rows", "denormals", "largest", "all_negative", "ties"):
             body = partial(_fake, partial(_rounded, VALUES[kind], dtype), "contiguous", [*_BY_ROW, *KINDS.values()])
             yield Case("fake_quantize_int8", dtype_name, kind, body)
+        for zero_point in NO_CODES:
+            body = partial(_fake_given, dtype, zero_point)
+            yield Case("fake_quantize_int8", dtype_name, f"zero_point_{zero_point}", body)
         for sizes in SHAPES:
             name = "x".join(map(str, sizes))
             both = ("contiguous", "contiguous")

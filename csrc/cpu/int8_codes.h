@@ -16,7 +16,8 @@ struct Affines {
   float lowest[kRoom];  // the clamp's ends, in steps from the zero point
   float highest[kRoom];
   int zero_point[kRoom];
-  bool have_inverses;  // all of them, and finite ones
+  bool have_inverses;     // all of them, and finite ones
+  bool are_codes = true;  // the zero points; else the clamp's ends may lie beyond the formulas' bound of 512 steps
 
   void set(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
@@ -24,11 +25,15 @@ struct Affines {
     highest[i] = static_cast<float>(127 - affine.zero_point);
   }
 
+  // Of a given zero point, by the formulas.
+  Affine at(int64_t i) const { return {scale[i], inverse[i], zero_point[i], lowest_code(/*symmetric=*/false)}; }
+
   // Given zero points may be no codes: as everywhere steps are then bounded by 512, and whatever is added to 16 bits.
   void bound(int64_t groups) {
     constexpr float kBound = 512.0f;
     for (int64_t i = 0; i < groups; ++i) {
-      set(i, {scale[i], inverse[i], std::clamp(zero_point[i], -1024, 1024), lowest_code(/*symmetric=*/false)});
+      zero_point[i] = std::clamp(zero_point[i], -1024, 1024);
+      set(i, at(i));
       const float low = lowest[i], high = highest[i];
       lowest[i] = std::max(low, std::min(-kBound, high)), highest[i] = std::min(high, std::max(kBound, low));
     }

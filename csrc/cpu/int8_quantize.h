@@ -51,6 +51,7 @@ inline void given_affines(const float* scale, const int32_t* zero_point, const W
   for (int64_t i = 0; i < bundle.groups; ++i) {
     const int64_t at = bundle.scale + i * walk.scale_step();
     affines.set(i, given_affine(scale[at], zero_point == nullptr ? nullptr : zero_point + at));
+    affines.are_codes &= affines.lowest[i] <= 0.0f && affines.highest[i] >= 0.0f;
   }
   affines.finish(bundle.groups);
 }
@@ -272,10 +273,34 @@ void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int
   });
 }
 
+// out[i] = f(i), rounded to T: an element at a time, where zero points are no codes.
+template <class T, class F>
+void write_each(T* out, int64_t n, const F& f) {
+  float results[kRun];
+  for (int64_t i = 0; i < n; ++i) results[i] = f(i);
+  store(results, out, n);
+}
+
+template <class T, int kStep>
+void fake_pass_by_formula(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+                          const Affines& affines) {
+  T staged[kRun];
+  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
+    const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
+    write_each(static_cast<T*>(args.out) + run.out, run.n, [&](int64_t i) {
+      const Affine affine = affines.at(run.group + kStep * i);
+      const float value = static_cast<float>(x[i]);
+      return fake_of(value, code_of(value, affine), affine);
+    });
+  });
+}
+
 template <class T, int kStep>
 void quantize_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
                    const Affines& affines, int64_t ahead) {
-  if (args.fake && affines.have_inverses)
+  if (args.fake && !affines.are_codes)
+    fake_pass_by_formula<T, kStep>(args, walk, bundle, begin, end, affines);
+  else if (args.fake && affines.have_inverses)
     fake_pass<T, kStep, true>(args, walk, bundle, begin, end, affines, ahead);
   else if (args.fake)
     fake_pass<T, kStep, false>(args, walk, bundle, begin, end, affines, ahead);
@@ -312,7 +337,13 @@ void straight_through_pass(const StraightThrough& args, const Walk& walk, const 
     const Side<kStep> inverse(affines.inverse, run.group);
     const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
     const auto ask = [&](int64_t i) { ask_for(x + i, kAsk), ask_for(grad + i, kAsk); };
-    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
+    T* out = static_cast<T*>(args.out) + run.out;
+    if (!affines.are_codes)
+      return write_each(out, run.n, [&](int64_t i) {
+        const bool keeps = is_inside(static_cast<float>(x[i]), affines.at(run.group + kStep * i));
+        return keeps ? static_cast<float>(grad[i]) : 0.0f;
+      });
+    write(out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V steps = rounded(read<V>(x + i) * inverse.template at<V>(i));
       const V above = steps < lowest.template at<V>(i) ? V{} : read<V>(grad + i);
