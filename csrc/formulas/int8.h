@@ -115,6 +115,11 @@ AMP_KERNELS_HD int stochastic_code_of(float x, float noise, const Affine& affine
   return clamped(unclamped_code(steps, affine.zero_point), affine.low);
 }
 
+AMP_KERNELS_HD bool is_inside(float x, const Affine& affine) {
+  const int code = unclamped_code(rintf(multiply_rn(x, affine.inverse)), affine.zero_point);
+  return code >= affine.low && code <= 127;
+}
+
 AMP_KERNELS_HD float value_of(int code, float scale, int zero_point) {
   return multiply_rn(static_cast<float>(code - zero_point), scale);
 }
