@@ -50,7 +50,9 @@ def train(make: Make, weights: str, dtype: torch.dtype) -> list[Tensor] | str:
     return values(model)
 
 
-@pytest.mark.parametrize(("family", "dtype"), [(FusedSGD, torch.float32), (FusedRMSprop, torch.bfloat16)])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [(FusedSGD, torch.float32), (FusedRMSprop, torch.bfloat16)], ids=["sgd-fp32", "rmsprop-bf16"]
+)
 @pytest.mark.parametrize("weights", TOLERANCES)
 @isolated
 def test_says_no_or_trains(weights: str, family: type, dtype: torch.dtype) -> None:
