@@ -24,9 +24,9 @@ test: build $(VENV)/toolkit
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
 	$(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
 
-# Hubs are never asked: models are made from their configurations.
+# Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made
-	HF_HUB_OFFLINE=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
+	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
 
 lint: build
 	$(BIN)/ruff check .

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeGuard
 
@@ -26,7 +25,8 @@ def _only_forwards(optimizer: Any) -> bool:
     """Whether an object says by its ``__getattr__`` alone, so in another's name, that its step takes the scale: what a
     scaler sets on it would not arrive there."""
     name = "_step_supports_amp_scaling"
-    return getattr(optimizer, name, False) and inspect.getattr_static(optimizer, name, None) is None
+    is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
+    return not is_its_own and getattr(optimizer, name, False)
 
 
 class Overflow(NamedTuple):

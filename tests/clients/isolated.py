@@ -19,6 +19,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import pytest
@@ -30,6 +31,7 @@ from amp_kernels._backends import backend_reasons
 
 BACKENDS = [name for name in ("cpu", "reference") if backend_reasons("cpu").get(name) is None]
 backends = pytest.mark.parametrize("backend", BACKENDS)
+HERE = Path(__file__).resolve().parent
 TIME_LIMIT = 120  # seconds of one test, on a machine that is busy with others
 
 
@@ -58,7 +60,9 @@ def isolated(test: Callable[..., None]) -> Callable[..., None]:
 
 @functools.cache
 def _child() -> Any:
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Not all of sys.path: other tests put folders there whose modules are called as Python's are.
+    places = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     atexit.register(child.stdin.close)  # the child then leaves its loop
     return child

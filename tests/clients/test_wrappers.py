@@ -144,7 +144,7 @@ WRAPPERS = {
     "shared dict": SharedDict,
     "delegating": Delegating,
     "duck": Duck,
-    "a wrapper in a wrapper": lambda optimizer: DynamicSubclass(DynamicSubclass(optimizer)),
+    "a wrapper in a wrapper": lambda optimizer: Delegating(DynamicSubclass(optimizer)),
     "wrapped step": with_wrapped_step,
     "bare step": with_bare_step,
     "bound step": with_bound_step,
