@@ -61,7 +61,7 @@ def isolated(test: Callable[..., None]) -> Callable[..., None]:
 @functools.cache
 def _child() -> Any:
     # Not all of sys.path: other tests put folders there whose modules are called as Python's are.
-    places = [str(HERE), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    places = [str(HERE), str(HERE / "trainers"), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     atexit.register(child.stdin.close)  # the child then leaves its loop
