@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeGuard
 
@@ -9,11 +10,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ._table import DTYPE_CODES
 from .functional import moved, unscale_
 from .optim._base import FusedOptimizer, OverflowLog
-from .optim._plan import capturing
+from .optim._plan import Plan, capturing
 
 
 def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
@@ -106,9 +108,7 @@ class GradScaler(torch.amp.GradScaler):
         found = [(last[0] + offset, Overflow(*last)) for log, offset in self._logs.items() for last in log.overflows()]
         return max(found, key=lambda overflow: overflow[0])[1] if found else None
 
-    @torch.compiler.disable  # torch 2.11's compiler refuses to set an attribute of an optimizer
     def _note_check(self, optimizer: FusedOptimizer) -> None:
-        optimizer._log.checks += 1
         self._logs[optimizer._log] = self._iterations - optimizer._log.checks
 
     # ------------------------------------------------------------------------------------------------ one iteration
@@ -122,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._check_gradients(optimizer, scale, write=True)
+        self._record(optimizer, scale, optimizer._check_apart(scale, divide=True, write=True))
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -140,16 +140,18 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
-            self._check_gradients(optimizer, scale, write=False)
-            optimizer._is_checked = True
             optimizer.grad_scale = scale
+            if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
+                # They may change gradients, but the verdict is on what the scaler was given, as in torch.
+                self._record(optimizer, scale, optimizer._check_apart(scale, divide=True, write=False))
+            else:
+                optimizer._judge = functools.partial(self._judge, optimizer, scale)
         optimizer.found_inf = next(iter(state["found_inf_per_device"].values()), None)
         try:
             result = optimizer.step(*args, **kwargs)
         finally:
-            optimizer._is_checked = False
-            optimizer.__dict__.pop("grad_scale", None)
-            del optimizer.found_inf
+            for name in ("grad_scale", "found_inf", "_judge"):
+                optimizer.__dict__.pop(name, None)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -165,13 +167,17 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
-    def _check_gradients(self, optimizer: FusedOptimizer, scale: Tensor, *, write: bool) -> None:
-        """The gradient pass on every device, and its verdict over devices and ranks in the optimizer's record."""
+    def _judge(self, optimizer: FusedOptimizer, scale: Tensor, plans: list[Plan]) -> Tensor | None:
+        """The verdict on the gradients that a step is about to use (`FusedOptimizer._judge`)."""
+        optimizer._check(plans, scale, divide=True, write=False, clear=True)
+        return self._record(optimizer, scale, plans)
+
+    def _record(self, optimizer: FusedOptimizer, scale: Tensor, plans: list[Plan]) -> Tensor | None:
+        """Puts the verdict of a gradient pass, over devices and ranks, into the optimizer's record; returns it."""
         self._note_check(optimizer)
-        plans = optimizer._check(scale, divide=True, write=write)
         meshes = list(dict.fromkeys(mesh for plan in optimizer._plans or () for mesh in plan.meshes))
         if not plans and not meshes:
-            return
+            return None
         flags = [plan.found_inf for plan in plans] or [torch.zeros_like(scale)]
         found_inf = flags[0]
         if len(flags) > 1:
@@ -181,6 +187,7 @@ class GradScaler(torch.amp.GradScaler):
             for dim in range(mesh.ndim):
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
+        return found_inf
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -202,8 +209,8 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, FusedOptimizer):
             return super()._check_inf_per_device(optimizer)
+        plans = optimizer._check_apart(None, divide=False, write=False)
         self._note_check(optimizer)
-        plans = optimizer._check(None, divide=False, write=False)
         flags = {plan.device: plan.found_inf for plan in plans}
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return flags

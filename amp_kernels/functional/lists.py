@@ -75,7 +75,7 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
     """`scalar` on `device`; waits only where it is the host that reads it, which an asynchronous copy would race."""
-    return scalar.to(device, non_blocking=device.type != "cpu")
+    return scalar if scalar.device == device else scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:

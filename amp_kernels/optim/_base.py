@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import _backends
 from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
@@ -53,9 +52,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _plans: list[Plan] | None = None
     _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
-    # Set by a scaler for the time of a step.
+    # Set by a scaler for the time of a step. Ours may set `_judge` in place of `found_inf`: the step calls it for the
+    # gradient pass over the very gradients that the update reads, and for the verdict. That saves 20 us, a fifth of a
+    # small step, over a pass of its own before the step.
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    _judge: Callable[[list[Plan]], Tensor | None] | None = None
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
         """Called by the constructors once torch's has checked its arguments."""
@@ -74,7 +76,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._plan_key: list[object] = []
         self._plan_params: list[list[Tensor]] = []
         self._log = OverflowLog()
-        self._is_checked = False
 
     # ------------------------------------------------------------------------------------------- what users may read
     @property
@@ -147,8 +148,12 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_norm = self.max_grad_norm
         if max_norm is not None:
             self._refuse_partial_norm()
-        plans = self._checked_plans(grad_scale, max_norm)
-        norm = self._total_norm(plans) if max_norm is not None else None
+        plans = self._prepare()
+        if self._judge is not None:
+            found_inf = self._judge(plans)
+        elif max_norm is not None:
+            self._check(plans, grad_scale, divide=True, write=False, clear=False)
+        norm = self._norm if max_norm is not None else None
         for plan in plans:
             plan.update(
                 _on(grad_scale, plan.device), _on(found_inf, plan.device), _on(norm, plan.device), max_norm or 0.0
@@ -169,40 +174,28 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "norm of its part; call torch's clip_grad_norm_, or FSDP's, before the step"
                 )
 
-    def _checked_plans(self, grad_scale: Tensor | None, max_norm: float | None) -> list[Plan]:
-        """Plans that follow the gradients; the gradient pass is run unless a scaler has just done it, or nobody
-        wants its norm."""
-        is_checked, self._is_checked = self._is_checked, False
-        hooks_ran = bool(self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks)
-        if is_checked and not hooks_ran:
-            return [plan for plan in self._plans or () if plan.written]
-        plans = self._prepare()
-        if max_norm is not None:
-            for plan in plans:
-                plan.check(_on(grad_scale, plan.device), divide=True, write=False, clear=False)
-        return plans
+    def _check(self, plans: Sequence[Plan], scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
+        """The gradient pass on every device; see `Plan.check`."""
+        self._log.checks += clear
+        for plan in plans:
+            plan.check(_on(scale, plan.device), divide=divide, write=write, clear=clear)
+        norms = [plan.norm for plan in plans]
+        self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
 
     @torch.compiler.disable
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _check(self, scale: Tensor | None, *, divide: bool, write: bool) -> list[Plan]:
-        """The gradient pass on every device, for `amp_kernels.GradScaler`; returns the plans that have gradients."""
+    def _check_apart(self, scale: Tensor | None, *, divide: bool, write: bool) -> list[Plan]:
+        """The gradient pass outside of a step, for a scaler; returns the plans that have gradients."""
         plans = self._prepare(writes=write)
-        for plan in plans:
-            plan.check(_on(scale, plan.device), divide=divide, write=write, clear=True)
-        self._total_norm(plans)
+        self._check(plans, scale, divide=divide, write=write, clear=True)
         return plans
-
-    def _total_norm(self, plans: Sequence[Plan]) -> Tensor | None:
-        norms = [plan.norm for plan in plans]
-        self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
-        return self._norm
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False) -> list[Plan]:
         """The plans, following whatever changed; those without any gradient are left out. `writes`: gradients will be
         written."""
-        if not has_memory(torch.empty(0, device="cpu")):
+        if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
                 f"{type(self).__name__}.step: must run outside of a mode that makes fake tensors, which have no "
                 "memory; use torch.optim there"
@@ -462,7 +455,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.state = States(self.state)
         self._plans = None
-        self._is_checked = False
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
         for group in self.param_groups:
@@ -560,7 +552,9 @@ def _export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
     """What a scaler set: an fp32 tensor, or nothing; torch's sets the int 0 when there was no gradient."""
     value = getattr(optimizer, name, None)
-    return value.float().view(()) if isinstance(value, Tensor) else None
+    if not isinstance(value, Tensor):
+        return None
+    return value if value.dtype is torch.float32 and value.ndim == 0 else value.float().view(())
 
 
 def _on(scalar: Tensor | None, device: torch.device) -> Tensor | None:
