@@ -12,7 +12,7 @@ import torch
 
 import amp_kernels
 
-from . import _backends, _loader, _ops, _verify, audit
+from . import _backends, _loader, _verify, audit
 
 
 def info() -> int:
@@ -29,7 +29,7 @@ def info() -> int:
         reasons = _backends.backend_reasons(device)
         serving = next((name for name in order if reasons[name] is None), "reference")
         absent = "" if device == "cpu" or torch.cuda.is_available() else " (there are none here)"
-        print(f"\n{', '.join(_ops.SCHEMAS)} on {device} tensors{absent}: {serving}")
+        print(f"\nOperators on {device} tensors{absent}: {serving}")
         for name, reason in reasons.items():
             if name != serving:
                 print(f"  not {name}: {reason or 'it is slower; amp_kernels.use_backend forces it'}")
@@ -37,8 +37,7 @@ def info() -> int:
 
 
 def _compiled() -> str:
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
-    keys = [key for key in ("CPU", "CUDA") if has(f"amp_kernels::{next(iter(_backends.KERNEL_SCHEMAS))}", key)]
+    keys = ["CPU", *(["CUDA"] if _loader.has_cuda() else [])]
     note = _loader.build_note()
     return " and ".join(keys) + (f"; {note}" if note else "")
 

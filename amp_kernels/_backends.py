@@ -11,6 +11,7 @@ import contextlib
 import contextvars
 import functools
 import importlib
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,22 +19,12 @@ from types import SimpleNamespace
 from typing import Any, Protocol, cast
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _loader
+from .ops.library import DEFINITIONS, LIBRARY, triton_kernels
 
-_UPDATE_TABLE = (
-    "(Tensor table, Tensor chunks, int chunk_size, Tensor(a!) steps, Tensor hyper, Tensor lr, int param_dtype, "
-    "int grad_dtype, Tensor? grad_scale, Tensor? found_inf, Tensor? grad_norm, float max_norm) -> ()"
-)
 KERNEL_SCHEMAS = {
-    "_unscale_table_": "(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, "
-    "bool clear, Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()",
-    # Of compiled kernels only, see _lists.run_plain_gradient_pass.
-    "_gradient_pass_": "(Tensor(a!)[] grads, Tensor? scale, bool write, Tensor(b!) found_inf, Tensor(c!) norm) -> bool",
-    # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
-    "_send_": "(Tensor host, Tensor(a!) to) -> ()",
-    "_sgd_table_": _UPDATE_TABLE,
-    "_rmsprop_table_": _UPDATE_TABLE,
     # `layout`: struct Int8Layout of csrc/int8.h, made by _int8.py. Without a zero point codes are symmetric.
     "_quantize_int8_": "(Tensor x, Tensor(a!) out, Tensor(b!) scale, Tensor(c!)? zero_point, int[] layout, "
     "bool is_static, bool stochastic, int seed) -> ()",
@@ -52,7 +43,7 @@ KERNEL_SCHEMAS = {
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 
-library = torch.library.Library("amp_kernels", "DEF")
+library = LIBRARY
 for _name, _schema in KERNEL_SCHEMAS.items():
     library.define(_name + _schema)
 _loader.load()  # registers the kernel ops of CPU and, if built for it, CUDA
@@ -61,11 +52,10 @@ Kernel = Callable[..., Any]
 
 
 class Kernels(Protocol):
-    """The kernel ops that every backend has, called as their schemas say. Compiled ones have `_gradient_pass_` too."""
+    """The kernel ops that every backend has, called as their schemas say."""
 
     _unscale_table_: Kernel
-    _sgd_table_: Kernel
-    _rmsprop_table_: Kernel
+    _update_table_: Kernel
     _quantize_int8_: Kernel
     _dequantize_int8_: Kernel
     _straight_through_int8_: Kernel
@@ -105,9 +95,37 @@ def use_backend(name: str) -> Iterator[None]:
         raise RuntimeError(f"use_backend: {name} cannot run here: {reasons[0 if name != 'cpu' else 1]}")
     token = _forced.set(name)
     try:
-        yield
+        with _Interceptor(name):
+            yield
     finally:
         _forced.reset(token)
+
+
+class _Interceptor(TorchDispatchMode):
+    """Takes the operators to one backend: those of compiled graphs too, and those of autograd's threads."""
+
+    def __init__(self, backend: str) -> None:
+        super().__init__()
+        self.backend = backend
+
+    @classmethod
+    def is_infra_mode(cls) -> bool:
+        return True  # torch.compile takes no notice of it
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        definition = DEFINITIONS.get(func)
+        if definition is None or types:  # fake tensors, and other subclasses, have ways of their own
+            return func(*args, **kwargs)
+        arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)
+        device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
+        if device is not None:
+            _refuse(self.backend, device.type)
+        if self.backend == "reference":
+            return definition.reference(*args, **kwargs)
+        if self.backend == "triton" and definition.launch is not None:
+            return definition.launch(triton_kernels(), *args, **kwargs)
+        return func(*args, **kwargs)
 
 
 def backend_reasons(device_type: str) -> dict[str, str | None]:
@@ -133,12 +151,17 @@ def is_forced() -> bool:
 def select(device: torch.device) -> str:
     """The backend that serves tensors of `device` now."""
     name = forced()
-    if name is not None:
-        reason = _reason(name, device.type)
-        if reason is not None:
-            raise RuntimeError(f"amp_kernels: the backend {name!r} cannot serve {device.type} tensors: {reason}")
-        return name
-    return _automatic(device.type)
+    if name is None:
+        return _automatic(device.type)
+    _refuse(name, device.type)
+    return name
+
+
+def _refuse(backend: str, device_type: str) -> None:
+    """If it cannot serve such tensors."""
+    reason = _reason(backend, device_type)
+    if reason is not None:
+        raise RuntimeError(f"amp_kernels: the backend {backend!r} cannot serve {device_type} tensors: {reason}")
 
 
 @functools.cache
@@ -161,17 +184,13 @@ def kernels(backend: str) -> Kernels | None:
         return None
     if backend == "triton":
         return cast(Kernels, importlib.import_module(".triton_kernels", __package__))
-    return SimpleNamespace(
-        **{op: getattr(torch.ops.amp_kernels, op).default for op in KERNEL_SCHEMAS if _has_kernel(op, backend.upper())}
-    )
-
-
-def _has_kernel(op: str, key: str) -> bool:
-    return torch._C._dispatch_has_computed_kernel_for_dispatch_key(f"amp_kernels::{op}", key)
+    names = ["_unscale_table_", "_update_table_", *([] if backend == "cpu" else ["_send_"])]
+    names += [op for op in KERNEL_SCHEMAS if backend == "cuda" or op not in ("_matmul_", "_copy_pad_")]
+    return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in names})
 
 
 def _why_not_compiled(key: str) -> str | None:
-    if _has_kernel(next(iter(KERNEL_SCHEMAS)), key):
+    if _loader.has_cuda() if key == "CUDA" else _loader.load():
         return None
     return _loader.load_error() or _loader.build_note() or f"amp_kernels._C was built without {key}"
 

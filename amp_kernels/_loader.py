@@ -52,3 +52,9 @@ def shadowed() -> str | None:
         f"the installed package {installed} is shadowed by the source folder {_PACKAGE}; run Python in "
         "another directory, or install with `pip install --no-build-isolation -e .`"
     )
+
+
+@functools.cache
+def has_cuda() -> bool:
+    """Whether amp_kernels._C holds kernels for CUDA."""
+    return load() and hasattr(importlib.import_module("amp_kernels._C"), "why_no_kernel")

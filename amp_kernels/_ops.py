@@ -8,22 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor
 
 from . import _checks, _direct, _int8, _matmul, reference
 from ._backends import PLAIN, kernels, library, select
-from ._lists import run_gradient_pass, run_plain_gradient_pass, run_update
 
 SCHEMAS = {
-    "unscale_": "(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
-    # found_inf is not optional: Inductor crashes on an optional mutable Tensor, and on an empty list beside a result.
-    "grad_norm": "(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf) -> Tensor",
-    "sgd_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] momentum_buffers, Tensor(c!)[] masters, *, float lr, "
-    "Tensor? tensor_lr, float momentum, float dampening, float weight_decay, bool nesterov, bool maximize, "
-    "bool is_first_step, Tensor? grad_scale, Tensor? found_inf) -> ()",
-    "rmsprop_": "(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] square_avgs, Tensor(c!)[] momentum_buffers, "
-    "Tensor(d!)[] grad_avgs, Tensor(e!)[] masters, *, float lr, Tensor? tensor_lr, float alpha, float eps, "
-    "float weight_decay, float momentum, bool maximize, Tensor? grad_scale, Tensor? found_inf) -> ()",
     # Codes, or with `fake` dequantized values. A scale that was given is not returned, nor the zero point of symmetric
     # codes: an output may not be an input, or None, and these are tensors without elements.
     "quantize_int8": "(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric, "
@@ -56,151 +45,6 @@ def _is_watched(tensors: Iterable[object]) -> bool:
         and not (tensor.is_neg() or tensor._is_zerotensor() or (keeps_grad and tensor.requires_grad))
         for tensor in tensors
     )
-
-
-# ---------------------------------------------------------------------------------------------------- list operators
-def _mutates(*tensors: Sequence[Tensor]) -> None:
-    """Tells autograd what a raw-pointer write changed: without it a later backward pass is silently wrong."""
-    for group in tensors:
-        counts = not any(map(Tensor.is_inference, group))  # these have no counter
-        torch.autograd.graph.increment_version(group if counts else [t for t in group if not t.is_inference()])
-
-
-def _is_fake(tensors: Sequence[Tensor]) -> bool:
-    """While tracing, an update is its checks."""
-    return isinstance(tensors[0], FakeTensor) or tensors[0].is_meta
-
-
-def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    if grads:
-        _gradient_pass("unscale_", grads, inv_scale, found_inf, write=True)
-        _mutates(grads, [found_inf])
-
-
-def _grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
-    if not grads:
-        return torch.zeros((), dtype=torch.float32, device=found_inf.device)
-    norm = _gradient_pass("grad_norm", grads, inv_scale, found_inf, write=False)
-    _mutates([found_inf])
-    return norm
-
-
-def _gradient_pass(op: str, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool) -> Tensor:
-    """Returns the norm, which nobody asks for after unscaling."""
-    ops = kernels(select(grads[0].device))
-    if ops is not None and hasattr(ops, "_gradient_pass_"):
-        _checks.check_pass_scalars(op, grads, inv_scale, found_inf)
-        norm = run_plain_gradient_pass(ops._gradient_pass_, grads, inv_scale, found_inf, write=write)
-        if norm is not None:
-            return norm
-    _checks.check_pass(op, grads, inv_scale, found_inf, write=write)
-    if ops is not None:
-        return run_gradient_pass(ops, grads, inv_scale, found_inf, write=write)
-    if not write:
-        return reference.grad_norm(grads, inv_scale=inv_scale, found_inf=found_inf)
-    assert inv_scale is not None
-    reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
-    return found_inf
-
-
-def _sgd(
-    params: list[Tensor],
-    grads: list[Tensor],
-    momentum_buffers: list[Tensor],
-    masters: list[Tensor],
-    *,
-    lr: float,
-    tensor_lr: Tensor | None,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    is_first_step: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    if not params:
-        return
-    states = {"momentum_buffers": momentum_buffers} if momentum != 0 else {}
-    scalars = {"lr": tensor_lr, "grad_scale": grad_scale, "found_inf": found_inf}
-    _checks.check_update("sgd_", params, grads, states, masters, scalars)
-    if _is_fake(params):
-        return
-    _checks.check_memory("sgd_", {"params": params, "masters": masters, **states})
-    ops = kernels(select(params[0].device))
-    if ops is None:
-        reference.sgd_(
-            params, grads, momentum_buffers if states else (), masters, lr=lr if tensor_lr is None else tensor_lr,
-            momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov, maximize=maximize,
-            is_first_step=is_first_step, grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
-    else:
-        hyper = (momentum, 1 - dampening, weight_decay, float(nesterov), -1.0 if maximize else 1.0)
-        run_update(
-            ops._sgd_table_, ops, params, grads, list(states.values()), masters, hyper=hyper, lr=lr,
-            tensor_lr=tensor_lr, steps_taken=0 if is_first_step else 1, grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
-    _mutates(params, masters, *states.values())
-
-
-def _rmsprop(
-    params: list[Tensor],
-    grads: list[Tensor],
-    square_avgs: list[Tensor],
-    momentum_buffers: list[Tensor],
-    grad_avgs: list[Tensor],
-    masters: list[Tensor],
-    *,
-    lr: float,
-    tensor_lr: Tensor | None,
-    alpha: float,
-    eps: float,
-    weight_decay: float,
-    momentum: float,
-    maximize: bool,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    if not params:
-        return
-    states = {"square_avgs": square_avgs}
-    if momentum != 0:
-        states["momentum_buffers"] = momentum_buffers
-    if grad_avgs:
-        states["grad_avgs"] = grad_avgs
-    scalars = {"lr": tensor_lr, "grad_scale": grad_scale, "found_inf": found_inf}
-    _checks.check_update("rmsprop_", params, grads, states, masters, scalars)
-    if _is_fake(params):
-        return
-    _checks.check_memory("rmsprop_", {"params": params, "masters": masters, **states})
-    ops = kernels(select(params[0].device))
-    momentum_buffers = momentum_buffers if momentum != 0 else []
-    if ops is None:
-        reference.rmsprop_(
-            params, grads, square_avgs, momentum_buffers, grad_avgs, masters, lr=lr if tensor_lr is None else tensor_lr,
-            alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, maximize=maximize,
-            grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
-    else:
-        hyper = (alpha, 1 - alpha, eps, weight_decay, -1.0 if maximize else 1.0, momentum)
-        run_update(
-            ops._rmsprop_table_, ops, params, grads, [square_avgs, momentum_buffers, grad_avgs], masters, hyper=hyper,
-            lr=lr, tensor_lr=tensor_lr, steps_taken=1, grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip
-    _mutates(params, masters, *states.values())
-
-
-def _fake_unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
-    if grads:
-        _checks.check_pass("unscale_", grads, inv_scale, found_inf, write=True)
-
-
-def _fake_grad_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
-    if not grads:
-        return torch.empty_like(found_inf, dtype=torch.float32).view(())
-    _checks.check_pass("grad_norm", grads, inv_scale, found_inf, write=False)
-    return grads[0].new_empty((), dtype=torch.float32)
 
 
 # -------------------------------------------------------------------------------------------------------------- int8
@@ -510,10 +354,6 @@ def _fake_linear_backward(
 
 
 for _name, _kernel, _fake in (
-    ("unscale_", _unscale, _fake_unscale),
-    ("grad_norm", _grad_norm, _fake_grad_norm),
-    ("sgd_", _sgd, _sgd),
-    ("rmsprop_", _rmsprop, _rmsprop),
     ("quantize_int8", _quantize_int8, _fake_quantize_int8),
     ("dequantize_int8", _dequantize_int8, _fake_dequantize_int8),
     ("straight_through_int8", _straight_through_int8, _fake_straight_through_int8),

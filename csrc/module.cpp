@@ -3,7 +3,7 @@
 #include "bindings/direct.h"
 #include "bindings/observe.h"
 #ifdef USE_CUDA
-#include "bindings/cuda.h"
+#include "cuda/kernels.h"
 #endif
 
 namespace {
@@ -12,6 +12,13 @@ template <class F>
 PyMethodDef fast_call(const char* name, F* function) {
   return {name, reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(function)), METH_FASTCALL, nullptr};
 }
+
+#ifdef USE_CUDA
+// Why nothing of this binary runs on the current device; "" if it does.
+PyObject* why_no_kernel(PyObject*, PyObject*) {
+  return PyUnicode_FromString(amp_kernels::cuda::why_no_kernel().c_str());
+}
+#endif
 
 }  // namespace
 
@@ -24,7 +31,7 @@ PyMODINIT_FUNC PyInit__C(void) {
                                   fast_call("new_int8_matmul", new_int8_matmul),
                                   fast_call("new_int8_linear", new_int8_linear),
 #ifdef USE_CUDA
-                                  {"why_no_kernel", cuda::why_no_kernel, METH_NOARGS, nullptr},
+                                  {"why_no_kernel", why_no_kernel, METH_NOARGS, nullptr},
 #endif
                                   {}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

@@ -4,7 +4,6 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
 import torch
 from cuda_on_cpu import backend
 
@@ -13,8 +12,7 @@ from amp_kernels import testing
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 from gpu_parts import TILES
 
-with pytest.MonkeyPatch.context() as patch:
-    backend.serve(patch)
+with backend.serving():
     for op, names in TILES.items():
         for case in testing.CASES[op]:
             if str(case) in names and (len(sys.argv) == 1 or op in sys.argv[1:]):

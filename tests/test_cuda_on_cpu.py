@@ -510,8 +510,7 @@ SHARED = [case for family in (testing.lists, testing.int8) for cases in family.C
 
 
 @pytest.mark.parametrize("case", SHARED, ids=lambda case: f"{case.op}-{case}")
-def test_shared_case(case: testing.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.serve(monkeypatch)
-    with backend.scheduled("shuffled"):
+def test_shared_case(case: testing.Case) -> None:
+    with backend.serving(), backend.scheduled("shuffled"):
         for result in case.body(torch.device("cpu")):
             assert result.passed, f"{case}: {result}"

@@ -336,8 +336,7 @@ def _shared() -> list[testing.Case]:
 
 
 @pytest.mark.parametrize("case", _shared(), ids=lambda case: f"{case.op}-{case}")
-def test_shared_case(case: testing.Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    backend.serve(monkeypatch)
-    with backend.scheduled(next(ORDERS), seed=1):
+def test_shared_case(case: testing.Case) -> None:
+    with backend.serving(), backend.scheduled(next(ORDERS), seed=1):
         for result in case.body(torch.device("cpu")):
             assert result.passed, f"{case}: {result}"

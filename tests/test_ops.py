@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib
 import os
 from collections.abc import Callable, Iterator
@@ -13,7 +12,9 @@ import torch
 from torch import Tensor
 
 import amp_kernels
-from amp_kernels import _backends, _lists, testing
+from amp_kernels import _backends, testing
+from amp_kernels.families import FAMILIES, Family
+from amp_kernels.ops.lists import gradient_pass, update
 
 OPS = torch.ops.amp_kernels
 F16 = torch.float16
@@ -51,18 +52,26 @@ def lists(op: str) -> tuple[list[Tensor], ...]:
 
 
 # ---------------------------------------------------------------------------------------------------- opcheck
+def update_arguments(family: Family, *, momentum: float = 0.9, is_scaled: bool = False) -> tuple[Any, ...]:
+    """Those of the operator that all updates share."""
+    params, grads, *states, masters = lists(f"{family.name}_")
+    if momentum == 0:
+        states = [None if name == "momentum_buffer" else s for name, s in zip(family.states, states, strict=True)]
+    states += [None] * (3 - len(states))
+    options = {**sgd_arguments(momentum), **rmsprop_arguments(momentum=momentum)}
+    scalars = (one(0.1), 1, one(2.0), one(0.0)) if is_scaled else (None, 1, None, None)
+    return family.name, params, grads, *states, masters, list(family.hyper.of(options)), 0.1, *scalars
+
+
 def op_samples() -> Iterator[Any]:
     grads = lambda: [testing.randn(5), testing.randn(3, 4, dtype=F16).mT, testing.randn(0)]  # noqa: E731
-    more = {"tensor_lr": None, "grad_scale": None, "found_inf": None}
-    scaled = {"tensor_lr": one(0.1), "grad_scale": one(2.0), "found_inf": one(0.0)}
     yield pytest.param("unscale_", (grads(), one(0.5), one(0.0)), {}, id="unscale_")
     yield pytest.param("grad_norm", (grads(), None, one(0.0)), {}, id="grad_norm")
     yield pytest.param("grad_norm", (grads(), one(0.5), one(0.0)), {}, id="grad_norm-checked")
-    yield pytest.param("sgd_", lists("sgd_"), sgd_arguments(**more), id="sgd_")
-    yield pytest.param("sgd_", lists("sgd_"), sgd_arguments(**scaled), id="sgd_-scaled")
-    yield pytest.param("sgd_", (*lists("sgd_")[:2], [], lists("sgd_")[3]), sgd_arguments(0.0, **more), id="sgd_-plain")
-    yield pytest.param("rmsprop_", lists("rmsprop_"), rmsprop_arguments(**more), id="rmsprop_")
-    yield pytest.param("rmsprop_", lists("rmsprop_"), rmsprop_arguments(**scaled), id="rmsprop_-scaled")
+    for family in FAMILIES.values():
+        yield pytest.param("update_", update_arguments(family), {}, id=family.name)
+        yield pytest.param("update_", update_arguments(family, is_scaled=True), {}, id=f"{family.name}-scaled")
+        yield pytest.param("update_", update_arguments(family, momentum=0.0), {}, id=f"{family.name}-plain")
 
 
 @pytest.mark.parametrize(("op", "arguments", "options"), list(op_samples()))
@@ -87,18 +96,14 @@ class Checked:
 # Table ops write through addresses that no schema can show, so they are never traced and have no fake: only
 # what the schema says of their arguments is checked. `_send_` has no CPU kernel.
 @pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
-@pytest.mark.parametrize("op", ["_unscale_table_", "_gradient_pass_", "_sgd_table_", "_rmsprop_table_"])
+@pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_"])
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
     if op == "_unscale_table_":
-        _lists.run_gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
-    elif op == "_gradient_pass_":
-        _lists.run_plain_gradient_pass(checked._gradient_pass_, [testing.randn(5)], one(0.5), one(0.0), write=True)
+        gradient_pass(checked, [testing.randn(5)], one(0.5), one(0.0), write=True)
     else:
-        params, grads, *states, masters = lists("sgd_" if op == "_sgd_table_" else "rmsprop_")
-        options = {"lr": 0.1, "tensor_lr": None, "steps_taken": 0, "grad_scale": None, "found_inf": None}
-        table_op = getattr(checked, op)
-        _lists.run_update(table_op, checked, params, grads, states, masters, hyper=(0.9,), **options)
+        for family in FAMILIES.values():
+            update(checked, *update_arguments(family))
     assert op in checked.called
 
 
@@ -107,35 +112,9 @@ def test_a_backend_has_the_kernels_that_its_type_names(name: str) -> None:
     if _backends.backend_reasons("cuda" if name == "triton" else name)[name] not in (None, "there is no CUDA device"):
         pytest.skip(f"{name} is not here")
     ops = _backends.kernels(name)
-    expected = set(_backends.Kernels.__annotations__)
-    if name != "cpu":
-        expected |= set(_backends.DeviceKernels.__annotations__)
-    if name != "triton":
-        expected.add("_gradient_pass_")
-    assert {op for op in _backends.KERNEL_SCHEMAS if hasattr(ops, op)} == expected
-
-
-ODD_ONES = {
-    "transposed": lambda: testing.randn(3, 4).t(),
-    "float64": lambda: testing.randn(5).double(),
-    "sparse": lambda: testing.randn(5).to_sparse(),
-    "meta": lambda: torch.empty(5, device="meta"),
-}
-
-
-@pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
-@pytest.mark.parametrize("name", ODD_ONES)
-def test_the_pass_without_a_table_takes_plain_tensors_or_does_nothing(name: str) -> None:
-    ops = _backends.kernels("cpu")
-    assert hasattr(ops, "_gradient_pass_")
-    plain, found_inf = torch.tensor([3.0, float("inf")]), one(0.0)
-    run = functools.partial(
-        _lists.run_plain_gradient_pass, ops._gradient_pass_, inv_scale=one(0.5), found_inf=found_inf, write=True
-    )
-    assert run([plain, ODD_ONES[name]()]) is None
-    assert plain.tolist() == [3.0, float("inf")] and found_inf == 0
-    assert run([plain]) == float("inf")
-    assert plain.tolist() == [1.5, float("inf")] and found_inf == 1
+    everywhere, on_gpus = set(_backends.Kernels.__annotations__), set(_backends.DeviceKernels.__annotations__)
+    expected = everywhere if name == "cpu" else everywhere | on_gpus
+    assert {op for op in everywhere | on_gpus if hasattr(ops, op)} == expected
 
 
 # ------------------------------------------------------------------------------------------------------ fakes

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from amp_kernels import clip_grad_norm_, grad_norm, testing, unscale_
-from amp_kernels.functional import lists
+from amp_kernels.functional import unscale as functional
 
 pytestmark = [
     pytest.mark.usefixtures("backend"),
@@ -274,7 +274,7 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
             groups.setdefault(next(names), []).append(tensor)
         return groups
 
-    monkeypatch.setattr(lists, "_by_device", by_device)
+    monkeypatch.setattr(functional, "_by_device", by_device)
 
 
 @pytest.mark.usefixtures("two_devices")

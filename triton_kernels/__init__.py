@@ -16,6 +16,11 @@ from .send import _send_
 from .sgd import _sgd_table_
 from .unscale import _unscale_table_
 
+
+def _update_table_(family, *arguments):
+    {"sgd": _sgd_table_, "rmsprop": _rmsprop_table_}[family](*arguments)
+
+
 __all__ = [
     "_copy_pad_",
     "_dequantize_int8_",
@@ -28,4 +33,5 @@ __all__ = [
     "_sgd_table_",
     "_straight_through_int8_",
     "_unscale_table_",
+    "_update_table_",
 ]

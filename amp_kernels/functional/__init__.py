@@ -4,8 +4,10 @@ Without a compiled extension they run as Triton kernels or as plain torch (`amp_
 """
 
 from .int8 import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
-from .lists import clip_grad_norm_, grad_norm, moved, rmsprop_, sgd_, total_norm, unscale_
 from .matmul import addmm, linear, matmul, pad_to_multiple
+from .rmsprop import rmsprop_
+from .sgd import sgd_
+from .unscale import clip_grad_norm_, grad_norm, moved, total_norm, unscale_
 
 __all__ = [
     "Int8Tensor",

@@ -16,10 +16,11 @@ from torch.distributed.tensor import DTensor
 
 from .. import _backends
 from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
+from ..families import Family
 from ..functional import moved, total_norm
 from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
-from ._reference_plan import ReferencePlan, ReferenceStep
+from ._reference_plan import ReferencePlan
 from ._state import States
 
 _STATES = {"master", "momentum_buffer", "square_avg", "grad_avg"}
@@ -46,8 +47,7 @@ class OverflowLog:
 class FusedOptimizer(torch.optim.Optimizer):
     """Base class of the fused optimizers; see `FusedSGD` for what they promise."""
 
-    _table_op: str
-    _reference_step: ReferenceStep
+    _family: Family
     _set_at_first_step: str | None = None  # a state that the first step sets without reading it
 
     _plans: list[Plan] | None = None
@@ -116,9 +116,6 @@ class FusedOptimizer(torch.optim.Optimizer):
         return any(getattr(p, "_fsdp_flattened", False) for params in self._params_by_group() for p in params)
 
     # ------------------------------------------------------------------------------------ what a family says of itself
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        raise NotImplementedError
-
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         """The states of a parameter in table order; None for one that the options do without."""
         raise NotImplementedError
@@ -205,7 +202,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             assert self._plans is not None
             if not self._refresh(self._plans, writes):
                 raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
-        hyper = [self._hyper(group) for group in self.param_groups]
+        hyper = [Hyper(self._family.hyper.of(group), group["lr"]) for group in self.param_groups]
         plans = [plan for plan in self._plans if plan.written]
         for plan in plans:
             plan.set_hyper(hyper)
@@ -263,8 +260,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         backend = _backends.select(device)
         ops = _backends.kernels(backend)
         if ops is None:
-            return ReferencePlan(type(self)._reference_step, device, members, record)
-        return NativePlan(backend, ops, self._table_op, device, members, record)
+            return ReferencePlan(self._family, device, members, record)
+        return NativePlan(backend, ops, self._family, device, members, record)
 
     def _member(self, name: str, index: int, param: Tensor) -> Member:
         has_gradient = param.grad is not None

@@ -16,7 +16,7 @@ from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
-from .. import _loader
+from .. import _loader, torch_private
 from .._table import DTYPE_CODES, int64_tensor, is_dense
 
 NO_GRADIENT, UNREADABLE = -2, -1
@@ -196,7 +196,7 @@ def _layout(tensor: Tensor) -> int:
 
 @functools.cache
 def _compiled_sweep() -> Callable[..., None] | None:
-    api = getattr(Tensor, "__dlpack_c_exchange_api__", None)
+    api = torch_private.tensor_exchange_api()
     if api is None or not _loader.load():
         return None
     torchs = (api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)

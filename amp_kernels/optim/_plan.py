@@ -31,6 +31,7 @@ from ._observe import PLACE, Seen, Spans, are_plain, local, observe, plain_gradi
 
 if TYPE_CHECKING:
     from .._backends import Kernels
+    from ..families import Family
 
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
 
@@ -107,9 +108,9 @@ class Member:
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of a group, in the column order of its formula."""
+    """The hyper-parameters of a group, as the type of its family has them, and its learning rate."""
 
-    values: tuple[float, ...]
+    values: Any
     lr: float | Tensor
 
 
@@ -178,14 +179,14 @@ class NativePlan(Plan):
         self,
         backend: str,
         ops: Kernels,
-        table_op: str,
+        family: Family,
         device: torch.device,
         members: Sequence[Member],
         record: Tensor,
     ) -> None:
         super().__init__(backend, device, members, record)
         self._ops = ops
-        self._table_op = getattr(ops, table_op)
+        self._family = family.name
         self._rows = [t for t, m in enumerate(members) if m.states is not None]
         self._row_index = int64_tensor(self._rows)
         self._started = [members[t] for t in self._rows]
@@ -443,7 +444,8 @@ class NativePlan(Plan):
             member.target.copy_(local(member.param))
         tables = self._device_tables()
         for bucket in self._buckets:
-            self._table_op(
+            self._ops._update_table_(
+                self._family,
                 tables.table,
                 bucket.entries,
                 self._chunk_size,

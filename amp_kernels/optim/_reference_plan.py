@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from .. import reference
+from ..families import Family
 from ._observe import local
 from ._plan import Hyper, Member, Plan, check_written, read_gradient
-
-# (params, grads, states in table order, masters, first step, hyper, grad_scale, found_inf)
-ReferenceStep = Callable[..., None]
 
 
 class ReferencePlan(Plan):
     """Loops over the parameters; sync-free like the kernels, since every choice is a `torch.where`."""
 
-    def __init__(self, step: ReferenceStep, device: torch.device, members: Sequence[Member], record: Tensor) -> None:
+    def __init__(self, family: Family, device: torch.device, members: Sequence[Member], record: Tensor) -> None:
         super().__init__("reference", device, members, record)
-        self._step = step
+        self._family = family
         self._hyper: Sequence[Hyper] = ()
         self._pairs: list[tuple[int, Tensor]] = []
         self._memory = self._parameter_memory()
@@ -83,9 +81,11 @@ class ReferencePlan(Plan):
             masters = [] if member.master is None else [member.master]
             states = [[] if s is None else [s] for s in member.states or ()]
             step = member.state["step"]
-            first = step == 0
             hyper = self._hyper[member.group]
-            self._step([param], [grad], states, masters, first, hyper, grad_scale, found_inf)
+            self._family.reference(
+                [param], [grad], states, masters, hyper.values, lr=hyper.lr, is_first_step=step == 0,
+                grad_scale=grad_scale, found_inf=found_inf,
+            )  # fmt: skip
             step.add_(applied)
             member.version = member.param._version
         self._pairs = []  # gradients are not ours to keep

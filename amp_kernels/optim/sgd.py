@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from .. import reference
+from ..families import SGD
 from ._base import FusedOptimizer
-from ._plan import Hyper
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
@@ -40,7 +38,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         TypeError: at the first step, if a parameter is not fp32, fp16 or bf16.
     """
 
-    _table_op = "_sgd_table_"
+    _family = SGD
     _set_at_first_step = "momentum_buffer"
 
     def __init__(
@@ -63,35 +61,5 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False)
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
 
-    def _hyper(self, group: dict[str, Any]) -> Hyper:
-        return Hyper(
-            (
-                group["momentum"],
-                1 - group["dampening"],
-                float(group["weight_decay"]),
-                float(group["nesterov"]),
-                -1.0 if group["maximize"] else 1.0,
-            ),
-            group["lr"],
-        )
-
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] != 0 else None,)
-
-    @staticmethod
-    def _reference_step(
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor],
-        states: Sequence[Sequence[Tensor]],
-        masters: Sequence[Tensor],
-        is_first_step: Tensor,
-        hyper: Hyper,
-        grad_scale: Tensor | None,
-        found_inf: Tensor | None,
-    ) -> None:
-        momentum, one_minus_dampening, weight_decay, nesterov, sign = hyper.values
-        reference.sgd_(
-            params, grads, states[0], masters, lr=hyper.lr, momentum=momentum, dampening=1 - one_minus_dampening,
-            weight_decay=weight_decay, nesterov=bool(nesterov), maximize=sign < 0, is_first_step=is_first_step,
-            grad_scale=grad_scale, found_inf=found_inf,
-        )  # fmt: skip

@@ -41,17 +41,6 @@ inline Dtype dtype_of(const Tensor& tensor) {
   }
 }
 
-// Twice the dtype's code, plus 1 if the tensor is contiguous; -1 for what kernels do not read.
-inline int64_t kind_of(const Tensor& tensor) {
-  using torch::headeronly::ScalarType;
-  int32_t layout = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  const ScalarType type = tensor.scalar_type();
-  const bool is_read = type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
-  if (layout != aoti_torch_layout_strided() || !is_read) return -1;
-  return 2 * dtype_of(tensor) + tensor.is_contiguous();
-}
-
 inline Table make_table(const Tensor& table, const Tensor& chunks, int64_t chunk_size) {
   return {data<int64_t>(table), table.size(1), data<int32_t>(chunks), chunks.size(0), chunk_size};
 }

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <string>
+#include <string_view>
 
 #include "../int8.h"
 #include "../matmul.h"
@@ -16,8 +17,7 @@ using Stream = ::CUstream_st*;  // cudaStream_t
 namespace cuda {
 
 void launch_unscale(const GradientPass& pass, Stream stream);
-void launch_sgd(const Update& update, Stream stream);
-void launch_rmsprop(const Update& update, Stream stream);
+void launch_update(std::string_view family, const Update& update, Stream stream);
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
 std::string why_no_kernel();  // on the current device, for which the binary may hold none; "" if there are
 

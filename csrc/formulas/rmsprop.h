@@ -13,6 +13,7 @@
 namespace amp_kernels {
 
 struct RmspropFormula {
+  static constexpr const char* kName = "rmsprop";
   static constexpr int kStates = 3;  // square_avg, momentum_buffer, grad_avg; an absent one reads as 0
 
   float factor, lr, alpha, one_minus_alpha, centering, eps, weight_decay, momentum;

@@ -11,6 +11,7 @@
 namespace amp_kernels {
 
 struct SgdFormula {
+  static constexpr const char* kName = "sgd";
   static constexpr int kStates = 1;  // momentum_buffer
 
   float factor, lr, momentum, one_minus_dampening, weight_decay, lookahead;

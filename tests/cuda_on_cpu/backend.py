@@ -9,12 +9,15 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from amp_kernels import _backends, _direct, _matmul, _ops
+from amp_kernels.ops.library import DEFINITIONS
 
 from .arena import Arena
 from .build import HERE, ROOT, build
@@ -22,12 +25,10 @@ from .build import HERE, ROOT, build
 ORDERS = ("forwards", "backwards", "shuffled")  # enum Order of emulator.h
 _POINTER, _INT64, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_bool
 _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
-_UPDATE = (*_TABLE, _POINTER, _POINTER, _POINTER, _INT, _INT, _POINTER, _POINTER, _POINTER, ctypes.c_float)
 _SIGNATURES = {
     "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
     "send": (_POINTER, _POINTER, _INT64),
-    "sgd_table": _UPDATE,
-    "rmsprop_table": _UPDATE,
+    "update_table": (ctypes.c_char_p, *_TABLE, *[_POINTER] * 3, _INT, _INT, *[_POINTER] * 3, ctypes.c_float),
     **dict.fromkeys(
         (
             "quantize_int8",
@@ -117,13 +118,26 @@ def compute_capability(value: int) -> Iterator[None]:
         library().set_compute_capability(90)
 
 
-def serve(monkeypatch: pytest.MonkeyPatch) -> None:
+class _Launch(TorchDispatchMode):
     """Operators take CPU tensors to the kernels here, whatever the CPU has of its own for them."""
-    for module in (_backends, _ops):
-        monkeypatch.setattr(module, "select", lambda device: "cuda")
-        monkeypatch.setattr(module, "kernels", lambda name: sys.modules[__name__])
-    monkeypatch.setattr(_direct, "_is_ours", lambda: False)
-    monkeypatch.setattr(_matmul, "HAS_CPU", False)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        definition = DEFINITIONS.get(func)
+        if definition is None or definition.launch is None or types:
+            return func(*args, **(kwargs or {}))
+        return definition.launch(sys.modules[__name__], *args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """Whatever takes CPU tensors to kernels takes them to those here inside the ``with`` block."""
+    with pytest.MonkeyPatch.context() as patch, _Launch():
+        for module in (_backends, _ops):
+            patch.setattr(module, "select", lambda device: "cuda")
+            patch.setattr(module, "kernels", lambda name: sys.modules[__name__])
+        patch.setattr(_direct, "_is_ours", lambda: False)
+        patch.setattr(_matmul, "HAS_CPU", False)
+        yield
 
 
 @functools.cache
@@ -157,22 +171,15 @@ def _send_(host: Tensor, to: Tensor) -> None:
     _call("send", host.data_ptr(), to.data_ptr(), host.numel())
 
 
-def _sgd_table_(*arguments: object) -> None:
-    _update("sgd_table", *arguments)  # type: ignore[arg-type]
-
-
-def _rmsprop_table_(*arguments: object) -> None:
-    _update("rmsprop_table", *arguments)  # type: ignore[arg-type]
-
-
-def _update(
-    name: str, table: Tensor, chunks: Tensor, chunk_size: int, steps: Tensor, hyper: Tensor, lr: Tensor,
+def _update_table_(
+    family: str, table: Tensor, chunks: Tensor, chunk_size: int, steps: Tensor, hyper: Tensor, lr: Tensor,
     param_dtype: int, grad_dtype: int, grad_scale: Tensor | None, found_inf: Tensor | None,
     grad_norm: Tensor | None, max_norm: float,
 ) -> None:  # fmt: skip
     arrays = [x.data_ptr() for x in (steps, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
-    _call(name, *_table(table, chunks, chunk_size), *arrays, param_dtype, grad_dtype, *scalars, max_norm)
+    dtypes = (param_dtype, grad_dtype)
+    _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *dtypes, *scalars, max_norm)
 
 
 def _quantize_int8_(

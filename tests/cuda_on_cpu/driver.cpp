@@ -33,25 +33,23 @@ const char* send(const int64_t* host, int64_t* to, int64_t n) {
   return guarded([&] { cuda::launch_send(host, to, n, nullptr); });
 }
 
-#define UPDATE_TABLE(optimizer)                                                                                    \
-  const char* optimizer##_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count, \
-                                int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,         \
-                                int param_dtype, int grad_dtype, const float* grad_scale, const float* found_inf,  \
-                                const float* grad_norm, float max_norm) {                                          \
-    return guarded([&] {                                                                                           \
-      cuda::launch_##optimizer({{table, tensors, chunks, chunk_count, chunk_size},                                 \
-                                steps,                                                                             \
-                                hyper,                                                                             \
-                                lr,                                                                                \
-                                grad_scale,                                                                        \
-                                found_inf,                                                                         \
-                                grad_norm,                                                                         \
-                                max_norm,                                                                          \
-                                static_cast<Dtype>(param_dtype),                                                   \
-                                static_cast<Dtype>(grad_dtype)},                                                   \
-                               nullptr);                                                                           \
-    });                                                                                                            \
-  }
-UPDATE_TABLE(sgd)
-UPDATE_TABLE(rmsprop)
+const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
+                         int64_t chunk_count, int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,
+                         int param_dtype, int grad_dtype, const float* grad_scale, const float* found_inf,
+                         const float* grad_norm, float max_norm) {
+  return guarded([&] {
+    cuda::launch_update(family,
+                        {{table, tensors, chunks, chunk_count, chunk_size},
+                         steps,
+                         hyper,
+                         lr,
+                         grad_scale,
+                         found_inf,
+                         grad_norm,
+                         max_norm,
+                         static_cast<Dtype>(param_dtype),
+                         static_cast<Dtype>(grad_dtype)},
+                        nullptr);
+  });
+}
 }

@@ -1,4 +1,4 @@
-"""List operators on native kernels: a table for one call, with copies where a tensor's memory has gaps."""
+"""The list operators on kernels without C++ before them, Triton's: a table for one call, as of csrc/ops/lists.h."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ._table import (
+from .._table import (
     DTYPE_CODES,
     HYPER_COLUMNS,
     UPDATE_ROWS,
@@ -25,28 +25,24 @@ from ._table import (
 )
 
 if TYPE_CHECKING:
-    from ._backends import Kernel, Kernels
+    from .._backends import Kernels
 
 
 # A model is cut the same way at every step: a millisecond or two of a billion elements, which a GPU reads in one.
 _cut = functools.lru_cache(maxsize=8)(cut)
 
 
-def run_plain_gradient_pass(
-    gradient_pass: Kernel, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
-) -> Tensor | None:
-    """One gradient pass of compiled kernels over `grads`, which nobody has looked at: None, and nothing was done,
-    unless they are contiguous fp32, fp16 or bf16 tensors of one device. A table made in Python takes 2 us a tensor
-    more."""
-    norm = torch.empty((), dtype=torch.float32, device=found_inf.device)
-    return norm if gradient_pass(grads, inv_scale, write, found_inf, norm) else None
+def are_fake(tensors: Sequence[Tensor]) -> bool:
+    """Whether they have no memory to look at, as while tracing."""
+    first = tensors[0]
+    return first.is_meta or type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
 
-def run_gradient_pass(
-    ops: Kernels, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None, *, write: bool
+def gradient_pass(
+    ops: Kernels, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
 ) -> Tensor:
-    """One gradient pass; returns the norm."""
-    device = grads[0].device
+    """One read of every gradient; returns the norm."""
+    device = found_inf.device
     dense = [g if is_dense(g) else g.contiguous() for g in grads]
     chunks = _cut(tuple(g.numel() for g in dense))
     norm = torch.empty((), dtype=torch.float32, device=device)
@@ -59,7 +55,7 @@ def run_gradient_pass(
         write,
         False,
         torch.empty(chunks.entries.shape[0], dtype=torch.float64, device=device),
-        torch.empty((), dtype=torch.float32, device=device) if found_inf is None else found_inf,
+        found_inf,
         norm,
         torch.zeros(4, dtype=torch.int64, device=device),
     )
@@ -68,15 +64,16 @@ def run_gradient_pass(
     return norm
 
 
-def run_update(
-    table_op: Kernel,
+def update(
     ops: Kernels,
+    family: str,
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
-    states: Sequence[Sequence[Tensor]],
-    masters: Sequence[Tensor],
-    *,
-    hyper: tuple[float, ...],
+    state0: Sequence[Tensor] | None,
+    state1: Sequence[Tensor] | None,
+    state2: Sequence[Tensor] | None,
+    masters: Sequence[Tensor] | None,
+    hyper: Sequence[float],
     lr: float,
     tensor_lr: Tensor | None,
     steps_taken: int,
@@ -84,12 +81,15 @@ def run_update(
     found_inf: Tensor | None,
 ) -> None:
     """One update of every parameter, one launch for each combination of dtypes."""
+    if not params:
+        return
     device = params[0].device
     dense_params = [p if is_dense(p) else p.contiguous() for p in params]
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
+    states = [state or () for state in (state0, state1, state2)]
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     low = [p for p in dense_params if p.dtype is not torch.float32]
-    dense_masters = [_as_laid_out(m, p) for m, p in zip(masters, low, strict=True)]
+    dense_masters = [_as_laid_out(m, p) for m, p in zip(masters or (), low, strict=True)]
 
     table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_masters), device)
     hyper_row = torch.tensor(
@@ -102,7 +102,8 @@ def run_update(
     )
     for codes, chunks in _by_dtypes(dense_params, dense_grads):
         entries = send(ops, chunks.entries, device)
-        table_op(
+        ops._update_table_(
+            family,
             table,
             entries,
             chunks.size,
@@ -116,7 +117,7 @@ def run_update(
             0.0,
         )
     _copy_back(params, dense_params)
-    _copy_back(masters, dense_masters)
+    _copy_back(masters or (), dense_masters)
     for state, dense_state in zip(states, dense_states, strict=True):
         _copy_back(state, dense_state)
 

@@ -1,8 +1,7 @@
-"""Fused passes over lists of tensors.
+"""The gradient pass over lists: unscaling, the check for NaN and inf, the norm, clipping.
 
-Lists may mix fp16, bf16 and fp32, hold empty tensors and views of any strides; gradients may be on several devices,
-the tensors of an update on one. Nothing here waits for a device. Without a compiled extension they run as Triton
-kernels or as plain torch (`amp_kernels.reference`).
+Lists may mix fp16, bf16 and fp32, hold empty tensors and views of any strides, and span devices. Nothing here waits for
+a device.
 """
 
 from __future__ import annotations
@@ -12,12 +11,12 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .. import _checks
-from .._ops import OPS as _ops
+from .._checks import as_list, check_scalar
 from .._table import DTYPE_CODES
+from ..ops import unscale as ops
+from ..ops.library import call, note_written
 
 
-@torch.no_grad()
 def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -> None:
     """Multiplies gradients by `inv_scale` in place and records whether an element was NaN or inf.
 
@@ -31,16 +30,15 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     Raises:
         TypeError, ValueError: a tensor has another dtype, is sparse or expanded; a scalar is not one fp32 element.
     """
-    grads = _checks.as_list("unscale_", "grads", grads)
-    _checks.check_scalar("unscale_", "inv_scale", inv_scale)
-    _checks.check_scalar("unscale_", "found_inf", found_inf)
+    grads = as_list("unscale_", "grads", grads)
+    _check_scalars("unscale_", inv_scale, found_inf)
     for device, group in _by_device(grads).items():
         flag = _local_flag(found_inf, device)
-        _ops.unscale_(group, moved(inv_scale, device), flag)
+        call(ops.unscale_, group, moved(inv_scale, device), flag)
         _merge_flag(found_inf, flag)
+    note_written(grads, [found_inf])
 
 
-@torch.no_grad()
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
     """L2 norm of ``inv_scale * grads`` over all elements, in one read; nothing but `found_inf` is written.
 
@@ -58,16 +56,16 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     Raises:
         TypeError, ValueError: as `unscale_`.
     """
-    grads = _checks.as_list("grad_norm", "grads", grads)
-    _checks.check_scalar("grad_norm", "inv_scale", inv_scale)
-    _checks.check_scalar("grad_norm", "found_inf", found_inf)
+    grads = as_list("grad_norm", "grads", grads)
+    _check_scalars("grad_norm", inv_scale, found_inf)
     norms = []
     for device, group in _by_device(grads).items():
-        scale = None if inv_scale is None else moved(inv_scale, device)
         flag = _local_flag(found_inf, device)
-        norms.append(_ops.grad_norm(group, scale, flag))
+        norms.append(call(ops.grad_norm, group, None if inv_scale is None else moved(inv_scale, device), flag))
         if found_inf is not None:
             _merge_flag(found_inf, flag)
+    if found_inf is not None:
+        note_written([found_inf])
     if not norms:
         return torch.zeros((), dtype=torch.float32)
     return norms[0] if len(norms) == 1 else total_norm(norms)
@@ -124,109 +122,9 @@ def clip_grad_norm_(
     return norm
 
 
-@torch.no_grad()
-def sgd_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor],
-    masters: Sequence[Tensor] = (),
-    *,
-    lr: float | Tensor,
-    momentum: float,
-    dampening: float,
-    weight_decay: float,
-    nesterov: bool,
-    maximize: bool,
-    is_first_step: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One SGD step on lists, in the manner of ``torch._fused_sgd_``, with fp32 masters for 16-bit parameters.
-
-    All arithmetic is fp32; a 16-bit parameter becomes exactly ``master.to(dtype)``. Gradients are never written.
-    Formula: `torch.optim.SGD` (Sutskever et al. 2013).
-
-    Args:
-        params: fp16, bf16 or fp32 tensors of any strides.
-        grads: one for each parameter, of its shape, in any of those dtypes.
-        momentum_buffers: one fp32 tensor for each parameter; empty or ignored when `momentum` is 0. Not read in the
-            first step.
-        masters: one fp32 tensor for each 16-bit parameter, in their order.
-        lr: a float, or one fp32 element on the parameters' device, which is read there.
-        is_first_step: the momentum buffer becomes the gradient, whatever the dampening.
-        grad_scale: one fp32 element by which the gradients are divided.
-        found_inf: one fp32 element; unless it is 0 nothing at all is changed.
-
-    Raises:
-        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
-    """
-    rest = {
-        "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,
-        "maximize": maximize, "is_first_step": is_first_step,
-    }  # fmt: skip
-    lists = {"params": params, "grads": grads, "momentum_buffers": momentum_buffers, "masters": masters}
-    _update("sgd_", lists, lr, grad_scale, found_inf, rest)
-
-
-@torch.no_grad()
-def rmsprop_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    square_avgs: Sequence[Tensor],
-    momentum_buffers: Sequence[Tensor] = (),
-    grad_avgs: Sequence[Tensor] = (),
-    masters: Sequence[Tensor] = (),
-    *,
-    lr: float | Tensor,
-    alpha: float,
-    eps: float,
-    weight_decay: float,
-    momentum: float,
-    maximize: bool,
-    grad_scale: Tensor | None = None,
-    found_inf: Tensor | None = None,
-) -> None:
-    """One RMSprop step on lists, in the manner of ``torch._fused_sgd_``, with fp32 masters for 16-bit parameters.
-
-    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013). Where rounding makes the centered variance
-    negative it counts as 0; torch gets NaN there.
-
-    Args:
-        square_avgs: one fp32 tensor for each parameter; zeros before the first step, as the other states.
-        momentum_buffers: the same, empty or ignored when `momentum` is 0.
-        grad_avgs: the same; given iff the variance is centered.
-        params, grads, masters, lr, grad_scale, found_inf: as in `sgd_`.
-
-    Raises:
-        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
-    """
-    rest = {
-        "alpha": alpha,
-        "eps": eps,
-        "weight_decay": weight_decay,
-        "momentum": momentum,
-        "maximize": maximize,
-    }
-    lists = {
-        "params": params, "grads": grads, "square_avgs": square_avgs, "momentum_buffers": momentum_buffers,
-        "grad_avgs": grad_avgs, "masters": masters,
-    }  # fmt: skip
-    _update("rmsprop_", lists, lr, grad_scale, found_inf, rest)
-
-
-def _update(
-    op: str,
-    lists: dict[str, Sequence[Tensor]],
-    lr: float | Tensor,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-    options: dict[str, float | bool],
-) -> None:
-    tensor_lr = lr if isinstance(lr, Tensor) else None
-    rate = 0.0 if isinstance(lr, Tensor) else float(lr)
-    checked = [_checks.as_list(op, name, tensors) for name, tensors in lists.items()]
-    scalars = {"tensor_lr": tensor_lr, "grad_scale": grad_scale, "found_inf": found_inf}
-    getattr(_ops, op)(*checked, lr=rate, **scalars, **options)
+def _check_scalars(op: str, inv_scale: Tensor | None, found_inf: Tensor | None) -> None:
+    check_scalar(op, "inv_scale", inv_scale)
+    check_scalar(op, "found_inf", found_inf)
 
 
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:

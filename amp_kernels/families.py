@@ -1,0 +1,113 @@
+"""The update families: what every layer has to know of an optimizer, written once.
+
+A name leads to the rest: ``csrc/formulas/<name>.h`` is the arithmetic in C++ (listed in ``families.h``),
+``triton_kernels/<name>.py`` the same in Triton, ``amp_kernels/reference/<name>.py`` the specification.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from . import reference
+
+
+class Family(NamedTuple):
+    """An update ``p, states <- formula(p, g, states, hyper, lr)``.
+
+    Attributes:
+        name: of the formula.
+        states: in the order of the table's rows; which of them a parameter has, its options say.
+        hyper: the type of its hyper-parameters without the learning rate, a NamedTuple in the order of their columns;
+            ``hyper.of(options)`` makes one of the options that users know.
+        reference: ``(params, grads, states, masters, hyper, *, lr, is_first_step, grad_scale, found_inf)``, with a list
+            for each state, empty for one that there is not.
+    """
+
+    name: str
+    states: tuple[str, ...]
+    hyper: Any
+    reference: Callable[..., None]
+
+
+def _sign(options: Mapping[str, Any]) -> float:
+    return -1.0 if options["maximize"] else 1.0
+
+
+# ---------------------------------------------------------------------------------------------------------------- SGD
+class SgdHyper(NamedTuple):
+    momentum: float
+    one_minus_dampening: float
+    weight_decay: float
+    nesterov: float
+    sign: float
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> SgdHyper:
+        return cls(
+            float(options["momentum"]),
+            1.0 - options["dampening"],
+            float(options["weight_decay"]),
+            float(options["nesterov"]),
+            _sign(options),
+        )
+
+
+def _sgd(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    hyper: SgdHyper,
+    **rest: Any,
+) -> None:
+    (momentum_buffers,) = states
+    reference.sgd_(
+        params, grads, momentum_buffers, masters, momentum=hyper.momentum, dampening=1 - hyper.one_minus_dampening,
+        weight_decay=hyper.weight_decay, nesterov=bool(hyper.nesterov), maximize=hyper.sign < 0, **rest,
+    )  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------ RMSprop
+class RmspropHyper(NamedTuple):
+    alpha: float
+    one_minus_alpha: float
+    eps: float
+    weight_decay: float
+    sign: float
+    momentum: float
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> RmspropHyper:
+        return cls(
+            float(options["alpha"]),
+            1.0 - options["alpha"],
+            float(options["eps"]),
+            float(options["weight_decay"]),
+            _sign(options),
+            float(options["momentum"]),
+        )
+
+
+def _rmsprop(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    hyper: RmspropHyper,
+    *,
+    is_first_step: bool | Tensor,
+    **rest: Any,
+) -> None:
+    square_avgs, momentum_buffers, grad_avgs = states
+    reference.rmsprop_(
+        params, grads, square_avgs, momentum_buffers, grad_avgs, masters, alpha=hyper.alpha, eps=hyper.eps,
+        weight_decay=hyper.weight_decay, momentum=hyper.momentum, maximize=hyper.sign < 0, **rest,
+    )  # fmt: skip
+
+
+SGD = Family("sgd", ("momentum_buffer",), SgdHyper, _sgd)
+RMSPROP = Family("rmsprop", ("square_avg", "momentum_buffer", "grad_avg"), RmspropHyper, _rmsprop)
+FAMILIES = {family.name: family for family in (SGD, RMSPROP)}

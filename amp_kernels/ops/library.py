@@ -1,0 +1,141 @@
+"""How an operator is defined: one schema, and a kernel for each dispatch key.
+
+=========================  ===========================================================================================
+dispatch key               kernel
+=========================  ===========================================================================================
+CPU, CUDA                  C++, registered by ``amp_kernels._C`` (csrc/ops), which wins whichever is imported first
+CUDA, without ``_C``'s     Triton
+CompositeExplicitAutograd  the reference, which serves every device that has no kernel of its own
+Autograd                   nothing: the call falls through, unless the operator is differentiable
+=========================  ===========================================================================================
+
+torch's dispatcher chooses; `amp_kernels.use_backend` intercepts the call before it does.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import importlib.util
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import _loader
+
+LIBRARY = torch.library.Library("amp_kernels", "DEF")
+
+
+class Definition(NamedTuple):
+    """What Python knows of an operator; each is called with its arguments."""
+
+    check: Callable[..., None]
+    reference: Callable[..., Any]
+    launch: Callable[..., Any] | None  # after the kernels to launch: Triton's module, or in tests the emulator's
+
+
+DEFINITIONS: dict[Any, Definition] = {}  # by operator
+
+
+def operator(
+    schema: str,
+    *,
+    check: Callable[..., None],
+    reference: Callable[..., Any],
+    fake: Callable[..., Any],
+    launch: Callable[..., Any] | None = None,
+    is_differentiable: bool = False,
+) -> Any:
+    """Defines ``torch.ops.amp_kernels.<name>``.
+
+    Args:
+        schema: as of `torch.library`, beginning with the name. A list that may be absent is ``Tensor[]?`` and gets
+            None: AOTInductor makes None of an empty list. One mutated argument is always there, or Inductor crashes.
+        check: raises a sentence if an argument does not fit. C++ looks at its arguments by itself and refuses without
+            words; `call` then asks this for them. The three below are called after it.
+        reference: the specification in plain torch, without gradients.
+        fake: makes what tracing takes for the results.
+        launch: calls kernels that have no C++ before them, Triton's; they are its first argument.
+        is_differentiable: the caller registers autograd.
+
+    Returns:
+        The operator.
+    """
+    name = schema.partition("(")[0]
+    reference = torch.no_grad()(_after(check, reference))
+    launch = None if launch is None else torch.no_grad()(_after(lambda _, *args: check(*args), launch))
+    LIBRARY.define(schema)
+    LIBRARY.impl(name, _reported(reference), "CompositeExplicitAutograd")
+    torch.library.register_fake(f"amp_kernels::{name}", _after(check, fake), lib=LIBRARY)
+    if launch is not None and not _loader.has_cuda() and importlib.util.find_spec("triton"):
+        LIBRARY.impl(name, lambda *args, **kwargs: launch(triton_kernels(), *args, **kwargs), "CUDA")
+    if not is_differentiable:
+        LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
+    op = getattr(torch.ops.amp_kernels, name).default
+    DEFINITIONS[op] = Definition(check, reference, launch)
+    return op
+
+
+def triton_kernels() -> Any:
+    """The module of the Triton kernels."""
+    return importlib.import_module("amp_kernels.triton_kernels")
+
+
+def call(op: Any, *args: Any, **kwargs: Any) -> Any:
+    """The operator's result, or where it refuses an argument a sentence."""
+    try:
+        return op(*args, **kwargs)
+    except (RuntimeError, TypeError, ValueError):
+        DEFINITIONS[op].check(*args, **kwargs)
+        raise
+
+
+def note_written(*lists: Sequence[Tensor]) -> None:
+    """Tells autograd what C++ wrote, which counts no versions: without it a later backward pass is silently wrong.
+
+    In a compiled graph the compiler does.
+    """
+    if torch.compiler.is_compiling():
+        return
+    for tensors in lists:
+        try:
+            torch.autograd.graph.increment_version(tensors)
+        except RuntimeError:  # inference tensors have no version
+            torch.autograd.graph.increment_version([t for t in tensors if not t.is_inference()])
+
+
+def _after(check: Callable[..., None], kernel: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(kernel)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        check(*args, **kwargs)
+        return kernel(*args, **kwargs)
+
+    return checked
+
+
+def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
+    """`reference` as the dispatcher finds it where there is nothing faster: on a GPU its user is told."""
+
+    @functools.wraps(reference)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        if any(tensor.is_cuda for tensor in _tensors((*args, *kwargs.values()))):
+            _warn_of_reference()
+        return reference(*args, **kwargs)
+
+    return run
+
+
+def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
+    lists = [argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments]
+    return [element for elements in lists for element in elements if isinstance(element, Tensor)]
+
+
+@functools.cache
+def _warn_of_reference() -> None:
+    why = _loader.load_error() or _loader.build_note() or "amp_kernels._C was built without CUDA"
+    warnings.warn(
+        f"amp_kernels runs its slow reference on CUDA tensors, since {why}, and there is no triton", stacklevel=4
+    )

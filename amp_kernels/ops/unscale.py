@@ -1,0 +1,71 @@
+"""The gradient pass: check for NaN and inf, norm, and unscaling, in one read of the gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._checks import check_scalar, check_tensors, check_written
+from . import lists
+from .library import LIBRARY, operator
+
+if TYPE_CHECKING:
+    from .._backends import Kernels
+
+
+def _check(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
+    check_tensors(op, "grads", grads)
+    check_scalar(op, "inv_scale", inv_scale, found_inf.device)
+    check_scalar(op, "found_inf", found_inf, grads[0].device if grads else None)
+
+
+def _check_unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    _check("unscale_", grads, inv_scale, found_inf)
+    check_written("unscale_", "grads", grads)
+
+
+def _unscale(grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    reference.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
+
+
+def _launch_unscale(kernels: Kernels, grads: list[Tensor], inv_scale: Tensor, found_inf: Tensor) -> None:
+    lists.gradient_pass(kernels, grads, inv_scale, found_inf, write=True)
+
+
+def _check_norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
+    _check("grad_norm", grads, inv_scale, found_inf)
+
+
+def _norm(grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
+    norm = reference.grad_norm(grads, inv_scale=inv_scale, found_inf=found_inf)
+    return norm if grads else norm.to(found_inf.device)
+
+
+def _launch_norm(kernels: Kernels, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> Tensor:
+    return lists.gradient_pass(kernels, grads, inv_scale, found_inf, write=False)
+
+
+unscale_ = operator(
+    "unscale_(Tensor(a!)[] grads, Tensor inv_scale, Tensor(b!) found_inf) -> ()",
+    check=_check_unscale,
+    reference=_unscale,
+    fake=lambda grads, inv_scale, found_inf: None,
+    launch=_launch_unscale,
+)
+# found_inf is not optional: Inductor crashes on an optional mutable Tensor that is absent.
+grad_norm = operator(
+    "grad_norm(Tensor[] grads, Tensor? inv_scale, Tensor(a!) found_inf) -> Tensor",
+    check=_check_norm,
+    reference=_norm,
+    fake=lambda grads, inv_scale, found_inf: torch.empty((), dtype=torch.float32, device=found_inf.device),
+    launch=_launch_norm,
+)
+# Of the step plan: it writes through addresses that its schema does not show, so that nothing may trace it.
+LIBRARY.define(
+    "_unscale_table_(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, bool clear, "
+    "Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()"
+)

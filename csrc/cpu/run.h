@@ -1,0 +1,47 @@
+// The gradient pass and the update over all chunks of a table, by the threads of torch's pool.
+#pragma once
+
+#include "../formulas/families.h"
+#include "parallel.h"
+#include "unscale.h"
+#include "update.h"
+
+namespace amp_kernels::cpu {
+
+inline int64_t elements(const Table& table) {
+  int64_t sum = 0;
+  for (int64_t c = 0; c < table.chunk_count; ++c) sum += Chunk(table, c).size;
+  return sum;
+}
+
+// Below 65536 elements waking a second thread costs more than it saves, whatever the number of chunks.
+template <class F>
+void for_each_chunk(const Table& table, int64_t elements, const F& f) {
+  const int64_t threads = elements < 65536 ? 1 : torch::stable::get_num_threads();
+  for_each(table.chunk_count, std::min(threads, table.chunk_count), f);
+}
+
+inline void run_pass(const GradientPass& pass) {
+  const float factor = unscale_factor(pass);
+  for_each_chunk(pass.table, elements(pass.table), [&](int64_t c) { unscale_chunk(pass, factor, c); });
+  finish_pass(pass, factor);
+}
+
+template <class Formula>
+void run_update(const Update& update) {
+  if (is_skipped(update)) return;
+  const float factor = update_factor(update);
+  const int64_t size = elements(update.table);
+  // From 8 MB of weights on. With RMSprop's division and root between the bursts a Xeon took 40% longer than with
+  // ordinary stores (25M parameters: 17.8 ms for 12.9), an EPYC (Zen 4) 15% less; with SGD both take less.
+  const bool streams = update.param_dtype != kFloat && (Formula::kStates == 1 || !is_intel()) && size >= 1 << 22;
+  with_dtype(update.param_dtype, [&](auto param) {
+    with_dtype(update.grad_dtype, [&](auto grad) {
+      for_each_chunk(update.table, size, [&](int64_t c) {
+        update_chunk<Formula, decltype(param), decltype(grad)>(update, factor, streams, c);
+      });
+    });
+  });
+}
+
+}  // namespace amp_kernels::cpu

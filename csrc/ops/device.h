@@ -1,0 +1,64 @@
+// Where an operator runs: what a CPU and a GPU do differently around the same kernel arguments.
+//
+// Each class stands for one call on the device of a tensor:
+//   send(words, spare)     the words where its kernels read them, with memory for `spare` more behind them; both last
+//                          as long as this object and `words`
+//   run(pass)              the gradient pass
+//   run(family, update)    the update of one combination of dtypes
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <vector>
+
+#include "../bindings/arguments.h"
+#include "../cpu/run.h"
+#ifdef USE_CUDA
+#include "../bindings/cuda_device.h"
+#endif
+
+namespace amp_kernels {
+
+class Cpu {
+ public:
+  explicit Cpu(const Tensor&) {}
+
+  int64_t* send(std::vector<int64_t>& words, int64_t spare = 0) {
+    words.resize(words.size() + spare);
+    return words.data();
+  }
+
+  void run(const GradientPass& pass) { cpu::run_pass(pass); }
+
+  void run(std::string_view family, const Update& update) {
+    Families::with(family, [&](auto formula) { cpu::run_update<typename decltype(formula)::type>(update); });
+  }
+};
+
+#ifdef USE_CUDA
+class Cuda {
+ public:
+  explicit Cuda(const Tensor& tensor)
+      : tensor_(tensor), guard_(tensor.get_device_index()), stream_(cuda::current_stream(tensor)) {}
+
+  // Bytes travel as kernel arguments: nothing waits, and a captured copy depends on no host memory.
+  int64_t* send(std::vector<int64_t>& words, int64_t spare = 0) {
+    const auto count = static_cast<int64_t>(words.size());
+    memory_.push_back(cuda::workspace_beside(tensor_, (count + spare) * static_cast<int64_t>(sizeof(int64_t))));
+    auto* const at = data<int64_t>(memory_.back());
+    cuda::launch_send(words.data(), at, count, stream_);
+    return at;
+  }
+
+  void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
+  void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
+
+ private:
+  Tensor tensor_;
+  cuda::Guard guard_;
+  Stream stream_;
+  std::vector<Tensor> memory_;  // torch's allocator gives it to nobody else on this stream before the kernels are done
+};
+#endif
+
+}  // namespace amp_kernels

@@ -1,0 +1,18 @@
+// `_send_` of the step plan (schema: amp_kernels/ops/update.py): host words on their way to a GPU.
+#ifdef USE_CUDA
+#include "../bindings/cuda_device.h"
+
+namespace amp_kernels::cuda {
+namespace {
+
+void send(Tensor host, Tensor to) {
+  const Guard guard(to.get_device_index());
+  launch_send(data<int64_t>(host), data<int64_t>(to), host.numel(), current_stream(to));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) { m.impl("_send_", TORCH_BOX(&send)); }
+
+}  // namespace amp_kernels::cuda
+#endif

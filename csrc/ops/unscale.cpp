@@ -1,0 +1,79 @@
+// The gradient pass: `unscale_`, `grad_norm`, and `_unscale_table_` of the step plan (schemas:
+// amp_kernels/ops/unscale.py).
+#include "device.h"
+#include "lists.h"
+
+namespace amp_kernels {
+namespace {
+
+// One read of every gradient; returns the norm.
+template <class Device>
+Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, bool write, const Tensor& found_inf) {
+  const auto count = static_cast<int64_t>(grads.size());
+  for (const Tensor& grad : grads) {
+    require_floats(grad, found_inf);
+    require(!write || !is_expanded(grad));
+  }
+  require_scalar(scale, found_inf);
+  require_scalar(found_inf, found_inf);
+
+  Device device(found_inf);
+  Dense dense;
+  HostTable table(kGradDtype + 1, count);
+  for (int64_t t = 0; t < count; ++t) table.put(t, dense(grads[t]));
+  std::vector<int64_t> chunks;
+  for (int64_t t = 0; t < count; ++t) table.cut(t, chunks);
+  const auto chunk_count = static_cast<int64_t>(chunks.size());
+
+  Words words;
+  words.add(table.rows());
+  const int64_t chunks_at = words.add(chunks);
+  const int64_t record_at = words.add(std::vector<int64_t>(sizeof(Record) / sizeof(int64_t)));
+  const auto partials_at = static_cast<int64_t>(words.get().size());
+  int64_t* const at = device.send(words.get(), chunk_count);
+  const Tensor norm = torch::stable::new_empty(found_inf, {});
+  device.run({{at, count, reinterpret_cast<int32_t*>(at + chunks_at), chunk_count, table.chunk_size()},
+              data<float>(scale),
+              /*divide=*/false,
+              write,
+              /*clear=*/false,
+              reinterpret_cast<double*>(at + partials_at),
+              data<float>(found_inf),
+              data<float>(norm),
+              reinterpret_cast<Record*>(at + record_at)});
+  if (write) dense.copy_back();
+  return norm;
+}
+
+template <class Device>
+void unscale(Tensors grads, Tensor inv_scale, Tensor found_inf) {
+  gradient_pass<Device>(grads, inv_scale, true, found_inf);
+}
+
+template <class Device>
+Tensor grad_norm(Tensors grads, std::optional<Tensor> inv_scale, Tensor found_inf) {
+  return gradient_pass<Device>(grads, inv_scale, false, found_inf);
+}
+
+template <class Device>
+void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optional<Tensor> scale, bool divide,
+                   bool write, bool clear, Tensor partials, Tensor found_inf, Tensor norm, Tensor record) {
+  Device(table).run(
+      make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record));
+}
+
+template <class Device, class Library>
+void register_kernels(Library& m) {
+  m.impl("unscale_", TORCH_BOX(&unscale<Device>));
+  m.impl("grad_norm", TORCH_BOX(&grad_norm<Device>));
+  m.impl("_unscale_table_", TORCH_BOX(&unscale_table<Device>));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) { register_kernels<Cpu>(m); }
+#ifdef USE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) { register_kernels<Cuda>(m); }
+#endif
+
+}  // namespace amp_kernels
