@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from typing import Any
 
 import pytest
 import torch
@@ -274,7 +275,14 @@ def two_devices(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
             groups.setdefault(next(names), []).append(tensor)
         return groups
 
+    def on_device(op: Any, device: torch.device, grads: list[Tensor], *scalars: Tensor | None) -> Tensor:
+        if len(grads) > 1:
+            raise ValueError("they are on two devices")
+        return by_itself(op, device, grads, *scalars)
+
+    by_itself = functional._on_device
     monkeypatch.setattr(functional, "_by_device", by_device)
+    monkeypatch.setattr(functional, "_on_device", on_device)
 
 
 @pytest.mark.usefixtures("two_devices")

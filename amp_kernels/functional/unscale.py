@@ -7,6 +7,8 @@ a device.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,10 +34,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     """
     grads = as_list("unscale_", "grads", grads)
     _check_scalars("unscale_", inv_scale, found_inf)
-    for device, group in _by_device(grads).items():
-        flag = _local_flag(found_inf, device)
-        call(ops.unscale_, group, moved(inv_scale, device), flag)
-        _merge_flag(found_inf, flag)
+    _on_each_device(ops.unscale_, grads, inv_scale, found_inf)
     note_written(grads, [found_inf])
 
 
@@ -58,12 +57,7 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     """
     grads = as_list("grad_norm", "grads", grads)
     _check_scalars("grad_norm", inv_scale, found_inf)
-    norms = []
-    for device, group in _by_device(grads).items():
-        flag = _local_flag(found_inf, device)
-        norms.append(call(ops.grad_norm, group, None if inv_scale is None else moved(inv_scale, device), flag))
-        if found_inf is not None:
-            _merge_flag(found_inf, flag)
+    norms = _on_each_device(ops.grad_norm, grads, inv_scale, found_inf)
     if found_inf is not None:
         note_written([found_inf])
     if not norms:
@@ -127,22 +121,33 @@ def _check_scalars(op: str, inv_scale: Tensor | None, found_inf: Tensor | None) 
     check_scalar(op, "found_inf", found_inf)
 
 
+def _on_each_device(op: Any, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
+    """Results of the operator for the gradients of each device; nearly always there is one."""
+    if not grads:
+        return []
+    try:
+        return [_on_device(op, grads[0].device, grads, inv_scale, found_inf)]
+    except (RuntimeError, TypeError, ValueError):  # several devices, or something does not fit
+        groups = _by_device(grads).items()
+    return [_on_device(partial(call, op), device, group, inv_scale, found_inf) for device, group in groups]
+
+
 def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
     groups: dict[torch.device, list[Tensor]] = {}
-    if len({tensor.device for tensor in tensors}) == 1:
-        return {tensors[0].device: list(tensors)}
     for tensor in tensors:
         groups.setdefault(tensor.device, []).append(tensor)
     return groups
 
 
-def _local_flag(found_inf: Tensor | None, device: torch.device) -> Tensor:
-    if found_inf is not None and found_inf.device == device:
-        return found_inf
-    return torch.zeros((), dtype=torch.float32, device=device)
-
-
-def _merge_flag(found_inf: Tensor, flag: Tensor) -> None:
-    if flag is not found_inf:
+def _on_device(
+    op: Any, device: torch.device, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None
+) -> Tensor:
+    """The result of the operator with the scalars on `device`."""
+    flag = found_inf
+    if flag is None or flag.device != device:
+        flag = torch.zeros((), dtype=torch.float32, device=device)
+    result = op(grads, None if inv_scale is None else moved(inv_scale, device), flag)
+    if found_inf is not None and flag is not found_inf:
         arrived = moved(flag, found_inf.device).view_as(found_inf)
         found_inf.copy_(torch.where(arrived != 0, arrived, found_inf))
+    return result

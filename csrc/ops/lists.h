@@ -24,74 +24,112 @@ inline void require(bool holds) {
   if (!holds) throw std::invalid_argument("amp_kernels: an argument does not fit; amp_kernels.functional says which");
 }
 
-inline bool is_float(const Tensor& tensor) {
-  using torch::headeronly::ScalarType;
-  const ScalarType type = tensor.scalar_type();
-  return type == ScalarType::Float || type == ScalarType::Half || type == ScalarType::BFloat16;
-}
+// What a kernel has to know of a tensor, asked for once: torch's C interface takes 5 ns a question, and lists are long.
+struct Operand {
+  Tensor tensor;
+  int64_t address = 0, numel = 0, dims = 0;
+  const int64_t *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0, device = 0, index = 0, layout = 0;
+  bool is_contiguous = false;
 
-inline bool is_fp32(const Tensor& tensor) { return tensor.scalar_type() == torch::headeronly::ScalarType::Float; }
+  explicit Operand(const Tensor& of) : tensor(of) {
+    AtenTensorHandle handle = of.get();
+    void* data = nullptr;
+    int64_t *sizes_there = nullptr, *strides_there = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
+    require(layout == aoti_torch_layout_strided());
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &numel));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dims));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes_there));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides_there));
+    address = reinterpret_cast<int64_t>(data), sizes = sizes_there, strides = strides_there;
+    int64_t expected = 1;
+    is_contiguous = true;
+    for (int64_t d = dims - 1; d >= 0; --d) {
+      if (sizes[d] != 1 && strides[d] != expected) is_contiguous = false;
+      expected *= sizes[d];
+    }
+    is_contiguous |= numel == 0;
+  }
 
-inline bool is_beside(const Tensor& tensor, const Tensor& other) {
-  return tensor.is_cpu() == other.is_cpu() && tensor.is_cuda() == other.is_cuda() &&
-         tensor.get_device_index() == other.get_device_index();
-}
+  bool is_fp32() const { return dtype == aoti_torch_dtype_float32(); }
 
-inline bool is_strided(const Tensor& tensor) {
-  int32_t layout = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(tensor.get(), &layout));
-  return layout == aoti_torch_layout_strided();
-}
+  bool is_float() const {
+    return is_fp32() || dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_bfloat16();
+  }
 
-inline void require_floats(const Tensor& tensor, const Tensor& device) {
-  require(is_strided(tensor) && is_float(tensor) && is_beside(tensor, device));
+  Dtype code() const { return is_fp32() ? kFloat : dtype == aoti_torch_dtype_float16() ? kHalf : kBFloat16; }
+  int64_t element_size() const { return is_fp32() ? 4 : 2; }
+  bool is_beside(const Operand& other) const { return device == other.device && index == other.index; }
+  bool has_shape_of(const Operand& other) const {
+    return dims == other.dims && std::equal(sizes, sizes + dims, other.sizes);
+  }
+
+  // The dimensions of more than one element, as (stride, size) from the largest stride to the smallest.
+  std::vector<std::pair<int64_t, int64_t>> steps() const {
+    std::vector<std::pair<int64_t, int64_t>> steps;
+    for (int64_t d = 0; d < dims; ++d)
+      if (sizes[d] > 1) steps.emplace_back(strides[d], sizes[d]);
+    std::sort(steps.begin(), steps.end(), std::greater<>());
+    return steps;
+  }
+
+  // Whether the elements fill one stretch of memory, each once, in whatever order of dimensions.
+  bool is_dense() const {
+    if (is_contiguous) return true;
+    const auto all = steps();
+    int64_t expected = 1;
+    for (auto step = all.rbegin(); step != all.rend(); ++step) {
+      if (step->first != expected) return false;
+      expected *= step->second;
+    }
+    return true;
+  }
+
+  // Whether walking the storage of both, of one shape, visits the elements in the same order.
+  bool has_layout_of(const Operand& other) const {
+    if (is_contiguous && other.is_contiguous) return true;
+    return std::equal(strides, strides + dims, other.strides) && is_dense();
+  }
+
+  // Whether an element stands for several, so that it cannot be written.
+  bool is_expanded() const {
+    if (is_contiguous) return false;
+    const auto all = steps();
+    return !all.empty() && all.back().first == 0;
+  }
+
+  // Bytes from the first element to the end of the last.
+  int64_t span() const {
+    if (is_contiguous) return numel * element_size();
+    int64_t last = 0;
+    for (const auto& [stride, size] : steps()) last += stride * (size - 1);
+    return (last + 1) * element_size();
+  }
+};
+
+using Operands = std::vector<Operand>;
+
+// fp32, fp16 or bf16 tensors on the device of another.
+inline Operands operands_of(const Tensors& tensors, const Operand& beside) {
+  Operands operands;
+  operands.reserve(tensors.size());
+  for (const Tensor& tensor : tensors) {
+    operands.emplace_back(tensor);
+    require(operands.back().is_float() && operands.back().is_beside(beside));
+  }
+  return operands;
 }
 
 // One fp32 element on the device of the tensors.
-inline void require_scalar(const std::optional<Tensor>& scalar, const Tensor& device) {
-  require(!scalar.has_value() ||
-          (is_strided(*scalar) && is_fp32(*scalar) && scalar->numel() == 1 && is_beside(*scalar, device)));
-}
-
-inline bool has_shape_of(const Tensor& a, const Tensor& b) {
-  const auto x = a.sizes(), y = b.sizes();
-  return std::equal(x.begin(), x.end(), y.begin(), y.end());
-}
-
-// The dimensions of more than one element, from the largest stride to the smallest.
-inline std::vector<std::pair<int64_t, int64_t>> steps_of(const Tensor& tensor) {
-  const auto sizes = tensor.sizes(), strides = tensor.strides();
-  std::vector<std::pair<int64_t, int64_t>> steps;  // stride, size
-  for (size_t d = 0; d < sizes.size(); ++d)
-    if (sizes[d] > 1) steps.emplace_back(strides[d], sizes[d]);
-  std::sort(steps.begin(), steps.end(), std::greater<>());
-  return steps;
-}
-
-// Whether the elements fill one stretch of memory, each once, in whatever order of dimensions.
-inline bool is_dense(const Tensor& tensor) {
-  if (tensor.is_contiguous()) return true;
-  const auto steps = steps_of(tensor);
-  int64_t expected = 1;
-  for (auto step = steps.rbegin(); step != steps.rend(); ++step) {
-    if (step->first != expected) return false;
-    expected *= step->second;
-  }
-  return true;
-}
-
-// Whether walking the storage of both, of one shape, visits the elements in the same order.
-inline bool has_layout_of(const Tensor& a, const Tensor& b) {
-  if (a.is_contiguous() && b.is_contiguous()) return true;
-  const auto x = a.strides(), y = b.strides();
-  return std::equal(x.begin(), x.end(), y.begin()) && is_dense(a);
-}
-
-// Whether an element stands for several, so that it cannot be written (an expanded tensor).
-inline bool is_expanded(const Tensor& tensor) {
-  if (tensor.is_contiguous()) return false;
-  const auto steps = steps_of(tensor);
-  return !steps.empty() && steps.back().first == 0;
+inline void require_scalar(const std::optional<Tensor>& scalar, const Operand& beside) {
+  if (!scalar.has_value()) return;
+  const Operand operand(*scalar);
+  require(operand.is_fp32() && operand.numel == 1 && operand.is_beside(beside));
 }
 
 // torch's own operators below an operator of ours must not see that a tensor requires a gradient.
@@ -106,26 +144,17 @@ class NoGrad {
   bool was_enabled_;
 };
 
-inline Tensor empty_strided_like(const Tensor& tensor, const std::vector<int64_t>& strides) {
-  AtenTensorHandle handle = nullptr;
-  int32_t dtype = 0, device = 0;
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), &device));
-  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(tensor.dim(), tensor.sizes().data(), strides.data(), dtype, device,
-                                                  tensor.get_device_index(), &handle));
-  return Tensor(handle);
-}
-
 // Tensors as kernels take them, and the way back.
 class Dense {
  public:
-  Tensor operator()(const Tensor& tensor) { return is_dense(tensor) ? tensor : copied(tensor, row_major(tensor)); }
+  Operand operator()(const Operand& operand) {
+    return operand.is_dense() ? operand : copied(operand, row_major(operand));
+  }
 
   // In the order of `model`, which is dense.
-  Tensor operator()(const Tensor& tensor, const Tensor& model) {
-    if (has_layout_of(tensor, model)) return tensor;
-    const auto strides = model.strides();
-    return copied(tensor, {strides.begin(), strides.end()});
+  Operand operator()(const Operand& operand, const Operand& model) {
+    if (operand.has_layout_of(model)) return operand;
+    return copied(operand, {model.strides, model.strides + model.dims});
   }
 
   // What kernels wrote.
@@ -135,18 +164,21 @@ class Dense {
   }
 
  private:
-  Tensor copied(const Tensor& tensor, const std::vector<int64_t>& strides) {
+  Operand copied(const Operand& operand, const std::vector<int64_t>& strides) {
     const NoGrad guard;
-    Tensor copy = empty_strided_like(tensor, strides);
-    torch::stable::copy_(copy, tensor);
-    copies_.emplace_back(tensor, copy);
-    return copy;
+    AtenTensorHandle handle = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(operand.dims, operand.sizes, strides.data(), operand.dtype,
+                                                    operand.device, operand.index, &handle));
+    Tensor copy(handle);
+    torch::stable::copy_(copy, operand.tensor);
+    copies_.emplace_back(operand.tensor, copy);
+    return Operand(copy);
   }
 
-  static std::vector<int64_t> row_major(const Tensor& tensor) {
-    std::vector<int64_t> strides(tensor.dim(), 1);
-    for (int64_t d = tensor.dim() - 2; d >= 0; --d)
-      strides[d] = strides[d + 1] * std::max<int64_t>(1, tensor.size(d + 1));
+  static std::vector<int64_t> row_major(const Operand& operand) {
+    std::vector<int64_t> strides(operand.dims, 1);
+    for (int64_t d = operand.dims - 2; d >= 0; --d)
+      strides[d] = strides[d + 1] * std::max<int64_t>(1, operand.sizes[d + 1]);
     return strides;
   }
 
@@ -159,12 +191,9 @@ class Picture {
   Picture(int64_t begin, int64_t end, int64_t unit) : begin_(begin), unit_(unit), marks_((end - begin) / unit) {}
 
   // Whether all elements were unmarked.
-  bool mark(const Tensor& tensor) {
-    const int64_t width = static_cast<int64_t>(tensor.element_size()) / unit_;
-    return mark((address_of(tensor) - begin_) / unit_, steps_of(tensor), 0, width);
+  bool mark(const Operand& operand) {
+    return mark((operand.address - begin_) / unit_, operand.steps(), 0, operand.element_size() / unit_);
   }
-
-  static int64_t address_of(const Tensor& tensor) { return reinterpret_cast<int64_t>(tensor.data_ptr()); }
 
  private:
   bool mark(int64_t at, const std::vector<std::pair<int64_t, int64_t>>& steps, size_t step, int64_t width) {
@@ -186,29 +215,25 @@ class Picture {
 
 // Kernels write all tensors at once, torch one after the other: where elements are shared, results differ. Tensors
 // whose memory interleaves, as the columns of a fused matrix do, are looked at element by element.
-inline void require_apart(const Tensors& written) {
+inline void require_apart(const std::vector<const Operand*>& written) {
   struct Span {
     int64_t begin, end;
-    const Tensor* tensor;
+    const Operand* operand;
   };
   std::vector<Span> spans;
-  for (const Tensor& tensor : written) {
-    if (tensor.numel() == 0) continue;
-    int64_t last = 0;
-    for (const auto& [stride, size] : steps_of(tensor)) last += stride * (size - 1);
-    const int64_t begin = Picture::address_of(tensor);
-    spans.push_back({begin, begin + (last + 1) * static_cast<int64_t>(tensor.element_size()), &tensor});
-  }
+  spans.reserve(written.size());
+  for (const Operand* operand : written)
+    if (operand->numel > 0) spans.push_back({operand->address, operand->address + operand->span(), operand});
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
   for (size_t first = 0, next; first < spans.size(); first = next) {
-    int64_t end = spans[first].end, unit = static_cast<int64_t>(spans[first].tensor->element_size());
+    int64_t end = spans[first].end, unit = spans[first].operand->element_size();
     for (next = first + 1; next < spans.size() && spans[next].begin < end; ++next) {
       end = std::max(end, spans[next].end);
-      unit = std::min(unit, static_cast<int64_t>(spans[next].tensor->element_size()));
+      unit = std::min(unit, spans[next].operand->element_size());
     }
-    if (next == first + 1 && is_dense(*spans[first].tensor)) continue;
+    if (next == first + 1 && spans[first].operand->is_dense()) continue;
     Picture picture(spans[first].begin, end, unit);
-    for (size_t i = first; i < next; ++i) require(picture.mark(*spans[i].tensor));
+    for (size_t i = first; i < next; ++i) require(picture.mark(*spans[i].operand));
   }
 }
 
@@ -219,11 +244,11 @@ class HostTable {
 
   int64_t& at(int row, int64_t tensor) { return rows_[row * tensors_ + tensor]; }
 
-  void put(int64_t t, const Tensor& grad) {
-    at(kNumel, t) = grad.numel();
-    at(kGrad, t) = Picture::address_of(grad);
-    at(kGradDtype, t) = dtype_of(grad);
-    elements_ += grad.numel();
+  void put(int64_t t, const Operand& grad) {
+    at(kNumel, t) = grad.numel;
+    at(kGrad, t) = grad.address;
+    at(kGradDtype, t) = grad.code();
+    elements_ += grad.numel;
   }
 
   // 16384 elements are 1560 chunks for ResNet-50, enough to go round 132 multiprocessors. From 2^27 elements on 65536

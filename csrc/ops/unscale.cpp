@@ -9,18 +9,17 @@ namespace {
 // One read of every gradient; returns the norm.
 template <class Device>
 Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, bool write, const Tensor& found_inf) {
-  const auto count = static_cast<int64_t>(grads.size());
-  for (const Tensor& grad : grads) {
-    require_floats(grad, found_inf);
-    require(!write || !is_expanded(grad));
-  }
-  require_scalar(scale, found_inf);
-  require_scalar(found_inf, found_inf);
+  const Operand flag(found_inf);
+  require_scalar(found_inf, flag);
+  require_scalar(scale, flag);
+  const Operands operands = operands_of(grads, flag);
+  for (const Operand& grad : operands) require(!write || !grad.is_expanded());
 
   Device device(found_inf);
   Dense dense;
+  const auto count = static_cast<int64_t>(grads.size());
   HostTable table(kGradDtype + 1, count);
-  for (int64_t t = 0; t < count; ++t) table.put(t, dense(grads[t]));
+  for (int64_t t = 0; t < count; ++t) table.put(t, dense(operands[t]));
   std::vector<int64_t> chunks;
   for (int64_t t = 0; t < count; ++t) table.cut(t, chunks);
   const auto chunk_count = static_cast<int64_t>(chunks.size());

@@ -9,25 +9,29 @@ namespace {
 using MaybeTensors = std::optional<Tensors>;
 constexpr int kMaxStates = 3;
 
-// Gradients, states and masters as kernels take them, in a table whose columns are the parameters.
-class Operands {
+// Parameters, gradients, states and masters as kernels take them, in a table whose columns are the parameters.
+class UpdateTable {
  public:
-  Operands(const Tensors& params, const Tensors& grads, const MaybeTensors (&states)[kMaxStates],
-           const MaybeTensors& masters)
-      : params_(params), table_(kState + kMaxStates, static_cast<int64_t>(params.size())) {
-    check(grads, states, masters);
-    auto master = masters.has_value() ? masters->begin() : Tensors::const_iterator();
-    for (size_t t = 0; t < params.size(); ++t) {
+  UpdateTable(const Tensors& params, const Tensors& grads, const MaybeTensors (&states)[kMaxStates],
+              const MaybeTensors& masters)
+      : first_(params[0]),
+        params_(operands_of(params, first_)),
+        grads_(operands_of(grads, first_)),
+        table_(kState + kMaxStates, static_cast<int64_t>(params.size())) {
+    for (int k = 0; k < kMaxStates; ++k)
+      if (states[k].has_value()) states_[k] = operands_of(*states[k], first_);
+    if (masters.has_value()) masters_ = operands_of(*masters, first_);
+    check(states);
+    for (size_t t = 0, low = 0; t < params_.size(); ++t) {
       const auto column = static_cast<int64_t>(t);
-      const Tensor param = written_(params[t]);
-      const Tensor grad = read_(grads[t], param);
+      const Operand param = written_(params_[t]);
+      const Operand grad = read_(grads_[t], param);
       table_.put(column, grad);
-      table_.at(kParam, column) = Picture::address_of(param);
-      if (!is_fp32(param)) table_.at(kMaster, column) = Picture::address_of(written_(*master++, param));
+      table_.at(kParam, column) = param.address;
+      if (!param.is_fp32()) table_.at(kMaster, column) = written_(masters_[low++], param).address;
       for (int k = 0; k < kMaxStates; ++k)
-        if (states[k].has_value())
-          table_.at(kState + k, column) = Picture::address_of(written_((*states[k])[t], param));
-      dtypes_.emplace_back(dtype_of(param), dtype_of(grad));
+        if (!states_[k].empty()) table_.at(kState + k, column) = written_(states_[k][t], param).address;
+      dtypes_.emplace_back(param.code(), grad.code());
     }
   }
 
@@ -50,32 +54,32 @@ class Operands {
 
  private:
   // Before anything is written.
-  void check(const Tensors& grads, const MaybeTensors (&states)[kMaxStates], const MaybeTensors& masters) const {
-    Tensors low, written;
-    require(grads.size() == params_.size());
-    for (size_t t = 0; t < params_.size(); ++t) {
-      require_floats(params_[t], params_[0]);
-      require_floats(grads[t], params_[0]);
-      require(has_shape_of(grads[t], params_[t]));
-      if (!is_fp32(params_[t])) low.push_back(params_[t]);
+  void check(const MaybeTensors (&states)[kMaxStates]) const {
+    std::vector<const Operand*> low, all, written;
+    for (const Operand& param : params_) {
+      all.push_back(&param);
+      if (!param.is_fp32()) low.push_back(&param);
     }
-    written.insert(written.end(), params_.begin(), params_.end());
-    check_states(masters.has_value() ? *masters : Tensors(), low, written);
-    for (const MaybeTensors& state : states)
-      if (state.has_value()) check_states(*state, params_, written);
+    written = all;
+    require(grads_.size() == params_.size());
+    for (size_t t = 0; t < params_.size(); ++t) require(grads_[t].has_shape_of(params_[t]));
+    check_states(masters_, low, written);
+    for (int k = 0; k < kMaxStates; ++k)
+      if (states[k].has_value()) check_states(states_[k], all, written);
     require_apart(written);
   }
 
-  void check_states(const Tensors& states, const Tensors& params, Tensors& written) const {
+  static void check_states(const Operands& states, const std::vector<const Operand*>& params,
+                           std::vector<const Operand*>& written) {
     require(states.size() == params.size());
     for (size_t t = 0; t < params.size(); ++t) {
-      require_floats(states[t], params_[0]);
-      require(is_fp32(states[t]) && has_shape_of(states[t], params[t]));
+      require(states[t].is_fp32() && states[t].has_shape_of(*params[t]));
+      written.push_back(&states[t]);
     }
-    written.insert(written.end(), states.begin(), states.end());
   }
 
-  const Tensors& params_;
+  Operand first_;
+  Operands params_, grads_, masters_, states_[kMaxStates];
   HostTable table_;
   Dense read_, written_;
   std::vector<std::pair<Dtype, Dtype>> dtypes_;
@@ -88,9 +92,10 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
             std::optional<Tensor> tensor_lr, int64_t steps_taken, std::optional<Tensor> grad_scale,
             std::optional<Tensor> found_inf) {
   if (params.empty()) return;
-  for (const auto* scalar : {&tensor_lr, &grad_scale, &found_inf}) require_scalar(*scalar, params[0]);
+  const Operand beside(params[0]);
+  for (const auto* scalar : {&tensor_lr, &grad_scale, &found_inf}) require_scalar(*scalar, beside);
   require(hyper.size() <= kHyperColumns);
-  Operands operands(params, grads, {first, second, third}, masters);
+  UpdateTable operands(params, grads, {first, second, third}, masters);
   HostTable& table = operands.table();
 
   Device device(params[0]);

@@ -1,0 +1,157 @@
+"""What a call costs besides its kernel: tensors so small that there is next to nothing to compute.
+
+Every row is a call in a loop, its objects in the caches, beside the torch call that does the same. The rows show how
+many layers lie between a public function and its kernel; they are reported, not tuned. `--threads` says on how many
+threads torch may run (default 1: with more, a small call waits for the others to wake).
+
+    python benchmarks/bench_overhead.py --help
+"""
+
+import argparse
+import sys
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
+
+import amp_kernels
+from amp_kernels.optim import FusedSGD
+
+SGD = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+LR = 1e-3
+
+
+def tensors(count, size, device, dtype=torch.float32):
+    generator = torch.Generator(device).manual_seed(0)
+    return [torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(count)]
+
+
+def job(run, result, expected, tolerance=1e-6):
+    """Runs `run` once and compares what `result` then returns with `expected`."""
+
+    def check():
+        returned = run()
+        found = result(returned)
+        pairs = zip(found, expected, strict=True)
+        is_close = all(torch.allclose(a.float(), b.float(), rtol=tolerance, atol=tolerance) for a, b in pairs)
+        return "" if is_close else "wrong: differs from what torch computes"
+
+    return Job(run, check)
+
+
+def unscale(count, device):
+    grads, one = tensors(count, 64, device), torch.ones((), device=device)
+
+    def build(function):
+        mine, found_inf = [g.clone() for g in grads], torch.zeros((), device=device)
+        return job(partial(function, mine, one, found_inf), lambda _: mine, grads)
+
+    yield "amp_kernels.unscale_", partial(build, lambda g, s, f: amp_kernels.unscale_(g, inv_scale=s, found_inf=f))
+    yield (
+        "torch._amp_foreach_non_finite_check_and_unscale_",
+        partial(build, lambda g, s, f: torch._amp_foreach_non_finite_check_and_unscale_(g, f, s)),
+    )
+
+
+def norm(count, device):
+    grads = tensors(count, 64, device)
+    expected = [torch.linalg.vector_norm(torch.cat(grads))]
+    for name, function in (
+        ("amp_kernels.grad_norm", amp_kernels.grad_norm),
+        ("torch.nn.utils.get_total_norm", torch.nn.utils.get_total_norm),
+    ):
+        yield name, lambda function=function: job(partial(function, grads), lambda norm: [norm], expected, 1e-5)
+
+
+def sgd(count, device):
+    grads, start = tensors(count, 64, device), tensors(count, 64, device)
+    expected = [p - LR * g for p, g in zip(start, grads, strict=True)]
+
+    def build(function):
+        params, buffers = [p.clone() for p in start], [torch.zeros_like(p) for p in start]
+        return job(partial(function, params, grads, buffers), lambda _: params, expected)
+
+    yield (
+        "amp_kernels.sgd_",
+        partial(build, lambda p, g, b: amp_kernels.sgd_(p, g, b, lr=LR, is_first_step=True, **SGD)),
+    )
+    yield (
+        "torch._fused_sgd_",
+        partial(build, lambda p, g, b: torch._fused_sgd_(p, g, b, lr=LR, is_first_step=True, **SGD)),
+    )
+
+
+def step(count, device):
+    grads, start = tensors(count, 64, device), tensors(count, 64, device)
+    expected = [p - LR * g for p, g in zip(start, grads, strict=True)]
+
+    def build(make):
+        params = [torch.nn.Parameter(p.clone()) for p in start]
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        return job(make(params, lr=LR, momentum=0.9).step, lambda _: params, expected)
+
+    yield "amp_kernels FusedSGD.step", partial(build, FusedSGD)
+    yield "torch SGD(fused=True).step", partial(build, partial(torch.optim.SGD, fused=True))
+
+
+def int8_matmul(size, device):
+    a, b = (amp_kernels.quantize_int8(torch.randn(size, size, device=device), dim=-1) for _ in range(2))
+    b = b.t()
+    expected = [(a.values.double() @ b.values.double()).float() * a.scale * b.scale]
+    yield "amp_kernels.int8_matmul", lambda: job(partial(amp_kernels.int8_matmul, a, b), lambda c: [c], expected, 1e-5)
+
+    def library():
+        return torch._int_mm(a.values, b.values).float() * a.scale * b.scale
+
+    yield "torch._int_mm(...).float() * s * t", lambda: job(library, lambda c: [c], expected, 1e-5)
+
+
+def dequantize(size, device):
+    q = amp_kernels.quantize_int8(torch.randn(size, size, device=device), dim=-1)
+    expected = [q.values.float() * q.scale]
+    yield "amp_kernels.dequantize_int8", lambda: job(q.dequantize, lambda x: [x], expected)
+    yield "torch values.float() * scale", lambda: job(lambda: q.values.float() * q.scale, lambda x: [x], expected)
+
+
+def linear(dtype, size, device):
+    x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    bias = torch.randn(size, device=device).to(dtype)
+    expected = [F.linear(x.double(), weight.double(), bias.double())]
+    for name, function in (("amp_kernels.linear", amp_kernels.linear), ("torch F.linear", F.linear)):
+        yield name, lambda f=function: job(partial(f, x, weight, bias), lambda y: [y], expected, 0.1)
+
+
+CASES = {
+    **{f"unscale_ of {n}": (((64,),) * n, torch.float32, partial(unscale, n)) for n in (1, 10, 1000)},
+    "grad_norm of 1000": (((64,),) * 1000, torch.float32, partial(norm, 1000)),
+    "sgd_ of 1000": (((64,),) * 1000, torch.float32, partial(sgd, 1000)),
+    "optimizer.step() of 1000": (((64,),) * 1000, torch.float32, partial(step, 1000)),
+    "int8_matmul 64^3": (((64, 64),), torch.int8, partial(int8_matmul, 64)),
+    "dequantize_int8 64^2": (((64, 64),), torch.int8, partial(dequantize, 64)),
+    **{
+        f"linear 64^3 {str(d).removeprefix('torch.')}": (((64, 64),), d, partial(linear, d, 64))
+        for d in (torch.float16, torch.bfloat16, torch.float32)
+    },
+}
+
+
+def main():
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--threads", type=int, default=1)
+    threads, rest = parser.parse_known_args()
+    torch.set_num_threads(threads.threads)
+    sys.argv[1:] = rest
+    args = parse_arguments(__doc__)
+    report = Report("overhead", args)
+    for name, (shapes, dtype, contenders) in CASES.items():
+        layout = Layout(f"{threads.threads} thread{'s' * (threads.threads > 1)}", shapes, in_a_row=20)
+        case = Case("overhead", name, dtype, layout, dtype.itemsize, "a call in a loop")
+        found = [Contender(who, "none", 4, build) for who, build in contenders(args.device)]
+        run_case(case, found, args, report)
+    return report.finish()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""Operators in compiled programs: no Python of ours runs in them, and their bits are those of the plain calls."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import amp_kernels
+from amp_kernels import _backends, testing
+
+pytestmark = pytest.mark.skipif(
+    _backends.backend_reasons("cpu")["cpu"] is not None or os.environ.get("TRITON_INTERPRET") == "1",
+    reason="there are no C++ kernels here, or nothing compiles in an interpreted process",
+)
+OURS = str(Path(amp_kernels.__file__).parent)
+
+
+def gradients() -> tuple[Tensor, ...]:
+    return testing.randn(9), testing.randn(3, 4, dtype=torch.float16), torch.tensor(0.5), torch.tensor(0.0)
+
+
+def unscale(a: Tensor, b: Tensor, factor: Tensor, flag: Tensor) -> tuple[Tensor, ...]:
+    grads = [a * 2, b * 2]
+    amp_kernels.unscale_(grads, inv_scale=factor, found_inf=flag)
+    return *grads, amp_kernels.grad_norm(grads), flag
+
+
+def parameters() -> tuple[Tensor, ...]:
+    params = testing.randn(9), testing.randn(3, 4).to(torch.bfloat16)
+    return *params, testing.randn(9), testing.randn(3, 4), torch.zeros(9), torch.zeros(3, 4), params[1].float()
+
+
+def sgd(p: Tensor, q: Tensor, g: Tensor, h: Tensor, b: Tensor, c: Tensor, master: Tensor) -> tuple[Tensor, ...]:
+    params, states, masters = [p * 1, q * 1], [b * 1, c * 1], [master * 1]
+    amp_kernels.sgd_(
+        params, [g, h], states, masters, lr=0.1, momentum=0.9, dampening=0.0, weight_decay=0.1, nesterov=True,
+        maximize=False, is_first_step=False,
+    )  # fmt: skip
+    return *params, *states, *masters
+
+
+PROGRAMS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]] = {
+    "unscale": (unscale, gradients),
+    "update": (sgd, parameters),
+}
+
+
+def functions_called(run: Callable[[], object]) -> list[str]:
+    """The Python functions of this package that run in it."""
+    called = []
+
+    def note(frame: object, event: str, _: object) -> None:
+        code = frame.f_code  # type: ignore[attr-defined]
+        if event == "call" and code.co_filename.startswith(OURS):
+            called.append(f"{code.co_filename}:{code.co_qualname}" if hasattr(code, "co_qualname") else code.co_name)
+
+    sys.setprofile(note)
+    try:
+        run()
+    finally:
+        sys.setprofile(None)
+    return called
+
+
+@pytest.mark.parametrize(("program", "arguments"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_compiled_graph_runs_no_python_of_ours(
+    program: Callable[..., tuple[Tensor, ...]], arguments: Callable[[], tuple[Tensor, ...]]
+) -> None:
+    torch.compiler.reset()
+    compiled, expected = torch.compile(program, fullgraph=True), program(*arguments())
+    torch.testing.assert_close(compiled(*arguments()), expected, rtol=0, atol=0)
+    inputs = arguments()
+    assert functions_called(lambda: program(*arguments()))  # which shows that they would be seen
+    assert functions_called(lambda: compiled(*inputs)) == []
+
+
+@pytest.mark.parametrize(("program", "arguments"), PROGRAMS.values(), ids=PROGRAMS)
+def test_a_package_has_the_bits_of_the_calls(
+    program: Callable[..., tuple[Tensor, ...]], arguments: Callable[[], tuple[Tensor, ...]], tmp_path: Path
+) -> None:
+    class Program(nn.Module):
+        def forward(self, *inputs: Tensor) -> tuple[Tensor, ...]:
+            return program(*inputs)
+
+    exported = torch.export.export(Program(), arguments())
+    package = torch._inductor.aoti_compile_and_package(exported, package_path=str(tmp_path / "program.pt2"))
+    results = torch._inductor.aoti_load_package(package)(*arguments())
+    torch.testing.assert_close(tuple(results), program(*arguments()), rtol=0, atol=0)
