@@ -13,18 +13,19 @@ from typing import Any
 import pytest
 import torch
 import triton
-from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul
-from amp_kernels.triton_kernels.common import UPDATE_REGISTERS, UPDATE_WARPS
+from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
 from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
-from amp_kernels.triton_kernels.product import COLUMNS, NEITHER, ROWS, Tiles
-from amp_kernels.triton_kernels.rmsprop import _rmsprop_kernel
-from amp_kernels.triton_kernels.sgd import _sgd_kernel
+from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
+from amp_kernels.triton_kernels.rmsprop import _rmsprop_table_
+from amp_kernels.triton_kernels.sgd import _sgd_table_
 from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from amp_kernels._table import DTYPE_CODES
+
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-CODES = {"fp32": 0, "fp16": 1, "bf16": 2}
+CODES = {"fp32": DTYPE_CODES[torch.float32], "fp16": DTYPE_CODES[torch.float16], "bf16": DTYPE_CODES[torch.bfloat16]}
 POINTERS = {
     "table_ptr": "*i64",
     "chunks_ptr": "*i32",
@@ -41,7 +42,9 @@ POINTERS = {
 }
 TYPES = POINTERS | {"n_tensors": "i32", "n_chunks": "i32", "chunk_size": "i32", "max_norm": "fp32"}
 
-UPDATE = {"num_warps": UPDATE_WARPS, "maxnreg": UPDATE_REGISTERS}
+UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
+FORMULAS = {"sgd": _sgd_table_.keywords, "rmsprop": _rmsprop_table_.keywords}
+formulas = pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
 
 # sm_90 for every combination, the others for the extremes.
 ARCHITECTURES = (75, 80, 100, 120)
@@ -114,23 +117,18 @@ def check_accesses(compiled: Compiled, fp32_loads: int, fp32_stores: int, loads1
 
 
 @updates
-def test_sgd(arch: int, param: str, grad: str, tmp_path: Path) -> None:
-    constants = {"PARAM_DTYPE": CODES[param], "GRAD_DTYPE": CODES[grad]}
-    compiled = Compiled(_sgd_kernel, arch, UPDATE, tmp_path, **constants)
-    check_accesses(compiled, 2 + (grad == "fp32"), 2, grad != "fp32", param != "fp32")
+@formulas
+def test_update(formula: dict[str, Any], arch: int, param: str, grad: str, tmp_path: Path) -> None:
+    dtypes = {"PARAM_DTYPE": CODES[param], "GRAD_DTYPE": CODES[grad]}
+    compiled = Compiled(update._update_kernel, arch, UPDATE, tmp_path, **formula, **dtypes)
+    arrays = 1 + formula["N_STATES"]  # read and written: the fp32 parameter and its states
+    check_accesses(compiled, arrays + (grad == "fp32"), arrays, grad != "fp32", param != "fp32")
 
 
-@updates
-def test_rmsprop(arch: int, param: str, grad: str, tmp_path: Path) -> None:
-    constants = {"PARAM_DTYPE": CODES[param], "GRAD_DTYPE": CODES[grad]}
-    compiled = Compiled(_rmsprop_kernel, arch, UPDATE, tmp_path, **constants)
-    check_accesses(compiled, 4 + (grad == "fp32"), 4, grad != "fp32", param != "fp32")
-
-
-@pytest.mark.parametrize("kernel", [_sgd_kernel, _rmsprop_kernel], ids=["sgd", "rmsprop"])
-def test_update_without_scalars(kernel: Any, tmp_path: Path) -> None:
+@formulas
+def test_update_without_scalars(formula: dict[str, Any], tmp_path: Path) -> None:
     absent = dict.fromkeys(["grad_scale_ptr", "found_inf_ptr", "grad_norm_ptr"])
-    Compiled(kernel, 90, UPDATE, tmp_path, PARAM_DTYPE=2, GRAD_DTYPE=2, **absent).check()
+    Compiled(update._update_kernel, 90, UPDATE, tmp_path, **formula, PARAM_DTYPE=2, GRAD_DTYPE=2, **absent).check()
 
 
 INT8_KERNELS = [
@@ -153,7 +151,7 @@ MATMUL_KERNELS = [
 
 @pytest.mark.parametrize(
     "kernel",
-    [_unscale_kernel, _sgd_kernel, _rmsprop_kernel, *INT8_KERNELS, *MATMUL_KERNELS],
+    [_unscale_kernel, update._update_kernel, *INT8_KERNELS, *MATMUL_KERNELS],
     ids=lambda k: f"{k.__module__}.{k.__name__}",
 )
 def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
@@ -180,7 +178,7 @@ def test_unscale(arch: int, write: bool, factor: str, clear: bool, tmp_path: Pat
 
 # ----------------------------------------------------------------------------------------------------------- int8
 POINTER = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8"}
-INT8_CODES = CODES | {"int8": 3}
+INT8_CODES = CODES | {"int8": INT8.value}
 SOURCES = {
     "given": int8_quantize.GIVEN,
     "registers": int8_quantize.REGISTERS,

@@ -17,9 +17,11 @@ from amp_kernels.triton_kernels import _rmsprop_table_, _sgd_table_, _unscale_ta
 from amp_kernels.triton_kernels.send import _write_by_value
 from torch import Tensor
 
+from amp_kernels._table import DTYPE_CODES, HYPER_COLUMNS, UPDATE_ROWS, Row
+
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-CODES = {FP32: 0, FP16: 1, BF16: 2}
+CODES = DTYPE_CODES
 NAMES = {FP32: "fp32", FP16: "fp16", BF16: "bf16"}
 CHUNK = 1024
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025)  # around a 16-byte access and around a chunk
@@ -382,7 +384,9 @@ class Model:
         ]
         self.chunks = cut(self.numels, chunk_size, first_chunk)
         self.steps = self.arena.place(torch.full((len(self.chunks),), steps, dtype=torch.int32))
-        self.hyper = torch.tensor([[*c.hyper(), math.nan, math.nan] for c in configs], device=DEVICE)
+        self.hyper = torch.tensor(
+            [[*c.hyper(), *[math.nan] * (HYPER_COLUMNS - len(c.hyper()))] for c in configs], device=DEVICE
+        )
 
     def new_grads(self, seed: int) -> None:
         for i, grad in enumerate(self.grads):
@@ -396,19 +400,19 @@ class Model:
         grad_norm: float | None = None,
         max_norm: float = 0.0,
     ) -> None:
-        is_16_bit = self.param_dtype != FP32
-        rows = [
-            [self.begin + numel for numel in self.numels],
-            [address(g, self.begin) for g in self.grads],
-            [CODES[self.grad_dtype]] * len(self.numels),
-            self.groups,
-            [address(p, self.begin) for p in self.params],
-            [address(m, self.begin) if is_16_bit else 0 for m in self.masters],
-            *([address(s[k], self.begin) if k < len(s) else 0 for s in self.states] for k in range(3)),
-        ]
+        table = torch.zeros(UPDATE_ROWS, len(self.numels), dtype=torch.int64)
+        table[Row.NUMEL] = torch.tensor([self.begin + numel for numel in self.numels])
+        table[Row.GRAD] = torch.tensor([address(g, self.begin) for g in self.grads])
+        table[Row.GRAD_DTYPE] = CODES[self.grad_dtype]
+        table[Row.GROUP] = torch.tensor(self.groups)
+        table[Row.PARAM] = torch.tensor([address(p, self.begin) for p in self.params])
+        if self.param_dtype != FP32:
+            table[Row.MASTER] = torch.tensor([address(m, self.begin) for m in self.masters])
+        for k in range(len(self.states[0])):
+            table[Row.STATE + k] = torch.tensor([address(states[k], self.begin) for states in self.states])
         optional = [None if x is None else scalar(x) for x in (grad_scale, found_inf, grad_norm)]
         self.configs[0].table_op(
-            torch.tensor(rows, device=DEVICE), self.chunks, self.chunk_size, self.steps, self.hyper,
+            table.to(DEVICE), self.chunks, self.chunk_size, self.steps, self.hyper,
             torch.tensor([x.data_ptr() for x in self.lr], device=DEVICE),
             CODES[self.param_dtype], CODES[self.grad_dtype], *optional, max_norm,
         )  # fmt: skip

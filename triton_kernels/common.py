@@ -9,33 +9,22 @@ import torch
 import triton
 import triton.language as tl
 
-# Rows of the table and codes of the dtypes, see csrc/table.h.
-NUMEL = tl.constexpr(0)
-GRAD = tl.constexpr(1)
-GRAD_DTYPE = tl.constexpr(2)
-GROUP = tl.constexpr(3)
-PARAM = tl.constexpr(4)
-MASTER = tl.constexpr(5)
-STATE0 = tl.constexpr(6)
-STATE1 = tl.constexpr(7)
-STATE2 = tl.constexpr(8)
-HYPER_COLUMNS = tl.constexpr(8)
+from .. import _table
+from .._table import DTYPE_CODES, Row
 
-FP32 = tl.constexpr(0)
-FP16 = tl.constexpr(1)
-BF16 = tl.constexpr(2)
+# Rows of the table and codes of the dtypes, as kernels take them.
+NUMEL = tl.constexpr(Row.NUMEL.value)
+GRAD = tl.constexpr(Row.GRAD.value)
+GRAD_DTYPE = tl.constexpr(Row.GRAD_DTYPE.value)
+GROUP = tl.constexpr(Row.GROUP.value)
+PARAM = tl.constexpr(Row.PARAM.value)
+MASTER = tl.constexpr(Row.MASTER.value)
+STATE = tl.constexpr(Row.STATE.value)  # STATE + k is the k-th state
+HYPER_COLUMNS = tl.constexpr(_table.HYPER_COLUMNS)
 
-# Updates: four neighbours a thread are 16 bytes of fp32, side by side in a warp, and 8 bytes of a 16-bit
-# array. With eight, each fp32 access of a warp would skip every other 16 bytes, and most bytes of an update
-# are fp32.
-UPDATE_VEC = tl.constexpr(4)
-UPDATE_WARPS = 4
-# Eight elements a thread, four where access is by element: there each needs an address and a predicate of its
-# own, and that path would set the registers of the kernel (RMSprop, sm_90: 116 with eight, 88 with four).
-UPDATE_TILE = tl.constexpr(UPDATE_WARPS * 32 * 8)
-UPDATE_TILE_BY_ELEMENT = tl.constexpr(UPDATE_WARPS * 32 * 4)
-# Left alone, ptxas takes 72 and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
-UPDATE_REGISTERS = 96
+FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
+FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
+BF16 = tl.constexpr(DTYPE_CODES[torch.bfloat16])
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -62,28 +51,6 @@ def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE:
     """Address of the chunk's first element in an array of the table; 0 where the tensor has no such array."""
     address = table_entry(table_ptr, n_tensors, ROW, tensor)
     return tl.where(address == 0, 0, address + begin * (4 if DTYPE == FP32 else 2))
-
-
-@triton.jit
-def is_skipped(found_inf_ptr):
-    skipped = False
-    if found_inf_ptr is not None:
-        skipped = tl.load(found_inf_ptr) != 0.0  # 2.0 skips too: a sum over devices or ranks
-    return skipped
-
-
-@triton.jit
-def update_factor(grad_scale_ptr, grad_norm_ptr, max_norm):
-    """What a gradient is multiplied by on its way into an update: unscaling and clipping."""
-    factor = tl.full((), 1.0, tl.float32)
-    if grad_scale_ptr is not None:
-        factor = tl.div_rn(factor, tl.load(grad_scale_ptr))
-    if grad_norm_ptr is not None:
-        # Eager Triton types a Python float fp32, Inductor fp64; 1e-6 is clip_grad_norm_'s.
-        limit = tl.full((), max_norm, tl.float32)
-        coefficient = tl.div_rn(limit, tl.load(grad_norm_ptr) + 1e-6)
-        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # written so that a NaN norm stays visible
-    return factor
 
 
 # --------------------------------------------------------------------------------------------- element access
@@ -165,39 +132,3 @@ def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **cons
     with guard:
         # Fused multiply-add as nvcc has it: the default changes with Triton 3.10.
         kernel[(n_programs,)](table, *args, **constants, enable_fp_fusion=True)
-
-
-def launch_update(
-    kernel: Any,
-    table: torch.Tensor,
-    chunks: torch.Tensor,
-    chunk_size: int,
-    steps: torch.Tensor,
-    hyper: torch.Tensor,
-    lr: torch.Tensor,
-    param_dtype: int,
-    grad_dtype: int,
-    grad_scale: torch.Tensor | None,
-    found_inf: torch.Tensor | None,
-    grad_norm: torch.Tensor | None,
-    max_norm: float,
-) -> None:
-    launch(
-        kernel,
-        chunks.shape[0],
-        table,
-        chunks,
-        table.shape[1],
-        chunk_size,
-        steps,
-        hyper,
-        lr,
-        grad_scale,
-        found_inf,
-        grad_norm,
-        max_norm,
-        PARAM_DTYPE=param_dtype,
-        GRAD_DTYPE=grad_dtype,
-        num_warps=UPDATE_WARPS,
-        maxnreg=UPDATE_REGISTERS,
-    )

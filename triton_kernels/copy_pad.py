@@ -12,11 +12,11 @@ import torch
 import triton
 import triton.language as tl
 
+from .._table import DTYPE_CODES
 from .activation import derivative
 from .common import launch, store_elements
 from .product import COLUMNS, ROWS, access_of, load_tile, pointers_of, round_up
 
-_DTYPES = {torch.float16: 1, torch.bfloat16: 2}
 _FOLD_ROWS = tl.constexpr(32)
 _FOLD_COLUMNS = tl.constexpr(64)
 
@@ -116,7 +116,7 @@ def _copy_pad_(
         sums = torch.empty((shares, n_columns), dtype=torch.float32, device=x.device)
     launch(
         _copy_kernel, blocks * shares, out, x, pre, sums, n_rows, n_columns, pitch, *x.stride(),
-        *(x if pre is None else pre).stride(), tiles_of_share, ACTIVATION=activation, DTYPE=_DTYPES[x.dtype],
+        *(x if pre is None else pre).stride(), tiles_of_share, ACTIVATION=activation, DTYPE=DTYPE_CODES[x.dtype],
         X_INNER=x_inner, X_VEC=x_vec, PRE_INNER=pre_inner, PRE_VEC=pre_vec,
         OUT_VEC=8 if out.data_ptr() % 16 == 0 else 1, BR=tile_rows, BC=tile_columns, num_warps=4,
     )  # fmt: skip

@@ -8,9 +8,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .._table import DTYPE_CODES
 from .common import load_elements, store_elements
 from .int8 import code_pointers, given_affine, launch_unfused, unclamped_codes, values_of
-from .int8_tiles import DTYPES, Layout, groups_of_block, offsets_of, positions_of_tile, streaming_plan
+from .int8_tiles import Layout, groups_of_block, offsets_of, positions_of_tile, streaming_plan
 
 
 @triton.jit(do_not_specialize=list(range(21)))
@@ -117,7 +118,7 @@ def _dequantize_int8_(
     launch_unfused(
         _dequantize_kernel, plan.programs, out.device, values, scale, zero_point, out, *walk.size, *walk.x, *walk.out,
         *walk.scale, walk.length, plan.tiles, plan.splits,
-        DTYPE=DTYPES[out.dtype], **plan.constants(), **access,
+        DTYPE=DTYPE_CODES[out.dtype], **plan.constants(), **access,
     )  # fmt: skip
 
 
@@ -135,5 +136,5 @@ def _straight_through_int8_(
     launch_unfused(
         _straight_through_kernel, plan.programs, out.device, grad, x, scale, zero_point, out, *walk.size, *walk.x,
         *walk.out, *walk.scale, walk.length, plan.tiles, plan.splits,
-        DTYPE=DTYPES[x.dtype], **plan.constants(), **access,
+        DTYPE=DTYPE_CODES[x.dtype], **plan.constants(), **access,
     )  # fmt: skip

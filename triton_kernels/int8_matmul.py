@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._table import DTYPE_CODES
 from .common import load_elements, store_elements
 from .int8 import code_pointers, codes_of, launch_unfused
 from .product import (
@@ -30,7 +31,7 @@ from .product import (
     shares_of,
 )
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2, torch.int8: INT8.value}
+_DTYPES = DTYPE_CODES | {torch.int8: INT8.value}
 _COMBINE_TILE = tl.constexpr(512)
 
 

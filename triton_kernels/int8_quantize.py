@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .._table import DTYPE_CODES
 from .common import load_elements, store_elements
 from .int8 import (
     affine_of,
@@ -22,7 +23,6 @@ from .int8 import (
     values_of,
 )
 from .int8_tiles import (
-    DTYPES,
     Layout,
     groups_of_block,
     offsets_of,
@@ -270,7 +270,7 @@ def _quantize_int8_(
     seed: int,
 ) -> None:
     walk = Layout(layout)
-    access = walk.access((x, walk.x), (out, walk.out)) | {"DTYPE": DTYPES[x.dtype]}
+    access = walk.access((x, walk.x), (out, walk.out)) | {"DTYPE": DTYPE_CODES[x.dtype]}
     wide, partials = access["VEC"] > 1, None
     if is_static:
         source, plan = GIVEN, streaming_plan(walk.size, wide)

@@ -86,8 +86,6 @@ def groups_of_block(sizes, block, COLUMNS: tl.constexpr, OUTER: tl.constexpr, IN
 
 
 # ----------------------------------------------------------------------------------------------------------- plans
-DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-
 # Elements by whether access is wide: 16 a thread of four warps. By element each needs an address and a predicate of
 # its own, so there are half as many.
 _TILE = {True: 2048, False: 1024}

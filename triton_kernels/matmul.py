@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from .._table import DTYPE_CODES
 from .activation import activate
 from .common import _INTERPRETED, launch, load_elements, store_elements
 from .product import (
@@ -43,7 +44,6 @@ from .product import (
     shares_of,
 )
 
-_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 _COMBINE_TILE = tl.constexpr(512)
 _EACH_ROW = tl.constexpr(3)  # beside the axes of product.py, of an input that is the same in all rows: a bias
 
@@ -492,7 +492,7 @@ def _matmul_(
         size == 1 or stride % vec == 0 for size, stride in zip(out.shape[:2], out.stride(), strict=False)
     )
     constants = {
-        "ACTIVATION": activation, "DTYPE": _DTYPES[a.dtype], "OUT_DTYPE": _DTYPES[out.dtype],
+        "ACTIVATION": activation, "DTYPE": DTYPE_CODES[a.dtype], "OUT_DTYPE": DTYPE_CODES[out.dtype],
         "INPUT_INNER": input_access[0], "INPUT_VEC": input_access[1], "OUT_VEC": vec if wide else 1,
     }  # fmt: skip
     numbers = ((*input_strides, *out.stride()[:2]), alpha, beta)

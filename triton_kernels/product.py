@@ -9,9 +9,10 @@ import torch
 import triton
 import triton.language as tl
 
+from .._table import DTYPE_CODES
 from .common import _INTERPRETED, BF16
 
-INT8 = tl.constexpr(3)  # beside FP32, FP16 and BF16
+INT8 = tl.constexpr(len(DTYPE_CODES))  # the next code after those of floating point
 _GROUP = tl.constexpr(8)  # rows of tiles that are computed together
 
 # Which axis of an operand's tile is innermost in memory.

@@ -1,0 +1,257 @@
+"""The update of every optimizer: one read of gradient, parameter and state, one write of all but the gradient.
+
+What happens to an element is the optimizer's formula, a `@triton.jit` function with the interface of a struct in
+csrc/formulas and a file of its own (sgd.py, rmsprop.py):
+
+    p, state = formula(p, g, state, has, hyper, lr, factor, step)
+
+    p, g      fp32 parameter and raw gradient, a tile of each
+    state     tuple of fp32 tiles; an absent state reads 0, and what the formula returns for it is dropped
+    has       tuple of booleans: which states the tensor has
+    hyper     tuple of HYPER_COLUMNS fp32 scalars, those of the tensor's group
+    lr        fp32 scalar
+    factor    fp32 scalar: factor * g is the unscaled, clipped gradient
+    step      int32 scalar: updates applied so far, 0 at the first
+
+Bytes per element: 8 for the fp32 parameter and for each state, read and written; 4 or 2 for the gradient, read; 2 for a
+16-bit weight, written. SGD with momentum moves 20, with 16-bit weights and gradients or without; centered RMSprop with
+momentum 36.
+
+One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours:
+
+    tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
+             | tile 0 | tile 1 | .. |                                       a tile: 1024 elements
+    tile:    | t0 t0 t0 t0 | t1 t1 t1 t1 | .. | t127 ..  | t0 t0 t0 t0 | t1 .. | t127 .. |
+             | first packs: 512 elements                 | second packs                  |
+"""
+
+# ruff: noqa: RUF005 (Triton does not unpack a tuple inside of another)
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .common import (
+    FP32,
+    GRAD,
+    GROUP,
+    HYPER_COLUMNS,
+    MASTER,
+    PARAM,
+    STATE,
+    chunk_address,
+    chunk_bounds,
+    is_aligned,
+    launch,
+    load_elements,
+    store_elements,
+    table_entry,
+)
+
+# Four neighbours a thread are 16 bytes of fp32, side by side in a warp, and 8 bytes of a 16-bit array. With eight,
+# each fp32 access of a warp would skip every other 16 bytes, and most bytes of an update are fp32.
+_VEC = tl.constexpr(4)
+_WARPS = 4
+# Eight elements a thread, four where access is by element: there each needs an address and a predicate of its own, and
+# that path would set the registers of the kernel (RMSprop, sm_90: 116 with eight, 88 with four).
+_TILE = tl.constexpr(_WARPS * 32 * 8)
+_TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 4)
+# Left alone, ptxas takes 72 and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
+_REGISTERS = 96
+
+
+@triton.jit
+def _is_skipped(found_inf_ptr):
+    skipped = False
+    if found_inf_ptr is not None:
+        skipped = tl.load(found_inf_ptr) != 0.0  # 2.0 skips too: a sum over devices or ranks
+    return skipped
+
+
+@triton.jit
+def _factor(grad_scale_ptr, grad_norm_ptr, max_norm):
+    """What a gradient is multiplied by on its way into an update: unscaling and clipping."""
+    factor = tl.full((), 1.0, tl.float32)
+    if grad_scale_ptr is not None:
+        factor = tl.div_rn(factor, tl.load(grad_scale_ptr))
+    if grad_norm_ptr is not None:
+        # Eager Triton types a Python float fp32, Inductor fp64; 1e-6 is clip_grad_norm_'s.
+        limit = tl.full((), max_norm, tl.float32)
+        coefficient = tl.div_rn(limit, tl.load(grad_norm_ptr) + 1e-6)
+        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # written so that a NaN norm stays visible
+    return factor
+
+
+@triton.jit
+def _hyper_parameters(hyper_ptr, group):
+    row = hyper_ptr + group * HYPER_COLUMNS
+    hyper = ()
+    for column in tl.static_range(HYPER_COLUMNS):
+        hyper = hyper + (tl.load(row + column),)
+    return hyper
+
+
+@triton.jit
+def _update_chunk(
+    grad,
+    param,
+    master,
+    states,  # tuple of addresses, 0 where the tensor has no such state
+    n,
+    hyper,
+    lr,
+    factor,
+    step,
+    FORMULA: tl.constexpr,
+    N_STATES: tl.constexpr,
+    N_OPTIONAL: tl.constexpr,
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+    VEC: tl.constexpr,
+):
+    if VEC > 1:
+        n = n // VEC * VEC
+    TILE: tl.constexpr = _TILE if VEC > 1 else _TILE_BY_ELEMENT
+    has = [address != 0 for address in states]
+    # Absent state is masked rather than branched around, so that all loads fly together. A state that is always there
+    # shares the parameter's mask: with one of its own, RMSprop's registers spill.
+    ends = ()
+    for k in tl.static_range(N_STATES):
+        ends = ends + (n if k < N_STATES - N_OPTIONAL else tl.where(has[k], n, 0),)
+    for i in range(0, n, TILE):
+        offsets = i + tl.arange(0, TILE)
+        mask = offsets < n
+        g = load_elements(grad, offsets, mask, GRAD_DTYPE, VEC)
+        p = load_elements(master, offsets, mask, FP32, VEC)
+        state = ()
+        for k in tl.static_range(N_STATES):
+            state = state + (load_elements(states[k], offsets, offsets < ends[k], FP32, VEC),)
+        p, state = FORMULA(p, g, state, has, hyper, lr, factor, step)
+        for k in tl.static_range(N_STATES):
+            store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
+        store_elements(master, offsets, p, mask, FP32, VEC)
+        if PARAM_DTYPE != FP32:
+            store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
+
+
+@triton.jit(do_not_specialize=list(range(11)))
+def _update_kernel(
+    table_ptr,  # int64 [rows, n_tensors]
+    chunks_ptr,  # int32 [n_chunks, 2]
+    n_tensors,
+    chunk_size,
+    steps_ptr,  # int32 [n_chunks]: updates applied so far
+    hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
+    lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a tensor lr stays live
+    grad_scale_ptr,  # fp32 scalars, or None
+    found_inf_ptr,
+    grad_norm_ptr,
+    max_norm,
+    FORMULA: tl.constexpr,
+    N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
+    N_OPTIONAL: tl.constexpr,  # how many of the last ones a tensor may lack
+    PARAM_DTYPE: tl.constexpr,
+    GRAD_DTYPE: tl.constexpr,
+):
+    # Backwards: the gradient pass went forwards, so the last gradients it read may still be in L2.
+    chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
+    tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
+    grad = chunk_address(table_ptr, n_tensors, GRAD, tensor, begin, GRAD_DTYPE)
+    if (grad != 0) & (not _is_skipped(found_inf_ptr)):
+        param = chunk_address(table_ptr, n_tensors, PARAM, tensor, begin, PARAM_DTYPE)
+        master = param
+        if PARAM_DTYPE != FP32:
+            master = chunk_address(table_ptr, n_tensors, MASTER, tensor, begin, FP32)
+        states = ()
+        fp32 = master
+        for k in tl.static_range(N_STATES):
+            state = chunk_address(table_ptr, n_tensors, STATE + k, tensor, begin, FP32)
+            states = states + (state,)
+            fp32 = fp32 | state
+        aligned = is_aligned(grad, GRAD_DTYPE, _VEC) & is_aligned(param, PARAM_DTYPE, _VEC)
+        aligned = aligned & is_aligned(fp32, FP32, _VEC) & (n % _VEC == 0)
+
+        group = table_entry(table_ptr, n_tensors, GROUP, tensor)
+        hyper = _hyper_parameters(hyper_ptr, group)
+        lr = tl.load(tl.load(lr_ptr + group).to(tl.pointer_type(tl.float32)))
+        factor = _factor(grad_scale_ptr, grad_norm_ptr, max_norm)
+        step = tl.load(steps_ptr + chunk)
+        if aligned:
+            _update_chunk(
+                grad,
+                param,
+                master,
+                states,
+                n,
+                hyper,
+                lr,
+                factor,
+                step,
+                FORMULA,
+                N_STATES,
+                N_OPTIONAL,
+                PARAM_DTYPE,
+                GRAD_DTYPE,
+                _VEC,
+            )
+        else:
+            _update_chunk(
+                grad,
+                param,
+                master,
+                states,
+                n,
+                hyper,
+                lr,
+                factor,
+                step,
+                FORMULA,
+                N_STATES,
+                N_OPTIONAL,
+                PARAM_DTYPE,
+                GRAD_DTYPE,
+                1,
+            )
+        tl.debug_barrier()  # every thread has read the count before one of them stores the next
+        tl.store(steps_ptr + chunk, step + 1)
+
+
+def launch_update(
+    table: torch.Tensor,
+    chunks: torch.Tensor,
+    chunk_size: int,
+    steps: torch.Tensor,
+    hyper: torch.Tensor,
+    lr: torch.Tensor,
+    param_dtype: int,
+    grad_dtype: int,
+    grad_scale: torch.Tensor | None,
+    found_inf: torch.Tensor | None,
+    grad_norm: torch.Tensor | None,
+    max_norm: float,
+    **formula: Any,
+) -> None:
+    """`formula`: the kernel's FORMULA, N_STATES and N_OPTIONAL."""
+    launch(
+        _update_kernel,
+        chunks.shape[0],
+        table,
+        chunks,
+        table.shape[1],
+        chunk_size,
+        steps,
+        hyper,
+        lr,
+        grad_scale,
+        found_inf,
+        grad_norm,
+        max_norm,
+        PARAM_DTYPE=param_dtype,
+        GRAD_DTYPE=grad_dtype,
+        **formula,
+        num_warps=_WARPS,
+        maxnreg=_REGISTERS,
+    )
