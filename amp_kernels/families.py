@@ -19,7 +19,8 @@ class Family(NamedTuple):
 
     Attributes:
         name: of the formula.
-        states: in the order of the table's rows; which of them a parameter has, its options say.
+        states: in the order of the table's rows.
+        optional: how many of the last of them a parameter may lack, by its options.
         hyper: the type of its hyper-parameters without the learning rate, a NamedTuple in the order of their columns;
             ``hyper.of(options)`` makes one of the options that users know.
         reference: ``(params, grads, states, masters, hyper, *, lr, is_first_step, grad_scale, found_inf)``, with a list
@@ -28,6 +29,7 @@ class Family(NamedTuple):
 
     name: str
     states: tuple[str, ...]
+    optional: int
     hyper: Any
     reference: Callable[..., None]
 
@@ -108,6 +110,6 @@ def _rmsprop(
     )  # fmt: skip
 
 
-SGD = Family("sgd", ("momentum_buffer",), SgdHyper, _sgd)
-RMSPROP = Family("rmsprop", ("square_avg", "momentum_buffer", "grad_avg"), RmspropHyper, _rmsprop)
+SGD = Family("sgd", ("momentum_buffer",), 1, SgdHyper, _sgd)
+RMSPROP = Family("rmsprop", ("square_avg", "momentum_buffer", "grad_avg"), 2, RmspropHyper, _rmsprop)
 FAMILIES = {family.name: family for family in (SGD, RMSPROP)}

@@ -16,13 +16,12 @@ import triton
 from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
 from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
 from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
-from amp_kernels.triton_kernels.rmsprop import _rmsprop_table_
-from amp_kernels.triton_kernels.sgd import _sgd_table_
 from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from amp_kernels._table import DTYPE_CODES
+from amp_kernels.families import FAMILIES
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CODES = {"fp32": DTYPE_CODES[torch.float32], "fp16": DTYPE_CODES[torch.float16], "bf16": DTYPE_CODES[torch.bfloat16]}
@@ -43,7 +42,7 @@ POINTERS = {
 TYPES = POINTERS | {"n_tensors": "i32", "n_chunks": "i32", "chunk_size": "i32", "max_norm": "fp32"}
 
 UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
-FORMULAS = {"sgd": _sgd_table_.keywords, "rmsprop": _rmsprop_table_.keywords}
+FORMULAS = {family: update.formula_of(family) for family in FAMILIES}
 formulas = pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
 
 # sm_90 for every combination, the others for the extremes.

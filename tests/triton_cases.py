@@ -5,6 +5,7 @@ process of its own: with TRITON_INTERPRET=1 on CPU tensors, without it on CUDA t
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import os
@@ -13,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from amp_kernels.triton_kernels import _rmsprop_table_, _sgd_table_, _unscale_table_
+from amp_kernels.triton_kernels import _unscale_table_, _update_table_
 from amp_kernels.triton_kernels.send import _write_by_value
 from torch import Tensor
 
@@ -277,7 +278,7 @@ class Sgd:
     nesterov: bool = False
     maximize: bool = False
 
-    table_op = staticmethod(_sgd_table_)
+    table_op = staticmethod(functools.partial(_update_table_, "sgd"))
 
     def has_states(self) -> tuple[bool, ...]:
         return (self.momentum != 0,)
@@ -304,7 +305,7 @@ class Rmsprop:
     centered: bool = False
     maximize: bool = False
 
-    table_op = staticmethod(_rmsprop_table_)
+    table_op = staticmethod(functools.partial(_update_table_, "rmsprop"))
 
     def has_states(self) -> tuple[bool, ...]:
         return (True, self.momentum != 0, self.centered)

@@ -11,15 +11,9 @@ from .int8_dequantize import _dequantize_int8_, _straight_through_int8_
 from .int8_matmul import _int8_linear_, _int8_matmul_
 from .int8_quantize import _quantize_int8_
 from .matmul import _matmul_
-from .rmsprop import _rmsprop_table_
 from .send import _send_
-from .sgd import _sgd_table_
 from .unscale import _unscale_table_
-
-
-def _update_table_(family, *arguments):
-    {"sgd": _sgd_table_, "rmsprop": _rmsprop_table_}[family](*arguments)
-
+from .update import _update_table_
 
 __all__ = [
     "_copy_pad_",
@@ -28,9 +22,7 @@ __all__ = [
     "_int8_matmul_",
     "_matmul_",
     "_quantize_int8_",
-    "_rmsprop_table_",
     "_send_",
-    "_sgd_table_",
     "_straight_through_int8_",
     "_unscale_table_",
     "_update_table_",

@@ -9,16 +9,12 @@ b <- momentum * b + g / d,  p <- p - lr * b    (b = g / d without momentum)
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 
-from .update import launch_update
-
 
 @triton.jit
-def _rmsprop(p, g, state, has, hyper, lr, factor, step):
+def formula(p, g, state, has, hyper, lr, factor, step):
     v, b, a = state  # square_avg, momentum_buffer, grad_avg; an absent one reads as 0
     alpha, one_minus_alpha, eps, weight_decay, sign, momentum = hyper[:6]
     momentum = tl.where(has[1], momentum, 0.0)
@@ -33,6 +29,3 @@ def _rmsprop(p, g, state, has, hyper, lr, factor, step):
     variance = tl.where(variance < 0.0, 0.0, variance)
     b = momentum * b + tl.div_rn(g, tl.sqrt_rn(variance) + eps)  # plain / and tl.sqrt are approximate
     return p - lr * b, (v, b, a)
-
-
-_rmsprop_table_ = functools.partial(launch_update, FORMULA=_rmsprop, N_STATES=3, N_OPTIONAL=2)

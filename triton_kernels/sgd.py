@@ -7,16 +7,12 @@ p <- p - lr * (nesterov ? g + momentum * b : b)
 
 from __future__ import annotations
 
-import functools
-
 import triton
 import triton.language as tl
 
-from .update import launch_update
-
 
 @triton.jit
-def _sgd(p, g, state, has, hyper, lr, factor, step):
+def formula(p, g, state, has, hyper, lr, factor, step):
     (b,) = state  # momentum_buffer
     momentum, one_minus_dampening, weight_decay, nesterov, sign = hyper[:5]
     g *= factor * sign
@@ -27,6 +23,3 @@ def _sgd(p, g, state, has, hyper, lr, factor, step):
     lookahead = tl.where((nesterov != 0.0) & has[0], momentum, 0.0)
     p -= lr * tl.where(lookahead != 0.0, g + lookahead * b, b)
     return p, (b,)
-
-
-_sgd_table_ = functools.partial(launch_update, FORMULA=_sgd, N_STATES=1, N_OPTIONAL=1)

@@ -1,7 +1,7 @@
 """The update of every optimizer: one read of gradient, parameter and state, one write of all but the gradient.
 
 What happens to an element is the optimizer's formula, a `@triton.jit` function with the interface of a struct in
-csrc/formulas and a file of its own (sgd.py, rmsprop.py):
+csrc/formulas, in the file of the family's name (sgd.py, rmsprop.py):
 
     p, state = formula(p, g, state, has, hyper, lr, factor, step)
 
@@ -28,12 +28,14 @@ One program of 128 threads updates one chunk, tile by tile. A thread holds two p
 # ruff: noqa: RUF005 (Triton does not unpack a tuple inside of another)
 from __future__ import annotations
 
+import importlib
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
+from ..families import FAMILIES
 from .common import (
     FP32,
     GRAD,
@@ -219,7 +221,15 @@ def _update_kernel(
         tl.store(steps_ptr + chunk, step + 1)
 
 
-def launch_update(
+def formula_of(family: str) -> dict[str, Any]:
+    """What the kernel has to be told of a family."""
+    known = FAMILIES[family]
+    formula = importlib.import_module(f".{family}", __package__).formula
+    return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": known.optional}
+
+
+def _update_table_(
+    family: str,
     table: torch.Tensor,
     chunks: torch.Tensor,
     chunk_size: int,
@@ -232,9 +242,7 @@ def launch_update(
     found_inf: torch.Tensor | None,
     grad_norm: torch.Tensor | None,
     max_norm: float,
-    **formula: Any,
 ) -> None:
-    """`formula`: the kernel's FORMULA, N_STATES and N_OPTIONAL."""
     launch(
         _update_kernel,
         chunks.shape[0],
@@ -251,7 +259,7 @@ def launch_update(
         max_norm,
         PARAM_DTYPE=param_dtype,
         GRAD_DTYPE=grad_dtype,
-        **formula,
+        **formula_of(family),
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
     )
