@@ -29,6 +29,8 @@ from ._linear import Linear, converts
 from ._tables import table
 from .functional.matmul import Activation, _autocast
 
+__all__ = ["Explanation", "Finding", "audit", "explain"]
+
 ITEM = 2  # bytes of an element of the 16-bit dtypes
 MULTIPLE = _matmul.ALIGNMENT // ITEM
 

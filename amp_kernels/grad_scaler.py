@@ -13,9 +13,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from ._table import DTYPE_CODES
-from .functional import moved, unscale_
+from .functional.unscale import moved, unscale_
 from .optim._base import FusedOptimizer, OverflowLog
 from .optim._plan import Plan, capturing
+
+__all__ = ["GradScaler", "Overflow"]
 
 
 def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from .. import _backends
 from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
 from ..families import Family
-from ..functional import moved, total_norm
+from ..functional.unscale import moved, total_norm
 from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
