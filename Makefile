@@ -15,7 +15,7 @@ FORMATTED = $(shell find csrc tests/cuda_on_cpu tests/cpu_isa -name '*.h' -o -na
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test test-clients lint format bench asan-events gpu-check build venv clean
+.PHONY: demo test test-clients test-matrix wheel lint format bench asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
@@ -27,6 +27,27 @@ test: build $(VENV)/toolkit
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
+
+# One wheel serves every Python >= 3.10 and every torch >= 2.10, on CUDA those of its major. What build/lib is left with
+# would be packed too.
+wheel: venv
+	rm -rf dist build/lib*
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+
+# That wheel under the oldest torch it promises, the one of `make test` and today's, each with the Triton that it brings.
+# Takes about 15 GB; no part of CI. Runs in tests/, since here amp_kernels would be the sources.
+MATRIX := torch==2.10.0 $(TORCH) torch
+MATRIX_TESTS ?= test_api.py test_saved.py test_optim*.py test_grad_scaler*.py test_updates.py test_unscale.py test_ops.py \
+	test_int8.py test_nn_*.py test_quantization.py test_matmul.py test_triton_interpret.py
+test-matrix: wheel
+	set -e; for torch in $(MATRIX); do \
+	  python=$(CURDIR)/$(VENV)/matrix/$$torch/bin/python; \
+	  test -x $$python || $(PYTHON) -m venv $(VENV)/matrix/$$torch; \
+	  $$python -m pip install -q --upgrade $$torch "$$(echo dist/*.whl)[test]"; \
+	  $$python -m pip install -q --force-reinstall --no-deps dist/*.whl; \
+	  (cd tests; $$python -m amp_kernels info; \
+	   AMP_KERNELS_EXPECT=cpu,triton-interpret $$python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(MATRIX_TESTS)); \
+	done
 
 lint: build
 	$(BIN)/ruff check .

@@ -39,10 +39,14 @@ def decide(wanted):
     compiler, include = (os.environ.get("CXX") or "c++").split()[0], sysconfig.get_path("include")
     if torch is None:
         what, why = "none", "torch could not be imported by the build; install torch >= 2.10"
-    elif os.name == "nt" or not shutil.which(compiler) or not Path(include, "Python.h").exists():
+    elif platform.system() == "Windows":
+        what, why = "none", "there is no build for Windows; use WSL"
+    elif not shutil.which(compiler) or not Path(include, "Python.h").exists():
         what, why = "none", f"there was no {compiler} or no {include}/Python.h; install g++ and python3-dev"
     elif wanted in ("cpu", "none"):
         what, why = wanted, f"AMP_KERNELS_BUILD={wanted} was set; unset it"
+    elif torch.version.hip:
+        what, why = "cpu", f"torch {torch.__version__} is of ROCm, which is not supported; install one of CUDA"
     elif torch.version.cuda is None:
         what, why = "cpu", f"torch {torch.__version__} has no CUDA; install one that has"
     elif (nvcc := find_nvcc()) and nvcc[0][0] == int(torch.version.cuda.split(".")[0]):

@@ -20,10 +20,13 @@ def info() -> int:
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     print(f"amp_kernels {amp_kernels.__version__} in {amp_kernels.__path__[0]}")
     print(f"Python {platform.python_version()}, {platform.platform()}, {platform.machine()}")
-    print(f"torch {torch.__version__}, CUDA {torch.version.cuda or 'none'}, {gpu}")
+    platforms = f"CUDA {torch.version.cuda or 'none'}" + (f", ROCm {torch.version.hip}" if torch.version.hip else "")
+    print(f"torch {torch.__version__}, {platforms}, {gpu}")
     print(f"triton {_version('triton')}")
     print(f"compiled kernels: {_loader.load_error() or _compiled()}")
     print(NOT_RUN)
+    for note in _platform_notes():
+        print(note)
 
     for device, order in _backends.PREFERENCE.items():
         reasons = _backends.backend_reasons(device)
@@ -34,6 +37,12 @@ def info() -> int:
             if name != serving:
                 print(f"  not {name}: {reason or 'it is slower; amp_kernels.use_backend forces it'}")
     return 0
+
+
+def _platform_notes() -> list[str]:
+    """What to expect elsewhere than on Linux, and with torch's builds for ROCm."""
+    rocm = ["ROCm: not supported; the reference serves tensors on its GPUs."] if torch.version.hip else []
+    return [PLATFORMS[system] for system in [platform.system()] if system in PLATFORMS] + rocm
 
 
 def _compiled() -> str:
@@ -50,6 +59,10 @@ def _version(distribution: str) -> str:
 
 
 NOT_RUN = "No kernel of this version has run on a GPU; on one, run `python -m amp_kernels verify --device cuda` first."
+PLATFORMS = {
+    "Darwin": "macOS: never tried; CPU kernels are compiled as on Linux, and the reference serves MPS tensors.",
+    "Windows": "Windows: nothing is compiled, and the reference serves every tensor; WSL counts as Linux.",
+}
 COMMANDS: dict[str, Callable[[], int]] = {"info": info}
 
 

@@ -218,6 +218,8 @@ def _why_not_triton(device_type: str) -> str | None:
     except ImportError as error:
         return f"triton cannot be imported ({error})"
     if device_type == "cuda":
+        if torch.version.hip:  # Triton for ROCm refuses `maxnreg`, which updates are launched with
+            return "its kernels are for CUDA, and torch is of ROCm"
         return None if torch.cuda.is_available() else "there is no CUDA device"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None

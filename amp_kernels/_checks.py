@@ -75,6 +75,16 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
         raise ValueError(f"{op}: {name} must be on {device} with the tensors, got {tensor.device}; move it there")
 
 
+def why_not_loaded(what: str, saved: object, known: int) -> str | None:
+    """A sentence if a state dict has a format number of a release to come; the first releases wrote none, so None."""
+    if saved is None or saved in range(known + 1):
+        return None
+    return (
+        f"{what}.load_state_dict: the format of the state dict must be at most {known}, got {saved!r}: a later release "
+        "of amp_kernels saved it; upgrade amp_kernels"
+    )
+
+
 def check_same_shapes(op: str, name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
     """One tensor for each parameter, of its shape and on its device."""
     if len(tensors) != len(params):

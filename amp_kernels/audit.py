@@ -1,5 +1,7 @@
 """Why a product or a layer is slow: `explain`, `audit`, and ``python -m amp_kernels audit FILE.py:FACTORY``.
 
+The command executes FILE.py, and calls FACTORY: name only files that you would run.
+
 A layer is listed for its shape alone, nothing is measured: tensor cores are fed 16 bytes at a time, and a matrix whose
 rows are not a multiple of 16 bytes apart sends cuBLAS to the kernels of older GPUs. For 16-bit weights and activations
 (also those that autocast makes) these are features that are not a multiple of 8.
@@ -28,6 +30,8 @@ from ._layers import is_conv1d, matrix
 from ._linear import Linear, converts
 from ._tables import table
 from .functional.matmul import Activation, _autocast
+
+__all__ = ["Explanation", "Finding", "audit", "explain"]
 
 ITEM = 2  # bytes of an element of the 16-bit dtypes
 MULTIPLE = _matmul.ALIGNMENT // ITEM
@@ -225,9 +229,14 @@ class CannotLoad(Exception):
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``audit`` to the command line."""
     parser = commands.add_parser(
-        "audit", help="Lists layers of a model whose shapes are slow on tensor cores, and why."
+        "audit",
+        help="Lists layers of a model whose shapes are slow on tensor cores, and why; executes the file you name.",
+        description="Lists layers of a model whose shapes are slow on tensor cores, and why. It executes FILE.py and "
+        "calls FACTORY: name only files that you would run.",
     )
-    parser.add_argument("model", metavar="FILE.py:FACTORY", help="a function without arguments that returns the model")
+    parser.add_argument(
+        "model", metavar="FILE.py:FACTORY", help="a function without arguments that returns the model, or the model"
+    )
     parser.add_argument(
         "--batch",
         type=_rows,

@@ -12,10 +12,13 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
+from ._checks import why_not_loaded
 from ._table import DTYPE_CODES
-from .functional import moved, unscale_
+from .functional.unscale import moved, unscale_
 from .optim._base import FusedOptimizer, OverflowLog
 from .optim._plan import Plan, capturing
+
+__all__ = ["GradScaler", "Overflow"]
 
 
 def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
@@ -56,6 +59,8 @@ class GradScaler(torch.amp.GradScaler):
     Raises:
         ValueError: `min_scale` is negative or `hysteresis` below 1.
     """
+
+    _format = 1  # of state dicts; a higher one is for what earlier releases would misread
 
     def __init__(
         self,
@@ -262,6 +267,7 @@ class GradScaler(torch.amp.GradScaler):
             return {}
         return {
             **super().state_dict(),
+            "format": self._format,
             "min_scale": self._min_scale,
             "hysteresis": self._hysteresis,
             **self._counts(),
@@ -275,7 +281,14 @@ class GradScaler(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads ours or torch's; what the latter lacks keeps the value it was constructed with."""
+        """Loads ours or torch's; what the latter lacks keeps the value it was constructed with.
+
+        Raises:
+            RuntimeError: the state dict is empty, that of a scaler that was not enabled.
+            ValueError: a later release saved it in a newer format.
+        """
+        if self._enabled and (reason := why_not_loaded("GradScaler", state_dict.get("format"), self._format)):
+            raise ValueError(reason)
         super().load_state_dict(state_dict)
         if not self._enabled:
             return

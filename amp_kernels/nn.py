@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from . import _direct, _ops
-from ._checks import MAX_K
+from ._checks import MAX_K, why_not_loaded
 from ._layers import LoadsItsKind, matrix
 from ._linear import Linear, convert_linear_
 from .functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
@@ -68,6 +68,9 @@ class _Int8Weight(FixedDtypes):
     torch or `from_pretrained` of transformers, would take codes for floats; it refuses another shape.
     """
 
+    # Of torch, which saves it beside the tensors: 1 had codes as [N, K]. safetensors keep tensors alone.
+    _version = 2
+
     weight: Tensor
     dtype: torch.dtype
 
@@ -80,11 +83,15 @@ class _Int8Weight(FixedDtypes):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[prefix + "weight"] = destination[prefix + "weight"].unsqueeze(0)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
+        if reason := why_not_loaded(type(self).__name__, local_metadata.get("version"), self._version):
+            *_, error_msgs = rest  # load_state_dict raises them all
+            error_msgs.append(reason)
+            return
         codes = state_dict.get(prefix + "weight")
         if isinstance(codes, Tensor) and codes.dim() == 3:
             state_dict[prefix + "weight"] = codes.squeeze(0)
-        super()._load_from_state_dict(state_dict, prefix, *rest)
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
 
 
 class Int8Linear(_Int8Weight):

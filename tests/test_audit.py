@@ -310,6 +310,10 @@ def test_the_command_line(models: Path) -> None:
     )
 
 
+def test_help_says_that_the_file_is_executed() -> None:
+    assert "It executes FILE.py" in " ".join(command("--help").stdout.split())
+
+
 @pytest.mark.parametrize("rows", ["-3", "0", "many"])
 def test_rows_are_counted(models: Path, rows: str) -> None:
     run = command(f"{models}/nets.py:odd", "--batch", rows)

@@ -103,3 +103,17 @@ def test_setup_without_a_compiler_builds_nothing() -> None:
     result = run("setup.py", "--version", cwd=ROOT, AMP_KERNELS_BUILD="auto", CXX="no-such-compiler")
     assert result.returncode == 0, result.stderr
     assert "nothing was compiled because there was no no-such-compiler" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("patch", "sentence"),
+    [
+        ("torch.version.hip = '7.0'", "is of ROCm, which is not supported"),
+        ("platform.system = lambda: 'Windows'", "nothing was compiled because there is no build for Windows; use WSL"),
+    ],
+)
+def test_setup_on_another_platform(patch: str, sentence: str) -> None:
+    code = f"import platform, runpy, torch; {patch}; runpy.run_path('setup.py', run_name='__main__')"
+    result = run("-c", code, "--version", cwd=ROOT, AMP_KERNELS_BUILD="auto")
+    assert result.returncode == 0, result.stderr
+    assert sentence in result.stdout

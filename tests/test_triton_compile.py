@@ -508,8 +508,13 @@ LOW_TENSOR_CORES = {
 PTX_NAMES = {"fp16": "f16", "bf16": "bf16"}
 
 
+# Triton 3.6 keeps 8 bytes on the stack of products by descriptors on sm_120, 3.7 none.
+STACK = 8 if triton.__version__.startswith("3.6.") else 0
+
+
 def check_product(compiled: Compiled, dtype: str) -> None:
-    assert compiled.registers_stack_local()[1:] == [0, 0]
+    _, stack, local = compiled.registers_stack_local()
+    assert local == 0 and stack <= STACK
     assert compiled.shared <= SHARED_MEMORY[compiled.arch] * 1024
     if compiled.arch > 75:
         assert re.search(LOW_TENSOR_CORES[compiled.arch].format(PTX_NAMES[dtype]), compiled.ptx)

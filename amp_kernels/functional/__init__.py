@@ -7,7 +7,7 @@ from .int8 import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, 
 from .matmul import addmm, linear, matmul, pad_to_multiple
 from .rmsprop import rmsprop_
 from .sgd import sgd_
-from .unscale import clip_grad_norm_, grad_norm, moved, total_norm, unscale_
+from .unscale import clip_grad_norm_, grad_norm, unscale_
 
 __all__ = [
     "Int8Tensor",
@@ -19,11 +19,9 @@ __all__ = [
     "int8_matmul",
     "linear",
     "matmul",
-    "moved",
     "pad_to_multiple",
     "quantize_int8",
     "rmsprop_",
     "sgd_",
-    "total_norm",
     "unscale_",
 ]

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import _backends
+from .._checks import why_not_loaded
 from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
 from ..families import Family
-from ..functional import moved, total_norm
+from ..functional.unscale import moved, total_norm
 from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
@@ -49,6 +50,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _family: Family
     _set_at_first_step: str | None = None  # a state that the first step sets without reading it
+    _format = 1  # of state dicts; a higher one is for what earlier releases would misread
 
     _plans: list[Plan] | None = None
     _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
@@ -402,7 +404,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def state_dict(self) -> dict[str, Any]:
         """As torch's, with fp32 masters and states as they are, and ``step`` as torch keeps it. Waits for the device.
 
-        Without 16-bit parameters the matching torch optimizer loads it.
+        Without 16-bit parameters the matching torch optimizer loads it, which passes over the number of the format.
         """
         for _, _, param in self._named_parameters():
             if param.dtype is torch.float32 and "master" in self.state.get(param, ()):
@@ -418,10 +420,15 @@ class FusedOptimizer(torch.optim.Optimizer):
         """Loads ours, or the matching torch optimizer's; what the latter lacks starts from its default.
 
         Masters and states stay fp32 whatever the dtype of the parameters; torch would round them to it.
+
+        Raises:
+            ValueError: a state has another shape than its parameter, or a later release saved it in a newer format.
         """
         saved: dict[int, dict[str, Any]] = {}
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            if reason := why_not_loaded(type(self).__name__, loaded.get("format"), self._format):
+                raise ValueError(reason)
             rest = dict(loaded["state"])
             for position, key in enumerate(key for group in loaded["param_groups"] for key in group["params"]):
                 if key in rest:
@@ -536,6 +543,7 @@ def _is_laid_out(state: Tensor, target: Tensor) -> bool:
 
 def _export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
     """State as torch keeps it: `step` an fp32 tensor of the CPU; before the first update no state but the master."""
+    state_dict["format"] = FusedOptimizer._format
     for key, state in state_dict["state"].items():
         if not isinstance(state, dict):
             continue
