@@ -25,7 +25,7 @@ SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
 # Instructions that every kernel has, of those of a source whose names match.
 WIDE_LOAD, WIDE_STORE = r"\bLDG\.E\S*\.128\b", r"\bSTG\.E\S*\.128\b"
 INSTRUCTIONS = [
-    *((source, "", access) for source in ("unscale", "sgd", "rmsprop") for access in (WIDE_LOAD, WIDE_STORE)),
+    *((source, "", access) for source in ("unscale", "update") for access in (WIDE_LOAD, WIDE_STORE)),
     ("int8_quantize", "rows_kernel|columns_kernel|extremes_kernel", WIDE_LOAD),
     ("int8_quantize", "(rows|columns)_kernel.*QuantizeOpI(6__half|13__nv_bfloat16)a", r"\bSTG\.E\S*\.64\b"),  # codes
     ("int8_dequantize", "", WIDE_STORE),
@@ -107,12 +107,15 @@ def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, t
     return {source.stem: result for source, result in zip(SOURCES, results, strict=True)}
 
 
-@pytest.mark.parametrize("name", ["cuda", "int8_cuda", "matmul_cuda"])
-def test_bindings_compile_against_this_torch(name: str, nvcc: str, tmp_path: Path) -> None:
+BINDINGS = [*(ROOT / "csrc").glob("ops/*.cpp"), *(ROOT / "csrc").glob("bindings/*cuda.cpp")]
+
+
+@pytest.mark.parametrize("source", sorted(BINDINGS), ids=lambda path: path.stem)
+def test_bindings_compile_against_this_torch(source: Path, nvcc: str, tmp_path: Path) -> None:
     folders = (Path(torch.__file__).parent / "include", Path(sysconfig.get_path("include")))
     include = [word for folder in folders for word in ("-I", folder)]
     # nvcc hands a .cpp file to the host compiler, which a build calls directly, with the headers of cudart.
-    run(nvcc, "-c", ROOT / f"csrc/bindings/{name}.cpp", "-o", tmp_path / "cuda.o", *FLAGS, *include)
+    run(nvcc, "-c", source, "-o", tmp_path / "cuda.o", *FLAGS, *include)
 
 
 @pytest.mark.parametrize("source", [source.stem for source in SOURCES])

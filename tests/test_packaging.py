@@ -117,3 +117,19 @@ def test_setup_on_another_platform(patch: str, sentence: str) -> None:
     result = run("-c", code, "--version", cwd=ROOT, AMP_KERNELS_BUILD="auto")
     assert result.returncode == 0, result.stderr
     assert sentence in result.stdout
+
+
+def test_the_clone_has_no_other_top_level_entry() -> None:
+    listed = run_git("ls-files")
+    if listed is None:
+        pytest.skip("this is no clone")
+    expected = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "setup.py", "pyproject.toml", "Makefile"}
+    expected |= {"csrc", "triton_kernels", "amp_kernels", "tests", "benchmarks", ".ci", ".clang-format", ".gitignore"}
+    assert {name.split("/")[0] for name in listed.splitlines()} == expected
+
+
+def run_git(*arguments: str) -> str | None:
+    try:
+        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
