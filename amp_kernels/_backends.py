@@ -34,10 +34,6 @@ KERNEL_SCHEMAS = {
     "_int8_matmul_": "(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, "
     "Tensor? b_zero_point, Tensor? bias, Tensor(a!) out, Tensor? out_scale, Tensor? out_zero_point) -> ()",
     "_int8_linear_": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor(a!) out) -> ()",
-    # `activation`: its index in _matmul.ACTIVATIONS.
-    "_matmul_": "(Tensor a, Tensor b, Tensor? input, Tensor(a!) out, Tensor(b!)? pre, float alpha, float beta, "
-    "int activation) -> ()",
-    "_copy_pad_": "(Tensor x, Tensor? pre, Tensor(a!) out, Tensor(b!)? bias_grad, int activation) -> ()",
 }
 # Automatic choice, first that runs.
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
@@ -64,11 +60,9 @@ class Kernels(Protocol):
 
 
 class DeviceKernels(Kernels, Protocol):
-    """Those of the backends of a GPU. On a CPU torch multiplies, and tables need no sending."""
+    """Those of the backends of a GPU. On a CPU tables need no sending."""
 
     _send_: Kernel
-    _matmul_: Kernel
-    _copy_pad_: Kernel
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may be no memory at all
@@ -185,7 +179,7 @@ def kernels(backend: str) -> Kernels | None:
     if backend == "triton":
         return cast(Kernels, importlib.import_module(".triton_kernels", __package__))
     names = ["_unscale_table_", "_update_table_", *([] if backend == "cpu" else ["_send_"])]
-    names += [op for op in KERNEL_SCHEMAS if backend == "cuda" or op not in ("_matmul_", "_copy_pad_")]
+    names += KERNEL_SCHEMAS
     return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in names})
 
 

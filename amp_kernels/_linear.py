@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from ._layers import LOG, LoadsItsKind, check_model, shares
-from ._matmul import ACTIVATIONS
 from .functional.matmul import Activation, linear
+from .ops.matmul import check_activation
 
 
 class Linear(LoadsItsKind, nn.Linear):
@@ -46,9 +46,7 @@ class Linear(LoadsItsKind, nn.Linear):
         *,
         activation: Activation | None = None,
     ) -> None:
-        if activation not in ACTIVATIONS:
-            names = ", ".join(map(repr, ACTIVATIONS))
-            raise ValueError(f"Linear: activation must be one of {names}, got {activation!r}")
+        check_activation("Linear", activation)
         super().__init__(in_features, out_features, bias, device, dtype)
         self.activation = activation
 

@@ -21,20 +21,19 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from . import _backends, _checks, _matmul
 from ._layers import is_conv1d, matrix
 from ._linear import Linear, converts
 from ._tables import table
-from .functional.matmul import Activation, _autocast
+from .functional.matmul import Activation, as_matrices, autocast, check_dimensions, choose
+from .ops.matmul import ALIGNMENT, DTYPES, check_activation, check_product, round_up
 
 __all__ = ["Explanation", "Finding", "audit", "explain"]
 
 ITEM = 2  # bytes of an element of the 16-bit dtypes
-MULTIPLE = _matmul.ALIGNMENT // ITEM
+MULTIPLE = ALIGNMENT // ITEM
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -52,7 +51,7 @@ class Explanation(NamedTuple):
         verb = "is" if len(self.padded) == 1 else "are"
         return (
             f"{self.engine}: {self.reason}; {' and '.join(self.padded)} {verb} first copied into rows padded to a "
-            f"multiple of {_matmul.ALIGNMENT} bytes, {self.padding_bytes:,} bytes"
+            f"multiple of {ALIGNMENT} bytes, {self.padding_bytes:,} bytes"
         )
 
 
@@ -78,53 +77,36 @@ def explain(
     Raises:
         TypeError, ValueError: `a` and `b` cannot be multiplied, or are not both tensors or both shapes.
     """
-    if activation not in _matmul.ACTIVATIONS:
-        names = ", ".join(map(repr, _matmul.ACTIVATIONS))
-        raise ValueError(f"explain: activation must be one of {names}, got {activation!r}")
-    with FakeTensorMode():
-        if isinstance(a, Tensor) and isinstance(b, Tensor):
-            if dtype is not None or device is not None:
-                raise TypeError("explain: dtype and device must be left out with tensors, which have their own")
-            left, right = (_fake(x, x.stride(), x.dtype, "cuda" if x.is_meta else x.device) for x in (a, b))
-        elif isinstance(a, Tensor) or isinstance(b, Tensor):
-            kinds = [type(x).__name__ for x in (a, b)]
-            raise TypeError(f"explain: a and b must be two tensors or two shapes, got {kinds[0]} and {kinds[1]}")
-        else:
-            place = torch.device(device or "cuda")
-            left, right = (torch.empty(tuple(x), dtype=dtype or torch.float16, device=place) for x in (a, b))
-        left, right = _autocast(left, right)
-        if left.dtype not in _matmul.DTYPES or right.dtype not in _matmul.DTYPES:
-            return Explanation("torch", f"{str(left.dtype).removeprefix('torch.')} is left to it", (), 0)
-        left, right = _as_matrices(left, right)
-        _checks.check_addmm(None, left, right, left.dtype)
-        # Without a GPU, CUDA tensors can only be fake, and are what a user asks about.
-        imagined = left.device.type == "cuda" and not torch.cuda.is_available() and not _backends.is_forced()
-        choice = _matmul.choose(left, right, activation, "cuda" if imagined else None)
+    check_activation("explain", activation)
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        if dtype is not None or device is not None:
+            raise TypeError("explain: dtype and device must be left out with tensors, which have their own")
+        if a.device != b.device:
+            raise ValueError(f"explain: b must be on {a.device} as a is, got {b.device}")
+        place = torch.device("cuda") if a.is_meta else a.device
+        left, right = (torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta") for x in (a, b))
+    elif isinstance(a, Tensor) or isinstance(b, Tensor):
+        kinds = [type(x).__name__ for x in (a, b)]
+        raise TypeError(f"explain: a and b must be two tensors or two shapes, got {kinds[0]} and {kinds[1]}")
+    else:
+        place = torch.device(device or "cuda")
+        left, right = (torch.empty(tuple(x), dtype=dtype or torch.float16, device="meta") for x in (a, b))
+    left, right = autocast(place.type, left, right)
+    if left.dtype not in DTYPES or right.dtype not in DTYPES:
+        return Explanation("torch", f"{str(left.dtype).removeprefix('torch.')} is left to it", (), 0)
+    check_dimensions("explain", a=left, b=right)
+    left, right = as_matrices(left, right)
+    check_product("explain", left, right)
+    choice = choose(place.type, left, right, activation)
     padded = {name: x for name, x, pads in zip("ab", (left, right), choice.pads, strict=True) if pads}
     return Explanation(choice.engine, choice.reason, tuple(padded), sum(map(_copy_bytes, padded.values())))
-
-
-def _fake(x: Tensor, strides: Sequence[int], dtype: torch.dtype, device: torch.device | str) -> Tensor:
-    # A fake tensor of another mode cannot be mixed with ours, so each is made anew.
-    return torch.empty_strided(x.shape, strides, dtype=dtype, device=device)
-
-
-def _as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The two matrices, or batches of them, that `amp_kernels.matmul` makes of its operands."""
-    _checks.check_dimensions("explain", a=a, b=b)
-    a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
-    if b.dim() == 2:
-        return (a.flatten(0, -2) if a.dim() > 2 else a), b
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
-    return a, b
 
 
 def _copy_bytes(x: Tensor) -> int:
     rows, columns = x.shape[-2:]
     if x.stride(-2) == 1 and x.stride(-1) != 1:  # column-major stays so
         rows, columns = columns, rows
-    return math.prod(x.shape[:-2]) * rows * _matmul.padded(columns, MULTIPLE) * ITEM
+    return math.prod(x.shape[:-2]) * rows * round_up(columns, MULTIPLE) * ITEM
 
 
 # ------------------------------------------------------------------------------------------------------------ models
@@ -173,7 +155,7 @@ def audit(model: nn.Module) -> list[Finding]:
 
 
 def _rounded(n: int, multiple: int = MULTIPLE) -> int:
-    return _matmul.padded(n, multiple)
+    return round_up(n, multiple)
 
 
 def _linear(name: str, layer: Any) -> Finding | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -13,3 +14,12 @@ def tensor_exchange_api() -> Any:
     None where torch has none; the sweep of the step plan is then done in Python.
     """
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
+
+
+def are_functorch_transforms_active() -> bool:
+    """Whether a transform of `torch.func` runs, in which autograd functions that have no rule for it fail.
+
+    True for a torch that cannot say: products are then torch's own, without padding, and right everywhere.
+    """
+    ask = getattr(torch._C, "_are_functorch_transforms_active", None)
+    return ask is None or ask()

@@ -131,7 +131,7 @@ def on_other_backends(
     build: Callable[[Callable[..., Any]], Job],
     function: Callable[..., Any],
 ) -> list[Contender]:
-    """On a GPU ours by each of the backends, forced: which is the best where is what `_matmul.choose` has to know."""
+    """On a GPU ours by each of the backends, forced: the fastest is what `amp_kernels.linear` ought to choose."""
 
     def forced(backend: str, *args: Any) -> object:
         with amp_kernels.use_backend(backend):

@@ -1,4 +1,4 @@
-// The arguments of the matmul kernels (schemas: amp_kernels/_backends.py), filled from tensors by the bindings.
+// The arguments of the matmul kernels, filled from tensors by csrc/ops/matmul.cpp.
 #pragma once
 
 #include "table.h"

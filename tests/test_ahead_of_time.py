@@ -45,9 +45,26 @@ def sgd(p: Tensor, q: Tensor, g: Tensor, h: Tensor, b: Tensor, c: Tensor, master
     return *params, *states, *masters
 
 
+def matrices() -> tuple[Tensor, ...]:
+    """Of 16 bits from the start: Inductor leaves out that a value is rounded to fp16 and widened again."""
+    shapes = (20, 33), (7, 33), (7,)
+    return tuple(testing.randn(*shape, dtype=dtype) for dtype in (torch.float16, torch.bfloat16) for shape in shapes)
+
+
+@torch.no_grad()
+def products(*tensors: Tensor) -> tuple[Tensor, ...]:
+    results = []
+    for x, weight, bias in (tensors[:3], tensors[3:]):
+        results += [amp_kernels.linear(x, weight, bias, "relu"), amp_kernels.linear(x[:5], weight, bias)]
+        results += [amp_kernels.matmul(x, weight.t(), out_dtype=torch.float32)]
+        results += [amp_kernels.addmm(bias, x, weight.t(), beta=0.5)]
+    return tuple(results)
+
+
 PROGRAMS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]] = {
     "unscale": (unscale, gradients),
     "update": (sgd, parameters),
+    "products": (products, matrices),
 }
 
 

@@ -17,19 +17,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.utils import parametrizations
 
 import amp_kernels
-from amp_kernels import _backends, _matmul, audit
+from amp_kernels import audit
 from amp_kernels._tables import table
+from amp_kernels.functional.matmul import choose
 from amp_kernels.nn import Linear, convert_linear_
+from amp_kernels.padding import padded as padded_copy
 
 
 # ---------------------------------------------------------------------------------------------------------- explain
-@pytest.fixture
-def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The decisions of a machine with compiled kernels, whatever this one has."""
-    monkeypatch.setattr(_backends, "select", lambda device: "cuda" if device.type == "cuda" else "cpu")
-
-
-@pytest.mark.usefixtures("as_on_a_gpu")
 @pytest.mark.parametrize(
     ("a", "b", "activation", "engine", "padded", "padding_bytes"),
     [
@@ -53,7 +48,6 @@ def test_explain_of_shapes(
     assert (explanation.engine, explanation.padded, explanation.padding_bytes) == (engine, padded, padding_bytes)
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_explain_of_tensors() -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((64, 1023), (4096, 1023)))
@@ -71,12 +65,12 @@ def test_bytes_are_those_of_the_copies(shape: tuple[int, ...], by_column: bool) 
     x = torch.zeros(shape, dtype=torch.float16)
     x = x.mT.contiguous().mT if by_column else x
     with amp_kernels.use_backend("reference"):
-        assert audit._copy_bytes(x) == _matmul.pad_copy(x).untyped_storage().nbytes()
+        assert audit._copy_bytes(x) == padded_copy(x).untyped_storage().nbytes()
 
 
 def test_explain_of_real_tensors(backend: str, device: torch.device) -> None:
     x, weight = torch.randn(64, 9, device=device).half(), torch.randn(5, 9, device=device).half()
-    choice = _matmul.choose(x, weight.t())
+    choice = choose(device.type, x, weight.t())
     explanation = audit.explain(x, weight.t())
     assert (explanation.engine, explanation.reason) == (choice.engine, choice.reason)
     assert explanation.padded == tuple(name for name, pads in zip("ab", choice.pads, strict=True) if pads)
@@ -90,10 +84,8 @@ def test_a_gpu_that_is_not_there() -> None:
     assert audit.explain((64, 1023), (1023, 4096), device="cpu").padded == ()
     with amp_kernels.use_backend("reference"):
         assert audit.explain((64, 1023), (1023, 4096)).engine == "reference"
-    assert _backends.select.__name__ == "select"  # and nothing stays pretended
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_explanations_are_sentences() -> None:
     one, both, none = (audit.explain((64, k), (k, n)) for k, n in ((1023, 64), (1023, 63), (64, 64)))
     assert str(one).startswith("cublas: ") and "; a is first copied" in str(one) and "131,072 bytes" in str(one)
@@ -101,7 +93,6 @@ def test_explanations_are_sentences() -> None:
     assert str(none).endswith("; nothing is copied")
 
 
-@pytest.mark.usefixtures("as_on_a_gpu")
 def test_what_is_left_to_torch() -> None:
     a, b = torch.empty(64, 9, device="meta"), torch.empty(9, 32, device="meta")
     assert str(audit.explain(a, b)) == "torch: float32 is left to it; nothing is copied"

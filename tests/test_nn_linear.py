@@ -259,29 +259,25 @@ def passes(call: Any, model: nn.Module, x: Tensor) -> list[Tensor]:
     return [y.detach(), leaf.grad, *(p.grad.clone() for p in model.parameters())]  # type: ignore[list-item,union-attr]
 
 
-def compiled(call: Any) -> tuple[Any, list[str]]:
-    """`call` by Inductor, without graph breaks; and the operators in its graphs."""
-    from torch._inductor.compile_fx import compile_fx
-
+def compiled(call: Any) -> Any:
     torch.compiler.reset()
-    names: list[str] = []
-
-    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
-        names.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
-        return compile_fx(graph, inputs)
-
-    return torch.compile(call, fullgraph=True, backend=backend), names
+    return torch.compile(call, fullgraph=True)
 
 
-def test_compiled_without_graph_breaks(model: nn.Module) -> None:
-    call, operators = compiled(model)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_compiled_without_graph_breaks(model: nn.Module, dtype: torch.dtype) -> None:
+    """Not to the bit: what one layer rounds to fp16 and the next widens Inductor does not round at all."""
+    model, call = model.to(dtype), compiled(model)
+    exact = copy.deepcopy(model).double()
     for rows in (2, 19, 40):  # dynamic from the second on
-        x = randn(rows, 3, 33).half()
-        for mine, eager in zip(passes(call, model, x), passes(model, model, x), strict=True):
-            torch.testing.assert_close(mine, eager, rtol=1e-3, atol=1e-4)
-    assert operators.count("amp_kernels.linear") == 2 * 2  # static, dynamic
+        x = randn(rows, 3, 33).to(dtype)
+        results = (passes(call, model, x), passes(model, model, x), passes(exact, exact, x.double()))
+        for mine, eager, true in zip(*results, strict=True):
+            error, allowed = error_and_allowed(mine, eager, true)
+            assert error <= allowed
     with torch.no_grad():
-        torch.testing.assert_close(call(x), model(x), rtol=1e-3, atol=1e-4)
+        error, allowed = error_and_allowed(call(x), model(x), exact(x.double()))
+        assert error <= allowed
 
 
 def test_compiled_under_autocast() -> None:
@@ -292,11 +288,9 @@ def test_compiled_under_autocast() -> None:
             return layer(x)
 
     x = randn(5, 33)
-    quick, operators = compiled(call)
-    for mine, eager in zip(passes(quick, layer, x), passes(call, layer, x), strict=True):
+    for mine, eager in zip(passes(compiled(call), layer, x), passes(call, layer, x), strict=True):
         assert mine.dtype == eager.dtype
         torch.testing.assert_close(mine, eager, rtol=1e-2, atol=1e-2)
-    assert "amp_kernels.linear" in operators
 
 
 def test_compiled_transforms(model: nn.Module) -> None:
@@ -305,15 +299,16 @@ def test_compiled_transforms(model: nn.Module) -> None:
     def derivative(x: Tensor, direction: Tensor) -> Tensor:
         return torch.func.jvp(model, (x,), (direction,))[1]
 
-    call, _ = compiled(derivative)
+    call = compiled(derivative)
     torch.testing.assert_close(call(x, direction), derivative(x, direction), rtol=5e-3, atol=5e-3)
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@LOW
 def test_export(model: nn.Module, dtype: torch.dtype) -> None:
     model, x = model.to(dtype), randn(4, 33).to(dtype)
     exported = torch.export.export(model.eval(), (x,))
-    assert sum("amp_kernels.linear" in str(node.target) for node in exported.graph.nodes) == 2
+    called = {str(node.target) for node in exported.graph.nodes if node.op == "call_function"}
+    assert called and all(op.startswith("aten.") for op in called)
     assert torch.equal(exported.module()(x), model(x))
 
 

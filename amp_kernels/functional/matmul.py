@@ -1,8 +1,19 @@
-"""Products of fp16 and bf16 matrices of any shape: fp32 sums, one rounding, tensor-core speed without round sizes."""
+"""Products of fp16 and bf16 matrices of any shape: fp32 sums, one rounding, tensor-core speed without round sizes.
+
+Who multiplies is decided once in a call:
+
+=====================  ===============================================================================================
+inside `use_backend`   the operator `matmul`: our kernels, or the reference
+CUDA                   cuBLAS, on copies of operands whose rows are not a multiple of 16 bytes apart
+CPU                    torch; in fp32 where its fp16 product is slow
+other devices, other   torch alone: whatever autograd, compilers and transforms know of its operators holds
+dtypes, compiled code
+=====================  ===============================================================================================
+"""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -10,24 +21,30 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from .. import _checks, _matmul
-from .._matmul import is_torchs
-from .._ops import OPS as _ops
+from .. import reference, torch_private
+from .._backends import PLAIN, forced
+from ..ops import matmul as ops
+from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_low, check_product, new_result
+from ..padding import is_aligned, padded, weights
 from ..reference.matmul import activate
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
 
-# Between two products a look-up in torch's large module misses the caches: 0.5 us, a fortieth of a product of 64 rows.
-_torch_matmul, _torch_linear = torch.matmul, F.linear
+TORCH, CPU, LIBRARY = "torch", "cpu", "cublas"
+ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
+# A product with so few rows is bound by reading the other matrix once: it takes no tensor core and no padding.
+FEW_ROWS = 16
 
 
+# ---------------------------------------------------------------------------------------------------- public functions
 def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
     """``torch.matmul(a, b)`` whose speed does not depend on sizes being multiples of 8.
 
     fp16 and bf16 are accumulated in fp32 and rounded once, except that cuBLAS may round the parts of a split sum, as
     `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and that of bf16 allow. Left to torch are other
-    dtypes but float8, tensor subclasses (DTensor, nested), and transforms of `torch.func`. Differentiable, twice too.
-    On a GPU the rows of the result are a multiple of 16 bytes apart, so it may be a view of a wider tensor.
+    dtypes but float8, tensor subclasses (DTensor, nested), transforms of `torch.func`, and compiled code on a GPU, for
+    which Inductor pads by itself. Differentiable, twice too. On a GPU the rows of the result are a multiple of 16 bytes
+    apart, so it may be a view of a wider tensor.
 
     Args:
         a, b: of one dtype, in the shapes that torch.matmul takes, of any strides: transposed, sliced, expanded.
@@ -36,30 +53,13 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit, or an operand is float8.
     """
-    if is_torchs(a) and (out_dtype is None or out_dtype is a.dtype):
-        try:
-            return _torch_matmul(a, b)
-        except RuntimeError:
-            pass  # the checks below say what is wrong
-    _checks.check_are_tensors("matmul", a=a, b=b)
-    a, b = _autocast(a, b)
-    _checks.check_products("matmul", out_dtype, a=a, b=b)
-    _checks.check_dimensions("matmul", a=a, b=b)
-    dtype = out_dtype or a.dtype
-    if _is_for_torch(a, b):
-        return torch.matmul(a, b).to(dtype)
-    if b.dim() == 1:
-        return matmul(a, b.unsqueeze(1), out_dtype=dtype).squeeze(-1)
-    if a.dim() == 1:
-        return matmul(a.unsqueeze(0), b, out_dtype=dtype).squeeze(-2)
-    if b.dim() == 2 and a.dim() > 2:
-        rows = a.flatten(0, -2)
-        return _ops.addmm(None, rows, b, 0.0, 1.0, dtype).unflatten(0, a.shape[:-1])
-    if a.dim() == 2 and b.dim() == 2:
-        return _ops.addmm(None, a, b, 0.0, 1.0, dtype)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
-    return _ops.addmm(None, a, b, 0.0, 1.0, dtype).unflatten(0, batch)
+    try:
+        kind = a.device.type
+        a, b = autocast(kind, a, b)
+        return _matmul(kind, a, b, out_dtype)
+    except Exception:
+        _check_matmul(a, b, out_dtype)
+        raise
 
 
 def addmm(
@@ -75,27 +75,22 @@ def addmm(
     Raises:
         TypeError, ValueError: dtypes, devices or shapes do not fit, or an operand is float8.
     """
-    _checks.check_are_tensors("addmm", input=input, a=a, b=b)
-    a, b, input = _autocast(a, b, input)
-    _checks.check_products("addmm", out_dtype, a=a, b=b, input=input)
-    if a.dim() not in (2, 3) or b.dim() != a.dim():
-        raise ValueError(
-            f"addmm: a and b must be two matrices or two batches of them, got {a.dim()} and {b.dim()} dims"
-        )
-    if _is_for_torch(a, b, input):
-        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
-        return multiply(input, a, b, beta=beta, alpha=alpha).to(out_dtype or a.dtype)
-    shape = (*a.shape[:-1], b.shape[-1])
-    return _ops.addmm(input.expand(shape), a, b, float(beta), float(alpha), out_dtype or a.dtype)
+    try:
+        kind = a.device.type
+        a, b, input = autocast(kind, a, b, input)
+        return _addmm(kind, input, a, b, beta, alpha, out_dtype)
+    except Exception:
+        _check_addmm(input, a, b, out_dtype)
+        raise
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
     """``activation(x @ weight.T + bias)``: `torch.nn.functional.linear` whose bias is added before rounding.
 
-    On a GPU cuBLAS multiplies, and a pass over the rounded result applies the activation; our kernels, where
-    `use_backend` forces them, fuse it, as a CPU does where that is faster. The backward pass reads the gradient once
-    for the activation's derivative, the bias's gradient (fp32 sums) and the padding that its two products need. Under
-    autocast the operands are cast as torch's are.
+    torch multiplies, and a pass over the rounded result applies the activation; our kernels, where `use_backend` forces
+    them, do both at once. On a GPU operands and results are padded, and the backward pass reads the gradient once for
+    the activation's derivative, the bias's gradient (fp32 sums) and the padding that its two products need. On a CPU
+    fp16 is multiplied in fp32. Under autocast the operands are cast as torch's are.
 
     Args:
         x: [..., in_features], fp16 or bf16, of any strides; fp32 is left to torch.
@@ -110,52 +105,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
         TypeError, ValueError: dtypes, devices or shapes do not fit, an operand is float8, or `activation` is none of
             these.
     """
-    if is_torchs(x) and _adds_before_rounding(x, bias):
-        try:
-            result = _torch_linear(x, weight, bias) if activation is None else _activated(x, weight, bias, activation)
-        except RuntimeError:
-            result = None  # the checks below say what is wrong
-        if result is not None:
-            return result
-    if activation not in _matmul.ACTIVATIONS:
-        names = ", ".join(map(repr, _matmul.ACTIVATIONS))
-        raise ValueError(f"linear: activation must be one of {names}, got {activation!r}")
-    _checks.check_are_tensors("linear", x=x, weight=weight)
-    _checks.check_are_tensors_or_none("linear", bias=bias)
-    given = [x, weight] if bias is None else [x, weight, bias]
-    x, weight, *rest = _autocast(*given)
-    bias = rest[0] if rest else None
-    _checks.check_products("linear", None, x=x, weight=weight)
-    _checks.check_dimensions("linear", x=x, weight=weight)
-    if _is_for_torch(x, weight) or weight.shape[-1] == 0:
-        return activate(F.linear(x, weight, bias), activation)
-    _checks.check_linear(x, weight, bias)
-    keeps = _needs_grad(x, weight, bias)
-    rows = x.reshape(-1, x.shape[-1])
-    out = _ops.linear(rows, weight, bias, _matmul.ACTIVATIONS.index(activation), keeps)[0]
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
-
-
-def _adds_before_rounding(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch's `linear` of bf16 on a CPU is one product with a bias, rounded once, not a product and a sum."""
-    return bias is None or x.dim() == 2 or (x.is_contiguous() and isinstance(bias, Tensor) and bias.is_contiguous())
-
-
-def _activated(x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation) -> Tensor | None:
-    """`linear` of what `_matmul.is_torchs`; None where it takes an operator all the same."""
-    is_traced = torch._C._get_tracing_state() is not None  # oneDNN's operator cannot be
-    if activation not in _matmul.ACTIVATIONS or is_traced or _is_for_torch(x, weight):
-        return None
-    _checks.check_linear(x, weight, bias)
-    if activation == "relu":
-        return F.relu(F.linear(x, weight, bias))
-    if _needs_grad(x, weight, bias) or not _matmul.has_onednn_bf16():
-        return None
-    return _matmul.gelu_linear(x, weight, bias, activation)
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    try:
+        kind = x.device.type
+        x, weight, bias = autocast(kind, x, weight, bias)
+        return _linear(kind, x, weight, bias, activation)
+    except Exception:
+        _check_linear(x, weight, bias, activation)
+        raise
 
 
 def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
@@ -170,20 +126,406 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
     return F.pad(x, (0, -x.shape[-1] % multiple))[..., : x.shape[-1]]
 
 
-def _is_for_torch(*tensors: Tensor) -> bool:
-    """Whether the operators have no rule for such tensors; in forward mode they would return a derivative of 0."""
+# --------------------------------------------------------------------------------------------------- who multiplies
+def _engine(dtype: torch.dtype, kind: str) -> str:
+    """Who multiplies on a kind of device: TORCH, CPU, LIBRARY, or the backend that is forced."""
+    if dtype not in DTYPES:
+        if dtype.itemsize == 1 and dtype.is_floating_point:
+            raise TypeError(dtype)  # torch's products would round to less than was asked for
+        return TORCH
+    is_compiled = torch.compiler.is_compiling()
+    # Compiled code outlives a choice of the moment, and Inductor pads operands on a GPU by itself.
+    name = None if is_compiled else forced()
+    if kind == "cpu" and name in (None, "cpu"):
+        return CPU
+    if name is not None:
+        return name
+    return LIBRARY if kind == "cuda" and not is_compiled else TORCH
+
+
+def _pads(engine: str, a: Tensor, b: Tensor) -> tuple[bool, bool]:
+    """Which operands are copied into padded rows first."""
+    if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
+        return False, False
+    return not is_aligned(a), not is_aligned(b)
+
+
+class Choice(NamedTuple):
+    """How a product will be done."""
+
+    engine: str  # a backend, or the library
+    pads: tuple[bool, bool]  # whether a and b are copied into padded storage first
+    reason: str
+
+
+def choose(kind: str, a: Tensor, b: Tensor, activation: Activation | None = None) -> Choice:
+    """What a product of two 16-bit matrices, or batches of them, takes on a kind of device, in words."""
+    engine = _engine(a.dtype, kind)
+    pads = _pads(engine, a, b)
+    if engine == CPU:
+        dtype = "fp32" if _is_slow(a) else str(a.dtype).removeprefix("torch.")
+        return Choice(engine, pads, f"torch multiplies {dtype}; a CPU needs no padding")
+    if engine not in ON_TENSOR_CORES:
+        return Choice(engine, pads, "nothing is padded there")
+    # Our kernels multiply on request alone: none has been measured against the library. By arithmetic those of
+    # mma.sync reach 55 to 65% of cuBLAS, so that from K ~ 850 on cuBLAS and a pass for the activation win.
+    reason = "no kernel of ours was measured faster there" if engine == LIBRARY else "it is forced"
+    if engine == LIBRARY and activation is not None:
+        reason += f", and {activation} is a pass over its result"
+    if a.shape[-2] <= FEW_ROWS:
+        reason += f"; {a.shape[-2]} rows are bound by reading b once"
+    return Choice(engine, pads, reason)
+
+
+def _is_special(*tensors: Tensor) -> bool:
+    """Whether the autograd functions below have no rule for such tensors.
+
+    Subclasses may be anything; of fake tensors of a GPU nothing is there to be padded; in forward-mode differentiation
+    these functions would return a derivative of 0, and in transforms of `torch.func` fail.
+    """
     return (
-        all(t.dtype not in _matmul.DTYPES for t in tensors)
-        or any(t.is_meta or is_traceable_wrapper_subclass(t) for t in tensors)
-        or torch._C._are_functorch_transforms_active()
+        any(t.is_meta or is_traceable_wrapper_subclass(t) or (t.is_cuda and type(t) not in PLAIN) for t in tensors)
+        or torch_private.are_functorch_transforms_active()
         or forward_ad._current_level >= 0
     )
 
 
-def _autocast(*tensors: Tensor) -> list[Tensor]:
-    """Under autocast floating-point operands get its dtype, as those of torch's products do."""
-    kind = tensors[0].device.type
+def autocast(kind: str, *tensors: Any) -> Any:
+    """Under autocast on a kind of device floating-point operands get its dtype, as those of torch's products do."""
     if kind == "meta" or not torch.is_autocast_enabled(kind):
-        return list(tensors)
+        return tensors
     dtype = torch.get_autocast_dtype(kind)
-    return [t.to(dtype) if t.is_floating_point() and t.dtype is not torch.float64 else t for t in tensors]
+    return tuple(
+        t if t is None or not t.is_floating_point() or t.dtype is torch.float64 else t.to(dtype) for t in tensors
+    )
+
+
+# -------------------------------------------------------------------------------------------------------- dispatching
+def _matmul(kind: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
+    engine, dtype = _engine(a.dtype, kind), a.dtype if out_dtype is None else out_dtype
+    if dtype is not a.dtype and dtype not in OUT_DTYPES:
+        raise TypeError(dtype)
+    if engine == TORCH or (engine == CPU and a.dtype is dtype is torch.bfloat16) or _is_special(a, b):
+        return torch.matmul(a, b).to(dtype)
+    left, right = as_matrices(a, b)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    out = _Product.apply(engine, None, left, right, 0.0, 1.0, dtype)
+    return out.view((*batch, *a.shape[-2:-1], *b.shape[-1:][: b.dim() - 1]))
+
+
+def as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The two matrices, or batches of them, whose product that of `a` and `b` is, of whatever dimensions from 1 on."""
+    a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
+    if b.dim() == 2:
+        return (a.flatten(0, -2) if a.dim() > 2 else a), b
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+    return a, b
+
+
+def _addmm(
+    kind: str, input: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float, out_dtype: torch.dtype | None
+) -> Tensor:
+    engine, dtype = _engine(a.dtype, kind), a.dtype if out_dtype is None else out_dtype
+    if (dtype is not a.dtype and dtype not in OUT_DTYPES) or a.dim() not in (2, 3):
+        raise TypeError(dtype)
+    if engine == TORCH or _is_special(a, b, input):
+        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return multiply(input, a, b, beta=beta, alpha=alpha).to(dtype)
+    term = input.expand(*a.shape[:-1], b.shape[-1])
+    return _Product.apply(engine, term, a, b, float(beta), float(alpha), dtype)
+
+
+def _linear(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
+    engine = _engine(x.dtype, kind)
+    check_activation("linear", activation)
+    if engine == TORCH:
+        return activate(F.linear(x, weight, bias), activation)
+    # What torch would broadcast or convert.
+    if weight.dim() != 2 or weight.dtype is not x.dtype or (bias is not None and bias.shape != weight.shape[:1]):
+        raise ValueError(weight.shape)
+    if engine == CPU and x.dtype is torch.bfloat16 and _adds_before_rounding(x, bias):
+        return activate(F.linear(x, weight, bias), activation)
+    if _is_special(x, weight):
+        return activate(F.linear(x, weight, bias), activation)
+    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
+    tensors = (rows, weight) if bias is None else (rows, weight, bias)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        out = _Linear.apply(engine, rows, weight, bias, activation)
+    else:
+        out = _linear_forward(engine, rows, weight, bias, activation, is_training=False)[0]
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+
+
+def _adds_before_rounding(x: Tensor, bias: Tensor | None) -> bool:
+    """Whether torch's `linear` is one product with a bias, rounded once, not a product and a sum."""
+    return bias is None or x.dim() == 2 or (x.is_contiguous() and bias.is_contiguous())
+
+
+# ---------------------------------------------------------------------------------------------------------- gradients
+class _Product(torch.autograd.Function):
+    """``alpha * a @ b + beta * input`` of matrices or batches of them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        engine: str,
+        input: Tensor | None,
+        a: Tensor,
+        b: Tensor,
+        beta: float,
+        alpha: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        ctx.save_for_backward(a, b)
+        ctx.engine, ctx.beta, ctx.alpha = engine, beta, alpha
+        return _multiply(engine, *_padded(engine, a, b), input, beta=beta, alpha=alpha, dtype=dtype)[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b = ctx.saved_tensors
+        _, needs_input, needs_a, needs_b, *_ = ctx.needs_input_grad
+        grad = grad.to(a.dtype)
+
+        def times(left: Tensor, right: Tensor) -> Tensor:
+            return _Product.apply(ctx.engine, None, left, right, 0.0, ctx.alpha, left.dtype)
+
+        return (
+            None,
+            grad * ctx.beta if needs_input else None,
+            times(grad, b.mT) if needs_a else None,
+            times(a.mT, grad) if needs_b else None,
+            *(None, None, None),
+        )
+
+
+class _Linear(torch.autograd.Function):
+    """``activation(x @ weight.T + bias)`` of a matrix."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, engine: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None
+    ) -> Tensor:
+        out, pre, *copies = _linear_forward(engine, x, weight, bias, activation, is_training=True)
+        ctx.engine, ctx.activation = engine, activation
+        # The derivative of relu takes its result, that of the others their argument.
+        saved = None if activation is None else out if activation == "relu" else pre
+        ctx.save_for_backward(x, weight, bias, saved, *copies)
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, saved, x_padded, weight_padded = ctx.saved_tensors
+        _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        if torch.is_grad_enabled():  # this gradient will be differentiated
+            return None, *_linear_backward_by_torch(ctx.engine, grad, x, weight, bias, ctx.activation), None
+        x, weight = x if x_padded is None else x_padded, weight if weight_padded is None else weight_padded
+        engine, columns = ctx.engine, grad.shape[1]
+        sums = grad.new_empty(0)
+        if engine == CPU:
+            wide = reference.matmul.activation_backward(grad, saved, ctx.activation)
+            grad, sums = wide.to(grad.dtype), wide.sum(0) if needs_bias else sums
+        elif saved is not None or needs_bias or _pads(engine, grad, weight)[0]:
+            # One pass for the derivative, the bias's gradient and the padding.
+            grad, sums = ops.copy_pad(grad, saved, ctx.activation, needs_bias)
+            grad = grad.narrow(1, 0, columns)
+        grad_x = _multiply(engine, *_padded(engine, grad, weight))[0] if needs_x else None
+        # A parameter's gradient is dense as the parameter is.
+        grad_weight = _multiply(engine, *_padded(engine, grad.t(), x), pads_rows=False)[0] if needs_weight else None
+        grad_bias = sums.to(grad.dtype) if needs_bias else None
+        return None, grad_x, grad_weight, grad_bias, None
+
+
+def _linear_forward(
+    engine: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, *, is_training: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The result, the argument of the activation, and the copies in padded rows of `x` and `weight` where they take
+    one."""
+    pads_x, pads_weight = _pads(engine, x, weight)  # a matrix is aligned if its transpose is
+    x_padded = padded(x) if pads_x else None
+    weight_padded = weights.padded(weight, is_training=is_training) if pads_weight else None
+    left, right = x if x_padded is None else x_padded, weight if weight_padded is None else weight_padded
+    input = None if bias is None else bias.expand(x.shape[0], weight.shape[0])
+    needs_pre = is_training and activation in ("gelu", "gelu_tanh")
+    out, pre = _multiply(engine, left, right.t(), input, activation=activation, needs_pre=needs_pre)
+    return out, pre, x_padded, weight_padded
+
+
+def _linear_backward_by_torch(
+    engine: str, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """By operators that can be differentiated again."""
+    if activation is not None:
+        argument = _Linear.apply(engine, x, weight, bias, None)
+        if activation == "relu":
+            grad = torch.where(argument > 0, grad, 0.0)
+        else:
+            approximate = "tanh" if activation == "gelu_tanh" else "none"
+            grad = torch.ops.aten.gelu_backward(grad, argument, approximate=approximate)
+    return (
+        _Product.apply(engine, None, grad, weight, 0.0, 1.0, x.dtype),
+        _Product.apply(engine, None, grad.t(), x, 0.0, 1.0, x.dtype),
+        None if bias is None else grad.sum(0),
+    )
+
+
+# ----------------------------------------------------------------------------------------------------------- products
+def _padded(engine: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    pads_a, pads_b = _pads(engine, a, b)
+    return padded(a) if pads_a else a, padded(b) if pads_b else b
+
+
+def _multiply(
+    engine: str,
+    a: Tensor,
+    b: Tensor,
+    input: Tensor | None = None,
+    *,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    activation: Activation | None = None,
+    dtype: torch.dtype | None = None,
+    pads_rows: bool = True,
+    needs_pre: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """``activation(alpha * a @ b + beta * input)`` and, with `needs_pre`, the argument of the activation."""
+    dtype, input = dtype or a.dtype, None if beta == 0 else input
+    pads_rows = pads_rows and engine in ON_TENSOR_CORES
+    if engine == CPU:
+        argument = _multiply_on_cpu(a, b, input, beta, alpha, dtype)
+        out = activate(argument, activation).to(dtype)
+        return out, argument.to(dtype) if needs_pre else out
+    if engine == LIBRARY:
+        argument = _multiply_by_library(a, b, input, beta, alpha, dtype, pads_rows=pads_rows)
+        out = new_result(a, tuple(argument.shape), dtype, pads_rows=pads_rows) if needs_pre else argument
+        return _activate_into(out, argument, activation), argument
+    return ops.matmul(a, b, input, alpha, beta, activation, dtype, pads_rows, needs_pre)
+
+
+def rounds_before_activation(a: Tensor) -> bool:
+    """Whether a product's result is rounded before an activation is applied to it."""
+    engine = _engine(a.dtype, a.device.type)
+    return engine == LIBRARY or (engine == CPU and not _is_slow(a))
+
+
+def _is_slow(a: Tensor) -> bool:
+    """Whether torch's CPU product takes ages: of many rows of fp16 a second where fp32 took 19 ms ([2048, 256] @
+    [256, 1024] and back, two cores)."""
+    return a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS
+
+
+def _multiply_on_cpu(
+    a: Tensor, b: Tensor, input: Tensor | None, beta: float, alpha: float, dtype: torch.dtype
+) -> Tensor:
+    """In fp32 or `dtype`."""
+    if b.dtype is not a.dtype or (input is not None and input.dtype is not a.dtype):
+        raise TypeError(b.dtype)  # as torch's product would, if it was not asked in fp32
+    if _is_slow(a) or dtype is not a.dtype or a.shape[-1] == 0:
+        return reference.matmul.sums(input, a, b, beta=beta, alpha=alpha)
+    return _multiply_by_library(a, b, input, beta, alpha, dtype, pads_rows=False)
+
+
+def _multiply_by_library(
+    a: Tensor, b: Tensor, input: Tensor | None, beta: float, alpha: float, dtype: torch.dtype, *, pads_rows: bool
+) -> Tensor:
+    """torch's product, whose accumulation in fp32 and rounding are ours."""
+    shape = (*a.shape[:-1], b.shape[-1])
+    out = new_result(a, shape, dtype, pads_rows=True) if pads_rows else None
+    if alpha == 0:  # where torch 2.13's baddbmm of bf16 on a CPU ignores beta
+        result = a.new_zeros(shape) if input is None else beta * input.float()
+    elif input is None and alpha == 1:
+        multiply = torch.bmm if a.dim() == 3 else torch.mm
+        if dtype is a.dtype:
+            return multiply(a, b, out=out)
+        result = multiply(a, b, out_dtype=torch.float32)  # from 16 bits torch gives the same type or fp32
+    else:
+        add = torch.baddbmm if a.dim() == 3 else torch.addmm
+        term = a.new_zeros(()).expand(shape) if input is None else input
+        beta = 0.0 if input is None else beta
+        if a.dim() == 2 and term.stride(0) == 0 and term.shape[0] > 0:
+            term = term.select(0, 0)  # a bias, which cuBLASLt adds; with two dimensions torch would copy it first
+        if dtype is a.dtype:
+            return add(term, a, b, beta=beta, alpha=alpha, out=out)
+        result = add(term.float(), a, b, out_dtype=torch.float32, beta=beta, alpha=alpha)
+    return result.to(dtype) if out is None else out.copy_(result)
+
+
+def _activate_into(out: Tensor, argument: Tensor, activation: Activation | None) -> Tensor:
+    """In one pass, into `out`, which may be `argument` itself."""
+    if activation == "relu":
+        return torch.ops.aten.relu.out(argument, out=out)
+    if activation is not None:
+        approximate = "tanh" if activation == "gelu_tanh" else "none"
+        return torch.ops.aten.gelu.out(argument, approximate=approximate, out=out)
+    return out
+
+
+# -------------------------------------------------------------------------------------- what is wrong with an argument
+def _check_matmul(a: Tensor, b: Tensor, out_dtype: object) -> None:
+    _check_are_tensors("matmul", a=a, b=b)
+    a, b = autocast(a.device.type, a, b)
+    _check_dtypes("matmul", out_dtype, a=a, b=b)
+    check_dimensions("matmul", a=a, b=b)
+    if a.dtype in DTYPES or b.dtype in DTYPES:
+        check_product("matmul", *as_matrices(a, b))
+
+
+def _check_addmm(input: Tensor, a: Tensor, b: Tensor, out_dtype: object) -> None:
+    _check_are_tensors("addmm", input=input, a=a, b=b)
+    a, b, input = autocast(a.device.type, a, b, input)
+    _check_dtypes("addmm", out_dtype, a=a, b=b, input=input)
+    if a.dim() not in (2, 3) or b.dim() != a.dim():
+        raise ValueError(
+            f"addmm: a and b must be two matrices or two batches of them, got {a.dim()} and {b.dim()} dims"
+        )
+    if a.dtype in DTYPES or b.dtype in DTYPES:
+        check_product("addmm", a, b)
+        check_beside("addmm", "input", input, a)
+
+
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
+    check_activation("linear", activation)
+    _check_are_tensors("linear", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
+    x, weight, bias = autocast(x.device.type, x, weight, bias)
+    _check_dtypes("linear", x=x, weight=weight)
+    check_dimensions("linear", x=x, weight=weight)
+    if x.dtype not in DTYPES and weight.dtype not in DTYPES:
+        return
+    check_low("linear", "x", x)
+    check_beside("linear", "weight", weight, x)
+    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"linear: weight must be [out_features, {x.shape[-1]}] for x of shape {tuple(x.shape)}, "
+            f"got {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        check_beside("linear", "bias", bias, x)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"linear: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
+
+
+def _check_are_tensors(op: str, **arguments: object) -> None:
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
+
+
+def _check_dtypes(op: str, out_dtype: object = None, **operands: Tensor) -> None:
+    """What torch's products would take, and round to less than was asked for."""
+    for name, x in operands.items():
+        if x.dtype.itemsize == 1 and x.is_floating_point():
+            raise TypeError(f"{op}: {name} must not be of 8 bits, got {x.dtype}; convert it with .to(torch.bfloat16)")
+    first = next(iter(operands.values()))
+    if out_dtype is not None and out_dtype not in (*OUT_DTYPES, first.dtype):
+        raise TypeError(
+            f"{op}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}; leave it out for the operands' "
+            "dtype"
+        )
+
+
+def check_dimensions(op: str, **operands: Tensor) -> None:
+    if any(x.dim() == 0 for x in operands.values()):
+        dims = " and ".join(str(x.dim()) for x in operands.values())
+        raise ValueError(
+            f"{op}: {' and '.join(operands)} must have at least 1 dimension, got {dims}; multiply by a number with *"
+        )

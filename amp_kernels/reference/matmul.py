@@ -9,12 +9,14 @@ from torch import Tensor
 
 def sums(input: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """``alpha * a @ b + beta * input`` in fp32."""
+    if torch.is_autocast_enabled(a.device.type):  # it would take the product in 16 bits
+        with torch.autocast(a.device.type, enabled=False):
+            return sums(input, a, b, beta=beta, alpha=alpha)
     left, right = a.float(), b.float()
-    with torch.autocast(a.device.type, enabled=False):  # which would take the product in 16 bits
-        if input is not None and beta != 0:
-            multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
-            return multiply(input.float(), left, right, beta=beta, alpha=alpha)
-        return left @ right if alpha == 1 else alpha * (left @ right)
+    if input is not None and beta != 0:
+        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+        return multiply(input.float(), left, right, beta=beta, alpha=alpha)
+    return left @ right if alpha == 1 else alpha * (left @ right)
 
 
 def addmm(

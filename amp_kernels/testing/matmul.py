@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _matmul
 from ..functional import addmm, linear, matmul
+from ..functional.matmul import rounds_before_activation
 from ..reference.matmul import activate
 from .common import DTYPES, Case, Result, error_and_allowed, randn
 
@@ -89,8 +89,7 @@ def _linear(
     tensors = [t.to(dtype) for t in tensors] + ([randn(n, dtype=dtype, seed=3)] if with_bias else [])
     grad = randn(m, n, dtype=dtype, seed=4)
     moved = [LAYOUTS[layout](t.to(device)) for layout, t in zip(layouts, tensors[:2], strict=True)]
-    # The library's product is rounded before an activation, as torch's is.
-    between = dtype if _matmul.choose(moved[0], moved[1].t(), activation).engine == _matmul.LIBRARY else torch.float32
+    between = dtype if rounds_before_activation(moved[0]) else torch.float32
 
     def passes(cast: torch.dtype | None) -> list[Tensor]:
         """The result and the gradients by torch, in fp64 or in the dtype of the operands with fp32 inside."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import importlib
 import re
 import subprocess
 import sys
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_kernels import _backends, _direct, _matmul, _ops
+from amp_kernels import _backends, _direct, _ops
 from amp_kernels.ops.library import DEFINITIONS
 
 from .arena import Arena
 from .build import HERE, ROOT, build
 
+_PRODUCTS = importlib.import_module("amp_kernels.functional.matmul")  # the package's name for it is a function
 ORDERS = ("forwards", "backwards", "shuffled")  # enum Order of emulator.h
 _POINTER, _INT64, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_bool
 _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
@@ -136,7 +138,7 @@ def serving() -> Iterator[None]:
             patch.setattr(module, "select", lambda device: "cuda")
             patch.setattr(module, "kernels", lambda name: sys.modules[__name__])
         patch.setattr(_direct, "_is_ours", lambda: False)
-        patch.setattr(_matmul, "HAS_CPU", False)
+        patch.setattr(_PRODUCTS, "forced", lambda: "cuda")
         yield
 
 

@@ -1,0 +1,188 @@
+"""Operators of the matmul family: products by our own tensor-core kernels, and copies with padded rows.
+
+Both exist as CUDA C++ and in Triton; elsewhere they are their reference. What else `amp_kernels.linear` and its
+neighbours need is torch's (`amp_kernels/functional/matmul.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import reference
+from .library import operator
+
+ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
+DTYPES = (torch.float16, torch.bfloat16)
+OUT_DTYPES = (torch.float32, *DTYPES)
+# Tensor cores are fed 16 bytes at a time. What decides is the distance between rows (the pitch), not M, N or K: cuBLAS
+# has no Hopper kernel for a pitch that is not a multiple of 16 bytes and falls back to ones for Ampere or Turing.
+ALIGNMENT = 16
+
+
+class Kernels(Protocol):
+    """What writes into results that exist, of batches of matrices; activations by their index."""
+
+    _matmul_: Callable[..., None]
+    _copy_pad_: Callable[..., None]
+
+
+def round_up(n: int, multiple: int) -> int:
+    return -(-n // multiple) * multiple
+
+
+def new_result(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, pads_rows: bool) -> Tensor:
+    """Uninitialised memory; `pads_rows`: rows begin at multiples of 16 bytes."""
+    if not pads_rows:
+        return like.new_empty(shape, dtype=dtype)
+    pitch = round_up(shape[-1], ALIGNMENT // dtype.itemsize)
+    # `data`: autograd forbids to write what an autograd function returns, if it knows that it is a view.
+    return like.new_empty((*shape[:-1], pitch), dtype=dtype).narrow(-1, 0, shape[-1]).data
+
+
+# ------------------------------------------------------------------------------------------------------------ checks
+def check_activation(op: str, activation: object) -> None:
+    if activation not in ACTIVATIONS:
+        names = ", ".join(map(repr, ACTIVATIONS))
+        raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")
+
+
+def check_low(op: str, name: str, x: Tensor) -> None:
+    """A dense tensor of 16 bits."""
+    if x.layout is not torch.strided:
+        raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")
+    if x.dtype not in DTYPES:
+        raise TypeError(f"{op}: {name} must be float16 or bfloat16, got {x.dtype}")
+
+
+def check_beside(op: str, name: str, x: Tensor, first: Tensor) -> None:
+    """A dense tensor of the dtype and on the device of the first operand."""
+    check_low(op, name, x)
+    if x.dtype is not first.dtype:
+        raise TypeError(f"{op}: {name} must be {first.dtype} as the first operand is, got {x.dtype}")
+    if x.device != first.device:
+        raise ValueError(f"{op}: {name} must be on {first.device} as the first operand is, got {x.device}")
+
+
+def check_product(op: str, a: Tensor, b: Tensor) -> None:
+    """Two 16-bit matrices, or batches of as many."""
+    check_low(op, "a", a)
+    check_beside(op, "b", b, a)
+    if a.dim() != b.dim() or a.dim() not in (2, 3) or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+        raise ValueError(
+            f"{op}: b must be a matrix that a can be multiplied with, got {tuple(a.shape)} @ {tuple(b.shape)}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------------ matmul
+def _check_matmul(
+    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
+    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
+) -> None:  # fmt: skip
+    check_activation("matmul", activation)
+    check_product("matmul", a, b)
+    if input is not None:
+        check_beside("matmul", "input", input, a)
+        shape = (*a.shape[:-1], b.shape[-1])
+        if input.shape != shape:
+            raise ValueError(f"matmul: input must have the result's shape {shape}, got {tuple(input.shape)}")
+    if out_dtype not in OUT_DTYPES:
+        raise TypeError(f"matmul: out_dtype must be float32, float16 or bfloat16, got {out_dtype}")
+
+
+def _new_results(
+    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
+    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    shape = (*a.shape[:-1], b.shape[-1])
+    out = new_result(a, shape, out_dtype, pads_rows=pads_rows)
+    return out, new_result(a, shape if needs_pre else (0,), out_dtype, pads_rows=pads_rows)
+
+
+def _matmul(
+    a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float, activation: str | None,
+    out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, pre = _new_results(a, b, input, alpha, beta, activation, out_dtype, pads_rows, needs_pre)
+    result, argument = reference.matmul.addmm(
+        input, a, b, beta=beta, alpha=alpha, activation=activation, out_dtype=out_dtype
+    )
+    out.copy_(result)
+    if needs_pre:
+        pre.copy_(argument)
+    return out, pre
+
+
+def _launch_matmul(
+    kernels: Kernels, a: Tensor, b: Tensor, input: Tensor | None, alpha: float, beta: float,
+    activation: str | None, out_dtype: torch.dtype, pads_rows: bool, needs_pre: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    out, pre = _new_results(a, b, input, alpha, beta, activation, out_dtype, pads_rows, needs_pre)
+    if out.numel() > 0:
+        tensors = (a, b, input, out, pre if needs_pre else None)
+        batches = (t if t is None or t.dim() == 3 else t.unsqueeze(0) for t in tensors)
+        kernels._matmul_(*batches, alpha, beta, ACTIVATIONS.index(activation))
+    return out, pre
+
+
+# activation(alpha * a @ b + beta * input) of 16-bit matrices or batches of them, summed in fp32 and rounded once, and
+# with `needs_pre` the rounded argument of the activation (else a tensor without elements).
+# `pads_rows`: the rows of both begin at multiples of 16 bytes.
+matmul = operator(
+    "matmul(Tensor a, Tensor b, Tensor? input, float alpha, float beta, str? activation, ScalarType out_dtype, "
+    "bool pads_rows, bool needs_pre) -> (Tensor, Tensor)",
+    check=_check_matmul,
+    reference=_matmul,
+    fake=_new_results,
+    launch=_launch_matmul,
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- copy_pad
+def _check_copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool) -> None:
+    check_activation("copy_pad", activation)
+    check_low("copy_pad", "x", x)
+    if x.dim() != 2:
+        raise ValueError(f"copy_pad: x must have 2 dimensions, got {x.dim()}")
+    if (saved is None) != (activation is None):
+        raise ValueError(f"copy_pad: saved must be given with an activation and only then, got {activation!r}")
+    if saved is not None:
+        check_beside("copy_pad", "saved", saved, x)
+        if saved.shape != x.shape:
+            raise ValueError(f"copy_pad: saved must have x's shape {tuple(x.shape)}, got {tuple(saved.shape)}")
+
+
+def _new_copy(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool) -> tuple[Tensor, Tensor]:
+    out = x.new_empty((x.shape[0], round_up(x.shape[1], ALIGNMENT // x.element_size())))
+    return out, x.new_empty(x.shape[1] if needs_sums else 0, dtype=torch.float32)
+
+
+def _copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool) -> tuple[Tensor, Tensor]:
+    values = x.float() if saved is None else reference.matmul.activation_backward(x, saved, activation)
+    sums = values.sum(0) if needs_sums else x.new_empty(0, dtype=torch.float32)
+    return F.pad(values.to(x.dtype), (0, -x.shape[1] % (ALIGNMENT // x.element_size()))).contiguous(), sums
+
+
+def _launch_copy_pad(
+    kernels: Kernels, x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool
+) -> tuple[Tensor, Tensor]:
+    out, sums = _new_copy(x, saved, activation, needs_sums)
+    if x.numel() > 0:
+        kernels._copy_pad_(x, saved, out, sums if needs_sums else None, ACTIVATIONS.index(activation))
+    return out, sums.zero_() if x.numel() == 0 else sums
+
+
+# In one pass x * activation'(saved) [R, C], in rows padded with zeros to multiples of 16 bytes [R, P], and with
+# `needs_sums` the fp32 sums of its columns [C] before rounding (else a tensor without elements).
+# `saved`: the argument of the activation, of relu its result.
+copy_pad = operator(
+    "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums) -> (Tensor, Tensor)",
+    check=_check_copy_pad,
+    reference=_copy_pad,
+    fake=_new_copy,
+    launch=_launch_copy_pad,
+)
