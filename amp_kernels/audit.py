@@ -25,9 +25,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
 from ._layers import is_conv1d, matrix
-from ._linear import Linear, converts
 from ._tables import table
 from .functional.matmul import Activation, as_matrices, autocast, check_dimensions, choose
+from .nn.linear import Linear, converts
 from .ops.matmul import ALIGNMENT, DTYPES, check_activation, check_product, round_up
 
 __all__ = ["Explanation", "Finding", "audit", "explain"]

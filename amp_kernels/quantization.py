@@ -31,7 +31,8 @@ from ._layers import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, m
 from ._saved import int8_saved_activations
 from ._table import DTYPE_CODES
 from .functional import Int8Tensor, quantize_int8
-from .nn import FixedDtypes, Int8Embedding, Int8Linear, Linear, codes_of_weight, compute_dtype, w8a8
+from .nn import Int8Embedding, Int8Linear, Linear
+from .nn.int8 import FixedDtypes, codes_of_weight, compute_dtype, w8a8
 
 __all__ = [
     "MinMaxObserver",

@@ -157,7 +157,7 @@ def test_the_weight_is_never_expanded_as_a_whole(device, monkeypatch):
     layer = Int8Linear.from_linear(linear(96, 64, device=device))
     x, grad = randn(4, 96).to(device).requires_grad_(), randn(4, 64, seed=3).to(device)  # not exact in 16 bits
     (whole,) = torch.autograd.grad(layer(x), x, grad)
-    monkeypatch.setattr("amp_kernels.nn.PANEL", 1000)
+    monkeypatch.setattr("amp_kernels.nn.int8.PANEL", 1000)
     with Allocations() as allocations:
         (panels,) = torch.autograd.grad(layer(x), x, grad)
     torch.testing.assert_close(panels, whole, rtol=1e-6, atol=1e-6)

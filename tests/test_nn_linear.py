@@ -150,7 +150,9 @@ def test_double_backward(activation: Any, backend: str, device: torch.device) ->
 
 def test_the_operator_is_what_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[Any] = []
-    monkeypatch.setattr("amp_kernels._linear.linear", lambda *args: (calls.append(args), amp_kernels.linear(*args))[1])
+    monkeypatch.setattr(
+        "amp_kernels.nn.linear.linear", lambda *args: (calls.append(args), amp_kernels.linear(*args))[1]
+    )
     layer = ours(torchs(9, 5, torch.float16), "relu")
     x = randn(4, 9).half()
     layer(x)

@@ -1,4 +1,4 @@
-"""`Linear`, and layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
+"""Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
 
 `amp_kernels.quantization` puts them into a model. Their codes and scales are buffers: `.half()` and `.to(dtype)` change
 the dtype they compute in, never codes or scales.
@@ -15,13 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from . import _direct, _ops
-from ._checks import MAX_K, why_not_loaded
-from ._layers import LoadsItsKind, matrix
-from ._linear import Linear, convert_linear_
-from .functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
-
-__all__ = ["Int8Embedding", "Int8Linear", "Linear", "convert_linear_"]
+from .. import _direct, _ops
+from .._checks import MAX_K, why_not_loaded
+from .._layers import LoadsItsKind, matrix
+from ..functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES = ("weight_only", "dynamic", "static")

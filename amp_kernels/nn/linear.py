@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ._layers import LOG, LoadsItsKind, check_model, shares
-from .functional.matmul import Activation, linear
-from .ops.matmul import check_activation
+from .._layers import LOG, LoadsItsKind, check_model, shares
+from ..functional.matmul import Activation, linear
+from ..ops.matmul import check_activation
 
 
 class Linear(LoadsItsKind, nn.Linear):
@@ -30,8 +30,6 @@ class Linear(LoadsItsKind, nn.Linear):
     Raises:
         ValueError: `activation` is none of these.
     """
-
-    __module__ = "amp_kernels.nn"  # where pickles look for it
 
     # Of the class, so that a layer which was an nn.Linear before `convert_linear_` or unpickling has it.
     activation: Activation | None = None

@@ -1,0 +1,9 @@
+"""Layers: `Linear` for any shape, and `Int8Linear` and `Int8Embedding`, whose weights are int8, for inference."""
+
+from .int8 import Int8Embedding, Int8Linear
+from .linear import Linear, convert_linear_
+
+__all__ = ["Int8Embedding", "Int8Linear", "Linear", "convert_linear_"]
+
+for _layer in (Int8Embedding, Int8Linear, Linear):
+    _layer.__module__ = __name__  # where pickles look for it
