@@ -190,6 +190,13 @@ def test_transforms_of_torch_func(activation: Any, dtype: torch.dtype) -> None:
         torch.testing.assert_close(our, their, **tolerance)
 
 
+def test_a_torch_that_cannot_say_whether_a_transform_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch._C, "_are_functorch_transforms_active")
+    x, weight, bias = randn(20, 33), randn(7, 33, seed=1), randn(7, seed=2)
+    assert torch.equal(amp_kernels.linear(x, weight, bias), F.linear(x, weight, bias))
+    assert torch.equal(amp_kernels.matmul(x, weight.t()), x @ weight.t())
+
+
 # ------------------------------------------------------------------------------------------------------- gradients
 @pytest.mark.parametrize("activation", cases.ACTIVATIONS)
 def test_double_backward(activation: Any) -> None:
