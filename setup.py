@@ -67,8 +67,8 @@ def extension(version=None, toolkit=None):
     arch = os.environ.get("AMP_KERNELS_CPU_ARCH") or ("x86-64-v3" if x86 else "")
     flags = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
     flags += ["-ffp-contract=off", *([f"-march={arch}" if x86 else f"-mcpu={arch}"] if arch else [])]
-    sources = ["csrc/module.cpp", "csrc/bindings/direct.cpp", "csrc/bindings/observe.cpp"]
-    sources += sorted(glob("csrc/bindings/*cpu.cpp") + glob("csrc/ops/*.cpp"))
+    sources = ["csrc/module.cpp", "csrc/bindings/observe.cpp"]
+    sources += sorted(glob("csrc/cpu/*.cpp") + glob("csrc/ops/*.cpp"))
     ext = Extension("amp_kernels._C", sources, language="c++")
     ext.include_dirs, ext.library_dirs = cpp_extension.include_paths(), cpp_extension.library_paths()
     ext.libraries, ext.define_macros = ["torch_cpu"], [("TORCH_TARGET_VERSION", "0x020a000000000000")]

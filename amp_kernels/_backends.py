@@ -25,15 +25,6 @@ from . import _loader
 from .ops.library import DEFINITIONS, LIBRARY, triton_kernels
 
 KERNEL_SCHEMAS = {
-    # `layout`: struct Int8Layout of csrc/int8.h, made by _int8.py. Without a zero point codes are symmetric.
-    "_quantize_int8_": "(Tensor x, Tensor(a!) out, Tensor(b!) scale, Tensor(c!)? zero_point, int[] layout, "
-    "bool is_static, bool stochastic, int seed) -> ()",
-    "_dequantize_int8_": "(Tensor values, Tensor scale, Tensor? zero_point, Tensor(a!) out, int[] layout) -> ()",
-    "_straight_through_int8_": "(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, Tensor(a!) out, "
-    "int[] layout) -> ()",
-    "_int8_matmul_": "(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, "
-    "Tensor? b_zero_point, Tensor? bias, Tensor(a!) out, Tensor? out_scale, Tensor? out_zero_point) -> ()",
-    "_int8_linear_": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor(a!) out) -> ()",
     # `activation`: its index in _matmul.ACTIVATIONS.
     "_matmul_": "(Tensor a, Tensor b, Tensor? input, Tensor(a!) out, Tensor(b!)? pre, float alpha, float beta, "
     "int activation) -> ()",
@@ -56,11 +47,6 @@ class Kernels(Protocol):
 
     _unscale_table_: Kernel
     _update_table_: Kernel
-    _quantize_int8_: Kernel
-    _dequantize_int8_: Kernel
-    _straight_through_int8_: Kernel
-    _int8_matmul_: Kernel
-    _int8_linear_: Kernel
 
 
 class DeviceKernels(Kernels, Protocol):
