@@ -67,8 +67,7 @@ def extension(version=None, toolkit=None):
     arch = os.environ.get("AMP_KERNELS_CPU_ARCH") or ("x86-64-v3" if x86 else "")
     flags = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
     flags += ["-ffp-contract=off", *([f"-march={arch}" if x86 else f"-mcpu={arch}"] if arch else [])]
-    sources = ["csrc/module.cpp", "csrc/bindings/direct.cpp", "csrc/bindings/observe.cpp"]
-    sources += sorted(glob("csrc/bindings/*cpu.cpp") + glob("csrc/ops/*.cpp"))
+    sources = ["csrc/module.cpp", *sorted(glob("csrc/ops/*.cpp") + glob("csrc/cpu/*.cpp"))]
     ext = Extension("amp_kernels._C", sources, language="c++")
     ext.include_dirs, ext.library_dirs = cpp_extension.include_paths(), cpp_extension.library_paths()
     ext.libraries, ext.define_macros = ["torch_cpu"], [("TORCH_TARGET_VERSION", "0x020a000000000000")]
@@ -83,7 +82,7 @@ def extension(version=None, toolkit=None):
         ext.library_dirs += [f"{f}/{lib}" for f in folders for lib in ("lib64", "lib")]
         ext.libraries += ["torch_cuda", "cudart_static", "rt", "dl", "pthread"]
         ext.define_macros.append(("USE_CUDA", None))
-        ext.sources += sorted(glob("csrc/bindings/*cuda.cpp") + glob("csrc/cuda/*.cu"))
+        ext.sources += sorted(glob("csrc/cuda/*.cu"))
     return [ext], {"build_ext": cpp_extension.BuildExtension}
 
 

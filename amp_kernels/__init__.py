@@ -5,8 +5,8 @@ whose checks ride along with the step, and the specification of it all in plain 
 """
 
 from . import nn, optim, quantization, reference
-from ._backends import use_backend
 from .audit import explain
+from .backends import use_backend
 from .functional import (
     Int8Tensor,
     addmm,

@@ -12,7 +12,7 @@ import torch
 
 import amp_kernels
 
-from . import _backends, _loader, _verify, audit
+from . import _loader, _verify, audit, backends
 
 
 def info() -> int:
@@ -28,8 +28,8 @@ def info() -> int:
     for note in _platform_notes():
         print(note)
 
-    for device, order in _backends.PREFERENCE.items():
-        reasons = _backends.backend_reasons(device)
+    for device, order in backends.PREFERENCE.items():
+        reasons = backends.backend_reasons(device)
         serving = next((name for name in order if reasons[name] is None), "reference")
         absent = "" if device == "cpu" or torch.cuda.is_available() else " (there are none here)"
         print(f"\nOperators on {device} tensors{absent}: {serving}")

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from . import _backends, testing
+from . import backends, testing
 from ._tables import table
 
 HEADERS = ("operator", "backend", "dtype", "cases", "max error", "allowed", "pass")
@@ -36,8 +36,8 @@ class Row(NamedTuple):
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``verify`` to the command line."""
     parser = commands.add_parser("verify", help="Checks every operator on every backend against torch and fp64.")
-    parser.add_argument("--backend", choices=_backends.BACKENDS, help="only this one (default: all that run here)")
-    parser.add_argument("--device", choices=tuple(_backends.PREFERENCE), help="only tensors on this device")
+    parser.add_argument("--backend", choices=backends.BACKENDS, help="only this one (default: all that run here)")
+    parser.add_argument("--device", choices=tuple(backends.PREFERENCE), help="only tensors on this device")
     parser.add_argument("--op", action="append", choices=tuple(testing.CASES), help="only this operator (repeatable)")
     parser.set_defaults(run=lambda args: verify(args.backend, args.device, args.op))
 
@@ -67,11 +67,11 @@ def verify(backend: str | None = None, device: str | None = None, ops: Sequence[
 def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, str]], list[str]]:
     """(backend, device) that run here, of those asked for; and why the others do not."""
     places, reasons = [], []
-    for on in [device] if device else list(_backends.PREFERENCE):
+    for on in [device] if device else list(backends.PREFERENCE):
         if on == "cuda" and not torch.cuda.is_available():
             reasons.append("on cuda tensors: there is no CUDA device")
             continue
-        for name, reason in _backends.backend_reasons(on).items():
+        for name, reason in backends.backend_reasons(on).items():
             if backend not in (None, name):
                 continue
             if reason is None:

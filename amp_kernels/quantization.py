@@ -26,13 +26,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._checks import MAX_K
 from ._layers import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, matrix, shares
 from ._saved import int8_saved_activations
 from ._table import DTYPE_CODES
 from .functional import Int8Tensor, quantize_int8
 from .nn import Int8Embedding, Int8Linear, Linear
 from .nn.int8 import FixedDtypes, codes_of_weight, compute_dtype, w8a8
+from .ops.int8 import MAX_K
 
 __all__ = [
     "MinMaxObserver",

@@ -1,39 +1,27 @@
-// The arguments of the int8 kernels (schemas: amp_kernels/_ops.py), filled from tensors by the bindings.
+// The arguments of the int8 kernels, filled from tensors by csrc/ops/int8.cpp.
 #pragma once
-
-#include <initializer_list>
 
 #include "table.h"
 
 namespace amp_kernels {
 
-// How a tensor is cut into groups with a scale each, made by amp_kernels/_int8.py: four nested levels in the storage
-// order of `out`, kept (G) and reduced (R) in turn: G1, R1, G2, R2. A level that is not needed has size 1. Rows are
-// (G1, 1, G2, R2), columns (G1, R1, G2, 1), the channels of NCHW (1, N, C, H * W), blocks of the last dimension rows,
-// or with a ragged last one (G1, 1, blocks, block). Strides are in elements and may be anything for `x`; `out` is
-// dense, R2 or, where that is 1, G2 innermost, except that a ragged last block is cut off by `length`.
+// How a tensor is cut into groups with a scale each (csrc/ops/int8_layout.h): four nested levels in the storage order
+// of `out`, kept (G) and reduced (R) in turn: G1, R1, G2, R2. A level that is not needed has size 1. Rows are (G1, 1,
+// G2, R2), columns (G1, R1, G2, 1), the channels of NCHW (1, N, C, H * W), blocks of the last dimension rows, or with a
+// ragged last one (G1, 1, blocks, block). Strides are in elements and may be anything for `x`; `out` is dense, R2 or,
+// where that is 1, G2 innermost, except that a ragged last block is cut off by `length`.
 struct Int8Layout {
   enum Level { kG1, kR1, kG2, kR2, kLevels };
   int64_t size[kLevels];
   int64_t x[kLevels];      // strides of the floating-point tensor
   int64_t out[kLevels];    // strides of the codes, or of what is written in their place
-  int64_t index[kLevels];  // strides of the logical row-major index, which numbers the random bits
+  int64_t index[kLevels];  // strides of the index that numbers random bits: as `out`, which is row-major then
   int64_t scale[2];        // strides of scale and zero_point over G1 and G2
   int64_t length;          // an element exists iff g2 * size[kR2] + r2 < length
 
   AMP_KERNELS_HD int64_t groups() const { return size[kG1] * size[kG2]; }
 
   int64_t elements() const { return size[kG1] * size[kR1] * length; }
-
-  // From the 19 numbers that _int8.py makes.
-  static Int8Layout from(const int64_t* numbers) {
-    Int8Layout layout;
-    for (int64_t* levels : {layout.size, layout.x, layout.out, layout.index})
-      for (int i = 0; i < kLevels; ++i) levels[i] = *numbers++;
-    for (int64_t& stride : layout.scale) stride = *numbers++;
-    layout.length = *numbers;
-    return layout;
-  }
 };
 
 struct Quantize {

@@ -18,7 +18,7 @@ import torch
 
 
 def _reasons(device_type: str) -> dict[str, str | None]:
-    from amp_kernels._backends import backend_reasons
+    from amp_kernels.backends import backend_reasons
 
     return backend_reasons(device_type)
 

@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import amp_kernels
-from amp_kernels import _backends, testing
+from amp_kernels import backends, testing
+from amp_kernels.testing import int8 as cases
 
 pytestmark = pytest.mark.skipif(
-    _backends.backend_reasons("cpu")["cpu"] is not None or os.environ.get("TRITON_INTERPRET") == "1",
+    backends.backend_reasons("cpu")["cpu"] is not None or os.environ.get("TRITON_INTERPRET") == "1",
     reason="there are no C++ kernels here, or nothing compiles in an interpreted process",
 )
 OURS = str(Path(amp_kernels.__file__).parent)
@@ -61,10 +62,27 @@ def products(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(results)
 
 
+def codes() -> tuple[Tensor, ...]:
+    return testing.randn(5, 9), cases.integers(7, 9), testing.randn(7, 1).abs()
+
+
+def int8(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
+    q, right = amp_kernels.quantize_int8(x, dim=-1, symmetric=False), amp_kernels.Int8Tensor(weight, scale, None, (1,))
+    return (
+        amp_kernels.int8_matmul(q, right.t(), bias=scale.reshape(-1)),
+        amp_kernels.int8_matmul(q, right.t(), out_scale=scale[:1]),
+        q.dequantize(torch.float16),
+        amp_kernels.quantize_int8(x, block_size=4, rounding="stochastic", seed=3).values,
+        amp_kernels.fake_quantize_int8(x, dim=0),
+        torch.ops.amp_kernels.int8_linear(x, weight, scale, None),
+    )
+
+
 PROGRAMS: dict[str, tuple[Callable[..., tuple[Tensor, ...]], Callable[[], tuple[Tensor, ...]]]] = {
     "unscale": (unscale, gradients),
     "update": (sgd, parameters),
     "products": (products, matrices),
+    "int8": (int8, codes),
 }
 
 

@@ -8,7 +8,9 @@ import math
 import mmap
 import pathlib
 import pickle
+import random
 import re
+import resource
 from collections.abc import Callable
 from typing import Any
 
@@ -16,11 +18,14 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
 
 import amp_kernels
-from amp_kernels import Int8Tensor, _int8, _loader, reference, testing
+from amp_kernels import Int8Tensor, _loader, reference, testing
+from amp_kernels.ops import int8 as ops
+from amp_kernels.ops.library import DEFINITIONS
 from amp_kernels.testing import int8 as cases
 
 OPS = torch.ops.amp_kernels
@@ -140,17 +145,18 @@ def test_stochastic_rounding_is_unbiased(backend: str, device: torch.device) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- the layout
-def walk(layout: list[int]) -> dict[int, tuple[int, int, int]]:
-    """For each offset in `out` that the loops visit: the offsets in x and the scale, and the row-major index."""
+def walk(layout: list[int]) -> dict[int, tuple[int, int]]:
+    """For each offset in `out` that the loops visit: the offsets in x and in the scale."""
     size, x, out, index = (layout[i : i + 4] for i in (0, 4, 8, 12))
     (s1, s2), length = layout[16:18], layout[18]
-    visited: dict[int, tuple[int, int, int]] = {}
+    assert index == out
+    visited: dict[int, tuple[int, int]] = {}
     for step in itertools.product(*map(range, size)):
         if step[2] * size[3] + step[3] >= length:
             continue
-        at = [sum(i * stride for i, stride in zip(step, strides, strict=True)) for strides in (x, out, index)]
+        at = [sum(i * stride for i, stride in zip(step, strides, strict=True)) for strides in (x, out)]
         assert at[1] not in visited
-        visited[at[1]] = (at[0], step[0] * s1 + step[2] * s2, at[2])
+        visited[at[1]] = (at[0], step[0] * s1 + step[2] * s2)
     return visited
 
 
@@ -252,45 +258,112 @@ def test_nothing_is_read_behind_a_tensor(backend: str, device: torch.device, dty
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("block_size", [None, 1, 2, 4, 100])
-@pytest.mark.parametrize("indexed", [False, True])
-def test_the_layout_visits_every_element_once(view: str, block_size: int | None, indexed: bool) -> None:
+def test_the_layout_visits_every_element_once(view: str, block_size: int | None) -> None:
     x = VIEWS[view]()
     if block_size is not None and x.dim() == 0:
         return
     every = range(x.dim())
     choices = itertools.chain.from_iterable(itertools.combinations(every, n) for n in range(x.dim() + 1))
     for dim in choices if block_size is None else [None]:
-        plan = _int8.plan(x.shape, x.stride(), dim, block_size, indexed=indexed)
-        if plan.layout is None:
-            assert x.dim() > 2 and (indexed or len(dim or ()) > 1)  # then every element gets a scale of its own
-            continue
+        groups = ops.groups_of(x, None, dim, block_size)
+        strides = ops.Strides.of(x, groups)
+        layout, read = ops.layout_of(groups, x.stride(), *strides[:2]), x.stride()
+        if layout is None:
+            layout, read = ops.layout_of(groups, strides.out, *strides[:2]), strides.out
+        assert layout is not None, "a dense copy fits"
         # A tensor of scales that holds its own offsets.
-        scales = torch.arange(math.prod(plan.scale_shape)).as_strided(plan.scale_shape, plan.scale)
+        scales = torch.arange(math.prod(groups.scale_shape)).as_strided(groups.scale_shape, strides.scale)
         spread = reference.int8._spread(scales, x.shape, block_size).broadcast_to(x.shape)
-        visited = walk(plan.layout)
+        visited = walk(layout)
         assert len(visited) == x.numel()
-        for position, where in enumerate(np.ndindex(*x.shape)):
-            read = plan.out if plan.copies else x.stride()
-            offsets = [sum(i * s for i, s in zip(where, strides, strict=True)) for strides in (plan.out, read)]
-            expected = (offsets[1], spread[where].item(), position if indexed else 0)
-            assert visited[offsets[0]] == expected, (view, dim, where)
+        for where in np.ndindex(*x.shape):
+            offsets = [sum(i * s for i, s in zip(where, each, strict=True)) for each in (strides.out, read)]
+            assert visited[offsets[0]] == (offsets[1], spread[where].item()), (view, dim, where)
 
 
 @pytest.mark.parametrize(
-    "view", ["transposed", "channels_last", "reversed", "misaligned", "matrix", "transposed matrix"]
+    ("x", "dim"),
+    [
+        *itertools.product(
+            (VIEWS[v]() for v in ("transposed", "channels_last", "reversed", "misaligned", "matrix")),
+            (None, (-1,), (0,), (1,)),
+        ),
+        (torch.zeros(4, 6, 8), (0, 1)),  # per channel of [B, T, C]
+        (torch.zeros(4, 6, 8), (1,)),  # per column of experts [E, N, K]
+        (torch.zeros(4, 6, 3, 8)[:, :, 1], (-1,)),  # q of a fused qkv
+        (torch.zeros(4, 6, 8, 2).transpose(1, 2), (-1,)),  # heads
+        (torch.zeros(4, 6, 3, 3).to(memory_format=torch.channels_last), (1, 2, 3)),  # a convolution's weight
+        (torch.zeros(4, 6, 3, 3), (0, 2, 3)),  # the channels of images
+    ],
+    ids=lambda value: f"{tuple(value.shape)}-{value.stride()}" if isinstance(value, Tensor) else str(value),
 )
-def test_views_are_read_in_place(view: str) -> None:
-    x = VIEWS[view]()
-    for dim in (None, (-1,), (0,), (1,)):
-        plan = _int8.plan(x.shape, x.stride(), dim, None)
-        assert plan.layout is not None and not plan.copies, dim
+def test_views_are_read_in_place(x: Tensor, dim: tuple[int, ...] | None) -> None:
+    groups = ops.groups_of(x, None, dim)
+    assert ops.layout_of(groups, x.stride(), *ops.Strides.of(x, groups)[:2]) is not None
 
 
 def test_the_layout_of_more_than_2_31_elements() -> None:
-    groups = _int8.grouping((3, 2**31 + 7), None, (1,), None)
     row = 2**31 + 7
-    layout = _int8.layout(groups, (2 * row, 1), (row, 1), (1, 1), indexed=True)
+    groups = ops.Groups((3, row), (True, False))
+    layout = ops.layout_of(groups, (2 * row, 1), (row, 1), (1, 1))
     assert layout == [1, 1, 3, row, 0, 0, 2 * row, 1, 0, 0, row, 1, 0, 0, row, 1, 0, 1, 3 * row]
+
+
+def any_view(numbers: random.Random) -> Tensor:
+    """A tensor whose dimensions are permuted, sliced and expanded."""
+    x = torch.randn([numbers.choice([1, 2, 3, 4]) for _ in range(numbers.randint(0, 6))])
+    x = x.permute(numbers.sample(range(x.dim()), x.dim()))
+    for d in range(x.dim()):
+        kind = numbers.choice(["slice", "step", "expand", "keep", "keep", "keep", "keep"])
+        if kind == "slice":
+            x = x.narrow(d, x.shape[d] // 2, x.shape[d] - x.shape[d] // 2)
+        elif kind == "step":
+            x = x[(slice(None),) * d + (slice(None, None, 2),)]
+        elif kind == "expand" and x.shape[d] == 1:
+            x = x.expand([3 if i == d else n for i, n in enumerate(x.shape)])
+    return x
+
+
+def some_layout(x: Tensor, numbers: random.Random) -> Tensor:
+    """The same elements in memory in another order."""
+    order = numbers.sample(range(x.dim()), x.dim())
+    return x.permute(order).contiguous().permute([order.index(d) for d in range(x.dim())])
+
+
+@pytest.mark.parametrize("seed", range(100))
+def test_any_view_and_groups_on_all_sides_of_the_layout(seed: int, backend: str, device: torch.device) -> None:
+    """Kernels plan in C++, tracing and Triton in Python: results are the reference's, laid out as tracing knows."""
+    numbers = random.Random(seed)
+    x = any_view(numbers).to(numbers.choice([torch.float32, torch.float16])).to(device)
+    blocks = numbers.randint(1, 5) if x.dim() > 0 and numbers.random() < 0.25 else None
+    dim = None if blocks is not None else numbers.sample(range(x.dim()), numbers.randint(0, x.dim()))
+    symmetric, rounds = numbers.random() < 0.5, numbers.choice([None, None, 5])
+    own = (x, None, None, dim, blocks, symmetric, rounds)
+    codes, scale, zero_point = compared("quantize_int8", *own)
+    zeros = None if symmetric else zero_point
+    if x.dim() > 0 and numbers.random() < 0.5:
+        codes, scale, zeros = (t if t is None else some_layout(t, numbers) for t in (codes, scale, zeros))
+    compared("quantize_int8", x, scale, zeros, None, blocks, symmetric, rounds)
+    compared("fake_quantize_int8", x, scale, zeros, None, blocks, symmetric)
+    compared("dequantize_int8", codes, scale, zeros, blocks, x.dtype)
+    compared("straight_through_int8", torch.randn_like(x), x, 0.5 * scale, zeros, blocks)
+
+
+def compared(name: str, *arguments: Any) -> Any:
+    """What the operator makes: the reference's bits with the strides that tracing knows."""
+    op = getattr(ops, name)
+    ours, expected = op(*arguments), DEFINITIONS[op].reference(*arguments)
+    with FakeTensorMode() as mode:
+        traced = op(*(mode.from_tensor(a) if isinstance(a, Tensor) else a for a in arguments))
+    results = ((t,) if isinstance(t, Tensor) else t for t in (ours, expected, traced))
+    for a, b, c in zip(*results, strict=True):
+        assert torch.equal(a, b) and strides(a) == strides(c) and (a.shape, a.dtype) == (c.shape, c.dtype)
+    return ours
+
+
+def strides(x: Tensor) -> list[int]:
+    """Those that tell where elements are."""
+    return [stride for stride, n in zip(x.stride(), x.shape, strict=True) if n > 1 and x.numel() > 0]
 
 
 def test_more_than_2_31_elements(backend: str, device: torch.device) -> None:
@@ -305,16 +378,19 @@ def test_more_than_2_31_elements(backend: str, device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------- the operators
 def samples() -> list[Any]:
     x, codes = testing.randn(4, 6), cases.integers(4, 6)
+    deep = testing.randn(2, 3, 2, 3)  # kept and reduced dimensions alternate more often than kernels follow
     leaf = x.clone().requires_grad_()
     scale, zero = torch.tensor([[0.1], [0.2], [0.3], [0.4]]), torch.zeros(4, 1, dtype=torch.int32)
     columns = torch.tensor([[0.1, 0.2, 0.3]])
     b = cases.integers(6, 3)
     return [
-        pytest.param("quantize_int8", (x, None, None, [-1], None, True, None, False), id="quantize-rows"),
-        pytest.param("quantize_int8", (x.t(), None, None, None, 4, False, 7, False), id="quantize-blocks"),
-        pytest.param("quantize_int8", (x.half(), scale, zero, None, None, True, None, False), id="quantize-static"),
-        pytest.param("quantize_int8", (leaf, None, None, [0], None, False, None, True), id="fake"),
-        pytest.param("quantize_int8", (x, scale, None, None, None, True, None, True), id="fake-static"),
+        pytest.param("quantize_int8", (x, None, None, [-1], None, True, None), id="quantize-rows"),
+        pytest.param("quantize_int8", (x.t(), None, None, None, 4, False, 7), id="quantize-blocks"),
+        pytest.param("quantize_int8", (deep, None, None, [0, 2], None, False, None), id="quantize-a-copy"),
+        pytest.param("quantize_int8", (deep, None, None, [0, 2], None, False, 7), id="quantize-by-element"),
+        pytest.param("quantize_int8", (x.half(), scale, zero, None, None, True, None), id="quantize-static"),
+        pytest.param("fake_quantize_int8", (leaf, None, None, [0], None, False), id="fake"),
+        pytest.param("fake_quantize_int8", (x, scale, None, None, None, True), id="fake-static"),
         pytest.param("straight_through_int8", (x, x, scale, zero, None), id="straight_through"),
         pytest.param("dequantize_int8", (codes, scale, zero, None, torch.bfloat16), id="dequantize"),
         pytest.param(
@@ -489,6 +565,67 @@ def test_autograd_sees_who_needs_it() -> None:
     assert amp_kernels.fake_quantize_int8(x, dim=-1).requires_grad
     q = amp_kernels.quantize_int8(x, dim=-1)
     assert not q.values.requires_grad and not q.scale.requires_grad
+
+
+@pytest.mark.parametrize("default", [torch.float64, torch.float16])
+def test_results_have_the_dtype_asked_for_whatever_the_default_is(default: torch.dtype) -> None:
+    q = amp_kernels.quantize_int8(testing.randn(4, 6), dim=-1)
+    torch.set_default_dtype(default)
+    try:
+        for dtype in testing.DTYPES.values():
+            assert amp_kernels.int8_matmul(q, q.t(), out_dtype=dtype).dtype == dtype
+            x = testing.randn(5, 6, dtype=dtype)
+            assert ops.int8_linear(x, q.values, q.scale, testing.randn(4, dtype=dtype)).dtype == dtype
+            assert amp_kernels.quantize_int8(x).scale.dtype == torch.float32
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_results_are_tensors_as_others(inference: bool, backend: str, device: torch.device) -> None:
+    with torch.inference_mode(inference):
+        x = testing.randn(4, 6).to(device)
+        q = amp_kernels.quantize_int8(x, dim=-1, symmetric=False)
+        weight = amp_kernels.quantize_int8(x, dim=-1)
+        results = (
+            q.dequantize(),
+            amp_kernels.int8_matmul(q, q.t()),
+            ops.int8_linear(x, weight.values, weight.scale, None),
+        )
+        for result in (q.values, q.scale, q.zero_point, *results):
+            assert type(result) is Tensor and result.is_inference() == inference
+            assert result.is_leaf and not result.requires_grad and result.untyped_storage().resizable()
+            assert result.is_contiguous() and result.storage_offset() == 0
+
+
+def test_results_are_released() -> None:
+    """Kernels make tensors by handles that nobody else counts."""
+    x, wide = torch.zeros(2048, 2048), Int8Tensor(cases.integers(2048, 64), torch.ones(1, 1))
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB
+    for _ in range(64):
+        amp_kernels.int8_matmul(wide, wide.t())  # 16 MiB
+        amp_kernels.quantize_int8(x, dim=-1).dequantize()  # 4 and 16 MiB
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 256 * 1024
+
+
+def test_a_result_that_torch_cannot_make() -> None:
+    wide = Int8Tensor(torch.empty(1, dtype=torch.int8).expand(2**31, 1), torch.ones(1, 1))
+    with pytest.raises(RuntimeError):
+        amp_kernels.int8_matmul(wide, wide.t())
+
+
+def test_gradients_of_codes_and_scales_are_none() -> None:
+    """As of other functions with steps: an operator without a gradient warns in a backward pass."""
+    x, scale = testing.randn(4, 6).requires_grad_(), torch.ones(4, 1).requires_grad_()
+    values = amp_kernels.quantize_int8(x, dim=-1).values
+    results = (
+        amp_kernels.quantize_int8(x, scale=scale).values,
+        Int8Tensor(values, scale).dequantize(),
+        amp_kernels.int8_matmul(Int8Tensor(values, scale), Int8Tensor(values.t(), scale.t())),
+        ops.int8_linear(x, values, scale, None),
+        ops.straight_through_int8(x, x, scale, None, None),
+    )
+    assert not any(result.requires_grad for result in results)
 
 
 @pytest.mark.parametrize("name", ["a", "b"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import amp_kernels
-from amp_kernels import _backends, testing
+from amp_kernels import backends, testing
 from amp_kernels.families import FAMILIES, Family
 from amp_kernels.ops.lists import gradient_pass, update
 
@@ -95,7 +95,7 @@ class Checked:
 
 # Table ops write through addresses that no schema can show, so they are never traced and have no fake: only
 # what the schema says of their arguments is checked. `_send_` has no CPU kernel.
-@pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
+@pytest.mark.skipif(backends.backend_reasons("cpu")["cpu"] is not None, reason="there are no C++ kernels here")
 @pytest.mark.parametrize("op", ["_unscale_table_", "_update_table_"])
 def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
     checked: Any = Checked()
@@ -109,10 +109,10 @@ def test_table_ops_write_only_what_their_schema_says(op: str) -> None:
 
 @pytest.mark.parametrize("name", ["cpu", "cuda", "triton"])
 def test_a_backend_has_the_kernels_that_its_type_names(name: str) -> None:
-    if _backends.backend_reasons("cuda" if name == "triton" else name)[name] not in (None, "there is no CUDA device"):
+    if backends.backend_reasons("cuda" if name == "triton" else name)[name] not in (None, "there is no CUDA device"):
         pytest.skip(f"{name} is not here")
-    ops = _backends.kernels(name)
-    everywhere, on_gpus = set(_backends.Kernels.__annotations__), set(_backends.DeviceKernels.__annotations__)
+    ops = backends.kernels(name)
+    everywhere, on_gpus = set(backends.Kernels.__annotations__), set(backends.DeviceKernels.__annotations__)
     expected = everywhere if name == "cpu" else everywhere | on_gpus
     assert {op for op in everywhere | on_gpus if hasattr(ops, op)} == expected
 
@@ -327,7 +327,7 @@ def test_use_backend_names_the_backends() -> None:
 
 
 def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "_reason", lambda *_: "the disk is full")
+    monkeypatch.setattr(backends, "_reason", lambda *_: "the disk is full")
     with (
         pytest.raises(RuntimeError, match="use_backend: triton cannot run here: the disk is full"),
         amp_kernels.use_backend("triton"),
@@ -336,7 +336,7 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "_reason", lambda _, device: {"cpu": "no CPU", "cuda": None}[device])
+    monkeypatch.setattr(backends, "_reason", lambda _, device: {"cpu": "no CPU", "cuda": None}[device])
     with (
         amp_kernels.use_backend("cuda"),
         pytest.raises(RuntimeError, match="'cuda' cannot serve cpu tensors: no CPU"),
@@ -344,30 +344,30 @@ def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPat
         unscale([f(2)])
 
 
-@pytest.mark.skipif(_backends.backend_reasons("cpu")["cpu"] is not None, reason="nothing was compiled here")
+@pytest.mark.skipif(backends.backend_reasons("cpu")["cpu"] is not None, reason="nothing was compiled here")
 def test_a_gpu_that_nothing_was_compiled_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = importlib.import_module("amp_kernels._C")
     monkeypatch.setattr(compiled, "why_no_kernel", lambda: "no kernel image is available", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
-    monkeypatch.setattr(_backends, "_why_not_compiled", lambda _: None)
-    _backends._why_not_on_this_gpu.cache_clear()
+    monkeypatch.setattr(backends, "_why_not_compiled", lambda _: None)
+    backends._why_not_on_this_gpu.cache_clear()
     try:
-        reasons = _backends.backend_reasons("cuda")
+        reasons = backends.backend_reasons("cuda")
         assert reasons["cuda"].startswith(
             "amp_kernels._C cannot run on Tesla V100 (no kernel image is available); build"
         )
-        assert _backends.backend_reasons("cpu")["cpu"] is None
+        assert backends.backend_reasons("cpu")["cpu"] is None
     finally:
-        _backends._why_not_on_this_gpu.cache_clear()
+        backends._why_not_on_this_gpu.cache_clear()
 
 
 def test_use_backend_is_undone_also_by_an_error() -> None:
-    before = _backends.select(torch.device("cpu"))
+    before = backends.select(torch.device("cpu"))
     with pytest.raises(KeyError), amp_kernels.use_backend("reference"):
-        assert _backends.select(torch.device("cpu")) == "reference"
+        assert backends.select(torch.device("cpu")) == "reference"
         raise KeyError
-    assert _backends.select(torch.device("cpu")) == before
+    assert backends.select(torch.device("cpu")) == before
 
 
 def test_the_reference_runs_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -379,16 +379,16 @@ def test_the_reference_runs_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_cuda_tensors_on_the_reference_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_backends, "_reason", lambda *_: "it is off")
-    _backends._automatic.cache_clear()
+    monkeypatch.setattr(backends, "_reason", lambda *_: "it is off")
+    backends._automatic.cache_clear()
     try:
         with pytest.warns(
             UserWarning, match="slow reference on CUDA tensors, since cuda: it is off; triton: it is off"
         ):
-            assert _backends.select(torch.device("cuda")) == "reference"
-        assert _backends.select(torch.device("cuda")) == "reference"  # a second warning would be an error
+            assert backends.select(torch.device("cuda")) == "reference"
+        assert backends.select(torch.device("cuda")) == "reference"  # a second warning would be an error
     finally:
-        _backends._automatic.cache_clear()
+        backends._automatic.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------- compile

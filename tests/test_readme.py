@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amp_kernels import _backends
+from amp_kernels import backends
 from amp_kernels.__main__ import info
 
 ROOT = Path(__file__).parents[1]
@@ -45,11 +45,11 @@ def test_the_table_of_variables_is_complete() -> None:
 def test_info_says_what_the_readme_says_of_a_platform(monkeypatch, capsys, system, hip, name) -> None:
     monkeypatch.setattr(platform, "system", lambda: system)
     monkeypatch.setattr(torch.version, "hip", hip)
-    _backends._why_not_triton.cache_clear()
+    backends._why_not_triton.cache_clear()
     try:
         assert info() == 0
     finally:
-        _backends._why_not_triton.cache_clear()
+        backends._why_not_triton.cache_clear()
     (note,) = re.findall(f"^- ({name}: .*)$", README.read_text(), flags=re.MULTILINE)
     printed = capsys.readouterr().out
     assert note in printed.splitlines()

@@ -14,7 +14,7 @@ import torch
 from saved.cases import INT8, MODELS, TRAININGS
 
 from amp_kernels import use_backend
-from amp_kernels._backends import backend_reasons
+from amp_kernels.backends import backend_reasons
 
 SAVED = Path(__file__).with_name("saved")
 commits = pytest.mark.parametrize("commit", sorted({path.parent.name for path in SAVED.glob("*/*.pt")}))

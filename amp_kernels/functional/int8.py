@@ -10,7 +10,8 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
-from .. import _checks, _direct, _ops
+from ..ops import int8 as ops
+from ..ops.library import call
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,10 @@ def quantize_int8(
     - a group that holds NaN or inf gets the scale NaN, one too small for ``1 / scale`` the scale 1; both have codes 0
 
     Args:
-        x: fp16, bf16 or fp32, of any shape and strides; read in place. Codes keep x's memory layout where it is dense.
+        x: fp16, bf16 or fp32, of any shape and strides. Codes keep x's memory layout where it is dense; in blocks and
+            with stochastic rounding they are row-major. x is read in place, unless its reduced dimensions lie between
+            the others in more than two stretches, as of [A, B, C, D] with ``dim=(0, 2)``: then it is copied with the
+            reduced ones innermost, and codes keep that order.
         dim: what is reduced, as in ``torch.amax(x, dim, keepdim=True)``: None the whole tensor, -1 each row or token,
             0 of a matrix each column.
         block_size: groups of so many neighbours in the last dimension, the last one perhaps shorter.
@@ -131,34 +135,24 @@ def quantize_int8(
     """
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"quantize_int8: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
-    if seed is not None and rounding == "nearest":
+    if rounding == "stochastic":
+        seed = _signed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
+    elif seed is not None:
         raise ValueError("quantize_int8: seed must be None without stochastic rounding; pass rounding='stochastic'")
-    if rounding == "stochastic" and seed is None:
-        seed = int(torch.randint(2**62, (), device="cpu"))
     dims = _dims(dim)
-    seed = None if seed is None else _signed(seed)
-    direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, seed)
-    if direct is None:
-        _check_quantization(x, scale, zero_point, block_size, symmetric)
-        with torch.no_grad():
-            arguments = (None if dims is None else list(dims), block_size, symmetric, seed, False)
-            values, *own = _ops.quantize_int8(x, scale, zero_point, *arguments)
-        direct = values, *((own[0], None if symmetric else own[1]) if scale is None else (scale, zero_point))
-    if scale is not None and block_size is None and dims is None and scale.numel() > 1:
+    _check_is_bool(symmetric)
+    values, *own = call(ops.quantize_int8, x, scale, zero_point, dims, block_size, symmetric, seed)
+    if scale is None:
+        scale, zero_point = own[0], None if symmetric else own[1]
+    elif block_size is None and dims is None and scale.numel() > 1:
         dims = tuple(d for d, size in enumerate(scale.shape) if size == 1)
-    return Int8Tensor(*direct, None if block_size is not None else dims, block_size)
+    return Int8Tensor(values, scale, zero_point, None if block_size is not None else dims, block_size)
 
 
 def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
     """``(values - zero_point) * scale`` in fp32, rounded once to `dtype` (fp32, fp16 or bf16)."""
     _check_is_quantized("dequantize_int8", "q", q)
-    arguments = (q.values, q.scale, q.zero_point, q.block_size, dtype)
-    direct = _direct.dequantize_int8(*arguments)
-    if direct is None:
-        _check_parts("dequantize_int8", "q", q)
-        _checks.check_dtype("dequantize_int8", "dtype", dtype)
-        return _ops.dequantize_int8(*arguments)
-    return direct
+    return call(ops.dequantize_int8, q.values, q.scale, q.zero_point, q.block_size, dtype)
 
 
 def fake_quantize_int8(
@@ -181,13 +175,8 @@ def fake_quantize_int8(
     Returns:
         A tensor of x's shape and dtype.
     """
-    dims = _dims(dim)
-    direct = _direct.quantize_int8(x, scale, zero_point, dims, block_size, symmetric, None, fake=True)
-    if direct is None:
-        _check_quantization(x, scale, zero_point, block_size, symmetric)
-        dim = None if dims is None else list(dims)
-        direct = _ops.quantize_int8(x, scale, zero_point, dim, block_size, symmetric, None, True)
-    return direct[0]
+    _check_is_bool(symmetric)
+    return call(ops.fake_quantize_int8, x, scale, zero_point, _dims(dim), block_size, symmetric)[0]
 
 
 def int8_matmul(
@@ -218,26 +207,16 @@ def int8_matmul(
     Raises:
         TypeError, ValueError: shapes or dtypes do not fit, or K is over 131071, beyond which int32 may overflow.
     """
-    # First of all: the checks below take a tenth of a product of 64^3.
-    is_plain = type(a) is type(b) is Int8Tensor and a.block_size is None and b.block_size is None
-    if is_plain and out_scale is None and out_zero_point is None:
-        product = _direct.int8_matmul(a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype)
-        if product is not None:
-            return product
     for name, operand in (("a", a), ("b", b)):
         _check_is_quantized("int8_matmul", name, operand)
-        _check_parts("int8_matmul", name, operand)
         if operand.block_size is not None:
             raise ValueError(
                 f"int8_matmul: {name} must not be quantized in blocks, got block_size {operand.block_size}"
             )
-    _checks.check_are_tensors_or_none("int8_matmul", bias=bias, out_scale=out_scale, out_zero_point=out_zero_point)
-    _checks.check_dtype("int8_matmul", "out_dtype", out_dtype)
-    _checks.check_side("a", a.values, a.scale, 1)
-    _checks.check_side("b", b.values, b.scale, 0)
-    return _ops.OPS.int8_matmul(
-        a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype, out_scale, out_zero_point
-    )
+    return call(
+        ops.int8_matmul, a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype, out_scale,
+        out_zero_point,
+    )  # fmt: skip
 
 
 def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -249,19 +228,9 @@ def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
         raise TypeError(f"quantize_int8: dim must be an int, several, or None, got {dim!r}") from None
 
 
-def _check_quantization(x: object, scale: object, zero_point: object, block_size: object, symmetric: object) -> None:
-    """What the operators cannot say in a sentence."""
-    _checks.check_are_tensors("quantize_int8", x=x)
-    _checks.check_are_tensors_or_none("quantize_int8", scale=scale, zero_point=zero_point)
-    if block_size is not None and not _is_integer(block_size):
-        raise TypeError(f"quantize_int8: block_size must be an int or None, got {block_size!r}")
-    if not isinstance(symmetric, bool):
+def _check_is_bool(symmetric: object) -> None:
+    if type(symmetric) is not bool:  # torch's dispatcher makes one of None, too
         raise TypeError(f"quantize_int8: symmetric must be a bool, got {symmetric!r}")
-
-
-def _is_integer(n: object) -> bool:
-    # In this order: of a symbolic size the compiler knows the type alone.
-    return isinstance(n, (int, torch.SymInt)) or hasattr(n, "__index__")
 
 
 def _check_is_quantized(op: str, name: str, q: object) -> None:
@@ -269,15 +238,10 @@ def _check_is_quantized(op: str, name: str, q: object) -> None:
         raise TypeError(f"{op}: {name} must be an Int8Tensor, got {type(q).__name__}; quantize it first")
 
 
-def _check_parts(op: str, name: str, q: Int8Tensor) -> None:
-    _checks.check_are_tensors(op, **{f"{name}.values": q.values, f"{name}.scale": q.scale})
-    _checks.check_are_tensors_or_none(op, **{f"{name}.zero_point": q.zero_point})
-
-
 def _signed(seed: int) -> int:
     """The same 64 bits as an int64."""
-    if not _is_integer(seed):
-        raise TypeError(f"quantize_int8: seed must be an int or None, got {seed!r}")
-    # Numpy's integers overflow in the sum; of a symbolic size the compiler has no index.
-    seed = seed if isinstance(seed, (int, torch.SymInt)) else operator.index(seed)
+    if not isinstance(seed, (int, torch.SymInt)):  # of a symbolic size the compiler has no index
+        if not hasattr(seed, "__index__"):
+            raise TypeError(f"quantize_int8: seed must be an int or None, got {seed!r}")
+        seed = operator.index(seed)  # numpy's integers overflow in the sum
     return (seed + 2**63) % 2**64 - 2**63

@@ -22,7 +22,7 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import reference, torch_private
-from .._backends import PLAIN, forced
+from ..backends import PLAIN, forced
 from ..ops import matmul as ops
 from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_low, check_product, new_result
 from ..padding import is_aligned, padded, weights

@@ -15,10 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .. import _direct, _ops
-from .._checks import MAX_K, why_not_loaded
+from .._checks import why_not_loaded
 from .._layers import LoadsItsKind, matrix
 from ..functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
+from ..ops import int8 as ops
+from ..ops.int8 import MAX_K
+from ..ops.library import call
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES = ("weight_only", "dynamic", "static")
@@ -349,7 +351,7 @@ class _W8A8(torch.autograd.Function):
         inputs, codes = codes_of(x, scale, zero_point), _weight_codes(weight, weight_scale)
         if needs_x:
             grad_x = times_codes(grad, codes).to(x.dtype)
-            grad_x = _ops.OPS.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
+            grad_x = ops.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
         if needs_weight:
             # Codes of a symmetric range of its own are never clamped: nothing to mask.
             grad_weight = (grad.t() @ inputs.dequantize(grad.dtype)).to(weight.dtype)
@@ -362,8 +364,7 @@ class _WeightOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
         ctx.save_for_backward(weight, scale)
-        direct = _direct.int8_linear(x, weight, scale, bias)
-        return _ops.int8_linear(x, weight, scale, bias) if direct is None else direct
+        return call(ops.int8_linear, x, weight, scale, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

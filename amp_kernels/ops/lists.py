@@ -25,7 +25,7 @@ from .._table import (
 )
 
 if TYPE_CHECKING:
-    from .._backends import Kernels
+    from ..backends import Kernels
 
 
 # A model is cut the same way at every step: a millisecond or two of a billion elements, which a GPU reads in one.

@@ -14,7 +14,7 @@ from . import lists
 from .library import LIBRARY, operator
 
 if TYPE_CHECKING:
-    from .._backends import Kernels
+    from ..backends import Kernels
 
 
 def _check(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .. import _backends
+from .. import backends
 from .._checks import why_not_loaded
 from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
 from ..families import Family
@@ -222,7 +222,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._plan_key == self._current_plan_key()
             and len(self._plan_params) == len(self.param_groups)
             and all(map(_are_same, self._plan_params, self._params_by_group()))
-            and all(plan.backend == _backends.select(plan.device) for plan in self._plans)
+            and all(plan.backend == backends.select(plan.device) for plan in self._plans)
         )
 
     def _params_by_group(self) -> Iterator[list[Tensor]]:
@@ -259,8 +259,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._log.records[device] = torch.zeros(4, dtype=torch.int64, device=device)
         self._log.names[device] = [member.name for member in members]
         record = self._log.records[device]
-        backend = _backends.select(device)
-        ops = _backends.kernels(backend)
+        backend = backends.select(device)
+        ops = backends.kernels(backend)
         if ops is None:
             return ReferencePlan(self._family, device, members, record)
         return NativePlan(backend, ops, self._family, device, members, record)

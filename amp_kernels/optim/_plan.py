@@ -30,7 +30,7 @@ from .._table import (
 from ._observe import PLACE, Seen, Spans, are_plain, local, observe, plain_gradient
 
 if TYPE_CHECKING:
-    from .._backends import Kernels
+    from ..backends import Kernels
     from ..families import Family
 
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies

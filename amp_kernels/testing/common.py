@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._backends import use_backend
+from ..backends import use_backend
 
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 # Around a 16-byte access, around a block of 1024, and more than one chunk of a table.

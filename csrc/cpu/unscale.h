@@ -14,7 +14,7 @@ namespace amp_kernels::cpu {
 using Wide = double __attribute__((vector_size(8 * kLanes)));
 constexpr int kSums = 4;  // in flight
 constexpr int64_t kStride = kSums * kLanes;
-constexpr int64_t kBlock = 1024;  // 32 squares a lane: at most 1e-6 of rounding in the norm even when it is one-sided
+constexpr int64_t kSquares = 1024;  // 32 squares a lane: at most 1e-6 of rounding in the norm even when it is one-sided
 
 // The squares of n elements, a multiple of kStride, in Sum: Lanes, or Wide where fp32 is not enough. `each` sees every
 // eight elements.
@@ -40,25 +40,26 @@ double sum_of_squares(const G* x, int64_t n, const Each& each) {
 // Of a block that the fast sum fails for. Apart: inlined, its registers would spill those of the fast sum.
 template <class G>
 [[gnu::noinline]] double exact_sum_of_squares(const G* x) {
-  return sum_of_squares<Wide>(x, kBlock, [](int64_t, const Lanes&) {});
+  return sum_of_squares<Wide>(x, kSquares, [](int64_t, const Lanes&) {});
 }
 
 template <class G>
 double checked_sum(const G* grad, bool ahead) {
-  if (ahead) prefetch(grad + kBlock, kBlock);
-  const double sum = sum_of_squares<Lanes>(grad, kBlock, [](int64_t, const Lanes&) {});
+  if (ahead) prefetch(grad + kSquares, kSquares);
+  const double sum = sum_of_squares<Lanes>(grad, kSquares, [](int64_t, const Lanes&) {});
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad);
 }
 
 // The same, and the block times the factor.
 template <class G>
 double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
-  float kept[kBlock];
-  if (ahead) prefetch(grad + kBlock, kBlock);
-  const double sum = sum_of_squares<Lanes>(grad, kBlock, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
-    std::memcpy(kept + i, &v, sizeof(v));
-    store_lanes(v * factor, grad + i);
-  });
+  float kept[kSquares];
+  if (ahead) prefetch(grad + kSquares, kSquares);
+  const double sum =
+      sum_of_squares<Lanes>(grad, kSquares, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
+        std::memcpy(kept + i, &v, sizeof(v));
+        store_lanes(v * factor, grad + i);
+      });
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(kept);
 }
 
@@ -83,9 +84,9 @@ double pass_over(G* grad, float factor, bool write, int64_t n) {
   double sum = 0.0;
   int64_t i = 0;
   if (write)
-    for (; i + kBlock <= n; i += kBlock) sum += checked_and_unscaled_sum(grad + i, factor, ahead);
+    for (; i + kSquares <= n; i += kSquares) sum += checked_and_unscaled_sum(grad + i, factor, ahead);
   else
-    for (; i + kBlock <= n; i += kBlock) sum += checked_sum(grad + i, ahead);
+    for (; i + kSquares <= n; i += kSquares) sum += checked_sum(grad + i, ahead);
   return sum + rest_of_sum(grad + i, factor, write, n - i);
 }
 

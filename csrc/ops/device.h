@@ -5,16 +5,18 @@
 //                          as long as this object and `words`
 //   run(pass)              the gradient pass
 //   run(family, update)    the update of one combination of dtypes
+//   run(args)              the int8 kernel that takes these arguments
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 
 #include <vector>
 
-#include "../bindings/arguments.h"
+#include "arguments.h"
+#include "../cpu/int8.h"
 #include "../cpu/run.h"
 #ifdef USE_CUDA
-#include "../bindings/cuda_device.h"
+#include "cuda_device.h"
 #endif
 
 namespace amp_kernels {
@@ -33,6 +35,12 @@ class Cpu {
   void run(std::string_view family, const Update& update) {
     Families::with(family, [&](auto formula) { cpu::run_update<typename decltype(formula)::type>(update); });
   }
+
+  void run(const Quantize& args) { cpu::quantize(args); }
+  void run(const Dequantize& args) { cpu::dequantize(args); }
+  void run(const StraightThrough& args) { cpu::straight_through(args); }
+  void run(const Int8Matmul& args) { cpu::multiply(args); }
+  void run(const Int8Linear& args) { cpu::multiply(args); }
 };
 
 #ifdef USE_CUDA
@@ -52,6 +60,15 @@ class Cuda {
 
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
+
+  void run(const Quantize& args) {
+    memory_.push_back(cuda::workspace_beside(tensor_, cuda::quantize_workspace(args)));
+    cuda::launch_quantize(args, memory_.back().data_ptr(), stream_);
+  }
+  void run(const Dequantize& args) { cuda::launch_dequantize(args, stream_); }
+  void run(const StraightThrough& args) { cuda::launch_straight_through(args, stream_); }
+  void run(const Int8Matmul& args) { cuda::launch_int8_matmul(args, stream_); }
+  void run(const Int8Linear& args) { cuda::launch_int8_linear(args, stream_); }
 
  private:
   Tensor tensor_;

@@ -13,7 +13,7 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../bindings/arguments.h"
+#include "arguments.h"
 
 namespace amp_kernels {
 

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "../bindings/cuda_device.h"
+#include "cuda_device.h"
 #include "lists.h"
 
 namespace amp_kernels::cuda {

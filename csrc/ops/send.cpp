@@ -1,6 +1,6 @@
 // `_send_` of the step plan (schema: amp_kernels/ops/update.py): host words on their way to a GPU.
 #ifdef USE_CUDA
-#include "../bindings/cuda_device.h"
+#include "cuda_device.h"
 
 namespace amp_kernels::cuda {
 namespace {

@@ -27,7 +27,7 @@ import torch
 import torch.distributed as dist
 
 import amp_kernels
-from amp_kernels._backends import backend_reasons
+from amp_kernels.backends import backend_reasons
 
 BACKENDS = [name for name in ("cpu", "reference") if backend_reasons("cpu").get(name) is None]
 backends = pytest.mark.parametrize("backend", BACKENDS)

@@ -1,4 +1,4 @@
-"""The internal ops (schemas: amp_kernels/_ops.py) on CPU tensors, by the CUDA kernels on the emulator."""
+"""What launches kernels, as amp_kernels.triton_kernels does: on CPU tensors, the CUDA kernels on the emulator."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_kernels import _backends, _direct, _ops
+from amp_kernels import backends
 from amp_kernels.ops.library import DEFINITIONS
 
 from .arena import Arena
@@ -134,10 +134,8 @@ class _Launch(TorchDispatchMode):
 def serving() -> Iterator[None]:
     """Whatever takes CPU tensors to kernels takes them to those here inside the ``with`` block."""
     with pytest.MonkeyPatch.context() as patch, _Launch():
-        for module in (_backends, _ops):
-            patch.setattr(module, "select", lambda device: "cuda")
-            patch.setattr(module, "kernels", lambda name: sys.modules[__name__])
-        patch.setattr(_direct, "_is_ours", lambda: False)
+        patch.setattr(backends, "select", lambda device: "cuda")
+        patch.setattr(backends, "kernels", lambda name: sys.modules[__name__])
         patch.setattr(_PRODUCTS, "forced", lambda: "cuda")
         yield
 

@@ -1,4 +1,4 @@
-// The int8 kernels of a CPU, for their ops (int8_cpu.cpp) and for direct calls (direct.cpp).
+// The int8 kernels of a CPU, as csrc/ops/int8.cpp calls them.
 #pragma once
 
 #include "../int8.h"
@@ -7,6 +7,7 @@ namespace amp_kernels::cpu {
 
 void quantize(const Quantize& args);
 void dequantize(const Dequantize& args);
+void straight_through(const StraightThrough& args);
 void multiply(const Int8Matmul& args);
 void multiply(const Int8Linear& args);
 

@@ -1,8 +1,8 @@
-"""Backends: what implements the kernel ops, which of them can run here, and which one serves a tensor.
+"""Backends: what implements the operators, which of them can run here, and `use_backend`.
 
-A *kernel op* is what the compiled library (CPU, CUDA) and Triton offer under one schema; operators (`_ops.py`) are made
-of them or of plain torch (`reference/`). Kernel ops may write memory that their schema does not show (through a table
-of addresses, `_table.py`), so they are internal and never traced.
+torch's dispatcher chooses a kernel by the device of the tensors (`ops/library.py`). A step plan works below the
+operators, on *kernel ops*, which write memory that their schema does not show (through a table of addresses,
+`_table.py`): they are internal, never traced, and `kernels` finds those of a backend.
 """
 
 from __future__ import annotations
@@ -22,26 +22,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _loader
-from .ops.library import DEFINITIONS, LIBRARY, triton_kernels
+from .ops.library import DEFINITIONS, triton_kernels
 
-KERNEL_SCHEMAS = {
-    # `layout`: struct Int8Layout of csrc/int8.h, made by _int8.py. Without a zero point codes are symmetric.
-    "_quantize_int8_": "(Tensor x, Tensor(a!) out, Tensor(b!) scale, Tensor(c!)? zero_point, int[] layout, "
-    "bool is_static, bool stochastic, int seed) -> ()",
-    "_dequantize_int8_": "(Tensor values, Tensor scale, Tensor? zero_point, Tensor(a!) out, int[] layout) -> ()",
-    "_straight_through_int8_": "(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, Tensor(a!) out, "
-    "int[] layout) -> ()",
-    "_int8_matmul_": "(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, "
-    "Tensor? b_zero_point, Tensor? bias, Tensor(a!) out, Tensor? out_scale, Tensor? out_zero_point) -> ()",
-    "_int8_linear_": "(Tensor x, Tensor weight, Tensor scale, Tensor? bias, Tensor(a!) out) -> ()",
-}
 # Automatic choice, first that runs.
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 
-library = LIBRARY
-for _name, _schema in KERNEL_SCHEMAS.items():
-    library.define(_name + _schema)
 _loader.load()  # registers the kernel ops of CPU and, if built for it, CUDA
 
 Kernel = Callable[..., Any]
@@ -52,11 +38,6 @@ class Kernels(Protocol):
 
     _unscale_table_: Kernel
     _update_table_: Kernel
-    _quantize_int8_: Kernel
-    _dequantize_int8_: Kernel
-    _straight_through_int8_: Kernel
-    _int8_matmul_: Kernel
-    _int8_linear_: Kernel
 
 
 class DeviceKernels(Kernels, Protocol):
@@ -137,11 +118,6 @@ def _reason(backend: str, device_type: str) -> str | None:
     return _why_not_compiled(backend.upper()) or (_why_not_on_this_gpu() if backend == "cuda" else None)
 
 
-def is_forced() -> bool:
-    """Whether the caller is inside `use_backend`."""
-    return forced() is not None
-
-
 def select(device: torch.device) -> str:
     """The backend that serves tensors of `device` now."""
     name = forced()
@@ -179,7 +155,6 @@ def kernels(backend: str) -> Kernels | None:
     if backend == "triton":
         return cast(Kernels, importlib.import_module(".triton_kernels", __package__))
     names = ["_unscale_table_", "_update_table_", *([] if backend == "cpu" else ["_send_"])]
-    names += KERNEL_SCHEMAS
     return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in names})
 
 
@@ -200,9 +175,6 @@ def _why_not_on_this_gpu() -> str | None:
         f"amp_kernels._C cannot run on {torch.cuda.get_device_name()} ({error}); build it where that GPU is, or with "
         "its compute capability in TORCH_CUDA_ARCH_LIST"
     )
-
-
-HAS_CPU = _why_not_compiled("CPU") is None
 
 
 @functools.cache

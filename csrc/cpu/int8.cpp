@@ -1,13 +1,14 @@
-// The int8 ops on CPU tensors.
-#include "int8_cpu.h"
+// The int8 kernels of a CPU: which pieces of a tensor each thread takes.
+#include "int8.h"
 
-#include "../cpu/float_tiles.h"
-#include "../cpu/huge_pages.h"
-#include "../cpu/int8_matmul.h"
-#include "../cpu/int8_quantize.h"
-#include "../cpu/int8_tiles.h"
-#include "../cpu/parallel.h"
-#include "int8_arguments.h"
+#include <torch/csrc/stable/ops.h>
+
+#include "float_tiles.h"
+#include "huge_pages.h"
+#include "int8_matmul.h"
+#include "int8_quantize.h"
+#include "int8_tiles.h"
+#include "parallel.h"
 
 namespace amp_kernels::cpu {
 namespace {
@@ -121,6 +122,17 @@ void dequantize(const Dequantize& args) {
   });
 }
 
+void straight_through(const StraightThrough& args) {
+  prepare(args.out, args.layout.elements(), args.dtype);
+  const Walk walk(args.layout);
+  with_types(args.dtype, walk, [&](auto value, auto step) {
+    const Pieces pieces(walk, torch::stable::get_num_threads());
+    for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
+      straight_through_pass<decltype(value), step>(args, walk, bundle, begin, end);
+    });
+  });
+}
+
 void multiply(const Int8Matmul& args) {
   if (args.out_scale == nullptr)
     prepare(args.out, args.m * args.n, args.dtype);
@@ -135,51 +147,6 @@ void multiply(const Int8Linear& args) {
     with_dtype(args.dtype,
                [&](auto value) { multiply<decltype(tile)>(LinearProduct<decltype(tile), decltype(value)>(args)); });
   });
-}
-
-namespace {
-
-void quantize_int8(Tensor x, Tensor out, Tensor scale, std::optional<Tensor> zero_point, std::vector<int64_t> layout,
-                   bool is_static, bool stochastic, int64_t seed) {
-  quantize(make_quantize(x, out, scale, zero_point, layout, is_static, stochastic, seed));
-}
-
-void dequantize_int8(Tensor values, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
-                     std::vector<int64_t> layout) {
-  dequantize(make_dequantize(values, scale, zero_point, out, layout));
-}
-
-void straight_through_int8(Tensor grad, Tensor x, Tensor scale, std::optional<Tensor> zero_point, Tensor out,
-                           std::vector<int64_t> layout) {
-  const StraightThrough args = make_straight_through(grad, x, scale, zero_point, out, layout);
-  prepare(args.out, args.layout.elements(), args.dtype);
-  const Walk walk(args.layout);
-  with_types(args.dtype, walk, [&](auto value, auto step) {
-    const Pieces pieces(walk, torch::stable::get_num_threads());
-    for_each_piece(walk, pieces, [&](int64_t, const Bundle& bundle, int64_t begin, int64_t end) {
-      straight_through_pass<decltype(value), step>(args, walk, bundle, begin, end);
-    });
-  });
-}
-
-void int8_matmul(Tensor a, Tensor b, Tensor a_scale, std::optional<Tensor> a_zero_point, Tensor b_scale,
-                 std::optional<Tensor> b_zero_point, std::optional<Tensor> bias, Tensor out,
-                 std::optional<Tensor> out_scale, std::optional<Tensor> out_zero_point) {
-  multiply(make_matmul(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point));
-}
-
-void int8_linear(Tensor x, Tensor weight, Tensor scale, std::optional<Tensor> bias, Tensor out) {
-  multiply(make_linear(x, weight, scale, bias, out));
-}
-
-}  // namespace
-
-STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) {
-  m.impl("_quantize_int8_", TORCH_BOX(&quantize_int8));
-  m.impl("_dequantize_int8_", TORCH_BOX(&dequantize_int8));
-  m.impl("_straight_through_int8_", TORCH_BOX(&straight_through_int8));
-  m.impl("_int8_matmul_", TORCH_BOX(&int8_matmul));
-  m.impl("_int8_linear_", TORCH_BOX(&int8_linear));
 }
 
 }  // namespace amp_kernels::cpu

@@ -1,0 +1,627 @@
+"""int8 codes and products of them: schemas, checks, shapes while tracing, gradients, and what calls Triton's kernels.
+
+How a tensor is cut into groups, and how kernels walk them, has its drawing in csrc/ops/int8_layout.h. That is what
+compiled kernels use; the same arithmetic is here for Triton's and for tracing, which must know strides of results.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from .. import reference
+from .._checks import check_are_tensors, check_dtype, check_scalar, check_values
+from .._table import DTYPE_CODES
+from .library import LIBRARY, operator
+
+MAX_K = 131071  # terms of a product of codes that int32 surely holds: 2^31 / 128^2
+_FLOATS = "float32, float16 or bfloat16"
+
+
+# ---------------------------------------------------------------------------------------------------------- groups
+class Groups(NamedTuple):
+    """What shares a scale: elements that differ in reduced dimensions alone, or in blocks of the last dimension."""
+
+    shape: tuple[int, ...]
+    kept: tuple[bool, ...]  # by dimension; all of them where there are blocks
+    block: int | None = None
+
+    @property
+    def scale_shape(self) -> tuple[int, ...]:
+        """As `torch.amax(keepdim=True)`; of blocks their number."""
+        if self.block is not None:
+            return (*self.shape[:-1], -(-self.shape[-1] // self.block))
+        return tuple(n if kept else 1 for n, kept in zip(self.shape, self.kept, strict=True))
+
+
+def groups_of(
+    x: Tensor, scale: Tensor | None, dim: Sequence[int] | None = None, block_size: int | None = None
+) -> Groups:
+    """Blocks, or as the shape of a given scale says, or over `dim` (none: everything), in this order."""
+    if block_size is not None:
+        return Groups(tuple(x.shape), (True,) * x.dim(), block_size)
+    if scale is not None:
+        return Groups(
+            tuple(x.shape), (False,) * x.dim() if scale.numel() == 1 else tuple(bool(n != 1) for n in scale.shape)
+        )
+    reduced = {d % x.dim() for d in (dim or range(x.dim()))}
+    return Groups(tuple(x.shape), tuple(d not in reduced for d in range(x.dim())))
+
+
+def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
+    """Strides of dense tensors whose dimensions lie in this order, the outermost first."""
+    strides, step = [1] * len(shape), 1
+    for d in reversed(list(order)):
+        strides[d] = step
+        step *= max(1, shape[d])
+    return tuple(strides)
+
+
+def storage_order(strides: Sequence[int]) -> list[int]:
+    """The dimensions from the outermost to the innermost; of equal strides the first is outside."""
+    return sorted(range(len(strides)), key=lambda d: -strides[d])
+
+
+def nearest_dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
+    """Strides of the dense layout nearest to these: row-major if one dimension is expanded."""
+    is_expanded = any(stride == 0 and n > 1 for n, stride in zip(shape, strides, strict=True))
+    return dense_strides(shape, range(len(shape)) if is_expanded else storage_order(strides))
+
+
+def interlock(groups: Groups, strides: Sequence[int]) -> bool:
+    """Whether kept and reduced dimensions of a dense tensor alternate too often for the levels G1, R1, G2, R2."""
+    kinds = [groups.kept[d] for d in storage_order(strides) if groups.shape[d] != 1]
+    runs = [kept for kept, _ in itertools.groupby(kinds)]
+    return len(runs) + (runs[-1:] == [True]) > 4
+
+
+def scale_strides(groups: Groups, out: Sequence[int]) -> tuple[int, ...]:
+    """Scales lie in the order of their groups, so that kept dimensions that are one in `out` are one here."""
+    return dense_strides(groups.scale_shape, storage_order(out))
+
+
+class Strides(NamedTuple):
+    """Of results and of their scales: the dense layout nearest to x's, unless kernels cannot walk it, then every group
+    is a row; of blocks row-major, and of codes where random bits are numbered by row-major index (`is_numbered`)."""
+
+    out: tuple[int, ...]
+    scale: tuple[int, ...]
+    do_interlock: bool = False
+
+    @classmethod
+    def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Strides:
+        dims = range(x.dim())
+        is_row_major = groups.block is not None or is_numbered
+        out = dense_strides(groups.shape, dims) if is_row_major else nearest_dense(groups.shape, x.stride())
+        if not interlock(groups, out):
+            return cls(out, scale_strides(groups, out))
+        rows = dense_strides(groups.shape, sorted(dims, key=lambda d: not groups.kept[d]))
+        return cls(out if is_numbered else rows, scale_strides(groups, rows), True)
+
+
+class _Level(NamedTuple):
+    size: int
+    x: int
+    out: int
+    scale: int
+    kept: bool
+
+    def continues_in(self, inner: _Level) -> bool:
+        """Whether `inner` goes on where this ends, in all tensors."""
+        ends = (inner.size * stride for stride in (inner.x, inner.out, inner.scale))
+        return self.kept == inner.kept and (self.x, self.out, self.scale) == tuple(ends)
+
+
+def layout_of(groups: Groups, x: Sequence[int], out: Sequence[int], scale: Sequence[int]) -> list[int] | None:
+    """struct Int8Layout (csrc/int8.h) as a flat list, for these strides; None if x needs more levels."""
+    kept = groups.kept
+    dims = [_Level(groups.shape[d], x[d], out[d], scale[d] if kept[d] else 0, kept[d]) for d in storage_order(out)]
+    length = None
+    if groups.block is not None:
+        last, count = dims.pop(), groups.scale_shape[-1]
+        size = groups.block if count > 1 else last.size
+        dims.append(_Level(count, last.x * size, last.out * size, last.scale, True))
+        dims.append(_Level(size, last.x, last.out, 0, False))
+        length = None if count * size == last.size else last.size
+    apart = len(dims) if length is None else len(dims) - 2  # a length counts the elements of blocks of one row
+    levels: list[_Level] = []
+    for i, level in enumerate(dims):
+        if level.size == 1:
+            continue
+        if i < apart and levels and levels[-1].continues_in(level):
+            level = level._replace(size=level.size * levels.pop().size)
+        levels.append(level)
+    places = [_Level(1, 0, 0, 0, kept) for kept in (True, False, True, False)]  # G1, R1, G2, R2
+    place = len(places)
+    for level in reversed(levels):
+        place -= 1
+        if place >= 0 and places[place].kept != level.kept:
+            place -= 1
+        if place < 0:
+            return None
+        places[place] = level
+    sizes, xs, outs, scales, _ = zip(*places, strict=True)
+    return [*sizes, *xs, *outs, *outs, scales[0], scales[2], length or sizes[2] * sizes[3]]
+
+
+# ------------------------------------------------------------------------------------ operators by kernels in Python
+class Kernels(Protocol):
+    """What launches kernels: `amp_kernels.triton_kernels`, or the emulator of tests."""
+
+    _quantize_int8_: Callable[..., None]
+    _dequantize_int8_: Callable[..., None]
+    _straight_through_int8_: Callable[..., None]
+    _int8_matmul_: Callable[..., None]
+    _int8_linear_: Callable[..., None]
+
+
+def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor itself if it has these strides and this dtype, else a copy that has."""
+    have = all(n == 1 or s == wanted for n, s, wanted in zip(x.shape, x.stride(), strides, strict=True))
+    if have and dtype in (None, x.dtype):
+        return x
+    return torch.empty_strided(x.shape, strides, dtype=dtype or x.dtype, device=x.device).copy_(x)
+
+
+def _in_order(side: Tensor | None, strides: Sequence[int]) -> Tensor | None:
+    """A scale or zero point as kernels take it: in the order of its groups."""
+    return side if side is None or side.numel() == 1 else _with_strides(side, strides)
+
+
+def _walked(x: Tensor, groups: Groups, strides: Strides) -> tuple[Tensor, list[int]]:
+    """x, or a copy of it, and how kernels walk it."""
+    layout = layout_of(groups, x.stride(), strides.out, strides.scale)
+    if layout is None:
+        x, layout = _with_strides(x, strides.out), layout_of(groups, strides.out, strides.out, strides.scale)
+        assert layout is not None
+    return x, layout
+
+
+Quantized = tuple[Tensor, Tensor, Tensor]
+
+
+def _quantize(
+    kernels: Kernels, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: Sequence[int] | None,
+    block_size: int | None, symmetric: bool, seed: int | None, *, fake: bool = False,
+) -> Quantized:  # fmt: skip
+    groups = groups_of(x, scale, dim, block_size)
+    strides = Strides.of(x, groups, is_numbered=seed is not None)
+    if seed is not None and strides.do_interlock:
+        # Random bits are numbered by row-major index, which a copy with groups as rows would not have: every element
+        # gets its scale beside it.
+        x, own = x.contiguous(), _absent(x)
+        if scale is None:
+            _, scale, zero_point = _quantize(kernels, x, None, None, dim, None, symmetric, None)
+            own, zero_point = (scale, zero_point), None if symmetric else zero_point
+        spread, zeros = (None if side is None else side.expand(x.shape).contiguous() for side in (scale, zero_point))
+        return _quantize(kernels, x, spread, zeros, None, None, symmetric, seed)[0], *own
+    is_static = scale is not None
+    if scale is None:
+        scale = torch.empty_strided(groups.scale_shape, strides.scale, dtype=torch.float32, device=x.device)
+        zero_point = None if symmetric else torch.empty_like(scale, dtype=torch.int32)
+    out = torch.empty_strided(x.shape, strides.out, dtype=x.dtype if fake else torch.int8, device=x.device)
+    sides = [_in_order(side, strides.scale) for side in (scale, zero_point)]
+    if x.numel() > 0:
+        x, layout = _walked(x, groups, strides)
+        kernels._quantize_int8_(x, out, *sides, layout, is_static, seed is not None, seed or 0)
+    elif not is_static:  # groups without elements are like those of zeros
+        scale.fill_(1.0)
+        zero_point = None if zero_point is None else zero_point.fill_(0)
+    none, no_zero_point = _absent(x)
+    return out, none if is_static else scale, no_zero_point if is_static or zero_point is None else zero_point
+
+
+def _absent(x: Tensor) -> tuple[Tensor, Tensor]:
+    """A scale and a zero point that were given, or that nobody needs: an output may not be an input, or None."""
+    return x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.int32)
+
+
+def _fake_quantize(
+    kernels: Kernels, x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: Sequence[int] | None,
+    block_size: int | None, symmetric: bool,
+) -> Quantized:  # fmt: skip
+    return _quantize(kernels, x, scale, zero_point, dim, block_size, symmetric, None, fake=True)
+
+
+def _dequantize(
+    kernels: Kernels, values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None,
+    dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    groups = groups_of(values, scale, None, block_size)
+    strides = Strides.of(values, groups)
+    out = torch.empty_strided(values.shape, strides.out, dtype=dtype, device=values.device)
+    if values.numel() > 0:
+        codes, layout = _walked(_with_strides(values, strides.out), groups, strides)
+        sides = (_in_order(side, strides.scale) for side in (scale, zero_point))
+        kernels._dequantize_int8_(codes, *sides, out, layout)
+    return out
+
+
+def _straight_through(
+    kernels: Kernels, grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
+) -> Tensor:
+    groups = groups_of(x, scale, None, block_size)
+    strides = Strides.of(x, groups)
+    out = torch.empty_strided(x.shape, strides.out, dtype=x.dtype, device=x.device)
+    if x.numel() > 0:
+        sides = (_in_order(side, strides.scale) for side in (scale, zero_point))
+        grad = _with_strides(grad, strides.out, x.dtype)
+        x, layout = _walked(x, groups, strides)
+        kernels._straight_through_int8_(grad, x, *sides, out, layout)
+    return out
+
+
+def _matmul(
+    kernels: Kernels, a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor,
+    b_zero_point: Tensor | None, bias: Tensor | None, out_dtype: torch.dtype, out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
+) -> Tensor:  # fmt: skip
+    out = a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype if out_scale is None else torch.int8)
+    if out.numel() > 0:
+        sides = map(_contiguous, (a_scale, a_zero_point, b_scale, b_zero_point, bias))
+        kernels._int8_matmul_(a, b, *sides, out, out_scale, out_zero_point)
+    return out
+
+
+def _linear(kernels: Kernels, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    out = x.new_empty((x.shape[0], weight.shape[0]))
+    if out.numel() > 0:
+        x = x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+        kernels._int8_linear_(x, weight.contiguous(), _contiguous(scale), _contiguous(bias), out)
+    return out
+
+
+def _contiguous(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+# ----------------------------------------------------------------------------------------------------- the reference
+def _as_traced(
+    x: Tensor, groups: Groups, made: tuple[Tensor, Tensor | None, Tensor | None], scale: Tensor | None,
+    *, is_numbered: bool = False,
+) -> Quantized:  # fmt: skip
+    """What the reference made, with the strides that tracing knows; `scale`: the given one."""
+    strides, (none, no_zero_point) = Strides.of(x, groups, is_numbered=is_numbered), _absent(x)
+    own_scale, own_zero_point = made[1:] if scale is None else (None, None)
+    return (
+        _with_strides(made[0], strides.out),
+        none if own_scale is None else _with_strides(own_scale, strides.scale),
+        no_zero_point if own_zero_point is None else _with_strides(own_zero_point, strides.scale),
+    )
+
+
+def _reference_quantize(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: list[int] | None, block_size: int | None,
+    symmetric: bool, seed: int | None,
+) -> Quantized:  # fmt: skip
+    made = reference.quantize_int8(
+        x, dim=dim, block_size=block_size, symmetric=symmetric, seed=seed, scale=scale, zero_point=zero_point
+    )
+    return _as_traced(x, groups_of(x, scale, dim, block_size), made, scale, is_numbered=seed is not None)
+
+
+def _reference_fake_quantize(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: list[int] | None, block_size: int | None,
+    symmetric: bool,
+) -> Quantized:  # fmt: skip
+    made = reference.fake_quantize_int8(
+        x, dim=dim, block_size=block_size, symmetric=symmetric, scale=scale, zero_point=zero_point
+    )
+    return _as_traced(x, groups_of(x, scale, dim, block_size), made, scale)
+
+
+def _reference_dequantize(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
+) -> Tensor:
+    out = reference.dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=dtype)
+    return _with_strides(out, Strides.of(values, groups_of(values, scale, None, block_size)).out)
+
+
+def _reference_straight_through(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
+) -> Tensor:
+    out = reference.straight_through_int8(grad, x, scale, zero_point, block_size=block_size)
+    return _with_strides(out, Strides.of(x, groups_of(x, scale, None, block_size)).out, x.dtype)
+
+
+def _reference_matmul(
+    a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor, b_zero_point: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype, out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return reference.int8_matmul(
+        a, b, a_scale, a_zero_point, b_scale, b_zero_point,
+        bias=bias, out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
+    ).contiguous()  # fmt: skip
+
+
+# ------------------------------------------------------------------------------------------------------------- checks
+def _check_quantize(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: Sequence[int] | None, block_size: int | None,
+    symmetric: bool, seed: int | None = None,
+) -> None:  # fmt: skip
+    op = "quantize_int8"
+    check_values(op, "x", x, DTYPE_CODES)
+    _check_blocks(op, x, block_size)
+    if block_size is not None and dim is not None and [d % x.dim() for d in dim] != [x.dim() - 1]:
+        raise ValueError(f"{op}: dim must be None or -1 with block_size, which splits the last dimension, got {dim}")
+    if dim and x.dim() == 0:
+        raise IndexError(f"{op}: dim must be None for a 0-dim tensor, which is one group, got {tuple(dim)}")
+    for d in dim or ():
+        if not -x.dim() <= d < x.dim():
+            raise IndexError(f"{op}: dim must be in [{-x.dim()}, {x.dim() - 1}], got {d}")
+    if dim is not None and len({d % max(x.dim(), 1) for d in dim}) != len(dim):
+        raise ValueError(f"{op}: dim must name each dimension once, got {tuple(dim)}")
+    if scale is not None:
+        _check_scale(op, x, scale, zero_point, block_size)
+    elif zero_point is not None:
+        raise ValueError(f"{op}: zero_point must be None without scale, got a tensor; pass scale too")
+
+
+def _check_dequantize(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
+) -> None:
+    op = "dequantize_int8"
+    check_are_tensors(op, **{"q.values": values, "q.scale": scale})
+    check_values(op, "values", values, (torch.int8,))
+    _check_blocks(op, values, block_size)
+    _check_scale(op, values, scale, zero_point, block_size)
+    _check_float(op, "dtype", dtype)
+
+
+def _check_straight_through(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
+) -> None:
+    op = "straight_through_int8"
+    check_values(op, "x", x, DTYPE_CODES)
+    check_values(op, "grad", grad, DTYPE_CODES)
+    if grad.shape != x.shape or grad.device != x.device:
+        raise ValueError(
+            f"{op}: grad must have x's shape {tuple(x.shape)} on {x.device}, got {tuple(grad.shape)} on {grad.device}"
+        )
+    _check_blocks(op, x, block_size)
+    _check_scale(op, x, scale, zero_point, block_size)
+
+
+def _check_float(op: str, name: str, dtype: torch.dtype) -> None:
+    check_dtype(op, name, dtype)
+    if dtype not in DTYPE_CODES:
+        raise TypeError(f"{op}: {name} must be {_FLOATS}, got {dtype}")
+
+
+def _check_blocks(op: str, x: Tensor, block_size: int | None) -> None:
+    if block_size is None:
+        return
+    # In this order: of a symbolic size the compiler knows the type alone.
+    if not isinstance(block_size, (int, torch.SymInt)) and not hasattr(block_size, "__index__"):
+        raise TypeError(f"{op}: block_size must be an int or None, got {block_size!r}")
+    if block_size < 1:
+        raise ValueError(f"{op}: block_size must be at least 1, got {block_size}")
+    if x.dim() == 0:
+        raise ValueError(f"{op}: x must have a last dimension to split into blocks, got a 0-dim tensor")
+
+
+def _check_scale(op: str, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None) -> None:
+    _check_parameter(op, "scale", scale, torch.float32, x.device)
+    expected = list(x.shape)
+    if block_size is not None:
+        expected[-1] = -(-expected[-1] // block_size)
+        fits = list(scale.shape) == expected
+    else:
+        fits = scale.numel() == 1 or (
+            scale.dim() == x.dim() and all(s in (1, n) for s, n in zip(scale.shape, x.shape, strict=True))
+        )
+    if not fits:
+        what = "the number of blocks last" if block_size is not None else "1 for each reduced dimension"
+        raise ValueError(f"{op}: scale must have the shape {tuple(expected)} with {what}, got {tuple(scale.shape)}")
+    if zero_point is not None:
+        _check_parameter(op, "zero_point", zero_point, torch.int32, x.device)
+        if zero_point.shape != scale.shape:
+            raise ValueError(
+                f"{op}: zero_point must have scale's shape {tuple(scale.shape)}, got {tuple(zero_point.shape)}"
+            )
+
+
+def _check_parameter(op: str, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+    check_are_tensors(op, **{name: tensor})
+    if tensor.dtype is not dtype:
+        raise TypeError(f"{op}: {name} must be {str(dtype).removeprefix('torch.')}, got {tensor.dtype}")
+    if tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} as the tensor is, got {tensor.device}; move it there")
+
+
+def _check_matmul(
+    a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor, b_zero_point: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype, out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> None:  # fmt: skip
+    op = "int8_matmul"
+    for name, x in (("a", a), ("b", b)):
+        check_values(op, name, x, (torch.int8,))
+        if x.dim() != 2:
+            raise ValueError(f"{op}: {name} must have 2 dimensions, got {x.dim()}")
+    _check_side("a", a, a_scale, a_zero_point, 1)
+    _check_side("b", b, b_scale, b_zero_point, 0)
+    if a.shape[1] != b.shape[0]:
+        raise ValueError(f"{op}: b must have {a.shape[1]} rows, as many as a has columns, got {b.shape[0]}")
+    if a.device != b.device:
+        raise ValueError(f"{op}: b must be on {a.device} as a is, got {b.device}")
+    if a.shape[1] > MAX_K:
+        raise ValueError(
+            f"{op}: the inner dimension must be at most {MAX_K}, beyond which int32 sums may overflow, got "
+            f"{a.shape[1]}; split it and add the results"
+        )
+    if bias is not None:
+        _check_parameter(op, "bias", bias, torch.float32, a.device)
+        if list(bias.shape) != [b.shape[1]]:
+            raise ValueError(f"{op}: bias must have shape ({b.shape[1]},), got {tuple(bias.shape)}")
+    _check_float(op, "out_dtype", out_dtype)
+    check_scalar(op, "out_scale", out_scale, a.device)
+    if out_zero_point is not None:
+        _check_parameter(op, "out_zero_point", out_zero_point, torch.int32, a.device)
+        if out_scale is None or out_zero_point.numel() != 1:
+            raise ValueError(f"{op}: out_zero_point must be one element beside out_scale, got {out_zero_point.numel()}")
+
+
+def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, inner: int) -> None:
+    """Scales of an operand of `int8_matmul`, which do not change along its `inner` dimension."""
+    op = "int8_matmul"
+    _check_parameter(op, f"{name}.scale", scale, torch.float32, codes.device)
+    if scale.numel() > 1 and (scale.dim() != 2 or scale.shape[inner] != 1):
+        raise ValueError(
+            f"{op}: {name} must be quantized as a whole or with dim={-inner}, got scales of "
+            f"shape {tuple(scale.shape)} for values of shape {tuple(codes.shape)}"
+        )
+    if scale.numel() not in (1, codes.shape[1 - inner]):
+        what = "row" if inner == 1 else "column"
+        raise ValueError(
+            f"{op}: {name} must be quantized as a whole or per {what} ({codes.shape[1 - inner]} scales), "
+            f"got {scale.numel()} scales"
+        )
+    if zero_point is not None:
+        _check_parameter(op, f"{name}.zero_point", zero_point, torch.int32, codes.device)
+        if zero_point.numel() != scale.numel():
+            raise ValueError(
+                f"{op}: {name} must have as many zero points as scales ({scale.numel()}), got {zero_point.numel()}"
+            )
+
+
+def _check_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
+    op = "int8_linear"
+    check_values(op, "x", x, DTYPE_CODES)
+    check_values(op, "weight", weight, (torch.int8,))
+    if x.dim() != 2 or weight.dim() != 2 or x.shape[1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: x and weight must be [M, K] and [N, K], got {tuple(x.shape)} and {tuple(weight.shape)}"
+        )
+    for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
+        if tensor is not None:
+            check_are_tensors(op, **{name: tensor})
+            if tensor.device != x.device:
+                raise ValueError(f"{op}: {name} must be on {x.device} as x is, got {tensor.device}")
+    if scale.dtype is not torch.float32 or scale.numel() not in (1, weight.shape[0]):
+        raise ValueError(
+            f"{op}: scale must be float32 with 1 or {weight.shape[0]} elements, got {scale.dtype} with {scale.numel()}"
+        )
+    if bias is not None and (bias.dtype is not x.dtype or list(bias.shape) != [weight.shape[0]]):
+        raise ValueError(
+            f"{op}: bias must be {x.dtype} of shape ({weight.shape[0]},), got {bias.dtype} of {tuple(bias.shape)}"
+        )
+
+
+# ------------------------------------------------------------------------------------------------------- the operators
+def _traced_quantize(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: list[int] | None, block_size: int | None,
+    symmetric: bool, seed: int | None, *, fake: bool = False,
+) -> Quantized:  # fmt: skip
+    groups = groups_of(x, scale, dim, block_size)
+    strides = Strides.of(x, groups, is_numbered=seed is not None)
+    out = x.new_empty_strided(x.shape, strides.out, dtype=x.dtype if fake else torch.int8)
+    none, no_zero_point = _absent(x)
+    if scale is not None:
+        return out, none, no_zero_point
+    scales = groups.scale_shape, strides.scale
+    own = x.new_empty_strided(*scales, dtype=torch.float32)
+    return out, own, no_zero_point if symmetric else x.new_empty_strided(*scales, dtype=torch.int32)
+
+
+def _traced_fake_quantize(
+    x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: list[int] | None, block_size: int | None,
+    symmetric: bool,
+) -> Quantized:  # fmt: skip
+    return _traced_quantize(x, scale, zero_point, dim, block_size, symmetric, None, fake=True)
+
+
+def _traced_dequantize(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
+) -> Tensor:
+    strides = Strides.of(values, groups_of(values, scale, None, block_size))
+    return values.new_empty_strided(values.shape, strides.out, dtype=dtype)
+
+
+def _traced_straight_through(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
+) -> Tensor:
+    return x.new_empty_strided(x.shape, Strides.of(x, groups_of(x, scale, None, block_size)).out)
+
+
+def _traced_matmul(
+    a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor, b_zero_point: Tensor | None,
+    bias: Tensor | None, out_dtype: torch.dtype, out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype if out_scale is None else torch.int8)
+
+
+def _traced_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+# A scale that was given is not returned, nor the zero point of symmetric codes: they are tensors without elements.
+quantize_int8 = operator(
+    "quantize_int8(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric, "
+    "int? seed) -> (Tensor, Tensor, Tensor)",
+    check=_check_quantize,
+    reference=_reference_quantize,
+    fake=_traced_quantize,
+    launch=_quantize,
+)
+# Dequantized values in place of codes.
+fake_quantize_int8 = operator(
+    "fake_quantize_int8(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric) -> "
+    "(Tensor, Tensor, Tensor)",
+    check=_check_quantize,
+    reference=_reference_fake_quantize,
+    fake=_traced_fake_quantize,
+    launch=_fake_quantize,
+    is_differentiable=True,
+)
+dequantize_int8 = operator(
+    "dequantize_int8(Tensor values, Tensor scale, Tensor? zero_point, int? block_size, ScalarType dtype) -> Tensor",
+    check=_check_dequantize,
+    reference=_reference_dequantize,
+    fake=_traced_dequantize,
+    launch=_dequantize,
+)
+straight_through_int8 = operator(
+    "straight_through_int8(Tensor grad, Tensor x, Tensor scale, Tensor? zero_point, int? block_size) -> Tensor",
+    check=_check_straight_through,
+    reference=_reference_straight_through,
+    fake=_traced_straight_through,
+    launch=_straight_through,
+)
+int8_matmul = operator(
+    "int8_matmul(Tensor a, Tensor b, Tensor a_scale, Tensor? a_zero_point, Tensor b_scale, Tensor? b_zero_point, "
+    "Tensor? bias, ScalarType out_dtype, Tensor? out_scale, Tensor? out_zero_point) -> Tensor",
+    check=_check_matmul,
+    reference=_reference_matmul,
+    fake=_traced_matmul,
+    launch=_matmul,
+)
+int8_linear = operator(
+    "int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
+    check=_check_linear,
+    reference=reference.int8_linear,
+    fake=_traced_linear,
+    launch=_linear,
+)
+
+
+def _save_for_straight_through(ctx: Any, inputs: tuple[Any, ...], output: Quantized) -> None:
+    x, scale, zero_point, _, ctx.block_size, symmetric = inputs
+    _, own_scale, own_zero_point = output
+    ctx.mark_non_differentiable(own_scale, own_zero_point)
+    if scale is None:
+        scale, zero_point = own_scale, None if symmetric else own_zero_point
+    ctx.save_for_backward(x, scale, zero_point)
+
+
+def _fake_quantize_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
+    x, scale, zero_point = ctx.saved_tensors
+    return straight_through_int8(grad, x, scale, zero_point, ctx.block_size), *([None] * 5)
+
+
+torch.library.register_autograd(
+    "amp_kernels::fake_quantize_int8", _fake_quantize_backward, setup_context=_save_for_straight_through, lib=LIBRARY
+)

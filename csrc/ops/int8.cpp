@@ -1,0 +1,355 @@
+// int8 codes and products of them (schemas: amp_kernels/ops/int8.py): arguments are looked at, groups laid out
+// (int8_layout.h), results allocated, kernels launched. The words of every refusal are Python's, which looks at the
+// arguments again.
+#include "../int8.h"
+
+#include <tuple>
+
+#include "device.h"
+#include "int8_layout.h"
+#include "lists.h"
+
+namespace amp_kernels {
+namespace {
+
+using torch::headeronly::ScalarType;
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr int64_t kMaxTerms = 131071;  // of a sum of products of codes, that int32 surely holds: 2^31 / 128^2
+
+Dims sizes_of(const Tensor& tensor) {
+  const auto sizes = tensor.sizes();
+  return {sizes.begin(), sizes.end()};
+}
+
+Dims strides_of(const Tensor& tensor) {
+  const auto strides = tensor.strides();
+  return {strides.begin(), strides.end()};
+}
+
+// Memory on the device of `beside`.
+Tensor new_tensor(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& beside) {
+  AtenTensorHandle handle = nullptr;
+  int32_t device = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(beside.get(), &device));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_empty_strided(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(),
+                                                  static_cast<int32_t>(dtype), device, beside.get_device_index(),
+                                                  &handle));
+  return Tensor(handle);
+}
+
+Tensor new_tensor(const Dims& sizes, ScalarType dtype, const Tensor& beside) {
+  return new_tensor(sizes, row_major(sizes), dtype, beside);
+}
+
+// `from`, broadcast, in memory of its own.
+Tensor copied(const Tensor& from, const Dims& sizes, const Dims& strides, ScalarType dtype) {
+  const NoGrad guard;
+  Tensor copy = new_tensor(sizes, strides, dtype, from);
+  torch::stable::copy_(copy, from);
+  return copy;
+}
+
+// The tensor itself if it has these strides and this dtype, else a copy that has.
+Tensor with_strides(const Tensor& tensor, const Dims& strides, ScalarType dtype) {
+  const auto sizes = tensor.sizes(), its = tensor.strides();
+  bool fits = tensor.scalar_type() == dtype;
+  for (size_t d = 0; d < strides.size(); ++d) fits &= sizes[d] == 1 || its[d] == strides[d];
+  return fits ? tensor : copied(tensor, sizes_of(tensor), strides, dtype);
+}
+
+Tensor with_strides(const Tensor& tensor, const Dims& strides) {
+  return with_strides(tensor, strides, tensor.scalar_type());
+}
+
+Tensor in_rows(const Tensor& tensor) { return with_strides(tensor, row_major(sizes_of(tensor))); }
+
+MaybeTensor in_rows(const MaybeTensor& tensor) { return tensor.has_value() ? MaybeTensor(in_rows(*tensor)) : tensor; }
+
+void require_kind(const Tensor& tensor, ScalarType dtype, const Operand& beside) {
+  const Operand operand(tensor);
+  require(operand.dtype == static_cast<int32_t>(dtype) && operand.is_beside(beside));
+}
+
+bool is_float(ScalarType dtype) {
+  return dtype == ScalarType::Float || dtype == ScalarType::Half || dtype == ScalarType::BFloat16;
+}
+
+// ------------------------------------------------------------------------------------------------------- groups
+Groups groups_over(const Tensor& x, const std::optional<Dims>& dim, const std::optional<int64_t>& block) {
+  const int64_t dims = x.dim();
+  Groups groups{sizes_of(x), std::vector<bool>(dims, block.has_value() || (dim.has_value() && !dim->empty()))};
+  Dims reduced = dim.value_or(Dims());
+  for (int64_t& d : reduced) {
+    require(-dims <= d && d < dims);
+    d = d < 0 ? d + dims : d;
+    if (block.has_value()) continue;
+    require(groups.kept[d]);  // each dimension once
+    groups.kept[d] = false;
+  }
+  if (block.has_value()) {
+    require(*block > 0 && dims > 0 && (!dim.has_value() || reduced == Dims{dims - 1}));
+    groups.block = *block;
+  }
+  return groups;
+}
+
+// By the shape of a given scale.
+Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point,
+                 const std::optional<int64_t>& block) {
+  Groups groups = groups_over(x, std::nullopt, block);
+  const Operand beside(x);
+  require_kind(scale, ScalarType::Float, beside);
+  const Dims sizes = sizes_of(scale);
+  if (zero_point.has_value()) {
+    require_kind(*zero_point, ScalarType::Int, beside);
+    require(sizes_of(*zero_point) == sizes);
+  }
+  if (block.has_value()) {
+    require(sizes == groups.scale_shape());
+  } else if (scale.numel() != 1) {
+    require(sizes.size() == groups.shape.size());
+    for (int64_t d = 0; d < groups.dims(); ++d) {
+      require(sizes[d] == 1 || sizes[d] == groups.shape[d]);
+      groups.kept[d] = sizes[d] != 1;
+    }
+  }
+  return groups;
+}
+
+// Of results and of their scales: the dense layout nearest to x's, unless kernels cannot walk it, then every group is a
+// row; of blocks row-major, and of codes where random bits are numbered by row-major index.
+struct Strides {
+  Strides(const Tensor& x, const Groups& groups, bool is_numbered = false)
+      : out(groups.block > 0 || is_numbered ? row_major(groups.shape) : nearest_dense(groups.shape, strides_of(x))),
+        do_interlock(interlock(groups, out)) {
+    const Dims rows = do_interlock ? strides_of_rows(groups) : out;
+    scale = scale_strides(groups, rows);
+    if (!is_numbered) out = rows;
+  }
+
+  Dims out, scale;
+  bool do_interlock;
+};
+
+// A scale or zero point as kernels take it: in the order of its groups.
+MaybeTensor in_order(const MaybeTensor& side, const Dims& strides) {
+  return side.has_value() && side->numel() > 1 ? MaybeTensor(with_strides(*side, strides)) : side;
+}
+
+// x, or a copy of it, and how kernels walk it.
+struct Walked {
+  Walked(const Tensor& given, const Groups& groups, const Strides& strides) : x(given) {
+    std::optional<Int8Layout> found = layout_of(groups, strides_of(x), strides.out, strides.scale);
+    if (!found.has_value()) {
+      x = with_strides(x, strides.out);
+      found = layout_of(groups, strides.out, strides.out, strides.scale);
+    }
+    layout = *found;
+  }
+
+  Tensor x;
+  Int8Layout layout;
+};
+
+// --------------------------------------------------------------------------------------------------- quantization
+using Quantized = std::tuple<Tensor, Tensor, Tensor>;  // those that were given, or that nobody needs, without elements
+
+Tensor none(ScalarType dtype, const Tensor& beside) { return new_tensor({0}, dtype, beside); }
+
+template <class Device>
+Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, const std::optional<Dims>& dim,
+                   const std::optional<int64_t>& block, bool symmetric, const std::optional<int64_t>& seed, bool fake) {
+  require(Operand(x).is_float());
+  Groups groups = groups_over(x, dim, block);
+  const bool is_static = scale.has_value();
+  require(is_static || !zero_point.has_value());
+  if (is_static) groups = groups_of(x, *scale, zero_point, block);
+
+  const Strides strides(x, groups, seed.has_value());
+  if (seed.has_value() && strides.do_interlock) {
+    // Random bits are numbered by row-major index, which a copy with groups as rows would not have: every element gets
+    // its scale beside it.
+    const Tensor dense = in_rows(x);
+    Tensor own_scale = none(ScalarType::Float, x), own_zero_point = none(ScalarType::Int, x);
+    if (!is_static) {
+      std::tie(std::ignore, own_scale, own_zero_point) =
+          quantize<Device>(dense, scale, zero_point, dim, block, symmetric, std::nullopt, false);
+      scale = own_scale;
+      if (!symmetric) zero_point = own_zero_point;
+    }
+    scale = copied(*scale, groups.shape, strides.out, ScalarType::Float);
+    if (zero_point.has_value()) zero_point = copied(*zero_point, groups.shape, strides.out, ScalarType::Int);
+    const Quantized codes = quantize<Device>(dense, scale, zero_point, std::nullopt, block, symmetric, seed, false);
+    return {std::get<0>(codes), own_scale, own_zero_point};
+  }
+
+  if (is_static) {
+    scale = in_order(scale, strides.scale), zero_point = in_order(zero_point, strides.scale);
+  } else {
+    scale = new_tensor(groups.scale_shape(), strides.scale, ScalarType::Float, x);
+    if (!symmetric) zero_point = new_tensor(groups.scale_shape(), strides.scale, ScalarType::Int, x);
+  }
+  const Tensor out = new_tensor(groups.shape, strides.out, fake ? x.scalar_type() : ScalarType::Char, x);
+  if (x.numel() > 0) {
+    const Walked walked(x, groups, strides);
+    Device(x).run(Quantize{walked.x.data_ptr(), out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),
+                           walked.layout, dtype_of(x), fake, is_static, seed.has_value(),
+                           static_cast<uint64_t>(seed.value_or(0))});
+  } else if (!is_static) {  // groups without elements are like those of zeros
+    torch::stable::fill_(*scale, 1.0);
+    if (zero_point.has_value()) torch::stable::zero_(*zero_point);
+  }
+  const bool has_zero_point = !is_static && zero_point.has_value();
+  return {out, is_static ? none(ScalarType::Float, x) : *scale,
+          has_zero_point ? *zero_point : none(ScalarType::Int, x)};
+}
+
+template <class Device>
+Quantized quantize_int8(Tensor x, MaybeTensor scale, MaybeTensor zero_point, std::optional<Dims> dim,
+                        std::optional<int64_t> block_size, bool symmetric, std::optional<int64_t> seed) {
+  return quantize<Device>(x, scale, zero_point, dim, block_size, symmetric, seed, false);
+}
+
+template <class Device>
+Quantized fake_quantize_int8(Tensor x, MaybeTensor scale, MaybeTensor zero_point, std::optional<Dims> dim,
+                             std::optional<int64_t> block_size, bool symmetric) {
+  return quantize<Device>(x, scale, zero_point, dim, block_size, symmetric, std::nullopt, true);
+}
+
+template <class Device>
+Tensor dequantize_int8(Tensor values, Tensor scale, MaybeTensor zero_point, std::optional<int64_t> block_size,
+                       ScalarType dtype) {
+  require(Operand(values).dtype == static_cast<int32_t>(ScalarType::Char) && is_float(dtype));
+  const Groups groups = groups_of(values, scale, zero_point, block_size);
+  const Strides strides(values, groups);
+  const Tensor out = new_tensor(groups.shape, strides.out, dtype, values);
+  if (values.numel() == 0) return out;
+  const MaybeTensor side = in_order(scale, strides.scale), zeros = in_order(zero_point, strides.scale);
+  const Walked walked(with_strides(values, strides.out), groups, strides);
+  Device(values).run(Dequantize{data<int8_t>(walked.x), data<float>(side), data<int32_t>(zeros), out.data_ptr(),
+                                walked.layout, dtype_of(out)});
+  return out;
+}
+
+template <class Device>
+Tensor straight_through_int8(Tensor grad, Tensor x, Tensor scale, MaybeTensor zero_point,
+                             std::optional<int64_t> block_size) {
+  const Operand incoming(grad), input(x);
+  require(input.is_float() && incoming.is_beside(input) && incoming.has_shape_of(input));
+  const Groups groups = groups_of(x, scale, zero_point, block_size);
+  const Strides strides(x, groups);
+  const Tensor out = new_tensor(groups.shape, strides.out, x.scalar_type(), x);
+  if (x.numel() == 0) return out;
+  const MaybeTensor side = in_order(scale, strides.scale), zeros = in_order(zero_point, strides.scale);
+  const Tensor beside_out = with_strides(grad, strides.out, x.scalar_type());
+  const Walked walked(x, groups, strides);
+  Device(x).run(StraightThrough{beside_out.data_ptr(), walked.x.data_ptr(), data<float>(side), data<int32_t>(zeros),
+                                out.data_ptr(), walked.layout, dtype_of(x)});
+  return out;
+}
+
+// -------------------------------------------------------------------------------------------------------- products
+// Scale and zero point of an operand: one, or one for each of its rows or columns.
+struct Side {
+  Side(const Tensor& given, const MaybeTensor& given_zero_point, int64_t count, const Operand& codes)
+      : scale(given), zero_point(given_zero_point), step(given.numel() == 1 ? 0 : 1) {
+    require_kind(scale, ScalarType::Float, codes);
+    require(step == 0 || scale.numel() == count);
+    scale = in_rows(scale);
+    if (!zero_point.has_value()) return;
+    require_kind(*zero_point, ScalarType::Int, codes);
+    require(zero_point->numel() == scale.numel());
+    zero_point = in_rows(zero_point);
+  }
+
+  Tensor scale;
+  MaybeTensor zero_point;
+  int64_t step;
+};
+
+void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Operand& beside) {
+  if (!bias.has_value()) return;
+  require_kind(*bias, dtype, beside);
+  require(bias->dim() == 1 && bias->size(0) == n);
+}
+
+template <class Device>
+Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point, Tensor b_scale,
+                   MaybeTensor b_zero_point, MaybeTensor bias, ScalarType out_dtype, MaybeTensor out_scale,
+                   MaybeTensor out_zero_point) {
+  const Operand left(a);
+  require_kind(a, ScalarType::Char, left);
+  require_kind(b, ScalarType::Char, left);
+  require(a.dim() == 2 && b.dim() == 2 && a.size(1) == b.size(0) && a.size(1) <= kMaxTerms && is_float(out_dtype));
+  const int64_t m = a.size(0), n = b.size(1), k = a.size(1);
+  const Side rows(a_scale, a_zero_point, m, left), columns(b_scale, b_zero_point, n, left);
+  require(rows.step == 0 || (a_scale.dim() == 2 && a_scale.size(1) == 1));
+  require(columns.step == 0 || (b_scale.dim() == 2 && b_scale.size(0) == 1));
+  require_row(bias, n, ScalarType::Float, left);
+  require_scalar(out_scale, left);
+  if (out_zero_point.has_value()) {
+    require_kind(*out_zero_point, ScalarType::Int, left);
+    require(out_scale.has_value() && out_zero_point->numel() == 1);
+  }
+  const Tensor out = new_tensor({m, n}, out_scale.has_value() ? ScalarType::Char : out_dtype, a);
+  if (m == 0 || n == 0) return out;
+  bias = in_rows(bias);
+  Device(a).run(Int8Matmul{m,
+                           n,
+                           k,
+                           data<int8_t>(a),
+                           {a.stride(0), a.stride(1)},
+                           data<int8_t>(b),
+                           {b.stride(0), b.stride(1)},
+                           data<float>(rows.scale),
+                           data<int32_t>(rows.zero_point),
+                           rows.step,
+                           data<float>(columns.scale),
+                           data<int32_t>(columns.zero_point),
+                           columns.step,
+                           data<char>(bias),
+                           out.data_ptr(),
+                           dtype_of(out),
+                           data<float>(out_scale),
+                           data<int32_t>(out_zero_point)});
+  return out;
+}
+
+template <class Device>
+Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
+  const Operand input(x);
+  require(input.is_float());
+  require_kind(weight, ScalarType::Char, input);
+  require(x.dim() == 2 && weight.dim() == 2 && x.size(1) == weight.size(1));
+  const int64_t m = x.size(0), n = weight.size(0), k = x.size(1);
+  const Side outputs(scale, std::nullopt, n, input);
+  require_row(bias, n, x.scalar_type(), input);
+  const Tensor out = new_tensor({m, n}, x.scalar_type(), x);
+  if (m == 0 || n == 0) return out;
+  const bool has_rows = x.stride(1) == 1 || k == 1;
+  x = has_rows ? x : in_rows(x);
+  weight = in_rows(weight), bias = in_rows(bias);
+  Device(x).run(Int8Linear{m, n, k, x.data_ptr(), x.stride(0), data<int8_t>(weight), data<float>(outputs.scale),
+                           outputs.step, data<char>(bias), out.data_ptr(), dtype_of(x)});
+  return out;
+}
+
+template <class Device, class Library>
+void register_kernels(Library& m) {
+  m.impl("quantize_int8", TORCH_BOX(&quantize_int8<Device>));
+  m.impl("fake_quantize_int8", TORCH_BOX(&fake_quantize_int8<Device>));
+  m.impl("dequantize_int8", TORCH_BOX(&dequantize_int8<Device>));
+  m.impl("straight_through_int8", TORCH_BOX(&straight_through_int8<Device>));
+  m.impl("int8_matmul", TORCH_BOX(&int8_matmul<Device>));
+  m.impl("int8_linear", TORCH_BOX(&int8_linear<Device>));
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) { register_kernels<Cpu>(m); }
+#ifdef USE_CUDA
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) { register_kernels<Cuda>(m); }
+#endif
+
+}  // namespace amp_kernels
