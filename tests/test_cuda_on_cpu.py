@@ -389,9 +389,9 @@ class Step:
         scalars = [scalar(grad_scale), scalar(found_inf), scalar(grad_norm)]
         self.frozen = self.arena.bytes()
         with backend.scheduled(order, seed=11):
-            getattr(backend, f"_{self.optimizer.name.lower()}_table_")(
-                self.table, self.chunks, self.chunk, self.steps, self.hyper, self.lr, CODES[self.param_dtype],
-                CODES[self.grad_dtype], *scalars, max_norm,
+            backend._update_table_(
+                self.optimizer.name.lower(), self.table, self.chunks, self.chunk, self.steps, self.hyper, self.lr,
+                CODES[self.param_dtype], CODES[self.grad_dtype], *scalars, max_norm,
             )  # fmt: skip
         self.arena.check()
         return self
