@@ -12,9 +12,9 @@
 
 #include <vector>
 
-#include "arguments.h"
 #include "../cpu/int8.h"
 #include "../cpu/run.h"
+#include "arguments.h"
 #ifdef USE_CUDA
 #include "cuda_device.h"
 #endif
