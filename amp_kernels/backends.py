@@ -16,7 +16,7 @@ import os
 import warnings
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -153,7 +153,7 @@ def kernels(backend: str) -> Kernels | None:
     if backend == "reference":
         return None
     if backend == "triton":
-        return cast(Kernels, importlib.import_module(".triton_kernels", __package__))
+        return triton_kernels()
     names = ["_unscale_table_", "_update_table_", *([] if backend == "cpu" else ["_send_"])]
     return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in names})
 

@@ -1,4 +1,4 @@
-// `import amp_kernels._C` runs the static registrations of the bindings, which serve torch's dispatcher; the module
+// `import amp_kernels._C` runs the static registrations of csrc/ops, which serve torch's dispatcher; the module
 // itself holds what takes Python objects.
 #include "ops/observe.h"
 #ifdef USE_CUDA

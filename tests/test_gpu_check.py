@@ -74,11 +74,12 @@ sys.path.insert(0, {folder!r})
 import gpu_check
 from pathlib import Path
 count, out = int(sys.argv[1]), Path(sys.argv[2])
-parts = [gpu_check.Part(f"part{{i}}", ["sh", "-c", f"echo log of {{i}}; echo row > {{out}}/work/table{{i}}.csv"])
+files = out / "work"
+parts = [gpu_check.Part(f"part{{i}}", ["sh", "-c", f"echo log of {{i}}; echo row > {{files}}/table{{i}}.csv"])
          for i in range(count)]
 parts.append(gpu_check.Part("killer", ["sh", "-c", "kill -KILL $PPID; sleep 1"]))
 {prelude}
-check = gpu_check.Check(out, out / "work", "machine", 60, dict.fromkeys((part.name for part in parts), 30))
+check = gpu_check.Check(out, files, "machine", 60, dict.fromkeys((part.name for part in parts), 30))
 check.run(parts)
 """
 # Ends the driver within the last of its savings, where a function is called that has a file open.

@@ -442,6 +442,16 @@ COMPILED: dict[str, tuple[Callable[..., Tensor], Callable[[], tuple[Any, ...]]]]
 
 
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted process compiles nothing")
+def test_autograd_notices_what_a_compiled_graph_writes() -> None:
+    torch.compiler.reset()
+    grad, x = torch.ones(3), torch.ones(3, requires_grad=True)
+    loss = (x * grad).sum()  # which keeps grad for x's gradient
+    torch.compile(unscale, fullgraph=True)([grad], one(0.5), one(0.0))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="an interpreted process compiles nothing")
 @pytest.mark.parametrize(("function", "make"), COMPILED.values(), ids=COMPILED)
 def test_compiled_is_eager(function: Callable[..., Tensor], make: Callable[[], tuple[Any, ...]]) -> None:
     torch.compiler.reset()

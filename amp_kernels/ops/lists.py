@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,7 @@ from .._table import (
     same_layout,
     send,
 )
+from ..families import FAMILIES
 
 if TYPE_CHECKING:
     from ..backends import Kernels
@@ -64,60 +65,70 @@ def gradient_pass(
     return norm
 
 
-def update(
-    ops: Kernels,
-    family: str,
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    state0: Sequence[Tensor] | None,
-    state1: Sequence[Tensor] | None,
-    state2: Sequence[Tensor] | None,
-    masters: Sequence[Tensor] | None,
-    hyper: Sequence[float],
-    lr: float,
-    tensor_lr: Tensor | None,
-    steps_taken: int,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
+class Update(NamedTuple):
+    """The arguments of the operator `update_`."""
+
+    family: str
+    params: list[Tensor]
+    grads: list[Tensor]
+    state0: list[Tensor] | None
+    state1: list[Tensor] | None
+    state2: list[Tensor] | None
+    masters: list[Tensor] | None
+    hyper: list[float]
+    lr: float
+    tensor_lr: Tensor | None
+    steps_taken: int
+    grad_scale: Tensor | None
+    found_inf: Tensor | None
+
+    @property
+    def states(self) -> tuple[list[Tensor] | None, ...]:
+        """As many as the family has."""
+        return (self.state0, self.state1, self.state2)[: len(FAMILIES[self.family].states)]
+
+
+def update(ops: Kernels, *arguments: Any) -> None:
     """One update of every parameter, one launch for each combination of dtypes."""
-    if not params:
+    given = Update(*arguments)
+    if not given.params:
         return
+    params, grads, masters = given.params, given.grads, given.masters or ()
+    states = [state or () for state in given.states]
     device = params[0].device
     dense_params = [p if is_dense(p) else p.contiguous() for p in params]
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
-    states = [state or () for state in (state0, state1, state2)]
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     low = [p for p in dense_params if p.dtype is not torch.float32]
-    dense_masters = [_as_laid_out(m, p) for m, p in zip(masters or (), low, strict=True)]
+    dense_masters = [_as_laid_out(m, p) for m, p in zip(masters, low, strict=True)]
 
     table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_masters), device)
     hyper_row = torch.tensor(
-        [*hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(hyper))], dtype=torch.float32, device="cpu"
+        [*given.hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(given.hyper))], dtype=torch.float32, device="cpu"
     )
     rate = (
-        send(ops, torch.tensor([lr, 0.0], dtype=torch.float32, device="cpu"), device)
-        if tensor_lr is None
-        else tensor_lr
+        send(ops, torch.tensor([given.lr, 0.0], dtype=torch.float32, device="cpu"), device)
+        if given.tensor_lr is None
+        else given.tensor_lr
     )
     for codes, chunks in _by_dtypes(dense_params, dense_grads):
         entries = send(ops, chunks.entries, device)
         ops._update_table_(
-            family,
+            given.family,
             table,
             entries,
             chunks.size,
-            torch.full((entries.shape[0],), steps_taken, dtype=torch.int32, device=device),
+            torch.full((entries.shape[0],), given.steps_taken, dtype=torch.int32, device=device),
             send(ops, hyper_row, device),
             send(ops, int64_tensor([rate.data_ptr()]), device),
             *codes,
-            grad_scale,
-            found_inf,
+            given.grad_scale,
+            given.found_inf,
             None,
             0.0,
         )
     _copy_back(params, dense_params)
-    _copy_back(masters or (), dense_masters)
+    _copy_back(masters, dense_masters)
     for state, dense_state in zip(states, dense_states, strict=True):
         _copy_back(state, dense_state)
 

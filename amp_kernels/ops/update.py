@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from torch import Tensor
+from typing import Any
 
 from .._checks import check_memory, check_update
 from ..families import FAMILIES
@@ -12,58 +10,28 @@ from . import lists
 from .library import LIBRARY, operator
 
 
-def _named_states(family: str, states: Sequence[Sequence[Tensor] | None]) -> dict[str, Sequence[Tensor]]:
-    names = FAMILIES[family].states
-    return {f"{name}s": state for name, state in zip(names, states, strict=False) if state is not None}
-
-
-def _check(
-    family: str,
-    params: list[Tensor],
-    grads: list[Tensor],
-    state0: list[Tensor] | None,
-    state1: list[Tensor] | None,
-    state2: list[Tensor] | None,
-    masters: list[Tensor] | None,
-    hyper: list[float],
-    lr: float,
-    tensor_lr: Tensor | None,
-    steps_taken: int,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    op = f"{family}_"
+def _check(family: str, *rest: Any) -> None:
     if family not in FAMILIES:
         raise ValueError(f"update_: family must be one of {', '.join(FAMILIES)}, got {family!r}")
-    if not params:
+    given = lists.Update(family, *rest)
+    if not given.params:
         return
-    states = _named_states(family, (state0, state1, state2))
-    scalars = {"lr": tensor_lr, "grad_scale": grad_scale, "found_inf": found_inf}
-    check_update(op, params, grads, states, masters or (), scalars)
-    if not lists.are_fake(params):  # which have no memory
-        check_memory(op, {"params": params, "masters": masters or (), **states})
+    op, masters = f"{family}_", given.masters or ()
+    named = zip(FAMILIES[family].states, given.states, strict=True)
+    states = {f"{name}s": state for name, state in named if state is not None}
+    scalars = {"lr": given.tensor_lr, "grad_scale": given.grad_scale, "found_inf": given.found_inf}
+    check_update(op, given.params, given.grads, states, masters, scalars)
+    if not lists.are_fake(given.params):  # which have no memory
+        check_memory(op, {"params": given.params, "masters": masters, **states})
 
 
-def _update(
-    family: str,
-    params: list[Tensor],
-    grads: list[Tensor],
-    state0: list[Tensor] | None,
-    state1: list[Tensor] | None,
-    state2: list[Tensor] | None,
-    masters: list[Tensor] | None,
-    hyper: list[float],
-    lr: float,
-    tensor_lr: Tensor | None,
-    steps_taken: int,
-    grad_scale: Tensor | None,
-    found_inf: Tensor | None,
-) -> None:
-    known = FAMILIES[family]
-    states = [state or () for state in (state0, state1, state2)[: len(known.states)]]
+def _update(*arguments: Any) -> None:
+    given = lists.Update(*arguments)
+    known = FAMILIES[given.family]
     known.reference(
-        params, grads, states, masters or (), known.hyper(*hyper), lr=lr if tensor_lr is None else tensor_lr,
-        is_first_step=steps_taken == 0, grad_scale=grad_scale, found_inf=found_inf,
+        given.params, given.grads, [state or () for state in given.states], given.masters or (),
+        known.hyper(*given.hyper), lr=given.lr if given.tensor_lr is None else given.tensor_lr,
+        is_first_step=given.steps_taken == 0, grad_scale=given.grad_scale, found_inf=given.found_inf,
     )  # fmt: skip
 
 

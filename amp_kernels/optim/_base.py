@@ -17,14 +17,14 @@ from torch.distributed.tensor import DTensor
 from .. import backends
 from .._checks import why_not_loaded
 from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
-from ..families import Family
+from ..families import FAMILIES, Family
 from ..functional.unscale import moved, total_norm
 from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
 from ._state import States
 
-_STATES = {"master", "momentum_buffer", "square_avg", "grad_avg"}
+_STATES = {"master"}.union(*(family.states for family in FAMILIES.values()))
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 

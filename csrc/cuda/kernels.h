@@ -1,4 +1,4 @@
-// What the CUDA sources offer to the bindings, which a host compiler builds: no device code here.
+// What the CUDA sources offer to csrc/ops, which a host compiler builds: no device code here.
 #pragma once
 
 #include <string>

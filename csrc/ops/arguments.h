@@ -1,4 +1,4 @@
-// From the arguments of the table ops (schemas: amp_kernels/_ops.py) to the structs the kernels take.
+// From the arguments of the table ops (schemas: amp_kernels/ops) to the structs the kernels take.
 // Everything was checked in Python, where the table was built.
 #pragma once
 

@@ -1,4 +1,4 @@
-// What the bindings of CUDA ops ask torch: the device to switch to, the stream to launch on.
+// What operators on CUDA tensors ask torch: the device to switch to, the stream to launch on.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
