@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
 	nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
-FORMATTED = $(shell find csrc tests/cuda_on_cpu tests/cpu_isa -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
+FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
 CLIENTS := $(VENV)/clients
 
@@ -37,8 +37,8 @@ wheel: venv
 # That wheel under the oldest torch it promises, the one of `make test` and today's, each with the Triton that it brings.
 # Takes about 15 GB; no part of CI. Runs in tests/, since here amp_kernels would be the sources.
 MATRIX := torch==2.10.0 $(TORCH) torch
-MATRIX_TESTS ?= test_api.py test_saved.py test_optim*.py test_grad_scaler*.py test_updates.py test_unscale.py test_ops.py \
-	test_int8.py test_nn_*.py test_quantization.py test_matmul.py test_triton_interpret.py
+MATRIX_TESTS ?= package/test_api.py package/test_saved.py package/test_ops.py optim/test_optim*.py grad_scaler unscale update int8 \
+	matmul harness/test_triton_interpret.py
 test-matrix: wheel
 	set -e; for torch in $(MATRIX); do \
 	  python=$(CURDIR)/$(VENV)/matrix/$$torch/bin/python; \

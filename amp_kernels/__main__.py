@@ -12,7 +12,8 @@ import torch
 
 import amp_kernels
 
-from . import _loader, _verify, audit, backends
+from . import _loader, audit, backends
+from .testing import verify
 
 
 def info() -> int:
@@ -73,7 +74,7 @@ def main() -> int:
     for name, function in COMMANDS.items():
         command = commands.add_parser(name, help=(function.__doc__ or "").splitlines()[0])
         command.set_defaults(run=lambda _, function=function: function())
-    _verify.add_command(commands)
+    verify.add_command(commands)
     audit.add_command(commands)
     arguments = parser.parse_args()
     return arguments.run(arguments)

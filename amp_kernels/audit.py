@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from ._layers import is_conv1d, matrix
-from ._tables import table
 from .functional.matmul import Activation, as_matrices, autocast, check_dimensions, choose
+from .nn.conversion import is_conv1d, matrix
 from .nn.linear import Linear, converts
 from .ops.matmul import ALIGNMENT, DTYPES, check_activation, check_product, round_up
+from .report import table
 
 __all__ = ["Explanation", "Finding", "audit", "explain"]
 

@@ -2,7 +2,7 @@
 
 torch's dispatcher chooses a kernel by the device of the tensors (`ops/library.py`). A step plan works below the
 operators, on *kernel ops*, which write memory that their schema does not show (through a table of addresses,
-`_table.py`): they are internal, never traced, and `kernels` finds those of a backend.
+`ops/table.py`): they are internal, never traced, and `kernels` finds those of a backend.
 """
 
 from __future__ import annotations

@@ -12,9 +12,9 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import _global_optimizer_pre_hooks
 
-from ._checks import why_not_loaded
-from ._table import DTYPE_CODES
 from .functional.unscale import moved, unscale_
+from .ops.checks import why_not_loaded
+from .ops.table import DTYPE_CODES
 from .optim._base import FusedOptimizer, OverflowLog
 from .optim._plan import Plan, capturing
 

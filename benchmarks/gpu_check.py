@@ -56,8 +56,8 @@ SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
 # Ids begin with the place of a test's tensors (tests/conftest.py); those of a CPU say nothing about a GPU.
 CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_capture"
 TRITON_TESTS = "[triton- or [triton]"
-# Files of their own, which other processes run otherwise (tests/test_triton_interpret.py).
-TRITON_KERNELS = ("triton_cases.py", "triton_int8_cases.py", "triton_matmul_cases.py")
+# Files of their own, which other processes run otherwise (tests/harness/test_triton_interpret.py).
+TRITON_KERNELS = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
 SIZES = "1e6,25.6e6,1e8"
 # (rows, outputs, inputs), those first that say most: a part that is ended has measured those before.
 MATMUL_SHAPES = "4096x4096x4096,8192x8192x8192,4096x4095x4095,8192x1023x1023,1x4096x4096,16x4095x4095"
@@ -356,7 +356,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
     few_cases |= {"matmul": ("--shapes", matmul), "int8": ("--shapes", int8)}
     selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS]
     if rehearsal:
-        selections = [("test_benchmarks.py", "-k", "resnet")] * 3
+        selections = [("bench/test_benchmarks.py", "-k", "resnet")] * 3
     return [
         build("build", "none" if rehearsal else "cuda"),
         build("python_build", "none", after="build"),

@@ -22,8 +22,8 @@ from amp_kernels.optim import FusedRMSprop, FusedSGD
 
 PAIRS = ("padded_padded", "padded_padded_column", "padded_column_padded", "padded_column_padded_column")
 # Cases that reach every tile and every way to load it once the launchers believe in 3 multiprocessors, which
-# tests/test_gpu_check.py proves on the emulator. For the smoke test, and for compute-sanitizer, where a kernel is tens
-# of times slower.
+# tests/bench/test_gpu_check.py proves on the emulator. For the smoke test, and for compute-sanitizer, where a kernel is
+# tens of times slower.
 TILES = {
     "unscale_": ("fp16-sizes", "bf16-misaligned"),
     "grad_norm": ("fp32-sizes", "fp16-many_tensors"),

@@ -1,6 +1,6 @@
 // The arguments of every kernel: a table of tensors, a list of chunks, and a few device scalars.
 //
-// The table is int64 [rows, tensors], built once by amp_kernels/_table.py; a step re-sends only the rows that
+// The table is int64 [rows, tensors], built once by amp_kernels/ops/table.py; a step re-sends only the rows that
 // changed. Addresses point at dense memory, walked in storage order, and are aligned to their element only.
 #pragma once
 

@@ -1,6 +1,8 @@
 """AMP_KERNELS_EXPECT names what this machine must be able to test: absent, it fails and is not skipped.
 
-Fixtures `backend` and `device` run a test on each backend that works here, forced by `use_backend`.
+Fixtures `backend` and `device` run a test on each backend that works here, forced by `use_backend`. `launcher` runs a
+test of table kernels with all that launches them here (harness/table_kernels.py), the emulator's threads shuffled, and
+`ordered_launcher` with every order of theirs.
 """
 
 from __future__ import annotations
@@ -124,6 +126,12 @@ def pytest_report_header() -> str:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if names := {"launcher", "ordered_launcher"} & set(metafunc.fixturenames):
+        from table_kernels import launchers
+
+        (name,) = names
+        unordered = (launcher for launcher in launchers() if launcher.order in (None, "shuffled"))
+        metafunc.parametrize(name, launchers() if name == "ordered_launcher" else unordered, ids=str)
     if "place" in metafunc.fixturenames:
         left_out = () if metafunc.module.__name__ in HAVE_A_DEFAULT else ("default-on-cuda",)
         metafunc.parametrize("place", [name for name in _places() if name not in left_out])

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .. import _table
-from .._table import DTYPE_CODES, Row
+from ..ops import table
+from ..ops.table import DTYPE_CODES, Row
 
 # Rows of the table and codes of the dtypes, as kernels take them.
 NUMEL = tl.constexpr(Row.NUMEL.value)
@@ -20,7 +20,7 @@ GROUP = tl.constexpr(Row.GROUP.value)
 PARAM = tl.constexpr(Row.PARAM.value)
 MASTER = tl.constexpr(Row.MASTER.value)
 STATE = tl.constexpr(Row.STATE.value)  # STATE + k is the k-th state
-HYPER_COLUMNS = tl.constexpr(_table.HYPER_COLUMNS)
+HYPER_COLUMNS = tl.constexpr(table.HYPER_COLUMNS)
 
 FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
 FP16 = tl.constexpr(DTYPE_CODES[torch.float16])

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._table import DTYPE_CODES
+from ..ops.table import DTYPE_CODES
 from .activation import derivative
 from .common import launch, store_elements
 from .product import COLUMNS, ROWS, access_of, load_tile, pointers_of, round_up

@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._table import DTYPE_CODES
+from ..ops.table import DTYPE_CODES
 from .common import load_elements, store_elements
 from .int8 import code_pointers, given_affine, launch_unfused, unclamped_codes, values_of
 from .int8_tiles import Layout, groups_of_block, offsets_of, positions_of_tile, streaming_plan

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._table import DTYPE_CODES
+from ..ops.table import DTYPE_CODES
 from .common import load_elements, store_elements
 from .int8 import code_pointers, codes_of, launch_unfused
 from .product import (

@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from .._table import DTYPE_CODES
+from ..ops.table import DTYPE_CODES
 from .activation import activate
 from .common import _INTERPRETED, launch, load_elements, store_elements
 from .product import (

@@ -9,7 +9,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .._table import DTYPE_CODES
+from ..ops.table import DTYPE_CODES
 from .common import _INTERPRETED, BF16
 
 INT8 = tl.constexpr(len(DTYPE_CODES))  # the next code after those of floating point

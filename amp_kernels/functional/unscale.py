@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._checks import as_list, check_scalar
-from .._table import DTYPE_CODES
 from ..ops import unscale as ops
+from ..ops.checks import as_list, check_scalar
 from ..ops.library import call, note_written
+from ..ops.table import DTYPE_CODES
 
 
 def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -> None:

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
-from .._checks import as_list
 from ..families import Family
+from ..ops.checks import as_list
 from ..ops.library import call, note_written
 from ..ops.update import update_
 

@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .._checks import why_not_loaded
-from .._layers import LoadsItsKind, matrix
 from ..functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
 from ..ops import int8 as ops
+from ..ops.checks import why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
+from .conversion import LoadsItsKind, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES = ("weight_only", "dynamic", "static")

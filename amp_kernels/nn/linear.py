@@ -7,9 +7,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from .._layers import LOG, LoadsItsKind, check_model, shares
 from ..functional.matmul import Activation, linear
 from ..ops.matmul import check_activation
+from .conversion import LOG, LoadsItsKind, check_model, shares
 
 
 class Linear(LoadsItsKind, nn.Linear):

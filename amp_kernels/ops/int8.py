@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._checks import check_are_tensors, check_dtype, check_scalar, check_values
-from .._table import DTYPE_CODES
+from .checks import check_are_tensors, check_dtype, check_scalar, check_values
 from .library import LIBRARY, operator
+from .table import DTYPE_CODES
 
 MAX_K = 131071  # terms of a product of codes that int32 surely holds: 2^31 / 128^2
 _FLOATS = "float32, float16 or bfloat16"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._table import (
+from ..families import FAMILIES
+from .table import (
     DTYPE_CODES,
     HYPER_COLUMNS,
     UPDATE_ROWS,
@@ -23,7 +24,6 @@ from .._table import (
     same_layout,
     send,
 )
-from ..families import FAMILIES
 
 if TYPE_CHECKING:
     from ..backends import Kernels

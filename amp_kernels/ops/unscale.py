@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from .._checks import check_scalar, check_tensors, check_written
 from . import lists
+from .checks import check_scalar, check_tensors, check_written
 from .library import LIBRARY, operator
 
 if TYPE_CHECKING:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from .._checks import check_memory, check_update
 from ..families import FAMILIES
 from . import lists
+from .checks import check_memory, check_update
 from .library import LIBRARY, operator
 
 

@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .. import backends
-from .._checks import why_not_loaded
-from .._table import DTYPE_CODES, is_dense, same_layout, shares_memory
 from ..families import FAMILIES, Family
 from ..functional.unscale import moved, total_norm
+from ..ops.checks import why_not_loaded
+from ..ops.table import DTYPE_CODES, is_dense, same_layout, shares_memory
 from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan

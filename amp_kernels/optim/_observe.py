@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from .. import _loader, torch_private
-from .._table import DTYPE_CODES, int64_tensor, is_dense
+from ..ops.table import DTYPE_CODES, int64_tensor, is_dense
 
 NO_GRADIENT, UNREADABLE = -2, -1
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from .._table import (
+from ..ops.table import (
     DTYPE_CODES,
     HYPER_COLUMNS,
     UPDATE_ROWS,

@@ -8,7 +8,7 @@ the reference on the CPU:
             assert result.passed, f"{case}: {result}"
 """
 
-from . import int8, lists, matmul
+from . import int8, matmul, unscale, updates
 from .common import (
     DTYPES,
     LAYOUTS,
@@ -24,9 +24,9 @@ from .common import (
     rounded_once,
     written_outside,
 )
-from .lists import RMSPROP_OPTIONS, SGD_OPTIONS, UpdateInputs, torch_step
+from .updates import RMSPROP_OPTIONS, SGD_OPTIONS, UpdateInputs, torch_step
 
-CASES: dict[str, tuple[Case, ...]] = {**lists.CASES, **int8.CASES, **matmul.CASES}
+CASES: dict[str, tuple[Case, ...]] = {**unscale.CASES, **updates.CASES, **int8.CASES, **matmul.CASES}
 
 __all__ = [
     "CASES",

@@ -252,7 +252,7 @@ class HostTable {
   }
 
   // 16384 elements are 1560 chunks for ResNet-50, enough to go round 132 multiprocessors. From 2^27 elements on 65536
-  // do as well and keep the last block's fold over all chunks short. (`cut` of amp_kernels/_table.py does the same.)
+  // do as well and keep the last block's fold over all chunks short. (`cut` of amp_kernels/ops/table.py does the same.)
   int64_t chunk_size() const { return elements_ < 1 << 27 ? 1 << 14 : 1 << 16; }
 
   // Appends the chunks of a tensor to a list of words: (tensor, chunk within it) in int32.

@@ -61,7 +61,8 @@ def isolated(test: Callable[..., None]) -> Callable[..., None]:
 @functools.cache
 def _child() -> Any:
     # Not all of sys.path: other tests put folders there whose modules are called as Python's are.
-    places = [str(HERE), str(HERE / "trainers"), str(HERE.parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    shared = (HERE, HERE / "trainers", HERE.parent / "harness", HERE.parent)
+    places = [*map(str, shared), *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(places)}
     child = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
     atexit.register(child.stdin.close)  # the child then leaves its loop

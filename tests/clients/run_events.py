@@ -29,7 +29,7 @@ def main() -> None:
     parser.add_argument("--replay", type=Path, help="a file that holds a program")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    sys.path.append(str(Path(__file__).parents[1]))
+    sys.path.append(str(Path(__file__).parents[1] / "harness"))
     import test_events as events
 
     if arguments.replay:

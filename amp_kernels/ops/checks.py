@@ -1,0 +1,167 @@
+"""Argument checks of the operators: a sentence each, before anything is modified, shared with the fakes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .table import DTYPE_CODES, shares_memory
+
+_DTYPES = "float32, float16 or bfloat16"
+
+
+def check_are_tensors(op: str, **arguments: object) -> None:
+    """Tensors, or what torch's functions take for one (a Proxy of torch.fx)."""
+    for name, argument in arguments.items():
+        if not isinstance(argument, Tensor) and not hasattr(argument, "__torch_function__"):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
+
+
+def check_are_tensors_or_none(op: str, **arguments: object) -> None:
+    for name, argument in arguments.items():
+        if argument is not None:
+            check_are_tensors(op, **{name: argument})
+
+
+def check_dtype(op: str, name: str, dtype: object) -> None:
+    if not isinstance(dtype, torch.dtype):
+        raise TypeError(f"{op}: {name} must be {_DTYPES}, got {dtype!r}; pass a torch.dtype")
+
+
+def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
+    """The tensors of an iterable, all of them tensors (a gradient may well be None)."""
+    if not hasattr(tensors, "__iter__") or (isinstance(tensors, Tensor) and tensors.dim() == 0):
+        kind = type(tensors).__name__
+        raise TypeError(f"{op}: {name} must be several Tensors, got {kind}; pass a list, perhaps an empty one")
+    result = list(tensors)
+    if set(map(type, result)) <= {Tensor, Parameter}:  # a tenth of the time of a look at each
+        return result
+    for i, tensor in enumerate(result):
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"{op}: {name}[{i}] must be a Tensor, got {type(tensor).__name__}")
+    return result
+
+
+def check_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    """Strided fp32, fp16 or bf16 tensors, all on one device."""
+    for i, tensor in enumerate(as_list(op, name, tensors)):
+        if tensor.layout is not torch.strided:
+            raise ValueError(f"{op}: {name}[{i}] must be a dense tensor, got {tensor.layout}; call to_dense() first")
+        if tensor.dtype not in DTYPE_CODES:
+            raise TypeError(f"{op}: {name}[{i}] must be {_DTYPES}, got {tensor.dtype}")
+        if tensor.device != tensors[0].device:
+            raise ValueError(f"{op}: {name}[{i}] must be on {tensors[0].device} as {name}[0] is, got {tensor.device}")
+
+
+def check_written(op: str, name: str, tensors: Sequence[Tensor]) -> None:
+    """No element of a tensor that is written may stand for several (an expanded tensor)."""
+    for i, tensor in enumerate(tensors):
+        if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise ValueError(f"{op}: {name}[{i}] must not be an expanded tensor, since it is written; clone() it first")
+
+
+def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device | None = None) -> None:
+    """A one-element fp32 tensor, on `device` if given."""
+    if tensor is None:
+        return
+    check_are_tensors(op, **{name: tensor})
+    if tensor.dtype is not torch.float32 or tensor.numel() != 1:
+        raise ValueError(f"{op}: {name} must be one float32 element, got {tensor.dtype} of shape {tuple(tensor.shape)}")
+    if device is not None and tensor.device != device:
+        raise ValueError(f"{op}: {name} must be on {device} with the tensors, got {tensor.device}; move it there")
+
+
+def why_not_loaded(what: str, saved: object, known: int) -> str | None:
+    """A sentence if a state dict has a format number of a release to come; the first releases wrote none, so None."""
+    if saved is None or saved in range(known + 1):
+        return None
+    return (
+        f"{what}.load_state_dict: the format of the state dict must be at most {known}, got {saved!r}: a later release "
+        "of amp_kernels saved it; upgrade amp_kernels"
+    )
+
+
+def check_same_shapes(op: str, name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """One tensor for each parameter, of its shape and on its device."""
+    if len(tensors) != len(params):
+        raise ValueError(f"{op}: {name} must hold one tensor for each of the {len(params)} params, got {len(tensors)}")
+    for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
+        if tensor.shape != param.shape:
+            raise ValueError(
+                f"{op}: {name}[{i}] must have shape {tuple(param.shape)} as its parameter, got {tuple(tensor.shape)}"
+            )
+        if tensor.device != param.device:
+            raise ValueError(f"{op}: {name}[{i}] must be on {param.device} with its parameter, got {tensor.device}")
+
+
+def check_states(op: str, name: str, states: Sequence[Tensor], params: Sequence[Tensor]) -> None:
+    """fp32 optimizer state, one tensor for each parameter."""
+    check_tensors(op, name, states)
+    check_same_shapes(op, name, states, params)
+    check_written(op, name, states)
+    for i, state in enumerate(states):
+        if state.dtype is not torch.float32:
+            raise TypeError(f"{op}: {name}[{i}] must be float32, got {state.dtype}; state is kept in float32")
+
+
+def check_pass(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool) -> None:
+    """Arguments of `unscale_` (`write`) and `grad_norm`."""
+    check_tensors(op, "grads", grads)
+    if write:
+        check_written(op, "grads", grads)
+    check_pass_scalars(op, grads, inv_scale, found_inf)
+
+
+def check_pass_scalars(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
+    check_scalar(op, "inv_scale", inv_scale, grads[0].device)
+    check_scalar(op, "found_inf", found_inf, grads[0].device)
+
+
+def check_update(
+    op: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Mapping[str, Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    scalars: Mapping[str, Tensor | None],
+) -> None:
+    """What `sgd_` and `rmsprop_` have in common; an empty optional list stands for an absent state."""
+    check_tensors(op, "params", params)
+    check_written(op, "params", params)
+    check_tensors(op, "grads", grads)
+    check_same_shapes(op, "grads", grads, params)
+    for name, tensors in states.items():
+        check_states(op, name, tensors, params)
+    low = [p for p in params if p.dtype is not torch.float32]
+    if len(masters) != len(low):
+        raise ValueError(
+            f"{op}: masters must hold one float32 tensor for each of the {len(low)} 16-bit params, in their order, "
+            f"got {len(masters)}"
+        )
+    check_states(op, "masters", masters, low)
+    for name, scalar in scalars.items():
+        check_scalar(op, name, scalar, params[0].device)
+
+
+def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
+    """Tensors that are written, all at once, share no memory; fake tensors have none to look at."""
+    written = [(f"{name}[{i}]", tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
+    shared = shares_memory([tensor for _, tensor in written])
+    if shared is not None:
+        raise ValueError(
+            f"{op}: {written[shared][0]} must have memory of its own, since it is written, but some element of it is "
+            "one of another written tensor too, or twice its own; clone() it"
+        )
+
+
+def check_values(op: str, name: str, x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
+    """A strided tensor of one of these dtypes."""
+    check_are_tensors(op, **{name: x})
+    if x.layout is not torch.strided:
+        raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")
+    if x.dtype not in dtypes:
+        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+        raise TypeError(f"{op}: {name} must be {names}, got {x.dtype}")

@@ -1,0 +1,188 @@
+"""`int8_saved_activations`: what autograd keeps for the backward pass, in int8."""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from types import TracebackType
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..functional import Int8Tensor, quantize_int8
+from ..ops.table import DTYPE_CODES
+
+
+class int8_saved_activations(contextlib.ContextDecorator):
+    """Inside the ``with`` block autograd keeps activations as blockwise int8: 1.06 bytes an element for 2 or 4.
+
+    Codes are asymmetric, since outputs of ReLU, GELU and softmax are one-sided; the gradient is that of slightly other
+    activations. Only the forward pass must be inside; the backward pass dequantizes.
+
+    ::
+
+        with int8_saved_activations() as saved:
+            output = model(x)
+        print(saved.nbytes, saved.original_nbytes)
+        loss_function(output, target).backward()
+
+    Left alone, and still refused by the backward pass if it was modified in place, is
+
+    - what is alive all the same or must be exact: whatever has no gradient (inputs, targets, masks, buffers, the
+      statistics of norms and attention), parameters, their views, and what autocast makes of them;
+    - other dtypes than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses.
+
+    A tensor that several operators save is stored once, also through views. Dense tensors come back with their strides,
+    views with gaps contiguous, expanded ones expanded. A block that holds NaN or inf comes back as NaN, so that the
+    gradient shows it and a GradScaler skips the step.
+
+    Put the loss outside: `log_softmax` keeps logarithms, where half a step of the codes is a factor on the gradient.
+    Under `torch.utils.checkpoint` (``use_reentrant=False``) the inputs of the checkpointed parts are what is quantized.
+    What a compiled model saves has no history and is left alone: choose this or `torch.compile` for each part. Inside a
+    compiled function the block breaks the graph.
+
+    Args:
+        block_size: elements that share a scale, neighbours in memory.
+        min_numel: tensors with fewer elements are left alone.
+        rounding: ``"nearest"``, or ``"stochastic"``, unbiased but for the ends of a block's range, which may be cut by
+            half a step.
+        seed: of stochastic rounding; None draws one from torch's default generator, once.
+
+    Attributes:
+        nbytes: held now by codes, scales and zero points made in this context.
+        original_nbytes: of the tensors that they stand for.
+
+    Raises:
+        ValueError: a size below 1, or another rounding.
+    """
+
+    def __init__(
+        self,
+        block_size: int = 128,
+        min_numel: int = 1024,
+        *,
+        rounding: Literal["nearest", "stochastic"] = "nearest",
+        seed: int | None = None,
+    ) -> None:
+        for name, value in (("block_size", block_size), ("min_numel", min_numel)):
+            if value < 1:
+                raise ValueError(f"int8_saved_activations: {name} must be at least 1, got {value}")
+        if rounding not in ("nearest", "stochastic"):
+            raise ValueError(f"int8_saved_activations: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
+        if rounding == "stochastic" and seed is None:
+            seed = int(torch.randint(2**62, (), device="cpu"))
+        self.block_size, self.min_numel, self.rounding, self._seed = block_size, min_numel, rounding, seed
+        self._count = 0
+        self._codes: weakref.WeakValueDictionary[tuple[Any, ...], _Codes] = weakref.WeakValueDictionary()
+        self._hooks = saved_tensors_hooks(self._pack, _unpack)
+
+    # Around a compiled function Dynamo would trace the hooks, which look at a tensor's history.
+    @torch.compiler.disable
+    def __enter__(self) -> int8_saved_activations:
+        self._hooks.__enter__()
+        return self
+
+    @torch.compiler.disable
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._hooks.__exit__(kind, error, trace)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(codes.tensor.nbytes for codes in self._codes.values())
+
+    @property
+    def original_nbytes(self) -> int:
+        return sum(codes.tensor.values.numel() * codes.dtype.itemsize for codes in self._codes.values())
+
+    @torch.compiler.disable
+    @torch.no_grad()
+    def _pack(self, tensor: Tensor) -> _Alone | _Packed:
+        if not _is_activation(tensor):
+            return _Alone(tensor.detach(), tensor._version)
+        # An expanded dimension is one element.
+        sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+        core = tensor.detach().as_strided(sizes, tensor.stride())
+        if core.numel() < self.min_numel:
+            return _Alone(tensor.detach(), tensor._version)
+        flat = _in_memory_order(core)
+        strides = core.contiguous().stride() if flat is None else core.stride()
+        codes = self._codes_of(core if flat is None else flat, tensor._version)
+        return _Packed(codes, torch.Size(sizes), strides, tensor.shape)
+
+    def _codes_of(self, x: Tensor, version: int) -> _Codes:
+        # As long as there is a weak reference no other storage gets its address, so that the key is unique.
+        storage = StorageWeakRef(x.untyped_storage())
+        key = (storage.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version)
+        codes = self._codes.get(key)
+        if codes is None:
+            seed = None if self._seed is None else self._seed + self._count
+            self._count += 1
+            options = {"block_size": self.block_size, "symmetric": False, "rounding": self.rounding, "seed": seed}
+            codes = _Codes(quantize_int8(x.reshape(-1), **options), x.dtype, storage)  # type: ignore[arg-type]
+            self._codes[key] = codes
+        return codes
+
+
+class _Alone(NamedTuple):
+    tensor: Tensor
+    version: int
+
+
+class _Codes:
+    """Codes of a piece of memory, in its order, and what keeps their key from meaning another."""
+
+    __slots__ = ("__weakref__", "dtype", "storage", "tensor")
+
+    def __init__(self, tensor: Int8Tensor, dtype: torch.dtype, storage: StorageWeakRef) -> None:
+        self.tensor, self.dtype, self.storage = tensor, dtype, storage
+
+
+class _Packed(NamedTuple):
+    codes: _Codes
+    sizes: torch.Size  # without expansion
+    strides: tuple[int, ...]
+    shape: torch.Size
+
+
+@torch.compiler.disable
+def _unpack(saved: _Alone | _Packed) -> Tensor:
+    if isinstance(saved, _Alone):
+        if saved.tensor._version != saved.version:  # torch does not check this beside hooks
+            raise RuntimeError(
+                "int8_saved_activations: a tensor needed for the gradient was modified by an inplace operation: "
+                f"{saved.tensor.dtype} of shape {tuple(saved.tensor.shape)} is at version {saved.tensor._version}, "
+                f"expected version {saved.version}"
+            )
+        return saved.tensor
+    flat = saved.codes.tensor.dequantize(saved.codes.dtype)
+    return flat.as_strided(saved.sizes, saved.strides).expand(saved.shape)
+
+
+def _is_activation(tensor: Tensor) -> bool:
+    """Made by operators from what has a gradient, and not merely a view or a cast of a leaf."""
+    if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_CODES:
+        return False
+    whole = tensor if tensor._base is None else tensor._base
+    maker = whole.grad_fn
+    if maker is None:  # a leaf
+        return False
+    if maker.name() != "ToCopyBackward0":
+        return True
+    source = maker.next_functions[0][0]
+    return source is None or source.name() != "torch::autograd::AccumulateGrad"
+
+
+def _in_memory_order(tensor: Tensor) -> Tensor | None:
+    """The elements in one dimension as they lie in memory; None if there are gaps or overlaps."""
+    numel = 1
+    dims = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
+        if stride != numel:
+            return None
+        numel *= size
+    return tensor.as_strided((numel,), (1,))

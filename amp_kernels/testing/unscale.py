@@ -1,0 +1,141 @@
+"""Cases of the gradient pass; the truth is torch's formula in fp64."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ..functional import clip_grad_norm_, grad_norm, unscale_
+from .common import (
+    DTYPES,
+    LAYOUTS,
+    NORM_TOLERANCE,
+    VALUES,
+    Case,
+    Make,
+    Result,
+    changed,
+    clones,
+    compare,
+    differing,
+    many,
+    mixed,
+    of_sizes,
+    place,
+    shaped,
+    values,
+    with_element,
+    written_outside,
+)
+
+
+def _gradient_inputs() -> Iterator[tuple[str, str, Make, str]]:
+    """(dtype, name, tensors, layout) for the operators that read gradients only."""
+    for name, dtype in DTYPES.items():
+        yield name, "sizes", partial(of_sizes, dtype), "contiguous"
+        yield name, "many_tensors", partial(many, dtype), "contiguous"
+        for layout in LAYOUTS:
+            yield name, layout, partial(shaped, dtype), layout
+        for kind in VALUES:
+            yield name, kind, partial(values, kind, dtype), "contiguous"
+    yield "mixed", "sizes", mixed, "contiguous"
+
+
+def _non_finite_inputs() -> Iterator[tuple[str, str, Make]]:
+    for name, dtype in DTYPES.items():
+        for value in (math.nan, math.inf, -math.inf):
+            for position in ("first", "middle", "last"):
+                yield name, f"{value}_{position}", partial(with_element, value, position, dtype)
+
+
+def _unscale(
+    make: Make, layout: str, inv_scale: float, found: float, expected: float, device: torch.device
+) -> Iterator[Result]:
+    grads = place(make(), device, layout)
+    before = clones(grads)
+    factor, found_inf = torch.tensor(inv_scale, device=device), torch.tensor(found, device=device)
+    unscale_(grads, inv_scale=factor, found_inf=found_inf)
+    for i, (grad, old) in enumerate(zip(grads, before, strict=True)):
+        yield Result(f"grads[{i}]", differing(grad, (old.float() * factor).to(grad.dtype)), 0)
+    yield Result("found_inf", differing(found_inf, torch.tensor(expected, device=device)), 0)
+    yield Result("memory around grads", sum(map(written_outside, grads)), 0)
+
+
+def _norm_result(norm: Tensor, grads: Sequence[Tensor], factor: Tensor | None) -> Result:
+    squares = torch.stack([g.double().square().sum() for g in grads]).sum()
+    truth = squares.sqrt().item() * (1.0 if factor is None else factor.double().item())
+    if not math.isfinite(truth) or truth > torch.finfo(torch.float32).max:
+        return Result("norm", float(math.isfinite(norm.item())), 0)
+    return Result("norm", abs(norm.item() - truth), NORM_TOLERANCE * truth + 2.0**-150)  # half a denormal
+
+
+def _grad_norm(
+    make: Make, layout: str, inv_scale: float | None, found: float, expected: float, device: torch.device
+) -> Iterator[Result]:
+    grads = place(make(), device, layout)
+    before = clones(grads)
+    factor = None if inv_scale is None else torch.tensor(inv_scale, device=device)
+    found_inf = torch.tensor(found, device=device)
+    norm = grad_norm(grads, inv_scale=factor, found_inf=found_inf)
+    yield _norm_result(norm, grads, factor)
+    yield Result("dtype and shape", float(norm.dtype != torch.float32 or norm.dim() != 0), 0)
+    yield Result("found_inf", differing(found_inf, torch.tensor(expected, device=device)), 0)
+    yield Result("bits of a second run", changed(norm, grad_norm(grads, inv_scale=factor)), 0)
+    yield Result("grads written", sum(map(changed, before, grads)), 0)
+
+
+def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float | None) -> Iterator[Case]:
+    def case(
+        dtype: str, name: str, make: Make, layout: str = "contiguous", *, inv_scale: float | None = usual,
+        found: float = 0.0, expected: float | None = None,
+    ) -> Case:  # fmt: skip
+        expected = found if expected is None else expected
+        return Case(op, dtype, name, partial(body, make, layout, inv_scale, found, expected))
+
+    for dtype, name, make, layout in _gradient_inputs():
+        yield case(dtype, name, make, layout)
+    for dtype, name, make in _non_finite_inputs():
+        yield case(dtype, name, make, expected=1.0)
+    for dtype, torch_dtype in DTYPES.items():
+        make = partial(of_sizes, torch_dtype, (9, 1025))
+        # A product that overflows or vanishes is no overflow of the gradient.
+        for inv_scale in (2.0**-16, 1.0, 3e38, 1e-40, 0.0):
+            yield case(dtype, f"times_{inv_scale:g}", make, inv_scale=inv_scale)
+        for found in (1.0, 2.0, math.nan):
+            yield case(dtype, f"found_{found}_kept", make, found=found)
+
+
+def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Iterator[Result]:
+    grads = place(make(), device, layout)
+    params = [torch.empty_like(g, requires_grad=True) for g in grads]
+    theirs = [torch.empty_like(g, requires_grad=True) for g in grads]
+    truth = [torch.empty_like(g, dtype=torch.float64, requires_grad=True) for g in grads]
+    for grad, ours, other, exact in zip(grads, params, theirs, truth, strict=True):
+        ours.grad, other.grad, exact.grad = grad, grad.clone(), grad.double()
+    expected = _norm_result(torch.zeros(()), grads, None)
+    norm = clip_grad_norm_(params, max_norm)
+    yield Result("norm", abs(norm.item() - expected.error), expected.allowed)
+    torch.nn.utils.clip_grad_norm_(theirs, max_norm)
+    torch.nn.utils.clip_grad_norm_(truth, max_norm)
+    groups = ([p.grad for p in group if p.grad is not None] for group in (params, theirs, truth))
+    yield from compare("grads", *groups)
+
+
+def _clip_cases() -> Iterator[Case]:
+    for name, dtype in DTYPES.items():
+        sizes = partial(of_sizes, dtype, (0, 9, 1025))
+        for max_norm in (0.5, 1e6):
+            yield Case("clip_grad_norm_", name, f"to_{max_norm:g}", partial(_clip, sizes, "contiguous", max_norm))
+        for layout in LAYOUTS:
+            yield Case("clip_grad_norm_", name, layout, partial(_clip, partial(shaped, dtype), layout, 1.0))
+
+
+CASES: dict[str, tuple[Case, ...]] = {
+    "unscale_": tuple(_gradient_cases("unscale_", _unscale, 0.37)),
+    "grad_norm": tuple(_gradient_cases("grad_norm", _grad_norm, None)),
+    "clip_grad_norm_": tuple(_clip_cases()),
+}

@@ -1,0 +1,277 @@
+"""The update families as `verify` and the tests know them, and their cases; the truth is torch's formula in fp64."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..families import FAMILIES
+from ..functional import rmsprop_, sgd_
+from ..optim import FusedRMSprop, FusedSGD
+from ..optim._base import FusedOptimizer
+from .common import (
+    DTYPES,
+    LAYOUTS,
+    LENGTH,
+    VALUES,
+    Case,
+    Make,
+    Result,
+    changed,
+    clones,
+    compare,
+    differing,
+    many,
+    mixed,
+    of_sizes,
+    place,
+    randn,
+    shaped,
+    values,
+    with_element,
+    written_outside,
+)
+
+
+class Update(NamedTuple):
+    """What is tried of an update family.
+
+    Attributes:
+        function: on lists.
+        optimizer: ours.
+        torch: the optimizer whose formula it is.
+        lr: a usual learning rate.
+        examples: options by name, those of torch's optimizer that are not its defaults; together they reach every
+            branch of the formula, and ``"full"`` and ``"maximize"`` have every state.
+    """
+
+    function: Callable[..., None]
+    optimizer: type[FusedOptimizer]
+    torch: type[torch.optim.Optimizer]
+    lr: float
+    examples: dict[str, dict[str, Any]]
+
+    def arguments(self, options: dict[str, Any], *, first: bool = True) -> dict[str, Any]:
+        """torch's defaults, these options and whether it is the first step: those that `function` has."""
+        everything = {**self.defaults(), **options, "is_first_step": first}
+        return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
+
+    def defaults(self) -> dict[str, Any]:
+        return self.torch([torch.zeros(1)], lr=self.lr).defaults  # type: ignore[call-arg]
+
+    def states(self, options: dict[str, Any]) -> list[str]:
+        """The states that torch's optimizer keeps with these options, in the family's order."""
+        param = torch.zeros(1, requires_grad=True)
+        param.grad = torch.ones(1)
+        optimizer = self.torch([param], lr=self.lr, **options)
+        optimizer.step()
+        kept = [name for name, value in optimizer.state[param].items() if isinstance(value, Tensor)]
+        return [name for name in FAMILIES[self.name].states if name in kept]
+
+    @property
+    def name(self) -> str:
+        return self.function.__name__.removesuffix("_")
+
+
+UPDATES = {
+    "sgd": Update(
+        sgd_,
+        FusedSGD,
+        torch.optim.SGD,
+        0.1,
+        {
+            "plain": {},
+            "weight_decay": {"weight_decay": 0.1},
+            "momentum": {"momentum": 0.9},
+            "dampening": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+            "full": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+            "maximize": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
+        },
+    ),
+    "rmsprop": Update(
+        rmsprop_,
+        FusedRMSprop,
+        torch.optim.RMSprop,
+        0.01,
+        {
+            "plain": {},
+            "weight_decay": {"weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
+            "momentum": {"momentum": 0.9},
+            "centered": {"centered": True},
+            "full": {"centered": True, "momentum": 0.9, "weight_decay": 0.01},
+            "maximize": {"centered": True, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
+        },
+    ),
+}
+SGD_OPTIONS, RMSPROP_OPTIONS = UPDATES["sgd"].examples, UPDATES["rmsprop"].examples
+
+
+class UpdateInputs:
+    """Parameters, masters and state of a functional update, as it takes them.
+
+    Args:
+        op: its name, as ``"sgd_"``.
+        values: the parameters; a 16-bit one is the rounding of its fp32 master.
+        options: those of torch's optimizer that are not its defaults.
+    """
+
+    def __init__(
+        self,
+        op: str,
+        values: Sequence[Tensor],
+        options: dict[str, Any],
+        device: str | torch.device = "cpu",
+        layout: str = "contiguous",
+    ) -> None:
+        device = torch.device(device)
+        self.op, self.options = op, dict(options)
+        fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
+        self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
+        self.masters = place([x for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32], device, layout)
+        self.states: dict[str, list[Tensor]] = {name: [] for name in FAMILIES[self._update.name].states}
+        for name in self._update.states(self.options):
+            # A state that the first step sets must not be read by it.
+            fill = math.nan if name == self._update.optimizer._set_at_first_step else 0.0
+            self.states[name] = place([torch.full_like(x, fill) for x in fp32], device, layout)
+
+    @property
+    def _update(self) -> Update:
+        return UPDATES[self.op.removesuffix("_")]
+
+    def step(self, grads: Sequence[Tensor], *, first: bool = True, **arguments: Any) -> None:
+        """One call of the operator."""
+        lists = {f"{name}s": tensors for name, tensors in self.states.items()}
+        options = self._update.arguments({**self.options, "lr": 0.1}, first=first)
+        self._update.function(self.params, grads, masters=self.masters, **lists, **{**options, **arguments})
+
+    def fp32(self) -> list[Tensor]:
+        """For each parameter the fp32 tensor that is updated."""
+        masters = iter(self.masters)
+        return [p if p.dtype == torch.float32 else next(masters) for p in self.params]
+
+    def written(self) -> list[Tensor]:
+        """All that a step may write."""
+        return [*self.params, *self.masters, *(x for state in self.states.values() for x in state)]
+
+    def torch_optimizer(self, dtype: torch.dtype, lr: float = 0.1) -> torch.optim.Optimizer:
+        """torch's optimizer on copies of the masters, in fp32 or fp64."""
+        params = [torch.nn.Parameter(x.to(dtype, copy=True)) for x in self.fp32()]
+        return self._update.torch(params, lr=lr, foreach=False, **self.options)  # type: ignore[call-arg]
+
+    def weight_results(self) -> Iterator[Result]:
+        """16-bit weights are their masters, rounded."""
+        for i, (param, fp32) in enumerate(zip(self.params, self.fp32(), strict=True)):
+            if param is not fp32:
+                yield Result(f"params[{i}] from master", differing(param, fp32.to(param.dtype)), 0)
+
+
+def torch_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], scale: float | None = None) -> None:
+    """A step of torch's optimizer with gradients of any dtype, unscaled in the dtype of its parameters."""
+    params = optimizer.param_groups[0]["params"]
+    for param, grad in zip(params, grads, strict=True):
+        value = grad.to(param.dtype, copy=True)
+        param.grad = value if scale is None else value * torch.tensor(scale, dtype=param.dtype).reciprocal()
+    optimizer.step()
+
+
+def _update(
+    op: str,
+    options: dict[str, Any],
+    make_params: Make,
+    make_grads: Sequence[Make],
+    layouts: tuple[str, str],
+    scale: float | None,
+    tensor_lr: bool,
+    device: torch.device,
+) -> Iterator[Result]:
+    ours = UpdateInputs(op, make_params(), options, device, layouts[0])
+    theirs, truth = ours.torch_optimizer(torch.float32), ours.torch_optimizer(torch.float64)
+    arguments: dict[str, Any] = {"lr": torch.tensor(0.1, device=device)} if tensor_lr else {}
+    if scale is not None:
+        arguments["grad_scale"] = torch.tensor(scale, device=device)
+        arguments["found_inf"] = torch.zeros((), device=device)
+    all_grads = []
+    for k, make in enumerate(make_grads):
+        grads = place(make(), device, layouts[1])
+        before = clones(grads)
+        ours.step(grads, first=k == 0, **arguments)
+        torch_step(theirs, grads, scale)
+        torch_step(truth, grads, scale)
+        yield Result("grads written", sum(map(changed, before, grads)), 0)
+        all_grads += grads
+
+    their_params, true_params = (o.param_groups[0]["params"] for o in (theirs, truth))
+    yield from compare("params", ours.fp32(), their_params, true_params)
+    yield from ours.weight_results()
+    for name, state in ours.states.items():
+        if state:
+            pair = ([o.state[p][name] for p in o.param_groups[0]["params"]] for o in (theirs, truth))
+            yield from compare(f"{name}s", state, *pair)
+    yield Result("memory around tensors", sum(map(written_outside, [*ours.written(), *all_grads])), 0)
+
+
+def _skipped(op: str, options: dict[str, Any], make: Make, found: float, device: torch.device) -> Iterator[Result]:
+    ours = UpdateInputs(op, make(), options, device)
+    before = clones(ours.written())
+    grads = [torch.full_like(p, math.inf) for p in ours.params]
+    ours.step(grads, first=False, found_inf=torch.tensor(found, device=device))
+    yield Result("bits changed by a skipped step", sum(map(changed, before, ours.written())), 0)
+
+
+def _update_cases(op: str) -> Iterator[Case]:
+    every = UPDATES[op.removesuffix("_")].examples
+    most = every["maximize"]
+    same = ("contiguous", "contiguous")
+    few = (9, 1025)
+
+    def case(dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], **rest: Any) -> Case:
+        arguments = {"layouts": same, "scale": None, "tensor_lr": False, **rest}
+        return Case(op, dtype, name, partial(_update, op, options, params, grads, *arguments.values()))
+
+    for dtype_name, dtype in DTYPES.items():
+        params = partial(of_sizes, dtype, few)
+        grads = [partial(of_sizes, dtype, few, 10 * k + 5) for k in range(3)]
+        for name, options in every.items():
+            yield case(dtype_name, name, options, params, grads)
+        for grad_name, grad_dtype in DTYPES.items():
+            if grad_name != dtype_name:
+                others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
+                yield case(f"{dtype_name}/{grad_name}", "options", most, params, others, scale=3.0)
+        yield case(dtype_name, "scaled", most, params, grads, scale=65536.0)
+        yield case(dtype_name, "scaled_by_3", most, params, grads, scale=3.0)
+        yield case(dtype_name, "tensor_lr", most, params, grads, tensor_lr=True)
+        yield case(dtype_name, "sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)])
+        yield case(dtype_name, "many_tensors", most, partial(many, dtype), [partial(many, dtype)] * 2)
+        weights, *gradients = (partial(shaped, dtype, k) for k in range(3))
+        for layout in LAYOUTS:
+            yield case(dtype_name, layout, most, weights, gradients, layouts=(layout, layout))
+        for layout in ("channels_last", "every_other"):
+            for name, layouts in (("grads", ("contiguous", layout)), ("params", (layout, "contiguous"))):
+                yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
+        one = partial(of_sizes, dtype, (LENGTH,))
+        for kind in VALUES:
+            # Not centered: the overflow of a square would make it inf - inf with an fma, or NaN, without one.
+            yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
+        three = partial(with_element, 1.0, "middle", dtype)
+        for value in (math.nan, math.inf):
+            yield case(
+                dtype_name,
+                f"grads_with_{value}",
+                most,
+                three,
+                [partial(with_element, value, "middle", dtype)],
+            )
+        for found in (1.0, 2.0, math.nan):
+            yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found))
+    scaled = [partial(mixed, seed, 1024.0) for seed in (5, 7)]
+    for name, options in every.items():
+        yield case("mixed", name, options, mixed, scaled, scale=1024.0)
+
+
+CASES: dict[str, tuple[Case, ...]] = {f"{name}_": tuple(_update_cases(f"{name}_")) for name in UPDATES}

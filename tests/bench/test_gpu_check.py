@@ -1,0 +1,411 @@
+"""`make gpu-check` without a GPU: that it runs, and that what it found stays, whatever ends it."""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tarfile
+import time
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from cuda_on_cpu.build import missing_headers
+
+import amp_kernels
+from amp_kernels import testing
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
+
+
+def load(path: Path) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None and spec.loader is not None
+    module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)  # dataclasses look it up there
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def script() -> ModuleType:
+    return load(SCRIPT)
+
+
+def logs(out: Path) -> dict[str, str]:
+    """What is in the archive, by part."""
+    with tarfile.open(out / "results.tar.gz") as archive:
+        names = [name for name in archive.getnames() if name.startswith("results/logs/") and name.endswith(".txt")]
+        files = {Path(name).stem: archive.extractfile(name) for name in names}
+        return {name: file.read().decode() for name, file in files.items() if file is not None}
+
+
+# --------------------------------------------------------------------------------------------------- the rehearsal
+def test_rehearsal(script: ModuleType, tmp_path: Path) -> None:
+    done = subprocess.run([sys.executable, SCRIPT, "--rehearse", "--out", tmp_path], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told, end = done.stdout.partition("\n\n")[0].splitlines(), done.stdout[-4000:]
+    parts = [name for name in script.SECONDS if name not in ("python_build", "smoke_blocking")]  # after failures alone
+    assert [line.split(":")[0] for line in told] == parts
+    assert all(": passed" in line for line in told)
+    summary = (tmp_path / "summary.txt").read_bytes()
+    assert len(summary) <= 4096 and summary.decode("ascii") in end and str(tmp_path) in end
+    assert all(f"{name} " in end for name in parts)
+    assert "without compute-sanitizer, which needs a GPU" in end
+    # A line of the ceilings, and one at least of each table.
+    for family in ("ceilings: read", *(f"\n{name} " for name in ("sgd", "rmsprop", "unscale", "matmul", "int8"))):
+        assert family in end
+    assert set(logs(tmp_path)) == set(parts) and "0 failed" in logs(tmp_path)["smoke"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.tar.gz", "summary.txt", "work"]
+
+
+# ------------------------------------------------------------------------------------------------------- its death
+# Parts that take no time; the last of `count` ends the driver that runs it, as nothing can be told to expect.
+DRIVER = """
+import os, signal, sys
+sys.path.insert(0, {folder!r})
+import gpu_check
+from pathlib import Path
+count, out = int(sys.argv[1]), Path(sys.argv[2])
+files = out / "work"
+parts = [gpu_check.Part(f"part{{i}}", ["sh", "-c", f"echo log of {{i}}; echo row > {{files}}/table{{i}}.csv"])
+         for i in range(count)]
+parts.append(gpu_check.Part("killer", ["sh", "-c", "kill -KILL $PPID; sleep 1"]))
+{prelude}
+check = gpu_check.Check(out, files, "machine", 60, dict.fromkeys((part.name for part in parts), 30))
+check.run(parts)
+"""
+# Ends the driver within the last of its savings, where a function is called that has a file open.
+IN_A_FUNCTION = """
+import csv, tarfile
+savings, save = [], gpu_check.Check.save
+gpu_check.Check.save = lambda self: (savings.append(1), save(self))
+def dying(function):
+    def call(*given, **named):
+        if len(savings) == count:
+            if function.__name__ == "write_text":
+                given[0].open("w").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return function(*given, **named)
+    return call
+{name} = dying({name})
+"""
+
+
+def kill(tmp_path: Path, count: int, prelude: str = "") -> None:
+    code = DRIVER.format(folder=str(SCRIPT.parent), prelude=prelude)
+    done = subprocess.run([sys.executable, "-c", code, str(count), tmp_path], capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_what_was_finished_outlives_the_driver(count: int, tmp_path: Path) -> None:
+    kill(tmp_path, count)
+    assert {f"part{i}": f"log of {i}\n" for i in range(count)} == logs(tmp_path)
+    with tarfile.open(tmp_path / "results.tar.gz") as archive:
+        assert {f"results/table{i}.csv" for i in range(count)} <= set(archive.getnames())
+    summary = (tmp_path / "summary.txt").read_text()
+    assert all(f"part{i} 0 s" in summary for i in range(count)) and "killer" not in summary
+
+
+@pytest.mark.parametrize("name", ["csv.writer", "os.replace", "tarfile.TarFile.addfile", "gpu_check.Path.write_text"])
+def test_a_death_among_the_files_leaves_each_complete(script: ModuleType, name: str, tmp_path: Path) -> None:
+    kill(tmp_path, 3, IN_A_FUNCTION.format(name=name))
+    assert {"part0", "part1"} <= set(logs(tmp_path))
+    assert "part0 0 s, part1 0 s" in (tmp_path / "summary.txt").read_text()
+    assert {"part0", "part1"} <= set(script.Check(tmp_path, tmp_path / "work", "machine", 60).results)
+
+
+def test_a_later_call_adds_to_what_is_there(script: ModuleType, tmp_path: Path) -> None:
+    def call(*names: str, code: str = "1") -> None:
+        parts = [script.Part(name, [sys.executable, "-S", "-c", code], cwd=tmp_path) for name in names]
+        script.Check(tmp_path, tmp_path / "work", "machine", 60, dict.fromkeys(names, 30)).run(parts)
+
+    call("build", "smoke")
+    call("sgd", "smoke", code="raise SystemExit('it broke')")
+    summary = (tmp_path / "summary.txt").read_text()
+    assert summary.startswith("machine\npassed: build 0 s\n")
+    assert summary.count("FAILED: exit code 1") == 2 and summary.count("it broke") == 2
+
+
+# -------------------------------------------------------------------------------------------------------- one part
+def run(script: ModuleType, tmp_path: Path, limit: float, *parts: tuple[str, str], **rest: str) -> dict[str, str]:
+    made = [script.Part(name, ["sh", "-c", command], cwd=tmp_path, **rest) for name, command in parts]
+    check = script.Check(tmp_path, tmp_path / "work", "machine", 60, {name: limit for name, _ in parts})
+    check.run(made)
+    return {name: result for name, (result, _) in check.results.items()}
+
+
+def test_a_part_that_hangs_or_crashes_ends_alone(script: ModuleType, tmp_path: Path) -> None:
+    waits = "trap 'echo interrupted; exit' INT; sleep 60 & echo $! > child; wait"
+    hangs, dies, works = ("hangs", waits), ("dies", "echo 'error: why'; kill -SEGV $$"), ("works", "true")
+    results = run(script, tmp_path, 2, hangs, dies, works)
+    assert results == {"hangs": "FAILED: took more than 2 s", "dies": "FAILED: SIGSEGV", "works": "passed"}
+    assert "interrupted" in logs(tmp_path)["hangs"]
+    summary = (tmp_path / "summary.txt").read_text()
+    assert "hangs: FAILED: took more than 2 s" in summary and "  error: why" in summary
+    child = int((tmp_path / "child").read_text())
+    for _ in range(100):  # its parent has ended: until init has collected it
+        stat = Path(f"/proc/{child}/stat")
+        if not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z":
+            break
+        time.sleep(0.05)
+    else:
+        pytest.fail(f"process {child} of the part still runs")
+
+
+def test_what_cannot_run_here_is_skipped_in_a_sentence(script: ModuleType, tmp_path: Path) -> None:
+    part = script.Part("ncu", ["false"], cwd=tmp_path, why_not=lambda: "there is no ncu on PATH")
+    check = script.Check(tmp_path, tmp_path / "work", "machine", 60)
+    assert check.run([part])
+    assert "ncu: skipped: there is no ncu on PATH" in (tmp_path / "summary.txt").read_text()
+
+
+def test_a_second_look_after_a_failure_alone(script: ModuleType, tmp_path: Path) -> None:
+    for command, names in (("false", ["smoke", "smoke_blocking"]), ("true", ["smoke"])):
+        parts = [script.Part("smoke", [command]), script.Part("smoke_blocking", [command], after="smoke")]
+        check = script.Check(tmp_path / command, tmp_path / command / "work", "machine", 60)
+        assert check.run(parts) == (command == "true") and list(check.results) == names
+
+
+def test_the_time_for_all_parts_ends(script: ModuleType, tmp_path: Path) -> None:
+    check = script.Check(tmp_path, tmp_path / "work", "machine", 0)
+    assert not check.run([script.Part("info", ["true"])])
+    assert check.results["info"][0] == "FAILED: no time was left for it"
+
+
+def test_the_first_stage_takes_nine_minutes(script: ModuleType) -> None:
+    assert script.STAGES["first"] + script.GRACE <= 9 * 60
+    unconditional = {"python_build", "smoke_blocking"} ^ set(script.LIMITS["first"])
+    assert sum(script.LIMITS["first"][name] for name in unconditional) <= 9 * 60
+
+
+def test_the_parts_for_a_gpu(script: ModuleType, tmp_path: Path) -> None:
+    parts = {part.name: part for part in script.all_parts(tmp_path / "results", tmp_path, (9, 0))}
+    assert list(parts) == list(script.SECONDS)
+    assert parts["build"].environment["TORCH_CUDA_ARCH_LIST"] == "9.0a"
+    for name in ("smoke", "smoke_blocking", "memcheck", "racecheck", "initcheck"):
+        assert parts[name].environment["AMP_KERNELS_MULTIPROCESSORS"] == "3"
+    for name in ("memcheck", "racecheck", "initcheck"):
+        assert parts[name].environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
+        assert parts[name].command[-len(parts["smoke"].command) :] == parts["smoke"].command
+    assert parts["smoke_blocking"].environment["CUDA_LAUNCH_BLOCKING"] == "1"
+    for name in ("cuda_tests", "triton_tests", "triton_kernels"):
+        assert "--continue-on-collection-errors" in parts[name].command
+    assert parts["cuda_tests"].why_not() == "no CUDA kernels were built"
+    assert all((ROOT / "tests" / name).exists() for name in script.TRITON_KERNELS)
+
+
+def test_only_a_finished_build_for_cuda_has_its_kernels(script: ModuleType, tmp_path: Path) -> None:
+    package = tmp_path / "amp_kernels"
+    package.mkdir()
+    (package / "_build.txt").write_text("")
+    assert not script.has_cuda_kernels(tmp_path)  # nvcc failed after the Python files were copied
+    (package / "_C.abi3.so").touch()
+    assert script.has_cuda_kernels(tmp_path)
+    (package / "_build.txt").write_text("the CUDA kernels were not compiled because ...")
+    assert not script.has_cuda_kernels(tmp_path)
+
+
+def test_an_unknown_part() -> None:
+    run = subprocess.run([sys.executable, SCRIPT, "--parts", "info,speed"], capture_output=True, text=True)
+    assert run.returncode == 2 and "--parts must be of first, tests, benchmarks, build" in run.stderr
+    assert "got speed" in run.stderr
+
+
+# ----------------------------------------------------------------------------------------------------- the summary
+FIELDS = (
+    "case", "contender", "scaler", "dtype", "elements", "median_ms", "tera_ops", "copy_percent", "ratio_to_ours"
+)  # fmt: skip
+
+
+def write(path: Path, *rows: tuple[str, ...]) -> None:
+    with path.open("w", newline="") as file:
+        csv.writer(file).writerows([FIELDS, *rows])
+
+
+def test_headlines_name_ours_and_the_fastest_peer(script: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "first").mkdir()
+    rows = [
+        (f"step, {layout}", *row)
+        for layout, elements in (("few large", "1000000"), ("1000 x 64", "64000"))
+        for row in (
+            ("amp_kernels.FusedSGD", "ours", "float16", elements, "2.0", "", "80", "1.0"),
+            ("without a scaler", "none", "float16", elements, "1.0", "", "160", "0.5"),
+            ("torch", "torch", "float16", elements, "3.0", "", "53", "1.5"),
+            ("torch, slow", "torch", "float16", elements, "5.0", "", "32", "2.5"),
+            ("not timed", "torch", "float16", elements, "", "", "", ""),
+            ("copy", "none", "float16", elements, "1.6", "", "100", ""),
+        )
+    ]
+    write(tmp_path / "first" / "sgd.csv", *rows)
+    product = ("linear, 64x64x64", "none", "bfloat16", "8192", "1.0")
+    names = ("amp_kernels.linear", "torch linear", "F.pad, torch linear", "amp_kernels.linear, triton kernels")
+    speeds = [(product[0], name, *product[1:], str(400 + i), "9", "1") for i, name in enumerate(names)]
+    write(tmp_path / "first" / "matmul.csv", *speeds)
+    assert script.headlines(tmp_path, 1000)[1:] == [
+        "matmul linear bfloat16: 64x64x64 ours 400 triton 403 F.pad 402 T/s",
+        "sgd step float16: 1M 2.0 ms 1.50x 80%; 1000 x 64 2.0 ms 1.50x 80%",
+    ]
+    write(tmp_path / "sgd.csv", *rows[:6])
+    assert script.headlines(tmp_path, 1000)[2] == "sgd step float16: 1M 2.0 ms 1.50x 80%"
+    assert script.headlines(tmp_path, 230)[2:] == ["1 more lines in results.tar.gz"]
+
+
+def test_a_summary_has_room_for_everything_that_fails(script: ModuleType, tmp_path: Path) -> None:
+    noise = "echo 'x.cu(1): error: no such kernel'; for i in $(seq 500); do echo \"line $i of é many\"; done; exit 3"
+    names = [f"part{i}" for i in range(len(script.SECONDS))]
+    run(script, tmp_path, 30, *((name, noise) for name in names))
+    write(tmp_path / "work" / "sgd.csv", *(
+        (f"step {i}, few large", "amp_kernels", "none", "float16", "1000000", "2.0", "", "80", "1.0") for i in range(99)
+    ))  # fmt: skip
+    check = script.Check(tmp_path, tmp_path / "work", "machine", 60)
+    check.save()
+    summary = (tmp_path / "summary.txt").read_bytes()
+    assert len(summary) <= script.SUMMARY_BYTES
+    assert all(f"{name}: FAILED: exit code 3".encode() in summary for name in names)
+    assert b"sgd step 0 float16: 1M" in summary and b"more lines in results.tar.gz" in summary
+    script.Check(tmp_path / "one", tmp_path / "one" / "work", "machine", 60, {"a": 30}).run(
+        [script.Part("a", ["sh", "-c", noise])]
+    )
+    one = (tmp_path / "one" / "summary.txt").read_text()
+    assert "  x.cu(1): error: no such kernel" in one and "line 500 of ? many" in one
+
+
+# ------------------------------------------------------------------------------------------- the cases on all tiles
+def reach(multiprocessors: str, *ops: str) -> tuple[set[str], set[str]]:
+    """(kernels that the cases ran on the emulator, all that there are), whatever their dtypes."""
+    command = [sys.executable, ROOT / "tests" / "harness" / "reach_tiles.py", *ops]
+    environment = os.environ | {"AMP_KERNELS_MULTIPROCESSORS": multiprocessors}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    kinds = [{re.sub(r"__half|__nv_bfloat16|float", "T", name) for name in json.loads(line)} for line in
+             done.stdout.splitlines()]  # fmt: skip
+    return kinds[0], kinds[1]
+
+
+@pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+def test_smoke_cases_reach_every_tile_of_three_multiprocessors_alone() -> None:
+    ran, there = reach("3")
+    # Whether codes have zero points is a branch of the epilogue.
+    tiled = [{re.sub(", (true|false)>$", "", name) for name in names if "tiled" in name} for names in (ran, there)]
+    # `linear` and `matmul` pad what cannot be loaded 16 bytes at a time: the operator alone reaches the tile that loads
+    # by element, in tests/test_cuda_on_cpu_matmul.py.
+    by_element = "tiled_kernel<T, Shape<64, 64, 4, 2>, ElementLoader<64>, ElementLoader<64> >"
+    assert tiled[1] - tiled[0] == {by_element} and len(tiled[1]) > 15
+    functions = [{name.split("<")[0] for name in names} for names in (ran, there)]
+    assert functions[1] - functions[0] == {"send_kernel"}  # of pageable memory: CPU tensors need none sent
+    ran_on_132, _ = reach("132", "int8_matmul", "int8_linear", "matmul")
+    assert not any(re.search(r"tiled_kernel<(T, Shape<128|128|T, 128)", name) for name in ran_on_132)
+
+
+def test_the_variable_reaches_the_triton_plan() -> None:
+    code = "import torch; from amp_kernels.triton_kernels.matmul import _multiprocessors as count; print(count({}))"
+    command = [sys.executable, "-c", code.format("torch.device('cpu')")]
+    done = subprocess.run(
+        command, env=os.environ | {"AMP_KERNELS_MULTIPROCESSORS": "7"}, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "7", done.stderr
+
+
+def test_every_operator_is_smoked() -> None:
+    parts = load(SCRIPT.with_name("gpu_parts.py"))
+    for op, names in parts.TILES.items():
+        assert set(names) <= {str(case) for case in testing.CASES[op]}
+    assert set(testing.CASES) - set(parts.TILES) == {"clip_grad_norm_"}  # grad_norm and torch's multiplication
+
+
+def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = load(SCRIPT.with_name("gpu_parts.py"))
+
+    def body(_: object) -> list[testing.Result]:
+        raise RuntimeError("an illegal memory access was encountered")
+
+    class Replaced(Exception):
+        pass
+
+    def execv(_: str, words: list[str]) -> None:
+        raise Replaced(words)
+
+    cases = tuple(testing.Case("matmul", "fp16", name, body) for name in ("one", "two", "three"))
+    monkeypatch.setitem(testing.CASES, "matmul", cases)
+    monkeypatch.setattr(parts, "TILES", {"matmul": tuple(map(str, cases))})
+    monkeypatch.setattr(os, "execv", execv)
+    args = argparse.Namespace(device="cpu", first=1, failures=1)
+    assert parts.cases(args) == 1  # the context is there
+    monkeypatch.setattr(parts, "context_is_gone", lambda device: True)
+    with pytest.raises(Replaced, match="'--device', 'cpu', '--first', '2', '--failures', '2'"):
+        parts.cases(args)
+
+
+# ---------------------------------------------------------------------------------------------- what a stranger reads
+def test_the_readme_and_info_say_that_no_kernel_ran_on_a_gpu() -> None:
+    package = [sys.executable, "-m", "amp_kernels"]
+    info, version = (
+        subprocess.run([*package, word], capture_output=True, text=True, cwd=ROOT / "tests", check=True).stdout
+        for word in ("info", "--version")
+    )
+    sentence = (ROOT / "README.md").read_text().splitlines()[4].strip("*")
+    assert sentence.startswith("No kernel of this version has run on a GPU") and "verify --device cuda" in sentence
+    assert sentence in info.splitlines() and version == f"amp_kernels {amp_kernels.__version__}\n"
+
+
+# ----------------------------------------------------------------------------------------- the tests that it runs
+def pytest_of(tmp_path: Path, text: str, *options: str, name: str = "test_lost.py") -> str:
+    (tmp_path / name).write_text(text)
+    arguments = ["-p", "conftest", "-p", "no:cacheprovider", "-rA", *options, str(tmp_path)]
+    command = [sys.executable, "-m", "pytest", *arguments]
+    environment = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "AMP_KERNELS_"))}
+    environment["PYTHONPATH"] = str(ROOT / "tests")
+    return subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+
+
+LOSES = """
+import torch
+
+def test_fails():
+    assert False, "only this"
+
+def test_loses():
+    def gone(*_):
+        raise RuntimeError("an illegal memory access was encountered")
+    torch.cuda.is_initialized, torch.cuda.synchronize = lambda: True, gone
+    gone()
+
+def test_after():
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+"""
+
+
+def test_a_lost_context_fails_one_test(tmp_path: Path) -> None:
+    pytest.importorskip("xdist")
+    says = pytest_of(tmp_path, LOSES, "-n", "1")
+    assert "FAILED test_lost.py::test_loses - RuntimeError: an illegal memory access" in says
+    assert "PASSED test_lost.py::test_after" in says
+    assert "crashed while running 'test_lost.py::test_loses'" in says
+    assert "crashed while running 'test_lost.py::test_fails'" not in says
+    alone = pytest_of(tmp_path, LOSES)
+    assert "test_loses lost the CUDA context" in alone and "test_after" not in alone
+
+
+def test_the_default_rounds_once_on_cuda(tmp_path: Path) -> None:
+    text = """
+        import conftest, torch
+        conftest._places = lambda: ["default-on-cuda"]
+        def test_it(backend):
+            settings = torch.backends.cuda.matmul
+            assert backend == "default" and not settings.allow_fp16_reduced_precision_reduction
+            assert not settings.allow_bf16_reduced_precision_reduction
+        def test_later():
+            assert torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+    """
+    says = pytest_of(tmp_path, "\n".join(line[8:] for line in text.splitlines()), name="test_matmul.py")
+    assert "2 passed" in says, says

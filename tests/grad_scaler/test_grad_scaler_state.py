@@ -1,0 +1,226 @@
+"""What our GradScaler keeps: the scale, the count of skips, the last overflow; and its checkpoints."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from optim_cases import ALL, TORCH, families, iterate, parameters, set_grads, started, stock
+
+import amp_kernels
+from amp_kernels.optim import FusedSGD
+
+
+def run_scales(scaler: Any, device: Any, pattern: str, via: type = FusedSGD) -> list[float]:
+    """The scale after each step of `pattern`, in which x is an overflow."""
+    p = torch.nn.Parameter(torch.zeros(3, device=device))
+    optimizer = via([p], lr=0.1)
+    scales = []
+    for mark in pattern:
+        p.grad = torch.full_like(p, torch.inf if mark == "x" else 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return scales
+
+
+# ------------------------------------------------------------------------------------------------------------ the scale
+@pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD])
+def test_the_scale_moves_as_torchs(device, via):
+    options = {"growth_interval": 2, "growth_factor": 3.0, "backoff_factor": 0.25}
+    for pattern in ("..x..x.xx....", "xxx......"):
+        ours, theirs = started(device, **options), stock(device, **options)
+        assert run_scales(ours, device, pattern, via) == run_scales(theirs, device, pattern, torch.optim.SGD)
+        assert ours._get_growth_tracker() == theirs._get_growth_tracker()
+
+
+def test_min_scale(device):
+    assert run_scales(started(device, min_scale=0.5), device, "xxxxxx") == [2, 1, 0.5, 0.5, 0.5, 0.5]
+    assert run_scales(started(device, min_scale=0.5, growth_interval=1), device, "xxxxx.") == [2, 1, 0.5, 0.5, 0.5, 1]
+    assert run_scales(started(device), device, "x" * 160)[-1] == 0.0  # torch's way
+    with pytest.raises(ValueError, match="min_scale must be at least 0, got -1"):
+        started(device, min_scale=-1)
+
+
+def test_hysteresis(device):
+    assert run_scales(started(device, hysteresis=2), device, "x.xx.x") == [4, 4, 4, 2, 2, 2]
+    assert run_scales(started(device, hysteresis=3), device, "xxxxx.xx") == [4, 4, 2, 1, 0.5, 0.5, 0.5, 0.5]
+    scaler = started(device, hysteresis=2, growth_interval=2)
+    assert run_scales(scaler, device, ".x..") == [4, 4, 4, 8]  # a tolerated overflow restarts the wait for growth
+    for wrong in (0, -1):
+        with pytest.raises(ValueError, match=f"hysteresis must be at least 1, got {wrong}"):
+            started(device, hysteresis=wrong)
+
+
+def test_update_with_a_new_scale(device):
+    scaler = started(device)
+    params = parameters([torch.float32], device)
+    optimizer = FusedSGD(params, lr=0.1)
+    set_grads(params, 0, scale=torch.inf)
+    scaler.step(optimizer)
+    scaler.update(32.0)
+    assert scaler.get_scale() == 32.0
+    assert scaler.skipped_steps == 1
+    set_grads(params, 0, scale=32.0)
+    scaler.step(optimizer)  # a new iteration
+    scaler.update(torch.tensor(16.0, device=device))
+    assert scaler.get_scale() == 16.0
+    assert scaler.skipped_steps == 1
+
+
+# ------------------------------------------------------------------------------------------ skips and the last overflow
+@pytest.mark.parametrize("via", [*TORCH, torch.optim.SGD])
+def test_skipped_steps(device, via):
+    scaler = started(device)
+    assert scaler.skipped_steps == 0
+    run_scales(scaler, device, "x.xx.", via)
+    assert scaler.skipped_steps == 3
+    assert scaler.skipped_steps.dtype is torch.int64
+    assert scaler.skipped_steps.device.type == device.type
+
+
+@families
+@pytest.mark.parametrize("named", [False, True], ids=["unnamed", "named"])
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+@pytest.mark.parametrize("max_grad_norm", [None, 1.0])
+@pytest.mark.parametrize("hook", [False, True], ids=["", "hook"])
+def test_last_overflow(device, family, named, unscale, max_grad_norm, hook):
+    model = torch.nn.Sequential(torch.nn.Linear(200, 300), torch.nn.Linear(3, 2)).to(device, torch.float16)
+    params = list(model.parameters())
+    optimizer = family(model.named_parameters() if named else params, lr=0.1, max_grad_norm=max_grad_norm)
+    if hook:
+        optimizer.register_step_pre_hook(lambda *_: None)
+    scaler = started(device)
+    assert scaler.last_overflow is None
+    for step, bad in enumerate([(), (), (2,), (), (3, 1), ()], start=1):
+        set_grads(params, step)
+        for i in bad:
+            params[i].grad.view(-1)[-1] = -torch.inf
+        if unscale:
+            scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        if step < 3:
+            assert scaler.last_overflow is None
+        elif step < 5:
+            assert scaler.last_overflow == (3, "1.weight" if named else "param_groups[0]['params'][2]")
+        else:  # the first of several
+            assert scaler.last_overflow == (5, "0.bias" if named else "param_groups[0]['params'][1]")
+    assert scaler.last_overflow.step == 5
+    assert scaler.last_overflow.parameter.endswith("bias" if named else "[1]")
+
+
+@families
+def test_last_overflow_survives_what_changes_the_optimizer(device, family):
+    params = parameters(ALL, device)
+    optimizer = family([(f"p{i}", p) for i, p in enumerate(params[:2])], lr=0.1)
+    scaler = started(device)
+    iterate(scaler, optimizer, 0, overflow=True)
+    expected = (1, "p1")
+    assert scaler.last_overflow == expected
+    optimizer.add_param_group({"params": [("p2", params[2]), ("p3", params[3])]})
+    assert scaler.last_overflow == expected
+    iterate(scaler, optimizer, 1)
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert scaler.last_overflow == expected
+    optimizer.param_groups[0]["lr"] = 0.2
+    iterate(scaler, optimizer, 2)
+    assert scaler.last_overflow == expected
+    set_grads(params, 3)
+    params[0].grad = None  # a hole does not shift the numbers
+    params[3].grad.view(-1)[0] = torch.nan
+    scaler.step(optimizer)
+    assert scaler.last_overflow == (4, "p3")
+
+
+def test_last_overflow_is_the_last_of_several_optimizers_that_step_unevenly(device):
+    params = {name: torch.nn.Parameter(torch.ones(3, device=device)) for name in "ab"}
+    optimizers = {name: FusedSGD([(name, param)], lr=0.1) for name, param in params.items()}
+    scaler = started(device)
+    for name, overflows in [("a", False), ("a", False), ("a", True), ("b", False), ("b", True)]:
+        params[name].grad = torch.full_like(params[name], torch.inf if overflows else 1.0)
+        scaler.step(optimizers[name])
+        scaler.update()
+    assert scaler.last_overflow == (2, "b")
+
+
+def test_the_largest_elements_are_no_overflow(device):
+    """Their squares overflow; found_inf comes from elements."""
+    for dtype in ALL:
+        p = torch.nn.Parameter(torch.zeros(70000, dtype=dtype, device=device))
+        optimizer = FusedSGD([p], lr=0.0)
+        scaler = started(device, init_scale=1.0)
+        p.grad = torch.full_like(p, torch.finfo(dtype).max)
+        scaler.step(optimizer)
+        scaler.update()
+        assert scaler.skipped_steps == 0
+        assert scaler.last_overflow is None
+
+
+def test_an_optimizer_is_not_kept_alive(device):
+    scaler = started(device)
+    params = parameters([torch.float32], device)
+    optimizer = FusedSGD(params, lr=0.1)
+    set_grads(params, 0)
+    scaler.step(optimizer)
+    scaler.update()
+    reference = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert reference() is None
+    assert scaler.last_overflow is None
+
+
+# ---------------------------------------------------------------------------------------------------------- checkpoints
+def test_state_dicts_go_both_ways(device):
+    options = {"init_scale": 16.0, "growth_interval": 3}
+    ours, theirs = started(device, **options, min_scale=0.5, hysteresis=2), stock(device, **options)
+    run_scales(ours, device, "x.xx.")
+    run_scales(theirs, device, "x..")
+    saved = ours.state_dict()
+    assert theirs.state_dict().keys() < saved.keys()
+    assert saved["skipped_steps"] == 3
+
+    loaded = stock(device)
+    loaded.load_state_dict(saved)
+    assert loaded.state_dict() == {k: saved[k] for k in loaded.state_dict()}
+
+    for fresh in (amp_kernels.GradScaler(device.type), started(device)):
+        fresh.load_state_dict(saved)
+        assert fresh.state_dict() == saved
+        fresh.scale(torch.zeros((), device=device))
+        assert fresh.skipped_steps == 3
+        rest = copy.deepcopy(fresh)
+        rest.scale(torch.zeros((), device=device))
+        assert run_scales(rest, device, "x.xx") == run_scales(fresh, device, "x.xx")
+
+    from_torch = started(device, min_scale=2.0, hysteresis=3)
+    from_torch.load_state_dict(theirs.state_dict())
+    assert {k: from_torch.state_dict()[k] for k in theirs.state_dict()} == theirs.state_dict()
+    assert from_torch.state_dict()["min_scale"] == 2.0
+    assert from_torch.state_dict()["hysteresis"] == 3
+    with pytest.raises(RuntimeError, match="source state dict is empty"):
+        from_torch.load_state_dict({})
+
+
+@pytest.mark.parametrize("at", range(5))
+def test_resumed_in_the_middle(device, at):
+    pattern = "x.xx."
+    whole = started(device, hysteresis=2, growth_interval=1)
+    expected = run_scales(whole, device, pattern)
+    first = started(device, hysteresis=2, growth_interval=1)
+    begin = run_scales(first, device, pattern[:at])
+    for how in ("load", "pickle", "deepcopy"):
+        if how == "load":
+            second = started(device)
+            second.load_state_dict(first.state_dict())
+        else:
+            second = pickle.loads(pickle.dumps(first)) if how == "pickle" else copy.deepcopy(first)
+            second.scale(torch.zeros((), device=device))
+        assert begin + run_scales(second, device, pattern[at:]) == expected
+        assert second.skipped_steps == whole.skipped_steps

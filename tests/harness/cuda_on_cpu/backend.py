@@ -1,0 +1,281 @@
+"""What launches kernels, as amp_kernels.triton_kernels does: on CPU tensors, the CUDA kernels on the emulator."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import importlib
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from arena import Arena
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amp_kernels import backends
+from amp_kernels.ops.library import DEFINITIONS
+from amp_kernels.testing import Case, Result
+
+from .build import HERE, ROOT, build
+
+_PRODUCTS = importlib.import_module("amp_kernels.functional.matmul")  # the package's name for it is a function
+ORDERS = ("forwards", "backwards", "shuffled")  # enum Order of emulator.h
+_POINTER, _INT64, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_bool
+_TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
+_SIGNATURES = {
+    "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
+    "send": (_POINTER, _POINTER, _INT64),
+    "update_table": (ctypes.c_char_p, *_TABLE, *[_POINTER] * 3, _INT, _INT, *[_POINTER] * 3, ctypes.c_float),
+    **dict.fromkeys(
+        (
+            "quantize_int8",
+            "dequantize_int8",
+            "straight_through_int8",
+            "int8_matmul",
+            "int8_linear",
+            "matmul",
+            "copy_pad",
+        ),
+        (_POINTER,),
+    ),
+}
+_DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype of csrc/table.h
+
+
+class _Layout(ctypes.Structure):
+    _fields_ = (("numbers", _INT64 * 19),)
+
+
+def _struct(name: str, **fields: object) -> type[ctypes.Structure]:
+    return type(name, (ctypes.Structure,), {"_fields_": tuple(fields.items())})
+
+
+# The structs of csrc/int8.h.
+_Quantize = _struct(
+    "Quantize", x=_POINTER, out=_POINTER, scale=_POINTER, zero_point=_POINTER, layout=_Layout, dtype=_INT,
+    fake=_BOOL, is_static=_BOOL, stochastic=_BOOL, seed=ctypes.c_uint64,
+)  # fmt: skip
+_Dequantize = _struct(
+    "Dequantize", values=_POINTER, scale=_POINTER, zero_point=_POINTER, out=_POINTER, layout=_Layout, dtype=_INT
+)
+_StraightThrough = _struct(
+    "StraightThrough", grad=_POINTER, x=_POINTER, scale=_POINTER, zero_point=_POINTER, out=_POINTER,
+    layout=_Layout, dtype=_INT,
+)  # fmt: skip
+_Int8Matmul = _struct(
+    "Int8Matmul", m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 2, b=_POINTER, b_strides=_INT64 * 2,
+    a_scale=_POINTER, a_zero_point=_POINTER, a_step=_INT64, b_scale=_POINTER, b_zero_point=_POINTER, b_step=_INT64,
+    bias=_POINTER, out=_POINTER, dtype=_INT, out_scale=_POINTER, out_zero_point=_POINTER,
+)  # fmt: skip
+_Int8Linear = _struct(
+    "Int8Linear", m=_INT64, n=_INT64, k=_INT64, x=_POINTER, x_stride=_INT64, weight=_POINTER, scale=_POINTER,
+    scale_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT,
+)  # fmt: skip
+
+# The structs of csrc/matmul.h.
+_Matmul = _struct(
+    "Matmul", batch=_INT64, m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 3, b=_POINTER,
+    b_strides=_INT64 * 3, input=_POINTER, input_strides=_INT64 * 3, out=_POINTER, out_strides=_INT64 * 2,
+    pre=_POINTER, alpha=ctypes.c_float, beta=ctypes.c_float, activation=_INT, dtype=_INT, out_dtype=_INT,
+)  # fmt: skip
+_CopyPad = _struct(
+    "CopyPad", rows=_INT64, columns=_INT64, x=_POINTER, x_strides=_INT64 * 2, pre=_POINTER, pre_strides=_INT64 * 2,
+    out=_POINTER, pitch=_INT64, bias_grad=_POINTER, activation=_INT, dtype=_INT,
+)  # fmt: skip
+
+
+@functools.cache
+def library() -> ctypes.CDLL:
+    """The CUDA kernels, compiled on first use."""
+    lib = build("kernels", [*sorted((ROOT / "csrc" / "cuda").glob("*.cu")), *sorted(HERE.glob("driver*.cpp"))])
+    for name, arguments in _SIGNATURES.items():
+        function = getattr(lib, name)
+        function.argtypes = arguments
+        function.restype = ctypes.c_char_p
+    return lib
+
+
+@contextlib.contextmanager
+def scheduled(order: str, seed: int = 0) -> Iterator[None]:
+    """Lets threads and blocks run in this order inside the ``with`` block."""
+    library().set_order(ORDERS.index(order), seed)
+    try:
+        yield
+    finally:
+        library().set_order(0, 0)
+
+
+@contextlib.contextmanager
+def compute_capability(value: int) -> Iterator[None]:
+    """Makes the launchers choose as for a GPU of ``sm_<value>``."""
+    library().set_compute_capability(value)
+    try:
+        yield
+    finally:
+        library().set_compute_capability(90)
+
+
+class _Launch(TorchDispatchMode):
+    """Operators take CPU tensors to the kernels here, whatever the CPU has of its own for them."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        definition = DEFINITIONS.get(func)
+        if definition is None or definition.launch is None or types:
+            return func(*args, **(kwargs or {}))
+        return definition.launch(sys.modules[__name__], *args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def serving() -> Iterator[None]:
+    """Whatever takes CPU tensors to kernels takes them to those here inside the ``with`` block."""
+    with pytest.MonkeyPatch.context() as patch, _Launch():
+        patch.setattr(backends, "select", lambda device: "cuda")
+        patch.setattr(backends, "kernels", lambda name: sys.modules[__name__])
+        patch.setattr(_PRODUCTS, "forced", lambda: "cuda")
+        yield
+
+
+def run(case: Case) -> list[Result]:
+    """The comparisons of a shared case, by the kernels here."""
+    with serving(), scheduled("shuffled"):
+        return list(case.body(torch.device("cpu")))
+
+
+@functools.cache
+def kernels() -> dict[int, str]:
+    """Every kernel in the library by its address: most are in anonymous namespaces, so that only nm knows them."""
+    says = subprocess.run(["nm", "--demangle", library()._name], capture_output=True, text=True, check=True).stdout
+    symbols = {int(line[:16], 16): line[19:] for line in says.splitlines() if line[:16].strip()}
+    known = next(address for address, name in symbols.items() if name == "set_order")
+    shift = (ctypes.cast(library().set_order, _POINTER).value or 0) - known
+    short = {a: re.sub(r"^void |amp_kernels::|cuda::|\(anonymous namespace\)::", "", n) for a, n in symbols.items()}
+    found = {a: re.sub(r"(?<=[>\w])\(.*", "", name) for a, name in short.items() if re.match(r"\w+_kernel[<(]", name)}
+    return {address + shift: name for address, name in found.items()}
+
+
+def launched() -> set[str]:
+    """Those that ran in this process."""
+    addresses: list[int] = []
+    library().visit_launched(ctypes.CFUNCTYPE(None, _POINTER)(addresses.append))
+    return {kernels()[address] for address in addresses}
+
+
+def _unscale_table_(
+    table: Tensor, chunks: Tensor, chunk_size: int, scale: Tensor | None, divide: bool, write: bool,
+    clear: bool, partials: Tensor, found_inf: Tensor, norm: Tensor, record: Tensor,
+) -> None:  # fmt: skip
+    results = [x.data_ptr() for x in (partials, found_inf, norm, record)]
+    _call("unscale_table", *_table(table, chunks, chunk_size), _address(scale), divide, write, clear, *results)
+
+
+def _send_(host: Tensor, to: Tensor) -> None:
+    _call("send", host.data_ptr(), to.data_ptr(), host.numel())
+
+
+def _update_table_(
+    family: str, table: Tensor, chunks: Tensor, chunk_size: int, steps: Tensor, hyper: Tensor, lr: Tensor,
+    param_dtype: int, grad_dtype: int, grad_scale: Tensor | None, found_inf: Tensor | None,
+    grad_norm: Tensor | None, max_norm: float,
+) -> None:  # fmt: skip
+    arrays = [x.data_ptr() for x in (steps, hyper, lr)]
+    scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
+    dtypes = (param_dtype, grad_dtype)
+    _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *dtypes, *scalars, max_norm)
+
+
+def _quantize_int8_(
+    x: Tensor, out: Tensor, scale: Tensor, zero_point: Tensor | None, layout: list[int], is_static: bool,
+    stochastic: bool, seed: int,
+) -> None:  # fmt: skip
+    pointers = [_address(t) for t in (x, out, scale, zero_point)]
+    fake = out.dtype != torch.int8
+    flags = (_DTYPES[x.dtype], fake, is_static, stochastic, seed % 2**64)
+    _call_with("quantize_int8", _Quantize(*pointers, _layout(layout), *flags))
+
+
+def _dequantize_int8_(values: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: list[int]) -> None:
+    pointers = [_address(t) for t in (values, scale, zero_point, out)]
+    _call_with("dequantize_int8", _Dequantize(*pointers, _layout(layout), _DTYPES[out.dtype]))
+
+
+def _straight_through_int8_(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: list[int]
+) -> None:
+    pointers = [_address(t) for t in (grad, x, scale, zero_point, out)]
+    _call_with("straight_through_int8", _StraightThrough(*pointers, _layout(layout), _DTYPES[out.dtype]))
+
+
+def _int8_matmul_(
+    a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor,
+    b_zero_point: Tensor | None, bias: Tensor | None, out: Tensor, out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
+) -> None:  # fmt: skip
+    matmul = _Int8Matmul(
+        a.shape[0], b.shape[1], a.shape[1], _address(a), a.stride(), _address(b), b.stride(),
+        _address(a_scale), _address(a_zero_point), a_scale.numel() != 1,
+        _address(b_scale), _address(b_zero_point), b_scale.numel() != 1,
+        _address(bias), _address(out), _DTYPES.get(out.dtype, 0), _address(out_scale), _address(out_zero_point),
+    )  # fmt: skip
+    _call_with("int8_matmul", matmul)
+
+
+def _int8_linear_(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    linear = _Int8Linear(
+        x.shape[0], weight.shape[0], x.shape[1], _address(x), x.stride(0), _address(weight), _address(scale),
+        scale.numel() != 1, _address(bias), _address(out), _DTYPES[x.dtype],
+    )  # fmt: skip
+    _call_with("int8_linear", linear)
+
+
+def _matmul_(
+    a: Tensor, b: Tensor, input: Tensor | None, out: Tensor, pre: Tensor | None, alpha: float, beta: float,
+    activation: int,
+) -> None:  # fmt: skip
+    assert out.stride(2) == 1 and (pre is None or pre.stride() == out.stride())
+    matmul = _Matmul(
+        *out.shape, a.shape[2], _address(a), a.stride(), _address(b), b.stride(), _address(input),
+        (0, 0, 0) if input is None else input.stride(), _address(out), out.stride()[:2], _address(pre), alpha, beta,
+        activation, _DTYPES[a.dtype], _DTYPES[out.dtype],
+    )  # fmt: skip
+    _call_with("matmul", matmul)
+
+
+def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | None, activation: int) -> None:
+    assert out.is_contiguous()
+    copy_pad = _CopyPad(
+        *x.shape, _address(x), x.stride(), _address(pre), (0, 0) if pre is None else pre.stride(),
+        _address(out), out.shape[1], _address(bias_grad), activation, _DTYPES[x.dtype],
+    )  # fmt: skip
+    _call_with("copy_pad", copy_pad)
+
+
+def _layout(numbers: list[int]) -> _Layout:
+    return _Layout((_INT64 * 19)(*numbers))
+
+
+def _table(table: Tensor, chunks: Tensor, chunk_size: int) -> tuple[int, int, int, int, int]:
+    assert table.is_contiguous() and chunks.is_contiguous()
+    return table.data_ptr(), table.shape[1], chunks.data_ptr(), chunks.shape[0], chunk_size
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _call(name: str, *arguments: object) -> None:
+    guards = [guard for arena in Arena.alive for guard in arena.guards]
+    edges = [edge for guard in guards for edge in guard]
+    library().forbid_reads((ctypes.c_uint64 * len(edges))(*edges), ctypes.c_size_t(len(guards)))
+    message = getattr(library(), name)(*arguments)
+    if message is not None:
+        raise RuntimeError(message.decode())
+
+
+def _call_with(name: str, struct: ctypes.Structure) -> None:
+    _call(name, ctypes.addressof(struct))

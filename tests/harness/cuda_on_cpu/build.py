@@ -1,0 +1,104 @@
+"""Compiles CUDA sources with the host's C++ compiler against the emulator."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib.util
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parents[2]
+BUILD = ROOT / "build" / "cuda_on_cpu"
+# -fno-strict-aliasing: nvcc lets device code reach one address through several types. -ffp-contract=off: the
+# results must not depend on the host. The emulator's header comes first, as nvcc's own does.
+WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-class-memaccess"]
+SANITIZERS = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize=vptr"]
+# A call before each read (emulator.cpp has it); nothing else of the address sanitizer.
+READS = ["-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0"]
+READS += [f"--param=asan-{what}=0" for what in ("instrument-writes", "stack", "globals")]
+FLAGS = ["-std=c++17", "-O1", "-g", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
+FLAGS += [*WARNINGS, *SANITIZERS, "-DAMP_KERNELS_CUDA_ON_CPU", "-include", str(HERE / "emulator.h")]
+
+
+def header_folders() -> list[Path]:
+    """Include folders of CUDA 13: of the pip packages, else of an installed toolkit."""
+    for include in _candidates():
+        folders = [include, include / "cccl"]
+        needed = ("cuda_fp16.h", "cuda_bf16.h", "crt/host_defines.h", "nv/target")
+        if all(any((folder / name).exists() for folder in folders) for name in needed):
+            return folders
+    raise RuntimeError(
+        "cuda_on_cpu: CUDA 13 headers must be installed, got none; "
+        "run: pip install 'nvidia-cuda-runtime==13.0.*' 'nvidia-cuda-crt==13.0.*' 'nvidia-cuda-cccl==13.0.*'"
+    )
+
+
+def missing_headers() -> str | None:
+    """Why the kernels cannot be compiled here, if so. No compiler at all is an error, not a reason."""
+    try:
+        header_folders()
+    except RuntimeError as error:
+        return str(error)
+    return None
+
+
+def _candidates() -> Iterator[Path]:
+    packages = importlib.util.find_spec("nvidia")
+    for location in (packages.submodule_search_locations if packages else None) or ():
+        yield Path(location) / "cu13" / "include"
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if variable in os.environ:
+            yield Path(os.environ[variable]) / "include"
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        yield Path(nvcc).resolve().parents[1] / "include"
+    yield Path("/usr/local/cuda/include")
+    yield from sorted(Path("/usr/local").glob("cuda-13*/include"), reverse=True)
+
+
+def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
+    """The library of `sources` and the emulator, compiled unless this very text was compiled before."""
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise RuntimeError(f"cuda_on_cpu: the C++ compiler {compiler!r} must be on PATH; install g++ or set CXX")
+    include = header_folders()
+    emulator = HERE / "emulator.cpp"
+    command = [compiler, *FLAGS, *(argument for folder in include for argument in ("-isystem", str(folder)))]
+    commands = {source: [*command, *READS] for source in sources} | {emulator: command}
+
+    digest = hashlib.sha256(repr(commands).encode())
+    digest.update(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
+    read = {path for folder in (ROOT / "csrc", HERE) for path in folder.rglob("*.*") if path.suffix != ".pyc"}
+    for path in sorted(read):
+        digest.update(path.read_bytes())
+    folder = BUILD / digest.hexdigest()[:16]
+    library = folder / f"{name}.so"
+    if not library.exists():
+        # Other processes may build the same: each works in a folder of its own, and the first to finish wins.
+        work = folder / f"{name}.{os.getpid()}"
+        work.mkdir(parents=True, exist_ok=True)
+        objects = [str(work / f"{source.stem}.o") for source in commands]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            jobs = [
+                pool.submit(_run, [*of_source, "-c", "-x", "c++", str(source), "-o", object_])
+                for (source, of_source), object_ in zip(commands.items(), objects, strict=True)
+            ]
+            for job in jobs:
+                job.result()
+        # No sanitizer here: emulator.cpp has its run-time library.
+        _run([compiler, "-shared", "-Wl,-z,defs", *objects, "-o", str(work / library.name)])
+        os.replace(work / library.name, library)
+        shutil.rmtree(work)
+    return ctypes.CDLL(str(library))
+
+
+def _run(command: list[str]) -> None:
+    result = subprocess.run(command, capture_output=True, text=True)
+    if result.returncode != 0:
+        raise RuntimeError(f"cuda_on_cpu: {' '.join(command)} failed:\n{result.stderr}")

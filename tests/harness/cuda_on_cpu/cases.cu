@@ -1,0 +1,248 @@
+// Small kernels, right and wrong ones, on which test_emulator.py tries the emulator itself.
+#include <map>
+#include <string>
+
+#include "../../../csrc/cuda/int8_tiles.cuh"
+
+namespace amp_kernels {
+namespace {
+
+using Kernel = void (*)(const double* in, double* out);
+
+__device__ double* shared_doubles() { return reinterpret_cast<double*>(shared_memory()); }
+
+__global__ void sum(const double* in, double* out) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = block_sum(in[i], shared_doubles());
+}
+
+__global__ void min_and_sum(const double* in, double* out) {  // two reductions in a row share their memory
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  const double low = block_min(in[i], 1e300, shared_doubles());
+  out[i] = block_sum(in[i] - low, shared_doubles());
+}
+
+// block_sum without the barrier that lets it use its memory again: warps run ahead into the second reduction.
+__device__ double hasty_sum(double value, double* shared) {
+  for (int mask = 16; mask > 0; mask /= 2) value += warp_shuffle_xor(value, mask);
+  if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = value;
+  barrier();
+  value = 0.0;
+  for (unsigned w = 0; w < blockDim.x / 32; ++w) value += shared[w];
+  return value;
+}
+
+__global__ void hasty_sums(const double* in, double* out) {
+  const unsigned i = blockIdx.x * blockDim.x + threadIdx.x;
+  out[i] = hasty_sum(in[i], shared_doubles());
+  out[i] = hasty_sum(in[i] * 2, shared_doubles()) - out[i];
+}
+
+template <bool kBarrier>
+__global__ void rotate(const double* in, double* out) {
+  double* shared = shared_doubles();
+  shared[threadIdx.x] = in[threadIdx.x];
+  if (kBarrier) barrier();
+  out[threadIdx.x] = shared[(threadIdx.x + 1) % blockDim.x];
+}
+
+__global__ void read_unwritten(const double*, double* out) { out[threadIdx.x] = shared_doubles()[threadIdx.x]; }
+
+__global__ void write_past_the_end(const double*, double*) { shared_doubles()[blockDim.x] = 0.0; }
+
+__global__ void load_misaligned_pack(const double* in, double* out) {
+  const float* odd = reinterpret_cast<const float*>(in) + 1;
+  out[0] = load_pack<4>(odd, true).data[0];
+}
+
+__global__ void store_misaligned_pack(const double*, double* out) {
+  const float values[4] = {};
+  store_pack<4>(reinterpret_cast<float*>(out) + 1, values, true);
+}
+
+__global__ void half_of_the_block_at_a_barrier(const double*, double*) {
+  if (threadIdx.x < blockDim.x / 2) barrier();
+}
+
+__global__ void early_exit(const double*, double* out) {
+  if (threadIdx.x == 7) return;
+  barrier();
+  out[threadIdx.x] = 1.0;
+}
+
+__global__ void two_kinds_of_barrier(const double*, double*) {
+  if (threadIdx.x % 2 == 0) {
+    barrier();
+  } else {
+    block_any(true);
+  }
+}
+
+__global__ void any(const double* in, double* out) {
+  out[threadIdx.x] = block_any(in[threadIdx.x] > 0) + 2 * block_any(in[threadIdx.x] > 1e9);
+}
+
+__global__ void divergent_shuffle(const double* in, double* out) {
+  if (threadIdx.x % 32 < 16) out[threadIdx.x] = warp_shuffle_xor(in[threadIdx.x], 1);
+}
+
+__global__ void shuffle_after_different_paths(const double* in, double* out) {
+  double value = in[threadIdx.x];
+  // The two halves of a warp shuffle among themselves, a different number of times, and then together.
+  const unsigned half = threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u;
+  const int times = threadIdx.x % 32 < 16 ? 1 : 3;
+  for (int i = 0; i < times; ++i) value = __shfl_xor_sync(half, value, 1);
+  out[threadIdx.x] = warp_shuffle_xor(value, 16);
+}
+
+__global__ void shuffle_from_an_unnamed_lane(const double* in, double* out) {
+  if (threadIdx.x % 32 < 16) out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, in[threadIdx.x], 16);
+}
+
+__global__ void last_block(const double* in, double* out) {
+  // out[0 .. grid): partial sums; out[grid]: total; out[grid + 1]: which block was last; out[grid + 2]: the
+  // counter
+  double* shared = shared_doubles();
+  const double partial = block_sum(in[blockIdx.x * blockDim.x + threadIdx.x], shared);
+  if (threadIdx.x == 0) out[blockIdx.x] = partial;
+  if (!is_last_block(reinterpret_cast<unsigned*>(out + gridDim.x + 2))) return;
+  const double total = block_sum(threadIdx.x < gridDim.x ? out[threadIdx.x] : 0.0, shared);
+  if (threadIdx.x == 0) out[gridDim.x] = total;
+  if (threadIdx.x == 0) out[gridDim.x + 1] = blockIdx.x;
+}
+
+// ---------------------------------------------------------------------------- tensor cores and copies
+// Codes a[16, 32] and then b[8, 32].
+__global__ void codes_product(const double* in, double* out) {
+  const char* const a = reinterpret_cast<const char*>(in);
+  const char* const b = a + 16 * 32;
+  char* const shared = shared_memory();
+  for (int i = threadIdx.x; i < 24 * 2; i += 32) cuda::copy_async(shared + i * 16, a + i * 16, 16);
+  cuda::commit_copies();
+  cuda::wait_copies<0>();
+  barrier();
+  const unsigned lane = threadIdx.x;
+  uint32_t a_words[4], b_words[2];
+  cuda::load_matrices(a_words, shared + lane % 16 * 32 + lane / 16 * 16);
+  for (int i = 0; i < 2; ++i) memcpy(&b_words[i], b + lane / 4 * 32 + i * 16 + lane % 4 * 4, 4);
+  int c[4] = {1, 2, 3, 4};
+  cuda::multiply_codes(c, a_words, b_words);
+  for (int i = 0; i < 4; ++i) out[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = c[i] - (i + 1);
+}
+
+__global__ void halves_product(const double* in, double* out) {
+  const __half* const a = reinterpret_cast<const __half*>(in);  // [16, 16]
+  const __half* const b = a + 256;                              // [8, 16]
+  const unsigned g = threadIdx.x / 4, t = threadIdx.x % 4;
+  uint32_t a_words[4], b_words[2];
+  for (unsigned i = 0; i < 4; ++i) memcpy(&a_words[i], a + (g + i % 2 * 8) * 16 + t * 2 + i / 2 * 8, 4);
+  for (unsigned i = 0; i < 2; ++i) memcpy(&b_words[i], b + g * 16 + t * 2 + i * 8, 4);
+  float c[4] = {};
+  cuda::multiply_numbers<__half>(c, a_words, b_words);
+  for (unsigned i = 0; i < 4; ++i) out[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
+}
+
+__global__ void half_of_a_warp_at_an_mma(const double*, double*) {
+  int c[4] = {};
+  if (threadIdx.x < 16) cuda::multiply_codes(c, {0, 0, 0, 0}, {0, 0});
+}
+
+// Two stages of two numbers a thread: kWait groups may be missing when the first stage is read, and only with kKeep
+// that is done before it is filled again.
+template <int kWait, bool kKeep>
+__global__ void staged_copies(const double* in, double* out) {
+  double* const shared = shared_doubles();
+  const unsigned i = 2 * threadIdx.x, n = 2 * blockDim.x;
+  const auto copy = [&](unsigned stage, unsigned from) {
+    cuda::copy_async(reinterpret_cast<char*>(shared + stage * n + i), reinterpret_cast<const char*>(in + from + i), 16);
+    cuda::commit_copies();
+  };
+  copy(0, 0);
+  copy(1, n);
+  cuda::wait_copies<kWait>();
+  barrier();
+  double first = 0.0;
+  if (kKeep) first = shared[(i + 2) % n];
+  barrier();
+  copy(0, n);
+  if (!kKeep) first = shared[(i + 2) % n];
+  out[threadIdx.x] = first;
+  cuda::wait_copies<0>();
+}
+
+__global__ void short_copy(const double* in, double* out) {
+  cuda::copy_async(reinterpret_cast<char*>(shared_doubles() + 2 * threadIdx.x),
+                   reinterpret_cast<const char*>(in + 2 * threadIdx.x), threadIdx.x % 2 == 0 ? 8 : 0);
+  cuda::commit_copies();
+  cuda::wait_copies<0>();
+  barrier();
+  for (unsigned i = 0; i < 2; ++i) out[2 * threadIdx.x + i] = shared_doubles()[2 * threadIdx.x + i];
+}
+
+__global__ void misaligned_copy(const double* in, double*) {
+  cuda::copy_async(shared_memory(), reinterpret_cast<const char*>(in) + 8, 16);
+}
+
+__global__ void swap_bytes(const double* in, double* out) {
+  uint32_t word[4];
+  memcpy(word, in, sizeof(word));
+  cuda::transpose_bytes(word);
+  memcpy(out, word, sizeof(word));
+}
+
+template <class T>
+__global__ void double_packs(const double* in, double* out) {
+  T* data = reinterpret_cast<T*>(out);
+  Vector<float, 8> pack = load_pack<8>(reinterpret_cast<const T*>(in) + 8 * threadIdx.x, is_aligned16(in));
+  for (int i = 0; i < 8; ++i) pack.data[i] *= 2;
+  store_pack<8>(data + 8 * threadIdx.x, pack.data, is_aligned16(data));
+}
+
+const std::map<std::string, Kernel> kKernels = {
+    {"sum", sum},
+    {"min_and_sum", min_and_sum},
+    {"hasty_sums", hasty_sums},
+    {"rotate", rotate<true>},
+    {"rotate_without_barrier", rotate<false>},
+    {"read_unwritten", read_unwritten},
+    {"write_past_the_end", write_past_the_end},
+    {"load_misaligned_pack", load_misaligned_pack},
+    {"store_misaligned_pack", store_misaligned_pack},
+    {"half_of_the_block_at_a_barrier", half_of_the_block_at_a_barrier},
+    {"early_exit", early_exit},
+    {"two_kinds_of_barrier", two_kinds_of_barrier},
+    {"any", any},
+    {"divergent_shuffle", divergent_shuffle},
+    {"shuffle_after_different_paths", shuffle_after_different_paths},
+    {"shuffle_from_an_unnamed_lane", shuffle_from_an_unnamed_lane},
+    {"last_block", last_block},
+    {"codes_product", codes_product},
+    {"halves_product", halves_product},
+    {"half_of_a_warp_at_an_mma", half_of_a_warp_at_an_mma},
+    {"staged_copies", staged_copies<1, true>},
+    {"staged_copies_without_wait", staged_copies<2, true>},
+    {"staged_copies_into_what_is_read", staged_copies<1, false>},
+    {"short_copy", short_copy},
+    {"misaligned_copy", misaligned_copy},
+    {"swap_bytes", swap_bytes},
+    {"double_packs_float", double_packs<float>},
+    {"double_packs_half", double_packs<__half>},
+    {"double_packs_bfloat16", double_packs<__nv_bfloat16>},
+};
+
+}  // namespace
+}  // namespace amp_kernels
+
+extern "C" const char* run_case(const char* name, int order, unsigned seed, unsigned grid, unsigned block,
+                                size_t shared_bytes, const void* in, void* out) {
+  static std::string message;
+  emulator::set_order(static_cast<emulator::Order>(order), seed);
+  try {
+    amp_kernels::launch(amp_kernels::kKernels.at(name), grid, block, shared_bytes, nullptr,
+                        static_cast<const double*>(in), static_cast<double*>(out));
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}

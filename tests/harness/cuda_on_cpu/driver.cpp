@@ -1,0 +1,55 @@
+// C functions for ctypes: csrc/cuda's launchers of the table ops, by the arguments of their structs.
+#include "../../../csrc/cuda/kernels.h"
+#include "guarded.h"
+
+using namespace amp_kernels;  // NOLINT: this file is nothing but an interface to it
+
+extern "C" {
+
+void set_order(int order, unsigned seed) { emulator::set_order(static_cast<emulator::Order>(order), seed); }
+
+void visit_launched(void (*visit)(const void*)) {
+  for (const void* kernel : emulator::launched) visit(kernel);
+}
+
+const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
+                          int64_t chunk_size, const float* scale, bool divide, bool write, bool clear, double* partials,
+                          float* found_inf, float* norm, Record* record) {
+  return guarded([&] {
+    cuda::launch_unscale({{table, tensors, chunks, chunk_count, chunk_size},
+                          scale,
+                          divide,
+                          write,
+                          clear,
+                          partials,
+                          found_inf,
+                          norm,
+                          record},
+                         nullptr);
+  });
+}
+
+const char* send(const int64_t* host, int64_t* to, int64_t n) {
+  return guarded([&] { cuda::launch_send(host, to, n, nullptr); });
+}
+
+const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
+                         int64_t chunk_count, int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,
+                         int param_dtype, int grad_dtype, const float* grad_scale, const float* found_inf,
+                         const float* grad_norm, float max_norm) {
+  return guarded([&] {
+    cuda::launch_update(family,
+                        {{table, tensors, chunks, chunk_count, chunk_size},
+                         steps,
+                         hyper,
+                         lr,
+                         grad_scale,
+                         found_inf,
+                         grad_norm,
+                         max_norm,
+                         static_cast<Dtype>(param_dtype),
+                         static_cast<Dtype>(grad_dtype)},
+                        nullptr);
+  });
+}
+}

@@ -1,0 +1,510 @@
+"""Models to int8: which layers are replaced, calibration, QAT, chains of codes, and the accuracy on digits."""
+
+import copy
+import functools
+import importlib
+import logging
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from gpt2 import GPT2, Conv1D
+from torch import nn
+
+import amp_kernels
+from amp_kernels.nn import Int8Embedding, Int8Linear
+from amp_kernels.quantization import ObservedLinear, QATLinear, convert_, prepare_, prepare_qat_, quantize_
+from amp_kernels.testing import randn
+
+
+def mlp(device="cpu", seed=0):
+    torch.manual_seed(seed)
+    return nn.Sequential(nn.Linear(16, 33), nn.ReLU(), nn.Linear(33, 20), nn.ReLU(), nn.Linear(20, 5)).to(device)
+
+
+class Tied(nn.Module):
+    """A language model's embedding, which is the weight of its last layer too."""
+
+    def __init__(self):
+        super().__init__()
+        self.table, self.middle, self.head = nn.Embedding(50, 16), nn.Linear(16, 16), nn.Linear(16, 50, bias=False)
+        self.head.weight = self.table.weight
+
+    def forward(self, index):
+        return self.head(self.middle(self.table(index)))
+
+
+# --------------------------------------------------------------------------------------------------------- quantize_
+def test_layers_are_replaced_in_place(device):
+    model = mlp(device)
+    x = randn(8, 16).to(device)
+    expected = [Int8Linear.from_linear(model[i], "dynamic") for i in (0, 2, 4)]
+    assert quantize_(model, "dynamic") is model
+    by_hand = expected[2](F.relu(expected[1](F.relu(expected[0](x)))))
+    assert torch.equal(model(x), by_hand)
+    assert [type(layer) for layer in model] == [Int8Linear, nn.ReLU, Int8Linear, nn.ReLU, Int8Linear]
+
+
+def test_a_weight_only_model_takes_half_of_fp16():
+    model = nn.Sequential(nn.Embedding(1000, 256), nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).half()
+    fp16 = sum(tensor.nbytes for tensor in model.state_dict().values())
+    quantize_(model)
+    int8 = sum(tensor.nbytes for tensor in model.state_dict().values())
+    assert [type(layer) for layer in model] == [Int8Embedding, Int8Linear, nn.ReLU, Int8Linear]
+    scales = 4 * (1000 + 1024 + 256) + 1024 + 256  # scales; and biases have two bytes in both
+    assert int8 == fp16 / 2 + scales and int8 < 0.51 * fp16
+    assert model(torch.arange(10)).dtype == torch.float16
+
+
+def test_filter_and_names():
+    model = nn.ModuleDict({"body": mlp(), "head": nn.Linear(5, 5)})
+    seen = []
+    quantize_(model, filter_fn=lambda layer, name: seen.append((type(layer), name)) or name != "head")
+    assert seen == [(nn.Linear, name) for name in ("body.0", "body.2", "body.4", "head")]
+    assert type(model["head"]) is nn.Linear and type(model["body"][4]) is Int8Linear
+
+
+def test_a_model_that_is_a_layer_is_returned_new():
+    assert type(quantize_(nn.Linear(3, 3))) is Int8Linear
+    assert type(prepare_(nn.Linear(3, 3))) is ObservedLinear
+
+
+def test_a_layer_used_twice_stays_one():
+    layer = nn.Linear(16, 16)
+    model = quantize_(nn.Sequential(layer, nn.ReLU(), layer))
+    assert model[0] is model[2] and type(model[0]) is Int8Linear
+
+
+def test_shared_weights_are_quantized_once():
+    model = quantize_(Tied())
+    assert model.table.weight is model.head.weight and model.table.weight_scale is model.head.weight_scale
+    assert sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values()) == 50 * 20 + 16 * 20 + 16 * 4
+    model(torch.arange(50))
+    # an embedding is not replaced by the others, and keeps its parameter
+    table = Tied()
+    weight = table.table.weight
+    quantize_(table, "dynamic")
+    assert table.table.weight is weight and type(table.head) is Int8Linear
+    trained = prepare_qat_(Tied())
+    assert trained.table.weight is trained.head.weight
+    assert type(convert_(trained).head) is Int8Linear
+
+
+def test_attention_and_transformer_layers(device):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval().to(device)
+    x = randn(2, 5, 32).to(device)
+    with torch.no_grad():  # where torch has a fused kernel that reads the weights itself
+        expected = model(x)
+        found = quantize_(model)(x)
+    assert type(model.layers[0].linear1) is Int8Linear
+    assert not isinstance(model.layers[0].self_attn.out_proj, Int8Linear)  # nn.MultiheadAttention never calls it
+    assert 0 < (found - expected).abs().max() < 0.03
+
+
+@pytest.mark.parametrize("kind", ["weight_only", "dynamic", "static", "qat"])
+def test_a_checkpoint_fits_a_new_model(kind, tmp_path):
+    safetensors = pytest.importorskip("safetensors.torch")
+    x = randn(8, 16)
+
+    def made(seed):
+        model = mlp(seed=seed)
+        if kind in ("weight_only", "dynamic"):
+            return quantize_(model, kind)
+        prepare_(model) if kind == "static" else prepare_qat_(model, "static")
+        model(randn(8, 16, seed=seed))
+        return convert_(model)
+
+    model, new = made(0), made(1)
+    expected = model(x)
+    assert not torch.equal(new(x), expected)
+    safetensors.save_file(model.state_dict(), tmp_path / "model.safetensors")
+    new.load_state_dict(safetensors.load_file(tmp_path / "model.safetensors"))
+    assert torch.equal(new(x), expected)
+    torch.save(model, tmp_path / "model.pt")
+    assert torch.equal(torch.load(tmp_path / "model.pt", weights_only=False)(x), expected)
+    assert torch.equal(copy.deepcopy(model)(x), expected)
+
+
+# ------------------------------------------------------------------------------------------------------------- Conv1D
+def linears_of(model):
+    """The same model with nn.Linear in the place of Conv1D."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, layer in parent.named_children():
+            if isinstance(layer, Conv1D):
+                linear = nn.Linear(layer.nx, layer.nf)
+                with torch.no_grad():
+                    linear.weight.copy_(layer.weight.t())
+                    linear.bias.copy_(layer.bias)
+                setattr(parent, name, linear)
+    return model
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic", "static", "qat dynamic", "qat static"])
+def test_conv1d_is_converted_as_linear(mode, device):
+    torch.manual_seed(0)
+    model = GPT2().to(device)
+    index = (torch.arange(40, device=device) * 7 % 50).view(4, 10)
+    results = []
+    for changed in (model, linears_of(model).to(device)):
+        before = changed(index)
+        if mode in ("weight_only", "dynamic"):
+            quantize_(changed, mode)
+        elif mode == "static":
+            assert torch.equal(prepare_(changed)(index), before)
+            convert_(changed)
+        else:
+            weights = dict(changed.named_parameters())
+            prepare_qat_(changed, mode.removeprefix("qat "))
+            assert all(p is weights[name] for name, p in changed.named_parameters())  # as an optimizer may have them
+            changed(index).square().sum().backward()
+            grads = {name: p.grad for name, p in changed.named_parameters()}
+            assert grads["h.0.c_fc.weight"].shape == weights["h.0.c_fc.weight"].shape
+            predicted = changed(index)
+            convert_(changed)
+            assert torch.equal(changed(index), predicted)
+        layers = [changed.h[0].c_fc, changed.h[1].c_proj, changed.lm_head]
+        assert all(type(layer) is Int8Linear and layer.weight.is_contiguous() for layer in layers)
+        assert layers[0].weight.shape == (128, 32) and layers[0].in_features == 32
+        results.append((changed(index), layers[0].weight))
+    assert torch.equal(results[0][1], results[1][1]) or mode.startswith("qat")
+    torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
+    assert torch.equal(results[0][1], results[1][1])
+
+
+def test_gradients_of_a_conv1d_in_training():
+    torch.manual_seed(0)
+    conv = Conv1D(24, 16)
+    linear = nn.Linear(16, 24)
+    linear.weight, linear.bias = (
+        nn.Parameter(conv.weight.detach().t().clone()),
+        nn.Parameter(conv.bias.detach().clone()),
+    )
+    x = randn(8, 16)
+    for layer in (conv, linear):
+        QATLinear.from_linear(layer)(x).square().sum().backward()
+    torch.testing.assert_close(conv.weight.grad.t(), linear.weight.grad, rtol=1e-5, atol=1e-5)
+    assert torch.equal(conv.bias.grad, linear.bias.grad)
+
+
+def test_a_subclass_of_conv1d_and_other_classes_of_the_name_are_left_alone():
+    class Sub(Conv1D):
+        pass
+
+    class Other(nn.Module):
+        pass
+
+    Other.__name__ = "Conv1D"
+    for layer in (Sub(4, 4), Other()):
+        with pytest.raises(ValueError, match=r"model must have an nn\.Linear to replace"):
+            prepare_(nn.Sequential(layer))
+
+
+# ------------------------------------------------------------------------------------------------- what it says
+def said(caplog, call):
+    caplog.clear()
+    with caplog.at_level("INFO", "amp_kernels"):
+        result = call()
+    ((name, level, line),) = caplog.record_tuples
+    assert name == "amp_kernels"
+    return result, line, level == logging.WARNING
+
+
+def test_what_was_converted_and_left_is_said(caplog):
+    matrices = 2 * 2 * 128 * 32 * 4
+    table, vectors = 50 * 32 * 4, 2 * (128 + 32 + 64) * 4
+    total = matrices + table + vectors
+    blocks = f"h.*.c_fc.weight {matrices / 2 / total:.1%}, h.*.c_proj.weight {matrices / 2 / total:.1%}"
+    both = f"{blocks}, wte.weight {table / total:.1%}"
+    biases = f"h.*.c_fc.bias {2 * 128 * 4 / total:.1%}"
+    line = said(caplog, lambda: quantize_(GPT2()))[1:]
+    assert line == (
+        f"quantize_: converted {(matrices + table) / total:.1%} ({both}) of the parameters' bytes; "
+        f"left {vectors / total:.1%} ({biases})",
+        False,
+    )
+    # The weight that the last layer shares stays for the embedding.
+    for call in (lambda: quantize_(GPT2(), "dynamic"), lambda: prepare_(GPT2()), lambda: prepare_qat_(GPT2())):
+        model, text, warns = said(caplog, call)
+        assert f"converted {matrices / total:.1%} ({blocks})" in text and f"(wte.weight {table / total:.1%}" in text
+        assert not warns
+    text, warns = said(caplog, lambda: convert_(model))[1:]
+    assert text.startswith(f"convert_: converted {matrices / total:.1%} ({blocks})") and not warns
+
+
+def test_a_sizable_part_that_is_left_is_a_warning(caplog):
+    def model(width):
+        return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Conv2d(1, width, 5, bias=False))
+
+    assert not said(caplog, lambda: quantize_(model(1)))[2]
+    converted, line, warns = said(caplog, lambda: quantize_(model(4)))
+    assert warns and type(converted[0]) is Int8Linear
+    assert line == "quantize_: converted 71.9% (*.weight 71.9%) of the parameters' bytes; left 28.1% (*.weight 28.1%)"
+    two = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    assert not said(caplog, lambda: quantize_(two, filter_fn=lambda _, name: name == "0"))[
+        2
+    ]  # filter_fn left the other
+
+
+# -------------------------------------------------------------------------------------------------------- checkpoints
+def test_the_two_lines_that_save_and_load(tmp_path):
+    torch.manual_seed(0)
+    model, index = quantize_(GPT2()), torch.arange(50)
+    expected = model(index)
+    torch.save(model.state_dict(), tmp_path / "int8.pt")
+    new = quantize_(GPT2())
+    assert not torch.equal(new(index), expected)
+    new.load_state_dict(torch.load(tmp_path / "int8.pt"))
+    assert torch.equal(new(index), expected) and new.lm_head.weight is new.wte.weight
+    parameters = sum(p.nbytes for p in GPT2().parameters())
+    assert (tmp_path / "int8.pt").stat().st_size < parameters / 4 + 4 * (50 + 2 * (128 + 32)) + 2 * 224 * 4 + 8192
+    safetensors = pytest.importorskip("safetensors.torch")
+    safetensors.save_model(model, tmp_path / "int8.safetensors")
+    again = quantize_(GPT2())
+    assert safetensors.load_model(again, tmp_path / "int8.safetensors") == (set(), [])
+    assert torch.equal(again(index), expected)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_int8_and_float_checkpoints_are_not_mixed(strict):
+    index = torch.arange(50)
+    for prepare in (lambda model: model, prepare_, prepare_qat_):
+        floats, int8 = prepare(GPT2()), quantize_(GPT2())
+        table, weight = int8.wte(index), floats.lm_head.weight.clone()
+        with pytest.raises(RuntimeError, match=r"wte\.weight must be codes, got torch\.float32"):
+            int8.load_state_dict({k: v for k, v in floats.state_dict().items() if k.endswith("weight")}, strict=strict)
+        with pytest.raises(RuntimeError, match=r"h\.1\.c_fc\.weight"):
+            floats.load_state_dict({k: v for k, v in int8.state_dict().items() if "norm" not in k}, strict=strict)
+        assert torch.equal(int8.wte(index), table) and torch.equal(floats.lm_head.weight, weight)
+
+
+# -------------------------------------------------------------------------------------------------------- calibration
+def test_calibration_sees_every_batch_and_changes_nothing(device):
+    model = mlp(device)
+    batches = [randn(7, 16, seed=seed).to(device) for seed in range(3)] + [torch.empty(0, 16, device=device)]
+    expected = [model(x) for x in batches]
+    prepare_(model)
+    assert all(torch.equal(model(x), y) for x, y in zip(batches, expected, strict=True))
+    range_ = torch.stack([torch.cat(batches).min(), torch.cat(batches).max()])
+    whole = amp_kernels.quantize_int8(range_, symmetric=False)
+    convert_(model)
+    assert torch.equal(model[0].input_scale, whole.scale) and torch.equal(model[0].input_zero_point, whole.zero_point)
+
+
+def test_ranges_keep_their_dtype_and_place():
+    model = prepare_(nn.Linear(4, 4))
+    model(torch.full((1, 4), 1e5))
+    model.half()
+    assert model.observer.high.item() == 1e5 and model.observer.high.dtype == torch.float32
+
+
+def test_codes_go_from_layer_to_layer(device):
+    model = mlp(device)
+    x = randn(64, 16).to(device)
+    prepare_(model)
+    model(x[:32])
+    by_hand = copy.deepcopy(model)
+    convert_(model)
+    assert [type(layer) for layer in model] == [Int8Linear, nn.Identity, Int8Linear, nn.Identity, Int8Linear]
+    assert isinstance(model[0](x), amp_kernels.Int8Tensor) and isinstance(model[:4](x), amp_kernels.Int8Tensor)
+    alone = [convert_(copy.deepcopy(by_hand[i])) for i in (0, 2, 4)]
+    assert torch.equal(model(x), alone[2](F.relu(alone[1](F.relu(alone[0](x))))))
+    assert model(x).dtype == torch.float32
+
+
+def test_codes_stop_where_another_sees_them(device):
+    x = randn(8, 16).to(device)
+    layer = nn.Linear(16, 16)
+    hooked = nn.ReLU()
+    hooked.register_forward_hook(lambda *_: None)
+
+    class Other(nn.Sequential):
+        pass
+
+    for model in (
+        nn.Sequential(layer, nn.ReLU(), layer),
+        nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Linear(16, 16)),
+        nn.Sequential(nn.Linear(16, 16), hooked, nn.Linear(16, 16)),
+        Other(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)),
+    ):
+        prepare_(model.to(device))
+        model(x)
+        assert type(convert_(model)[0](x)) is torch.Tensor
+
+
+def test_a_chain_of_what_was_always_0_still_has_its_relu(device):
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.ReLU(), nn.Linear(2, 2, bias=False)).to(device)
+    with torch.no_grad():
+        model[0].weight.copy_(torch.tensor([[1.0, 0.0], [0.0, 1.0]]))
+        model[2].weight.copy_(torch.tensor([[1.0, 1.0], [1.0, 1.0]]))
+    prepare_(model)
+    model(torch.tensor([[-100.0, -50.0]], device=device))
+    convert_(model)
+    assert model(torch.tensor([[-100.0, -50.0]], device=device)).abs().max() == 0
+
+
+# ---------------------------------------------------------------------------------------------------------------- QAT
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_qat_predicts_what_the_converted_model_predicts(mode, dtype, device):
+    model = prepare_qat_(mlp(device).to(dtype), mode)
+    x, y = randn(64, 16, dtype=dtype).to(device), (torch.arange(64) % 5).to(device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+    losses = []
+    for _ in range(12):
+        loss = F.cross_entropy(model(x).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.02
+    model.eval()
+    unseen = 3 * randn(100, 16, dtype=dtype, seed=1).to(device)
+    before = model(unseen)
+    with torch.autocast(device.type, torch.bfloat16):
+        before_autocast = model(unseen)
+    convert_(model)
+    assert type(model[0]) is Int8Linear and model[0].mode == mode
+    assert torch.equal(model(unseen), before)
+    with torch.autocast(device.type, torch.bfloat16):
+        assert torch.equal(model(unseen), before_autocast)
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_qat_gradients_are_those_of_fake_quantization(mode, device):
+    original = nn.Linear(16, 9).to(device)
+    layer = QATLinear.from_linear(original, mode)
+    assert layer.weight is original.weight and layer.bias is original.bias
+    x = randn(4, 8, 16).to(device)
+    layer(x)  # a static range that the next inputs exceed
+    layer.eval()
+    x = (2 * randn(4, 8, 16, seed=1)).to(device).requires_grad_()
+    grad = randn(4, 8, 9, seed=2).to(device)
+    layer(x).backward(grad)
+    ours = [x.grad, original.weight.grad, original.bias.grad]
+    options = {"dim": -1, "symmetric": False}
+    if mode == "static":
+        options = dict(zip(("scale", "zero_point"), layer.observer.affine(), strict=True))
+    inputs = [
+        x.detach().clone().requires_grad_(),
+        *(p.detach().clone().requires_grad_() for p in original.parameters()),
+    ]
+    fake = amp_kernels.fake_quantize_int8
+    y = F.linear(fake(inputs[0], **options), fake(inputs[1], dim=-1), inputs[2])
+    for mine, expected in zip(ours, torch.autograd.grad(y, inputs, grad), strict=True):
+        torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-5)
+    assert bool((x.grad == 0).any()) == (mode == "static")
+
+
+def test_qat_ranges_rest_outside_of_training():
+    model = prepare_qat_(nn.Linear(4, 4), "static")
+    assert model(torch.ones(2, 4)).isfinite().all()
+    model.eval()
+    model(torch.full((2, 4), 100.0))
+    assert model.observer.high.item() == 1
+    assert prepare_qat_(nn.Linear(4, 4), "static").eval()(torch.ones(2, 4)).isnan().all()  # it has no range: NaN, not 0
+
+
+def test_compiled_qat_is_eager():
+    model = prepare_qat_(nn.Sequential(nn.Linear(16, 24), nn.ReLU(), nn.Linear(24, 5)), "static")
+    x = randn(8, 16)
+    compiled = torch.compile(model, fullgraph=True)
+    results = []
+    for run in (compiled, model):
+        y = run(x)
+        results.append((y, *torch.autograd.grad(y.square().sum(), list(model.parameters()))))
+    assert torch.equal(results[0][0], results[1][0])
+    for ours, eager in zip(*results, strict=True):
+        torch.testing.assert_close(ours, eager, rtol=1e-5, atol=1e-6)
+
+
+# ------------------------------------------------------------------------------------------------------------- errors
+def test_errors_are_sentences_and_change_nothing():
+    with pytest.raises(
+        ValueError, match="mode must be 'weight_only' or 'dynamic', got 'static'; static layers come of"
+    ):
+        quantize_(mlp(), "static")
+    with pytest.raises(ValueError, match="mode must be 'dynamic' or 'static', got 'weight_only'"):
+        prepare_qat_(mlp(), "weight_only")
+    with pytest.raises(ValueError, match=r"model must have an nn\.Linear to replace, got Conv2d without any"):
+        quantize_(nn.Conv2d(3, 3, 3), "dynamic")
+    with pytest.raises(ValueError, match="model must have been prepared"):
+        convert_(mlp())
+    for prepare in (prepare_, lambda model: prepare_qat_(model, "static")):
+        model = prepare(mlp())
+        with pytest.raises(ValueError, match=r"layer '0' must have seen a batch, got none"):
+            convert_(model)
+        assert not any(isinstance(layer, Int8Linear) for layer in model)
+    model = prepare_(mlp())
+    model(torch.full((1, 16), torch.nan))
+    with pytest.raises(ValueError, match="inputs of layer '0' must be finite, got a range from nan to nan"):
+        convert_(model)
+
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4).double())
+    with pytest.raises(TypeError, match=r"the weight of '1' must be float32, float16 or bfloat16, got torch\.float64"):
+        quantize_(model)
+    model = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match="'1' must have no hooks, which a new layer would lose"):
+        quantize_(model)
+    for convert in (quantize_, prepare_, prepare_qat_):
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].forward = functools.partial(nn.Linear.forward, model[1])  # as accelerate's add_hook_to_module does
+        with pytest.raises(ValueError, match=r"'1' must have no hooks.* nor a forward of its own"):
+            convert(model)
+        assert type(model[0]) is nn.Linear
+        with pytest.raises(TypeError, match=rf"{convert.__name__}: model must be an nn\.Module, got NoneType"):
+            convert(None)
+    with pytest.raises(TypeError, match=r"convert_: model must be an nn\.Module, got NoneType"):
+        convert_(None)
+    model = prepare_qat_(nn.Sequential(nn.Linear(4, 4)))
+    model[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="convert_: '0' must have no hooks"):
+        convert_(model)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(131072, 1, device="meta"))
+    with pytest.raises(ValueError, match="'1' must have at most 131071 inputs, got 131072"):
+        quantize_(model, "dynamic")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4, max_norm=1.0))
+    with pytest.raises(ValueError, match="max_norm must be None"):
+        quantize_(model)
+    assert type(model[0]) is nn.Linear
+
+
+# ------------------------------------------------------------------------------------------------------------- digits
+@pytest.fixture
+def digits(monkeypatch):
+    pytest.importorskip("sklearn")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    yield importlib.import_module("digits")
+    for name in ("digits", "common"):
+        sys.modules.pop(name, None)
+
+
+def test_digits_within_half_a_point_of_fp32(digits):
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        rows = {row["model"]: row for row in digits.measure(3, device, epochs=12)}
+    finally:
+        torch.set_num_threads(threads)
+    assert len(rows) == 9 and rows["fp32"]["accuracy_percent"] > 94
+    for name, row in rows.items():
+        assert row["delta_points"] >= -0.5, row
+        if not name.startswith(("QAT", "int8 saved")):  # the same weights: only what is near the border may flip
+            assert row["flipped"] <= 0.005 * row["predictions"], row
+    assert rows["weight-only"]["model_bytes"] < 0.56 * rows["fp16"]["model_bytes"]
+
+
+def test_our_linear_is_quantized_as_torchs() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.Linear(8, 4))
+    expected = quantize_(copy.deepcopy(model))
+    ours = quantize_(amp_kernels.nn.convert_linear_(model))
+    x = torch.randn(3, 16)
+    assert torch.equal(ours(x), expected(x))
+    activated = torch.nn.Sequential(amp_kernels.nn.Linear(16, 8, activation="relu"))
+    with pytest.raises(ValueError, match=r"must have an nn\.Linear"):
+        quantize_(activated, "dynamic")

@@ -1,0 +1,184 @@
+"""CUDA graphs: what a capture must not do, shown on any device, and a whole captured iteration on a GPU."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from optim_cases import TORCH
+
+from amp_kernels import GradScaler, grad_scaler
+from amp_kernels.optim import FusedRMSprop, FusedSGD, _base, _plan
+from amp_kernels.testing.updates import UPDATES
+
+
+@pytest.fixture
+def capture(monkeypatch):
+    """Says that a capture is under way; table ops run all the same."""
+
+    def switch(on: bool) -> None:
+        for module in (_base, _plan, grad_scaler):
+            monkeypatch.setattr(module, "capturing", lambda device: on)
+
+    return switch
+
+
+def one_parameter(dtype: torch.dtype = torch.float16) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.randn(33).to(dtype))
+    param.grad = torch.randn(33).to(dtype)
+    return param
+
+
+def test_captured_step_has_tables_of_its_own(capture):
+    param = one_parameter()
+    optimizer = FusedSGD([param], lr=0.1, momentum=0.9)
+    optimizer.step()
+    eager = optimizer._plans[0]._tables
+    capture(True)
+    optimizer.step()
+    captured = optimizer._plans[0]._tables
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(eager, captured, strict=True))
+    before = copy.deepcopy(captured)
+    capture(False)
+    old_gradient, param.grad = param.grad, torch.randn(33).half()  # both live: another address
+    optimizer.param_groups[0]["lr"] = 0.5
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, captured, strict=True))
+    assert any(kept is captured for kept in optimizer._plans[0]._kept)
+    assert optimizer._plans[0]._tables.table[1, 0] == param.grad.data_ptr() != old_gradient.data_ptr()
+
+
+def test_steps_before_in_and_after_a_capture_agree_with_eager_ones(capture):
+    params = [one_parameter(torch.float32), one_parameter(torch.float32)]
+    params[1].data.copy_(params[0].data)
+    optimizers = [FusedRMSprop([p], lr=0.01, momentum=0.9) for p in params]
+    for step in range(6):
+        gradient = torch.randn(33)
+        for k, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
+            param.grad = gradient.clone()
+            capture(k == 0 and step in (2, 3))
+            optimizer.step()
+    assert torch.equal(params[0], params[1])
+
+
+def test_capture_before_state_exists_raises(capture):
+    capture(True)
+    optimizer = FusedSGD([one_parameter()], lr=0.1, momentum=0.9)
+    with pytest.raises(RuntimeError, match="a capture must follow a step"):
+        optimizer.step()
+    assert not optimizer.state  # allocated in a capture, it would never be filled
+    with pytest.raises(RuntimeError, match="a capture must follow a step"):
+        optimizer.init_state()
+    assert not optimizer.state
+
+
+@pytest.mark.parametrize("optimizer_class", TORCH, ids=UPDATES)
+def test_capture_may_follow_init_state(capture, optimizer_class):
+    params = [one_parameter(), one_parameter()]
+    params[1].data.copy_(params[0].data)
+    params[1].grad.copy_(params[0].grad)
+    optimizers = [optimizer_class([p], lr=0.1, momentum=0.9) for p in params]
+    optimizers[0].init_state()
+    capture(True)
+    optimizers[0].step()
+    capture(False)
+    optimizers[1].step()
+    assert torch.equal(params[0], params[1])
+
+
+def test_what_a_graph_points_to_outlives_rebuilt_plans(capture):
+    param = one_parameter()
+    optimizer = FusedSGD([param], lr=0.1, momentum=0.9)
+    optimizer.step()
+    capture(True)
+    optimizer.step()
+    capture(False)
+    plan = optimizer._plans[0]
+    owned = [weakref.ref(t) for t in (plan._steps, plan._partials, plan._entries, plan._tables.table, plan.found_inf)]
+    del plan
+    optimizer.add_param_group({"params": [one_parameter()]})
+    optimizer.step()
+    gc.collect()
+    assert all(ref() is not None for ref in owned)
+
+
+def test_capture_after_someone_wrote_a_parameter_raises(capture):
+    param = one_parameter()
+    optimizer = FusedSGD([param], lr=0.1)
+    optimizer.step()
+    with torch.no_grad():
+        param.mul_(2)
+    capture(True)
+    with pytest.raises(RuntimeError, match="which a capture would undo at every replay"):
+        optimizer.step()
+
+
+def test_capture_with_other_gradient_dtypes_raises(capture):
+    param = one_parameter(torch.float32)
+    optimizer = FusedSGD([param], lr=0.1)
+    optimizer.step()
+    param.grad_dtype = None
+    param.grad = torch.randn(33).half()
+    capture(True)
+    with pytest.raises(RuntimeError, match="gradients of the same dtypes"):
+        optimizer.step()
+    capture(False)
+    expected = param.detach() - 0.1 * param.grad.float()
+    optimizer.step()  # what the sentence asks for
+    torch.testing.assert_close(param.detach(), expected, rtol=1e-6, atol=1e-7)
+
+
+def test_scale_allocated_in_a_capture_raises(capture):
+    capture(True)
+    with pytest.raises(RuntimeError, match="must follow an ordinary iteration"):
+        GradScaler("cpu").scale(torch.ones(()))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("optimizer_class", TORCH, ids=UPDATES)
+def test_replayed_iterations_equal_eager_ones(optimizer_class):
+    """Scaling, backward, check, clip, update and the scale's own update, captured whole; one replay overflows."""
+
+    def trainer():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(64, 64, device="cuda").half()
+        optimizer = optimizer_class(model.parameters(), lr=0.01, momentum=0.9, max_grad_norm=1.0)
+        scaler = GradScaler("cuda", init_scale=1024.0, growth_interval=3)
+        x = torch.zeros(16, 64, device="cuda", dtype=torch.float16)
+
+        def iteration():
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale(model(x).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        return model, scaler, x, iteration
+
+    torch.manual_seed(1)
+    inputs = [torch.randn(16, 64, device="cuda").half() for _ in range(12)]
+    inputs[7][0, 0] = float("inf")
+    eager_model, eager_scaler, eager_x, eager = trainer()
+    model, scaler, x, iteration = trainer()
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for batch in inputs[:3]:
+            x.copy_(batch)
+            iteration()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        iteration()
+    for batch in inputs[3:]:
+        x.copy_(batch)
+        graph.replay()
+    for batch in inputs:
+        eager_x.copy_(batch)
+        eager()
+    for a, b in zip(model.parameters(), eager_model.parameters(), strict=True):
+        assert torch.equal(a, b)
+    assert scaler.get_scale() == eager_scaler.get_scale()
+    assert int(scaler.skipped_steps) == int(eager_scaler.skipped_steps) == 1

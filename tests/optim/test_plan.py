@@ -1,0 +1,209 @@
+"""The arithmetic of tables and chunks, and what layouts have in common."""
+
+from __future__ import annotations
+
+import itertools
+import operator
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from amp_kernels.ops import table as tables
+from amp_kernels.ops.table import Row, cut, gradient_table, int64_tensor, is_dense, same_layout, shares_memory
+
+SMALL, LARGE = 1 << 14, 1 << 16
+
+
+def covered(numels: list[int], entries: Tensor, size: int) -> dict[int, int]:
+    """Elements of each tensor that the chunks hold, in the kernels' arithmetic (csrc/table.h)."""
+    elements: dict[int, int] = {}
+    for tensor, chunk in entries.tolist():
+        begin = chunk * size
+        assert begin == elements.get(tensor, 0)  # one after the other, without a gap
+        elements[tensor] = begin + min(numels[tensor] - begin, size)
+    return elements
+
+
+@pytest.mark.parametrize(
+    "numels",
+    [
+        [],
+        [0],
+        [0, 0],
+        [1],
+        [7, 0, 65537],
+        [SMALL - 1, SMALL, SMALL + 1],
+        [64] * 1000,
+        [0, (1 << 27) + 1, 0, 5],
+    ],
+    ids=str,
+)
+def test_chunks_cover_every_element_once(numels):
+    entries, size = cut(numels)
+    assert entries.dtype is torch.int32
+    assert entries.shape[1] == 2
+    assert entries.is_contiguous()
+    assert size % 1024 == 0
+    assert covered(numels, entries, size) == {t: n for t, n in enumerate(numels) if n}
+    assert entries[:, 0].tolist() == sorted(entries[:, 0].tolist())
+
+
+def test_an_entry_of_more_than_2_to_the_31_elements():
+    numels = [3, (1 << 33) + 5, 7]
+    entries, size = cut(numels)
+    assert size == LARGE
+    assert covered(numels, entries, size) == dict(enumerate(numels))
+    last = entries[-2]
+    assert last.tolist() == [1, 1 << 17]
+    assert last[1].item() * size == 1 << 33  # 64-bit, where an int32 product would be 0
+    assert numels[1] - last[1].item() * size == 5
+
+
+def test_chunk_size_depends_on_the_sum():
+    assert cut([(1 << 27) - 1]).size == SMALL
+    assert cut([1 << 26, 1 << 26]).size == LARGE
+
+
+def test_order():
+    numels = [SMALL + 1, 5, 0, 9]
+    assert cut(numels, [3, 0]).entries.tolist() == [[3, 0], [0, 0], [0, 1]]
+    assert cut(numels, [2]).entries.shape == (0, 2)
+    assert cut(numels, []).entries.shape == (0, 2)
+
+
+def test_int64_tensor():
+    values = [0, 1, (1 << 47) + 3, -(1 << 63), (1 << 63) - 1]
+    tensor = int64_tensor(values)
+    assert tensor.tolist() == values
+    assert tensor.dtype is torch.int64
+    assert int64_tensor(iter(values)).tolist() == values
+    assert int64_tensor([]).shape == (0,)
+    tensor[0] = 5  # writable, and its own memory
+    assert values[0] == 0
+
+
+def test_gradient_table():
+    grads = [torch.zeros(3), torch.zeros(0, dtype=torch.float16), torch.zeros(2, 2, dtype=torch.bfloat16)]
+    table = gradient_table(grads)
+    assert table[Row.NUMEL].tolist() == [3, 0, 4]
+    assert table[Row.GRAD].tolist() == [g.data_ptr() for g in grads]
+    assert table[Row.GRAD_DTYPE].tolist() == [0, 1, 2]
+    assert gradient_table([]).shape == (3, 0)
+
+
+def test_rows_are_those_of_csrc_table_h():
+    assert [row.name for row in Row] == ["NUMEL", "GRAD", "GRAD_DTYPE", "GROUP", "PARAM", "MASTER", "STATE"]
+    assert [int(row) for row in Row] == list(range(7))
+    assert (tables.GRADIENT_ROWS, tables.UPDATE_ROWS) == (3, 9)
+
+
+# -------------------------------------------------------------------------------------------------------------- layouts
+def storage_order(tensor: Tensor) -> list[tuple[int, tuple[int, ...]]]:
+    """(offset, index) of every element, by offset."""
+    indices = itertools.product(*map(range, tensor.shape))
+    return sorted((sum(i * s for i, s in zip(index, tensor.stride(), strict=True)), index) for index in indices)
+
+
+def fills_one_stretch(tensor: Tensor) -> bool:
+    return [offset for offset, _ in storage_order(tensor)] == list(range(tensor.numel()))
+
+
+def random_tensor(rng: random.Random) -> Tensor:
+    """A few dimensions of a few elements, some of size 1 or 0, permuted, sliced, expanded or with odd strides."""
+    shape = [rng.choice([1, 1, 2, 3, 0 if rng.random() < 0.1 else 2]) for _ in range(rng.randint(0, 4))]
+    tensor = torch.zeros(shape)
+    for _ in range(rng.randint(0, 2)):
+        kind = rng.randrange(4)
+        if kind == 0 and shape:
+            tensor = tensor.permute(rng.sample(range(tensor.dim()), tensor.dim()))
+        elif kind == 1 and tensor.dim():
+            tensor = tensor[..., :: rng.choice([1, 2])]
+        elif kind == 2 and tensor.dim() and tensor.shape[0] == 1:
+            tensor = tensor.expand(rng.choice([1, 2]), *tensor.shape[1:])
+        elif kind == 3:
+            sizes = list(tensor.shape)
+            strides = [rng.choice([0, 1, 2, 3, 4, 6]) if n > 1 or rng.random() < 0.5 else 7 for n in sizes]
+            tensor = torch.zeros(200).as_strided(sizes, strides)
+    return tensor
+
+
+def test_is_dense_for_random_strides():
+    rng = random.Random(0)
+    answers = set()
+    for _ in range(4000):
+        tensor = random_tensor(rng)
+        expected = fills_one_stretch(tensor)
+        answers.add(expected)
+        assert is_dense(tensor) == expected, (tensor.shape, tensor.stride())
+    assert answers == {False, True}
+
+
+def test_same_layout_for_random_strides():
+    """True promises that both are walked in the same order; it must be found where strides are equal."""
+    rng = random.Random(1)
+    answers = []
+    by_shape: dict[tuple[int, ...], list[Tensor]] = {}
+    for _ in range(1500):
+        tensor = random_tensor(rng)
+        by_shape.setdefault(tuple(tensor.shape), []).append(tensor)
+    for tensors in by_shape.values():
+        for _ in range(60):
+            a, b = rng.choice(tensors), rng.choice(tensors)
+            same = same_layout(a, b)
+            answers.append(same)
+            order_a, order_b = storage_order(a), storage_order(b)
+            if same:
+                assert fills_one_stretch(a)
+                assert order_a == order_b, (a.shape, a.stride(), b.stride())
+            elif fills_one_stretch(a):
+                assert a.stride() != b.stride()
+    assert 0.1 < sum(answers) / len(answers) < 0.95
+
+
+@pytest.mark.parametrize("shape", [(4, 1, 3, 3), (1, 4, 3, 3), (4, 3, 1, 1), (1, 1, 1, 1)], ids=str)
+def test_same_layout_with_dimensions_of_size_one(shape):
+    a = torch.zeros(shape)
+    b = a.to(memory_format=torch.channels_last)
+    if same_layout(a, b):
+        assert storage_order(a) == storage_order(b)
+    assert same_layout(a, a.clone())
+    assert same_layout(b, b.clone())
+
+
+def random_views(rng: random.Random, memory: torch.Tensor) -> list[torch.Tensor]:
+    """Dense ones, columns, expanded and overlapping ones, of two dtypes, in one memory."""
+    views = []
+    for _ in range(rng.randint(1, 4)):
+        base = rng.choice([memory, memory.view(torch.float16)])
+        sizes = [rng.randint(0 if rng.random() < 0.1 else 1, 4) for _ in range(rng.randint(0, 3))]
+        strides = [rng.choice([0, 1, 2, 3, 4, 5, 8, 12, 16]) for _ in sizes]
+        views.append(base.as_strided(sizes, strides, rng.randint(0, 100)))
+    return views
+
+
+def addresses(tensor: torch.Tensor) -> list[int]:
+    """Of every half word of every element."""
+    starts = [tensor.data_ptr() + tensor.element_size() * sum(map(operator.mul, at, tensor.stride()))
+              for at in itertools.product(*map(range, tensor.shape))]  # fmt: skip
+    return [start + k for start in starts for k in range(0, tensor.element_size(), 2)]
+
+
+def test_shares_memory_for_random_views():
+    rng, memory = random.Random(0), torch.zeros(300)
+    found = 0
+    for _ in range(3000):
+        views = random_views(rng, memory)
+        shared = [a for view in views for a in addresses(view)]
+        position = shares_memory(views)
+        assert (position is not None) == (len(set(shared)) < len(shared)), [(v.shape, v.stride()) for v in views]
+        if position is not None:
+            found += 1
+            mine = addresses(views[position])
+            others = {a for i, view in enumerate(views) if i != position for a in addresses(view)}
+            assert len(set(mine)) < len(mine) or others & set(mine)
+    assert 500 < found < 2500
+    whole = torch.zeros(8, 30)
+    assert shares_memory([whole[:, :10], whole[:, 10:20], whole[:, 20:]]) is None  # a fused matrix
+    assert shares_memory([]) is None

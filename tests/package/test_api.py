@@ -1,0 +1,90 @@
+"""tests/api.txt lists all that users may rely on: what public modules export by `__all__`, with signatures.
+
+`python tests/test_api.py --write` writes it anew. A line that goes or changes breaks somebody's code, so it needs a
+line in CHANGELOG.md as well; a new one needs a sentence there that says which need it serves.
+
+Annotations are left out: they may become wider without anybody's code noticing. Members that torch's classes bring
+along are left out too, since they differ from torch to torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import pkgutil
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import amp_kernels
+
+API = Path(__file__).parents[1] / "api.txt"
+
+
+def public_modules() -> list[ModuleType]:
+    """`amp_kernels` and the modules in it that have an `__all__`."""
+    found = sorted(module.name for module in pkgutil.iter_modules(amp_kernels.__path__))
+    names = [name for name in found if not name.startswith("_") and name != "triton_kernels"]  # that needs Triton
+    modules = [amp_kernels, *(importlib.import_module(f"amp_kernels.{name}") for name in names)]
+    return [module for module in modules if hasattr(module, "__all__")]
+
+
+def signature(function: Any) -> str:
+    """`(a, *, b=1)` without annotations, whose text differs from Python to Python."""
+    given = inspect.signature(function)
+    parameters = [p.replace(annotation=p.empty) for p in given.parameters.values()]
+    return str(given.replace(parameters=parameters, return_annotation=given.empty))
+
+
+def is_ours(thing: Any) -> bool:
+    return getattr(thing, "__module__", "").partition(".")[0] == "amp_kernels"
+
+
+def members(name: str, kind: type) -> Iterator[str]:
+    """Constructor, methods and properties that `kind` has of us, not of torch or Python."""
+    attributes: dict[str, Any] = {}
+    for base in reversed([base for base in kind.__mro__ if is_ours(base)]):
+        attributes |= vars(base)
+    has_constructor = attributes.keys() & {"__init__", "__new__"}
+    yield name + (signature(kind) if has_constructor else ": class")
+    for attribute, value in attributes.items():
+        if attribute.startswith("_"):
+            continue
+        if isinstance(value, property):
+            yield f"{name}.{attribute}: property" + (", can be set" if value.fset else "")
+        elif callable(value) or isinstance(value, classmethod | staticmethod):
+            is_bound = isinstance(value, classmethod | staticmethod)
+            function = value.__func__ if isinstance(value, classmethod) else value
+            yield f"{name}.{attribute}{signature(function)}" + (f": {type(value).__name__}" if is_bound else "")
+
+
+def public_api() -> list[str]:
+    lines: list[str] = []
+    first_names: dict[int, str] = {}
+    for module in public_modules():
+        for attribute in module.__all__:
+            name, value = f"{module.__name__}.{attribute}", getattr(module, attribute)
+            if isinstance(value, ModuleType):
+                lines.append(f"{name}: module")
+            elif not (inspect.isfunction(value) or inspect.isclass(value)):
+                lines.append(f"{name}: {type(value).__name__}")
+            elif id(value) in first_names:
+                lines.append(f"{name} is {first_names[id(value)]}")
+            else:
+                first_names[id(value)] = name
+                lines += members(name, value) if inspect.isclass(value) else [name + signature(value)]
+    return sorted(lines)
+
+
+def test_public_names_are_those_of_api_txt() -> None:
+    listed, found = API.read_text().splitlines(), public_api()
+    gone, new = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
+    assert listed == found, f"gone: {gone}; new: {new}; if meant: python tests/test_api.py --write, and CHANGELOG.md"
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] != ["--write"]:
+        raise SystemExit("usage: python tests/test_api.py --write")
+    API.write_text("\n".join(public_api()) + "\n")

@@ -1,0 +1,627 @@
+"""Compiles every Triton kernel for GPUs that need not be there, and reads what became of it: wide accesses,
+no local memory, no approximate arithmetic. Triton brings ptxas and cuobjdump along.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
+from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
+from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
+from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from amp_kernels.families import FAMILIES
+from amp_kernels.ops.table import DTYPE_CODES
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+CODES = {"fp32": DTYPE_CODES[torch.float32], "fp16": DTYPE_CODES[torch.float16], "bf16": DTYPE_CODES[torch.bfloat16]}
+POINTERS = {
+    "table_ptr": "*i64",
+    "chunks_ptr": "*i32",
+    "scale_ptr": "*fp32",
+    "partials_ptr": "*fp64",
+    "found_inf_ptr": "*fp32",
+    "norm_ptr": "*fp32",
+    "record_ptr": "*i64",
+    "steps_ptr": "*i32",
+    "hyper_ptr": "*fp32",
+    "lr_ptr": "*i64",
+    "grad_scale_ptr": "*fp32",
+    "grad_norm_ptr": "*fp32",
+}
+TYPES = POINTERS | {"n_tensors": "i32", "n_chunks": "i32", "chunk_size": "i32", "max_norm": "fp32"}
+
+UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
+FORMULAS = {family: update.formula_of(family) for family in FAMILIES}
+formulas = pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
+
+# sm_90 for every combination, the others for the extremes.
+ARCHITECTURES = (75, 80, 100, 120)
+every_update = [(90, p, g) for p, g in itertools.product(CODES, CODES)]
+some_updates = [(arch, *dtypes) for arch in ARCHITECTURES for dtypes in (("fp32", "fp32"), ("bf16", "fp16"))]
+updates = pytest.mark.parametrize(
+    ("arch", "param", "grad"),
+    every_update + some_updates,
+    ids=lambda v: f"sm_{v}" if isinstance(v, int) else v,
+)
+
+
+class Compiled:
+    def __init__(
+        self,
+        kernel: Any,
+        arch: int,
+        options: dict[str, int],
+        tmp_path: Path,
+        types: dict[str, str] | None = None,
+        fp_fusion: bool = True,
+        **constants: object,
+    ) -> None:
+        types = TYPES if types is None else types | {p.name: p.annotation_type for p in kernel.params[len(types) :]}
+        signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        binary = triton.compile(
+            source, target=GPUTarget("cuda", arch, 32), options=options | {"enable_fp_fusion": fp_fusion}
+        )
+        self.arch = arch
+        self.shared = binary.metadata.shared
+        self.ptx = binary.asm["ptx"]
+        self._cubin = tmp_path / "kernel.cubin"
+        self._cubin.write_bytes(binary.asm["cubin"])
+        self.sass = self._dump("-sass")
+
+    def _dump(self, what: str) -> str:
+        return subprocess.run([CUOBJDUMP, what, self._cubin], capture_output=True, text=True, check=True).stdout
+
+    def count(self, access: str) -> int:
+        """Vector accesses, as `ld.v4.b32`, whatever cache hints stand between."""
+        operation, vector, width = access.split(".")
+        return len(re.findall(rf"\b{operation}\.global[\w.:]*\.{vector}\.{width}", self.ptx))
+
+    def registers_stack_local(self) -> list[int]:
+        usage = re.search(r"REG:(\d+) STACK:(\d+).* LOCAL:(\d+)", self._dump("-res-usage"))
+        assert usage is not None
+        return [int(n) for n in usage.groups()]
+
+    def check(self) -> None:
+        registers, stack, local = self.registers_stack_local()
+        if self.arch > 75:  # Triton 3.6 spills 8 bytes of one variant there
+            assert (stack, local) == (0, 0)
+            assert not re.search(r"\b(LDL|STL)\b", self.sass)
+        # Five blocks of 128 threads: 40 KB in flight on a multiprocessor; 4.8 TB/s needs 24.
+        assert registers <= 96
+        assert not re.search(r"\.ftz|\bdiv\.(full|approx)|\bsqrt\.approx", self.ptx)
+        # The widest accesses of the PTX are those of the machine code: ptxas has not split them.
+        for operation, access in (("ld", "LDG"), ("st", "STG")):
+            assert len(re.findall(rf"{access}\.E\.128", self.sass)) >= self.count(f"{operation}.v4.b32")
+
+
+def check_accesses(compiled: Compiled, fp32_loads: int, fp32_stores: int, loads16: int, stores16: int) -> None:
+    """Eight elements a thread: two 16-byte accesses to each fp32 array, two of 8 bytes to each 16-bit one."""
+    compiled.check()
+    assert compiled.count("ld.v4.b32") == 2 * fp32_loads
+    assert compiled.count("st.v4.b32") == 2 * fp32_stores
+    assert compiled.count("ld.v2.b32") == 2 * loads16
+    assert compiled.count("st.v2.b32") == 2 * stores16
+
+
+@updates
+@formulas
+def test_update(formula: dict[str, Any], arch: int, param: str, grad: str, tmp_path: Path) -> None:
+    dtypes = {"PARAM_DTYPE": CODES[param], "GRAD_DTYPE": CODES[grad]}
+    compiled = Compiled(update._update_kernel, arch, UPDATE, tmp_path, **formula, **dtypes)
+    arrays = 1 + formula["N_STATES"]  # read and written: the fp32 parameter and its states
+    check_accesses(compiled, arrays + (grad == "fp32"), arrays, grad != "fp32", param != "fp32")
+
+
+@formulas
+def test_update_without_scalars(formula: dict[str, Any], tmp_path: Path) -> None:
+    absent = dict.fromkeys(["grad_scale_ptr", "found_inf_ptr", "grad_norm_ptr"])
+    Compiled(update._update_kernel, 90, UPDATE, tmp_path, **formula, PARAM_DTYPE=2, GRAD_DTYPE=2, **absent).check()
+
+
+INT8_KERNELS = [
+    int8_quantize._extremes_kernel,
+    int8_quantize._quantize_kernel,
+    _dequantize_kernel,
+    _straight_through_kernel,
+    int8_matmul._sums_kernel,
+    int8_matmul._matmul_kernel,
+    int8_matmul._combine_kernel,
+]
+MATMUL_KERNELS = [
+    matmul._matmul_kernel,
+    matmul._combine_kernel,
+    matmul._descriptor_kernel,
+    copy_pad._copy_kernel,
+    copy_pad._fold_kernel,
+]
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [_unscale_kernel, update._update_kernel, *INT8_KERNELS, *MATMUL_KERNELS],
+    ids=lambda k: f"{k.__module__}.{k.__name__}",
+)
+def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
+    """A new variant would be compiled in the middle of a graph capture."""
+    assert all(p.is_constexpr or p.do_not_specialize for p in kernel.params)
+    assert not any(p.is_constexpr and p.do_not_specialize for p in kernel.params)
+
+
+flags = [(90, *f) for f in itertools.product([False, True], ["1", "scale", "1/scale"], [False, True])]
+flags += [(arch, write, "1/scale", True) for arch in ARCHITECTURES for write in (False, True)]
+
+
+@pytest.mark.parametrize(("arch", "write", "factor", "clear"), flags)
+def test_unscale(arch: int, write: bool, factor: str, clear: bool, tmp_path: Path) -> None:
+    constants: dict[str, object] = {"WRITE": write, "DIVIDE": factor == "1/scale", "CLEAR": clear}
+    if factor == "1":
+        constants["scale_ptr"] = None
+    compiled = Compiled(_unscale_kernel, arch, {"num_warps": _NUM_WARPS}, tmp_path, **constants)
+    compiled.check()
+    # 64 bytes a thread, once for each of three dtypes.
+    assert compiled.count("ld.v4.b32") == 4 * 3
+    assert compiled.count("st.v4.b32") == 4 * 3 * write
+
+
+# ----------------------------------------------------------------------------------------------------------- int8
+POINTER = {"fp32": "*fp32", "fp16": "*fp16", "bf16": "*bf16", "int8": "*i8"}
+INT8_CODES = CODES | {"int8": INT8.value}
+SOURCES = {
+    "given": int8_quantize.GIVEN,
+    "registers": int8_quantize.REGISTERS,
+    "two_reads": int8_quantize.TWO_READS,
+    "partials": int8_quantize.PARTIALS,
+}
+
+
+def check_exact(compiled: Compiled, may_fuse: bool = False) -> None:
+    """No operation that another backend would round otherwise, and registers alone."""
+    assert not re.search(r"\.ftz|\bdiv\.(full|approx)", compiled.ptx)
+    assert may_fuse or not re.search(r"\bfma\.", compiled.ptx)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert not re.search(r"\b(LDL|STL)\b", compiled.sass)
+
+
+def walk(dtype: str, wide: bool) -> dict[str, object]:
+    return {"DTYPE": CODES[dtype], "UNIT": True, "VEC": (4 if dtype == "fp32" else 8) if wide else 1}
+
+
+def plan_options(plan: int8_tiles.Plan) -> tuple[dict[str, int], dict[str, object]]:
+    constants = plan.constants()
+    return {"num_warps": constants.pop("num_warps")}, constants
+
+
+def quantize_plans(size: tuple[int, int, int, int], wide: bool) -> list[tuple[str, int8_tiles.Plan]]:
+    fitting = int8_tiles.register_plan(size, wide)
+    return [
+        ("registers", fitting) if fitting is not None else ("partials", int8_tiles.two_pass_plan(size, wide)),
+        ("two_reads", int8_tiles.two_pass_plan(size, wide)),
+        ("given", int8_tiles.streaming_plan(size, wide)),
+    ]
+
+
+def compile_quantize(
+    arch: int, dtype: str, source: str, plan: int8_tiles.Plan, wide: bool, tmp_path: Path, symmetric: bool,
+    fake: bool = False, seed: str = "",
+) -> Compiled:  # fmt: skip
+    options, constants = plan_options(plan)
+    constants |= walk(dtype, wide) | {"FROM": SOURCES[source].value, "FAKE": fake}
+    constants |= {"STOCHASTIC": bool(seed), "FOURS": seed == "fours"}
+    types = {
+        "x_ptr": POINTER[dtype], "out_ptr": POINTER[dtype] if fake else "*i8", "scale_ptr": "*fp32",
+        "zero_point_ptr": "*i32", "partials_ptr": "*i32",
+    }  # fmt: skip
+    absent = (["zero_point_ptr"] if symmetric else []) + ([] if source == "partials" else ["partials_ptr"])
+    constants |= dict.fromkeys(absent)
+    return Compiled(int8_quantize._quantize_kernel, arch, options, tmp_path, types, fp_fusion=False, **constants)
+
+
+# Rows that fill registers, short rows, columns that fill registers and that do not, one tensor.
+SIZES = {
+    "longest_rows": (1, 1, 4096, 16384),
+    "rows": (1, 1, 4096, 4096),
+    "blocks": (1, 1, 4096, 32),
+    "columns": (1, 256, 4096, 1),
+    "tall_columns": (1, 8192, 4096, 1),
+    "tensor": (1, 1, 1, 1 << 26),
+}
+# sm_90 for every way through the kernels, the others for those that need most registers.
+everywhere = pytest.mark.parametrize("arch", (75, 80, 90, 100, 120), ids=lambda arch: f"sm_{arch}")
+access = pytest.mark.parametrize("wide", [True, False], ids=["wide", "by_element"])
+sizes = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
+
+
+def check_quantize(arch: int, dtype: str, source: str, plan: int8_tiles.Plan, wide: bool, tmp_path: Path) -> None:
+    compiled = compile_quantize(arch, dtype, source, plan, wide, tmp_path, symmetric=False)
+    check_exact(compiled)
+    if wide:
+        assert compiled.count("ld.v4.b32") > 0
+        assert compiled.count("st.v2.b32") > 0 or dtype == "fp32"  # eight codes; of fp32 four
+    if source == "registers" and wide:
+        # One read: a load for each 16 bytes of a thread's share of the tile.
+        share = plan.outer * plan.inner // (32 * plan.warps)
+        assert compiled.count("ld.v4.b32") == share // (4 if dtype == "fp32" else 8)
+
+
+@sizes
+@access
+def test_int8_quantize(size: tuple[int, int, int, int], wide: bool, tmp_path: Path) -> None:
+    source, plan = quantize_plans(size, wide)[0]
+    check_quantize(90, "bf16", source, plan, wide, tmp_path)
+
+
+@everywhere
+@pytest.mark.parametrize("dtype", ["fp32", "fp16"])
+def test_int8_quantize_everywhere(arch: int, dtype: str, tmp_path: Path) -> None:
+    for size, wide in (("longest_rows", True), ("columns", dtype == "fp16")):
+        source, plan = quantize_plans(SIZES[size], wide)[0]
+        check_quantize(arch, dtype, source, plan, wide, tmp_path)
+
+
+def test_int8_quantize_with_extremes_from_elsewhere(tmp_path: Path) -> None:
+    for source, plan in quantize_plans(SIZES["rows"], True)[1:]:
+        check_quantize(90, "bf16", source, plan, True, tmp_path)
+
+
+@pytest.mark.parametrize(("arch", "seed"), [(75, "fours"), (90, "fours"), (90, "each"), (120, "each")])
+def test_int8_stochastic_rounding(arch: int, seed: str, tmp_path: Path) -> None:
+    source, plan = quantize_plans(SIZES["rows"], True)[0]
+    check_exact(compile_quantize(arch, "fp16", source, plan, True, tmp_path, symmetric=True, seed=seed))
+
+
+def test_int8_fake_quantize(tmp_path: Path) -> None:
+    for source, plan in quantize_plans(SIZES["rows"], True):
+        compiled = compile_quantize(90, "fp16", source, plan, True, tmp_path, symmetric=True, fake=True)
+        check_exact(compiled)
+        assert compiled.count("st.v4.b32") > 0
+
+
+@access
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+def test_int8_extremes(wide: bool, symmetric: bool, tmp_path: Path) -> None:
+    for size in (SIZES["tensor"], SIZES["tall_columns"]):
+        options, constants = plan_options(int8_tiles.two_pass_plan(size, wide))
+        constants |= walk("bf16", wide) | {"SYMMETRIC": symmetric}
+        types = {"x_ptr": "*bf16", "partials_ptr": "*i32"}
+        compiled = Compiled(int8_quantize._extremes_kernel, 90, options, tmp_path, types, fp_fusion=False, **constants)
+        check_exact(compiled)
+        assert (compiled.count("ld.v4.b32") > 0) == wide
+
+
+@pytest.mark.parametrize("kernel", [_dequantize_kernel, _straight_through_kernel], ids=lambda k: k.__name__)
+@pytest.mark.parametrize(
+    ("arch", "size", "wide"),
+    [(90, "rows", False), (90, "blocks", True), (90, "columns", True), (90, "columns", False)]
+    + [(arch, "rows", True) for arch in (75, 80, 90, 100, 120)],
+)
+def test_int8_elementwise(kernel: Any, arch: int, size: str, wide: bool, tmp_path: Path) -> None:
+    options, constants = plan_options(int8_tiles.streaming_plan(SIZES[size], wide))
+    given = {"scale_ptr": "*fp32", "zero_point_ptr": "*i32", "out_ptr": "*bf16"}
+    first = {"codes_ptr": "*i8"} if kernel is _dequantize_kernel else {"grad_ptr": "*bf16", "x_ptr": "*bf16"}
+    constants |= walk("bf16", wide)
+    compiled = Compiled(kernel, arch, options, tmp_path, first | given, fp_fusion=False, **constants)
+    check_exact(compiled)
+    assert (compiled.count("st.v4.b32") > 0) == wide
+
+
+def compile_matmul(
+    arch: int, tiles: int8_matmul.Tiles, dtype: str, tmp_path: Path, *, zero_points: bool = False,
+    inner: tuple[int, int] = (int8_matmul.COLUMNS.value, int8_matmul.ROWS.value), wide: bool = True,
+    codes: bool = False, split: bool = False,
+) -> Compiled:  # fmt: skip
+    """Of an fp32 or bf16 output, of codes, or of one share of K."""
+    out = "int8" if codes else "bf16" if dtype == "int8" else dtype
+    bias = "fp32" if dtype == "int8" else dtype
+    partials = "*fp32" if dtype != "int8" else "*i64" if zero_points else "*i32"
+    types = {
+        "a_ptr": POINTER[dtype], "b_ptr": "*i8", "a_scale_ptr": "*fp32", "a_zero_point_ptr": "*i32",
+        "b_scale_ptr": "*fp32", "b_zero_point_ptr": "*i32", "bias_ptr": POINTER[bias], "out_ptr": POINTER[out],
+        "out_scale_ptr": "*fp32", "out_zero_point_ptr": "*i32", "a_sums_ptr": "*i32", "b_sums_ptr": "*i32",
+        "partials_ptr": partials,
+    }  # fmt: skip
+    absent = [] if codes else ["out_scale_ptr", "out_zero_point_ptr"]
+    absent += [] if split else ["partials_ptr"]
+    absent += [] if zero_points else ["a_zero_point_ptr", "b_zero_point_ptr"]
+    absent += [] if tiles == int8_matmul._LARGE_NARROW else ["a_sums_ptr", "b_sums_ptr"]
+    absent += [] if dtype == "int8" else ["a_scale_ptr"]
+    vec = {"fp32": 4, "fp16": 8, "bf16": 8, "int8": 16}
+    constants = tiles.constants()
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    return Compiled(
+        int8_matmul._matmul_kernel, arch, options, tmp_path, types, fp_fusion=False, **constants,
+        **dict.fromkeys(absent), A_DTYPE=INT8_CODES[dtype], AS_HALF=dtype == "int8" and arch == 75,
+        BIAS_DTYPE=INT8_CODES[bias], DTYPE=INT8_CODES[out], VEC=vec[out] if wide else 1, A_INNER=inner[0],
+        A_VEC=vec[dtype] if wide else 1, B_INNER=inner[1], B_VEC=16 if wide else 1, K_VEC=16 if wide else 1,
+    )  # fmt: skip
+
+
+TENSOR_CORES = {
+    80: r"mma\.sync\S*\.s32\.s8\.s8\.s32",
+    90: r"wgmma\.mma_async\S*\.s32\.s8\.s8|mma\.sync\S*\.s32\.s8\.s8\.s32",
+    100: r"tcgen05\.mma\S*kind::i8|mma\.sync\S*\.s32\.s8\.s8\.s32",
+    120: r"mma\.sync\S*\.s32\.s8\.s8\.s32",
+}
+SHARED_MEMORY = {75: 64, 80: 99, 90: 227, 100: 227, 120: 99}  # KB for one block; sm_86 and sm_89 run what sm_80 does
+
+
+def matmul_tiles(arch: int, dtype: torch.dtype) -> list[tuple[int8_matmul.Tiles, bool, bool]]:
+    """Every tile size that this architecture uses, with the other arguments of `_tiles`."""
+    capability = divmod(arch, 10)
+    products = ((1, 4096), (4096, 1), (100, 100), (8192, 8192))
+    kinds = [*itertools.product([False, True], [False, True] if dtype == torch.int8 else [True])]
+    return sorted({(int8_matmul._tiles(dtype, *mn, *kind, capability), *kind) for kind in kinds for mn in products})
+
+
+def check_matmul(compiled: Compiled, wide: bool = True) -> None:
+    # Turing multiplies integers with an FMA, which is exact.
+    check_exact(compiled, may_fuse=compiled.arch == 75)
+    assert compiled.shared <= SHARED_MEMORY[compiled.arch] * 1024
+    if compiled.arch > 75:
+        assert re.search(TENSOR_CORES[compiled.arch], compiled.ptx)
+        # Where neither operand is contiguous along K, both are transposed in registers.
+        assert not wide or "cp.async.cg.shared.global" in compiled.ptx or compiled.count("ld.v4.b32") > 0
+
+
+@pytest.mark.parametrize(("tiles", "wide", "plain"), matmul_tiles(90, torch.int8), ids=str)
+def test_int8_matmul(tiles: int8_matmul.Tiles, wide: bool, plain: bool, tmp_path: Path) -> None:
+    inner = (2, 1) if wide else (0, 0)
+    check_matmul(compile_matmul(90, tiles, "int8", tmp_path, zero_points=not plain, wide=wide, inner=inner), wide)
+
+
+@everywhere
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_everywhere(arch: int, zero_points: bool, tmp_path: Path) -> None:
+    for n, wide in ((8192, True), (100, True), (100, False)):
+        tiles = int8_matmul._tiles(torch.int8, n, n, wide, not zero_points, divmod(arch, 10))
+        check_matmul(compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, wide=wide), wide)
+
+
+def test_int8_matmul_drives_wgmma(tmp_path: Path) -> None:
+    tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, True, (9, 0))
+    assert "wgmma.mma_async" in compile_matmul(90, tiles, "int8", tmp_path).ptx
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("inner", [(2, 2), (1, 1), (1, 2)], ids=str)
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_layouts(arch: int, inner: tuple[int, int], zero_points: bool, tmp_path: Path) -> None:
+    plain = not zero_points and inner != (1, 2)
+    tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, plain, (arch // 10, 0))
+    check_matmul(compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, inner=inner))
+
+
+@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_of_codes(arch: int, zero_points: bool, tmp_path: Path) -> None:
+    tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, False, divmod(arch, 10))
+    check_matmul(compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, codes=True))
+
+
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_of_shares(zero_points: bool, tmp_path: Path) -> None:
+    tiles = int8_matmul._tiles(torch.int8, 100, 100, True, not zero_points, (9, 0))
+    check_matmul(compile_matmul(90, tiles, "int8", tmp_path, zero_points=zero_points, split=True))
+
+
+TORCH_DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+linears = [(90, dtype, *kind[:2]) for dtype in CODES for kind in matmul_tiles(90, TORCH_DTYPES[dtype])]
+linears += [
+    (arch, dtype, int8_matmul._tiles(TORCH_DTYPES[dtype], 8192, 8192, True, True, divmod(arch, 10)), True)
+    for arch in (75, 80, 100, 120)
+    for dtype in ("fp32", "bf16")
+]
+
+
+@pytest.mark.parametrize(("arch", "dtype", "tiles", "wide"), linears, ids=str)
+def test_int8_linear(arch: int, dtype: str, tiles: int8_matmul.Tiles, wide: bool, tmp_path: Path) -> None:
+    compiled = compile_matmul(arch, tiles, dtype, tmp_path, wide=wide)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert compiled.shared <= SHARED_MEMORY[arch] * 1024
+    assert "tf32" not in compiled.ptx
+    if arch > 75 and dtype != "fp32":
+        assert re.search(r"mma\.sync|wgmma\.mma_async|tcgen05\.mma", compiled.ptx)
+
+
+@pytest.mark.parametrize(("inner", "vec"), [(1, 16), (2, 16), (0, 1)])
+def test_int8_sums(inner: int, vec: int, tmp_path: Path) -> None:
+    bm, bk = (128, 32) if inner == 1 else (8, 512)
+    types = {"a_ptr": "*i8", "sums_ptr": "*i32"}
+    constants = {"INNER": inner, "VEC": vec, "BM": bm, "BK": bk}
+    compiled = Compiled(int8_matmul._sums_kernel, 90, {"num_warps": 4}, tmp_path, types, fp_fusion=False, **constants)
+    check_exact(compiled)
+    assert (compiled.count("ld.v4.b32") > 0) == (vec > 1)
+
+
+@pytest.mark.parametrize(("partials", "codes"), [("*i32", False), ("*i64", True), ("*fp32", False)])
+def test_int8_combination(partials: str, codes: bool, tmp_path: Path) -> None:
+    types = {
+        "partials_ptr": partials, "a_scale_ptr": "*fp32", "b_scale_ptr": "*fp32", "bias_ptr": "*fp32",
+        "out_ptr": "*i8" if codes else "*bf16", "out_scale_ptr": "*fp32", "out_zero_point_ptr": "*i32",
+    }  # fmt: skip
+    constants: dict[str, object] = {"BIAS_DTYPE": 0, "DTYPE": 3 if codes else 2}
+    if not codes:
+        constants |= dict.fromkeys(["out_scale_ptr", "out_zero_point_ptr"])
+    kernel = int8_matmul._combine_kernel
+    check_exact(Compiled(kernel, 90, {"num_warps": 4}, tmp_path, types, fp_fusion=False, **constants))
+
+
+# --------------------------------------------------------------------------------------------------------- matmul
+GELU = 2
+LAYOUTS = {"row_column": (2, 1), "row_row": (2, 2), "column_row": (1, 2), "column_column": (1, 1)}
+
+
+def compile_product(
+    arch: int, kernel: Any, tiles: Tiles, dtype: str, tmp_path: Path, *, out: str | None = None,
+    inner: tuple[int, int] = (COLUMNS.value, ROWS.value), wide: bool = True, rich: bool = False, split: bool = False,
+) -> Compiled:  # fmt: skip
+    """With a bias; `rich`: with a matrix for input, gelu and its argument."""
+    out = out or dtype
+    operand, result = POINTER[dtype], POINTER[out]
+    types = {"input_ptr": operand, "out_ptr": result, "pre_ptr": result}
+    constants = tiles.constants()
+    options = {name: constants.pop(name) for name in ("num_warps", "num_stages")}
+    constants |= {} if rich else {"pre_ptr": None}
+    if kernel is matmul._descriptor_kernel:
+        blocks = (tiles.m, tiles.k), (tiles.k, tiles.n)
+        for name, block, axis in zip("ab", blocks, inner, strict=True):
+            rows, columns = block if axis == COLUMNS else block[::-1]
+            types[name] = f"tensordesc<{dtype}[1, {rows}, {columns}]>"
+        types = {name: types[name] for name in ("out_ptr", "pre_ptr", "input_ptr", "a", "b")}
+        constants |= {"FLATTEN": matmul._flattens((arch // 10, 0))}
+    else:
+        types = {"a_ptr": operand, "b_ptr": operand} | types | {"partials_ptr": "*fp32"}
+        constants |= {"A_VEC": 8 if wide else 1, "B_VEC": 8 if wide else 1} | ({} if split else {"partials_ptr": None})
+    vec = 1 if not wide else 4 if out == "fp32" else 8
+    return Compiled(
+        kernel, arch, options, tmp_path, types, **constants, ACTIVATION=GELU if rich else 0, DTYPE=CODES[dtype],
+        OUT_DTYPE=CODES[out], A_INNER=inner[0], B_INNER=inner[1], OUT_VEC=vec,
+        INPUT_INNER=COLUMNS.value if rich else matmul._EACH_ROW.value, INPUT_VEC=8 if rich and wide else 1,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("version", "flattens"), [("3.6.0", False), ("3.8.1", False), ("3.9.0", True), ("3.10.0", True)]
+)
+def test_older_compilers_get_no_flattened_loop(version: str, flattens: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton, "__version__", version)
+    assert [matmul._flattens((major, 0)) for major in (8, 9, 10, 12)] == [False, flattens, flattens, False]
+
+
+LOW_TENSOR_CORES = {
+    80: r"mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+    90: r"wgmma\.mma_async\S*\.f32\.{0}\.{0}|mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+    100: r"tcgen05\.mma\S*kind::f16|mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+    120: r"mma\.sync\S*\.f32\.{0}\.{0}\.f32",
+}
+PTX_NAMES = {"fp16": "f16", "bf16": "bf16"}
+
+
+# Triton 3.6 keeps 8 bytes on the stack of products by descriptors on sm_120, 3.7 none.
+STACK = 8 if triton.__version__.startswith("3.6.") else 0
+
+
+def check_product(compiled: Compiled, dtype: str) -> None:
+    _, stack, local = compiled.registers_stack_local()
+    assert local == 0 and stack <= STACK
+    assert compiled.shared <= SHARED_MEMORY[compiled.arch] * 1024
+    if compiled.arch > 75:
+        assert re.search(LOW_TENSOR_CORES[compiled.arch].format(PTX_NAMES[dtype]), compiled.ptx)
+
+
+def check_descriptors(compiled: Compiled, dtype: str) -> None:
+    check_product(compiled, dtype)
+    assert "cp.async.bulk.tensor.3d.shared" in compiled.ptx
+    assert "cp.async.bulk.tensor.3d.global" not in compiled.ptx  # stores end at n, wherever that is
+    assert compiled.count("st.v4.b32") > 0
+
+
+def descriptor_tiles(arch: int) -> list[Tiles]:
+    found = [matmul._descriptor_tiles(n, n, 4096, 1, divmod(arch, 10)) for n in (1100, 8192)]
+    return [tiles for tiles in found if tiles is not None]
+
+
+described = [(arch, tiles) for arch in (90, 100, 120) for tiles in descriptor_tiles(arch)]
+
+
+@pytest.mark.parametrize(("arch", "tiles"), described, ids=str)
+@pytest.mark.parametrize("rich", [False, True], ids=["bias", "rich"])
+def test_matmul_by_descriptors(arch: int, tiles: Tiles, rich: bool, tmp_path: Path) -> None:
+    compiled = compile_product(arch, matmul._descriptor_kernel, tiles, "bf16", tmp_path, rich=rich)
+    check_descriptors(compiled, "bf16")
+    if arch == 90:
+        assert "wgmma.mma_async" in compiled.ptx
+
+
+@pytest.mark.parametrize("inner", list(LAYOUTS.values())[1:], ids=list(LAYOUTS)[1:])
+@pytest.mark.parametrize("out", ["fp16", "fp32"])
+def test_matmul_by_descriptors_of_layouts(inner: tuple[int, int], out: str, tmp_path: Path) -> None:
+    tiles = descriptor_tiles(90)[-1]
+    compiled = compile_product(90, matmul._descriptor_kernel, tiles, "fp16", tmp_path, inner=inner, out=out)
+    check_descriptors(compiled, "fp16")
+    assert "wgmma.mma_async" in compiled.ptx
+
+
+def pointer_tiles(arch: int) -> list[tuple[Tiles, bool]]:
+    """Every tile size that this architecture uses, with whether access is wide."""
+    products = ((1, 4096), (4096, 1), (20, 4096), (100, 100), (8192, 8192))
+    return sorted(
+        {(matmul._tiles(*mn, 1, vec, vec, divmod(arch, 10)), vec > 1) for mn in products for vec in (1, 8)}
+    )  # fmt: skip
+
+
+pointed = [(arch, *kind) for arch in (80, 90, 100, 120) for kind in pointer_tiles(arch)]
+
+
+@pytest.mark.parametrize(("arch", "tiles", "wide"), pointed, ids=str)
+def test_matmul_by_pointers(arch: int, tiles: Tiles, wide: bool, tmp_path: Path) -> None:
+    inner = (COLUMNS.value, ROWS.value) if wide else (NEITHER.value, NEITHER.value)
+    compiled = compile_product(arch, matmul._matmul_kernel, tiles, "bf16", tmp_path, inner=inner, wide=wide)
+    check_product(compiled, "bf16")
+    assert ("cp.async.cg.shared.global" in compiled.ptx) == wide
+
+
+def test_matmul_on_turing(tmp_path: Path) -> None:
+    for tiles, wide in pointer_tiles(75):
+        check_product(compile_product(75, matmul._matmul_kernel, tiles, "fp16", tmp_path, wide=wide), "fp16")
+
+
+@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("inner", LAYOUTS.values(), ids=LAYOUTS.keys())
+def test_matmul_by_pointers_of_layouts(arch: int, inner: tuple[int, int], tmp_path: Path) -> None:
+    tiles = matmul._tiles(8192, 8192, 1, 8, 8, divmod(arch, 10))
+    compiled = compile_product(arch, matmul._matmul_kernel, tiles, "fp16", tmp_path, inner=inner, rich=True)
+    check_product(compiled, "fp16")
+    assert "cp.async.cg.shared.global" in compiled.ptx
+
+
+def test_matmul_of_shares(tmp_path: Path) -> None:
+    tiles = matmul._tiles(1, 4096, 1, 8, 8, (9, 0))
+    check_product(compile_product(90, matmul._matmul_kernel, tiles, "bf16", tmp_path, split=True), "bf16")
+    types = {"partials_ptr": "*fp32", "input_ptr": "*bf16", "out_ptr": "*bf16", "pre_ptr": "*bf16"}
+    constants = {"ACTIVATION": GELU, "DTYPE": CODES["bf16"], "OUT_DTYPE": CODES["bf16"]}
+    compiled = Compiled(matmul._combine_kernel, 90, {"num_warps": 4}, tmp_path, types, **constants)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+
+
+# -------------------------------------------------------------------------------------------------------- copy_pad
+def compile_copy(
+    arch: int, dtype: str, tmp_path: Path, *, inner: int = COLUMNS.value, wide: bool = True, activation: int = 0
+) -> Compiled:
+    types = {"out_ptr": POINTER[dtype], "x_ptr": POINTER[dtype], "pre_ptr": POINTER[dtype], "sums_ptr": "*fp32"}
+    rows, columns = copy_pad._tile(4096, wide)
+    vec = 8 if wide else 1
+    return Compiled(
+        copy_pad._copy_kernel, arch, {"num_warps": 4}, tmp_path, types, ACTIVATION=activation, DTYPE=CODES[dtype],
+        X_INNER=inner, X_VEC=vec, PRE_INNER=inner, PRE_VEC=vec, OUT_VEC=8, BR=rows, BC=columns,
+        **({} if activation else {"pre_ptr": None}),
+    )  # fmt: skip
+
+
+@everywhere
+@pytest.mark.parametrize("activation", [0, GELU], ids=["copy", "gelu"])
+def test_copy_pad(arch: int, activation: int, tmp_path: Path) -> None:
+    dtype = "fp16" if arch == 75 else "bf16"
+    for inner, wide in ((COLUMNS.value, True), (COLUMNS.value, False), (ROWS.value, True), (NEITHER.value, False)):
+        compiled = compile_copy(arch, dtype, tmp_path, inner=inner, wide=wide, activation=activation)
+        assert compiled.registers_stack_local()[1:] == [0, 0]
+        assert compiled.count("st.v4.b32") == (2 if wide else 1)  # 16 elements a thread, or 8
+        assert compiled.count("ld.v4.b32") == (compiled.count("st.v4.b32") * (1 + (activation > 0)) if wide else 0)
+
+
+def test_fold_of_sums(tmp_path: Path) -> None:
+    types = {"sums_ptr": "*fp32", "out_ptr": "*fp32"}
+    compiled = Compiled(copy_pad._fold_kernel, 90, {"num_warps": 4}, tmp_path, types)
+    assert compiled.registers_stack_local()[1:] == [0, 0]
+    assert "atom" not in compiled.ptx and "red.global" not in compiled.ptx

@@ -1,0 +1,307 @@
+"""The updates over tables, as every backend's kernels do them, arrays between guard bands."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any
+
+import pytest
+import torch
+from cuda_on_cpu import backend as emulator
+from cuda_on_cpu.build import missing_headers
+from table_kernels import CHUNK, LARGE, SIZES, Launcher, address, cut, randn
+from torch import Tensor
+
+from amp_kernels import testing
+from amp_kernels.families import FAMILIES
+from amp_kernels.ops.table import DTYPE_CODES, HYPER_COLUMNS, UPDATE_ROWS, Row
+from amp_kernels.testing import DTYPES, error_and_allowed
+from amp_kernels.testing.updates import UPDATES
+
+# NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+EXAMPLES = [(family, name) for family, update in UPDATES.items() for name in update.examples]
+families = pytest.mark.parametrize("family", FAMILIES)
+low_dtypes = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+FEW = (9, CHUNK, 2 * CHUNK + 1)
+
+
+class Step:
+    """Tensors of one parameter dtype and one gradient dtype, in two groups with their own rates and options.
+
+    Args:
+        options: of torch's optimizer, what are not its defaults.
+        second: those of the second group (default: the same); every other tensor is in it.
+        steps: that the tensors have taken.
+        without_grad: tensors without a gradient.
+        first_chunk: the arrays are the elements of their tensors from this chunk on; those before it are nowhere.
+    """
+
+    LR = (0.1, 0.03)
+
+    def __init__(
+        self,
+        launcher: Launcher,
+        family: str,
+        options: Mapping[str, Any] | None = None,
+        sizes: tuple[int, ...] = SIZES,
+        param_dtype: torch.dtype = FP32,
+        grad_dtype: torch.dtype = FP32,
+        *,
+        second: Mapping[str, Any] | None = None,
+        steps: int = 3,
+        without_grad: tuple[int, ...] = (),
+        chunk: int = CHUNK,
+        first_chunk: int = 0,
+        offset: int = 0,
+    ) -> None:
+        self.launcher, self.family, self.steps_before = launcher, family, steps
+        self.param_dtype, self.grad_dtype, self.without_grad = param_dtype, grad_dtype, without_grad
+        self.chunk, self.begin, self.arena = chunk, chunk * first_chunk, launcher.arena()
+        options = UPDATES[family].examples["full"] if options is None else options
+        self.options = (options, options if second is None else second)
+        place = self.arena.place
+        self.masters = [place(randn(n, 1), offset) for n in sizes]
+        # A 16-bit parameter is written, never read: NaN must not get anywhere.
+        self.params = self.masters
+        if param_dtype != FP32:
+            self.params = [place(torch.full((n,), math.nan, dtype=param_dtype), offset) for n in sizes]
+        self.grads: list[Tensor | None] = [
+            None if t in without_grad else place(randn(n, 2, grad_dtype), offset) for t, n in enumerate(sizes)
+        ]
+        kept = {name for options in self.options for name in UPDATES[family].states(dict(options))}
+        self.states = {
+            name: [place(self._state(name, n, steps), offset) for n in sizes] if name in kept else []
+            for name in FAMILIES[family].states
+        }
+        self.chunks = place(torch.tensor(cut(sizes, chunk, first_chunk), dtype=torch.int32).reshape(-1, 2))
+        self.steps = place(torch.full((len(self.chunks),), steps, dtype=torch.int32))
+        hyper = torch.full((2, HYPER_COLUMNS), math.nan)
+        for row, group in zip(hyper, self.options, strict=True):
+            columns = FAMILIES[family].hyper.of({**UPDATES[family].defaults(), **group})
+            row[: len(columns)] = torch.tensor(columns)
+        self.hyper = place(hyper)
+        self.rates = place(torch.tensor(self.LR))
+        self.before = [x.cpu().clone() for x in self.masters]
+        self.states_before = {name: [x.cpu().clone() for x in states] for name, states in self.states.items()}
+
+    def _state(self, name: str, size: int, steps: int) -> Tensor:
+        """As they are allocated; what the first step sets must not be read. Then with a variance that is positive."""
+        if steps == 0:
+            return torch.full((size,), math.nan if name == UPDATES[self.family].optimizer._set_at_first_step else 0.0)
+        return randn(size, 3).square() + 0.1 if "sq" in name else 0.05 * randn(size, 4)
+
+    def table(self) -> Tensor:
+        count = len(self.masters)
+        table = torch.zeros(UPDATE_ROWS, count, dtype=torch.int64)
+        rows = {Row.NUMEL: [self.begin + m.numel() for m in self.masters], Row.GROUP: [t % 2 for t in range(count)]}
+        rows[Row.GRAD_DTYPE] = [DTYPE_CODES[self.grad_dtype]] * count
+        arrays = {Row.GRAD: self.grads, Row.PARAM: self.params, Row.MASTER: self.masters}
+        if self.param_dtype == FP32:
+            del arrays[Row.MASTER]
+        arrays |= {Row.STATE + k: tensors for k, tensors in enumerate(self.states.values()) if tensors}
+        for row, values in (rows | {r: [address(x, self.begin) for x in xs] for r, xs in arrays.items()}).items():
+            table[row] = torch.tensor(values)
+        return self.arena.place(table)
+
+    def run(
+        self,
+        *,
+        grad_scale: float | None = None,
+        found_inf: float | None = None,
+        grad_norm: float | None = None,
+        max_norm: float = 0.0,
+    ) -> Step:
+        scalars = [
+            None if value is None else self.arena.place(torch.tensor([value]))[0]
+            for value in (grad_scale, found_inf, grad_norm)
+        ]
+        rates = self.arena.place(torch.tensor([address(rate) for rate in self.rates]))
+        table = self.table()
+        self.frozen = self.arena.bytes()
+        self.launcher.update_table_(
+            self.family, table, self.chunks, self.chunk, self.steps, self.hyper, rates,
+            DTYPE_CODES[self.param_dtype], DTYPE_CODES[self.grad_dtype], *scalars, max_norm,
+        )  # fmt: skip
+        self.arena.check()
+        return self
+
+    def torch_step(self, t: int, dtype: torch.dtype, factor: float) -> list[Tensor]:
+        """Parameter and states of tensor `t` after torch's own step in this dtype."""
+        grad = self.grads[t]
+        assert grad is not None
+        param = torch.nn.Parameter(self.before[t].to(dtype, copy=True))
+        param.grad = grad.cpu().to(dtype) * factor
+        lr = torch.tensor(self.LR[t % 2]).item()  # rounded to fp32, as the device holds it
+        optimizer = UPDATES[self.family].torch([param], lr=lr, foreach=False, **self.options[t % 2])  # type: ignore[call-arg]
+        if self.steps_before:
+            states = {name: states[t].to(dtype, copy=True) for name, states in self.states_before.items() if states}
+            optimizer.state[param] = {"step": torch.tensor(float(self.steps_before)), **states}
+        optimizer.step()
+        return [param.detach(), *(optimizer.state[param][name] for name, states in self.states.items() if states)]
+
+    def check(self, factor: float = 1.0) -> None:
+        """Every tensor against torch.optim in fp64, by the error rule: twice torch's own fp32 error."""
+        for t, (master, param) in enumerate(zip(self.masters, self.params, strict=True)):
+            ours = [master.cpu(), *(states[t].cpu() for states in self.states.values() if states)]
+            if self.grads[t] is None:
+                before = [self.before[t], *(states[t] for states in self.states_before.values() if states)]
+                assert all(torch.equal(a, b) for a, b in zip(ours, before, strict=True))
+                continue
+            results = [self.torch_step(t, dtype, factor) for dtype in (FP32, torch.float64)]
+            for mine, plain, exact in zip(ours, *results, strict=True):
+                error, allowed = error_and_allowed(mine, plain, exact)
+                assert error <= allowed
+            if self.param_dtype != FP32:
+                assert torch.equal(param, master.to(self.param_dtype))
+        expected = [self.steps_before + (self.grads[t] is not None) for t, _ in self.chunks.tolist()]
+        assert self.steps.tolist() == expected
+
+    def assert_nothing_written(self) -> None:
+        assert torch.equal(self.arena.bytes(), self.frozen)
+
+
+# -------------------------------------------------------------------------------------------------------------- values
+@pytest.mark.parametrize("grad_dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
+@families
+def test_every_pair_of_dtypes(
+    family: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, launcher: Launcher
+) -> None:
+    for offset in (0, 1, 3):
+        Step(launcher, family, None, SIZES, param_dtype, grad_dtype, offset=offset).run().check()
+
+
+@pytest.mark.parametrize("steps", [0, 3], ids=["first", "later"])
+@pytest.mark.parametrize(("family", "example"), EXAMPLES)
+def test_every_example(family: str, example: str, steps: int, launcher: Launcher) -> None:
+    options = UPDATES[family].examples[example]
+    for dtype in (FP32, BF16):
+        Step(launcher, family, options, FEW, dtype, steps=steps).run().check()
+
+
+@families
+def test_groups_of_different_options(family: str, ordered_launcher: Launcher) -> None:
+    examples = UPDATES[family].examples
+    Step(ordered_launcher, family, examples["full"], SIZES, BF16, FP16, second=examples["maximize"]).run().check()
+
+
+@families
+def test_more_chunks_than_blocks(family: str, ordered_launcher: Launcher) -> None:
+    Step(ordered_launcher, family, None, (LARGE,), FP16, FP16, chunk=2 * CHUNK).run().check()
+
+
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, BF16)], ids=["fp32", "16-bit"])
+@families
+def test_more_than_32_bits_of_elements(
+    family: str, dtypes: tuple[torch.dtype, torch.dtype], launcher: Launcher
+) -> None:
+    Step(launcher, family, None, (1000,), *dtypes, first_chunk=2**23).run().check()
+
+
+@families
+@pytest.mark.parametrize("array", ["grads", "params", "masters", "states"])
+def test_one_misaligned_array(family: str, array: str, launcher: Launcher) -> None:
+    """Each array alone decides that 16-byte accesses are off, wherever it stands in the table."""
+    step = Step(launcher, family, None, FEW, FP16, BF16)
+    lists = list(step.states.values()) if array == "states" else [getattr(step, array)]
+    lists[-1][:] = [step.arena.place(x, 1) for x in lists[-1]]
+    step.run().check()
+
+
+@families
+def test_tensors_without_a_gradient(family: str, ordered_launcher: Launcher) -> None:
+    Step(ordered_launcher, family, None, (9, 1025, 1025, 8), without_grad=(1, 3)).run().check()
+
+
+@families
+def test_a_late_gradient_finds_its_first_step(family: str, launcher: Launcher) -> None:
+    """Whatever the other tensors have done before: the counts are those of each chunk."""
+    step = Step(launcher, family, None, (CHUNK + 1, 2 * CHUNK + 1), BF16, steps=0)
+    late, step.grads[0] = step.grads[0], None
+    step.run().check()
+    step.run()
+    step.grads[0] = late
+    step.run()
+    assert step.steps.tolist() == [1, 1, 3, 3, 3]
+    expected = Step(launcher, family, None, (CHUNK + 1, 2 * CHUNK + 1), BF16, steps=0).run()
+    assert torch.equal(step.masters[0], expected.masters[0])
+
+
+@families
+def test_nothing_to_update(family: str, launcher: Launcher) -> None:
+    Step(launcher, family, None, (0,)).run().assert_nothing_written()
+    Step(launcher, family, None, (9,), without_grad=(0,)).run().assert_nothing_written()
+
+
+@families
+def test_same_bits_in_every_order(family: str, ordered_launcher: Launcher) -> None:
+    first, second = (Step(launcher, family, None, param_dtype=FP16).run() for launcher in (ordered_launcher,) * 2)
+    assert torch.equal(torch.cat(first.masters), torch.cat(second.masters))
+
+
+# -------------------------------------------------------------------------------------------- overflow, scale, clipping
+@pytest.mark.parametrize("steps", [0, 3], ids=["first", "later"])
+@pytest.mark.parametrize("found_inf", [1.0, 2.0, math.inf, math.nan])
+@families
+def test_a_skipped_step_writes_nothing(family: str, found_inf: float, steps: int, launcher: Launcher) -> None:
+    step = Step(launcher, family, None, FEW, FP16, FP16, steps=steps)
+    step.run(found_inf=found_inf).assert_nothing_written()
+
+
+@pytest.mark.parametrize(
+    ("scalars", "factor"),
+    [
+        ({"found_inf": -0.0}, 1.0),
+        ({"grad_scale": 8.0, "found_inf": 0.0}, 0.125),
+        ({"grad_norm": 10.0, "max_norm": 2.5}, 2.5 / (10.0 + 1e-6)),
+        ({"grad_norm": 0.5, "max_norm": 2.5}, 1.0),
+        ({"grad_norm": 0.0, "max_norm": 2.5}, 1.0),
+        ({"grad_scale": 4.0, "grad_norm": 10.0, "max_norm": 5.0}, 0.125),
+    ],
+)
+@families
+def test_scale_and_clip(family: str, scalars: dict[str, Any], factor: float, launcher: Launcher) -> None:
+    Step(launcher, family, None, (1025,), BF16, BF16).run(**scalars).check(factor)
+
+
+@families
+def test_nan_norm_is_not_hidden(family: str, launcher: Launcher) -> None:
+    step = Step(launcher, family, None, FEW).run(grad_norm=math.nan, max_norm=1.0)
+    assert all(m.isnan().all() for m in step.masters)
+
+
+@families
+def test_nan_stays_in_its_element(family: str, launcher: Launcher) -> None:
+    step = Step(launcher, family, None, (1025,))
+    step.grads[0][[3, 1024]] = torch.tensor([math.nan, math.inf], device=launcher.device)  # type: ignore[index]
+    step.run()
+    assert step.masters[0].isfinite().logical_not().nonzero().flatten().tolist() == [3, 1024]
+
+
+# ------------------------------------------------------------------------------------------------------------- rounding
+@low_dtypes
+def test_weights_round_to_nearest_even(dtype: torch.dtype, launcher: Launcher) -> None:
+    upper = torch.arange(-(2**15), 2**15, dtype=torch.int32) << 16  # ties, and their neighbours, of every exponent
+    shift = 0 if dtype == BF16 else 3
+    lower = torch.tensor([0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF]) >> shift
+    values = (upper[:, None] + lower).view(-1).to(torch.int32).view(FP32)
+    special = torch.tensor([65504.0, 65519.996, 65520.0, 2.0**-24, 2.0**-25, 3 * 2.0**-25, -0.0, 3.3961e38])
+    values = torch.cat([special, values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]])
+    step = Step(launcher, "sgd", {}, (40000,), dtype)
+    step.masters[0].copy_(values[:40000])
+    step.grads[0].zero_()  # type: ignore[union-attr]
+    step.run()
+    ours, expected = step.params[0].cpu(), step.masters[0].cpu().to(dtype)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(ours.signbit()[~expected.isnan()], expected.signbit()[~expected.isnan()])
+
+
+# -------------------------------------------------------------------------------------------------------- shared cases
+@pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+@pytest.mark.parametrize("case", chain(*testing.updates.CASES.values()), ids=lambda case: f"{case.op}-{case}")
+def test_shared_case(case: testing.Case) -> None:
+    assert all(result.passed for result in emulator.run(case))
