@@ -125,7 +125,7 @@ class Check:
         with (self.files / "logs" / f"{part.name}.txt").open("wb") as log:
             process = subprocess.Popen(
                 list(map(str, part.command)), cwd=part.cwd, env=os.environ | part.environment, stdin=subprocess.DEVNULL,
-                stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+                stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_may_be_interrupted,
             )  # fmt: skip
             try:
                 code = process.wait(limit)
@@ -170,6 +170,11 @@ class Check:
         text = _ascii("\n".join(lines))[: SUMMARY_BYTES - 100] + "\n"
         ratios = headlines(self.files, SUMMARY_BYTES - len(text) - 1)
         return "\n".join([text, *ratios, ""])
+
+
+def _may_be_interrupted() -> None:
+    """Whoever starts this program by `nohup` and `&` has it ignore interrupts, which its children would inherit."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:

@@ -130,7 +130,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         from table_kernels import launchers
 
         (name,) = names
-        unordered = (launcher for launcher in launchers() if launcher.order in (None, "shuffled"))
+        unordered = [launcher for launcher in launchers() if launcher.order in (None, "shuffled")]
         metafunc.parametrize(name, launchers() if name == "ordered_launcher" else unordered, ids=str)
     if "place" in metafunc.fixturenames:
         left_out = () if metafunc.module.__name__ in HAVE_A_DEFAULT else ("default-on-cuda",)

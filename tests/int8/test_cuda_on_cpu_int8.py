@@ -428,6 +428,6 @@ def test_linear_does_not_overflow_inside() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- shared cases
-@pytest.mark.parametrize("case", chain(*testing.int8.CASES.values()), ids=lambda case: f"{case.op}-{case}")
+@pytest.mark.parametrize("case", list(chain(*testing.int8.CASES.values())), ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case) -> None:
     assert all(result.passed for result in backend.run(case))

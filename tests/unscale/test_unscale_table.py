@@ -254,6 +254,6 @@ def test_same_bits_in_every_order(ordered_launcher: Launcher) -> None:
 
 # -------------------------------------------------------------------------------------------------------- shared cases
 @pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
-@pytest.mark.parametrize("case", chain(*testing.unscale.CASES.values()), ids=lambda case: f"{case.op}-{case}")
+@pytest.mark.parametrize("case", list(chain(*testing.unscale.CASES.values())), ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case) -> None:
     assert all(result.passed for result in emulator.run(case))
