@@ -53,7 +53,7 @@ class Update(NamedTuple):
 
     function: Callable[..., None]
     optimizer: type[FusedOptimizer]
-    torch: type[torch.optim.Optimizer]
+    torch: Callable[..., torch.optim.Optimizer]
     lr: float
     examples: dict[str, dict[str, Any]]
 
@@ -63,7 +63,7 @@ class Update(NamedTuple):
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
 
     def defaults(self) -> dict[str, Any]:
-        return self.torch([torch.zeros(1)], lr=self.lr).defaults  # type: ignore[call-arg]
+        return self.torch([torch.zeros(1)], lr=self.lr).defaults
 
     def states(self, options: dict[str, Any]) -> list[str]:
         """The states that torch's optimizer keeps with these options, in the family's order."""
@@ -162,7 +162,7 @@ class UpdateInputs:
     def torch_optimizer(self, dtype: torch.dtype, lr: float = 0.1) -> torch.optim.Optimizer:
         """torch's optimizer on copies of the masters, in fp32 or fp64."""
         params = [torch.nn.Parameter(x.to(dtype, copy=True)) for x in self.fp32()]
-        return self._update.torch(params, lr=lr, foreach=False, **self.options)  # type: ignore[call-arg]
+        return self._update.torch(params, lr=lr, foreach=False, **self.options)
 
     def weight_results(self) -> Iterator[Result]:
         """16-bit weights are their masters, rounded."""

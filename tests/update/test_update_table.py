@@ -136,7 +136,7 @@ class Step:
         param = torch.nn.Parameter(self.before[t].to(dtype, copy=True))
         param.grad = grad.cpu().to(dtype) * factor
         lr = torch.tensor(self.LR[t % 2]).item()  # rounded to fp32, as the device holds it
-        optimizer = UPDATES[self.family].torch([param], lr=lr, foreach=False, **self.options[t % 2])  # type: ignore[call-arg]
+        optimizer = UPDATES[self.family].torch([param], lr=lr, foreach=False, **self.options[t % 2])
         if self.steps_before:
             states = {name: states[t].to(dtype, copy=True) for name, states in self.states_before.items() if states}
             optimizer.state[param] = {"step": torch.tensor(float(self.steps_before)), **states}
