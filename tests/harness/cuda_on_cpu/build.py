@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import hashlib
 import importlib.util
 import os
@@ -79,23 +80,30 @@ def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
         digest.update(path.read_bytes())
     folder = BUILD / digest.hexdigest()[:16]
     library = folder / f"{name}.so"
-    if not library.exists():
-        # Other processes may build the same: each works in a folder of its own, and the first to finish wins.
-        work = folder / f"{name}.{os.getpid()}"
-        work.mkdir(parents=True, exist_ok=True)
-        objects = [str(work / f"{source.stem}.o") for source in commands]
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
-            jobs = [
-                pool.submit(_run, [*of_source, "-c", "-x", "c++", str(source), "-o", object_])
-                for (source, of_source), object_ in zip(commands.items(), objects, strict=True)
-            ]
-            for job in jobs:
-                job.result()
-        # No sanitizer here: emulator.cpp has its run-time library.
-        _run([compiler, "-shared", "-Wl,-z,defs", *objects, "-o", str(work / library.name)])
-        os.replace(work / library.name, library)
-        shutil.rmtree(work)
+    folder.mkdir(parents=True, exist_ok=True)
+    with (folder / f"{name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, on all cores; the others wait for it
+        if not library.exists():
+            _compile(commands, folder / f"{name}.o", library)
     return ctypes.CDLL(str(library))
+
+
+def _compile(commands: dict[Path, list[str]], work: Path, library: Path) -> None:
+    work.mkdir(exist_ok=True)
+    objects = [str(work / f"{source.stem}.o") for source in commands]
+    # The longest first, so that no core is idle at the end: size is a good guess.
+    jobs = sorted(zip(commands.items(), objects, strict=True), key=lambda job: -job[0][0].stat().st_size)
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for done in [
+            pool.submit(_run, [*command, "-c", "-x", "c++", str(source), "-o", object_])
+            for (source, command), object_ in jobs
+        ]:
+            done.result()
+    # No sanitizer here: emulator.cpp has its run-time library.
+    linked = work / library.name
+    _run([next(iter(commands.values()))[0], "-shared", "-Wl,-z,defs", *objects, "-o", str(linked)])
+    os.replace(linked, library)
+    shutil.rmtree(work)
 
 
 def _run(command: list[str]) -> None:
