@@ -25,6 +25,8 @@ class Family(NamedTuple):
             ``hyper.of(options)`` makes one of the options that users know.
         reference: ``(params, grads, states, masters, hyper, *, lr, is_first_step, grad_scale, found_inf)``, with a list
             for each state, empty for one that there is not.
+        examples: by name, options of the optimizer as users write them; together they reach every branch of the
+            formula, and ``"full"`` and ``"maximize"`` keep every state. `verify` and all tests run them.
     """
 
     name: str
@@ -32,6 +34,7 @@ class Family(NamedTuple):
     optional: int
     hyper: Any
     reference: Callable[..., None]
+    examples: Mapping[str, Mapping[str, Any]]
 
 
 def _sign(options: Mapping[str, Any]) -> float:
@@ -72,6 +75,23 @@ def _sgd(
     )  # fmt: skip
 
 
+SGD = Family(
+    "sgd",
+    ("momentum_buffer",),
+    1,
+    SgdHyper,
+    _sgd,
+    {
+        "plain": {"lr": 0.1},
+        "weight_decay": {"lr": 0.1, "weight_decay": 0.1},
+        "momentum": {"lr": 0.1, "momentum": 0.9},
+        "dampening": {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+        "full": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        "maximize": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
+    },
+)
+
+
 # ------------------------------------------------------------------------------------------------------------ RMSprop
 class RmspropHyper(NamedTuple):
     alpha: float
@@ -110,6 +130,20 @@ def _rmsprop(
     )  # fmt: skip
 
 
-SGD = Family("sgd", ("momentum_buffer",), 1, SgdHyper, _sgd)
-RMSPROP = Family("rmsprop", ("square_avg", "momentum_buffer", "grad_avg"), 2, RmspropHyper, _rmsprop)
+RMSPROP = Family(
+    "rmsprop",
+    ("square_avg", "momentum_buffer", "grad_avg"),
+    2,
+    RmspropHyper,
+    _rmsprop,
+    {
+        "plain": {"lr": 0.01},
+        "weight_decay": {"lr": 0.01, "weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
+        "momentum": {"lr": 0.01, "momentum": 0.9},
+        "centered": {"lr": 0.01, "centered": True},
+        "full": {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.01},
+        "maximize": {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
+    },
+)
+
 FAMILIES = {family.name: family for family in (SGD, RMSPROP)}

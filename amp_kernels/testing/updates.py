@@ -6,15 +6,13 @@ import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..families import FAMILIES
-from ..functional import rmsprop_, sgd_
-from ..optim import FusedRMSprop, FusedSGD
-from ..optim._base import FusedOptimizer
+from .. import functional, optim
+from ..families import FAMILIES, Family
 from .common import (
     DTYPES,
     LAYOUTS,
@@ -39,31 +37,37 @@ from .common import (
 )
 
 
-class Update(NamedTuple):
-    """What is tried of an update family.
+class Update:
+    """What is tried of an update family, found by its name.
 
     Attributes:
         function: on lists.
         optimizer: ours.
         torch: the optimizer whose formula it is.
-        lr: a usual learning rate.
-        examples: options by name, those of torch's optimizer that are not its defaults; together they reach every
-            branch of the formula, and ``"full"`` and ``"maximize"`` have every state.
+        lr: that of the examples.
+        examples: options by name, without `lr`.
     """
 
-    function: Callable[..., None]
-    optimizer: type[FusedOptimizer]
-    torch: Callable[..., torch.optim.Optimizer]
-    lr: float
-    examples: dict[str, dict[str, Any]]
+    def __init__(self, family: Family) -> None:
+        self.family = family
+        self.function: Callable[..., None] = getattr(functional, f"{family.name}_")
+        ours = (getattr(optim, name) for name in optim.__all__)
+        self.optimizer: Any = next(kind for kind in ours if getattr(kind, "_family", None) is family)
+        self.torch: Any = next(kind for kind in self.optimizer.__mro__ if kind.__module__.startswith("torch.optim"))
+        self.lr: float = family.examples["plain"]["lr"]
+        self.examples = {
+            name: {key: value for key, value in options.items() if key != "lr"}
+            for name, options in family.examples.items()
+        }
+
+    def defaults(self) -> dict[str, Any]:
+        """torch's options, all of them."""
+        return self.torch([torch.zeros(1)], lr=self.lr).defaults
 
     def arguments(self, options: dict[str, Any], *, first: bool = True) -> dict[str, Any]:
         """torch's defaults, these options and whether it is the first step: those that `function` has."""
         everything = {**self.defaults(), **options, "is_first_step": first}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
-
-    def defaults(self) -> dict[str, Any]:
-        return self.torch([torch.zeros(1)], lr=self.lr).defaults
 
     def states(self, options: dict[str, Any]) -> list[str]:
         """The states that torch's optimizer keeps with these options, in the family's order."""
@@ -72,43 +76,10 @@ class Update(NamedTuple):
         optimizer = self.torch([param], lr=self.lr, **options)
         optimizer.step()
         kept = [name for name, value in optimizer.state[param].items() if isinstance(value, Tensor)]
-        return [name for name in FAMILIES[self.name].states if name in kept]
-
-    @property
-    def name(self) -> str:
-        return self.function.__name__.removesuffix("_")
+        return [name for name in self.family.states if name in kept]
 
 
-UPDATES = {
-    "sgd": Update(
-        sgd_,
-        FusedSGD,
-        torch.optim.SGD,
-        0.1,
-        {
-            "plain": {},
-            "weight_decay": {"weight_decay": 0.1},
-            "momentum": {"momentum": 0.9},
-            "dampening": {"momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
-            "full": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-            "maximize": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
-        },
-    ),
-    "rmsprop": Update(
-        rmsprop_,
-        FusedRMSprop,
-        torch.optim.RMSprop,
-        0.01,
-        {
-            "plain": {},
-            "weight_decay": {"weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
-            "momentum": {"momentum": 0.9},
-            "centered": {"centered": True},
-            "full": {"centered": True, "momentum": 0.9, "weight_decay": 0.01},
-            "maximize": {"centered": True, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
-        },
-    ),
-}
+UPDATES = {name: Update(family) for name, family in FAMILIES.items()}
 SGD_OPTIONS, RMSPROP_OPTIONS = UPDATES["sgd"].examples, UPDATES["rmsprop"].examples
 
 
@@ -134,7 +105,7 @@ class UpdateInputs:
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         self.masters = place([x for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32], device, layout)
-        self.states: dict[str, list[Tensor]] = {name: [] for name in FAMILIES[self._update.name].states}
+        self.states: dict[str, list[Tensor]] = {name: [] for name in self._update.family.states}
         for name in self._update.states(self.options):
             # A state that the first step sets must not be read by it.
             fill = math.nan if name == self._update.optimizer._set_at_first_step else 0.0

@@ -1,6 +1,6 @@
 """tests/api.txt lists all that users may rely on: what public modules export by `__all__`, with signatures.
 
-`python tests/test_api.py --write` writes it anew. A line that goes or changes breaks somebody's code, so it needs a
+`python tests/package/test_api.py --write` writes it anew. A line that goes or changes breaks somebody's code, so it needs a
 line in CHANGELOG.md as well; a new one needs a sentence there that says which need it serves.
 
 Annotations are left out: they may become wider without anybody's code noticing. Members that torch's classes bring
@@ -81,10 +81,10 @@ def public_api() -> list[str]:
 def test_public_names_are_those_of_api_txt() -> None:
     listed, found = API.read_text().splitlines(), public_api()
     gone, new = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
-    assert listed == found, f"gone: {gone}; new: {new}; if meant: python tests/test_api.py --write, and CHANGELOG.md"
+    assert listed == found, f"gone: {gone}; new: {new}; if meant: python tests/package/test_api.py --write, and CHANGELOG.md"
 
 
 if __name__ == "__main__":
     if sys.argv[1:] != ["--write"]:
-        raise SystemExit("usage: python tests/test_api.py --write")
+        raise SystemExit("usage: python tests/package/test_api.py --write")
     API.write_text("\n".join(public_api()) + "\n")
