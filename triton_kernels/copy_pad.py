@@ -1,7 +1,16 @@
-"""A matrix, times an activation's derivative if asked for, into rows that are multiples of 16 bytes, in one pass.
+"""A matrix into rows that are multiples of 16 bytes apart, in one pass.
 
-A program takes one block of columns over one share of the rows and adds up its columns; a second kernel adds the
-shares' sums in a fixed order.
+    out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 behind the last column)
+    bias_grad[c] = sum over r of the same, before it is rounded
+
+Bytes per element: 2 read (4 with `pre`), 2 written.
+
+A program takes up to 256 columns of one share of the rows, in tiles of 2048 elements from top to bottom, and adds up its
+columns; a second kernel adds the shares' sums in a fixed order:
+
+              columns 0-255   columns 256-511   ..
+    share 0 | program 0     | program 1       | ..      -> sums[0, :]  \
+    share 1 | program b     | program b + 1   | ..      -> sums[1, :]   > bias_grad
 """
 
 from __future__ import annotations

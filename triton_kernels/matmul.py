@@ -1,4 +1,7 @@
-"""Products of fp16 or bf16 matrices with an epilogue: fp32 sums, one rounding.
+"""Products of fp16 or bf16 matrices: out = activation(alpha * a @ b + beta * input), sums in fp32, one rounding.
+
+2 m n k operations; a and b are read once for each tile [BM, BN] of `out` that needs them. A program computes a tile, or
+a share of its K; programs that follow each other compute tiles of the same 8 rows of tiles, whose b is still in L2.
 
 Two kernels. One loads through tensor descriptors, which zero-fill what lies beyond M, N and K, in programs that compute
 tile after tile; for devices that have TMA and operands that it can address. One loads through pointers, whatever the

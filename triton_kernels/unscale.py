@@ -1,5 +1,18 @@
-"""The gradient pass: one read of every gradient gives the non-finite check, the norm and the first bad
-tensor; with WRITE the gradients are unscaled in place as well. One launch for any mix of dtypes.
+"""The gradient pass, one launch for any mix of dtypes.
+
+    norm      = sqrt(sum of g^2) * factor
+    found_inf = 1 if any g is NaN or inf, and the first tensor that holds one
+    g        <- g * factor                                  (with WRITE)
+
+Bytes per element: 4 (fp32) or 2 read; with WRITE as many written, from the registers that the sum was taken of.
+
+One program of 128 threads takes one chunk, tile by tile; a tile is 8192 bytes, four accesses of 16 bytes a thread:
+
+    chunk:   | tile 0 | tile 1 | ..                      fp32 sum of a tile -> fp64 sum of the chunk -> partials[chunk]
+    tile:    | t0 | t1 | .. | t127 | t0 | t1 | ..        each 16 bytes: 4 fp32 or 8 16-bit elements
+
+The program that finishes last adds all partials in the order of the chunks, so that the same gradients give the same
+bits.
 """
 
 from __future__ import annotations

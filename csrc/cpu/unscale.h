@@ -1,4 +1,9 @@
-// The gradient pass on a CPU: check, norm and unscaling.
+// The gradient pass on a CPU: norm = sqrt(sum of g^2) * factor, found_inf, and with `write` g <- g * factor.
+// Bytes per element: 4 (fp32) or 2 read, with `write` as many written. A thread takes a chunk, in blocks of 1024
+// elements:
+//
+//   block:  | 8 lanes of sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | ...     fp32; a block whose sum may be inexact again
+//                                                                        in fp64 (fast_sum_is_exact)
 #pragma once
 
 #include <algorithm>

@@ -1,4 +1,6 @@
-// One pass of an optimizer over a chunk on a CPU: gradient in, master, state and 16-bit weight out.
+// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states), weight <- p rounded to 16 bits.
+// Bytes per element as on a GPU (csrc/cuda/update.cuh). A thread takes a chunk, in blocks of 256 elements: the gradient
+// is widened into L1, the formula is applied to vectors of the host's width, the weight is rounded from what is in L1.
 #pragma once
 
 #include <algorithm>

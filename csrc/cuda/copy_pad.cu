@@ -1,4 +1,16 @@
-// A matrix into padded storage, with the derivative of an activation and the sums of its columns, in one pass.
+// A matrix into rows that are multiples of 16 bytes apart, in one pass:
+//   out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 behind the last column)
+//   bias_grad[c] = sum over r of the same, before it is rounded
+//
+// Bytes per element: 2 read (4 with `pre`), 2 written.
+//
+// A block takes `across` packs of 8 columns and `rows` rows; its threads stand kThreads / across rows deep:
+//
+//           pack 0      pack 1     ..  pack across - 1        rows r, r + kThreads / across, ... of a pack: one thread,
+//   row 0 | thread 0  | thread 1 | .. | thread across - 1 |   4 of them under way (2 with an activation)
+//   row 1 | thread across | ..                            |
+//   ...                                                       sums of columns: threads -> shared memory -> partials of
+//                                                             the block -> fold_kernel, in a fixed order
 #include "../formulas/activation.h"
 #include "grid.cuh"
 #include "shifted.cuh"

@@ -1,5 +1,17 @@
-// Products of 16-bit matrices on tensor cores: tiles that a pipeline of asynchronous copies brings to shared memory,
-// for operands of which 16 bytes can be loaded at a time, along k or across it; one by one for all others.
+// Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input), sums in fp32, one
+// rounding. 2 m n k operations; a and b are read once for each tile that needs them.
+//
+// A block computes one tile of `out`, step by step along k. A pipeline of asynchronous copies brings the steps to come
+// to shared memory while warps multiply the one that is there:
+//
+//               b: kTileK x kN                      memory --16 bytes a copy--> stage 0 | stage 1 | stage 2 ..
+//             +----------------+                    shared --ldmatrix--> fragments --mma.m16n8k16--> sums in registers
+//   a: kM x   | w0  w1  w2  w3 |  8 warps: each has
+//   kTileK    | w4  w5  w6  w7 |  half of the rows and a quarter of the columns
+//             +----------------+
+//
+// WideLoader copies 16 bytes at a time, along k or across it; ElementLoader takes operands of any strides, one number
+// at a time through registers.
 #include "matmul_results.cuh"
 #include "tiles.cuh"
 

@@ -1,5 +1,11 @@
-// Products with up to 16 rows, which take the time of reading b: it goes once from memory straight into fragments,
-// by all multiprocessors, whatever its layout and alignment.
+// Products with up to 16 rows: out = activation(alpha * a @ b + beta * input). They take the time of reading b, 2 bytes
+// for 2 m operations: b goes once from memory straight into fragments, whatever its layout and alignment.
+//
+//             columns of a block (32 or 64)     A block has some columns of b and a share of k (`split`), its 8 warps
+//           +------------------------------+    take turns of 32 or 16 of k:
+//   b:      | warp 0: k = 0 .. 31          |      warps -> shared memory -> sum over warps -> out, or where k is shared
+//   k x n   | warp 1: k = 32 .. 63         |      among blocks -> partials[split] -> fold_kernel, in a fixed order
+//           | ..                           |
 #include "matmul_results.cuh"
 #include "shifted.cuh"
 #include "tensor_cores.cuh"

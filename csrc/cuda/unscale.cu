@@ -1,5 +1,18 @@
-// The gradient pass: one read of every gradient gives the non-finite check, the norm and the first bad
-// tensor; with `write` the gradients are unscaled in place as well. One launch for any mix of dtypes.
+// The gradient pass, one launch for any mix of dtypes:
+//   norm      = sqrt(sum of g^2) * factor
+//   found_inf = 1 if any g is NaN or inf, and the first tensor that holds one
+//   g        <- g * factor                                  (with `write`)
+//
+// Bytes per element: 4 (fp32) or 2 read; with `write` as many written, and read once more, from L2 where the chunk is
+// still there.
+//
+// A block takes every gridDim.x-th chunk of the table (at most 16384 or 65536 elements of one tensor):
+//
+//   chunk:  | pack of thread 0 | thread 1 | ... | thread 255 | thread 0 | ...    a pack: 16 bytes, 4 or 8 elements
+//             fp32 sum of a pack -> fp64 sum of a thread -> fp64 sum of the block -> partials[chunk]
+//
+// The block that finishes last adds all partials in the order of the chunks, whatever block wrote them, so that the
+// same gradients give the same bits.
 #include "../formulas/unscale.h"
 #include "grid.cuh"
 

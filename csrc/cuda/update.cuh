@@ -1,5 +1,14 @@
-// The update pass of every optimizer: one read of gradient, fp32 parameter and state, one write of all but
-// the gradient. A formula (csrc/formulas) says what happens to an element.
+// The update pass of every optimizer: p, states <- formula(p, factor * g, states), weight <- p rounded to 16 bits.
+// The formula (csrc/formulas) says what happens to an element.
+//
+// Bytes per element: 8 for the fp32 parameter and for each state, read and written; 4 or 2 for the gradient, read; 2
+// for a 16-bit weight, written. SGD with momentum moves 20 for fp32 parameters, 20 for 16-bit weights and gradients.
+//
+// A block takes every gridDim.x-th chunk of the table, the last one first. A thread has two packs under way, kThreads
+// packs apart, and the elements behind the last whole pack of a chunk go one by one:
+//
+//   chunk:  | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ...
+//           | first packs: 1024 elements                | second packs                        |
 #pragma once
 
 #include "../formulas/unscale.h"
