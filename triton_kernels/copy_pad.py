@@ -5,8 +5,8 @@
 
 Bytes per element: 2 read (4 with `pre`), 2 written.
 
-A program takes up to 256 columns of one share of the rows, in tiles of 2048 elements from top to bottom, and adds up its
-columns; a second kernel adds the shares' sums in a fixed order:
+A program takes up to 256 columns of one share of the rows, in tiles of 2048 elements from top to bottom, and adds up
+its columns; a second kernel adds the shares' sums in a fixed order:
 
               columns 0-255   columns 256-511   ..
     share 0 | program 0     | program 1       | ..      -> sums[0, :]  \

@@ -1,7 +1,7 @@
 """tests/api.txt lists all that users may rely on: what public modules export by `__all__`, with signatures.
 
-`python tests/package/test_api.py --write` writes it anew. A line that goes or changes breaks somebody's code, so it needs a
-line in CHANGELOG.md as well; a new one needs a sentence there that says which need it serves.
+`python tests/package/test_api.py --write` writes it anew. A line that goes or changes breaks somebody's code, so it
+needs a line in CHANGELOG.md as well; a new one needs a sentence there that says which need it serves.
 
 Annotations are left out: they may become wider without anybody's code noticing. Members that torch's classes bring
 along are left out too, since they differ from torch to torch.
@@ -81,7 +81,8 @@ def public_api() -> list[str]:
 def test_public_names_are_those_of_api_txt() -> None:
     listed, found = API.read_text().splitlines(), public_api()
     gone, new = sorted(set(listed) - set(found)), sorted(set(found) - set(listed))
-    assert listed == found, f"gone: {gone}; new: {new}; if meant: python tests/package/test_api.py --write, and CHANGELOG.md"
+    remedy = "if meant: python tests/package/test_api.py --write, and CHANGELOG.md"
+    assert listed == found, f"gone: {gone}; new: {new}; {remedy}"
 
 
 if __name__ == "__main__":
