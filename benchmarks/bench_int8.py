@@ -5,7 +5,7 @@ with one scale for the whole tensor it is read twice; to dequantize costs the sa
 torch's operators, compiled or not, torch's own fake quantization and per-channel quantization, torch._int_mm, torch's
 products in fp32 and bf16, and torchao and bitsandbytes where they run.
 
-    python benchmarks/bench_int8.py --help
+    python -m benchmarks.bench_int8 --help
 """
 
 import sys
@@ -13,7 +13,12 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from common import (
+
+import amp_kernels
+from amp_kernels import reference
+from amp_kernels.testing.int8 import integers
+
+from .common import (
     Case,
     Contender,
     Job,
@@ -25,10 +30,6 @@ from common import (
     parse_arguments,
     run_case,
 )
-
-import amp_kernels
-from amp_kernels import reference
-from amp_kernels.testing.int8 import integers
 
 SIDE = {"cpu": 4096, "cuda": 8192}
 GROUPS = {

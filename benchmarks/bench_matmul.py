@@ -3,7 +3,7 @@
 Peers: torch's product on the same operands, torch's on padded copies of them (F.pad, multiply, slice), the compiled
 product (Inductor's pad_mm), and in fp32. Bytes are those of the operands and the result, read and written once.
 
-    python benchmarks/bench_matmul.py --help
+    python -m benchmarks.bench_matmul --help
 """
 
 import sys
@@ -12,10 +12,11 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from common import Case, Contender, Job, Report, by_size, normal, on_other_backends, parse_arguments, run_case
 
 import amp_kernels
 from amp_kernels.testing.matmul import compare
+
+from .common import Case, Contender, Job, Report, by_size, normal, on_other_backends, parse_arguments, run_case
 
 CHECKED_ROWS = 16
 # (rows, outputs, inputs): aligned ones and their odd neighbours, a vocabulary, few rows.

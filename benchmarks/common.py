@@ -34,13 +34,14 @@ from tqdm import tqdm
 
 import amp_kernels
 
+from .summary import COPY, RESULTS
+
 FIELDS = (
     "benchmark", "case", "contender", "scaler", "dtype", "tensors", "elements", "bytes",
     "median_ms", "p20_ms", "p80_ms", "gb_s", "tera_ops", "copy_percent", "ratio_to_ours",
     "device_name", "torch_version", "amp_kernels_version", "timestamp", "note",
 )  # fmt: skip
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
-COPY = "copy"
 MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 9, 200, 2
 # The copy runs before every timed call and so empties the caches, as the rest of a training step does. On a GPU it must
 # be far larger than the L2 (B200: 126 MB). On a CPU it is by the rule of STREAM (McCalpin, 1995): arrays of four times
@@ -200,10 +201,8 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     args.max_elements = args.max_elements or (10**9 if args.device.type == "cuda" else 10**8)
     args.no_compile |= args.quick
     args.seconds = min(args.seconds, 1.0) if args.quick else args.seconds
-    # a quick run must not take the place of a machine's results
-    results = Path(tempfile.gettempdir()) / "amp_kernels" if args.quick else Path(__file__).parent / "results"
-    name = slug(device_name(args.device)) + ("-fresh-memory" if args.fresh_memory else "")
-    args.out = args.out or results / name
+    if args.out is None:
+        args.out = results_folder(args.device, args.quick, "-fresh-memory" if args.fresh_memory else "")
     if args.rehearse:
         global MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES
         MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES = 1, 1, 0
@@ -237,6 +236,14 @@ def _keep_memory() -> None:
         begin = -(-memory // page) * page
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t((memory + size - begin) // page * page), huge)
         libc.free(ctypes.c_void_p(memory))
+
+
+def results_folder(device: torch.device, is_quick: bool = False, suffix: str = "") -> Path:
+    """Of a machine: in a clone among the committed ones, unless a quick run would take their place; else in the current
+    directory."""
+    parent = RESULTS if RESULTS.is_dir() else Path("amp_kernels-bench")
+    parent = Path(tempfile.gettempdir()) / "amp_kernels" if is_quick else parent
+    return parent / (slug(device_name(device)) + suffix)
 
 
 def device_name(device: torch.device) -> str:

@@ -36,16 +36,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
+FAMILIES = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+
+
+def of_families(prefix: str, limit: int, **others: int) -> dict[str, int]:
+    """A limit for each benchmark; `others` are of those that need another one."""
+    return {prefix + name: others.get(name, limit) for name in FAMILIES}
+
+
 # Of each part, in seconds, and of the stages, with 15 s to spare for what is between their parts.
 LIMITS = {
     "first": {
-        "build": 150, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 15, "sgd": 35, "rmsprop": 30,
-        "unscale": 30, "matmul": 60, "int8": 40, "ncu": 60, "memcheck": 45, "racecheck": 45,
+        "build": 150, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 15,
+        **of_families("", 25, matmul=60, int8=40, sgd=30), "ncu": 50, "memcheck": 45, "racecheck": 45,
     },
     "tests": {"info": 30, "cuda_tests": 240, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60},
-    "benchmarks": {
-        "bench_sgd": 180, "bench_rmsprop": 150, "bench_unscale": 90, "bench_matmul": 180, "bench_int8": 150, "plot": 60
-    },
+    "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130), "plot": 60},
 }  # fmt: skip
 STAGES = {"first": 9 * 60 - 15, "tests": 10 * 60 - 15, "benchmarks": 14 * 60 - 15}
 SECONDS = {name: seconds for parts in LIMITS.values() for name, seconds in parts.items()}
@@ -60,8 +66,7 @@ TRITON_TESTS = "[triton- or [triton]"
 TRITON_KERNELS = ("triton_cases.py", "triton_int8_cases.py", "triton_matmul_cases.py")
 SIZES = "1e6,25.6e6,1e8"
 # (rows, outputs, inputs), those first that say most: a part that is ended has measured those before.
-MATMUL_SHAPES = "4096x4096x4096,8192x8192x8192,4096x4095x4095,8192x1023x1023,1x4096x4096,16x4095x4095"
-INT8_SHAPES = "4096x4096x4096,8192x8192x8192,1x4096x4096,16x4096x4096"
+SHAPES = "4096x4096x4096,8192x8192x8192,1x4096x4096,4096x4095x4095,8192x1023x1023,16x4095x4095"
 # What reading SASS can only estimate: the shares of the speed of memory and of tensor cores, and what limits them.
 METRICS = (
     "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
@@ -301,6 +306,9 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
     def compiled() -> str:
         return "" if rehearsal or has_cuda_kernels(lib) else "no CUDA kernels were built"
 
+    def module(name: str) -> list[str]:
+        return [python, "-m", f"amp_kernels.benchmarks.{name}"]
+
     def build(name: str, what: str, after: str = "") -> Part:
         command = [python, "setup.py", "build", f"--build-base={work}", f"--build-lib={lib}"]
         arch = {} if capability is None else {"TORCH_CUDA_ARCH_LIST": "{}.{}".format(*capability)}
@@ -311,7 +319,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
 
     def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, **rest: str) -> Part:
         blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if name == "smoke_blocking" else {}
-        command = [*prefix, python, HERE / "gpu_parts.py", "cases", "--device", device]
+        command = [*prefix, *module("gpu_parts"), "cases", "--device", device]
         return Part(name, command, few | blocking, why_not=why_not, **rest)
 
     def under(name: str, tool: str, options: Callable[[str], list[str]], *command: str | Path) -> Part:
@@ -336,10 +344,10 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
             *cases(name).command,
         )
 
-    def bench(name: str, script: str, out: Path, seconds: str, *options: str) -> Part:
+    def bench(prefix: str, family: str, out: Path, seconds: str, *options: str) -> Part:
         timed = ["--device", device, "--no-compile", "--seconds", seconds, "--out", out]
         timed += ["--rehearse"] if rehearsal else []
-        return Part(name, [python, HERE / f"bench_{script}.py", *timed, *options], shared)
+        return Part(prefix + family, [*module(f"bench_{family}"), *timed, *options], shared)
 
     def tests(name: str, *chosen: str, expect: str = "triton", why_not: Callable[[], str] = str) -> Part:
         workers = min(12, os.cpu_count() or 1)
@@ -350,10 +358,9 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         return Part(name, [*pytest, *parallel, *chosen], shared | expected, ROOT / "tests", why_not, note=note)
 
     ncu = ("--clock-control", "none", "--csv", "--kernel-name-base", "demangled", "--kernel-name", "regex:amp_kernels")
-    first, own = files / "first", (python, HERE / "gpu_parts.py")
-    sizes, matmul, int8 = ("1e4", "64x64x64", "32x48x64") if rehearsal else (SIZES, MATMUL_SHAPES, INT8_SHAPES)
-    few_cases = dict.fromkeys(("sgd", "rmsprop", "unscale"), ("--sizes", sizes))
-    few_cases |= {"matmul": ("--shapes", matmul), "int8": ("--shapes", int8)}
+    first, own = files / "first", module("gpu_parts")
+    sizes, shapes = ("1e4", "32x48x64") if rehearsal else (SIZES, SHAPES)
+    few_cases = ("--sizes", sizes, "--shapes", shapes)
     selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS]
     if rehearsal:
         selections = [("test_benchmarks.py", "-k", "resnet")] * 3
@@ -363,7 +370,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         cases("smoke"),
         cases("smoke_blocking", after="smoke"),
         Part("ceilings", [*own, "ceilings", "--device", device, "--out", files], shared),
-        *(bench(name, name, first, "0.2", *options) for name, options in few_cases.items()),
+        *(bench("", family, first, "0.2", *few_cases) for family in FAMILIES),
         under("ncu", "ncu", lambda _: [*ncu, "--metrics", METRICS], *own, "kernels", "--device", device),
         sanitizer("memcheck"),
         sanitizer("racecheck"),
@@ -372,8 +379,8 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         tests("triton_tests", *selections[1]),
         tests("triton_kernels", *selections[2]),
         sanitizer("initcheck"),
-        *(bench(f"bench_{name}", name, files, "0.5", *(few_cases[name] if rehearsal else ())) for name in few_cases),
-        Part("plot", [python, HERE / "plot.py", files], shared),
+        *(bench("bench_", family, files, "0.5", *(few_cases if rehearsal else ())) for family in FAMILIES),
+        Part("plot", [*module("plot"), files], shared),
     ]
 
 

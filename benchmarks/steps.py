@@ -24,7 +24,11 @@ from functools import cached_property, partial
 from itertools import product
 
 import torch
-from common import (
+from torch import Tensor
+
+import amp_kernels
+
+from .common import (
     Case,
     Contender,
     Job,
@@ -36,9 +40,6 @@ from common import (
     run_case,
     sample,
 )
-from torch import Tensor
-
-import amp_kernels
 
 CHECK_SCALE, CHECKED_STEPS = 1024.0, 2
 HELD_BYTES = 16  # per parameter, by the largest contender: weight, gradient, fp32 master, its gradient, state
