@@ -109,7 +109,7 @@ def quantize_case(x, options, args):
     def codes():
         return expected()[0].flatten()
 
-    def torchs():
+    def with_torch():
         return by_torch(x, **options)[0]
 
     def by_compiler():
@@ -118,7 +118,7 @@ def quantize_case(x, options, args):
 
     plan = [
         ("amp_kernels.quantize_int8", lambda: exact(partial(amp_kernels.quantize_int8, x, **options), expected)),
-        ("torch operators", lambda: nearly(torchs, codes, 1)),
+        ("torch operators", lambda: nearly(with_torch, codes, 1)),
         ("torch operators, compiled", by_compiler),
     ]
     if options == {"dim": -1} and x.dtype == torch.float32 and x.device.type == "cpu":
@@ -145,7 +145,7 @@ def bitsandbytes_rows(x):
 
 
 def dequantize_case(q, dtype, args):
-    def torchs(values=q.values, scale=q.scale):
+    def with_torch(values=q.values, scale=q.scale):
         return (values * scale).to(dtype)
 
     @cache
@@ -154,8 +154,8 @@ def dequantize_case(q, dtype, args):
 
     plan = [
         ("amp_kernels.dequantize_int8", lambda: nearly(partial(amp_kernels.dequantize_int8, q, dtype), expected, 0)),
-        ("torch operators", lambda: nearly(torchs, expected, 0)),
-        ("torch operators, compiled", lambda: nearly(compiled(args, torchs), expected, 0)),
+        ("torch operators", lambda: nearly(with_torch, expected, 0)),
+        ("torch operators, compiled", lambda: nearly(compiled(args, with_torch), expected, 0)),
     ]
     return [contender(name, 8, build) for name, build in plan]
 
@@ -163,7 +163,7 @@ def dequantize_case(q, dtype, args):
 def fake_case(x, scale, args):
     step = scale.item()  # once: it waits for the device
 
-    def torchs():
+    def with_torch():
         return torch.fake_quantize_per_tensor_affine(x, step, 0, -127, 127)
 
     @cache
@@ -175,7 +175,7 @@ def fake_case(x, scale, args):
             "amp_kernels.fake_quantize_int8",
             lambda: nearly(lambda: amp_kernels.fake_quantize_int8(x, scale=scale), expected, 0),
         ),
-        ("torch.fake_quantize_per_tensor_affine", lambda: nearly(torchs, expected, 1.001 * step)),
+        ("torch.fake_quantize_per_tensor_affine", lambda: nearly(with_torch, expected, 1.001 * step)),
     ]
     return [contender(name, 12, build) for name, build in plan]
 

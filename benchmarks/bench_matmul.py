@@ -88,7 +88,7 @@ class Data:
 def contenders(data, make, args):
     ours = partial(amp_kernels.linear, activation=data.activation)
 
-    def torchs(x, weight, bias):
+    def with_torch(x, weight, bias):
         y = F.linear(x, weight, bias)
         return F.gelu(y) if data.activation == "gelu" else y
 
@@ -99,16 +99,16 @@ def contenders(data, make, args):
     def in_fp32():
         other = Data.__new__(Data)
         other.__dict__ = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in data.__dict__.items()}
-        return (other.job if make == data.job else other.both_passes)(torchs)
+        return (other.job if make == data.job else other.both_passes)(with_torch)
 
     def compiled():
         if args.no_compile:
             raise RuntimeError("left out by --no-compile or --quick")
-        return make(torch.compile(torchs, dynamic=False))
+        return make(torch.compile(with_torch, dynamic=False))
 
     plan = [
         ("amp_kernels.linear", lambda: make(ours)),
-        ("torch linear", lambda: make(torchs)),
+        ("torch linear", lambda: make(with_torch)),
         ("F.pad, torch linear, slice", lambda: make(by_padding)),
         ("torch linear, compiled", compiled),
         ("fp32: torch linear", in_fp32),

@@ -31,7 +31,7 @@ def update(weights, grads, masters, square_avgs, inv_scale):
 FAMILY = Family(
     name="rmsprop",
     ours=FusedRMSprop,
-    torchs=torch.optim.RMSprop,
+    torch_class=torch.optim.RMSprop,
     options={"lr": LR, "alpha": ALPHA, "eps": EPS},
     variants=("foreach",),
     update=update,

@@ -30,7 +30,7 @@ def update(weights, grads, masters, buffers, inv_scale):
 FAMILY = Family(
     name="sgd",
     ours=FusedSGD,
-    torchs=torch.optim.SGD,
+    torch_class=torch.optim.SGD,
     options={"lr": LR, "momentum": MOMENTUM},
     variants=("fused", "foreach"),
     update=update,

@@ -66,8 +66,8 @@ class Gradients:
     def disagreement(self, grads, factor, slack=0.0):
         """What is wrong with gradients that should be `factor` times ours."""
         before = sample(self.grads)
-        torchs = (before.float() * factor).to(self.dtype)
-        return disagreement(sample(grads), torchs, before.double() * factor, slack)
+        by_torch = (before.float() * factor).to(self.dtype)
+        return disagreement(sample(grads), by_torch, before.double() * factor, slack)
 
 
 def unscale_job(data, function):

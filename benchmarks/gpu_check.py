@@ -62,7 +62,7 @@ SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
 # Ids begin with the place of a test's tensors (tests/conftest.py); those of a CPU say nothing about a GPU.
 CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_capture"
 TRITON_TESTS = "[triton- or [triton]"
-# Files of their own, which other processes run otherwise (tests/test_triton_interpret.py).
+# pytest does not collect these by itself: tests/test_triton_interpret.py runs them in processes of their own.
 TRITON_KERNELS = ("triton_cases.py", "triton_int8_cases.py", "triton_matmul_cases.py")
 SIZES = "1e6,25.6e6,1e8"
 # (rows, outputs, inputs), those first that say most: a part that is ended has measured those before.
@@ -78,8 +78,8 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Part:
-    """A command with a limit; `why_not` gives the sentence of a part that cannot run here, `after` names the part
-    without whose failure this one has nothing to do."""
+    """A command with a limit. `why_not` returns why it cannot run here, or ""; with `after` it runs only if the part of
+    that name failed."""
 
     name: str
     command: Sequence[str | Path]
@@ -87,11 +87,11 @@ class Part:
     cwd: Path = HERE
     why_not: Callable[[], str] = str
     after: str = ""
-    note: str = ""  # of a rehearsal: what the part is without a GPU
+    note: str = ""  # what the part does without a GPU, in a rehearsal
 
 
 class Check:
-    """Runs parts one after the other; what they leave is in `files`, and in two files of the folder `out`."""
+    """Runs parts one after the other. They write to the folder `files`; two files in the folder `out` hold it all."""
 
     def __init__(self, out: Path, files: Path, machine: str, seconds: float, limits: dict[str, int] = SECONDS) -> None:
         self.out, self.files, self.machine, self.limits = out, files, machine, limits
@@ -99,13 +99,13 @@ class Check:
         for folder in (out, files / "logs", files / "first"):
             folder.mkdir(parents=True, exist_ok=True)
         self._table = files / "parts.csv"
-        self.results: dict[str, tuple[str, float]] = {}  # of earlier calls too
+        self.results: dict[str, tuple[str, float]] = {}  # (result, seconds) by part, of earlier runs too
         if self._table.exists():
             with self._table.open(newline="") as file:
                 self.results = {row["part"]: (row["result"], float(row["seconds"])) for row in csv.DictReader(file)}
 
     def run(self, parts: Sequence[Part]) -> bool:
-        """Whether none failed."""
+        """Runs and saves them; returns whether none failed."""
         for part in parts:
             self.results.pop(part.name, None)
             (self.files / "logs" / f"{part.name}.txt").unlink(missing_ok=True)
@@ -146,7 +146,7 @@ class Check:
         return f"passed{part.note and f' ({part.note})'}"
 
     def save(self) -> None:
-        """The two files, each replaced at once: to be ended here leaves the old one or the new."""
+        """Writes the two files, each replaced in one step: whoever is killed here leaves the old one or the new."""
         with _replacing(self._table) as path, path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("part", "result", "seconds"))
@@ -178,7 +178,7 @@ class Check:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the whole process group; what ended before is none."""
+    """Signals the whole process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
     if number == signal.SIGKILL:
@@ -198,7 +198,7 @@ def _ascii(text: str) -> str:
 
 
 def last_lines(log: Path, room: int) -> list[str]:
-    """As many as there is room for, after the first that speaks of an error: a compiler's is far from the end."""
+    """The first line that mentions an error, which a compiler prints far from the end, and as many last ones as fit."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2**20))
         lines = [_ascii(line.strip())[:160] for line in file.read().decode(errors="replace").splitlines()]
@@ -216,7 +216,7 @@ def last_lines(log: Path, room: int) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------- headline ratios
 def headlines(files: Path, room: int) -> list[str]:
-    """A line of each family in turn, until the room ends; a whole benchmark takes the place of the first stage's."""
+    """A line of each family in turn, until `room` is used up. Tables of whole benchmarks replace the first stage's."""
     families: dict[str, list[str]] = {"ceilings": _ceilings(files / "ceilings.csv")}
     for path in (*sorted((files / "first").glob("*.csv")), *sorted(files.glob("*.csv"))):
         if path.name not in ("ceilings.csv", "parts.csv"):
@@ -263,7 +263,7 @@ def _ratios(path: Path) -> list[str]:
 
 
 def _ratio(rows: list[dict[str, str]]) -> str:
-    """A peer without a scaler does less than one of ours that has one."""
+    """Our time, the fastest peer's over ours, our share. Where ours has a scaler, a peer without one does less work."""
     ours = next((row for row in rows if row["contender"].startswith("amp_kernels")), None)
     if ours is None:
         return ""
@@ -289,13 +289,13 @@ def _speeds(rows: list[dict[str, str]]) -> str:
 
 # ------------------------------------------------------------------------------------------------------- the parts
 def has_cuda_kernels(lib: Path) -> bool:
-    """Of a finished build: a note says what a build left out."""
+    """Whether a finished build has them; its note, `_build.txt`, says what it left out."""
     note = lib / "amp_kernels" / "_build.txt"
     return any(lib.glob("amp_kernels/_C.*")) and note.exists() and not note.read_text()
 
 
 def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> list[Part]:
-    """In their order; without a capability those of a rehearsal, which measure the installed package on the CPU."""
+    """All parts, in order. Without a capability it is a rehearsal, which runs the installed package on the CPU."""
     rehearsal, lib, python = capability is None, work / "lib", sys.executable
     device = "cpu" if rehearsal else "cuda"
     places = [*([] if rehearsal else [str(lib)]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -385,7 +385,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
 
 
 def filters(sanitizer: str) -> list[str]:
-    """Our kernels alone, and no errors of API calls, some of which torch expects; as this version spells it."""
+    """Options for our kernels alone, without failed API calls, some of which torch expects; in this version's words."""
     says = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
     quiet = ["--report-api-errors", "no"] if "--report-api-errors" in says else []
     option = next((o for o in ("--kernel-name", "--kernel-regex") if f"{o} " in says), None)
@@ -417,7 +417,7 @@ print(json.dumps([torch.__version__, *of]))"""
 
 def main() -> int:
     args = parse_arguments()
-    # A process of its own asks, so that this one holds no context and outlives whatever happens to the device.
+    # Another process asks, so that this one holds no CUDA context and survives whatever happens to the device.
     says = subprocess.run([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True, check=True).stdout
     torch, *gpu = json.loads(says.splitlines()[-1])
     machine = f"torch {torch}, Python {platform.python_version()}"
@@ -436,7 +436,7 @@ def main() -> int:
     out, work = out.resolve(), work.resolve()
     if "build" in args.parts:
         shutil.rmtree(work / "lib", ignore_errors=True)
-    # A CPU may be shared with whom it likes: there the limits are no part of the rehearsal.
+    # A rehearsal may run on a busy CPU, so it does not test the limits.
     limits, seconds = (dict.fromkeys(SECONDS, 600), 3600.0) if args.rehearse else (SECONDS, 60 * args.minutes)
     check = Check(out, work / "results", machine, seconds, limits)
     parts = all_parts(work / "results", work, capability)
