@@ -14,7 +14,7 @@ from . import _loader
 from ._tables import table
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
-SECONDS = "0.1"  # for the rounds of a case, which are at least nine: all families take 100 s on two cores
+SECONDS = "0.1"  # for the rounds of a case, which are at least nine: all families take 90 s of one core
 
 
 class CannotRun(Exception):
@@ -96,13 +96,15 @@ def _report(families: Sequence[str], out: Path, earlier: dict[tuple[str, ...], f
     for line in (line for rows in tables.values() for line in summary.lines(rows)):
         then = (earlier or {}).get(line.key)
         compared = ["", ""] if then is None else [f"{then:.5g}", f"{float(line.ours['median_ms']) / then:.2f}"]
-        cells.append([*line.cells(), *(compared if earlier is not None else [])])
-    headers = [*summary.HEADERS, *(["other run, ms", "ours / other"] if earlier is not None else [])]
+        cells.append([line.ours["benchmark"], *line.cells(), *(compared if earlier is not None else [])])
+    headers = ["family", *summary.HEADERS, *(["other run, ms", "ours / other"] if earlier is not None else [])]
     print(f"\n{table(headers, cells)}\n" if cells else "")
     rows = [row for table_rows in tables.values() for row in table_rows]
     for (contender, why), count in summary.not_timed(rows).items():
-        print(f"not timed in {count} case{'s' * (count > 1)}: {contender}: {why}")
+        if "--quick" not in why:  # no peer under torch.compile is timed here
+            print(f"not timed in {count} case{'s' * (count > 1)}: {contender}: {why}")
+    print(f"Peers under torch.compile and larger sizes: `python -m {__package__}.benchmarks.bench_<family>`")
     if missing := summary.missing_packages(rows):
-        print(f"\nmissing peers: run `pip install {' '.join(missing)}` to have them timed")
+        print(f"Missing peers: run `pip install {' '.join(missing)}` to have them timed")
     plot.draw(out)
     print(f"{out}: CSV and PNG")

@@ -19,6 +19,7 @@ from amp_kernels import reference
 from amp_kernels.testing.int8 import integers
 
 from .common import (
+    QUICK_SHAPES,
     Case,
     Contender,
     Job,
@@ -279,7 +280,7 @@ def quantization_cases(args):
 
 def product_cases(args):
     device = args.device
-    for size in args.shapes or SIZES[device.type][:: 4 if args.quick else 1]:
+    for size in args.shapes or (QUICK_SHAPES if args.quick else SIZES[device.type]):
         rows, columns, inner = size
         for layout in by_size("x".join(map(str, size)), ((rows, inner), (columns, inner)), device):
             operations = 2 * rows * columns * inner

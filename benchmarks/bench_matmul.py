@@ -16,7 +16,18 @@ import torch.nn.functional as F
 import amp_kernels
 from amp_kernels.testing.matmul import compare
 
-from .common import Case, Contender, Job, Report, by_size, normal, on_other_backends, parse_arguments, run_case
+from .common import (
+    QUICK_SHAPES,
+    Case,
+    Contender,
+    Job,
+    Report,
+    by_size,
+    normal,
+    on_other_backends,
+    parse_arguments,
+    run_case,
+)
 
 CHECKED_ROWS = 16
 # (rows, outputs, inputs): aligned ones and their odd neighbours, a vocabulary, few rows.
@@ -120,7 +131,7 @@ def contenders(data, make, args):
 def main():
     args = parse_arguments(__doc__)
     report = Report("matmul", args)
-    sizes = args.shapes or SIZES[args.device.type][:: 3 if args.quick else 1]
+    sizes = args.shapes or (QUICK_SHAPES if args.quick else SIZES[args.device.type])
     for size, dtype in product(sizes, (torch.float16, torch.bfloat16)):
         rows, outputs, inputs = size
         for layout in by_size("x".join(map(str, size)), ((rows, inputs), (outputs, inputs)), args.device):

@@ -43,6 +43,8 @@ FIELDS = (
 )  # fmt: skip
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
 MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 9, 200, 2
+MAX_IN_A_ROW = 50
+QUICK_SHAPES = ((64, 64, 64), (1024, 1024, 1024), (1024, 1023, 1023), (1, 4096, 4096))  # products of a quick run
 # The copy runs before every timed call and so empties the caches, as the rest of a training step does. On a GPU it must
 # be far larger than the L2 (B200: 126 MB). On a CPU it follows the rule of STREAM (McCalpin, 1995): each array is four
 # times all last-level caches. Beside an L3 of 32 MB a copy of 64 MB ran at 35 GB/s in some minutes and at 98 in others,
@@ -117,7 +119,7 @@ def by_size(name: str, shapes: tuple[tuple[int, ...], ...], device: torch.device
     layout = Layout(name, shapes)
     if layout.elements > MAX_CACHED_ELEMENTS or device.type != "cpu":
         return [layout]
-    return [replace(layout, in_a_row=50), replace(layout, name=f"{name}, cold caches")]
+    return [replace(layout, in_a_row=MAX_IN_A_ROW), replace(layout, name=f"{name}, cold caches")]
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
@@ -204,10 +206,12 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     args.seconds = min(args.seconds, 1.0) if args.quick else args.seconds
     if args.out is None:
         args.out = results_folder(args.device, args.quick, "-fresh-memory" if args.fresh_memory else "")
+    global MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES, MAX_IN_A_ROW
+    if args.quick:
+        MIN_ROUNDS, MAX_IN_A_ROW = 5, 10
     if args.rehearse:
-        global MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES
         MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES = 1, 1, 0
-    if args.rehearse or args.device.type == "cuda":
+    if args.rehearse or args.quick or args.device.type == "cuda":
         # Without this, each collection between two contenders walks torch's million objects for 0.2 s: 20 of the 30 s
         # that gpu_check.py gives a benchmark.
         gc.freeze()
@@ -329,7 +333,7 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
         else:
             jobs[contender] = job
     copy_once = partial(target.copy_, source)
-    times, copies = _interleave(jobs, copy_once, case.layout.in_a_row, args)
+    times, copies = _interleave(jobs, copy_once, min(case.layout.in_a_row, MAX_IN_A_ROW), args)
     if contenders[0] not in times:
         report.failures.append(f"{case.name}, {case.layout.name}: {rows[contenders[0]]['note']}")
     ours = times.get(contenders[0], [])

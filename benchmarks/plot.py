@@ -80,7 +80,6 @@ def ratios(path: Path, rows: Sequence[Row]) -> None:
     axes.set_title(f"{rows[0]['benchmark']} on {rows[0]['device_name']}, torch {rows[0]['torch_version']}", fontsize=9)
     chart.savefig(path, dpi=110)
     plt.close(chart)
-    print(path)
 
 
 def figure(path: Path, rows: Sequence[Row], draw: Callable[[Axes, Sequence[Row]], None]) -> None:
@@ -96,7 +95,6 @@ def figure(path: Path, rows: Sequence[Row], draw: Callable[[Axes, Sequence[Row]]
     chart.suptitle(f"{rows[0]['benchmark']} on {rows[0]['device_name']}, torch {rows[0]['torch_version']}")
     chart.savefig(path, dpi=110)
     plt.close(chart)
-    print(path)
 
 
 def draw(folder: Path) -> None:
@@ -115,6 +113,7 @@ def main() -> None:
     parser.add_argument("folders", nargs="*", type=Path, help="folders with CSVs (benchmarks/results/*)")
     for folder in parser.parse_args().folders or sorted(path for path in RESULTS.glob("*") if path.is_dir()):
         draw(folder)
+        print(f"{folder}: drawn")
 
 
 if __name__ == "__main__":

@@ -167,7 +167,7 @@ def test_the_committed_pages_say_what_the_csvs_say(summary):
 
 CASE = {
     "benchmark": "sgd", "case": "step, few large", "dtype": "float16", "elements": "1000", "scaler": "torch",
-    "copy_percent": "80", "note": "", "device_name": "a machine", "torch_version": "2", "amp_kernels_version": "1",
+    "copy_percent": "80", "gb_s": "1", "note": "", "device_name": "a machine", "torch_version": "2", "amp_kernels_version": "1",
     "timestamp": "2026-11-23T00:00:00",
 }  # fmt: skip
 COLUMNS = (*CASE, "contender", "median_ms", "ratio_to_ours")
@@ -256,7 +256,7 @@ def test_bench_names_the_pip_line_of_missing_peers(summary, tmp_path, capsys):
     _bench._report(["sgd"], tmp_path, None)
     told = capsys.readouterr().out
     assert "not timed in 1 case: absent: nosuch is not installed" in told
-    assert "missing peers: run `pip install nosuch` to have them timed" in told
+    assert "Missing peers: run `pip install nosuch` to have them timed" in told
 
 
 def test_bench_refuses_in_a_sentence(tmp_path, capsys, monkeypatch):
