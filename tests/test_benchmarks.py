@@ -167,8 +167,8 @@ def test_the_committed_pages_say_what_the_csvs_say(summary):
 
 CASE = {
     "benchmark": "sgd", "case": "step, few large", "dtype": "float16", "elements": "1000", "scaler": "torch",
-    "copy_percent": "80", "gb_s": "1", "note": "", "device_name": "a machine", "torch_version": "2", "amp_kernels_version": "1",
-    "timestamp": "2026-11-23T00:00:00",
+    "copy_percent": "80", "gb_s": "1", "note": "", "device_name": "a machine", "torch_version": "2",
+    "amp_kernels_version": "1", "timestamp": "2026-11-23T00:00:00",
 }  # fmt: skip
 COLUMNS = (*CASE, "contender", "median_ms", "ratio_to_ours")
 
