@@ -60,7 +60,9 @@ format: build
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
+# Peers that cannot be installed are rows that say so.
 bench: build
+	-$(BIN)/pip install -q --no-build-isolation 'amp-kernels[peers]'
 	for file in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS) || exit; done
 	$(BIN)/python -m benchmarks.plot
 	$(BIN)/python -m benchmarks.summary

@@ -207,13 +207,20 @@ def matmul_case(size, device, args):
         run = partial(torch._int_mm, a, weight.t())
         return Job(run, nearly(first(run), lambda: a[:16].double() @ weight.double().t(), 0).check)
 
+    def scaled_by_torchao():
+        from torchao.kernel import int_scaled_matmul
+
+        run = partial(int_scaled_matmul, a, weight.t(), left.scale)
+        exact = (a[:16].double() @ weight.double().t()) * left.scale[:16]
+        return Job(run, nearly(first(run), lambda: exact, 1e-6 * exact.abs().max().item()).check)
+
     plan = [
         ("amp_kernels.int8_matmul", lambda: ours(left)),
         ("amp_kernels.int8_matmul, zero points", lambda: ours(shifted)),
         ("torch._int_mm, int32 out", integer),
         ("fp32 torch matmul", lambda: Job(lambda: fp32[0] @ fp32[1].t(), lambda: "")),
         ("bf16 torch matmul", lambda: Job(lambda: bf16[0] @ bf16[1].t(), lambda: "")),
-        ("torchao int_scaled_matmul", lambda: Job(torchao_product(a, weight, left.scale), lambda: "")),
+        ("torchao int_scaled_matmul", scaled_by_torchao),
     ]
     forced = on_other_backends(
         "amp_kernels.int8_matmul",
@@ -225,12 +232,6 @@ def matmul_case(size, device, args):
         amp_kernels.int8_matmul,
     )
     return [*(contender(name, 10, build) for name, build in plan), *forced]
-
-
-def torchao_product(a, weight, scale):
-    from torchao.kernel import int_scaled_matmul
-
-    return lambda: int_scaled_matmul(a, weight.t(), scale)
 
 
 def linear_case(rows, dtype, device, args):

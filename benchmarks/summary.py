@@ -146,7 +146,8 @@ How it is measured:
 - glibc keeps freed memory, in pages of 2 MB, as torch's allocator for GPUs does. In folders named `fresh-memory` it
   does not: results of more than 32 MB then come from new pages at every call.
 - Two runs on these shared machines differ by up to a fifth, of 1000 small tensors by up to a half.
-- A contender whose result is wrong is not timed. Below each table is what was not timed, and why.
+- A contender whose result is wrong is not timed; plain products by torch are trusted. Below each table is what was not
+  timed, and why.
 
 `make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes two minutes, with fewer
 sizes, and needs no clone. On a GPU `make gpu-check` builds for it, tests, measures, and says which folder to send us.
