@@ -313,6 +313,7 @@ class Report:
 
     def finish(self) -> int:
         """Says where the rows are; the exit code says whether ours was right everywhere."""
+        gc.unfreeze()  # else Triton's bindings list what they take for leaks, in twenty lines
         print(f"\n{self.path}")
         for failure in self.failures:
             print(f"FAILED: {failure}")
