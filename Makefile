@@ -18,7 +18,7 @@ CLIENTS := $(VENV)/clients
 .PHONY: demo test test-clients test-matrix wheel lint format bench asan-events gpu-check build venv clean
 
 demo: build
-	$(BIN)/python benchmarks/demo.py $(DEMO_ARGS)
+	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
 
 test: build $(VENV)/toolkit
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
@@ -60,9 +60,12 @@ format: build
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(FORMATTED)
 
+# Peers that cannot be installed are rows that say so.
 bench: build
-	for family in unscale sgd rmsprop int8 matmul; do $(BIN)/python benchmarks/bench_$$family.py $(BENCH_ARGS) || exit; done
-	$(BIN)/python benchmarks/plot.py
+	-$(BIN)/pip install -q --no-build-isolation 'amp-kernels[peers]'
+	for file in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS) || exit; done
+	$(BIN)/python -m benchmarks.plot
+	$(BIN)/python -m benchmarks.summary
 
 # Random programs of tests/clients/test_events.py on kernels built for AddressSanitizer: a freed address that a kernel
 # still uses ends the run. Python's own allocator would hide what it frees, and Python leaks by design.

@@ -1,5 +1,5 @@
-"""`python -m amp_kernels info | verify | audit`: what runs here and why the rest does not; whether it is right; which
-layers of a model are slow for their shapes."""
+"""`python -m amp_kernels info | verify | audit | bench`: what runs here and why the rest does not; whether it is right;
+which layers of a model are slow for their shapes; how fast it is here beside its peers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 import amp_kernels
 
-from . import _loader, audit, backends
+from . import _loader, audit, backends, bench
 from .testing import verify
 
 
@@ -76,6 +76,7 @@ def main() -> int:
         command.set_defaults(run=lambda _, function=function: function())
     verify.add_command(commands)
     audit.add_command(commands)
+    bench.add_command(commands)
     arguments = parser.parse_args()
     return arguments.run(arguments)
 

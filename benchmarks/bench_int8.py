@@ -5,7 +5,7 @@ with one scale for the whole tensor it is read twice; to dequantize costs the sa
 torch's operators, compiled or not, torch's own fake quantization and per-channel quantization, torch._int_mm, torch's
 products in fp32 and bf16, and torchao and bitsandbytes where they run.
 
-    python benchmarks/bench_int8.py --help
+    python -m benchmarks.bench_int8 --help
 """
 
 import sys
@@ -13,7 +13,13 @@ from functools import cache, partial
 
 import torch
 import torch.nn.functional as F
-from common import (
+
+import amp_kernels
+from amp_kernels import reference
+from amp_kernels.testing.int8 import integers
+
+from .common import (
+    QUICK_SHAPES,
     Case,
     Contender,
     Job,
@@ -25,10 +31,6 @@ from common import (
     parse_arguments,
     run_case,
 )
-
-import amp_kernels
-from amp_kernels import reference
-from amp_kernels.testing.int8 import integers
 
 SIDE = {"cpu": 4096, "cuda": 8192}
 GROUPS = {
@@ -108,7 +110,7 @@ def quantize_case(x, options, args):
     def codes():
         return expected()[0].flatten()
 
-    def torchs():
+    def with_torch():
         return by_torch(x, **options)[0]
 
     def by_compiler():
@@ -117,7 +119,7 @@ def quantize_case(x, options, args):
 
     plan = [
         ("amp_kernels.quantize_int8", lambda: exact(partial(amp_kernels.quantize_int8, x, **options), expected)),
-        ("torch operators", lambda: nearly(torchs, codes, 1)),
+        ("torch operators", lambda: nearly(with_torch, codes, 1)),
         ("torch operators, compiled", by_compiler),
     ]
     if options == {"dim": -1} and x.dtype == torch.float32 and x.device.type == "cpu":
@@ -144,7 +146,7 @@ def bitsandbytes_rows(x):
 
 
 def dequantize_case(q, dtype, args):
-    def torchs(values=q.values, scale=q.scale):
+    def with_torch(values=q.values, scale=q.scale):
         return (values * scale).to(dtype)
 
     @cache
@@ -153,8 +155,8 @@ def dequantize_case(q, dtype, args):
 
     plan = [
         ("amp_kernels.dequantize_int8", lambda: nearly(partial(amp_kernels.dequantize_int8, q, dtype), expected, 0)),
-        ("torch operators", lambda: nearly(torchs, expected, 0)),
-        ("torch operators, compiled", lambda: nearly(compiled(args, torchs), expected, 0)),
+        ("torch operators", lambda: nearly(with_torch, expected, 0)),
+        ("torch operators, compiled", lambda: nearly(compiled(args, with_torch), expected, 0)),
     ]
     return [contender(name, 8, build) for name, build in plan]
 
@@ -162,7 +164,7 @@ def dequantize_case(q, dtype, args):
 def fake_case(x, scale, args):
     step = scale.item()  # once: it waits for the device
 
-    def torchs():
+    def with_torch():
         return torch.fake_quantize_per_tensor_affine(x, step, 0, -127, 127)
 
     @cache
@@ -174,7 +176,7 @@ def fake_case(x, scale, args):
             "amp_kernels.fake_quantize_int8",
             lambda: nearly(lambda: amp_kernels.fake_quantize_int8(x, scale=scale), expected, 0),
         ),
-        ("torch.fake_quantize_per_tensor_affine", lambda: nearly(torchs, expected, 1.001 * step)),
+        ("torch.fake_quantize_per_tensor_affine", lambda: nearly(with_torch, expected, 1.001 * step)),
     ]
     return [contender(name, 12, build) for name, build in plan]
 
@@ -205,13 +207,20 @@ def matmul_case(size, device, args):
         run = partial(torch._int_mm, a, weight.t())
         return Job(run, nearly(first(run), lambda: a[:16].double() @ weight.double().t(), 0).check)
 
+    def scaled_by_torchao():
+        from torchao.kernel import int_scaled_matmul
+
+        run = partial(int_scaled_matmul, a, weight.t(), left.scale)
+        exact = (a[:16].double() @ weight.double().t()) * left.scale[:16]
+        return Job(run, nearly(first(run), lambda: exact, 1e-6 * exact.abs().max().item()).check)
+
     plan = [
         ("amp_kernels.int8_matmul", lambda: ours(left)),
         ("amp_kernels.int8_matmul, zero points", lambda: ours(shifted)),
         ("torch._int_mm, int32 out", integer),
         ("fp32 torch matmul", lambda: Job(lambda: fp32[0] @ fp32[1].t(), lambda: "")),
         ("bf16 torch matmul", lambda: Job(lambda: bf16[0] @ bf16[1].t(), lambda: "")),
-        ("torchao int_scaled_matmul", lambda: Job(torchao_product(a, weight, left.scale), lambda: "")),
+        ("torchao int_scaled_matmul", scaled_by_torchao),
     ]
     forced = on_other_backends(
         "amp_kernels.int8_matmul",
@@ -223,12 +232,6 @@ def matmul_case(size, device, args):
         amp_kernels.int8_matmul,
     )
     return [*(contender(name, 10, build) for name, build in plan), *forced]
-
-
-def torchao_product(a, weight, scale):
-    from torchao.kernel import int_scaled_matmul
-
-    return lambda: int_scaled_matmul(a, weight.t(), scale)
 
 
 def linear_case(rows, dtype, device, args):
@@ -278,7 +281,7 @@ def quantization_cases(args):
 
 def product_cases(args):
     device = args.device
-    for size in args.shapes or SIZES[device.type][:: 4 if args.quick else 1]:
+    for size in args.shapes or (QUICK_SHAPES if args.quick else SIZES[device.type]):
         rows, columns, inner = size
         for layout in by_size("x".join(map(str, size)), ((rows, inner), (columns, inner)), device):
             operations = 2 * rows * columns * inner

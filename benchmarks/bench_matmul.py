@@ -3,7 +3,7 @@
 Peers: torch's product on the same operands, torch's on padded copies of them (F.pad, multiply, slice), the compiled
 product (Inductor's pad_mm), and in fp32. Bytes are those of the operands and the result, read and written once.
 
-    python benchmarks/bench_matmul.py --help
+    python -m benchmarks.bench_matmul --help
 """
 
 import sys
@@ -12,10 +12,22 @@ from itertools import product
 
 import torch
 import torch.nn.functional as F
-from common import Case, Contender, Job, Report, by_size, normal, on_other_backends, parse_arguments, run_case
 
 import amp_kernels
 from amp_kernels.testing.matmul import compare
+
+from .common import (
+    QUICK_SHAPES,
+    Case,
+    Contender,
+    Job,
+    Report,
+    by_size,
+    normal,
+    on_other_backends,
+    parse_arguments,
+    run_case,
+)
 
 CHECKED_ROWS = 16
 # (rows, outputs, inputs): aligned ones and their odd neighbours, a vocabulary, few rows.
@@ -87,7 +99,7 @@ class Data:
 def contenders(data, make, args):
     ours = partial(amp_kernels.linear, activation=data.activation)
 
-    def torchs(x, weight, bias):
+    def with_torch(x, weight, bias):
         y = F.linear(x, weight, bias)
         return F.gelu(y) if data.activation == "gelu" else y
 
@@ -98,16 +110,16 @@ def contenders(data, make, args):
     def in_fp32():
         other = Data.__new__(Data)
         other.__dict__ = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in data.__dict__.items()}
-        return (other.job if make == data.job else other.both_passes)(torchs)
+        return (other.job if make == data.job else other.both_passes)(with_torch)
 
     def compiled():
         if args.no_compile:
             raise RuntimeError("left out by --no-compile or --quick")
-        return make(torch.compile(torchs, dynamic=False))
+        return make(torch.compile(with_torch, dynamic=False))
 
     plan = [
         ("amp_kernels.linear", lambda: make(ours)),
-        ("torch linear", lambda: make(torchs)),
+        ("torch linear", lambda: make(with_torch)),
         ("F.pad, torch linear, slice", lambda: make(by_padding)),
         ("torch linear, compiled", compiled),
         ("fp32: torch linear", in_fp32),
@@ -119,7 +131,7 @@ def contenders(data, make, args):
 def main():
     args = parse_arguments(__doc__)
     report = Report("matmul", args)
-    sizes = args.shapes or SIZES[args.device.type][:: 3 if args.quick else 1]
+    sizes = args.shapes or (QUICK_SHAPES if args.quick else SIZES[args.device.type])
     for size, dtype in product(sizes, (torch.float16, torch.bfloat16)):
         rows, outputs, inputs = size
         for layout in by_size("x".join(map(str, size)), ((rows, inputs), (outputs, inputs)), args.device):

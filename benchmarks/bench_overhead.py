@@ -4,7 +4,7 @@ Every row is a call in a loop, its objects in the caches, beside the torch call 
 many layers lie between a public function and its kernel; they are reported, not tuned. `--threads` says on how many
 threads torch may run (default 1: with more, a small call waits for the others to wake).
 
-    python benchmarks/bench_overhead.py --help
+    python -m benchmarks.bench_overhead --help
 """
 
 import argparse
@@ -13,10 +13,11 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
-from common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
 
 import amp_kernels
 from amp_kernels.optim import FusedSGD
+
+from .common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
 
 SGD = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 LR = 1e-3
@@ -140,13 +141,12 @@ CASES = {
 def main():
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--threads", type=int, default=1)
-    threads, rest = parser.parse_known_args()
-    torch.set_num_threads(threads.threads)
-    sys.argv[1:] = rest
+    own, sys.argv[1:] = parser.parse_known_args()
     args = parse_arguments(__doc__)
-    report = Report("overhead", args)
+    report = Report("overhead", args)  # before the threads change, whose number is part of a machine's name
+    torch.set_num_threads(own.threads)
     for name, (shapes, dtype, contenders) in CASES.items():
-        layout = Layout(f"{threads.threads} thread{'s' * (threads.threads > 1)}", shapes, in_a_row=20)
+        layout = Layout(f"{own.threads} thread{'s' * (own.threads > 1)}", shapes, in_a_row=20)
         case = Case("overhead", name, dtype, layout, dtype.itemsize, "a call in a loop")
         found = [Contender(who, "none", 4, build) for who, build in contenders(args.device)]
         run_case(case, found, args, report)

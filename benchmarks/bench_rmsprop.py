@@ -4,15 +4,16 @@ Bytes that a parameter costs with fp16 weights and fp32 masters: 22 = 2 gradient
 gradient read by the update + 8 master read and written + 8 square average read and written + 2 weight
 written. With an fp32 model: 24 = 4 + 4 + 8 weight + 8 square average. torch has no fused RMSprop.
 
-    python benchmarks/bench_rmsprop.py --help
+    python -m benchmarks.bench_rmsprop --help
 """
 
 import sys
 
 import torch
-from steps import Family, main
 
 from amp_kernels.optim import FusedRMSprop
+
+from .steps import Family, main
 
 LR, ALPHA, EPS = 1e-3, 0.99, 1e-8
 
@@ -30,7 +31,7 @@ def update(weights, grads, masters, square_avgs, inv_scale):
 FAMILY = Family(
     name="rmsprop",
     ours=FusedRMSprop,
-    torchs=torch.optim.RMSprop,
+    torch_class=torch.optim.RMSprop,
     options={"lr": LR, "alpha": ALPHA, "eps": EPS},
     variants=("foreach",),
     update=update,

@@ -5,15 +5,16 @@ gradient read by the update + 8 master read and written + 8 momentum read and wr
 (Every gradient must have been checked before the first weight changes, hence the second read.) With an fp32
 model: 24 = 4 + 4 + 8 weight + 8 momentum.
 
-    python benchmarks/bench_sgd.py --help
+    python -m benchmarks.bench_sgd --help
 """
 
 import sys
 
 import torch
-from steps import Family, main
 
 from amp_kernels.optim import FusedSGD
+
+from .steps import Family, main
 
 LR, MOMENTUM = 1e-3, 0.9
 
@@ -29,7 +30,7 @@ def update(weights, grads, masters, buffers, inv_scale):
 FAMILY = Family(
     name="sgd",
     ours=FusedSGD,
-    torchs=torch.optim.SGD,
+    torch_class=torch.optim.SGD,
     options={"lr": LR, "momentum": MOMENTUM},
     variants=("fused", "foreach"),
     update=update,

@@ -4,16 +4,17 @@ Bytes that a gradient element costs: unscale_ reads and writes it (2 times its s
 (1), and clip_grad_norm_ reads it for the norm, then reads and writes it to scale (3). grad_norm checks for
 NaN and inf in the same read; the peer that does the same work runs torch's check before torch's norm.
 
-    python benchmarks/bench_unscale.py --help
+    python -m benchmarks.bench_unscale --help
 """
 
 import sys
 from functools import cached_property, partial
 
 import torch
-from common import Case, Contender, Job, Report, disagreement, layouts, parse_arguments, run_case, sample
 
 import amp_kernels
+
+from .common import Case, Contender, Job, Report, disagreement, layouts, parse_arguments, run_case, sample
 
 CHECK_SCALE = 1 / 1024
 torch_norm = partial(torch.nn.utils.get_total_norm, foreach=True)
@@ -65,8 +66,8 @@ class Gradients:
     def disagreement(self, grads, factor, slack=0.0):
         """What is wrong with gradients that should be `factor` times ours."""
         before = sample(self.grads)
-        torchs = (before.float() * factor).to(self.dtype)
-        return disagreement(sample(grads), torchs, before.double() * factor, slack)
+        by_torch = (before.float() * factor).to(self.dtype)
+        return disagreement(sample(grads), by_torch, before.double() * factor, slack)
 
 
 def unscale_job(data, function):

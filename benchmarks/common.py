@@ -1,8 +1,8 @@
 """What the benchmarks share: cases, interleaved timing against a plain copy, a long CSV and printed tables.
 
-A benchmark gives `run_case` its contenders, ours first. Each is built, compared with the reference and,
-only if it is right, timed: all of them and the copy in turn in one process, medians of the rounds; shares of the copy's
-speed and ratios are medians too, of what was measured side by side.
+A benchmark gives `run_case` its contenders, ours first. Each is built and compared with the reference; those that are
+right take turns in one process, each after a copy. A time is the median of the rounds. Ratios, and shares of the copy's
+speed, are medians of the ratios within a round.
 """
 
 from __future__ import annotations
@@ -34,23 +34,27 @@ from tqdm import tqdm
 
 import amp_kernels
 
+from .summary import COPY, RESULTS
+
 FIELDS = (
     "benchmark", "case", "contender", "scaler", "dtype", "tensors", "elements", "bytes",
     "median_ms", "p20_ms", "p80_ms", "gb_s", "tera_ops", "copy_percent", "ratio_to_ours",
     "device_name", "torch_version", "amp_kernels_version", "timestamp", "note",
 )  # fmt: skip
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
-COPY = "copy"
 MIN_ROUNDS, MAX_ROUNDS, WARM_UPS = 9, 200, 2
+MAX_IN_A_ROW = 50
+QUICK_SHAPES = ((64, 64, 64), (1024, 1024, 1024), (1024, 1023, 1023), (1, 4096, 4096))  # products of a quick run
 # The copy runs before every timed call and so empties the caches, as the rest of a training step does. On a GPU it must
-# be far larger than the L2 (B200: 126 MB). On a CPU it is by the rule of STREAM (McCalpin, 1995): arrays of four times
-# all last caches each. Beside an L3 of 32 MB a copy of 64 MB ran at 35 GB/s in some minutes and at 98 in others, as the
-# machine's other tenants left it more of the cache, which nothing that is timed between two copies can use.
+# be far larger than the L2 (B200: 126 MB). On a CPU it follows the rule of STREAM (McCalpin, 1995): each array is four
+# times all last-level caches. Beside an L3 of 32 MB a copy of 64 MB ran at 35 GB/s in some minutes and at 98 in others,
+# depending on how much of the cache the machine's other tenants used; a kernel that is timed between two copies finds
+# nothing of its own there.
 MIN_COPY_BYTES = 2**30
 ARRAYS_TO_CACHES = 4
 MAX_COPY_BYTES = 2**31
 MAX_CACHED_ELEMENTS = 2**18  # 1 MB of fp32
-MIN_CASE_BYTES = 30  # per element, below which a case is not begun: the model that all start from, and ours
+MIN_CASE_BYTES = 30  # per element, that must be free to begin a case: the model that all start from, and our copy of it
 # Calls queued back to back between two events: time per step as in a training loop, where the GPU is not idle
 # when the step begins. All but the first find in L2 what fits there: below about 5M parameters a GPU's row
 # says how fast the host and the L2 are.
@@ -88,8 +92,8 @@ class Job:
     """A contender built for a case."""
 
     run: Callable[[], object]
-    check: Callable[[], str]  # runs it and compares; "" or the reason why the result is wrong
-    # after the check: sets values that stay finite however often it runs
+    check: Callable[[], str]  # runs it once and compares: "", or why the result is wrong
+    # after the check: resets the data to values that stay finite however often `run` is called
     settle: Callable[[], object] = lambda: None
     # on a CPU, before every timed call: touches what the rest of the program would just have touched
     precede: Callable[[], object] = lambda: None
@@ -115,11 +119,11 @@ def by_size(name: str, shapes: tuple[tuple[int, ...], ...], device: torch.device
     layout = Layout(name, shapes)
     if layout.elements > MAX_CACHED_ELEMENTS or device.type != "cpu":
         return [layout]
-    return [replace(layout, in_a_row=50), replace(layout, name=f"{name}, cold caches")]
+    return [replace(layout, in_a_row=MAX_IN_A_ROW), replace(layout, name=f"{name}, cold caches")]
 
 
 def normal(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> Tensor:
-    """Made where it is needed: ten billion numbers, as those of all products of a GPU, take a CPU two minutes."""
+    """Drawn on the device: a CPU takes two minutes for the ten billion numbers of all products on a GPU."""
     generator = torch.Generator(device).manual_seed(seed)
     return torch.randn(shape, generator=generator, device=device).to(dtype)
 
@@ -131,7 +135,7 @@ def on_other_backends(
     build: Callable[[Callable[..., Any]], Job],
     function: Callable[..., Any],
 ) -> list[Contender]:
-    """On a GPU ours by each of the backends, forced: the fastest is what `amp_kernels.linear` ought to choose."""
+    """On a GPU one more contender for each of our backends, forced: the default ought to be as fast as the fastest."""
 
     def forced(backend: str, *args: Any) -> object:
         with amp_kernels.use_backend(backend):
@@ -157,8 +161,8 @@ def resnet50() -> Layout:
 
 
 def layouts(args: argparse.Namespace) -> list[Layout]:
-    """Layouts of a run; a line is printed for what is left out. The thousand tensors come first, as a model does in its
-    process: among the holes that large ones leave, their objects would be scattered over as many pages."""
+    """Layouts of a run; a line is printed for each that is left out. The thousand small tensors come first, while the
+    heap is fresh, as a model's do: in the holes that freed large ones leave, each would lie on a page of its own."""
     sizes = args.sizes or ((1_000_000,) if args.quick else SIZES)
     free = free_bytes(args.device)
     chosen = []
@@ -193,23 +197,23 @@ def parse_arguments(description: str | None) -> argparse.Namespace:
     parser.add_argument("--rehearse", action="store_true", help=rehearse)
     fresh = "leave malloc as it is: results of over 32 MB then come from fresh pages at every call (CPU)"
     parser.add_argument("--fresh-memory", action="store_true", help=fresh)
-    parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
+    parser.add_argument("--out", type=Path, help="folder of the CSV (in a clone: benchmarks/results/<machine>)")
     args = parser.parse_args()
     if args.fresh_memory and args.device.type != "cpu":
         parser.error(f"--fresh-memory is about a CPU's memory, got --device {args.device}")
     args.max_elements = args.max_elements or (10**9 if args.device.type == "cuda" else 10**8)
     args.no_compile |= args.quick
     args.seconds = min(args.seconds, 1.0) if args.quick else args.seconds
-    # a quick run must not take the place of a machine's results
-    results = Path(tempfile.gettempdir()) / "amp_kernels" if args.quick else Path(__file__).parent / "results"
-    name = slug(device_name(args.device)) + ("-fresh-memory" if args.fresh_memory else "")
-    args.out = args.out or results / name
+    if args.out is None:
+        args.out = results_folder(args.device, args.quick, "-fresh-memory" if args.fresh_memory else "")
+    global MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES, MAX_IN_A_ROW
+    if args.quick:
+        MIN_ROUNDS, MAX_IN_A_ROW = 5, 10
     if args.rehearse:
-        global MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES
         MIN_ROUNDS, MAX_ROUNDS, ARRAYS_TO_CACHES = 1, 1, 0
-    if args.rehearse or args.device.type == "cuda":
-        # Else each collection between two contenders goes through torch's million objects, for 0.2 s: of 30 that a GPU
-        # may have for a benchmark, 20.
+    if args.rehearse or args.quick or args.device.type == "cuda":
+        # Without this, each collection between two contenders walks torch's million objects for 0.2 s: 20 of the 30 s
+        # that gpu_check.py gives a benchmark.
         gc.freeze()
     if not args.fresh_memory:
         _keep_memory()
@@ -221,10 +225,11 @@ def parse_shapes(text: str) -> list[tuple[int, ...]]:
 
 
 def _keep_memory() -> None:
-    """glibc then keeps what is freed, as torch's allocator of GPU memory does: else results of more than 32 MB come
-    from fresh pages at every call, which cost ten times what the work does. And it takes memory from pages of 2 MB
-    where the kernel gives them: of pages of 4 KB, scattered by what ran before, copies in one process took 28 % more or
-    less time by where they lay, of large ones 4 %."""
+    """Makes glibc keep freed memory, as torch's allocator of GPU memory does, in pages of 2 MB where Linux gives them.
+
+    By default results of more than 32 MB come from fresh pages at every call, which cost ten times what the work does.
+    On pages of 4 KB, scattered by what ran before, the time of a copy varied by 28 % with where its arrays lay; on
+    pages of 2 MB by 4 %."""
     if platform.libc_ver()[0] != "glibc":
         return
     libc, m_trim_threshold, m_mmap_max, huge, page = ctypes.CDLL(None), -1, -4, 14, mmap.PAGESIZE
@@ -237,6 +242,14 @@ def _keep_memory() -> None:
         begin = -(-memory // page) * page
         libc.madvise(ctypes.c_void_p(begin), ctypes.c_size_t((memory + size - begin) // page * page), huge)
         libc.free(ctypes.c_void_p(memory))
+
+
+def results_folder(device: torch.device, is_quick: bool = False, suffix: str = "") -> Path:
+    """Of a machine: in a clone among the committed ones, unless a quick run would take their place; else in the current
+    directory."""
+    parent = RESULTS if RESULTS.is_dir() else Path("amp_kernels-bench")
+    parent = Path(tempfile.gettempdir()) / "amp_kernels" if is_quick else parent
+    return parent / (slug(device_name(device)) + suffix)
 
 
 def device_name(device: torch.device) -> str:
@@ -300,6 +313,7 @@ class Report:
 
     def finish(self) -> int:
         """Says where the rows are; the exit code says whether ours was right everywhere."""
+        gc.unfreeze()  # else Triton's bindings list what they take for leaks, in twenty lines
         print(f"\n{self.path}")
         for failure in self.failures:
             print(f"FAILED: {failure}")
@@ -320,7 +334,7 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
         else:
             jobs[contender] = job
     copy_once = partial(target.copy_, source)
-    times, copies = _interleave(jobs, copy_once, case.layout.in_a_row, args)
+    times, copies = _interleave(jobs, copy_once, min(case.layout.in_a_row, MAX_IN_A_ROW), args)
     if contenders[0] not in times:
         report.failures.append(f"{case.name}, {case.layout.name}: {rows[contenders[0]]['note']}")
     ours = times.get(contenders[0], [])
@@ -386,9 +400,10 @@ def _free_memory(device: torch.device) -> None:
 def _interleave(
     jobs: dict[Contender, Job], copy: Callable[[], object], calls: int, args: argparse.Namespace
 ) -> tuple[dict[Contender, list[float]], dict[Contender, list[float]]]:
-    """Milliseconds of a call, and of the copy before it, in rounds of all contenders, in another order each time: a
-    copy does not empty the caches, and with one order for all rounds whoever followed a product of other operands paid
-    for it (torch's own bf16 product of 512^3, through ours, was 0.90 of its speed; so it is 0.97)."""
+    """Milliseconds of a call, and of the copy before it, in rounds of all contenders.
+
+    Each round has another order: the copy does not empty every cache, so a contender pays for the one before it. In a
+    fixed order torch's bf16 product of 512^3, called through ours, had 0.90 of its own speed; so it has 0.97."""
     times: dict[Contender, list[float]] = {contender: [] for contender in jobs}
     copies: dict[Contender, list[float]] = {contender: [] for contender in jobs}
     order, shuffle = list(jobs.items()), random.Random(0).shuffle
@@ -407,13 +422,14 @@ def _interleave(
 
 
 def _middle_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the ratios of a round. The ratio of the medians goes astray where a machine's memory has two speeds
-    for seconds each, as a shared one may (33 and 50 GB/s): one median then falls on this side, one on the other."""
+    """The median of the ratios of a round. A shared machine's memory may have two speeds, for seconds each (33 and 50
+    GB/s): the median of one contender may then be of slow rounds, that of another of fast ones, and their ratio says
+    nothing."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def milliseconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
-    """Of one of so many calls in a row."""
+    """The time of a call, averaged over `calls` in a row."""
     if device.type == "cpu":
         start = time.perf_counter()
         for _ in range(calls):
@@ -443,7 +459,7 @@ def _statistics(samples: Sequence[float], size: int) -> dict[str, object]:
 
 
 def sample(tensors: Sequence[Tensor], count: int = 2**16) -> Tensor:
-    """Up to `count` elements of each tensor, evenly spread, the first and the last among them."""
+    """Up to `count` elements of each tensor, evenly spread, with the first and the last."""
     picked = []
     for tensor in tensors:
         flat = tensor.detach().reshape(-1)
@@ -452,13 +468,13 @@ def sample(tensors: Sequence[Tensor], count: int = 2**16) -> Tensor:
     return torch.cat(picked)
 
 
-def disagreement(ours: Tensor, torchs: Tensor, exact: Tensor, slack: float = 0.0) -> str:
+def disagreement(ours: Tensor, by_torch: Tensor, exact: Tensor, slack: float = 0.0) -> str:
     """The error rule: at most twice the error of torch in the same dtype; "" or a sentence.
 
     Args:
-        slack: more that is allowed, relative to the largest value, to what is less precise by design.
+        slack: allowed on top, relative to the largest value, for peers that are less precise by design.
     """
     error = (ours.double() - exact).abs().max().item()
     largest = exact.abs().max().item()
-    allowed = 2 * (torchs.double() - exact).abs().max().item() + (1e-7 + slack) * largest
+    allowed = 2 * (by_torch.double() - exact).abs().max().item() + (1e-7 + slack) * largest
     return "" if error <= allowed else f"wrong: error {error:.3g}, allowed {allowed:.3g}"

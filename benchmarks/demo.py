@@ -1,6 +1,6 @@
 """Train a small causal Transformer with fp32 and with 16-bit weights, and say whether the results match.
 
-    python benchmarks/demo.py [--model small] [--device cuda] [--optimizer rmsprop] [--out folder]
+    python -m benchmarks.demo [--model small] [--device cuda] [--optimizer rmsprop] [--out folder]
 
 The text is the source of Python's standard library, byte by byte, so nothing is downloaded. The runs start
 from the same weights, see the same batches and advance in turn, so that a load on the machine slows all of
@@ -27,7 +27,11 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import matplotlib
 import torch
-from demo_training import (
+from tabulate import tabulate
+from torch import Tensor
+from tqdm import tqdm
+
+from .demo_training import (
     DTYPES,
     EVALUATION_BATCHES,
     OURS,
@@ -39,9 +43,6 @@ from demo_training import (
     compare_optimizers,
     read_text,
 )
-from tabulate import tabulate
-from torch import Tensor
-from tqdm import tqdm
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt

@@ -1,6 +1,6 @@
 """Accuracy of int8 on the handwritten digits of scikit-learn, which come with the package.
 
-    python benchmarks/digits.py [--device cuda] [--seeds 10] [--out folder]
+    python -m benchmarks.digits [--device cuda] [--seeds 10] [--out folder]
 
 An MLP 64-128-64-10 is trained in fp32 on a random half for each seed and predicts the other half, 8980 predictions for
 ten seeds. fp16 and bf16 are that model cast; weight-only, dynamic and static are it quantized. QAT and int8 saved
@@ -22,7 +22,6 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from common import device_name, slug
 from sklearn.datasets import load_digits
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -30,6 +29,8 @@ from tqdm import tqdm
 
 import amp_kernels
 from amp_kernels.quantization import convert_, int8_saved_activations, prepare_, prepare_qat_, quantize_
+
+from .common import device_name, results_folder
 
 EPOCHS, BATCH, LR = 30, 64, 3e-3
 COLUMNS = ("model", "accuracy_percent", "delta_points", "standard_error", "flipped", "predictions", "model_bytes")
@@ -145,7 +146,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="folder of the CSV (benchmarks/results/<machine>)")
     args = parser.parse_args()
     name = device_name(args.device)
-    out = args.out or Path(__file__).parent / "results" / slug(name)
+    out = args.out or results_folder(args.device)
     out.mkdir(parents=True, exist_ok=True)
     if args.device.type == "cpu":
         torch.set_num_threads(1)  # for layers so small a second thread takes three times as long

@@ -36,16 +36,22 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 HERE = ROOT / "benchmarks"
+FAMILIES = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+
+
+def of_families(prefix: str, limit: int, **others: int) -> dict[str, int]:
+    """A limit for each benchmark; `others` are of those that need another one."""
+    return {prefix + name: others.get(name, limit) for name in FAMILIES}
+
+
 # Of each part, in seconds, and of the stages, with 15 s to spare for what is between their parts.
 LIMITS = {
     "first": {
-        "build": 150, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 15, "sgd": 35, "rmsprop": 30,
-        "unscale": 30, "matmul": 60, "int8": 40, "ncu": 60, "memcheck": 45, "racecheck": 45,
+        "build": 150, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 15,
+        **of_families("", 25, matmul=60, int8=40, sgd=30), "ncu": 50, "memcheck": 45, "racecheck": 45,
     },
     "tests": {"info": 30, "cuda_tests": 240, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60},
-    "benchmarks": {
-        "bench_sgd": 180, "bench_rmsprop": 150, "bench_unscale": 90, "bench_matmul": 180, "bench_int8": 150, "plot": 60
-    },
+    "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130), "plot": 60},
 }  # fmt: skip
 STAGES = {"first": 9 * 60 - 15, "tests": 10 * 60 - 15, "benchmarks": 14 * 60 - 15}
 SECONDS = {name: seconds for parts in LIMITS.values() for name, seconds in parts.items()}
@@ -56,12 +62,11 @@ SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
 # Ids begin with the place of a test's tensors (tests/conftest.py); those of a CPU say nothing about a GPU.
 CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_capture"
 TRITON_TESTS = "[triton- or [triton]"
-# Files of their own, which other processes run otherwise (tests/harness/test_triton_interpret.py).
+# pytest does not collect these by itself: tests/harness/test_triton_interpret.py runs them in processes of their own.
 TRITON_KERNELS = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
 SIZES = "1e6,25.6e6,1e8"
 # (rows, outputs, inputs), those first that say most: a part that is ended has measured those before.
-MATMUL_SHAPES = "4096x4096x4096,8192x8192x8192,4096x4095x4095,8192x1023x1023,1x4096x4096,16x4095x4095"
-INT8_SHAPES = "4096x4096x4096,8192x8192x8192,1x4096x4096,16x4096x4096"
+SHAPES = "4096x4096x4096,8192x8192x8192,1x4096x4096,4096x4095x4095,8192x1023x1023,16x4095x4095"
 # What reading SASS can only estimate: the shares of the speed of memory and of tensor cores, and what limits them.
 METRICS = (
     "gpu__time_duration.sum,dram__throughput.avg.pct_of_peak_sustained_elapsed,"
@@ -73,8 +78,8 @@ METRICS = (
 
 @dataclass(frozen=True)
 class Part:
-    """A command with a limit; `why_not` gives the sentence of a part that cannot run here, `after` names the part
-    without whose failure this one has nothing to do."""
+    """A command with a limit. `why_not` returns why it cannot run here, or ""; with `after` it runs only if the part of
+    that name failed."""
 
     name: str
     command: Sequence[str | Path]
@@ -82,11 +87,11 @@ class Part:
     cwd: Path = HERE
     why_not: Callable[[], str] = str
     after: str = ""
-    note: str = ""  # of a rehearsal: what the part is without a GPU
+    note: str = ""  # what the part does without a GPU, in a rehearsal
 
 
 class Check:
-    """Runs parts one after the other; what they leave is in `files`, and in two files of the folder `out`."""
+    """Runs parts one after the other. They write to the folder `files`; two files in the folder `out` hold it all."""
 
     def __init__(self, out: Path, files: Path, machine: str, seconds: float, limits: dict[str, int] = SECONDS) -> None:
         self.out, self.files, self.machine, self.limits = out, files, machine, limits
@@ -94,13 +99,13 @@ class Check:
         for folder in (out, files / "logs", files / "first"):
             folder.mkdir(parents=True, exist_ok=True)
         self._table = files / "parts.csv"
-        self.results: dict[str, tuple[str, float]] = {}  # of earlier calls too
+        self.results: dict[str, tuple[str, float]] = {}  # (result, seconds) by part, of earlier runs too
         if self._table.exists():
             with self._table.open(newline="") as file:
                 self.results = {row["part"]: (row["result"], float(row["seconds"])) for row in csv.DictReader(file)}
 
     def run(self, parts: Sequence[Part]) -> bool:
-        """Whether none failed."""
+        """Runs and saves them; returns whether none failed."""
         for part in parts:
             self.results.pop(part.name, None)
             (self.files / "logs" / f"{part.name}.txt").unlink(missing_ok=True)
@@ -141,7 +146,7 @@ class Check:
         return f"passed{part.note and f' ({part.note})'}"
 
     def save(self) -> None:
-        """The two files, each replaced at once: to be ended here leaves the old one or the new."""
+        """Writes the two files, each replaced in one step: whoever is killed here leaves the old one or the new."""
         with _replacing(self._table) as path, path.open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(("part", "result", "seconds"))
@@ -178,7 +183,7 @@ def _may_be_interrupted() -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """To the whole process group; what ended before is none."""
+    """Signals the whole process group, if it still exists."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, number)
     if number == signal.SIGKILL:
@@ -198,7 +203,7 @@ def _ascii(text: str) -> str:
 
 
 def last_lines(log: Path, room: int) -> list[str]:
-    """As many as there is room for, after the first that speaks of an error: a compiler's is far from the end."""
+    """The first line that mentions an error, which a compiler prints far from the end, and as many last ones as fit."""
     with log.open("rb") as file:
         file.seek(max(0, log.stat().st_size - 2**20))
         lines = [_ascii(line.strip())[:160] for line in file.read().decode(errors="replace").splitlines()]
@@ -216,7 +221,7 @@ def last_lines(log: Path, room: int) -> list[str]:
 
 # ------------------------------------------------------------------------------------------------- headline ratios
 def headlines(files: Path, room: int) -> list[str]:
-    """A line of each family in turn, until the room ends; a whole benchmark takes the place of the first stage's."""
+    """A line of each family in turn, until `room` is used up. Tables of whole benchmarks replace the first stage's."""
     families: dict[str, list[str]] = {"ceilings": _ceilings(files / "ceilings.csv")}
     for path in (*sorted((files / "first").glob("*.csv")), *sorted(files.glob("*.csv"))):
         if path.name not in ("ceilings.csv", "parts.csv"):
@@ -263,7 +268,7 @@ def _ratios(path: Path) -> list[str]:
 
 
 def _ratio(rows: list[dict[str, str]]) -> str:
-    """A peer without a scaler does less than one of ours that has one."""
+    """Our time, the fastest peer's over ours, our share. Where ours has a scaler, a peer without one does less work."""
     ours = next((row for row in rows if row["contender"].startswith("amp_kernels")), None)
     if ours is None:
         return ""
@@ -289,13 +294,13 @@ def _speeds(rows: list[dict[str, str]]) -> str:
 
 # ------------------------------------------------------------------------------------------------------- the parts
 def has_cuda_kernels(lib: Path) -> bool:
-    """Of a finished build: a note says what a build left out."""
+    """Whether a finished build has them; its note, `_build.txt`, says what it left out."""
     note = lib / "amp_kernels" / "_build.txt"
     return any(lib.glob("amp_kernels/_C.*")) and note.exists() and not note.read_text()
 
 
 def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> list[Part]:
-    """In their order; without a capability those of a rehearsal, which measure the installed package on the CPU."""
+    """All parts, in order. Without a capability it is a rehearsal, which runs the installed package on the CPU."""
     rehearsal, lib, python = capability is None, work / "lib", sys.executable
     device = "cpu" if rehearsal else "cuda"
     places = [*([] if rehearsal else [str(lib)]), *filter(None, [os.environ.get("PYTHONPATH")])]
@@ -305,6 +310,9 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
 
     def compiled() -> str:
         return "" if rehearsal or has_cuda_kernels(lib) else "no CUDA kernels were built"
+
+    def module(name: str) -> list[str]:
+        return [python, "-m", f"amp_kernels.benchmarks.{name}"]
 
     def build(name: str, what: str, after: str = "") -> Part:
         command = [python, "setup.py", "build", f"--build-base={work}", f"--build-lib={lib}"]
@@ -316,7 +324,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
 
     def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, **rest: str) -> Part:
         blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if name == "smoke_blocking" else {}
-        command = [*prefix, python, HERE / "gpu_parts.py", "cases", "--device", device]
+        command = [*prefix, *module("gpu_parts"), "cases", "--device", device]
         return Part(name, command, few | blocking, why_not=why_not, **rest)
 
     def under(name: str, tool: str, options: Callable[[str], list[str]], *command: str | Path) -> Part:
@@ -341,10 +349,10 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
             *cases(name).command,
         )
 
-    def bench(name: str, script: str, out: Path, seconds: str, *options: str) -> Part:
+    def bench(prefix: str, family: str, out: Path, seconds: str, *options: str) -> Part:
         timed = ["--device", device, "--no-compile", "--seconds", seconds, "--out", out]
         timed += ["--rehearse"] if rehearsal else []
-        return Part(name, [python, HERE / f"bench_{script}.py", *timed, *options], shared)
+        return Part(prefix + family, [*module(f"bench_{family}"), *timed, *options], shared)
 
     def tests(name: str, *chosen: str, expect: str = "triton", why_not: Callable[[], str] = str) -> Part:
         workers = min(12, os.cpu_count() or 1)
@@ -355,10 +363,9 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         return Part(name, [*pytest, *parallel, *chosen], shared | expected, ROOT / "tests", why_not, note=note)
 
     ncu = ("--clock-control", "none", "--csv", "--kernel-name-base", "demangled", "--kernel-name", "regex:amp_kernels")
-    first, own = files / "first", (python, HERE / "gpu_parts.py")
-    sizes, matmul, int8 = ("1e4", "64x64x64", "32x48x64") if rehearsal else (SIZES, MATMUL_SHAPES, INT8_SHAPES)
-    few_cases = dict.fromkeys(("sgd", "rmsprop", "unscale"), ("--sizes", sizes))
-    few_cases |= {"matmul": ("--shapes", matmul), "int8": ("--shapes", int8)}
+    first, own = files / "first", module("gpu_parts")
+    sizes, shapes = ("1e4", "32x48x64") if rehearsal else (SIZES, SHAPES)
+    few_cases = ("--sizes", sizes, "--shapes", shapes)
     selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS]
     if rehearsal:
         selections = [("bench/test_benchmarks.py", "-k", "resnet")] * 3
@@ -368,7 +375,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         cases("smoke"),
         cases("smoke_blocking", after="smoke"),
         Part("ceilings", [*own, "ceilings", "--device", device, "--out", files], shared),
-        *(bench(name, name, first, "0.2", *options) for name, options in few_cases.items()),
+        *(bench("", family, first, "0.2", *few_cases) for family in FAMILIES),
         under("ncu", "ncu", lambda _: [*ncu, "--metrics", METRICS], *own, "kernels", "--device", device),
         sanitizer("memcheck"),
         sanitizer("racecheck"),
@@ -377,13 +384,13 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         tests("triton_tests", *selections[1]),
         tests("triton_kernels", *selections[2]),
         sanitizer("initcheck"),
-        *(bench(f"bench_{name}", name, files, "0.5", *(few_cases[name] if rehearsal else ())) for name in few_cases),
-        Part("plot", [python, HERE / "plot.py", files], shared),
+        *(bench("bench_", family, files, "0.5", *(few_cases if rehearsal else ())) for family in FAMILIES),
+        Part("plot", [*module("plot"), files], shared),
     ]
 
 
 def filters(sanitizer: str) -> list[str]:
-    """Our kernels alone, and no errors of API calls, some of which torch expects; as this version spells it."""
+    """Options for our kernels alone, without failed API calls, some of which torch expects; in this version's words."""
     says = subprocess.run([sanitizer, "--help"], capture_output=True, text=True).stdout
     quiet = ["--report-api-errors", "no"] if "--report-api-errors" in says else []
     option = next((o for o in ("--kernel-name", "--kernel-regex") if f"{o} " in says), None)
@@ -415,7 +422,7 @@ print(json.dumps([torch.__version__, *of]))"""
 
 def main() -> int:
     args = parse_arguments()
-    # A process of its own asks, so that this one holds no context and outlives whatever happens to the device.
+    # Another process asks, so that this one holds no CUDA context and survives whatever happens to the device.
     says = subprocess.run([sys.executable, "-c", ASK], stdout=subprocess.PIPE, text=True, check=True).stdout
     torch, *gpu = json.loads(says.splitlines()[-1])
     machine = f"torch {torch}, Python {platform.python_version()}"
@@ -434,7 +441,7 @@ def main() -> int:
     out, work = out.resolve(), work.resolve()
     if "build" in args.parts:
         shutil.rmtree(work / "lib", ignore_errors=True)
-    # A CPU may be shared with whom it likes: there the limits are no part of the rehearsal.
+    # A rehearsal may run on a busy CPU, so it does not test the limits.
     limits, seconds = (dict.fromkeys(SECONDS, 600), 3600.0) if args.rehearse else (SECONDS, 60 * args.minutes)
     check = Check(out, work / "results", machine, seconds, limits)
     parts = all_parts(work / "results", work, capability)

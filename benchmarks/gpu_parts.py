@@ -1,8 +1,8 @@
 """What gpu_check.py runs in processes of their own: cases on every tile, the machine's ceilings, kernels to profile.
 
-python benchmarks/gpu_parts.py cases --device cuda
-python benchmarks/gpu_parts.py ceilings --device cuda --out FOLDER
-python benchmarks/gpu_parts.py kernels --device cuda
+python -m benchmarks.gpu_parts cases --device cuda
+python -m benchmarks.gpu_parts ceilings --device cuda --out FOLDER
+python -m benchmarks.gpu_parts kernels --device cuda
 """
 
 import argparse
@@ -18,8 +18,9 @@ import torch
 
 import amp_kernels
 from amp_kernels import testing
-from amp_kernels.optim import FusedRMSprop, FusedSGD
+from amp_kernels.testing.updates import UPDATES
 
+UPDATE_CASES = ("fp16-sizes", "bf16-misaligned", "fp32/fp16-options", "fp16-many_tensors")
 PAIRS = ("padded_padded", "padded_padded_column", "padded_column_padded", "padded_column_padded_column")
 # Cases that reach every tile and every way to load it once the launchers believe in 3 multiprocessors, which
 # tests/bench/test_gpu_check.py proves on the emulator. For the smoke test, and for compute-sanitizer, where a kernel is
@@ -27,8 +28,7 @@ PAIRS = ("padded_padded", "padded_padded_column", "padded_column_padded", "padde
 TILES = {
     "unscale_": ("fp16-sizes", "bf16-misaligned"),
     "grad_norm": ("fp32-sizes", "fp16-many_tensors"),
-    "sgd_": ("fp16-sizes", "bf16-misaligned", "fp32/fp16-options", "fp16-many_tensors"),
-    "rmsprop_": ("bf16-sizes", "fp16-misaligned", "fp32/bf16-options"),
+    **dict.fromkeys((f"{name}_" for name in UPDATES), UPDATE_CASES),
     "quantize_int8": ("fp16-contiguous", "bf16-transposed", "fp32-sliced", "fp16-stochastic", "bf16-long_rows"),
     "dequantize_int8": ("fp16-contiguous", "bf16-misaligned"),
     "fake_quantize_int8": ("fp16-contiguous", "bf16-transposed"),
@@ -78,14 +78,14 @@ def cases(args):
         failures += bool(wrong)
         if wrong and context_is_gone(args.device):
             rest = ["--first", str(index + 1), "--failures", str(failures)]
-            os.execv(sys.executable, [sys.executable, __file__, "cases", "--device", args.device, *rest])
+            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, "cases", "--device", args.device, *rest])
     print(f"{len(chosen)} cases, {failures} failed")
     return min(failures, 1)
 
 
 def ceilings(args):
     """What the machine can do at most: to read, to copy, to multiply; by torch's own functions."""
-    from common import milliseconds  # not above: what it needs is not needed by cases
+    from .common import milliseconds  # not above: what it needs is not needed by cases
 
     device, small = torch.device(args.device), args.device == "cpu"
     count, side = (2**20, 256) if small else (2**30, 8192)
@@ -132,9 +132,11 @@ def kernels(args):
     work = {
         "grad_norm": lambda: amp_kernels.grad_norm(grads, **scalars),
         "unscale_": lambda: amp_kernels.unscale_(grads, **scalars),
-        "sgd": lambda: step(FusedSGD, momentum=0.9),
-        "rmsprop": lambda: step(FusedRMSprop),
-        "rmsprop, all states": lambda: step(FusedRMSprop, momentum=0.9, centered=True),
+        **{
+            f"{name}, {example}": partial(step, UPDATES[name].optimizer, **UPDATES[name].examples[example])
+            for name in UPDATES
+            for example in ("plain", "full")
+        },
         "quantize rows": lambda: amp_kernels.quantize_int8(wide, dim=-1),
         "quantize columns": lambda: amp_kernels.quantize_int8(wide, dim=0),
         "quantize tensor": lambda: amp_kernels.quantize_int8(wide),

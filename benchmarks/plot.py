@@ -1,7 +1,6 @@
-"""Figures and a table of machines from the CSVs that the benchmarks write.
+"""Figures from the CSVs that the benchmarks write.
 
     python -m benchmarks.plot [folder ...]   # PNGs beside the CSVs; every machine's folder without arguments
-    python -m benchmarks.plot --table        # the README's table in markdown
 
 `<benchmark>.png`: GB/s over the number of elements, with the copy of the same run.
 `<benchmark>_largest.png`: milliseconds at the largest size, whole steps where an optimizer is measured.
@@ -11,52 +10,18 @@ Of benchmarks whose cases are not sizes of one thing, `<benchmark>.png`: each pe
 from __future__ import annotations
 
 import argparse
-import csv
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 
 import matplotlib
-from tabulate import tabulate
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-Row = dict[str, str]
-RESULTS = Path(__file__).parent / "results"
-OURS, COPY = "amp_kernels", "copy"
-SIDES = (4096, 8192)  # of int8 matrices: on a CPU, on a GPU
-LARGE = ", few large"  # the layout whose size varies
-# (benchmark, case, dtype or "" for any, title): the README's table
-TARGETS = (
-    ("sgd", "fp16 weights + fp32 masters" + LARGE, "", "SGD with momentum, fp16 weights + fp32 masters"),
-    ("rmsprop", "fp16 weights + fp32 masters" + LARGE, "", "RMSprop, fp16 weights + fp32 masters"),
-    ("sgd", "fp32 model" + LARGE, "", "SGD with momentum, fp32"),
-    ("rmsprop", "fp32 model" + LARGE, "", "RMSprop, fp32"),
-    ("sgd", "fp16 weights + fp32 masters, 1000 x 64", "", "SGD, fp16 + masters, 1000 tensors of 64"),
-    ("sgd", "fp32 model, 1000 x 64", "", "SGD, fp32, 1000 tensors of 64"),
-    ("sgd", "fp32 model, 1000 x 64, cold caches", "", "the same, caches cold"),
-    *(
-        ("int8", f"quantize {groups}, {side} x {side}", dtype, f"quantize_int8, {groups}, {dtype}")
-        for groups, dtype in (("rows", "float16"), ("tensor", "float32"), ("columns", "float32"))
-        for side in SIDES
-    ),
-    *(("int8", f"dequantize rows, {side} x {side}", "float16", "dequantize_int8, rows, float16") for side in SIDES),
-    *(("int8", f"int8_matmul, {size}x4096x4096", "", f"int8_matmul, {size} x 4096 x 4096") for size in (1, 8, 4096)),
-)
-
-
-def read(path: Path) -> list[Row]:
-    """Rows that were timed."""
-    with path.open(newline="") as file:
-        return [row for row in csv.DictReader(file) if row.get("median_ms")]
-
-
-def largest(rows: Sequence[Row]) -> list[Row]:
-    most = max(int(row["elements"]) for row in rows)
-    return [row for row in rows if int(row["elements"]) == most]
+from .summary import COPY, LARGE, OURS, RESULTS, Row, benchmarks, largest, timed
 
 
 def label(row: Row) -> str:
@@ -115,7 +80,6 @@ def ratios(path: Path, rows: Sequence[Row]) -> None:
     axes.set_title(f"{rows[0]['benchmark']} on {rows[0]['device_name']}, torch {rows[0]['torch_version']}", fontsize=9)
     chart.savefig(path, dpi=110)
     plt.close(chart)
-    print(path)
 
 
 def figure(path: Path, rows: Sequence[Row], draw: Callable[[Axes, Sequence[Row]], None]) -> None:
@@ -131,51 +95,25 @@ def figure(path: Path, rows: Sequence[Row], draw: Callable[[Axes, Sequence[Row]]
     chart.suptitle(f"{rows[0]['benchmark']} on {rows[0]['device_name']}, torch {rows[0]['torch_version']}")
     chart.savefig(path, dpi=110)
     plt.close(chart)
-    print(path)
 
 
-def table(folders: Sequence[Path]) -> str:
-    """Markdown: for each machine and target case ours, its fastest peer, the copy."""
-    lines = []
-    for folder in folders:
-        for benchmark, case, dtype, title in TARGETS:
-            path = folder / f"{benchmark}.csv"
-            rows = [row for row in read(path) if row["case"] == case] if path.exists() else []
-            rows = [row for row in rows if row["dtype"] == dtype or not dtype]
-            if any(row["contender"].startswith(OURS) for row in rows):
-                machine, *line = table_line(title, largest(rows))
-                lines.append([machine + (", fresh memory" if folder.name.endswith("-fresh-memory") else ""), *line])
-    header = ("machine", "what", "elements", "ours, ms", "% of copy", "fastest peer", "peer, ms", "times faster")
-    return tabulate(lines, header, tablefmt="github", disable_numparse=True)
-
-
-def table_line(title: str, rows: Sequence[Row]) -> list[str]:
-    """Of a whole step the peers are those under a scaler too."""
-    ours = next(row for row in rows if row["contender"].startswith(OURS))
-    peers = [row for row in rows if not row["contender"].startswith((OURS, COPY))]
-    peers = [row for row in peers if ours["scaler"] == "none" or row["scaler"] != "none"]
-    peers = [row for row in peers if row["ratio_to_ours"]]  # none where our first could not run
-    peer = min(peers, key=lambda row: float(row["ratio_to_ours"]), default=None)
-    line = [ours["device_name"], title, f"{int(ours['elements']):,}", ours["median_ms"], ours["copy_percent"]]
-    return [*line, *([peer["contender"], peer["median_ms"], peer["ratio_to_ours"]] if peer else ["", "", ""])]
+def draw(folder: Path) -> None:
+    """The figures of all CSVs of a folder, beside them."""
+    for name, rows in benchmarks(folder).items():
+        path, rows = folder / f"{name}.png", timed(rows)
+        if any(row["case"].endswith(LARGE) for row in rows):
+            figure(path, rows, draw_speed)
+            figure(path.with_name(f"{name}_largest.png"), rows, draw_largest)
+        elif rows:
+            ratios(path, rows)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folders", nargs="*", type=Path, help="folders with CSVs (benchmarks/results/*)")
-    parser.add_argument("--table", action="store_true", help="print the table, draw nothing")
-    args = parser.parse_args()
-    folders = args.folders or sorted(path for path in RESULTS.glob("*") if path.is_dir())
-    if args.table:
-        print(table(folders))
-        return
-    for path in sorted(path for folder in folders for path in folder.glob("*.csv")):
-        rows = read(path)
-        if any(row.get("case", "").endswith(LARGE) for row in rows):  # digits.csv has no cases
-            figure(path.with_suffix(".png"), rows, draw_speed)
-            figure(path.with_name(f"{path.stem}_largest.png"), rows, draw_largest)
-        elif rows and "contender" in rows[0]:
-            ratios(path.with_suffix(".png"), rows)
+    for folder in parser.parse_args().folders or sorted(path for path in RESULTS.glob("*") if path.is_dir()):
+        draw(folder)
+        print(f"{folder}: drawn")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Recomputation against quantization: what a training step keeps in memory, how long it takes, what it learns.
 
-    python benchmarks/recompute.py [--device cuda] [--precision bf16] [--batches 4 16 64] [--out folder]
+    python -m benchmarks.recompute [--device cuda] [--precision bf16] [--batches 4 16 64] [--out folder]
 
 One causal Transformer on the source of Python's standard library (`demo_training.py`) is trained four times from the
 same weights on the same batches: as it is; every block under `torch.utils.checkpoint`; with `int8_saved_activations`
@@ -31,8 +31,6 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import matplotlib
 import torch
 import torch.nn.functional as F
-from common import device_name, slug
-from demo_training import DTYPES, MAX_GRAD_NORM, OPTIONS, Size, Transformer, batches, read_text
 from tabulate import tabulate
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -44,6 +42,9 @@ from tqdm import tqdm
 import amp_kernels
 from amp_kernels.optim import FusedRMSprop
 from amp_kernels.quantization import int8_saved_activations
+
+from .common import device_name, results_folder
+from .demo_training import DTYPES, MAX_GRAD_NORM, OPTIONS, Size, Transformer, batches, read_text
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
@@ -215,7 +216,7 @@ def parse_arguments() -> argparse.Namespace:
     args.size = replace(SIZES[kind], **given)
     args.batches = args.batches or BATCHES[kind]
     args.precision = args.precision or ("bf16" if kind == "cuda" else "fp32")
-    args.out = args.out or Path(__file__).parent / "results" / slug(device_name(args.device))
+    args.out = args.out or results_folder(args.device)
     return args
 
 

@@ -24,7 +24,11 @@ from functools import cached_property, partial
 from itertools import product
 
 import torch
-from common import (
+from torch import Tensor
+
+import amp_kernels
+
+from .common import (
     Case,
     Contender,
     Job,
@@ -36,9 +40,6 @@ from common import (
     run_case,
     sample,
 )
-from torch import Tensor
-
-import amp_kernels
 
 CHECK_SCALE, CHECKED_STEPS = 1024.0, 2
 HELD_BYTES = 16  # per parameter, by the largest contender: weight, gradient, fp32 master, its gradient, state
@@ -53,11 +54,11 @@ Update = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequenc
 
 @dataclass(frozen=True)
 class Family:
-    """An optimizer: ours, torch's and those of other packages, with one set of options."""
+    """An optimizer: our class, torch's class, and names in other packages, with one set of options."""
 
     name: str
     ours: type[torch.optim.Optimizer]
-    torchs: type[torch.optim.Optimizer]
+    torch_class: type[torch.optim.Optimizer]
     options: dict[str, float]
     variants: tuple[str, ...]  # of torch: "fused", "foreach"
     update: Update  # the same as a function over (weights, grads, masters, states, inv_scale), to be compiled
@@ -114,7 +115,7 @@ class Model:
         results = []
         for dtype in (torch.float32, torch.float64):
             weight = torch.nn.Parameter(sample(self.weights).to(dtype))
-            optimizer = self.family.torchs([weight], **self.family.options)
+            optimizer = self.family.torch_class([weight], **self.family.options)
             weight.grad = sample(self.grads).to(dtype)
             for _ in range(CHECKED_STEPS):
                 optimizer.step()
@@ -179,7 +180,7 @@ def fused_by_us(model: Model, kind: str) -> Step:
 
 def torch_fp32(model: Model, variant: str, compiled: bool = False) -> Step:
     params, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
-    optimizer = model.family.torchs(params, **model.family.options, **{variant: True})
+    optimizer = model.family.torch_class(params, **model.family.options, **{variant: True})
     if compiled:
         optimizer.step = torch.compile(optimizer.step, dynamic=False)
     return Step(user_step(optimizer, scaler), params, lambda: params, (), scaler)
@@ -188,7 +189,7 @@ def torch_fp32(model: Model, variant: str, compiled: bool = False) -> Step:
 def masters_by_hand(model: Model, variant: str) -> Step:
     low = model.parameters(model.dtype)
     masters, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
-    optimizer = model.family.torchs(masters, **model.family.options, **{variant: True})
+    optimizer = model.family.torch_class(masters, **model.family.options, **{variant: True})
     grads, master_grads = [p.grad for p in low], [p.grad for p in masters]
     update = user_step(optimizer, scaler)
 
@@ -244,28 +245,28 @@ def bitsandbytes_fp32(model: Model) -> Step:
     import bitsandbytes
 
     params, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
-    optimizer = getattr(bitsandbytes.optim, model.family.torchs.__name__)(params, **model.family.options)
+    optimizer = getattr(bitsandbytes.optim, model.family.torch_class.__name__)(params, **model.family.options)
     return Step(user_step(optimizer, scaler), params, lambda: params, (), scaler)
 
 
 def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
     family, low = model.family, model.dtype != torch.float32
-    ours, torchs = f"amp_kernels {family.ours.__name__}", family.torchs.__name__
+    ours, theirs = f"amp_kernels {family.ours.__name__}", family.torch_class.__name__
     fp32 = "fp32 model, " if low else ""
     compiled_fp32 = partial(torch_fp32, model, "foreach", compiled=True)
     plan = [(ours, kind, partial(fused_by_us, model, kind)) for kind in (OURS, STOCK)]
     if low:
         by_hand = "masters by hand, "
         for v in family.variants:
-            plan += [(f"{by_hand}torch {v} {torchs}", STOCK, partial(masters_by_hand, model, v))]
+            plan += [(f"{by_hand}torch {v} {theirs}", STOCK, partial(masters_by_hand, model, v))]
         compiled = partial(masters_compiled, model)
         plan += [(f"{by_hand}compiled", STOCK, partial(unless_slow, model, args, compiled))]
-    plan += [(f"{fp32}torch {v} {torchs}", STOCK, partial(torch_fp32, model, v)) for v in family.variants]
-    plan += [(f"{fp32}torch {torchs}, compiled", STOCK, partial(unless_slow, model, args, compiled_fp32))]
+    plan += [(f"{fp32}torch {v} {theirs}", STOCK, partial(torch_fp32, model, v)) for v in family.variants]
+    plan += [(f"{fp32}torch {theirs}, compiled", STOCK, partial(unless_slow, model, args, compiled_fp32))]
     if low and family.flashoptim:
         plan += [(f"flashoptim {family.flashoptim}", NONE, partial(flashoptim, model))]
     if not low:
-        plan += [(f"bitsandbytes {torchs}", STOCK, partial(bitsandbytes_fp32, model))]
+        plan += [(f"bitsandbytes {theirs}", STOCK, partial(bitsandbytes_fp32, model))]
 
     def build(make: Callable[[], Step]) -> Job:
         return model.job(make())

@@ -1,4 +1,4 @@
-"""The benchmarks run at a small size, their rows add up, and what is wrong is not timed."""
+"""The benchmarks run at a small size, their rows add up, what is wrong is not timed, losses stand beside wins."""
 
 import argparse
 import csv
@@ -6,12 +6,13 @@ import importlib
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from amp_kernels import bench
+
+PACKAGE = "amp_kernels.benchmarks"
 PEERS = {
     "unscale": "torch._amp_foreach_non_finite_check_and_unscale_",
     "sgd": "masters by hand, torch fused SGD",
@@ -19,25 +20,23 @@ PEERS = {
 }
 
 
-def run(script, *options):
+def run(module, *options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / script), *map(str, options)]
+    command = [sys.executable, "-m", f"{PACKAGE}.{module}", *map(str, options)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 
 
 @pytest.fixture
-def common(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    yield importlib.import_module("common")
-    sys.modules.pop("common", None)
+def common():
+    return importlib.import_module(f"{PACKAGE}.common")
 
 
 @pytest.mark.parametrize("name", PEERS)
 def test_rows_of_a_small_run(name, tmp_path, common):
     options = ("--device", "cpu", "--max-elements", "1e4", "--seconds", "0.01", "--no-compile")
-    run(f"bench_{name}.py", *options, "--out", tmp_path)
+    run(f"bench_{name}", *options, "--out", tmp_path)
     with (tmp_path / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
     assert tuple(rows[0]) == common.FIELDS
@@ -56,10 +55,8 @@ def test_rows_of_a_small_run(name, tmp_path, common):
         for row in here[1:-1]:
             assert float(row["ratio_to_ours"]) > 0 and float(row["copy_percent"]) > 0
             assert row["bytes"] == ours["bytes"]
-    run("plot.py", tmp_path)
+    run("plot", tmp_path)
     assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}_largest.png").exists()
-    table = run("plot.py", "--table", tmp_path)
-    assert name == "unscale" or "fp16 weights + fp32 masters" in table
 
 
 @pytest.mark.parametrize(("options", "is_kept"), [((), True), (("--fresh-memory",), False)])
@@ -152,3 +149,139 @@ def test_the_copy_is_larger_than_all_caches(common, tmp_path, monkeypatch):
 def test_the_resnet_is_the_real_one(common):
     layout = common.resnet50()
     assert len(layout.shapes) == 161 and layout.elements == 25_557_032
+
+
+# --------------------------------------------------------------------------------------------- what the CSVs say
+@pytest.fixture
+def summary():
+    return importlib.import_module(f"{PACKAGE}.summary")
+
+
+def test_the_committed_pages_say_what_the_csvs_say(summary):
+    folders = sorted(path for path in summary.RESULTS.iterdir() if path.is_dir())
+    remedy = "run `python -m benchmarks.summary`"
+    assert (summary.RESULTS / "README.md").read_text() == summary.page(folders), remedy
+    readme = summary.README.read_text()
+    assert readme == summary.with_gains(readme), remedy
+
+
+CASE = {
+    "benchmark": "sgd", "case": "step, few large", "dtype": "float16", "elements": "1000", "scaler": "torch",
+    "copy_percent": "80", "gb_s": "1", "note": "", "device_name": "a machine", "torch_version": "2",
+    "amp_kernels_version": "1", "timestamp": "2026-11-23T00:00:00",
+}  # fmt: skip
+COLUMNS = (*CASE, "contender", "median_ms", "ratio_to_ours")
+
+
+def write(path, *rows):
+    """A CSV of (contender, ms, times as long as ours or "") and what is special about a row."""
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, COLUMNS)
+        writer.writeheader()
+        for contender, ms, ratio, *special in rows:
+            own = {"contender": contender, "median_ms": ms, "ratio_to_ours": ratio}
+            writer.writerow(CASE | own | (special[0] if special else {}))
+
+
+ROWS = (
+    ("amp_kernels FusedSGD", "2.0", "1.0"),
+    ("torch", "3.0", "1.5"),
+    ("no scaler", "0.5", "0.25", {"scaler": "none"}),  # does less
+    ("fp32 model, torch", "1.8", "0.9"),
+    ("fp32 model, slow", "9.0", "4.5"),
+    ("copy", "0.1", "", {"scaler": "none"}),
+    ("absent", "", "", {"note": "ModuleNotFoundError: No module named 'nosuch'"}),
+    ("amp_kernels FusedSGD", "0.1", "1.0", {"elements": "10"}),
+    ("torch", "0.05", "0.5", {"elements": "10"}),
+    ("absent", "", "", {"elements": "10", "note": "RuntimeError: left out below 100 elements"}),
+    ("amp_kernels FusedSGD", "4.0", "1.0", {"case": "step, ResNet-50"}),
+    ("torch", "3.0", "0.75", {"case": "step, ResNet-50"}),
+    ("amp_kernels FusedSGD", "", "", {"case": "step, broken", "note": "wrong: error 1"}),
+    ("torch", "3.0", "", {"case": "step, broken"}),
+)
+
+
+def test_a_line_has_the_fastest_peer_of_the_largest_size_and_fp32_apart(summary, tmp_path):
+    write(tmp_path / "sgd.csv", *ROWS)
+    rows = summary.benchmarks(tmp_path)["sgd"]
+    win, loss = summary.lines(rows)
+    assert win.cells("**") == ["step", "float16", "1,000", "2.0", "80", "torch", "3.0", "1.5", "**1.8**"]
+    assert loss.cells("**") == ["step, ResNet-50", "float16", "1,000", "4.0", "80", "torch", "3.0", "**0.75**", ""]
+    assert (win.is_loss, loss.is_loss) == (False, True)
+    absent, broken = ("absent", "nosuch is not installed"), ("amp_kernels FusedSGD", "wrong: error 1")
+    assert summary.not_timed(rows) == {absent: 1, broken: 1}
+    assert summary.missing_packages(rows) == ["nosuch"]
+
+
+def test_a_machine_s_section_counts_its_losses(summary, tmp_path):
+    write(tmp_path / "sgd.csv", *ROWS)
+    (tmp_path / "sgd.png").touch()
+    told = "\n".join(summary.machine(tmp_path))
+    counts = "Ours loses in 1 of 2 cases. fp32 is faster than ours in 1."
+    assert f"a machine, torch 2, amp_kernels 1, 2026-11-23. {counts}" in told
+    assert f"[sgd.png]({tmp_path.name}/sgd.png)" in told
+    assert "- absent: nosuch is not installed (1 case)\n- amp_kernels FusedSGD: wrong: error 1 (1 case)" in told
+
+
+def test_the_figures_of_the_readme_are_written_between_their_marks(summary):
+    before, after = "above\n", "\nbelow"
+    written = summary.with_gains(f"{before}{summary.BEGIN}- an old figure\n{summary.END}{after}")
+    assert written.startswith(before + summary.BEGIN) and written.endswith(summary.END + after)
+    assert written.count("\n- ") == len(summary.GAINS) and "an old figure" not in written
+
+
+# ----------------------------------------------------------------------------------------- python -m amp_kernels bench
+def test_bench_prints_and_writes(tmp_path, capfd):
+    assert bench.bench(["overhead"], out=tmp_path / "out") == 0
+    told = capfd.readouterr().out
+    assert "unscale_ of 1000" in told and "times faster" in told and "other run, ms" not in told
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["overhead.csv", "overhead.png"]
+
+
+def test_bench_puts_another_run_beside(tmp_path, capsys, monkeypatch):
+    def run(family, out):
+        out.mkdir()
+        write(out / f"{family}.csv", *ROWS)
+        return True
+
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    write(earlier / "sgd.csv", ("amp_kernels FusedSGD", "1.6", "1.0"))  # of one of the two cases
+    monkeypatch.setattr(bench, "_run", run)
+    assert bench.bench(["sgd"], compare=earlier, out=tmp_path / "out") == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("sgd")]
+    assert lines[0][-2:] == ["1.6", "1.25"] and lines[1][-1] == "0.75"
+
+
+def test_bench_names_the_pip_line_of_missing_peers(summary, tmp_path, capsys):
+    write(tmp_path / "sgd.csv", *ROWS)
+    bench._report(["sgd"], tmp_path, None)
+    told = capsys.readouterr().out
+    assert "not timed in 1 case: absent: nosuch is not installed" in told
+    assert "Missing peers: run `pip install nosuch` to have them timed" in told
+
+
+def test_bench_refuses_in_a_sentence(tmp_path, capsys, monkeypatch):
+    assert bench.bench(["sgd", "nosuch"], out=tmp_path / "out") == 2
+    families = "int8, matmul, overhead, rmsprop, sgd, unscale"
+    assert capsys.readouterr().err == f"bench: FAMILY must be one of {families}, got 'nosuch'\n"
+    assert bench.bench([], compare=tmp_path, out=tmp_path / "out") == 2
+    assert "bench: --compare must be a folder with the CSVs of another run, got" in capsys.readouterr().err
+    find_spec = bench.find_spec
+    monkeypatch.setattr(bench, "find_spec", lambda name: None if name in ("matplotlib", "tqdm") else find_spec(name))
+    assert bench.bench([], out=tmp_path / "out") == 2
+    needs = "bench: needs matplotlib and tqdm; run `pip install matplotlib tqdm`\n"
+    assert capsys.readouterr().err == needs
+    monkeypatch.setattr(bench, "find_spec", lambda name: None)
+    assert bench.bench([], out=tmp_path / "out") == 2
+    assert "install with `pip install --no-build-isolation -e .`" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_benchmark_that_fails_is_told_and_the_rest_stays(tmp_path, capsys, monkeypatch):
+    write(tmp_path / "sgd.csv", *ROWS)
+    monkeypatch.setattr(bench, "SECONDS", "no number")
+    assert bench.bench(["sgd"], out=tmp_path) == 1
+    told = capsys.readouterr().out
+    assert "sgd: FAILED" in told and "invalid float value: 'no number'" in told
+    assert "ResNet-50" in told  # what is there is shown

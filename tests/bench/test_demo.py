@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 
-DEMO = Path(__file__).parents[2] / "benchmarks" / "demo.py"
+ROOT = Path(__file__).parents[2]
 TINY = ("--device", "cpu", "--model", "small", "--layers", "1", "--width", "32")
 
 
 def start(*options):
-    command = [sys.executable, str(DEMO), *TINY, *map(str, options)]
+    command = [sys.executable, "-m", "benchmarks.demo", *TINY, *map(str, options)]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     pipe = subprocess.PIPE
-    return subprocess.Popen(command, env=environment, stdout=pipe, stderr=pipe, text=True)
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
 def table(folder):

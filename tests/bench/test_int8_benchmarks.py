@@ -4,16 +4,14 @@ import csv
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def rows_of(script, folder, *options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, str(BENCHMARKS / f"{script}.py"), "--device", "cpu", "--out", str(folder), *options]
+    command = [sys.executable, "-m", f"amp_kernels.benchmarks.{script}"]
+    command += ["--device", "cpu", "--out", str(folder), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
     with (folder / f"{script}.csv").open(newline="") as file:

@@ -4,8 +4,6 @@ import copy
 import functools
 import importlib
 import logging
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -475,12 +473,9 @@ def test_errors_are_sentences_and_change_nothing():
 
 # ------------------------------------------------------------------------------------------------------------- digits
 @pytest.fixture
-def digits(monkeypatch):
+def digits():
     pytest.importorskip("sklearn")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
-    yield importlib.import_module("digits")
-    for name in ("digits", "common"):
-        sys.modules.pop(name, None)
+    return importlib.import_module("amp_kernels.benchmarks.digits")
 
 
 def test_digits_within_half_a_point_of_fp32(digits):

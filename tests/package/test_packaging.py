@@ -52,7 +52,9 @@ def test_wheel_has_one_top_level_package(wheel: Path) -> None:
     tops = {name.split("/")[0] for name in names}
     assert {top for top in tops if not top.endswith(".dist-info")} == {"amp_kernels"}
     present = {"py.typed", "optim/__init__.py", "reference/__init__.py", "triton_kernels/__init__.py"}
+    present |= {"benchmarks/common.py", "benchmarks/bench_sgd.py"}
     assert present <= {name.removeprefix("amp_kernels/") for name in names}
+    assert not [name for name in names if name.endswith((".csv", ".png"))]  # results stay in the clone
 
 
 def test_installed_wheel_works_from_another_directory(installed: Path, tmp_path: Path) -> None:
@@ -64,6 +66,13 @@ def test_installed_wheel_works_from_another_directory(installed: Path, tmp_path:
 def test_info_says_why_nothing_was_compiled(installed: Path, tmp_path: Path) -> None:
     printed = run_installed(installed, "-m", "amp_kernels", "info", cwd=tmp_path)
     assert "compiled kernels: nothing was compiled because AMP_KERNELS_BUILD=none was set; unset it" in printed
+
+
+def test_bench_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
+    printed = run_installed(installed, "-m", "amp_kernels", "bench", "overhead", cwd=tmp_path)
+    (folder,) = (tmp_path / "amp_kernels-bench").iterdir()
+    assert {path.name for path in folder.iterdir()} == {"overhead.csv", "overhead.png"}
+    assert "torch._fused_sgd_" in printed and f"{folder.relative_to(tmp_path)}: CSV and PNG" in printed
 
 
 def test_installed_package_shadowed_by_its_sources(installed: Path, tmp_path: Path) -> None:
