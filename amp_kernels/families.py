@@ -85,7 +85,7 @@ SGD = Family(
         "plain": {"lr": 0.1},
         "weight_decay": {"lr": 0.1, "weight_decay": 0.1},
         "momentum": {"lr": 0.1, "momentum": 0.9},
-        "dampening": {"lr": 0.1, "momentum": 0.9, "dampening": 0.3, "weight_decay": 0.01},
+        "dampening": {"lr": 0.1, "momentum": 0.9, "dampening": 0.3},
         "full": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
         "maximize": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
     },

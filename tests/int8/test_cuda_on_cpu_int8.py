@@ -244,13 +244,15 @@ def test_every_number_of_16_bits(dim: Sequence[int], dtype: torch.dtype) -> None
     """Beside others of its size and, shuffled, beside NaN; zero points that are codes and some that are not."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     shuffled = numbers[torch.randperm(2**16, generator=torch.Generator().manual_seed(0))]
-    for x, scale in itertools.product((numbers, shuffled), (0.02, 2e-39, 0.0, math.nan)):
-        problem = Problem(x.view(dtype).view(256, 256), "dense", dim=dim)
+    for scale in (0.02, 2e-39, 0.0, math.nan):
+        problem = Problem(numbers.view(dtype).view(256, 256), "dense", dim=dim)
         given = torch.full(problem.groups.scale_shape, scale)
         problem.quantize(True, scale=given)
         problem.quantize(False, scale=given, fake=True)
         for zero_point in (torch.arange(-128, 128), torch.arange(-768, 768, 6)):
             problem.quantize(False, scale=given, zero_point=zero_point.view(given.shape).int())
+    for x in (numbers, shuffled):
+        problem = Problem(x.view(dtype).view(256, 256), "dense", dim=dim)
         problem.quantize(True)
         problem.quantize(False, fake=True)
 
@@ -428,6 +430,11 @@ def test_linear_does_not_overflow_inside() -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- shared cases
-@pytest.mark.parametrize("case", list(chain(*testing.int8.CASES.values())), ids=lambda case: f"{case.op}-{case}")
+# A row in many pieces is one in every dtype.
+@pytest.mark.parametrize(
+    "case",
+    [c for c in chain(*testing.int8.CASES.values()) if c.name != "long_rows" or c.dtype == "fp32"],
+    ids=lambda case: f"{case.op}-{case}",
+)
 def test_shared_case(case: testing.Case) -> None:
     assert all(result.passed for result in backend.run(case))

@@ -22,7 +22,11 @@ def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[s
     return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, cwd=Path(__file__).parent)
 
 
-def test_everything_on_every_backend_here(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_operator_on_every_backend_here(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A tenth of the cases: tests of the families run all of them."""
+    monkeypatch.setattr(testing, "CASES", {op: cases[::10] for op, cases in testing.CASES.items()})
     assert command.verify() == 0
     table = capsys.readouterr().out
     assert all(op in table for op in testing.CASES) and "cases passed" in table
@@ -42,10 +46,10 @@ def test_what_cannot_run_says_why() -> None:
 
 
 def test_operators_on_the_interpreter() -> None:
-    """For int8 and matmul see triton_int8_cases.py and triton_matmul_cases.py: their shared cases take minutes."""
+    """One that reads lists and one that writes them; harness/test_triton_interpret.py tries the kernels."""
     if reason := WHY_NOT["triton-interpret"]():
         pytest.skip(reason)
-    ops = [word for op in (*testing.unscale.CASES, *testing.updates.CASES) for word in ("--op", op)]
+    ops = ("--op", "grad_norm", "--op", "sgd_")
     run = verify("--backend", "triton", "--device", "cpu", *ops, TRITON_INTERPRET="1", PYTHONWARNINGS="ignore")
     assert run.returncode == 0, run.stdout + run.stderr
 
