@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from . import _loader
-from ._tables import table
+from .report import table
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
 SECONDS = "0.1"  # for the rounds of a case, which are at least nine: all families take 90 s of one core
