@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .. import functional, optim
 from ..families import FAMILIES, Family
+from ..optim._base import FusedOptimizer
 from .common import (
     DTYPES,
     LAYOUTS,
@@ -43,7 +44,7 @@ class Update:
     Attributes:
         function: on lists.
         optimizer: ours.
-        torch: the optimizer whose formula it is.
+        torch: the plain optimizer that ours subclasses, whose formula it is.
         lr: that of the examples.
         examples: options by name, without `lr`.
     """
@@ -53,7 +54,7 @@ class Update:
         self.function: Callable[..., None] = getattr(functional, f"{family.name}_")
         ours = (getattr(optim, name) for name in optim.__all__)
         self.optimizer: Any = next(kind for kind in ours if getattr(kind, "_family", None) is family)
-        self.torch: Any = next(kind for kind in self.optimizer.__mro__ if kind.__module__.startswith("torch.optim"))
+        self.torch: Any = next(kind for kind in self.optimizer.__mro__ if not issubclass(kind, FusedOptimizer))
         self.lr: float = family.examples["plain"]["lr"]
         self.examples = {
             name: {key: value for key, value in options.items() if key != "lr"}
