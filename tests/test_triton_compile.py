@@ -195,7 +195,7 @@ def check_exact(compiled: Compiled, may_fuse: bool = False) -> None:
 
 
 def walk(dtype: str, wide: bool) -> dict[str, object]:
-    return {"DTYPE": CODES[dtype], "UNIT": True, "VEC": (4 if dtype == "fp32" else 8) if wide else 1}
+    return {"DTYPE": CODES[dtype], "VEC": (4 if dtype == "fp32" else 8) if wide else 1}
 
 
 def plan_options(plan: int8_tiles.Plan) -> tuple[dict[str, int], dict[str, object]]:
@@ -251,7 +251,7 @@ def check_quantize(arch: int, dtype: str, source: str, plan: int8_tiles.Plan, wi
         assert compiled.count("st.v2.b32") > 0 or dtype == "fp32"  # eight codes; of fp32 four
     if source == "registers" and wide:
         # One read: a load for each 16 bytes of a thread's share of the tile.
-        share = plan.outer * plan.inner // (32 * plan.warps)
+        share = plan.rows * plan.width // (32 * plan.warps)
         assert compiled.count("ld.v4.b32") == share // (4 if dtype == "fp32" else 8)
 
 
