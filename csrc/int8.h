@@ -5,23 +5,56 @@
 
 namespace amp_kernels {
 
-// How a tensor is cut into groups with a scale each (csrc/ops/int8_layout.h): four nested levels in the storage order
-// of `out`, kept (G) and reduced (R) in turn: G1, R1, G2, R2. A level that is not needed has size 1. Rows are (G1, 1,
-// G2, R2), columns (G1, R1, G2, 1), the channels of NCHW (1, N, C, H * W), blocks of the last dimension rows, or with a
-// ragged last one (G1, 1, blocks, block). Strides are in elements and may be anything for `x`; `out` is dense, R2 or,
-// where that is 1, G2 innermost, except that a ragged last block is cut off by `length`.
+// How a tensor is cut into groups: the elements of a group share one scale and one zero point. csrc/ops/int8_layout.h
+// makes a layout of a tensor's shape and strides; every int8 kernel (CPU, CUDA, Triton) walks it, in these words.
+//
+// The codes are dense. In the order of their memory they are four nested axes, the outermost first; a kept axis tells
+// groups apart, a reduced one lies inside a group. An axis that is not needed has size 1.
+//
+//   kOuterGroup    kOuterReduced    kInnerGroup    kInnerReduced
+//        1               1               1               n          the whole tensor
+//        1             rows              1               n          the whole tensor, with gaps between its rows
+//      batch             1             rows              n          rows: heads, slices of a fused qkv
+//      rows              1            blocks         block size     blocks of the last dimension
+//        1             rows           columns            1          columns: per channel of [B, T, C]
+//     experts          rows           columns            1          columns of [E, N, K]
+//        1            images          channels         pixels       channels of NCHW
+//
+// A row is a run of neighbours in memory, along the inner axis. That axis is the inner reduced one, so that a row
+// belongs to one group (by rows), or where this has size 1 the inner group axis, so that a row has an element of each
+// of its groups (by columns):
+//
+//   by rows                                            by columns
+//                                                           scale[0] scale[1] ...
+//     a a a a a a a a a a a a     scale[0], group a           a b c d   e f g h     outer reduced 0
+//     b b b b b b b b b b b b     scale[1], group b           a b c d   e f g h     outer reduced 1
+//     |segment|segment|                                       a b c d   e f g h     outer reduced 2
+//                                                            | band  | | band  |
+//
+//   segment   a part of a row that is handled at once
+//   band      neighbouring groups that are handled together, with all of their rows: by columns some of a row's groups,
+//             by rows one group or some short ones
+//   piece     a part of the rows of a band (by rows, of the elements of a long group), where there are fewer bands than
+//             threads or thread blocks
+//
+// Strides count elements. `x` may have gaps or repeat its rows, but along the inner axis its elements are neighbours;
+// other tensors are copied first. `out` is dense; the index that numbers the random bits of an element is its place in
+// `out`, which is row-major then. A last block that is shorter than the others is cut off by `length`.
 struct Int8Layout {
-  enum Level { kG1, kR1, kG2, kR2, kLevels };
-  int64_t size[kLevels];
-  int64_t x[kLevels];      // strides of the floating-point tensor
-  int64_t out[kLevels];    // strides of the codes, or of what is written in their place
-  int64_t index[kLevels];  // strides of the index that numbers random bits: as `out`, which is row-major then
-  int64_t scale[2];        // strides of scale and zero_point over G1 and G2
-  int64_t length;          // an element exists iff g2 * size[kR2] + r2 < length
+  enum Axis { kOuterGroup, kOuterReduced, kInnerGroup, kInnerReduced, kAxes };
+  int64_t size[kAxes];
+  int64_t x[kAxes];    // strides of the floating-point tensor that is read
+  int64_t out[kAxes];  // strides of the codes, and of floating-point results
+  int64_t scale[2];    // strides of scale and zero_point over the two group axes
+  int64_t length;      // an element exists iff inner group * size[kInnerReduced] + inner reduced < length
 
-  AMP_KERNELS_HD int64_t groups() const { return size[kG1] * size[kG2]; }
+  AMP_KERNELS_HD int64_t groups() const { return size[kOuterGroup] * size[kInnerGroup]; }
 
-  int64_t elements() const { return size[kG1] * size[kR1] * length; }
+  AMP_KERNELS_HD int64_t elements() const { return size[kOuterGroup] * size[kOuterReduced] * length; }
+
+  AMP_KERNELS_HD bool is_by_columns() const { return size[kInnerReduced] == 1 && size[kInnerGroup] > 1; }
+
+  AMP_KERNELS_HD Axis inner() const { return is_by_columns() ? kInnerGroup : kInnerReduced; }
 };
 
 struct Quantize {
@@ -38,10 +71,10 @@ struct Quantize {
 };
 
 struct Dequantize {
-  const int8_t* values;  // laid out by layout.out
+  const int8_t* values;  // laid out by layout.out, like `out`; layout.x is not read
   const float* scale;
   const int32_t* zero_point;
-  void* out;  // laid out by layout.x
+  void* out;
   Int8Layout layout;
   Dtype dtype;  // of out
 };

@@ -1,7 +1,12 @@
 """int8 arithmetic, bit for bit that of csrc/formulas/int8.h, and the launch that keeps it so.
 
-No operation is fused (`launch_unfused`), division is `div_rn` (plain `/` is approximate), and rint and floor are made
-of additions: libdevice's are missing from the interpreter, and `tl.floor` flushes subnormals.
+    symmetric     scale = absmax / 127                  code = clamp(rint(x * (1 / scale)), -127, 127)
+    asymmetric    scale = high / 255 - low / 255        code = clamp(rint(x * (1 / scale)) + zero_point, -128, 127)
+                  zero_point = clamp(rint(-128 - low * (1 / scale)), -128, 127)
+    stochastic    floor(x * (1 / scale) + u) in place of rint, u from Philox
+
+No operation is fused (`launch_unfused`). Division is `div_rn`, since plain `/` is approximate. rint and floor are built
+from additions: the interpreter has no libdevice, and `tl.floor` flushes subnormals.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import triton
 import triton.language as tl
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
-# 1.5 * 2**23: added to a float of less than 2**22, it leaves no bits below one, rounded half to even.
+# 1.5 * 2**23: a float below 2**22 plus this has no fraction bits, so the sum is rounded to an integer, half to even.
 ROUNDER = tl.constexpr(12582912.0)
 
 
@@ -32,14 +37,14 @@ def from_key(key):
 
 @triton.jit
 def bounded(steps):
-    """NaN stays: `tl.clamp` and `tl.minimum` need not keep it."""
+    """Clamped to 512 steps. NaN stays NaN, which `tl.clamp` and `tl.minimum` do not promise."""
     return tl.where(steps < -512.0, -512.0, tl.where(steps > 512.0, 512.0, steps))
 
 
 @triton.jit
 def affine_of(low, high, SYMMETRIC: tl.constexpr):
-    """(scale, inverse, zero point) of groups whose extremes are these; a symmetric group knows only `high`, the
-    bits of its largest magnitude, the others two keys."""
+    """(scale, inverse, zero point) of groups by their extremes: two ordered keys, or with SYMMETRIC the bits of the
+    largest magnitude in `high` alone."""
     if SYMMETRIC:
         finite = high < INFINITY_BITS
         scale = tl.div_rn(high.to(tl.float32, bitcast=True), tl.full(high.shape, 127.0, tl.float32))
@@ -73,7 +78,7 @@ def given_affine(scale_ptr, zero_point_ptr, offsets, mask):
 
 @triton.jit
 def unclamped_codes(x, inverse, zero_point):
-    """Codes before clamping; NaN stands on the zero point."""
+    """Codes before clamping; NaN has the zero point as its code."""
     steps = bounded(x * inverse)
     steps = (steps + ROUNDER) - ROUNDER
     return tl.where(steps == steps, steps, 0.0).to(tl.int32) + zero_point
@@ -107,7 +112,7 @@ def values_of(codes, scale, zero_point):
 
 @triton.jit
 def _words(index, seed):
-    """Philox4x32-10 of the counter that `index` has a word of."""
+    """Four words of Philox4x32-10, one of which belongs to the element `index`: its counter is index // 4."""
     counter = index >> 2
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     return tl.philox(seed, low, (counter >> 32).to(tl.uint32), low * 0, low * 0)
@@ -127,15 +132,15 @@ def noise_of_each(index, seed):
 
 @triton.jit
 def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """For elements whose index, a multiple of 4 in `index` [ROWS, COLUMNS / 4], goes up with the column: one
-    counter serves four of them."""
+    """[ROWS, COLUMNS] numbers for elements with neighbouring indices along a row. `index` [ROWS, COLUMNS / 4] has every
+    fourth of them, a multiple of 4, so that one counter serves four elements."""
     w0, w1, w2, w3 = _words(index, seed)
     return _uniform(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLUMNS)))
 
 
 @triton.jit
 def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
-    """As common.element_pointers."""
+    """As `common.element_pointers`."""
     if VEC > 1:
         address = codes_ptr.to(tl.int64) // VEC * VEC
         codes_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), VEC)
@@ -143,7 +148,7 @@ def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
 
 
 def launch_unfused(kernel: Any, n_programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """As common.launch, but a product and a sum stay two roundings."""
+    """As `common.launch`, but without contracting a product and a sum into one rounding."""
     guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         guard = torch.cuda.device(device)

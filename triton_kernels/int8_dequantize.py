@@ -1,4 +1,10 @@
-"""From int8 back to floating point, and the gradient of fake quantization."""
+"""From int8 back to floating point, and the gradient of fake quantization. One pass each, walked as in int8_tiles.py.
+
+    dequantize          out = (code - zero_point) * scale                                            3 bytes an element
+    straight through    out = grad where low <= rint(x / scale) + zero_point <= 127, else 0          6 bytes an element
+
+(of 16 bits; of fp32 5 and 12). A program has the scales of its band in registers and streams up to four tiles.
+"""
 
 from __future__ import annotations
 
@@ -11,49 +17,45 @@ import triton.language as tl
 from ..ops.table import DTYPE_CODES
 from .common import load_elements, store_elements
 from .int8 import code_pointers, given_affine, launch_unfused, unclamped_codes, values_of
-from .int8_tiles import Layout, groups_of_block, offsets_of, positions_of_tile, streaming_plan
+from .int8_tiles import Layout, groups_of_band, offsets_of, positions_of_tile, streaming_plan
 
 
-@triton.jit(do_not_specialize=list(range(21)))
+@triton.jit(do_not_specialize=list(range(17)))
 def _dequantize_kernel(
     codes_ptr,
     scale_ptr,
     zero_point_ptr,
     out_ptr,
-    size_g1: tl.int64,
-    size_r1: tl.int64,
-    size_g2: tl.int64,
-    size_r2: tl.int64,
-    out_g1: tl.int64,
-    out_r1: tl.int64,
-    out_g2: tl.int64,
-    out_r2: tl.int64,
-    codes_g1: tl.int64,
-    codes_r1: tl.int64,
-    codes_g2: tl.int64,
-    codes_r2: tl.int64,
-    scale_g1: tl.int64,
-    scale_g2: tl.int64,
+    size_outer_group: tl.int64,
+    size_outer_reduced: tl.int64,
+    size_inner_group: tl.int64,
+    size_inner_reduced: tl.int64,
+    out_outer_group: tl.int64,
+    out_outer_reduced: tl.int64,
+    out_inner_group: tl.int64,
+    out_inner_reduced: tl.int64,
+    scale_outer_group: tl.int64,
+    scale_inner_group: tl.int64,
     length: tl.int64,
     n_tiles: tl.int32,
-    n_splits: tl.int32,
+    n_pieces: tl.int32,
     DTYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OUTER: tl.constexpr,
-    INNER: tl.constexpr,
-    UNIT: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    sizes = (size_g1, size_r1, size_g2, size_r2, length)
-    split = tl.program_id(0) % n_splits
-    block = (tl.program_id(0) // n_splits).to(tl.int64)
-    g1, g2, exist_groups = groups_of_block(sizes, block, COLUMNS, OUTER, INNER)
-    scale, _, zero_point = given_affine(scale_ptr, zero_point_ptr, g1 * scale_g1 + g2 * scale_g2, exist_groups)
-    for tile in range(split, n_tiles, n_splits):
-        position, exist = positions_of_tile(sizes, block, tile, COLUMNS, OUTER, INNER, VEC, 1)
-        offsets = offsets_of(position, (codes_g1, codes_r1, codes_g2, codes_r2), COLUMNS, True, VEC)
+    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
+    piece = tl.program_id(0) % n_pieces
+    band = (tl.program_id(0) // n_pieces).to(tl.int64)
+    out_strides = (out_outer_group, out_outer_reduced, out_inner_group, out_inner_reduced)
+    outer_group, inner_group, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
+    scale_offset = outer_group * scale_outer_group + inner_group * scale_inner_group
+    scale, _, zero_point = given_affine(scale_ptr, zero_point_ptr, scale_offset, exist_groups)
+    for tile in range(piece, n_tiles, n_pieces):
+        position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+        offsets = offsets_of(position, out_strides, BY_COLUMNS, VEC)
         codes = tl.load(code_pointers(codes_ptr, offsets, VEC), mask=exist, other=0)
-        offsets = offsets_of(position, (out_g1, out_r1, out_g2, out_r2), COLUMNS, UNIT, VEC)
         store_elements(out_ptr.to(tl.int64), offsets, values_of(codes, scale, zero_point), exist, DTYPE, VEC)
 
 
@@ -64,41 +66,43 @@ def _straight_through_kernel(
     scale_ptr,
     zero_point_ptr,
     out_ptr,
-    size_g1: tl.int64,
-    size_r1: tl.int64,
-    size_g2: tl.int64,
-    size_r2: tl.int64,
-    x_g1: tl.int64,
-    x_r1: tl.int64,
-    x_g2: tl.int64,
-    x_r2: tl.int64,
-    out_g1: tl.int64,
-    out_r1: tl.int64,
-    out_g2: tl.int64,
-    out_r2: tl.int64,
-    scale_g1: tl.int64,
-    scale_g2: tl.int64,
+    size_outer_group: tl.int64,
+    size_outer_reduced: tl.int64,
+    size_inner_group: tl.int64,
+    size_inner_reduced: tl.int64,
+    x_outer_group: tl.int64,
+    x_outer_reduced: tl.int64,
+    x_inner_group: tl.int64,
+    x_inner_reduced: tl.int64,
+    out_outer_group: tl.int64,
+    out_outer_reduced: tl.int64,
+    out_inner_group: tl.int64,
+    out_inner_reduced: tl.int64,
+    scale_outer_group: tl.int64,
+    scale_inner_group: tl.int64,
     length: tl.int64,
     n_tiles: tl.int32,
-    n_splits: tl.int32,
+    n_pieces: tl.int32,
     DTYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OUTER: tl.constexpr,
-    INNER: tl.constexpr,
-    UNIT: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     VEC: tl.constexpr,
 ):
     LOWEST: tl.constexpr = -127 if zero_point_ptr is None else -128
-    sizes = (size_g1, size_r1, size_g2, size_r2, length)
-    split = tl.program_id(0) % n_splits
-    block = (tl.program_id(0) // n_splits).to(tl.int64)
-    g1, g2, exist_groups = groups_of_block(sizes, block, COLUMNS, OUTER, INNER)
-    _, inverse, zero_point = given_affine(scale_ptr, zero_point_ptr, g1 * scale_g1 + g2 * scale_g2, exist_groups)
-    for tile in range(split, n_tiles, n_splits):
-        position, exist = positions_of_tile(sizes, block, tile, COLUMNS, OUTER, INNER, VEC, 1)
-        offsets = offsets_of(position, (x_g1, x_r1, x_g2, x_r2), COLUMNS, UNIT, VEC)
+    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
+    piece = tl.program_id(0) % n_pieces
+    band = (tl.program_id(0) // n_pieces).to(tl.int64)
+    x_strides = (x_outer_group, x_outer_reduced, x_inner_group, x_inner_reduced)
+    out_strides = (out_outer_group, out_outer_reduced, out_inner_group, out_inner_reduced)
+    outer_group, inner_group, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
+    scale_offset = outer_group * scale_outer_group + inner_group * scale_inner_group
+    _, inverse, zero_point = given_affine(scale_ptr, zero_point_ptr, scale_offset, exist_groups)
+    for tile in range(piece, n_tiles, n_pieces):
+        position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+        offsets = offsets_of(position, x_strides, BY_COLUMNS, VEC)
         x = load_elements(x_ptr.to(tl.int64), offsets, exist, DTYPE, VEC)
-        offsets = offsets_of(position, (out_g1, out_r1, out_g2, out_r2), COLUMNS, True, VEC)
+        offsets = offsets_of(position, out_strides, BY_COLUMNS, VEC)
         grad = load_elements(grad_ptr.to(tl.int64), offsets, exist, DTYPE, VEC)
         codes = unclamped_codes(x, inverse, zero_point)
         grad = tl.where((codes >= LOWEST) & (codes <= 127), grad, 0.0)
@@ -113,11 +117,11 @@ def _dequantize_int8_(
     layout: Sequence[int],
 ) -> None:
     walk = Layout(layout)
-    access = walk.access((out, walk.x), (values, walk.out))
+    access = walk.access((out, walk.out), (values, walk.out))
     plan = streaming_plan(walk.size, access["VEC"] > 1)
     launch_unfused(
-        _dequantize_kernel, plan.programs, out.device, values, scale, zero_point, out, *walk.size, *walk.x, *walk.out,
-        *walk.scale, walk.length, plan.tiles, plan.splits,
+        _dequantize_kernel, plan.programs, out.device, values, scale, zero_point, out, *walk.size, *walk.out,
+        *walk.scale, walk.length, plan.tiles, plan.pieces,
         DTYPE=DTYPE_CODES[out.dtype], **plan.constants(), **access,
     )  # fmt: skip
 
@@ -135,6 +139,6 @@ def _straight_through_int8_(
     plan = streaming_plan(walk.size, access["VEC"] > 1)
     launch_unfused(
         _straight_through_kernel, plan.programs, out.device, grad, x, scale, zero_point, out, *walk.size, *walk.x,
-        *walk.out, *walk.scale, walk.length, plan.tiles, plan.splits,
+        *walk.out, *walk.scale, walk.length, plan.tiles, plan.pieces,
         DTYPE=DTYPE_CODES[x.dtype], **plan.constants(), **access,
     )  # fmt: skip

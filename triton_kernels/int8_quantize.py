@@ -1,4 +1,13 @@
-"""Quantization to int8: the extremes of groups, and codes or what they stand for."""
+"""Quantization to int8, and fake quantization, walked as int8_tiles.py draws.
+
+code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)          fake = (code - zero_point) * scale
+
+where a scale comes from    reads of x                                           bytes an element (16 bits, fp32)
+GIVEN                       one                                                  3, 5
+REGISTERS                   one: the tile of a program holds whole groups        3, 5
+TWO_READS                   two, by one program for each band                    3 to 5, 5 to 9 (L2 serves the rest)
+PARTIALS                    two, by two launches; several programs a band        5, 9
+"""
 
 from __future__ import annotations
 
@@ -24,7 +33,7 @@ from .int8 import (
 )
 from .int8_tiles import (
     Layout,
-    groups_of_block,
+    groups_of_band,
     offsets_of,
     positions_of_tile,
     register_plan,
@@ -35,13 +44,13 @@ from .int8_tiles import (
 # Where a group's scale comes from.
 GIVEN = tl.constexpr(0)  # the caller
 REGISTERS = tl.constexpr(1)  # the tile, which holds whole groups and is read once
-TWO_READS = tl.constexpr(2)  # a first walk of the same program; the second finds much of the group in L2
-PARTIALS = tl.constexpr(3)  # _extremes_kernel: groups too few to fill the device one program each
+TWO_READS = tl.constexpr(2)  # the same program, which walks its band twice and finds much of it in L2 the second time
+PARTIALS = tl.constexpr(3)  # _extremes_kernel: bands are too few to fill the device with one program each
 
 
 # --------------------------------------------------------------------------------------------------- the extremes
-# As integers, whose maximum knows NaN and any order of evaluation. Elements that do not exist are 0, which the
-# range contains.
+# Extremes are found as integers: their maximum keeps NaN, and is the same in any order. Elements that do not exist are
+# 0, which every range contains.
 @triton.jit
 def _include(low, high, x, SYMMETRIC: tl.constexpr):
     if SYMMETRIC:
@@ -54,8 +63,8 @@ def _include(low, high, x, SYMMETRIC: tl.constexpr):
 
 
 @triton.jit
-def _reduced(low, high, SYMMETRIC: tl.constexpr, COLUMNS: tl.constexpr):
-    AXIS: tl.constexpr = 0 if COLUMNS else 1
+def _reduced(low, high, SYMMETRIC: tl.constexpr, BY_COLUMNS: tl.constexpr):
+    AXIS: tl.constexpr = 0 if BY_COLUMNS else 1
     high = tl.max(high, axis=AXIS, keep_dims=True)
     if not SYMMETRIC:
         low = tl.min(low, axis=AXIS, keep_dims=True)
@@ -64,101 +73,101 @@ def _reduced(low, high, SYMMETRIC: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _extremes_of_tiles(
-    x_address, sizes, x_strides, block, first, n_tiles, step,
+    x_address, sizes, x_strides, band, first, n_tiles, step,
     SYMMETRIC: tl.constexpr, DTYPE: tl.constexpr,
-    COLUMNS: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, UNIT: tl.constexpr, VEC: tl.constexpr,
+    BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    low = tl.zeros((OUTER, INNER), tl.int32)
-    high = tl.zeros((OUTER, INNER), tl.int32)
+    low = tl.zeros((ROWS, WIDTH), tl.int32)
+    high = tl.zeros((ROWS, WIDTH), tl.int32)
     for tile in range(first, n_tiles, step):
-        position, exist = positions_of_tile(sizes, block, tile, COLUMNS, OUTER, INNER, VEC, 1)
-        x = load_elements(x_address, offsets_of(position, x_strides, COLUMNS, UNIT, VEC), exist, DTYPE, VEC)
+        position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+        x = load_elements(x_address, offsets_of(position, x_strides, BY_COLUMNS, VEC), exist, DTYPE, VEC)
         low, high = _include(low, high, x, SYMMETRIC)
-    return _reduced(low, high, SYMMETRIC, COLUMNS)
+    return _reduced(low, high, SYMMETRIC, BY_COLUMNS)
 
 
 @triton.jit
 def _extremes_of_partials(
-    partials_ptr, n_splits, n_groups, group, exist,
-    SYMMETRIC: tl.constexpr, COLUMNS: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr,
+    partials_ptr, n_pieces, n_groups, group, exist,
+    SYMMETRIC: tl.constexpr, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    low = tl.zeros((OUTER, INNER), tl.int32)
-    high = tl.zeros((OUTER, INNER), tl.int32)
-    FOLD: tl.constexpr = OUTER if COLUMNS else INNER
-    AXIS: tl.constexpr = 1 if COLUMNS else 0
+    low = tl.zeros((ROWS, WIDTH), tl.int32)
+    high = tl.zeros((ROWS, WIDTH), tl.int32)
+    FOLD: tl.constexpr = ROWS if BY_COLUMNS else WIDTH
+    AXIS: tl.constexpr = 1 if BY_COLUMNS else 0
     lanes = tl.expand_dims(tl.arange(0, FOLD), AXIS)
-    for i in range(0, n_splits, FOLD):
-        split = i + lanes
-        mask = (split < n_splits) & exist
-        pointers = partials_ptr + split.to(tl.int64) * n_groups + group
+    for i in range(0, n_pieces, FOLD):
+        piece = i + lanes
+        mask = (piece < n_pieces) & exist
+        pointers = partials_ptr + piece.to(tl.int64) * n_groups + group
         high = tl.maximum(high, tl.load(pointers, mask=mask, other=0))
         if not SYMMETRIC:
-            low = tl.minimum(low, tl.load(pointers + n_splits * n_groups, mask=mask, other=0))
-    return _reduced(low, high, SYMMETRIC, COLUMNS)
+            low = tl.minimum(low, tl.load(pointers + n_pieces * n_groups, mask=mask, other=0))
+    return _reduced(low, high, SYMMETRIC, BY_COLUMNS)
 
 
 @triton.jit(do_not_specialize=list(range(13)))
 def _extremes_kernel(
     x_ptr,
-    partials_ptr,  # int32 [1 or 2, splits, groups]: high, low
-    size_g1: tl.int64,
-    size_r1: tl.int64,
-    size_g2: tl.int64,
-    size_r2: tl.int64,
-    x_g1: tl.int64,
-    x_r1: tl.int64,
-    x_g2: tl.int64,
-    x_r2: tl.int64,
+    partials_ptr,  # int32 [1 or 2, pieces, groups]: high, low
+    size_outer_group: tl.int64,
+    size_outer_reduced: tl.int64,
+    size_inner_group: tl.int64,
+    size_inner_reduced: tl.int64,
+    x_outer_group: tl.int64,
+    x_outer_reduced: tl.int64,
+    x_inner_group: tl.int64,
+    x_inner_reduced: tl.int64,
     length: tl.int64,
     n_tiles: tl.int32,
-    n_splits: tl.int32,
+    n_pieces: tl.int32,
     SYMMETRIC: tl.constexpr,
     DTYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OUTER: tl.constexpr,
-    INNER: tl.constexpr,
-    UNIT: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    sizes = (size_g1, size_r1, size_g2, size_r2, length)
-    split = tl.program_id(0) % n_splits
-    block = (tl.program_id(0) // n_splits).to(tl.int64)
+    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
+    x_strides = (x_outer_group, x_outer_reduced, x_inner_group, x_inner_reduced)
+    piece = tl.program_id(0) % n_pieces
+    band = (tl.program_id(0) // n_pieces).to(tl.int64)
     low, high = _extremes_of_tiles(
-        x_ptr.to(tl.int64), sizes, (x_g1, x_r1, x_g2, x_r2), block, split, n_tiles, n_splits,
-        SYMMETRIC, DTYPE, COLUMNS, OUTER, INNER, UNIT, VEC,
+        x_ptr.to(tl.int64), sizes, x_strides, band, piece, n_tiles, n_pieces,
+        SYMMETRIC, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
     )  # fmt: skip
-    g1, g2, exist = groups_of_block(sizes, block, COLUMNS, OUTER, INNER)
-    n_groups = size_g1 * size_g2
-    pointers = partials_ptr + split.to(tl.int64) * n_groups + g1 * size_g2 + g2
+    outer_group, inner_group, exist = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
+    n_groups = size_outer_group * size_inner_group
+    pointers = partials_ptr + piece.to(tl.int64) * n_groups + outer_group * size_inner_group + inner_group
     tl.store(pointers, high, mask=exist)
     if not SYMMETRIC:
-        tl.store(pointers + n_splits * n_groups, low, mask=exist)
+        tl.store(pointers + n_pieces * n_groups, low, mask=exist)
 
 
 # ------------------------------------------------------------------------------------------------------- quantize
 @triton.jit
 def _noise(
-    sizes, index_strides, block, tile, seed,
-    COLUMNS: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, FOURS: tl.constexpr,
+    sizes, out_strides, band, tile, seed,
+    BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = 4 if FOURS else 1
-    position, _ = positions_of_tile(sizes, block, tile, COLUMNS, OUTER, INNER, 1, STEP)
-    index = offsets_of(position, index_strides, COLUMNS, False, 1)
-    return noise_of_fours(index, seed, OUTER, INNER) if FOURS else noise_of_each(index, seed)
+    position, _ = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, 1, STEP)
+    index = offsets_of(position, out_strides, BY_COLUMNS, 1)
+    return noise_of_fours(index, seed, ROWS, WIDTH) if FOURS else noise_of_each(index, seed)
 
 
 @triton.jit
 def _write(
-    out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, index_strides, block, tile, seed,
+    out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, band, tile, seed,
     SYMMETRIC: tl.constexpr, FAKE: tl.constexpr, STOCHASTIC: tl.constexpr, FOURS: tl.constexpr, DTYPE: tl.constexpr,
-    COLUMNS: tl.constexpr, OUTER: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
+    BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     if STOCHASTIC:
-        noise = _noise(sizes, index_strides, block, tile, seed, COLUMNS, OUTER, INNER, FOURS)
+        noise = _noise(sizes, out_strides, band, tile, seed, BY_COLUMNS, ROWS, WIDTH, FOURS)
         codes = stochastic_codes_of(x, noise, inverse, zero_point, SYMMETRIC)
     else:
         codes = codes_of(x, inverse, zero_point, SYMMETRIC)
-    offsets = offsets_of(position, out_strides, COLUMNS, True, VEC)
+    offsets = offsets_of(position, out_strides, BY_COLUMNS, VEC)
     if FAKE:
         values = tl.where(x == x, values_of(codes, scale, zero_point), x)
         store_elements(out_ptr.to(tl.int64), offsets, values, exist, DTYPE, VEC)
@@ -166,95 +175,89 @@ def _write(
         tl.store(code_pointers(out_ptr, offsets, VEC), codes.to(tl.int8), mask=exist)
 
 
-@triton.jit(do_not_specialize=list(range(28)))
+@triton.jit(do_not_specialize=list(range(24)))
 def _quantize_kernel(
     x_ptr,
     out_ptr,  # int8 codes, or with FAKE values of x's dtype
     scale_ptr,
     zero_point_ptr,  # or None: symmetric
     partials_ptr,  # of _extremes_kernel, or None
-    size_g1: tl.int64,
-    size_r1: tl.int64,
-    size_g2: tl.int64,
-    size_r2: tl.int64,
-    x_g1: tl.int64,
-    x_r1: tl.int64,
-    x_g2: tl.int64,
-    x_r2: tl.int64,
-    out_g1: tl.int64,
-    out_r1: tl.int64,
-    out_g2: tl.int64,
-    out_r2: tl.int64,
-    index_g1: tl.int64,
-    index_r1: tl.int64,
-    index_g2: tl.int64,
-    index_r2: tl.int64,
-    scale_g1: tl.int64,
-    scale_g2: tl.int64,
+    size_outer_group: tl.int64,
+    size_outer_reduced: tl.int64,
+    size_inner_group: tl.int64,
+    size_inner_reduced: tl.int64,
+    x_outer_group: tl.int64,
+    x_outer_reduced: tl.int64,
+    x_inner_group: tl.int64,
+    x_inner_reduced: tl.int64,
+    out_outer_group: tl.int64,
+    out_outer_reduced: tl.int64,
+    out_inner_group: tl.int64,
+    out_inner_reduced: tl.int64,
+    scale_outer_group: tl.int64,
+    scale_inner_group: tl.int64,
     length: tl.int64,
-    n_tiles: tl.int32,  # of a group
-    n_splits: tl.int32,  # programs that share them
+    n_tiles: tl.int32,  # of a band
+    n_pieces: tl.int32,  # of a band: programs that share its tiles
     n_partials: tl.int32,
     seed: tl.int64,
     FROM: tl.constexpr,
     FAKE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    FOURS: tl.constexpr,  # the inner stride of `index` is 1, the others are multiples of 4
+    FOURS: tl.constexpr,  # rows of `out` are multiples of 4 elements apart
     DTYPE: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    OUTER: tl.constexpr,
-    INNER: tl.constexpr,
-    UNIT: tl.constexpr,
+    BY_COLUMNS: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
     VEC: tl.constexpr,
 ):
     SYMMETRIC: tl.constexpr = zero_point_ptr is None
-    sizes = (size_g1, size_r1, size_g2, size_r2, length)
-    x_strides = (x_g1, x_r1, x_g2, x_r2)
-    out_strides = (out_g1, out_r1, out_g2, out_r2)
-    index_strides = (index_g1, index_r1, index_g2, index_r2)
-    split = tl.program_id(0) % n_splits
-    block = (tl.program_id(0) // n_splits).to(tl.int64)
+    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
+    x_strides = (x_outer_group, x_outer_reduced, x_inner_group, x_inner_reduced)
+    out_strides = (out_outer_group, out_outer_reduced, out_inner_group, out_inner_reduced)
+    piece = tl.program_id(0) % n_pieces
+    band = (tl.program_id(0) // n_pieces).to(tl.int64)
     x_address = x_ptr.to(tl.int64)
-    g1, g2, exist_groups = groups_of_block(sizes, block, COLUMNS, OUTER, INNER)
-    scale_offset = g1 * scale_g1 + g2 * scale_g2
+    outer_group, inner_group, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
+    scale_offset = outer_group * scale_outer_group + inner_group * scale_inner_group
 
     if FROM == REGISTERS:
-        position, exist = positions_of_tile(sizes, block, split, COLUMNS, OUTER, INNER, VEC, 1)
-        x = load_elements(x_address, offsets_of(position, x_strides, COLUMNS, UNIT, VEC), exist, DTYPE, VEC)
-        none = tl.zeros((OUTER, INNER), tl.int32)
+        position, exist = positions_of_tile(sizes, band, piece, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+        x = load_elements(x_address, offsets_of(position, x_strides, BY_COLUMNS, VEC), exist, DTYPE, VEC)
+        none = tl.zeros((ROWS, WIDTH), tl.int32)
         low, high = _include(none, none, x, SYMMETRIC)
-        low, high = _reduced(low, high, SYMMETRIC, COLUMNS)
+        low, high = _reduced(low, high, SYMMETRIC, BY_COLUMNS)
     elif FROM == TWO_READS:
         low, high = _extremes_of_tiles(
-            x_address, sizes, x_strides, block, split, n_tiles, 1,
-            SYMMETRIC, DTYPE, COLUMNS, OUTER, INNER, UNIT, VEC,
+            x_address, sizes, x_strides, band, piece, n_tiles, 1,
+            SYMMETRIC, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
         )  # fmt: skip
     elif FROM == PARTIALS:
         low, high = _extremes_of_partials(
-            partials_ptr, n_partials, size_g1 * size_g2, g1 * size_g2 + g2, exist_groups,
-            SYMMETRIC, COLUMNS, OUTER, INNER,
+            partials_ptr, n_partials, size_outer_group * size_inner_group,
+            outer_group * size_inner_group + inner_group, exist_groups, SYMMETRIC, BY_COLUMNS, ROWS, WIDTH,
         )  # fmt: skip
     if FROM == GIVEN:
         scale, inverse, zero_point = given_affine(scale_ptr, zero_point_ptr, scale_offset, exist_groups)
     else:
         scale, inverse, zero_point = affine_of(low, high, SYMMETRIC)
-        if split == 0:
+        if piece == 0:
             tl.store(scale_ptr + scale_offset, scale, mask=exist_groups)
             if not SYMMETRIC:
                 tl.store(zero_point_ptr + scale_offset, zero_point, mask=exist_groups)
 
     if FROM == REGISTERS:
         _write(
-            out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, index_strides, block, split,
-            seed, SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, COLUMNS, OUTER, INNER, VEC,
+            out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, band, piece,
+            seed, SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
         )  # fmt: skip
     else:
-        for tile in range(split, n_tiles, n_splits):
-            position, exist = positions_of_tile(sizes, block, tile, COLUMNS, OUTER, INNER, VEC, 1)
-            x = load_elements(x_address, offsets_of(position, x_strides, COLUMNS, UNIT, VEC), exist, DTYPE, VEC)
+        for tile in range(piece, n_tiles, n_pieces):
+            position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+            x = load_elements(x_address, offsets_of(position, x_strides, BY_COLUMNS, VEC), exist, DTYPE, VEC)
             _write(
-                out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, index_strides, block,
-                tile, seed, SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, COLUMNS, OUTER, INNER, VEC,
+                out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, band,
+                tile, seed, SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
             )  # fmt: skip
 
 
@@ -278,18 +281,18 @@ def _quantize_int8_(
         source, plan = REGISTERS, fitting
     else:
         plan = two_pass_plan(walk.size, wide)
-        source = TWO_READS if plan.splits == 1 else PARTIALS
+        source = TWO_READS if plan.pieces == 1 else PARTIALS
     if source == PARTIALS:
         symmetric = zero_point is None
-        shape = (1 if symmetric else 2, plan.splits, walk.size[0] * walk.size[2])
+        shape = (1 if symmetric else 2, plan.pieces, walk.size[0] * walk.size[2])
         partials = torch.empty(shape, dtype=torch.int32, device=x.device)
         launch_unfused(
             _extremes_kernel, plan.programs, x.device, x, partials, *walk.size, *walk.x, walk.length,
-            plan.tiles, plan.splits, SYMMETRIC=symmetric, **plan.constants(), **access,
+            plan.tiles, plan.pieces, SYMMETRIC=symmetric, **plan.constants(), **access,
         )  # fmt: skip
     launch_unfused(
         _quantize_kernel, plan.programs, x.device, x, out, scale, zero_point, partials, *layout,
-        plan.tiles, plan.splits, plan.splits, _signed(seed),
+        plan.tiles, plan.pieces, plan.pieces, _signed(seed),
         FROM=source.value, FAKE=out.dtype != torch.int8, STOCHASTIC=stochastic,
         FOURS=stochastic and walk.has_index_of_fours(), **plan.constants(), **access,
     )  # fmt: skip

@@ -1,7 +1,8 @@
 """int8 codes and products of them: schemas, checks, shapes while tracing, gradients, and what calls Triton's kernels.
 
-How a tensor is cut into groups, and how kernels walk them, has its drawing in csrc/ops/int8_layout.h. That is what
-compiled kernels use; the same arithmetic is here for Triton's and for tracing, which must know strides of results.
+csrc/int8.h draws how a tensor is cut into groups and how kernels walk them. Compiled kernels get their layouts from
+csrc/ops/int8_layout.h; the same arithmetic is here for Triton's kernels, and for tracing, which has to know the strides
+of results.
 """
 
 from __future__ import annotations
@@ -24,15 +25,15 @@ _FLOATS = "float32, float16 or bfloat16"
 
 # ---------------------------------------------------------------------------------------------------------- groups
 class Groups(NamedTuple):
-    """What shares a scale: elements that differ in reduced dimensions alone, or in blocks of the last dimension."""
+    """Elements share a scale if their indices differ in reduced dimensions only, or if they are in one block."""
 
     shape: tuple[int, ...]
-    kept: tuple[bool, ...]  # by dimension; all of them where there are blocks
-    block: int | None = None
+    kept: tuple[bool, ...]  # of each dimension; all True where there are blocks
+    block: int | None = None  # elements of a block of the last dimension
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """As `torch.amax(keepdim=True)`; of blocks their number."""
+        """That of `torch.amax(keepdim=True)`, or with the number of blocks as its last size."""
         if self.block is not None:
             return (*self.shape[:-1], -(-self.shape[-1] // self.block))
         return tuple(n if kept else 1 for n, kept in zip(self.shape, self.kept, strict=True))
@@ -41,7 +42,7 @@ class Groups(NamedTuple):
 def groups_of(
     x: Tensor, scale: Tensor | None, dim: Sequence[int] | None = None, block_size: int | None = None
 ) -> Groups:
-    """Blocks, or as the shape of a given scale says, or over `dim` (none: everything), in this order."""
+    """Blocks if there is a `block_size`, else groups by a given scale's shape, else groups over `dim` (None: all)."""
     if block_size is not None:
         return Groups(tuple(x.shape), (True,) * x.dim(), block_size)
     if scale is not None:
@@ -53,7 +54,7 @@ def groups_of(
 
 
 def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
-    """Strides of dense tensors whose dimensions lie in this order, the outermost first."""
+    """Strides of a dense tensor that has its dimensions in this order, the outermost first."""
     strides, step = [1] * len(shape), 1
     for d in reversed(list(order)):
         strides[d] = step
@@ -62,90 +63,97 @@ def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]
 
 
 def storage_order(strides: Sequence[int]) -> list[int]:
-    """The dimensions from the outermost to the innermost; of equal strides the first is outside."""
+    """The dimensions from the outermost to the innermost. Of equal strides the first one counts as the outer one."""
     return sorted(range(len(strides)), key=lambda d: -strides[d])
 
 
 def nearest_dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides of the dense layout nearest to these: row-major if one dimension is expanded."""
+    """Strides of a dense tensor with the same order of dimensions: row-major if one of them is expanded."""
     is_expanded = any(stride == 0 and n > 1 for n, stride in zip(shape, strides, strict=True))
     return dense_strides(shape, range(len(shape)) if is_expanded else storage_order(strides))
 
 
-def interlock(groups: Groups, strides: Sequence[int]) -> bool:
-    """Whether kept and reduced dimensions of a dense tensor alternate too often for the levels G1, R1, G2, R2."""
+def alternates_too_often(groups: Groups, strides: Sequence[int]) -> bool:
+    """Whether kept and reduced dimensions of a dense tensor alternate more often than the four axes of a layout."""
     kinds = [groups.kept[d] for d in storage_order(strides) if groups.shape[d] != 1]
     runs = [kept for kept, _ in itertools.groupby(kinds)]
     return len(runs) + (runs[-1:] == [True]) > 4
 
 
 def scale_strides(groups: Groups, out: Sequence[int]) -> tuple[int, ...]:
-    """Scales lie in the order of their groups, so that kept dimensions that are one in `out` are one here."""
+    """Scales have the order of their groups in `out`, so that kept dimensions which merge there merge here."""
     return dense_strides(groups.scale_shape, storage_order(out))
 
 
 class Strides(NamedTuple):
-    """Of results and of their scales: the dense layout nearest to x's, unless kernels cannot walk it, then every group
-    is a row; of blocks row-major, and of codes where random bits are numbered by row-major index (`is_numbered`)."""
+    """Strides of a result and of its scales. A result has x's order of dimensions if kernels can walk that, else one in
+    which every group is a row. Blocks are row-major; so are codes with random bits, numbered in that order."""
 
     out: tuple[int, ...]
     scale: tuple[int, ...]
-    do_interlock: bool = False
+    is_by_rows: bool = False  # an order of their own, in which every group is a row
 
     @classmethod
     def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Strides:
         dims = range(x.dim())
         is_row_major = groups.block is not None or is_numbered
         out = dense_strides(groups.shape, dims) if is_row_major else nearest_dense(groups.shape, x.stride())
-        if not interlock(groups, out):
+        if not alternates_too_often(groups, out):
             return cls(out, scale_strides(groups, out))
         rows = dense_strides(groups.shape, sorted(dims, key=lambda d: not groups.kept[d]))
         return cls(out if is_numbered else rows, scale_strides(groups, rows), True)
 
 
-class _Level(NamedTuple):
+class _Dimension(NamedTuple):
+    """One dimension, or several that are walked as one: its size and its strides."""
+
     size: int
     x: int
     out: int
     scale: int
     kept: bool
 
-    def continues_in(self, inner: _Level) -> bool:
-        """Whether `inner` goes on where this ends, in all tensors."""
+    def continues_in(self, inner: _Dimension) -> bool:
+        """Whether this one and `inner` are one in memory: a step of this one goes as far as all of `inner`."""
         ends = (inner.size * stride for stride in (inner.x, inner.out, inner.scale))
         return self.kept == inner.kept and (self.x, self.out, self.scale) == tuple(ends)
 
 
+_IS_GROUP_AXIS = (True, False, True, False)  # of the four axes of Int8Layout (csrc/int8.h)
+
+
 def layout_of(groups: Groups, x: Sequence[int], out: Sequence[int], scale: Sequence[int]) -> list[int] | None:
-    """struct Int8Layout (csrc/int8.h) as a flat list, for these strides; None if x needs more levels."""
+    """struct Int8Layout (csrc/int8.h) as a flat list, for these strides; None if x cannot be read in place."""
     kept = groups.kept
-    dims = [_Level(groups.shape[d], x[d], out[d], scale[d] if kept[d] else 0, kept[d]) for d in storage_order(out)]
+    dims = [_Dimension(groups.shape[d], x[d], out[d], scale[d] if kept[d] else 0, kept[d]) for d in storage_order(out)]
     length = None
     if groups.block is not None:
         last, count = dims.pop(), groups.scale_shape[-1]
         size = groups.block if count > 1 else last.size
-        dims.append(_Level(count, last.x * size, last.out * size, last.scale, True))
-        dims.append(_Level(size, last.x, last.out, 0, False))
+        dims.append(_Dimension(count, last.x * size, last.out * size, last.scale, True))
+        dims.append(_Dimension(size, last.x, last.out, 0, False))
         length = None if count * size == last.size else last.size
-    apart = len(dims) if length is None else len(dims) - 2  # a length counts the elements of blocks of one row
-    levels: list[_Level] = []
-    for i, level in enumerate(dims):
-        if level.size == 1:
+    mergeable = len(dims) if length is None else len(dims) - 2  # a length is that of one row's blocks
+    merged: list[_Dimension] = []
+    for i, dim in enumerate(dims):
+        if dim.size == 1:
             continue
-        if i < apart and levels and levels[-1].continues_in(level):
-            level = level._replace(size=level.size * levels.pop().size)
-        levels.append(level)
-    places = [_Level(1, 0, 0, 0, kept) for kept in (True, False, True, False)]  # G1, R1, G2, R2
-    place = len(places)
-    for level in reversed(levels):
-        place -= 1
-        if place >= 0 and places[place].kept != level.kept:
-            place -= 1
-        if place < 0:
+        if i < mergeable and merged and merged[-1].continues_in(dim):
+            dim = dim._replace(size=dim.size * merged.pop().size)
+        merged.append(dim)
+    if merged and merged[-1].x != 1:
+        return None
+    axes = [_Dimension(1, 0, 0, 0, is_group_axis) for is_group_axis in _IS_GROUP_AXIS]
+    axis = len(axes)
+    for dim in reversed(merged):
+        axis -= 1
+        if axis >= 0 and axes[axis].kept != dim.kept:
+            axis -= 1
+        if axis < 0:
             return None
-        places[place] = level
-    sizes, xs, outs, scales, _ = zip(*places, strict=True)
-    return [*sizes, *xs, *outs, *outs, scales[0], scales[2], length or sizes[2] * sizes[3]]
+        axes[axis] = dim
+    sizes, xs, outs, scales, _ = zip(*axes, strict=True)
+    return [*sizes, *xs, *outs, scales[0], scales[2], length or sizes[2] * sizes[3]]
 
 
 # ------------------------------------------------------------------------------------ operators by kernels in Python
@@ -168,7 +176,7 @@ def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None =
 
 
 def _in_order(side: Tensor | None, strides: Sequence[int]) -> Tensor | None:
-    """A scale or zero point as kernels take it: in the order of its groups."""
+    """A scale or zero point as kernels take it, in the order of its groups."""
     return side if side is None or side.numel() == 1 else _with_strides(side, strides)
 
 
@@ -190,7 +198,7 @@ def _quantize(
 ) -> Quantized:  # fmt: skip
     groups = groups_of(x, scale, dim, block_size)
     strides = Strides.of(x, groups, is_numbered=seed is not None)
-    if seed is not None and strides.do_interlock:
+    if seed is not None and strides.is_by_rows:
         # Random bits are numbered by row-major index, which a copy with groups as rows would not have: every element
         # gets its scale beside it.
         x, own = x.contiguous(), _absent(x)

@@ -12,7 +12,7 @@ namespace amp_kernels::cpu {
 // write to each page of 4 KB waits for it: of dequantizing 16M codes to fp16 (Linux 6.18, two cores) 14 of 17 ms. Of
 // pages of 2 MB 16 do, which took half as long; the kernel gives them to who asks (`madvise` in
 // /sys/kernel/mm/transparent_hugepage/enabled). Where it gives none, nothing has changed.
-inline void ask_for_huge_pages(void* memory, int64_t bytes) {
+inline void advise_huge_pages(void* memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kFresh = int64_t{32} << 20;
   constexpr uintptr_t kPage = uintptr_t{2} << 20;

@@ -1,4 +1,9 @@
-// From numbers to int8 codes and back on a CPU, eight elements at a time or more.
+// From numbers to int8 codes and back on a CPU, bit for bit csrc/formulas/int8.h:
+//
+//   code = clamp(rint(x * inverse) + zero_point, low, 127)      value = (code - zero_point) * scale
+//
+// 3 bytes an element of 16 bits, 5 of fp32. With AVX2 and F16C an Encoder makes 32 codes at a time, one register of
+// them, from four registers of eight fp32 steps; elsewhere encode() makes them in loops that the compiler vectorises.
 #pragma once
 
 #include <cmath>
@@ -7,17 +12,17 @@
 
 namespace amp_kernels::cpu {
 
-// The affines of a bundle's groups, with the clamp before the rounding: the two commute, as the clamp's ends are
-// integers, and then a code takes a third of the instructions of code_of. A zero point is within its range, so that NaN
-// taken for 0 gives it, and so does an inverse of 0.
+// The affines (scale, inverse, zero point) of a band's groups. Steps from the zero point are clamped before they are
+// rounded: the two commute because the ends of the clamp are integers, and a code takes a third of the instructions of
+// code_of(). A zero point that is a code lies between those ends, so NaN taken for 0, or an inverse of 0, gives it.
 struct Affines {
   float scale[kRoom];
   float inverse[kRoom];
   float lowest[kRoom];  // the clamp's ends, in steps from the zero point
   float highest[kRoom];
   int zero_point[kRoom];
-  bool have_inverses;     // all of them, and finite ones
-  bool are_codes = true;  // the zero points; else the clamp's ends may lie beyond the formulas' bound of 512 steps
+  bool have_inverses;     // whether every inverse is finite and not 0
+  bool are_codes = true;  // whether every zero point is; else an end of the clamp may be beyond the formulas' 512 steps
 
   void set(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
@@ -25,10 +30,11 @@ struct Affines {
     highest[i] = static_cast<float>(127 - affine.zero_point);
   }
 
-  // Of a given zero point, by the formulas.
+  // Of a group with a given zero point, as the formulas have it.
   Affine at(int64_t i) const { return {scale[i], inverse[i], zero_point[i], lowest_code(/*symmetric=*/false)}; }
 
-  // Given zero points may be no codes: as everywhere steps are then bounded by 512, and whatever is added to 16 bits.
+  // A zero point that a caller gives may be any int32. Steps are then bounded by 512, as the formulas say, and zero
+  // points by 1024, so that their sums fit in 16 bits.
   void bound(int64_t groups) {
     constexpr float kBound = 512.0f;
     for (int64_t i = 0; i < groups; ++i) {
@@ -57,16 +63,17 @@ template <class V>
   return limited(steps == steps ? steps : V{}, lowest, highest);
 }
 
-// Added to |x| < 2^22 it leaves x, rounded to nearest even, as an integer in the low bits.
+// The low bits of x + kRounder are x rounded to nearest even, for |x| < 2^22.
 constexpr float kRounder = 12582912.0f;
 
-// What groups have: with kStep 0 one number of one group, kept in a register, with 1 each of the next.
+// One number (a scale, an inverse, a bound) of each element's group. kStep 0: all elements of a segment are of one
+// group, whose number stays in a register; kStep 1: each element is of the next group.
 template <int kStep>
-class Side {
+class OfGroups {
  public:
-  Side(const float* of_groups, int64_t group) : first_(of_groups + group), one_(*first_) {}
+  OfGroups(const float* of_groups, int64_t group) : first_(of_groups + group), one_(*first_) {}
 
-  // For the i-th element of a run (V float) or eight (Lanes).
+  // For the i-th element of a segment (V is float), or for eight from there on (V is Lanes).
   template <class V>
   [[gnu::always_inline]] V at(int64_t i) const {
     if constexpr (std::is_same_v<V, float>)
@@ -123,9 +130,9 @@ inline int8_t code_at(float steps, int zero_point) {
   return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
 }
 
-// The loops over a run's elements: with kStep 0 all share one affine, with 1 each has its own, the first that of group
-// `first`. g++ vectorises them only as they are, each a function of its own and every affine's member a scalar: inlined
-// it forgets what does not alias, and a struct of members it keeps in memory.
+// The loops over a segment's elements, the first of which is of group `first`; kStep as for OfGroups. g++ vectorises
+// them only in this form: inlined, it forgets which arrays do not alias; with the members of an affine in a struct
+// instead of scalars, it keeps the struct in memory.
 template <int kStep>
 [[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int64_t first,
                               int8_t* __restrict out, int64_t n) {
@@ -149,10 +156,11 @@ template <int kStep>
 #if defined(__AVX2__) && defined(__F16C__)
 constexpr int64_t kBlock = 32;
 
-// encode() of a block, from where x lies, in half the instructions or less, as the packing saturates. `inverse` and
-// `zero_point` are the first element's: with kStep 0 all elements', with 1 each has its own. kIsFinite: every
-// |x * inverse| is far below 2^31, as in a group that made its own scale; out of range _mm256_cvtps_epi32 gives the
-// most negative integer.
+// The codes of a block of neighbours, read from x in its own dtype, in at most half the instructions of encode(), since
+// the packing saturates. `inverse` and `zero_point` are those of the first element's group; kStep as for OfGroups.
+// kIsFinite promises that every |x * inverse| is far below 2^31, which holds in a group that has its own scale;
+// elsewhere steps are bounded first, because _mm256_cvtps_epi32 turns what is out of range into the most negative
+// integer.
 template <int kStep, bool kIsFinite, class T>
 class Encoder {
  public:
@@ -164,7 +172,7 @@ class Encoder {
         lowest_(_mm256_set1_epi8(static_cast<int8_t>(lowest_code(symmetric)))),
         symmetric_(symmetric) {}
 
-  // Of elements i and on.
+  // The codes of elements i to i + kBlock.
   [[gnu::always_inline]] __m256i operator()(const T* x, int64_t i) const {
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
     __m256i steps[4];
@@ -202,8 +210,7 @@ class Encoder {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), codes);
 }
 
-// A block or more of one affine; the last block may take elements again. What lies `ahead` bytes from what is read is
-// asked for, with 0 nothing.
+// Encodes n >= kBlock neighbours of one group; the last block may overlap the one before. `ahead`: as range_of().
 template <bool kIsFinite, class T>
 [[gnu::always_inline]] inline void encode_blocks(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                                  bool symmetric, int8_t* out, int64_t n, bool streams) {
@@ -217,12 +224,12 @@ template <bool kIsFinite, class T>
   if (i < n) store_codes(encode(x, n - kBlock), out + n - kBlock, false);
 }
 
-// Rows of n columns, a block or more, each column with its affine.
+// Encodes some rows of n >= kBlock columns, each column with its own affine.
 template <bool kIsFinite, class T>
 void encode_strip(const T* x, int64_t row_step, int64_t rows, int64_t ahead, const float* inverse,
                   const int* zero_point, bool symmetric, int8_t* out, int64_t out_row_step, int64_t n, bool streams) {
   constexpr int64_t kLine = 64;  // of codes
-  // A row that does not begin on a boundary faults when it is streamed.
+  // A streaming store to an address that is not a multiple of 32 faults.
   streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows > 1 ? out_row_step : 0)) % 32 == 0;
   const Encoder<1, kIsFinite, T> encode(inverse, zero_point, symmetric);
   int64_t i = 0;
@@ -232,7 +239,7 @@ void encode_strip(const T* x, int64_t row_step, int64_t rows, int64_t ahead, con
         ask_for(x + r * row_step + k, kBlock, ahead);
         store_codes(encode(x + r * row_step, k), out + r * out_row_step + k, streams);
       }
-  for (; i < n; i += kBlock) {  // the last ones perhaps again
+  for (; i < n; i += kBlock) {  // the last block may overlap the one before
     const int64_t k = std::min(i, n - kBlock);
     for (int64_t r = 0; r < rows; ++r) store_codes(encode(x + r * row_step, k), out + r * out_row_step + k, false);
   }

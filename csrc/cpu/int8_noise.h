@@ -1,4 +1,8 @@
-// The random numbers of stochastic rounding on a CPU: philox() of formulas/int8.h, eight counters at a time.
+// The random numbers of stochastic rounding on a CPU: u = (word >> 8) * 2^-24 with philox() of formulas/int8.h, which
+// makes four words of a counter. With AVX2 eight counters at a time, 32 numbers:
+//
+//   counter          c        c + 1    ...      c + 7        each in a 64-bit lane, two registers of four
+//   elements      4c .. 4c+3                4c+28 .. 4c+31   the words are transposed into this order at the end
 #pragma once
 
 #include <cstdint>
@@ -13,8 +17,8 @@ namespace amp_kernels::cpu {
 constexpr int kNoiseBlock = 32;
 
 #if defined(__AVX2__)
-// philox() of eight counters. Every 64-bit lane holds a word in its low half; what is in the high half no
-// multiplication sees. Two registers of each word, since the latency of a round is twice its work.
+// Every 64-bit lane holds a word in its low half; its high half is ignored by the multiplications. There are two
+// registers of each word because the latency of a round is twice its work.
 inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
   const __m256i m0 = _mm256_set1_epi64x(0xD2511F53u), m1 = _mm256_set1_epi64x(0xCD9E8D57u);
   __m256i c0[2], c1[2], c2[2], c3[2];
@@ -51,18 +55,16 @@ inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
 }
 #endif
 
-// Uniform numbers of the elements with logical indices first, first + step, ...
-inline void fill_noise(float* noise, int64_t first, int64_t step, int64_t n, uint64_t seed) {
+// The uniform numbers of n elements with neighbouring logical indices.
+inline void fill_noise(float* noise, int64_t first, int64_t n, uint64_t seed) {
   int64_t i = 0;
   const auto one = [&] {
-    const uint64_t index = static_cast<uint64_t>(first + i * step);
+    const uint64_t index = static_cast<uint64_t>(first + i);
     noise[i++] = uniform(philox(index >> 2, seed).word[index & 3]);
   };
-  if (step == 1) {
-    while (i < n && (first + i) % 4 != 0) one();
-    for (; i + kNoiseBlock <= n; i += kNoiseBlock)
-      fill_noise_block(static_cast<uint64_t>(first + i) >> 2, seed, noise + i);
-  }
+  while (i < n && (first + i) % 4 != 0) one();
+  for (; i + kNoiseBlock <= n; i += kNoiseBlock)
+    fill_noise_block(static_cast<uint64_t>(first + i) >> 2, seed, noise + i);
   while (i < n) one();
 }
 

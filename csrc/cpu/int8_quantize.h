@@ -1,4 +1,12 @@
-// Quantization, dequantization and the straight-through gradient on a CPU: runs of a layout, eight elements at a time.
+// Quantization, dequantization, fake quantization and its gradient on a CPU: the passes over a band (int8_walk.h).
+//
+//   codes       x -> clamp(rint(x / scale) + zero_point)           3 bytes an element of 16 bits, 5 of fp32
+//   fake        x -> (code - zero_point) * scale                   4 and 8 bytes
+//   dequantize  code -> (code - zero_point) * scale                3 and 5 bytes
+//   gradient    grad where the code was not clamped, else 0        6 and 12 bytes
+//
+// A scale of its own costs a group a second read of x, from the core's cache where the band fits there. In each pass a
+// thread converts eight elements of a segment at a time, or 32 where they become codes.
 #pragma once
 
 #include "int8_codes.h"
@@ -7,83 +15,61 @@
 namespace amp_kernels::cpu {
 
 // ------------------------------------------------------------------------------------------------------- memory
-template <class T>
-const float* as_float(const T* from, int64_t step, float* staged, int64_t n) {
-  if (step == 1) return as_float(from, staged, n);
-  for (int64_t i = 0; i < n; ++i) staged[i] = static_cast<float>(from[i * step]);
-  return staged;
-}
-
-// n neighbours of x: where they lie, or gathered in `staged`.
-template <class T>
-const T* in_a_row(const T* x, int64_t step, T* staged, int64_t n) {
-  if (step == 1) return x;
-  for (int64_t i = 0; i < n; ++i) staged[i] = x[i * step];
-  return staged;
-}
-
-// out[i * step] = f(i), rounded to T; f is called with a value of the type it is to return, Lanes or float. Before
-// every kAsk elements ask(i) may fetch what comes.
+// Stores f(i), rounded to T, as out[i]. f is called with a value of the type that it is to return: Lanes or float.
+// Before every kAsk elements ask(i) may prefetch.
 constexpr int64_t kAsk = 32;
 
 template <class T, class Ask, class F>
-[[gnu::always_inline]] inline void write(T* out, int64_t step, int64_t n, bool streams, const Ask& ask, const F& f) {
-  T staged[kRun];
-  T* to = step == 1 ? out : staged;
+[[gnu::always_inline]] inline void write(T* out, int64_t n, bool streams, const Ask& ask, const F& f) {
   int64_t i = 0;
-  if (streams && to == out && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0)
+  if (streams && reinterpret_cast<uintptr_t>(out) % sizeof(Lanes) == 0)
     for (; i + kAsk <= n; i += kAsk) {
       ask(i);
-      for (int64_t k = 0; k < kAsk; k += kLanes) stream_lanes(f(Lanes{}, i + k), to + i + k);
+      for (int64_t k = 0; k < kAsk; k += kLanes) stream_lanes(f(Lanes{}, i + k), out + i + k);
     }
-  for (; i + kLanes <= n; i += kLanes) store_lanes(f(Lanes{}, i), to + i);
+  for (; i + kLanes <= n; i += kLanes) store_lanes(f(Lanes{}, i), out + i);
   float rest[kLanes];
   for (int64_t k = i; k < n; ++k) rest[k - i] = f(float{}, k);
-  store(rest, to + i, n - i);
-  for (i = 0; to != out && i < n; ++i) out[i * step] = to[i];
+  store(rest, out + i, n - i);
 }
 
 // -------------------------------------------------------------------------------------------------------- passes
-// Each pass takes elements [begin, end) of a bundle.
+// Each pass takes elements [begin, end) of a band.
 
-inline void given_affines(const float* scale, const int32_t* zero_point, const Walk& walk, const Bundle& bundle,
+inline void given_affines(const float* scale, const int32_t* zero_point, const Walk& walk, const Band& band,
                           Affines& affines) {
-  for (int64_t i = 0; i < bundle.groups; ++i) {
-    const int64_t at = bundle.scale + i * walk.scale_step();
+  for (int64_t i = 0; i < band.groups; ++i) {
+    const int64_t at = band.scale + i * walk.scale_step();
     affines.set(i, given_affine(scale[at], zero_point == nullptr ? nullptr : zero_point + at));
     affines.are_codes &= affines.lowest[i] <= 0.0f && affines.highest[i] >= 0.0f;
   }
-  affines.finish(bundle.groups);
+  affines.finish(band.groups);
 }
 
 template <bool kSymmetric, class T>
-void find_ranges(const T* x, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end, int64_t ahead,
+void find_ranges(const T* x, const Walk& walk, const Band& band, int64_t begin, int64_t end, int64_t ahead,
                  Ranges& ranges) {
-  if (walk.across() && walk.x_step() == 1)
-    return walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
-      add_strip<kSymmetric>(x + run.x, walk.row_step(), rows, run.n, ranges, 0, ahead);
+  if (walk.by_columns())
+    return walk.for_each_strip(band, begin, end, [&](const Segment& first, int64_t rows) {
+      add_strip<kSymmetric>(x + first.x, walk.x_row_step(), rows, first.n, ranges, ahead);
     });
-  if (walk.are_rows_groups(bundle, begin, end) && walk.x_step() == 1)
-    return walk.for_each_row(
-        bundle, [&](const Run& row) { ranges.add(row.group, range_of<kSymmetric>(x + row.x, row.n, ahead)); });
-  T staged[kRun];
-  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    const T* row = in_a_row(x + run.x, walk.x_step(), staged, run.n);
-    if (walk.across())
-      add_strip<kSymmetric>(row, 0, 1, run.n, ranges, run.group, ahead);
-    else
-      ranges.add(run.group, range_of<kSymmetric>(row, run.n, ahead));
-  });
+  const auto add = [&](const Segment& part) {
+    ranges.add(part.group, range_of<kSymmetric>(x + part.x, part.n, ahead));
+  };
+  if (walk.are_rows_groups(band, begin, end))
+    walk.for_each_row(band, add);
+  else
+    walk.for_each_segment(band, begin, end, add);
 }
 
 template <class T>
-void find_ranges(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
-                 int64_t ahead, Ranges& ranges) {
+void find_ranges(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end, int64_t ahead,
+                 Ranges& ranges) {
   const auto* x = static_cast<const T*>(args.x);
   if (args.zero_point == nullptr)
-    find_ranges<true>(x, walk, bundle, begin, end, ahead, ranges);
+    find_ranges<true>(x, walk, band, begin, end, ahead, ranges);
   else
-    find_ranges<false>(x, walk, bundle, begin, end, ahead, ranges);
+    find_ranges<false>(x, walk, band, begin, end, ahead, ranges);
 }
 
 template <bool kSymmetric>
@@ -92,31 +78,31 @@ template <bool kSymmetric>
   affines.finish(groups);
 }
 
-// Writes scales and zero points too.
-inline void solve_affines(const Quantize& args, const Walk& walk, const Bundle& bundle, const Ranges& ranges,
+// And writes scales and zero points.
+inline void solve_affines(const Quantize& args, const Walk& walk, const Band& band, const Ranges& ranges,
                           Affines& affines) {
   if (args.zero_point == nullptr)
-    solve_affines<true>(ranges, bundle.groups, affines);
+    solve_affines<true>(ranges, band.groups, affines);
   else
-    solve_affines<false>(ranges, bundle.groups, affines);
-  for (int64_t i = 0; i < bundle.groups; ++i) {
-    const int64_t at = bundle.scale + i * walk.scale_step();
+    solve_affines<false>(ranges, band.groups, affines);
+  for (int64_t i = 0; i < band.groups; ++i) {
+    const int64_t at = band.scale + i * walk.scale_step();
     args.scale[at] = affines.scale[i];
     if (args.zero_point != nullptr) args.zero_point[at] = affines.zero_point[i];
   }
 }
 
-// What is too short for encode_blocks. Apart, since the stack that it takes is touched at every call.
+// Encodes what is too short for encode_blocks(). Not inlined: the stack that it takes would be touched at every call.
 template <int kStep, class T>
 [[gnu::noinline]] void encode_rest(const T* x, const Affines& affines, int64_t first, int8_t* out, int64_t n) {
-  float staged[kRun];
-  for (int64_t i = 0; i < n; i += kRun) {
-    const int64_t count = std::min(kRun, n - i);
+  float staged[kSegment];
+  for (int64_t i = 0; i < n; i += kSegment) {
+    const int64_t count = std::min(kSegment, n - i);
     encode<kStep>(as_float(x + i, staged, count), affines, first + kStep * i, out + i, count);
   }
 }
 
-// Dense elements of one affine, to the nearest code.
+// Encodes n neighbours of one group to the nearest codes.
 template <bool kIsFinite, class T>
 [[gnu::always_inline]] inline void encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                               bool symmetric, int8_t* out, int64_t n, bool streams) {
@@ -137,31 +123,35 @@ template <class T>
     encode_row<false>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
 }
 
-// Short groups that are dense rows: some are read for their ranges, each followed by encoding one of those before, so
-// that nothing waits for the divisions of a scale, and memory is read nearly as evenly as if once. Two cores of a Zen 4
-// take 1.03 ms for 16M fp16 in groups of 128, 0.99 if they only move them, and 1.22 if they read 8 KiB and then again;
-// to ask for memory ahead costs a tenth.
-constexpr int64_t kTogether = 8;  // at most, as many as are divided at once
-constexpr int64_t kBytesTogether = 2048;
+// Short groups of one row each. A batch of rows is read for its ranges; after each of its rows, a row of the batch
+// before is encoded. So no code waits for the division that makes its scale, and memory is read nearly as evenly as if
+// once:
+//
+//   range 0   range 1   ...  range 7   solve     range 8   range 9  ...
+//                                                encode 0  encode 1 ...
+//
+// Two cores of a Zen 4 take 1.03 ms for 16M fp16 in groups of 128, 0.99 if they only move them, and 1.22 if they read
+// 8 KiB and then again; prefetching costs a tenth.
+constexpr int64_t kBatchRows = 8;  // at most: as many as are divided at once
+constexpr int64_t kBatchBytes = 2048;
 
 template <class T>
-bool are_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
-  const bool are_rows = walk.x_step() == 1 && walk.are_rows_groups(bundle, 0, walk.size(bundle));
-  const bool are_short = bundle.length * static_cast<int64_t>(sizeof(T)) <= kBytesTogether;
-  return kBlock > 0 && are_rows && are_short && !args.fake && !args.stochastic;
+bool are_short_rows(const Quantize& args, const Walk& walk, const Band& band) {
+  const bool are_short = band.length * static_cast<int64_t>(sizeof(T)) <= kBatchBytes;
+  return kBlock > 0 && are_short && walk.are_rows_groups(band, 0, walk.size(band)) && !args.fake && !args.stochastic;
 }
 
-// The ranges of some rows and then their affines, each number in an array of its own, as vectors take them.
-struct Together {
-  uint32_t high[kTogether], low[kTogether];
-  float scale[kTogether], inverse[kTogether];
-  int zero_point[kTogether];
+// The ranges of a batch's rows and then their affines, each number in an array of its own for vector instructions.
+struct RowBatch {
+  uint32_t high[kBatchRows], low[kBatchRows];
+  float scale[kBatchRows], inverse[kBatchRows];
+  int zero_point[kBatchRows];
 
   void set(int64_t i, const Range& range) { high[i] = range.high, low[i] = range.low; }
 
   template <bool kSymmetric>
   [[gnu::noinline]] void solve() {
-    for (int64_t i = 0; i < kTogether; ++i) {
+    for (int64_t i = 0; i < kBatchRows; ++i) {
       const Affine affine = affine_of(Range{high[i], low[i]}.extremes(), kSymmetric);
       scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
     }
@@ -169,99 +159,101 @@ struct Together {
 };
 
 template <bool kSymmetric, class T>
-void quantize_short_rows(const Quantize& args, const Walk& walk, const Bundle& bundle) {
-  const Run down = walk.down();
+void quantize_short_rows(const Quantize& args, const Walk& walk, const Band& band) {
   const bool streams = walk.streams();
-  const int64_t ahead = walk.ahead(bundle, sizeof(T));
-  const int64_t rows = bundle.rows, length = bundle.length;
-  const int64_t together = std::clamp<int64_t>(kBytesTogether / (length * sizeof(T)), 1, kTogether);
-  const auto length_of = [&](int64_t row) { return row + 1 == rows ? bundle.last_length : length; };
-  const T *x = static_cast<const T*>(args.x) + bundle.x, *next = x;
-  auto* out = static_cast<int8_t*>(args.out) + bundle.out;
-  int64_t scale = bundle.scale;
-  Together some{};
-  for (int64_t first = 0; first < rows + together; first += together) {
-    for (int64_t i = 0; i < together; ++i) {
-      const int64_t row = first + i, before = row - together;
-      if (row < rows) some.set(i, range_of<kSymmetric>(next, length_of(row), ahead)), next += down.x;
+  const int64_t ahead = walk.ahead(band, sizeof(T));
+  const int64_t x_step = walk.x_row_step(), out_step = walk.out_row_step();
+  const int64_t rows = band.rows, length = band.length;
+  const int64_t batch_rows = std::clamp<int64_t>(kBatchBytes / (length * sizeof(T)), 1, kBatchRows);
+  const auto length_of = [&](int64_t row) { return row + 1 == rows ? band.last_length : length; };
+  const T *x = static_cast<const T*>(args.x) + band.x, *next = x;
+  auto* out = static_cast<int8_t*>(args.out) + band.out;
+  int64_t scale = band.scale;
+  RowBatch batch{};
+  for (int64_t first = 0; first < rows + batch_rows; first += batch_rows) {
+    for (int64_t i = 0; i < batch_rows; ++i) {
+      const int64_t row = first + i, before = row - batch_rows;
+      if (row < rows) batch.set(i, range_of<kSymmetric>(next, length_of(row), ahead)), next += x_step;
       if (before < 0 || before >= rows) continue;
-      const bool is_finite = some.inverse[i] != 0.0f;
-      encode_row(x, 0, some.inverse + i, some.zero_point + i, kSymmetric, is_finite, out, length_of(before), streams);
-      args.scale[scale] = some.scale[i];
-      if constexpr (!kSymmetric) args.zero_point[scale] = some.zero_point[i];
-      x += down.x, out += down.out, scale += walk.scale_step();
+      const bool is_finite = batch.inverse[i] != 0.0f;
+      encode_row(x, 0, batch.inverse + i, batch.zero_point + i, kSymmetric, is_finite, out, length_of(before), streams);
+      args.scale[scale] = batch.scale[i];
+      if constexpr (!kSymmetric) args.zero_point[scale] = batch.zero_point[i];
+      x += x_step, out += out_step, scale += walk.scale_step();
     }
-    some.solve<kSymmetric>();
+    batch.template solve<kSymmetric>();
   }
 }
 
-// Columns that are dense along a row. Of fp32 eight rows are encoded side by side, with which two cores of a Zen 4 take
-// an eighth less time for 4096 x 4096; of fp16, which writes more for what it reads, up to a tenth more.
+// Encodes columns, a strip of rows at a time. fp32 is encoded with the eight rows of a strip side by side, which takes
+// two cores of a Zen 4 an eighth less time for 4096 x 4096; fp16, which writes more for what it reads, would take up to
+// a tenth more.
 template <class T>
-void encode_columns(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+void encode_columns(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                     const Affines& affines, int64_t ahead) {
   const bool symmetric = args.zero_point == nullptr, is_finite = !args.is_static && affines.have_inverses;
-  const bool are_few = kBlock == 0 || bundle.length < kBlock;
+  const bool are_few = kBlock == 0 || band.length < kBlock;
   const auto encode_some = is_finite ? encode_strip<true, T> : encode_strip<false, T>;
-  walk.for_each_strip(bundle, begin, end, [&](const Run& run, int64_t rows) {
-    const int64_t together = are_few || sizeof(T) == 2 ? 1 : rows;
-    for (int64_t r = 0; r < rows; r += together) {
-      const T* x = static_cast<const T*>(args.x) + run.x + r * walk.row_step();
-      int8_t* out = static_cast<int8_t*>(args.out) + run.out + r * walk.out_row_step();
+  walk.for_each_strip(band, begin, end, [&](const Segment& strip, int64_t rows) {
+    const int64_t side_by_side = are_few || sizeof(T) == 2 ? 1 : rows;
+    for (int64_t r = 0; r < rows; r += side_by_side) {
+      const T* x = static_cast<const T*>(args.x) + strip.x + r * walk.x_row_step();
+      int8_t* out = static_cast<int8_t*>(args.out) + strip.out + r * walk.out_row_step();
       if (are_few)
-        encode_rest<1>(x, affines, 0, out, run.n);
+        encode_rest<1>(x, affines, 0, out, strip.n);
       else
-        encode_some(x, walk.row_step(), together, ahead, affines.inverse, affines.zero_point, symmetric, out,
-                    walk.out_row_step(), run.n, walk.streams());
+        encode_some(x, walk.x_row_step(), side_by_side, ahead, affines.inverse, affines.zero_point, symmetric, out,
+                    walk.out_row_step(), strip.n, walk.streams());
     }
   });
 }
 
 template <class T, int kStep>
-void encode_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
-                 const Affines& affines, int64_t ahead) {
-  const auto* x = static_cast<const T*>(args.x);
-  auto* out = static_cast<int8_t*>(args.out);
-  const bool symmetric = args.zero_point == nullptr, streams = walk.streams();
-  const bool is_direct = walk.x_step() == 1 && !args.stochastic;
-  if (is_direct && kStep == 1) return encode_columns<T>(args, walk, bundle, begin, end, affines, ahead);
-  const auto encode_directly = [&](const Run& run) {
-    // In a group without a scale of its own some x may be infinite or NaN.
-    const bool is_finite = !args.is_static && affines.inverse[run.group] != 0.0f;
-    const float* inverse = affines.inverse + run.group;
-    if constexpr (kBlock > 0)
-      encode_row(x + run.x, ahead, inverse, affines.zero_point + run.group, symmetric, is_finite, out + run.out, run.n,
-                 streams);
-    else
-      encode_rest<kStep>(x + run.x, affines, run.group, out + run.out, run.n);
-  };
-  if (is_direct && walk.are_rows_groups(bundle, begin, end)) return walk.for_each_row(bundle, encode_directly);
-  float staged[kRun], noise[kRun];
-  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    if (is_direct) return encode_directly(run);
-    const float* from = as_float(x + run.x, walk.x_step(), staged, run.n);
-    if (args.stochastic) {
-      fill_noise(noise, run.index, walk.index_step(), run.n, args.seed);
-      encode<kStep>(from, noise, affines, run.group, out + run.out, run.n);
-    } else {
-      encode<kStep>(from, affines, run.group, out + run.out, run.n);
-    }
+void encode_stochastically(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
+                           const Affines& affines) {
+  float staged[kSegment], noise[kSegment];
+  walk.for_each_segment(band, begin, end, [&](const Segment& part) {
+    fill_noise(noise, part.out, part.n, args.seed);
+    const float* x = as_float(static_cast<const T*>(args.x) + part.x, staged, part.n);
+    encode<kStep>(x, noise, affines, part.group, static_cast<int8_t*>(args.out) + part.out, part.n);
   });
 }
 
-// kIsRegular: products with the inverses are NaN for NaN alone, which then stays by itself.
+template <class T>
+void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
+                 const Affines& affines, int64_t ahead) {
+  const bool streams = walk.streams();
+  const auto encode_one = [&](const Segment& part) {
+    const T* x = static_cast<const T*>(args.x) + part.x;
+    int8_t* out = static_cast<int8_t*>(args.out) + part.out;
+    const float* inverse = affines.inverse + part.group;
+    // In a group without a scale of its own some x may be infinite or NaN.
+    const bool is_finite = !args.is_static && *inverse != 0.0f;
+    if constexpr (kBlock > 0)
+      encode_row(x, ahead, inverse, affines.zero_point + part.group, args.zero_point == nullptr, is_finite, out, part.n,
+                 streams);
+    else
+      encode_rest<0>(x, affines, part.group, out, part.n);
+  };
+  if (walk.are_rows_groups(band, begin, end))
+    walk.for_each_row(band, encode_one);
+  else
+    walk.for_each_segment(band, begin, end, encode_one);
+}
+
+// Fake quantization. kIsRegular: every inverse is finite and not 0, so x * inverse is NaN for no x but NaN, and no
+// comparison is needed to keep it.
 template <class T, int kStep, bool kIsRegular>
-void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+void fake_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                const Affines& affines, int64_t ahead) {
-  T staged[kRun];
-  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
-    const Side<kStep> inverse(affines.inverse, run.group), scale(affines.scale, run.group);
-    const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
+  walk.for_each_segment(band, begin, end, [&](const Segment& part) {
+    const T* x = static_cast<const T*>(args.x) + part.x;
+    const OfGroups<kStep> inverse(affines.inverse, part.group), scale(affines.scale, part.group);
+    const OfGroups<kStep> lowest(affines.lowest, part.group), highest(affines.highest, part.group);
     const auto ask = [&](int64_t i) {
       if (ahead != 0) ask_for(x + i, kAsk, ahead);
     };
-    write(static_cast<T*>(args.out) + run.out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
+    write(static_cast<T*>(args.out) + part.out, part.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V value = read<V>(x + i), exact = value * inverse.template at<V>(i);
       const V low = lowest.template at<V>(i), high = highest.template at<V>(i);
@@ -273,22 +265,21 @@ void fake_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int
   });
 }
 
-// out[i] = f(i), rounded to T: an element at a time, where zero points are no codes.
+// Stores f(i), rounded to T, as out[i], one element at a time: for zero points that are not codes.
 template <class T, class F>
 void write_each(T* out, int64_t n, const F& f) {
-  float results[kRun];
+  float results[kSegment];
   for (int64_t i = 0; i < n; ++i) results[i] = f(i);
   store(results, out, n);
 }
 
 template <class T, int kStep>
-void fake_pass_by_formula(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+void fake_pass_by_formula(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                           const Affines& affines) {
-  T staged[kRun];
-  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
-    write_each(static_cast<T*>(args.out) + run.out, run.n, [&](int64_t i) {
-      const Affine affine = affines.at(run.group + kStep * i);
+  walk.for_each_segment(band, begin, end, [&](const Segment& part) {
+    const T* x = static_cast<const T*>(args.x) + part.x;
+    write_each(static_cast<T*>(args.out) + part.out, part.n, [&](int64_t i) {
+      const Affine affine = affines.at(part.group + kStep * i);
       const float value = static_cast<float>(x[i]);
       return fake_of(value, code_of(value, affine), affine);
     });
@@ -296,54 +287,57 @@ void fake_pass_by_formula(const Quantize& args, const Walk& walk, const Bundle& 
 }
 
 template <class T, int kStep>
-void quantize_pass(const Quantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end,
+void quantize_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                    const Affines& affines, int64_t ahead) {
   if (args.fake && !affines.are_codes)
-    fake_pass_by_formula<T, kStep>(args, walk, bundle, begin, end, affines);
+    fake_pass_by_formula<T, kStep>(args, walk, band, begin, end, affines);
   else if (args.fake && affines.have_inverses)
-    fake_pass<T, kStep, true>(args, walk, bundle, begin, end, affines, ahead);
+    fake_pass<T, kStep, true>(args, walk, band, begin, end, affines, ahead);
   else if (args.fake)
-    fake_pass<T, kStep, false>(args, walk, bundle, begin, end, affines, ahead);
+    fake_pass<T, kStep, false>(args, walk, band, begin, end, affines, ahead);
+  else if (args.stochastic)
+    encode_stochastically<T, kStep>(args, walk, band, begin, end, affines);
+  else if constexpr (kStep == 1)
+    encode_columns<T>(args, walk, band, begin, end, affines, ahead);
   else
-    encode_pass<T, kStep>(args, walk, bundle, begin, end, affines, ahead);
+    encode_rows<T>(args, walk, band, begin, end, affines, ahead);
 }
 
 template <class T, int kStep>
-void dequantize_pass(const Dequantize& args, const Walk& walk, const Bundle& bundle, int64_t begin, int64_t end) {
+void dequantize_pass(const Dequantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end) {
   Affines affines;
-  given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    const int8_t* codes = args.values + run.out;
-    const Side<kStep> scale(affines.scale, run.group);
+  given_affines(args.scale, args.zero_point, walk, band, affines);
+  walk.for_each_segment(band, begin, end, [&](const Segment& part) {
+    const int8_t* codes = args.values + part.out;
+    const OfGroups<kStep> scale(affines.scale, part.group);
     const auto ask = [&](int64_t i) { ask_for(codes + i, kAsk); };
-    write(static_cast<T*>(args.out) + run.x, walk.x_step(), run.n, walk.streams(), ask, [&](auto width, int64_t i) {
+    write(static_cast<T*>(args.out) + part.out, part.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
-      const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + run.group + kStep * i);
+      const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + part.group + kStep * i);
       return steps * scale.template at<V>(i);
     });
   });
 }
 
-// NaN, which stands on the zero point, is inside the range.
+// The gradient of fake quantization. NaN has the zero point as its code, which is inside the range.
 template <class T, int kStep>
-void straight_through_pass(const StraightThrough& args, const Walk& walk, const Bundle& bundle, int64_t begin,
+void straight_through_pass(const StraightThrough& args, const Walk& walk, const Band& band, int64_t begin,
                            int64_t end) {
   Affines affines;
-  given_affines(args.scale, args.zero_point, walk, bundle, affines);
-  T staged[kRun];
-  walk.for_each_run(bundle, begin, end, [&](const Run& run) {
-    const T* grad = static_cast<const T*>(args.grad) + run.out;
-    const T* x = in_a_row(static_cast<const T*>(args.x) + run.x, walk.x_step(), staged, run.n);
-    const Side<kStep> inverse(affines.inverse, run.group);
-    const Side<kStep> lowest(affines.lowest, run.group), highest(affines.highest, run.group);
+  given_affines(args.scale, args.zero_point, walk, band, affines);
+  walk.for_each_segment(band, begin, end, [&](const Segment& part) {
+    const T* grad = static_cast<const T*>(args.grad) + part.out;
+    const T* x = static_cast<const T*>(args.x) + part.x;
+    const OfGroups<kStep> inverse(affines.inverse, part.group);
+    const OfGroups<kStep> lowest(affines.lowest, part.group), highest(affines.highest, part.group);
     const auto ask = [&](int64_t i) { ask_for(x + i, kAsk), ask_for(grad + i, kAsk); };
-    T* out = static_cast<T*>(args.out) + run.out;
+    T* out = static_cast<T*>(args.out) + part.out;
     if (!affines.are_codes)
-      return write_each(out, run.n, [&](int64_t i) {
-        const bool keeps = is_inside(static_cast<float>(x[i]), affines.at(run.group + kStep * i));
+      return write_each(out, part.n, [&](int64_t i) {
+        const bool keeps = is_inside(static_cast<float>(x[i]), affines.at(part.group + kStep * i));
         return keeps ? static_cast<float>(grad[i]) : 0.0f;
       });
-    write(out, 1, run.n, walk.streams(), ask, [&](auto width, int64_t i) {
+    write(out, part.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V steps = rounded(read<V>(x + i) * inverse.template at<V>(i));
       const V above = steps < lowest.template at<V>(i) ? V{} : read<V>(grad + i);

@@ -1,12 +1,17 @@
-// The range of a group on a CPU: of a row, or of some columns side by side.
+// The range [lowest, highest] of each group on a CPU, by two forms: range_of() of a row, and add_strip() of the columns
+// of some rows.
+//
+//   x (fp32, fp16, bf16) is read once; an element takes two instructions a vector (symmetric) or four
+//   range_of:   a thread has two vectors' worth of running maxima for the row, folded at its end
+//   add_strip:  a thread reads one cache line of each of up to 8 rows, folds them, and then adds them to the columns'
 #pragma once
 
 #include "convert.h"
-#include "int8_runs.h"
+#include "int8_walk.h"
 
 namespace amp_kernels::cpu {
 
-// One element of any dtype (V float), or eight (Lanes).
+// One element as a float (V is float), or eight (V is Lanes).
 template <class V, class T>
 [[gnu::always_inline]] inline V read(const T* from) {
   if constexpr (std::is_same_v<V, float>)
@@ -15,22 +20,23 @@ template <class V, class T>
     return load_lanes(from);
 }
 
-// Floats without their sign are ordered as the integers that their bits are, with NaN above all; and of integers a
-// maximum is one instruction everywhere. Of 16 bits twice as many go to a register.
+// Magnitudes of floats are compared as integers: their bits have the same order, with NaN above all others, and the
+// maximum of integers is one instruction everywhere. 16-bit dtypes are compared in 16 bits, twice as many in a
+// register.
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int16_t>;
 template <class T>
 constexpr Bits<T> kSign = std::numeric_limits<Bits<T>>::min();
 
-// A group's extremes as bits: the highest, and of the negative ones the lowest, its sign taken off; of symmetric ranges
-// the largest magnitude alone.
+// A group's extremes as bits of floats: its highest element, and its lowest one without the sign, each 0 if there is
+// none on that side of 0. A symmetric range has its largest magnitude in `high` and 0 in `low`.
 struct Range {
   uint32_t high, low;
 
   Extremes extremes() const { return {std::max(high, low), -as<float>(low), as<float>(high)}; }
 };
 
-// Those of a bundle's groups.
+// The ranges of a band's groups.
 struct Ranges {
   int32_t high[kRoom];
   int32_t low[kRoom];
@@ -52,13 +58,13 @@ using Shorts = int16_t __attribute__((vector_size(32)));
 template <class T>
 using BitLanes = std::conditional_t<sizeof(T) == 4, Integers, Shorts>;
 
-// The largest lane, none of which is negative.
+// The largest of lanes that are not negative.
 template <class T>
 [[gnu::always_inline]] inline Bits<T> largest(const BitLanes<T>& lanes) {
 #if defined(__AVX2__)
   const __m256i all = as<__m256i>(lanes);
   __m128i four = _mm256_castsi256_si128(all), other = _mm256_extracti128_si256(all, 1);
-  if constexpr (sizeof(T) == 2) {  // x86 finds the smallest of eight in one instruction
+  if constexpr (sizeof(T) == 2) {  // x86 has an instruction for the smallest of eight
     const __m128i mirror = _mm_set1_epi16(0x7fff);
     four = _mm_minpos_epu16(_mm_sub_epi16(mirror, _mm_max_epi16(four, other)));
     return static_cast<Bits<T>>(0x7fff - _mm_cvtsi128_si32(four));
@@ -74,7 +80,7 @@ template <class T>
 #endif
 }
 
-// `ahead`: bytes from what is read to what is asked for, 0: nothing is.
+// The range of n neighbours. `ahead`: prefetch so many bytes ahead; 0: do not prefetch.
 template <bool kSymmetric, class T>
 [[gnu::always_inline]] inline Range range_of(const T* x, int64_t n, int64_t ahead) {
   using V = BitLanes<T>;
@@ -97,7 +103,7 @@ template <bool kSymmetric, class T>
   }
   if (i + kWidth <= n) add(load(x + i), 0);
   if (n % kWidth != 0 && n > kWidth) {
-    add(load(x + n - kWidth), 1);  // some of them again
+    add(load(x + n - kWidth), 1);  // some elements again
   } else if (n % kWidth != 0) {
     T few[kWidth] = {};  // zeros, which every range contains
     std::memcpy(few, x, n * sizeof(T));
@@ -108,11 +114,12 @@ template <bool kSymmetric, class T>
   return {wide(largest<T>(high[0])), kSymmetric ? 0 : wide(largest<T>(low[0]))};
 }
 
-// Groups from `first` on, an element in each of `rows` rows. The rows are read side by side: one after the other they
-// would read and write the ranges as often as x, and in runs short enough for L1 memory is fetched late. Whole cache
-// lines of each: rows of 4 KiB times 2^n lie in one set of the L1, which then holds no line for a second look.
+// Adds n columns of some rows to the columns' ranges. The rows are read side by side: one after the other they would
+// read and write the ranges as often as x, and in segments short enough for L1 memory would be fetched late. Each row
+// is read by whole cache lines: rows that are 4 KiB * 2^n apart share one set of the L1, which would evict a line
+// before its second half is read.
 template <bool kSymmetric, class T>
-void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t first, int64_t ahead) {
+void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t ahead) {
   using V = BitLanes<T>;
   constexpr int64_t kLine = 64 / sizeof(T), kVectors = 64 / sizeof(V);
   const auto raise = [](auto& to, const auto& bits) { to = bits > to ? bits : to; };
@@ -140,15 +147,15 @@ void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ra
       }
     }
     for (int64_t k = 0; k < kVectors; ++k) {
-      add_wide(ranges.high + first + i + k * kLine / kVectors, high[k]);
-      if constexpr (!kSymmetric) add_wide(ranges.low + first + i + k * kLine / kVectors, low[k]);
+      add_wide(ranges.high + i + k * kLine / kVectors, high[k]);
+      if constexpr (!kSymmetric) add_wide(ranges.low + i + k * kLine / kVectors, low[k]);
     }
   }
   for (; i < n; ++i)
     for (int64_t r = 0; r < rows; ++r) {
       const auto bits = as<int32_t>(static_cast<float>(x[r * row_step + i]));
-      raise(ranges.high[first + i], kSymmetric ? bits & ~kSign<float> : bits);
-      if constexpr (!kSymmetric) raise(ranges.low[first + i], bits ^ kSign<float>);
+      raise(ranges.high[i], kSymmetric ? bits & ~kSign<float> : bits);
+      if constexpr (!kSymmetric) raise(ranges.low[i], bits ^ kSign<float>);
     }
 }
 

@@ -1,6 +1,10 @@
-// The codes of csrc/formulas/int8.h, bit for bit, by other instructions: a GPU rounds to an integer and converts at an
-// eighth of the rate at which it adds, and compares, selects and packs at half of it. Two of the former or ten of the
-// latter an element would cost more time than the memory takes.
+// The codes of csrc/formulas/int8.h, bit for bit, by cheaper instructions:
+//
+//   code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)
+//
+// A GPU rounds to an integer, and converts, at an eighth of the rate at which it adds; it compares, selects and packs
+// at half of that rate. Two of the former or ten of the latter for each element would cost more time than the memory
+// takes. So elements are rounded by an addition (kMagic), clamped before that, and packed by shifts and sums of four.
 #pragma once
 
 #include "../formulas/int8.h"
@@ -11,7 +15,7 @@ namespace amp_kernels::cuda {
 constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
 constexpr int kMagicBits = 0x4b400000;
 
-// NaN to 0. Beyond 512 a code saturates whatever its zero point.
+// NaN becomes 0. Beyond 512 steps a code saturates whatever its zero point is.
 __device__ __forceinline__ float bounded(float steps) {
   steps = steps == steps ? steps : 0.0f;
   return fminf(fmaxf(steps, -512.0f), 512.0f);
@@ -42,7 +46,7 @@ __device__ __forceinline__ bool keeps_gradient(float x, const Affine& affine) {
   return code >= affine.low && code <= 127;
 }
 
-// With the bounds of the steps from the zero point.
+// And the bounds of the steps from the zero point.
 struct BoundedAffine : Affine {
   float lowest, highest;
 
@@ -52,16 +56,17 @@ struct BoundedAffine : Affine {
         lowest(static_cast<float>(affine.low) - static_cast<float>(affine.zero_point)),
         highest(127.0f - static_cast<float>(affine.zero_point)) {}
 
-  // Whether packs may go by the functions below, if no step is NaN.
+  // Whether the functions below are exact for packs without NaN.
   __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
 };
 
-// What is known of steps. In a group that has its own scale none is NaN, and if that is symmetric their nearest
-// integers are codes: two roundings and a reciprocal add less than 2^-20 to the 127 of the largest.
+// What is known of steps: nothing (kAny); that none is NaN (kNumbers), as in a group that has its own scale; that their
+// nearest integers are codes (kInside), if that scale is symmetric: two roundings and a reciprocal add less than 2^-20
+// to the 127 of the largest.
 enum Steps { kAny, kNumbers, kInside };
 
-// Steps clamped and then rounded, which is the same as the other way round since the bounds are integers: kMagic more
-// than they are.
+// Clamps and rounds steps, and leaves kMagic more than they are. To clamp first is the same as to round first, because
+// the bounds are integers.
 template <bool kStochastic, Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& affine_at) {
 #pragma unroll
@@ -71,7 +76,7 @@ __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& a
   }
 }
 
-// From rounded steps. A sum cannot carry from one code to the next if 128 more than each is added up.
+// Codes of rounded steps, four to a word. 128 is added to each, so that no sum of two carries into the next code.
 template <int N, class AffineAt>
 __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float (&steps)[N],
                                            const AffineAt& affine_at) {
@@ -88,14 +93,7 @@ __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float
   }
 }
 
-__device__ __forceinline__ uint32_t random_word(uint64_t index, uint64_t seed) {
-  const RandomWords words = philox(index >> 2, seed);
-  const uint32_t low = index & 1 ? words.word[1] : words.word[0];
-  const uint32_t high = index & 1 ? words.word[3] : words.word[2];
-  return index & 2 ? high : low;
-}
-
-// Of N elements with neighbouring indices. A counter gives the words of four.
+// The uniform numbers of N elements with neighbouring indices. A counter of Philox gives the words of four.
 template <int N>
 __device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t index, uint64_t seed) {
   uint32_t words[N + 4];
@@ -117,13 +115,6 @@ __device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t ind
   }
 #pragma unroll
   for (int k = 0; k < N; ++k) noise[k] = uniform(words[k]);
-}
-
-template <int N>
-__device__ __forceinline__ void random_noise(float (&noise)[N], uint64_t index, int64_t stride, uint64_t seed) {
-  if (stride == 1) return neighbours_noise(noise, index, seed);
-#pragma unroll
-  for (int k = 0; k < N; ++k) noise[k] = uniform(random_word(index + k * stride, seed));
 }
 
 }  // namespace amp_kernels::cuda

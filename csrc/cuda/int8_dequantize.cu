@@ -1,4 +1,9 @@
-// From codes back to numbers, and the gradient of fake quantization: one pass each.
+// From codes back to numbers, and the gradient of fake quantization: one pass each, walked as int8_walk.cuh draws.
+//
+//                                                                                bytes an element (16 bits, fp32)
+//   dequantize         out = (code - zero_point) * scale                           3, 5
+//   straight through   out = grad where low <= rint(x / scale) + zero_point <= 127,
+//                      else 0                                                      6, 12
 #include "int8_codes.cuh"
 #include "int8_walk.cuh"
 
@@ -11,7 +16,7 @@ struct DequantizeOp {
   static constexpr int kEach = 4;
   using Raw = Packed<int8_t, kPack>;
   struct Group : Affine {
-    float shift;  // what `store` adds to 2^23 + 128 + code
+    float shift;  // what store() adds to 2^23 + 128 + code
 
     Group() = default;
     __device__ __forceinline__ explicit Group(const Affine& affine)
@@ -36,13 +41,13 @@ struct DequantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Place& place, unsigned offset) const {
-    return load_wide<kPack>(values + place.out + offset);
+  __device__ __forceinline__ Raw load(const Offsets& at, unsigned offset) const {
+    return load_wide<kPack>(values + at.out + offset);
   }
 
-  // A byte in the low bits of 2^23 is the number 2^23 + byte, which takes one instruction instead of a conversion.
+  // 2^23 with a byte in its low bits is the number 2^23 + byte: one instruction in place of a conversion.
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, unsigned offset,
+  __device__ __forceinline__ bool store(const Raw& raw, const Offsets& at, unsigned offset,
                                         const AffineAt& affine_at) const {
     Vector<T, kPack> result;
 #pragma unroll
@@ -52,15 +57,14 @@ struct DequantizeOp {
       memcpy(&shifted, &bits, sizeof(bits));
       result.data[k] = from_float<T>(multiply_rn(add_rn(shifted, affine_at(k).shift), affine_at(k).scale));
     }
-    store_wide(out + place.x + offset, result);
+    store_wide(out + at.out + offset, result);
     return true;
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ void narrow(const Place& place, const Level& level, int count,
-                                         const AffineAt& affine_at) const {
-    const Vector<int8_t, kPack> codes = load_each<kPack>(values + place.out, level.out, count);
-    store_each(out + place.x, convert(codes, affine_at), level.x, count);
+  __device__ __forceinline__ void narrow(const Offsets& at, int count, const AffineAt& affine_at) const {
+    const Vector<int8_t, kPack> codes = load_each<kPack>(values + at.out, 1, count);
+    store_each(out + at.out, convert(codes, affine_at), 1, count);
   }
 };
 
@@ -89,12 +93,12 @@ struct StraightThroughOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Place& place, unsigned offset) const {
-    return {load_wide<kPack>(grad + place.out + offset), load_wide<kPack>(x + place.x + offset)};
+  __device__ __forceinline__ Raw load(const Offsets& at, unsigned offset) const {
+    return {load_wide<kPack>(grad + at.out + offset), load_wide<kPack>(x + at.x + offset)};
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Place& place, unsigned offset,
+  __device__ __forceinline__ bool store(const Raw& raw, const Offsets& at, unsigned offset,
                                         const AffineAt& affine_at) const {
     Vector<T, kPack> result;
 #pragma unroll
@@ -103,51 +107,50 @@ struct StraightThroughOp {
       const bool is_outside = steps < affine_at(k).lowest + kMagic || steps > affine_at(k).highest + kMagic;
       result.data[k] = is_outside ? from_float<T>(0.0f) : raw.grad.unpacked().data[k];
     }
-    store_wide(out + place.out + offset, result);
+    store_wide(out + at.out + offset, result);
     return true;
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ void narrow(const Place& place, const Level& level, int count,
-                                         const AffineAt& affine_at) const {
-    const Vector<T, kPack> result = convert(load_each<kPack>(grad + place.out, level.out, count),
-                                            load_each<kPack>(x + place.x, level.x, count), affine_at);
-    store_each(out + place.out, result, level.out, count);
+  __device__ __forceinline__ void narrow(const Offsets& at, int count, const AffineAt& affine_at) const {
+    const Vector<T, kPack> result =
+        convert(load_each<kPack>(grad + at.out, 1, count), load_each<kPack>(x + at.x, 1, count), affine_at);
+    store_each(out + at.out, result, 1, count);
   }
 };
 
 }  // namespace
 
 void launch_dequantize(const Dequantize& dequantize, Stream stream) {
-  const Levels levels(dequantize.layout);
+  const Axes axes(dequantize.layout);
   with_dtype(dequantize.dtype, [&](auto zero) {
     using T = decltype(zero);
     using Op = DequantizeOp<T>;
-    const bool wide = levels.is_wide(dequantize.values, 1, Op::kPack, &Level::out, levels.out_fast) &&
-                      levels.is_wide(dequantize.out, sizeof(T), Op::kPack, &Level::x, levels.out_fast);
+    const bool wide = axes.is_wide(dequantize.values, 1, Op::kPack, &Axis::out) &&
+                      axes.is_wide(dequantize.out, sizeof(T), Op::kPack, &Axis::out);
     launch_pass(Op{dequantize.values,
                    static_cast<T*>(dequantize.out),
                    {dequantize.scale, dequantize.zero_point, nullptr},
                    wide},
-                levels, stream);
+                axes, stream);
   });
 }
 
 void launch_straight_through(const StraightThrough& pass, Stream stream) {
-  const Levels levels(pass.layout);
+  const Axes axes(pass.layout);
   with_dtype(pass.dtype, [&](auto zero) {
     using T = decltype(zero);
     using Op = StraightThroughOp<T>;
-    const auto is_wide = [&](const void* p, int64_t Level::* stride) {
-      return levels.is_wide(p, sizeof(T), Op::kPack, stride, levels.out_fast);
+    const auto is_wide = [&](const void* p, int64_t Axis::* stride) {
+      return axes.is_wide(p, sizeof(T), Op::kPack, stride);
     };
-    const bool wide = is_wide(pass.grad, &Level::out) && is_wide(pass.x, &Level::x) && is_wide(pass.out, &Level::out);
+    const bool wide = is_wide(pass.grad, &Axis::out) && is_wide(pass.x, &Axis::x) && is_wide(pass.out, &Axis::out);
     launch_pass(Op{static_cast<const T*>(pass.grad),
                    static_cast<const T*>(pass.x),
                    static_cast<T*>(pass.out),
                    {pass.scale, pass.zero_point, nullptr},
                    wide},
-                levels, stream);
+                axes, stream);
   });
 }
 

@@ -1,5 +1,13 @@
-// Scales from the data, for groups that do not fit on chip: each block leaves the extremes of a piece of a group, a
-// second launch folds them. Minima and maxima are exact, so the order of the pieces does not matter.
+// Scales from the data, for groups that do not fit on chip. Each block leaves the extremes of one piece of a group, and
+// a second launch folds the pieces into a scale and a zero point. Minima and maxima are exact in any order. x is read
+// once here: 2 or 4 bytes an element.
+//
+//   by rows                                              by columns
+//   group  [piece 0    |piece 1    |piece 2    ]         band  [row           ]  piece 0: block 0
+//           block 0     block 1     block 2                    [row           ]
+//           teams of threads take segments in turn             [row           ]  piece 1: block 1
+//                                                              ...            threads as in columns_kernel
+//   partials[group, piece] -> fold_kernel, a warp for each group -> scale[group], zero_point[group]
 #pragma once
 
 #include "int8_walk.cuh"
@@ -39,7 +47,7 @@ struct Fold {
   }
 };
 
-// In every thread of the block. `shared`: 32 of them, free again on return.
+// Every thread of the block gets the reach of all of them. `shared` has room for 32, and is free again on return.
 __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   reach = {warp_max(reach.below), warp_max(reach.above)};
   const unsigned lane = threadIdx.x % 32;
@@ -50,8 +58,8 @@ __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   return {warp_max(reach.below), warp_max(reach.above)};
 }
 
-// The extremes of packs and 0, two numbers of 16 bits an instruction: of N elements those whose places are the same
-// modulo N. Missing elements of a pack are 0, which changes no extreme.
+// The extremes of packs, N of them: extreme k is that of elements k, k + N, k + 2N... of every pack, and of 0. Two
+// numbers of 16 bits take one instruction. Missing elements of a pack are 0, which changes no extreme.
 template <class T, int N>
 struct Bounds {
   using Word = typename Held<T>::Type;
@@ -85,7 +93,7 @@ struct Bounds {
   }
 };
 
-// Of one group.
+// The extremes of packs that all belong to one group.
 template <class T>
 struct RowBounds : Bounds<T, 4 / sizeof(T)> {
   __device__ __forceinline__ Reach reach() const {
@@ -107,7 +115,7 @@ struct ExtremesPass {
   Reach* partials;  // [groups, pieces]
 };
 
-// Groups with a reduced level along memory: `outer` is the other reduced level, then the kept ones.
+// By rows. walk.outer is the outer reduced axis, the inner group axis, the outer group axis.
 template <class T>
 __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPass<T> pass, const RowWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
@@ -128,8 +136,8 @@ __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPa
 #pragma unroll
         for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }
-      segment.each_narrow<kPack>(walk, pass.wide, [&](const Place& place, int count) {
-        bounds.add(load_each<kPack>(pass.x + place.x, walk.inner.x, count));
+      segment.each_narrow<kPack>(pass.wide, [&](const Offsets& offsets, int count) {
+        bounds.add(load_each<kPack>(pass.x + offsets.x, 1, count));
       });
     }
     const Reach reach = block_reach(bounds.reach(), shared);
@@ -137,7 +145,7 @@ __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPa
   }
 }
 
-// Groups with a kept level along memory.
+// By columns.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 2)
     column_extremes_kernel(const ExtremesPass<T> pass, const ColumnWalk walk) {
@@ -145,37 +153,32 @@ __global__ void __launch_bounds__(kThreads, 2)
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());  // [kThreads / lanes, kPack, lanes]
   const int lane = threadIdx.x % walk.lanes, team = threadIdx.x / walk.lanes;
   for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
-    const Stripe stripe = Stripe::of(walk, item, kPack);
+    const Columns columns = Columns::of(walk, item, kPack);
     Bounds<T, kPack> bounds;
-    if (pass.wide && stripe.count == kPack && walk.inner.position == 0) {
-      for (int64_t row = stripe.begin; row < stripe.end; row += kEach * stripe.down) {
+    if (pass.wide && columns.count == kPack) {
+      for (int64_t row = columns.begin; row < columns.end; row += kEach * columns.down) {
         Packed<T, kPack> raw[kEach] = {};
 #pragma unroll
-        for (int j = 0; j < kEach; ++j) {
-          const Place place = stripe.at(walk, row + j * stripe.down);
-          if (row + j * stripe.down < stripe.end && place.position < walk.length)
-            raw[j] = load_wide<kPack>(pass.x + place.x);
-        }
+        for (int j = 0; j < kEach; ++j)
+          if (row + j * columns.down < columns.end)
+            raw[j] = load_wide<kPack>(pass.x + columns.at(walk, row + j * columns.down).x);
 #pragma unroll
         for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }
     } else {
 #pragma unroll 1
-      for (int64_t row = stripe.begin; row < stripe.end; row += stripe.down) {
-        const Place place = stripe.at(walk, row);
-        const int count = clip_count(place.present(walk.inner, walk.length), stripe.count);
-        bounds.add(load_each<kPack>(pass.x + place.x, walk.inner.x, count));
-      }
+      for (int64_t row = columns.begin; row < columns.end; row += columns.down)
+        bounds.add(load_each<kPack>(pass.x + columns.at(walk, row).x, 1, columns.count));
     }
 #pragma unroll
     for (int k = 0; k < kPack; ++k) shared[(team * kPack + k) * walk.lanes + lane] = bounds.at(k);
     barrier();
-    if (team < kPack) {  // the thread has column `team` of the pack of `lane`, which `down` threads have read
+    if (team < kPack) {  // this thread folds column `team` of the packs of `lane`, which `down` threads have read
       Reach column;
-      for (int64_t d = 0; d < stripe.down; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
+      for (int64_t d = 0; d < columns.down; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
       int64_t rest = item;
-      const int64_t tile = split_off(rest, walk.tiles), piece = split_off(rest, walk.stretches);
-      const int64_t i = (tile * walk.lanes + lane) * kPack + team;
+      const int64_t band = split_off(rest, walk.bands), piece = split_off(rest, walk.pieces);
+      const int64_t i = (band * walk.lanes + lane) * kPack + team;
       const int64_t group = rest * walk.outer.group + i * walk.inner.group;
       if (i < walk.inner.size) pass.partials[group * pass.pieces + piece] = column;
     }
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 struct ScaleFold {
   const Reach* partials;
   int64_t groups, pieces;
-  Level inner, outer;  // kept
+  Axis inner, outer;  // of the groups
   Affine* affine;
   float* scale;
   int32_t* zero_point;
@@ -205,54 +208,55 @@ static __global__ void __launch_bounds__(kThreads) fold_kernel(const ScaleFold f
     const Affine affine = affine_of(reach.extremes(), fold.zero_point == nullptr);
     fold.affine[group] = affine;
     int64_t outer = group;
-    Place place;
-    place.move(fold.inner, split_off(outer, fold.inner.size));
-    place.move(fold.outer, outer);
-    fold.scale[place.scale] = affine.scale;
-    if (fold.zero_point != nullptr) fold.zero_point[place.scale] = affine.zero_point;
+    Offsets offsets;
+    offsets.move(fold.inner, split_off(outer, fold.inner.size));
+    offsets.move(fold.outer, outer);
+    fold.scale[offsets.scale] = affine.scale;
+    if (fold.zero_point != nullptr) fold.zero_point[offsets.scale] = affine.zero_point;
   }
 }
 
 // ------------------------------------------------------------------------------------- host side
 
-// Who reads which piece, and the memory between the launches: an Affine for each group, then the partial extremes.
+// How groups are cut into pieces, and the memory between the launches: an Affine for each group, then the partial
+// extremes.
 struct ExtremesPlan {
-  bool by_rows;
+  bool by_columns;
   RowWalk rows;
   ColumnWalk columns;
   int64_t groups, pieces;
 
-  ExtremesPlan(const Levels& levels, int pack, int each)
-      : by_rows(Levels::is_reduced(levels.x_fast)), rows{}, columns{}, groups(levels.groups()) {
+  ExtremesPlan(const Axes& axes, int pack, int each)
+      : by_columns(axes.by_columns), rows{}, columns{}, groups(axes.groups()) {
     const int64_t blocks = static_cast<int64_t>(multiprocessor_count()) * kBlocksPerMultiprocessor;
-    if (by_rows) {
-      rows = row_walk(levels, levels.x_fast, pack, each, kThreads);
-      rows.outer[0] = levels.level[Levels::twin(levels.x_fast)];
-      rows.outer[1] = levels.level[Int8Layout::kG2];
-      rows.outer[2] = levels.level[Int8Layout::kG1];
+    if (by_columns) {
+      columns = column_walk(axes, pack, each, blocks);
+      pieces = columns.pieces;
+    } else {
+      rows = row_walk(axes, pack, each, kThreads);
+      rows.outer[0] = axes[Int8Layout::kOuterReduced];
+      rows.outer[1] = axes[Int8Layout::kInnerGroup];
+      rows.outer[2] = axes[Int8Layout::kOuterGroup];
       const int64_t rounds = ceil_div(rows.outer[0].size * rows.segments, rows.teams);
       pieces = std::min(rounds, ceil_div(blocks, groups));
-    } else {
-      columns = column_walk(levels, levels.x_fast, pack, each, blocks);
-      pieces = columns.stretches;
     }
   }
 
   int64_t bytes() const { return groups * (sizeof(Affine) + pieces * sizeof(Reach)); }
 
   template <class T>
-  void launch(const T* x, bool wide, Affine* affine, const Levels& levels, float* scale, int32_t* zero_point,
+  void launch(const T* x, bool wide, Affine* affine, const Axes& axes, float* scale, int32_t* zero_point,
               Stream stream) const {
     Reach* partials = reinterpret_cast<Reach*>(affine + groups);
     const ExtremesPass<T> pass{x, wide, pieces, partials};
-    if (by_rows) {
-      amp_kernels::launch(row_extremes_kernel<T>, grid_of(groups * pieces), kThreads, 32 * sizeof(Reach), stream, pass,
-                          rows);
-    } else {
+    if (by_columns) {
       amp_kernels::launch(column_extremes_kernel<T>, grid_of(columns.items), kThreads,
                           kThreads * ExtremesPass<T>::kPack * sizeof(Reach), stream, pass, columns);
+    } else {
+      amp_kernels::launch(row_extremes_kernel<T>, grid_of(groups * pieces), kThreads, 32 * sizeof(Reach), stream, pass,
+                          rows);
     }
-    const ScaleFold fold{partials, groups, pieces,    levels.level[Int8Layout::kG2], levels.level[Int8Layout::kG1],
+    const ScaleFold fold{partials, groups, pieces,    axes[Int8Layout::kInnerGroup], axes[Int8Layout::kOuterGroup],
                          affine,   scale,  zero_point};
     amp_kernels::launch(fold_kernel, grid_of(ceil_div(groups, kThreads / 32)), kThreads, 0, stream, fold);
   }

@@ -1,16 +1,30 @@
-// A linear layer of 16-bit or fp32 numbers with int8 weights: they become numbers in registers, never in memory. The
-// products go to tensor cores where those take the dtype, and are accumulated in fp32.
+// A linear layer with int8 weights:
+//
+//   out[m, n] = (sum over k of x[m, k] * weight[n, k]) * scale[n] + bias[n]        2 M N K operations, in fp32
+//
+// Codes become numbers in registers, never in memory: a weight moves one byte an element. The kernels and what a block
+// computes, over all of k:
+//
+//   tiled_kernel       fp16 and bf16, tensor cores      64 or 128 rows of x by 64 or 128 outputs; 8 warps share a tile,
+//                                                       x and weight pass through a ring of stages in shared memory
+//   few_rows_kernel    fp16 and bf16, few rows          up to 64 rows by 16 outputs; 8 warps share k and read weights
+//                                                       once, straight into fragments: K N bytes
+//   vector_kernel      fp32, rows not aligned           4 rows by 8 outputs, one output a warp, its 32 lanes along k
+//   plain_kernel       fp32, more rows                  64 x 64, four by four a thread
+//
+// On tensor cores the product is transposed, out^T = weight * x^T: the fragments of x are then pairs of neighbours, as
+// they lie in memory, and those of the weights can be any words that arithmetic leaves in registers.
 #include "../int8.h"
 #include "int8_tiles.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-// From sums to what is stored, for N neighbouring columns from n on: all that does not depend on the row.
+// The epilogue of N neighbouring outputs from n on: what does not depend on the row is loaded once.
 template <class T, int N>
 struct Columns {
   float scale[N], bias[N];
-  int count;  // of those that there are
+  int count;  // of the N outputs that exist
   bool wide;
 
   __device__ Columns(const Int8Linear& linear, int64_t n) {
@@ -39,8 +53,8 @@ struct Columns {
 };
 
 // ------------------------------------------------------------------------------ codes into numbers
-// A code plus 128 is a byte, and a byte below the exponent of 2^10 in fp16, or 2^23 in fp32, is a number: what is left
-// is a subtraction, exact as is the result. A conversion instruction runs at an eighth of that rate.
+// A code plus 128 is an unsigned byte. 2^10 in fp16, or 2^23 in fp32, with this byte in its lowest bits is the number
+// 2^10 (2^23) + 128 + code; one subtraction leaves the code, exactly. Conversions run at an eighth of that rate.
 
 // Four codes to two words of two numbers.
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __half) {
@@ -56,8 +70,8 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __h
   }
 }
 
-// bf16 has no room for a byte below an exponent, but for 7 bits: 0x4300 and the lower 7 are 128 and more, 0x4300 and
-// the sign bit are 128, or 256 if it is set.
+// bf16 has room for 7 bits in place of 8. 0x4300 with the code's lower 7 bits is 128 + those bits; 0x4300 with its sign
+// bit is 128, or 256 if the bit is set. Their difference is the code.
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __nv_bfloat16) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -83,15 +97,13 @@ __device__ __forceinline__ void expand(uint32_t codes, float (&numbers)[4]) {
 }
 
 // ------------------------------------------------------------------------------------------ tiles
-// The product is made transposed, weight times x: then pairs of words of x are fragments as they come from memory, and
-// the words that could be anywhere are those that arithmetic makes.
-
 constexpr int kTileK = 64;
 constexpr int kXBytes = kTileK * 2;
 
-// A fragment may hold any k at all, as long as it is the same in both: a lane reads four neighbours of x and the four
-// codes of the same k. So half a warp reads 32 bytes of four rows of x, and a warp 16 bytes of eight rows of the
-// weight, for which the other swizzle serves.
+// A fragment of x and a fragment of the weight may hold their k in any order, as long as it is the same order. Here a
+// lane reads four neighbours of x, and the four codes of the same k: half a warp reads 32 bytes of each of four rows of
+// x, which this swizzle keeps free of bank conflicts, and a warp 16 bytes of each of eight rows of the weight, for
+// which MatrixSwizzle does.
 struct NumberSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row % 4 * 2); }
 };
@@ -162,12 +174,13 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// Lane (g, t) has numbers 16 t .. 16 t + 15 of 64 of rows g, g + 8 and so on, and the codes of the same k of columns g
-// and g + 8. The product is the transposed one here, too.
+// Lane (g, t), g = lane / 4, t = lane % 4, holds elements 16 t to 16 t + 15 of each 64 of k: of rows g, g + 8, ... of
+// x, and of outputs g and g + 8 of the weight. Warps take turns of 64 along k, and add their sums through shared
+// memory.
 template <class T, int kRowTiles>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     few_rows_kernel(const Int8Linear linear, const Operand x, const Operand weight) {
-  constexpr int kEach = kRowTiles == 1 ? 2 : 1;  // times 64 of k under way in a warp
+  constexpr int kEach = kRowTiles == 1 ? 2 : 1;  // steps of 64 along k that a warp has in flight
   constexpr int kHalves = 2 * kRowTiles, kValues = kHalves * 4;
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [kWarps, kValues, 32]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
@@ -225,7 +238,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 constexpr int kVectorRows = 4;
 
-// A warp for an output column and up to four rows.
+// A warp computes one output of up to four rows.
 template <class T>
 __global__ void __launch_bounds__(kThreads) vector_kernel(const Int8Linear linear, bool wide) {
   const int lane = threadIdx.x % 32;
@@ -273,7 +286,7 @@ constexpr int kPlainTile = 64;
 constexpr int kPlainK = 16;
 constexpr int kPlainStride = kPlainTile + 4;  // floats
 
-// Four rows and four columns a thread.
+// A thread computes four rows by four outputs.
 template <class T>
 __global__ void __launch_bounds__(kThreads) plain_kernel(const Int8Linear linear) {
   float* const x_tile = reinterpret_cast<float*>(shared_memory());  // [kPlainK, kPlainStride]
@@ -295,7 +308,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Int8Linear linear
           inside && at.n + row < linear.n ? linear.weight[(at.n + row) * linear.k + k + column] : 0.0f;
     }
     barrier();
-    float part[4][4] = {};  // summed up apart, which keeps rounding errors small
+    float part[4][4] = {};  // summed on its own, which keeps rounding errors small
 #pragma unroll
     for (int i = 0; i < kPlainK; ++i) {
       const float4 a = *reinterpret_cast<const float4*>(x_tile + i * kPlainStride + m);

@@ -1,5 +1,23 @@
-// The exact product of two matrices of codes with its zero points, scales and bias: tiles on tensor cores, and for few
-// rows a kernel that reads the weights once from memory straight into fragments.
+// The product of two matrices of codes, exact in int32, then with its zero points, scales and bias; 2 M N K operations:
+//
+//   out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
+//             = (sum of a * b - zb[n] * sum of a[m] - za[m] * (sum of b[n] - K * zb[n])) * ...
+//
+// Sums of the codes of a row and of a column are added up beside the products.
+//
+//   tiled_kernel: a block computes 64 x 64, 128 x 128 or 128 x 256 outputs. Both operands pass through a ring of stages
+//   in shared memory, 64 bytes of k each; each of the 8 warps holds the sums of its part of the tile in registers, as
+//   fragments of m16n8k32.
+//
+//                      b  [columns]
+//        a [rows] [k] +------+------+------+------+
+//                     | warp | warp | warp | warp |   2 warps down, 4 across
+//                     +------+------+------+------+
+//                     | warp | warp | warp | warp |
+//                     +------+------+------+------+
+//
+//   few_rows_kernel: a block computes up to 64 rows x 16 columns. Its 8 warps share k and read b once, from memory
+//   straight into fragments: K N bytes in all, which is what limits it.
 #include <algorithm>
 
 #include "../formulas/int8.h"
@@ -11,14 +29,14 @@ namespace {
 
 // ---------------------------------------------------------------------------------------- results
 
-// From sums over codes to what is stored, for N neighbouring columns from n on: all that does not depend on the row.
-// kSums: there are zero points, with which the sums of the codes of a row and of a column count.
+// The epilogue of N neighbouring columns from n on: what does not depend on the row is loaded once. kSums: there are
+// zero points, which need the sums of codes.
 template <int N, bool kSums>
 struct Columns {
   float scale[N], bias[N];
   int zero_point[N];
-  int64_t correction[N];  // for 1 of the row's zero point
-  Affine affine;          // of results that are codes
+  int64_t correction[N];  // to be multiplied by the row's zero point
+  Affine affine;          // where results are codes
 
   __device__ Columns(const Int8Matmul& matmul, int64_t n, const int* column_sums) {
 #pragma unroll
@@ -75,8 +93,9 @@ struct Columns {
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// Sums take most of the registers, and shared memory is read as fast as it can be: of 128 x 256 products a warp makes
-// twice as many as of 128 x 128 from 4/3 of the bytes, but alone on a multiprocessor.
+// Shared memory is read as fast as it can be, and sums take most of the registers. In a block of 128 x 256 a warp
+// computes twice as many products as in one of 128 x 128 from 4/3 of the bytes, but there is then one block on a
+// multiprocessor.
 template <int kM, int kN>
 struct Tile {
   static constexpr int kStages = kM == 128 && kN == 128 ? 3 : 4;
@@ -128,7 +147,7 @@ struct Tile {
     }
   }
 
-  // The sums of codes of the four lanes that share a row or column, to shared memory.
+  // Four lanes share a row or a column: adds their sums of codes and stores them in shared memory.
   __device__ __forceinline__ void store_sums(int* row_sums, int* column_sums, int down, int across) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -162,7 +181,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
-  // Four columns with zero points take more registers than there are beside the sums.
+  // With zero points the epilogue of four columns would take more registers than the sums leave.
   constexpr int kWide = kSums ? 2 : 4;
   finish<ResultTile<kM, kN>, kWide>(
       shared, tile.sum, matmul.n % kWide == 0 && is_aligned16(matmul.out), matmul.n - at.n, [&](auto each, int column) {
@@ -176,15 +195,16 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// Lane (g, t) has chunk t of 64 bytes of k in rows g and g + 8 and in columns g and g + 8: the same k in both, which is
-// all that a fragment needs, whatever the hardware calls it.
+// Lane (g, t), g = lane / 4, t = lane % 4, holds bytes 16 t to 16 t + 15 of each 64 of k: of rows g and g + 8 of a, and
+// of columns g and g + 8 of b. A fragment may hold its k in any order, as long as it is the same in a and b.
 template <int kRowTiles>
 struct FewSums {
   int sum[kRowTiles][2][4];
   int row_sum[kRowTiles][2], column_sum[2];
 
   static constexpr int kValues = kRowTiles * 10 + 2;
-  // Of values: (tile, column fragment, c), (tile, half), column half.
+  // Where a number is among kValues: a sum by (tile, column fragment, c), a row sum by (tile, half), a column sum by
+  // half.
   static __device__ __forceinline__ int at_sum(int tile, int j, int c) { return (tile * 2 + j) * 4 + c; }
   static __device__ __forceinline__ int at_row_sum(int tile, int half) { return kRowTiles * 8 + tile * 2 + half; }
   static __device__ __forceinline__ int at_column_sum(int half) { return kRowTiles * 10 + half; }
@@ -214,7 +234,7 @@ template <int kRowTiles>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     few_rows_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
   using Sums = FewSums<kRowTiles>;
-  constexpr int kEach = 4 / kRowTiles;                          // times 64 bytes of k under way in a warp
+  constexpr int kEach = 4 / kRowTiles;                          // steps of 64 bytes along k that a warp has in flight
   int* const shared = reinterpret_cast<int*>(shared_memory());  // FewSums of all lanes, warp by warp
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
   const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kFewColumns;
@@ -238,7 +258,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
   for (int i = 0; i < Sums::kValues; ++i) shared[(warp * Sums::kValues + i) * 32 + lane] = values[i];
   barrier();
-  // Thread (m, n) adds what the warps have of its sums; rows and columns of codes are spread over four lanes as well.
+  // Thread (row, column) adds the warps' parts of its sum. Sums of codes are spread over four lanes as well.
   const int row = threadIdx.x / kFewColumns, column = threadIdx.x % kFewColumns;
   if (first_n + column >= matmul.n) return;
   const auto total = [&](int value, int first_lane, int lanes) {
@@ -288,7 +308,8 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
       });
     } else if (medium < count) {
       launch_tiled<64, 64, DirectLoader<64>, DirectLoader<64>>(matmul, a, b, stream);
-    } else if (2 * large_rounds <= (medium + count - 1) / count && compute_capability() >= 80) {  // memory for it
+    } else if (2 * large_rounds <= (medium + count - 1) / count &&
+               compute_capability() >= 80) {  // before, a block has less shared memory
       launch_tiled<128, 256, DirectLoader<128>, DirectLoader<256>>(matmul, a, b, stream);
     } else {
       launch_tiled<128, 128, DirectLoader<128>, DirectLoader<128>>(matmul, a, b, stream);

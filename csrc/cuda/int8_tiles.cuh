@@ -1,4 +1,10 @@
-// Tiles of a product of codes on their way into shared memory, rows of 16-byte chunks along k.
+// How the operands of a product reach shared memory, and how its sums leave it, shared by int8_matmul.cu and
+// int8_linear.cu. A tile is kRows rows of an operand by kBytes of k, in chunks of 16 bytes whose places in a row are
+// swizzled (tiles.cuh):
+//
+//   memory                             shared memory
+//   row r    [c0 c1 c2 c3] k ->        row r    [c1 c0 c3 c2]     a thread copies one chunk of every kLines-th row
+//   row r+1  [c0 c1 c2 c3]             row r+1  [c0 c1 c2 c3]
 #pragma once
 
 #include "tiles.cuh"
@@ -19,11 +25,10 @@ struct Operand {
 constexpr int kTileBytes = 64;  // of k, for codes
 constexpr int kTileChunks = kTileBytes / 16;
 
-// A loader brings rows of an operand, from `first_row` on, into a tile, and with the next call those of the next kBytes
-// of k, in two parts: `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand a
-// tile is 0.
+// A loader fills one tile a step: rows from `first_row` on, kBytes of k further each time. fetch() starts the loads,
+// and store() finishes them after the arithmetic on an earlier tile. A tile is 0 outside of the operand.
 
-// Rows along k, aligned to 16 bytes: copied by the hardware.
+// For rows that are contiguous along k and aligned to 16 bytes: asynchronous copies (cp.async).
 template <int kRows, int kBytes = kTileBytes, class Swizzle = MatrixSwizzle>
 struct DirectLoader {
   static constexpr int kChunks = kBytes / 16;
@@ -31,11 +36,11 @@ struct DirectLoader {
   static constexpr int kTimes = kRows / kLines;
   static_assert(kLines % 8 == 0, "the chunks of a thread's rows are in the same place");
 
-  uintptr_t next;  // address: without k there is no memory, and a pointer to none must stay what it is
+  uintptr_t next;  // an address: where k is 0 there is no memory, and arithmetic on a null pointer would be undefined
   int64_t line_stride;
   int to;          // offset in the tile
-  int lines;       // of the tile's that there are, from this thread's first on
-  int last_bytes;  // of a chunk in the last step
+  int lines;       // rows of the operand from this thread's first one to the end of the tile
+  int last_bytes;  // of this thread's chunk in the last step
 
   static __device__ __forceinline__ int clamp(int64_t value, int most) {
     return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
@@ -64,7 +69,7 @@ struct DirectLoader {
   __device__ __forceinline__ void store(char*) {}
 };
 
-// Rows along k in elements of type T, aligned to that alone, by way of registers.
+// For rows that are contiguous along k and aligned to their elements of type T only: through registers.
 template <int kRows, int kBytes, class Swizzle, class T>
 struct ElementLoader {
   static constexpr int kTimes = kRows * kBytes / 4 / kThreads;
@@ -104,7 +109,7 @@ struct ElementLoader {
   }
 };
 
-// c[j] gets byte i of r[j], for all i, j: the transpose of 4 x 4 bytes.
+// Transposes 4 x 4 bytes: byte j of r[i] becomes byte i of r[j].
 __device__ __forceinline__ void transpose_bytes(uint32_t (&r)[4]) {
   const uint32_t a = __byte_perm(r[0], r[1], 0x5140), b = __byte_perm(r[2], r[3], 0x5140);
   const uint32_t c = __byte_perm(r[0], r[1], 0x7362), d = __byte_perm(r[2], r[3], 0x7362);
@@ -114,7 +119,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&r)[4]) {
   r[3] = __byte_perm(c, d, 0x7632);
 }
 
-// Codes in any layout, in squares of 4 rows and 4 along k, by way of registers.
+// For codes in any layout: squares of 4 rows by 4 of k, through registers.
 template <int kRows>
 struct AnyLoader {
   static constexpr int kSquares = kRows / 4 * (kTileBytes / 4) / kThreads;
@@ -123,8 +128,8 @@ struct AnyLoader {
   const int64_t first_row;
   int64_t first_k = 0;
   uint32_t word[kSquares][4];
-  // Which are neighbours in memory, and so in a warp; and whether four of them are aligned to a word.
-  bool along_rows, wide;
+  bool along_rows;  // neighbours in memory are neighbouring rows, not neighbours along k
+  bool wide;        // four neighbours are one aligned word
 
   __device__ AnyLoader(const Operand& of, int64_t first)
       : operand(of), first_row(first), along_rows(of.row_stride == 1 && of.k_stride != 1) {
@@ -140,12 +145,12 @@ struct AnyLoader {
   __device__ __forceinline__ Square square(int j) const {
     const int i = j * kThreads + threadIdx.x;
     if (!along_rows) return {i / 16 * 4, i % 16 * 4};
-    // Eight squares of rows by four of k in a warp: 32 bytes of each k, and four words apart in shared memory.
+    // A warp takes eight squares along rows by four along k: it reads 32 bytes of each k.
     const int warp = i / 32, lane = i % 32;
     return {(warp % (kRows / 32) * 8 + lane % 8) * 4, (warp / (kRows / 32) * 4 + lane / 8) * 4};
   }
 
-  // Words along rows where they are neighbours, else along k.
+  // A word has four neighbours in memory, where `wide` allows it.
   __device__ __forceinline__ void fetch(char*, bool) {
     const int64_t word_stride = along_rows ? operand.k_stride : operand.row_stride;
     const int64_t byte_stride = along_rows ? operand.row_stride : operand.k_stride;
@@ -186,7 +191,8 @@ struct AnyLoader {
   }
 };
 
-// A ring of tiles of both operands, kStages of them, all but one on their way while the one is worked on.
+// Calls multiply(first tile, second tile) for every step of k. The tiles are in a ring of kStages stages: one is
+// multiplied while the others are filled.
 template <int kStages, int kFirstBytes, int kStageBytes, class LoadFirst, class LoadSecond, class Multiply>
 __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFirst& load_first, LoadSecond& load_second,
                                           const Multiply& multiply) {
@@ -204,7 +210,7 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
     load_second.store(shared + stage + kFirstBytes);
   };
   const auto stage_after = [](int stage) { return stage == (kStages - 1) * kStageBytes ? 0 : stage + kStageBytes; };
-  int filled = 0;  // next
+  int filled = 0;  // the stage to be filled next
 #pragma unroll 1
   for (int step = 0; step < kStages - 1; ++step, filled = stage_after(filled)) {
     fetch(step, filled);
@@ -214,7 +220,7 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
 #pragma unroll 1
   for (int step = 0; step < steps; ++step, filled = stage_after(filled), stage = stage_after(stage)) {
     wait_copies<kStages - 2>();
-    barrier();  // everyone's part of this step is there, and everyone is done with the step before
+    barrier();  // every thread's part of this stage has arrived, and every thread is done with the stage before
     fetch(step + kStages - 1, filled);
     multiply(shared + stage, shared + stage + kFirstBytes);
     store(step + kStages - 1, filled);
@@ -223,9 +229,9 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
   barrier();
 }
 
-// All sums of a tile, of which a thread takes kWide neighbours, or where rows of results are not aligned one, so that
-// neighbours go through neighbours of a warp. It stays in its columns: start(N, its first) returns what makes results
-// of N sums, a function of the row and them. `columns` are those that there are.
+// The epilogue: hands all sums of a tile, through shared memory, to store(row, sums) for kWide neighbouring columns at
+// a time, or for one where rows of results are not aligned. A thread stays in its columns: start(N, first column) is
+// called once and returns its `store`. `columns` is how many of the tile's exist.
 template <class Results, int kWide, class Sum, int kTall, int kBroad, class Start>
 __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kBroad][4], bool wide, int64_t columns,
                                        const Start& start) {
@@ -249,21 +255,21 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 }
 
 // --------------------------------------------------------------------------------------- few rows
-// Products with so few rows that they take the time of reading the weights, once, from memory straight into fragments,
-// while the rows come from L2 for every block. The warps of a block share k among them.
+// With few rows a product takes as long as reading the weights. They are read once, from memory straight into
+// fragments; the rows are read from L2 by every block. The warps of a block share k.
 
 constexpr int kFewColumns = 16;  // of a block: two fragments of the weights use each fragment of the rows
 constexpr int kWarps = kThreads / 32;
 
-// Tiles of 64 x 64 that leave multiprocessors without work have all of k to go through, a step after the other. But
-// here every block reads all rows, for 16 columns: from half of the tiles that would fill the multiprocessors on 32
-// rows are more to read from L2 than the tiles are, from a third on 64. Rows of whole chunks only.
+// The alternative is tiles of 64 x 64, which walk all of k one step after the other while other multiprocessors have no
+// work. But here every block reads all rows, for 16 columns only: with 32 rows that is more to read from L2 than for
+// tiles as soon as there are half as many tiles as multiprocessors, with 64 rows a third. Rows are whole chunks.
 inline bool are_few_rows(int64_t m, int64_t n, int64_t k_bytes) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return k_bytes % 16 == 0 && (m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count));
 }
 
-// f(how many tiles of 16 rows, as a type)
+// Calls f with the number of tiles of 16 rows as an integral_constant.
 template <class F>
 void with_row_tiles(int64_t m, const F& f) {
   if (m <= 16) return f(std::integral_constant<int, 1>());
@@ -271,7 +277,7 @@ void with_row_tiles(int64_t m, const F& f) {
   f(std::integral_constant<int, 4>());
 }
 
-// 16 bytes of a row, zeros outside of the operand. k is in bytes.
+// 16 bytes of a row from byte k on; zeros outside of the operand.
 __device__ __forceinline__ int4 load_chunk(const Operand& operand, int64_t row, int64_t k) {
   if (row >= operand.rows || k >= operand.k) return make_int4(0, 0, 0, 0);
   const char* p = operand.first + row * operand.row_stride + k;

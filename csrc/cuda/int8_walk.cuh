@@ -1,5 +1,18 @@
-// How the kernels of the int8 family walk a tensor: the four levels of an Int8Layout, each with its strides in
-// everything that is indexed, put in the order that makes accesses wide.
+// How CUDA walks an Int8Layout, in the words of csrc/int8.h. A kernel is an Op, which says what happens to a pack of
+// kPack neighbours, in one of two walks:
+//
+//   rows_kernel: a team of 1 to 256 threads takes a segment         columns_kernel: a block takes a piece of a band;
+//   of a row, every thread kEach packs of it                        up to 32 lanes go across, the other threads down
+//
+//          lane 0  lane 1  lane 2  lane 3                                  lane 0   lane 1   ...
+//     row  [pack]  [pack]  [pack]  [pack]   j = 0                     row  [pack]   [pack]   threads 0 to lanes - 1
+//          [pack]  [pack]  [pack]  [pack]   j = 1                     row  [pack]   [pack]   the next lanes
+//          ...                              kEach                          ...
+//          one scale, in a register of each thread                         kPack scales in registers, one a column
+//
+// All kEach packs of a thread are loaded before the first is stored: that is how many bytes it has in flight. A pack is
+// one access of 16 bytes where addresses allow it; the last pack of a row, and everything elsewhere, goes one element
+// at a time.
 #pragma once
 
 #include <algorithm>
@@ -9,38 +22,33 @@
 
 namespace amp_kernels::cuda {
 
-struct Level {
+struct Axis {
   int64_t size;
-  int64_t x, out, index;  // as in Int8Layout
-  int64_t scale;          // stride in scale and zero_point
-  int64_t group;          // stride in the number of the group, 0 for a reduced level
-  int64_t position;       // stride in what Int8Layout::length bounds
+  int64_t x, out;    // strides, as in Int8Layout
+  int64_t scale;     // stride in scale and zero_point
+  int64_t group;     // stride in the number of the group, 0 for a reduced axis
+  int64_t position;  // stride in what Int8Layout::length bounds
 };
 
 // Offsets of one element.
-struct Place {
-  int64_t x = 0, out = 0, index = 0, scale = 0, group = 0, position = 0;
+struct Offsets {
+  int64_t x = 0, out = 0, scale = 0, group = 0;
+  int64_t position = 0;  // where its row begins among those that Int8Layout::length bounds
 
   template <class Integer>
-  __device__ __forceinline__ void move(const Level& level, Integer i) {
-    x += i * level.x;
-    out += i * level.out;
-    index += i * level.index;
-    scale += i * level.scale;
-    group += i * level.group;
-    position += i * level.position;
+  __device__ __forceinline__ void move(const Axis& axis, Integer i) {
+    x += i * axis.x;
+    out += i * axis.out;
+    scale += i * axis.scale;
+    group += i * axis.group;
+    position += i * axis.position;
   }
 
-  // Elements of `level` that exist from here on.
-  __device__ __forceinline__ int64_t present(const Level& level, int64_t length) const {
-    if (level.position == 0) return position < length ? level.size : 0;
-    int64_t rest = length - position;
-    if (level.position > 1) rest = (rest + level.position - 1) / level.position;
-    return rest < 0 ? 0 : rest < level.size ? rest : level.size;
-  }
+  // By so many neighbours in a row.
+  __device__ __forceinline__ void move_along(int64_t elements) { x += elements, out += elements; }
 };
 
-// index % size, and index / size in its place. Most walks have levels of size 1.
+// index % size, and index / size in its place. Most walks have axes of size 1.
 __device__ __forceinline__ int64_t split_off(int64_t& index, int64_t size) {
   if (index < size) {
     const int64_t inside = index;
@@ -54,61 +62,34 @@ __device__ __forceinline__ int64_t split_off(int64_t& index, int64_t size) {
   return inside;
 }
 
-// The levels with those merged that are one in memory, and the two that decide how to walk.
-struct Levels {
-  Level level[Int8Layout::kLevels];
-  int64_t length;    // an element exists iff its position is smaller
-  int out_fast = 0;  // neighbours in `out`
-  int x_fast = 0;    // neighbours in `x`; out_fast where x has none, too
+// An Int8Layout by its axes.
+struct Axes {
+  Axis axis[Int8Layout::kAxes];
+  Int8Layout::Axis inner;
+  bool by_columns;
+  int64_t length;
 
-  explicit Levels(const Int8Layout& layout) : length(layout.length) {
-    const auto& size = layout.size;
-    const bool whole = length >= size[Int8Layout::kG2] * size[Int8Layout::kR2];
-    const int64_t group[] = {size[Int8Layout::kG2], 0, 1, 0};
+  explicit Axes(const Int8Layout& layout)
+      : inner(layout.inner()), by_columns(layout.is_by_columns()), length(layout.length) {
     const int64_t scale[] = {layout.scale[0], 0, layout.scale[1], 0};
-    const int64_t position[] = {0, 0, size[Int8Layout::kR2], 1};
-    for (int i = 0; i < Int8Layout::kLevels; ++i) {
-      level[i] = {1, 0, 0, 0, 0, 0, 0};
-      if (size[i] > 1)
-        level[i] = {size[i], layout.x[i], layout.out[i], layout.index[i], scale[i], group[i], whole ? 0 : position[i]};
+    const int64_t group[] = {layout.size[Int8Layout::kInnerGroup], 0, 1, 0};
+    const int64_t position[] = {0, 0, layout.size[Int8Layout::kInnerReduced], 0};
+    for (int i = 0; i < Int8Layout::kAxes; ++i) {
+      axis[i] = {1, 0, 0, 0, 0, 0};
+      if (layout.size[i] > 1) axis[i] = {layout.size[i], layout.x[i], layout.out[i], scale[i], group[i], position[i]};
     }
-    if (whole) length = 1;
-    merge(Int8Layout::kG1, Int8Layout::kR1, Int8Layout::kG2);
-    merge(Int8Layout::kR1, Int8Layout::kG2, Int8Layout::kR2);
-    out_fast = neighbours(&Level::out, Int8Layout::kR2);
-    x_fast = level[out_fast].x == 1 ? out_fast : neighbours(&Level::x, out_fast);
   }
 
-  static bool is_reduced(int i) { return i == Int8Layout::kR1 || i == Int8Layout::kR2; }
-  // The other level of the same kind.
-  static int twin(int i) { return (i + 2) % Int8Layout::kLevels; }
+  const Axis& operator[](Int8Layout::Axis i) const { return axis[i]; }
 
-  int64_t groups() const { return level[Int8Layout::kG1].size * level[Int8Layout::kG2].size; }
+  int64_t groups() const { return axis[Int8Layout::kOuterGroup].size * axis[Int8Layout::kInnerGroup].size; }
 
-  // Whether packs of `pack` elements along `fast` are aligned to their size wherever they begin.
-  bool is_wide(const void* first, size_t element_size, int pack, int64_t Level::* stride, int fast) const {
-    if (reinterpret_cast<uintptr_t>(first) % (pack * element_size) != 0 || level[fast].*stride != 1) return false;
-    for (int i = 0; i < Int8Layout::kLevels; ++i)
-      if (i != fast && level[i].*stride % pack != 0) return false;
-    return true;
-  }
-
- private:
-  void merge(int outer, int between, int inner) {
-    const Level &from = level[outer], &to = level[inner];
-    if (level[between].size != 1) return;
-    for (const auto stride : {&Level::x, &Level::out, &Level::index, &Level::scale, &Level::group, &Level::position})
-      if (from.size > 1 && to.size > 1 && from.*stride != to.*stride * to.size) return;
-    Level merged = to.size > 1 ? to : from;
-    merged.size = from.size * to.size;
-    level[outer] = {1, 0, 0, 0, 0, 0, 0};
-    level[inner] = merged;
-  }
-
-  int neighbours(int64_t Level::* stride, int otherwise) const {
-    for (int i = Int8Layout::kLevels - 1; i >= 0; --i)
-      if (level[i].size > 1 && level[i].*stride == 1) return i;
-    return otherwise;
+  // Whether packs of `pack` elements are aligned to their size wherever a row begins.
+  bool is_wide(const void* first, size_t element_size, int pack, int64_t Axis::* stride) const {
+    if (reinterpret_cast<uintptr_t>(first) % (pack * element_size) != 0) return false;
+    for (int i = 0; i < Int8Layout::kAxes; ++i)
+      if (i != inner && axis[i].*stride % pack != 0) return false;
+    return axis[inner].size > 1;
   }
 };
 
@@ -116,30 +97,25 @@ __device__ __forceinline__ int clip_count(int64_t count, int most) {
   return count < 0 ? 0 : count < most ? static_cast<int>(count) : most;
 }
 
-// Where scale and zero point come from: given, or computed by the launch before.
+// Where a group's scale and zero point come from: the caller, or the launch before.
 struct Scales {
   const float* scale;
   const int32_t* zero_point;
-  const Affine* computed;  // by number of the group; nullptr: given
+  const Affine* computed;  // by the number of the group; nullptr: given
 
-  __device__ __forceinline__ Affine at(const Place& place) const {
-    if (computed != nullptr) return computed[place.group];
-    return given_affine(scale[place.scale], zero_point == nullptr ? nullptr : zero_point + place.scale);
+  __device__ __forceinline__ Affine at(const Offsets& offsets) const {
+    if (computed != nullptr) return computed[offsets.group];
+    return given_affine(scale[offsets.scale], zero_point == nullptr ? nullptr : zero_point + offsets.scale);
   }
 };
 
-// ------------------------------------------------------------------------- a pass over all elements
-// Op says what happens to a pack of kPack neighbours along one level. `load` and `store` are apart, so that a thread
-// has kEach loads under way before its first store. Where addresses are aligned all packs but the last of a row are
-// wide; the last, and everything elsewhere, goes one element at a time.
-
-// Segments of rows: `inner` is a reduced level, so that a row has one scale. A team of `lanes` threads takes a segment.
+// ------------------------------------------------------------------------------------------------ by rows
 struct RowWalk {
-  Level inner, outer[3];  // levels of size 1 come last
+  Axis inner, outer[3];  // axes of size 1 come last
   int64_t length;
-  int64_t segments, items;  // of a row; of all rows
-  int lanes;                // 1 << shift, or with rows on chip the block
-  int shift, teams;         // of a block
+  int64_t segments, items;  // segments of a row; of all rows
+  int lanes;                // of a team: 1 << shift, or the whole block where rows are held on chip
+  int shift, teams;         // teams of a block
 
   __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }
   __device__ __forceinline__ int lane() const { return threadIdx.x - (team() << shift); }
@@ -147,8 +123,8 @@ struct RowWalk {
 
 // What one thread has of a segment: packs `stride` elements apart.
 struct Segment {
-  Place first;
-  int count;  // of elements from the first one to the end of the segment; none past the last segment
+  Offsets first;
+  int count;  // elements from the first one to the end of the segment; 0 or less past the last segment
   unsigned stride;
 
   // `kWholeRows`: a row is one segment.
@@ -161,30 +137,28 @@ struct Segment {
     const int whole = segment.stride * kEach;
     const int64_t begin = kWholeRows ? 0 : split_off(item, walk.segments) * whole;
 #pragma unroll
-    for (const Level& level : walk.outer) {
+    for (const Axis& axis : walk.outer) {
       if (item == 0) break;
-      segment.first.move(level, split_off(item, level.size));
+      segment.first.move(axis, split_off(item, axis.size));
     }
+    const int64_t rest = walk.length - segment.first.position;  // a last block may be shorter than the others
     segment.count =
-        clip_count(segment.first.present(walk.inner, walk.length) - begin, whole) - static_cast<int>(before);
-    segment.first.move(walk.inner, before);
-    if (!kWholeRows) segment.first.move(walk.inner, begin);
+        clip_count((rest < walk.inner.size ? rest : walk.inner.size) - begin, whole) - static_cast<int>(before);
+    segment.first.move_along(begin + before);
     return segment;
   }
 
-  __device__ __forceinline__ Place at(const RowWalk& walk, int element) const {
-    Place place = first;
-    place.move(walk.inner, element);
-    return place;
-  }
-
-  // Runs f for the packs that are not wide.
+  // Calls f(offsets, count) for the packs that are not wide.
   template <int kPack, class F>
-  __device__ __forceinline__ void each_narrow(const RowWalk& walk, bool wide, const F& f) const {
+  __device__ __forceinline__ void each_narrow(bool wide, const F& f) const {
     if (wide && count % kPack == 0) return;
 #pragma unroll 1
-    for (int element = 0; element < count; element += static_cast<int>(stride))
-      if (!wide || element + kPack > count) f(at(walk, element), clip_count(count - element, kPack));
+    for (int element = 0; element < count; element += static_cast<int>(stride)) {
+      if (wide && element + kPack <= count) continue;
+      Offsets offsets = first;
+      offsets.move_along(element);
+      f(offsets, clip_count(count - element, kPack));
+    }
   }
 
   template <int kPack>
@@ -211,46 +185,43 @@ __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const Op op, const Ro
       for (int j = 0; j < kEach; ++j)
         if (segment.has<kPack>(j)) wide &= op.store(raw[j], segment.first, j * segment.stride, affine_at);
     }
-    segment.each_narrow<kPack>(walk, wide,
-                               [&](const Place& place, int count) { op.narrow(place, walk.inner, count, affine_at); });
+    segment.each_narrow<kPack>(wide, [&](const Offsets& offsets, int count) { op.narrow(offsets, count, affine_at); });
   }
 }
 
-// Stripes of columns: `inner` is a kept level, and each element of a pack has a scale of its own.
+// --------------------------------------------------------------------------------------------- by columns
 struct ColumnWalk {
-  Level inner, outer;  // of the groups
-  Level rows[2];       // reduced, the second one inner; one of size 1 is the second
-  int64_t length;
+  Axis inner, outer;           // of the groups
+  Axis rows;                   // outer reduced
   int lanes;                   // across, a power of two up to 32; the other threads of the block go down
-  int64_t tiles;               // stripes across
-  int64_t stretch, stretches;  // rows of a block, blocks of a stripe
-  int64_t items;
+  int64_t bands;               // of lanes * kPack columns
+  int64_t piece_rows, pieces;  // rows of a piece, pieces of a band
+  int64_t items;               // pieces of all bands
 };
 
-struct Stripe {
-  Place column;              // the thread's first one
-  int count;                 // of its columns
-  int64_t begin, end, down;  // its rows, `down` apart
+// What one thread has of a piece: up to a pack of columns, and every `down`-th row.
+struct Columns {
+  Offsets first;
+  int count;
+  int64_t begin, end, down;
 
-  static __device__ __forceinline__ Stripe of(const ColumnWalk& walk, int64_t item, int pack) {
-    Stripe stripe{};
-    const int64_t column = (split_off(item, walk.tiles) * walk.lanes + threadIdx.x % walk.lanes) * pack;
-    const int64_t first = split_off(item, walk.stretches) * walk.stretch;
-    const int64_t rows = walk.rows[0].size * walk.rows[1].size;
-    stripe.column.move(walk.outer, item);
-    stripe.column.move(walk.inner, column);
-    stripe.count = clip_count(walk.inner.size - column, pack);
-    stripe.down = kThreads / walk.lanes;
-    stripe.begin = first + threadIdx.x / walk.lanes;
-    stripe.end = stripe.count == 0 ? 0 : first + walk.stretch < rows ? first + walk.stretch : rows;
-    return stripe;
+  static __device__ __forceinline__ Columns of(const ColumnWalk& walk, int64_t item, int pack) {
+    Columns columns{};
+    const int64_t column = (split_off(item, walk.bands) * walk.lanes + threadIdx.x % walk.lanes) * pack;
+    const int64_t first_row = split_off(item, walk.pieces) * walk.piece_rows, rows = walk.rows.size;
+    columns.first.move(walk.outer, item);
+    columns.first.move(walk.inner, column);
+    columns.count = clip_count(walk.inner.size - column, pack);
+    columns.down = kThreads / walk.lanes;
+    columns.begin = first_row + threadIdx.x / walk.lanes;
+    columns.end = columns.count == 0 ? 0 : first_row + walk.piece_rows < rows ? first_row + walk.piece_rows : rows;
+    return columns;
   }
 
-  __device__ __forceinline__ Place at(const ColumnWalk& walk, int64_t row) const {
-    Place place = column;
-    if (walk.rows[1].size > 1) place.move(walk.rows[1], split_off(row, walk.rows[1].size));
-    place.move(walk.rows[0], row);
-    return place;
+  __device__ __forceinline__ Offsets at(const ColumnWalk& walk, int64_t row) const {
+    Offsets offsets = first;
+    offsets.move(walk.rows, row);
+    return offsets;
   }
 };
 
@@ -258,66 +229,65 @@ template <class Op>
 __global__ void __launch_bounds__(kThreads, 2) columns_kernel(const Op op, const ColumnWalk walk) {
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
   for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
-    const Stripe stripe = Stripe::of(walk, item, kPack);
+    const Columns columns = Columns::of(walk, item, kPack);
     typename Op::Group groups[kPack] = {};
-    bool wide = op.wide && stripe.count == kPack;
+    bool wide = op.wide && columns.count == kPack;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
-      Place column = stripe.column;
+      Offsets column = columns.first;
       column.move(walk.inner, k);
-      if (k < stripe.count) groups[k] = typename Op::Group(op.scales.at(column));
+      if (k < columns.count) groups[k] = typename Op::Group(op.scales.at(column));
       wide &= groups[k].is_plain();
     }
     const auto affine_at = [&](int k) { return groups[k]; };
     if (wide) {
-      for (int64_t row = stripe.begin; row < stripe.end; row += kEach * stripe.down) {
+      for (int64_t row = columns.begin; row < columns.end; row += kEach * columns.down) {
         typename Op::Raw raw[kEach];
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (row + j * stripe.down < stripe.end) raw[j] = op.load(stripe.at(walk, row + j * stripe.down), 0);
+          if (row + j * columns.down < columns.end) raw[j] = op.load(columns.at(walk, row + j * columns.down), 0);
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (row + j * stripe.down < stripe.end)
-            wide &= op.store(raw[j], stripe.at(walk, row + j * stripe.down), 0, affine_at);
+          if (row + j * columns.down < columns.end)
+            wide &= op.store(raw[j], columns.at(walk, row + j * columns.down), 0, affine_at);
       }
     }
     if (!wide) {
 #pragma unroll 1
-      for (int64_t row = stripe.begin; row < stripe.end; row += stripe.down)
-        op.narrow(stripe.at(walk, row), walk.inner, stripe.count, affine_at);
+      for (int64_t row = columns.begin; row < columns.end; row += columns.down)
+        op.narrow(columns.at(walk, row), columns.count, affine_at);
     }
   }
 }
 
-// ------------------------------------------------------------------------------------- host side
-
+// ---------------------------------------------------------------------------------------------- host side
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks of one size, several waves of them so that the last is short.
+// Blocks of one size, several waves of them so that the last wave is a small part.
 inline unsigned grid_of(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, static_cast<int64_t>(multiprocessor_count()) * 64));
 }
 
-// Threads for a row of packs: `each` in flight in a thread, but in short rows side by side for the 32 codes of a
-// sector.
+// Threads of a team for a row of so many packs, `each` packs in flight in a thread. In short rows threads take
+// neighbouring packs as far as the 32 codes of a memory sector go, even with fewer packs each.
 inline int lanes_for(int64_t packs, int pack, int each, int most) {
   int64_t lanes = 1;
   while (lanes < most && (lanes < std::min<int64_t>(packs, 32 / pack) || lanes * each < packs)) lanes *= 2;
   return static_cast<int>(lanes);
 }
 
-inline RowWalk row_walk(const Levels& levels, int inner, int pack, int each, int most_lanes) {
+inline RowWalk row_walk(const Axes& axes, int pack, int each, int most_lanes) {
   RowWalk walk{};
-  walk.inner = levels.level[inner];
+  walk.inner = axes[Int8Layout::kInnerReduced];
   int64_t rows = 1;
   int next = 0;
-  for (Level& level : walk.outer) level.size = 1;
-  for (int i = Int8Layout::kLevels - 1; i >= 0; --i) {
-    if (i == inner || levels.level[i].size == 1) continue;
-    walk.outer[next++] = levels.level[i];
-    rows *= levels.level[i].size;
+  for (Axis& axis : walk.outer) axis.size = 1;
+  for (const auto i : {Int8Layout::kInnerGroup, Int8Layout::kOuterReduced, Int8Layout::kOuterGroup}) {
+    if (axes[i].size == 1) continue;
+    walk.outer[next++] = axes[i];
+    rows *= axes[i].size;
   }
-  walk.length = levels.length;
+  walk.length = axes.length;
   const int64_t packs = ceil_div(walk.inner.size, pack);
   walk.lanes = lanes_for(packs, pack, each, most_lanes);
   while (1 << walk.shift < walk.lanes) ++walk.shift;
@@ -328,36 +298,32 @@ inline RowWalk row_walk(const Levels& levels, int inner, int pack, int each, int
 }
 
 // `blocks` is how many to aim at.
-inline ColumnWalk column_walk(const Levels& levels, int inner, int pack, int each, int64_t blocks) {
+inline ColumnWalk column_walk(const Axes& axes, int pack, int each, int64_t blocks) {
   ColumnWalk walk{};
-  walk.inner = levels.level[inner];
-  walk.outer = levels.level[Levels::twin(inner)];
-  walk.rows[0] = levels.level[Int8Layout::kR1];
-  walk.rows[1] = levels.level[Int8Layout::kR2];
-  if (walk.rows[0].size == 1) std::swap(walk.rows[0], walk.rows[1]);
-  walk.length = levels.length;
-  const int64_t packs = ceil_div(walk.inner.size, pack), rows = walk.rows[0].size * walk.rows[1].size;
+  walk.inner = axes[Int8Layout::kInnerGroup];
+  walk.outer = axes[Int8Layout::kOuterGroup];
+  walk.rows = axes[Int8Layout::kOuterReduced];
+  const int64_t packs = ceil_div(walk.inner.size, pack), rows = walk.rows.size;
   walk.lanes = 1;
   while (walk.lanes < 32 && walk.lanes < packs) walk.lanes *= 2;
-  walk.tiles = ceil_div(packs, walk.lanes);
-  const int64_t round = each * (kThreads / walk.lanes);  // rows that a block has under way
-  const int64_t wanted = std::max<int64_t>(1, blocks / (walk.tiles * walk.outer.size));
-  walk.stretch = ceil_div(ceil_div(rows, std::min(wanted, ceil_div(rows, round))), round) * round;
-  walk.stretches = ceil_div(rows, walk.stretch);
-  walk.items = walk.tiles * walk.stretches * walk.outer.size;
+  walk.bands = ceil_div(packs, walk.lanes);
+  const int64_t round = each * (kThreads / walk.lanes);  // rows that a block has in flight
+  const int64_t wanted = std::max<int64_t>(1, blocks / (walk.bands * walk.outer.size));
+  walk.piece_rows = ceil_div(ceil_div(rows, std::min(wanted, ceil_div(rows, round))), round) * round;
+  walk.pieces = ceil_div(rows, walk.piece_rows);
+  walk.items = walk.bands * walk.pieces * walk.outer.size;
   return walk;
 }
 
 template <class Op>
-void launch_pass(const Op& op, const Levels& levels, Stream stream) {
-  const int inner = levels.out_fast;
-  if (Levels::is_reduced(inner)) {
-    const RowWalk walk = row_walk(levels, inner, Op::kPack, Op::kEach, kThreads);
-    launch(rows_kernel<Op>, grid_of(ceil_div(walk.items, walk.teams)), kThreads, 0, stream, op, walk);
-  } else {
+void launch_pass(const Op& op, const Axes& axes, Stream stream) {
+  if (axes.by_columns) {
     const int64_t wanted = static_cast<int64_t>(multiprocessor_count()) * 32;
-    const ColumnWalk walk = column_walk(levels, inner, Op::kPack, Op::kEach, wanted);
+    const ColumnWalk walk = column_walk(axes, Op::kPack, Op::kEach, wanted);
     launch(columns_kernel<Op>, grid_of(walk.items), kThreads, 0, stream, op, walk);
+  } else {
+    const RowWalk walk = row_walk(axes, Op::kPack, Op::kEach, kThreads);
+    launch(rows_kernel<Op>, grid_of(ceil_div(walk.items, walk.teams)), kThreads, 0, stream, op, walk);
   }
 }
 

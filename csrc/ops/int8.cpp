@@ -122,14 +122,14 @@ Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_p
 struct Strides {
   Strides(const Tensor& x, const Groups& groups, bool is_numbered = false)
       : out(groups.block > 0 || is_numbered ? row_major(groups.shape) : nearest_dense(groups.shape, strides_of(x))),
-        do_interlock(interlock(groups, out)) {
-    const Dims rows = do_interlock ? strides_of_rows(groups) : out;
+        is_by_rows(alternates_too_often(groups, out)) {
+    const Dims rows = is_by_rows ? strides_of_rows(groups) : out;
     scale = scale_strides(groups, rows);
     if (!is_numbered) out = rows;
   }
 
   Dims out, scale;
-  bool do_interlock;
+  bool is_by_rows;  // the codes have an order of their own, in which every group is a row
 };
 
 // A scale or zero point as kernels take it: in the order of its groups.
@@ -167,7 +167,7 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
   if (is_static) groups = groups_of(x, *scale, zero_point, block);
 
   const Strides strides(x, groups, seed.has_value());
-  if (seed.has_value() && strides.do_interlock) {
+  if (seed.has_value() && strides.is_by_rows) {
     // Random bits are numbered by row-major index, which a copy with groups as rows would not have: every element gets
     // its scale beside it.
     const Tensor dense = in_rows(x);

@@ -7,6 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
+from pathlib import Path
 
 import pytest
 import torch
@@ -43,10 +44,8 @@ LAYOUTS: dict[str, Place] = {
     "dense": lambda arena, x: arena.place(x),
     "misaligned": lambda arena, x: arena.place(x, 1),
     "transposed": lambda arena, x: _permuted(arena, x, (*range(x.dim() - 2), x.dim() - 1, x.dim() - 2)),
-    "across": lambda arena, x: LAYOUTS["transposed"](arena, x),
     "padded": lambda arena, x: arena.around(x, (*x.shape[:-1], -(-x.shape[-1] // 16) * 16 + 16), _first(x)),
     "sliced": lambda arena, x: arena.around(x, (*x.shape[:-1], x.shape[-1] + 3), _first(x), 1),
-    "every_other": lambda arena, x: arena.around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
 }
 
 
@@ -70,9 +69,7 @@ class Problem:
         self.placed = LAYOUTS[layout](self.arena, x)
         self.dim, self.block = dim, block
         self.groups = ops.groups_of(x, None, dim, block)
-        # Results are dense in the order of x, as the operators make them, or for "across" row-major.
-        made_of = x if layout == "across" else self.placed
-        self.out_strides, self.scale_strides, _ = ops.Strides.of(made_of, self.groups)
+        self.out_strides, self.scale_strides, _ = ops.Strides.of(self.placed, self.groups)
 
     def layout(self) -> list[int]:
         found = ops.layout_of(self.groups, self.placed.stride(), self.out_strides, self.scale_strides)
@@ -180,7 +177,10 @@ def _cases() -> Iterator[object]:
     """Every shape in every layout, and in every dtype in some of them."""
     kinds = itertools.cycle(DTYPES)
     for (shape, how), layout in itertools.product(SHAPES, LAYOUTS):
-        if how.get("dim") == (0, 2) and layout == "transposed":  # four levels cannot express it, and operators copy
+        is_copied = layout == "transposed" and (how.get("dim") == (0, 2) or "block" in how)
+        if is_copied or (
+            layout in ("padded", "sliced") and shape[-1] == 1
+        ):  # by operators: no neighbours to walk along
             continue
         name, dtype = ", ".join(f"{k}={v}" for k, v in how.items()) or "tensor", next(kinds)
         yield pytest.param(shape, how, layout, dtype, id=f"{'x'.join(map(str, shape))}-{name}-{layout}-{dtype}")
@@ -205,18 +205,18 @@ def test_rows_that_do_not_fit_on_chip(shape: Sequence[int], dtype: torch.dtype) 
 def test_a_tensor_in_several_pieces(dtype: torch.dtype) -> None:
     x = randn(100, 701).to(dtype)
     x[77, 3], x[2, 600] = 50.0, -60.0
-    for layout in ("dense", "misaligned", "across", "every_other"):
+    for layout in ("dense", "misaligned", "transposed", "padded"):
         for symmetric in (True, False):
             Problem(x, layout).quantize(symmetric)
 
 
-# Of rows, columns, tiles and channels; the grid has 192 blocks here, each taking its next with what it left behind.
+# Of rows, columns, and channels; the grid has 192 blocks here, each taking its next with what it left behind.
 @pytest.mark.parametrize(
     ("shape", "dim", "layout"),
     [
         ((230, 1100), (1,), "dense"),
         ((200, 3, 8), (1,), "dense"),
-        ((200, 3, 8), (1,), "across"),
+        ((200, 3, 8), (1,), "transposed"),
         ((2, 200, 9), (0, 2), "dense"),
     ],
 )
@@ -232,10 +232,10 @@ def test_a_group_without_a_scale(dim: Sequence[int] | None, value: float, dtype:
     x = randn(5, 33).to(dtype)
     x[2] = value
     x[:, 7] = value
-    for layout in ("dense", "across"):
+    for layout in ("dense", "transposed"):
         Problem(x, layout, dim=dim).quantize(False)
         Problem(x, layout, dim=dim).quantize(True, fake=True)
-        Problem(x, layout, dim=dim).quantize(True, seed=1)
+    Problem(x, "dense", dim=dim).quantize(True, seed=1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
@@ -264,12 +264,14 @@ def test_the_largest_of_a_group_is_its_highest_code() -> None:
         Problem(x * sign, "dense", dim=(1,)).quantize(symmetric)
 
 
-def test_random_bits_belong_to_logical_indices_beyond_32_bits() -> None:
-    x = torch.full((4, 24), 0.5)
-    layout = [1, 1, 4, 24, 0, 0, 24, 1, 0, 0, 24, 1, 0, 0, 2**34 + 3, 1, 0, 0, 96]
-    out, scale = torch.empty(4, 24, dtype=torch.int8), torch.ones(())
-    backend._quantize_int8_(x, out, scale, None, layout, True, True, 9)
-    index = torch.arange(4).view(4, 1) * (2**34 + 3) + torch.arange(24)
+def test_random_bits_belong_to_logical_indices_beyond_32_bits(tmp_path: Path) -> None:
+    """Counters of Philox count four elements: rows 2**34 elements apart, in a file that is nearly all hole."""
+    x, apart = torch.full((2, 24), 0.5), 2**34 + 3
+    layout = [1, 1, 2, 24, 0, 0, 24, 1, 0, 0, apart, 1, 0, 0, 48]
+    file = torch.from_file(str(tmp_path / "codes"), shared=True, size=apart + 24, dtype=torch.int8)
+    backend._quantize_int8_(x, file, torch.ones(()), None, layout, True, True, 9)
+    out = torch.stack([file[:24], file[apart:]])
+    index = torch.arange(2).view(2, 1) * apart + torch.arange(24)
     words = philox(index >> 2, 9).gather(-1, (index & 3).unsqueeze(-1)).squeeze(-1)
     noise = (words >> 8).float() * 2.0**-24
     assert torch.equal(out, torch.floor(x + noise).to(torch.int8))

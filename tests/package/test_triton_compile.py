@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import triton
-from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
-from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
-from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
-from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from amp_kernels.families import FAMILIES
 from amp_kernels.ops.table import DTYPE_CODES
+from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
+from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
+from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
+from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CODES = {"fp32": DTYPE_CODES[torch.float32], "fp16": DTYPE_CODES[torch.float16], "bf16": DTYPE_CODES[torch.bfloat16]}
@@ -195,7 +195,7 @@ def check_exact(compiled: Compiled, may_fuse: bool = False) -> None:
 
 
 def walk(dtype: str, wide: bool) -> dict[str, object]:
-    return {"DTYPE": CODES[dtype], "UNIT": True, "VEC": (4 if dtype == "fp32" else 8) if wide else 1}
+    return {"DTYPE": CODES[dtype], "VEC": (4 if dtype == "fp32" else 8) if wide else 1}
 
 
 def plan_options(plan: int8_tiles.Plan) -> tuple[dict[str, int], dict[str, object]]:
@@ -251,7 +251,7 @@ def check_quantize(arch: int, dtype: str, source: str, plan: int8_tiles.Plan, wi
         assert compiled.count("st.v2.b32") > 0 or dtype == "fp32"  # eight codes; of fp32 four
     if source == "registers" and wide:
         # One read: a load for each 16 bytes of a thread's share of the tile.
-        share = plan.outer * plan.inner // (32 * plan.warps)
+        share = plan.rows * plan.width // (32 * plan.warps)
         assert compiled.count("ld.v4.b32") == share // (4 if dtype == "fp32" else 8)
 
 

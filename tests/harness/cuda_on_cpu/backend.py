@@ -49,7 +49,7 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype 
 
 
 class _Layout(ctypes.Structure):
-    _fields_ = (("numbers", _INT64 * 19),)
+    _fields_ = (("numbers", _INT64 * 15),)
 
 
 def _struct(name: str, **fields: object) -> type[ctypes.Structure]:
@@ -256,7 +256,7 @@ def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | N
 
 
 def _layout(numbers: list[int]) -> _Layout:
-    return _Layout((_INT64 * 19)(*numbers))
+    return _Layout((_INT64 * 15)(*numbers))
 
 
 def _table(table: Tensor, chunks: Tensor, chunk_size: int) -> tuple[int, int, int, int, int]:
