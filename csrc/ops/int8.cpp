@@ -7,7 +7,7 @@
 
 #include "device.h"
 #include "int8_layout.h"
-#include "lists.h"
+#include "operand.h"
 
 namespace amp_kernels {
 namespace {

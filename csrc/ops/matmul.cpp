@@ -8,7 +8,7 @@
 #include <tuple>
 
 #include "cuda_device.h"
-#include "lists.h"
+#include "operand.h"
 
 namespace amp_kernels::cuda {
 namespace {

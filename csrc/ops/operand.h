@@ -1,0 +1,129 @@
+// A tensor as operators look at it before a kernel, and how they refuse what does not fit.
+#pragma once
+
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+#include "arguments.h"
+
+namespace amp_kernels {
+
+// The words of every refusal are Python's (amp_kernels/ops), which looks at the arguments again.
+inline void require(bool holds) {
+  if (!holds) throw std::invalid_argument("amp_kernels: an argument does not fit; amp_kernels.functional says which");
+}
+
+// What a kernel has to know of a tensor, asked for once: torch's C interface takes 5 ns a question, and lists are long.
+struct Operand {
+  Tensor tensor;
+  int64_t address = 0, numel = 0, dims = 0;
+  const int64_t *sizes = nullptr, *strides = nullptr;
+  int32_t dtype = 0, device = 0, index = 0, layout = 0;
+  bool is_contiguous = false;
+
+  explicit Operand(const Tensor& of) : tensor(of) {
+    AtenTensorHandle handle = of.get();
+    void* data = nullptr;
+    int64_t *sizes_there = nullptr, *strides_there = nullptr;
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_layout(handle, &layout));
+    require(layout == aoti_torch_layout_strided());
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(handle, &dtype));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(handle, &device));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(handle, &index));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(handle, &data));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_numel(handle, &numel));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(handle, &dims));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(handle, &sizes_there));
+    TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(handle, &strides_there));
+    address = reinterpret_cast<int64_t>(data), sizes = sizes_there, strides = strides_there;
+    int64_t expected = 1;
+    is_contiguous = true;
+    for (int64_t d = dims - 1; d >= 0; --d) {
+      if (sizes[d] != 1 && strides[d] != expected) is_contiguous = false;
+      expected *= sizes[d];
+    }
+    is_contiguous |= numel == 0;
+  }
+
+  bool is_fp32() const { return dtype == aoti_torch_dtype_float32(); }
+
+  bool is_float() const {
+    return is_fp32() || dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_bfloat16();
+  }
+
+  Dtype code() const { return is_fp32() ? kFloat : dtype == aoti_torch_dtype_float16() ? kHalf : kBFloat16; }
+  int64_t element_size() const { return is_fp32() ? 4 : 2; }
+  bool is_beside(const Operand& other) const { return device == other.device && index == other.index; }
+  bool has_shape_of(const Operand& other) const {
+    return dims == other.dims && std::equal(sizes, sizes + dims, other.sizes);
+  }
+
+  // The dimensions of more than one element, as (stride, size) from the largest stride to the smallest.
+  std::vector<std::pair<int64_t, int64_t>> steps() const {
+    std::vector<std::pair<int64_t, int64_t>> steps;
+    for (int64_t d = 0; d < dims; ++d)
+      if (sizes[d] > 1) steps.emplace_back(strides[d], sizes[d]);
+    std::sort(steps.begin(), steps.end(), std::greater<>());
+    return steps;
+  }
+
+  // Whether the elements fill one stretch of memory, each once, in whatever order of dimensions.
+  bool is_dense() const {
+    if (is_contiguous) return true;
+    const auto all = steps();
+    int64_t expected = 1;
+    for (auto step = all.rbegin(); step != all.rend(); ++step) {
+      if (step->first != expected) return false;
+      expected *= step->second;
+    }
+    return true;
+  }
+
+  // Whether walking the storage of both, of one shape, visits the elements in the same order.
+  bool has_layout_of(const Operand& other) const {
+    if (is_contiguous && other.is_contiguous) return true;
+    return std::equal(strides, strides + dims, other.strides) && is_dense();
+  }
+
+  // Whether an element stands for several, so that it cannot be written.
+  bool is_expanded() const {
+    if (is_contiguous) return false;
+    const auto all = steps();
+    return !all.empty() && all.back().first == 0;
+  }
+
+  // Bytes from the first element to the end of the last.
+  int64_t span() const {
+    if (is_contiguous) return numel * element_size();
+    int64_t last = 0;
+    for (const auto& [stride, size] : steps()) last += stride * (size - 1);
+    return (last + 1) * element_size();
+  }
+};
+
+// One fp32 element on the device of the tensors.
+inline void require_scalar(const std::optional<Tensor>& scalar, const Operand& beside) {
+  if (!scalar.has_value()) return;
+  const Operand operand(*scalar);
+  require(operand.is_fp32() && operand.numel == 1 && operand.is_beside(beside));
+}
+
+// torch's own operators below an operator of ours must not see that a tensor requires a gradient.
+class NoGrad {
+ public:
+  NoGrad() : was_enabled_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }
+  ~NoGrad() { aoti_torch_grad_mode_set_enabled(was_enabled_); }
+  NoGrad(const NoGrad&) = delete;
+  NoGrad& operator=(const NoGrad&) = delete;
+
+ private:
+  bool was_enabled_;
+};
+
+}  // namespace amp_kernels
