@@ -89,21 +89,30 @@ def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
 
 
 def _compile(commands: dict[Path, list[str]], work: Path, library: Path) -> None:
+    """Links the library; an object is compiled unless its preprocessed text was compiled before."""
     work.mkdir(exist_ok=True)
-    objects = [str(work / f"{source.stem}.o") for source in commands]
     # The longest first, so that no core is idle at the end: size is a good guess.
-    jobs = sorted(zip(commands.items(), objects, strict=True), key=lambda job: -job[0][0].stat().st_size)
+    ordered = sorted(commands.items(), key=lambda item: -item[0].stat().st_size)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for done in [
-            pool.submit(_run, [*command, "-c", "-x", "c++", str(source), "-o", object_])
-            for (source, command), object_ in jobs
-        ]:
-            done.result()
-    # No sanitizer here: emulator.cpp has its run-time library.
+        objects = list(pool.map(lambda item: _object(*item, work), ordered))
     linked = work / library.name
-    _run([next(iter(commands.values()))[0], "-shared", "-Wl,-z,defs", *objects, "-o", str(linked)])
+    # No sanitizer here: emulator.cpp has its run-time library.
+    _run([ordered[0][1][0], "-shared", "-Wl,-z,defs", *objects, "-o", str(linked)])
     os.replace(linked, library)
     shutil.rmtree(work)
+
+
+def _object(source: Path, command: list[str], work: Path) -> str:
+    text, object_ = work / f"{source.stem}.ii", work / f"{source.stem}.o"
+    _run([*command, "-E", "-P", "-x", "c++", str(source), "-o", str(text)])
+    flags = repr(command).replace(str(ROOT), "")  # so that a copy of the clone finds its objects
+    key = hashlib.sha256(flags.encode() + text.read_bytes()).hexdigest()
+    known = BUILD / "objects" / f"{key[:16]}.o"
+    if not known.exists():
+        known.parent.mkdir(exist_ok=True)
+        _run([*command, "-c", "-x", "c++", str(source), "-o", str(object_)])
+        os.replace(object_, known)
+    return str(known)
 
 
 def _run(command: list[str]) -> None:
