@@ -218,6 +218,27 @@ def test_double_backward(activation: Any) -> None:
         assert error <= allowed
 
 
+@LOW
+@pytest.mark.parametrize("batch", [(), (2,)], ids=str)
+def test_gradients_of_addmm_have_its_factors(
+    batch: tuple[int, ...], dtype: torch.dtype, backend: str, device: torch.device
+) -> None:
+    tensors = [randn(*batch, *shape, dtype=dtype, seed=i) for i, shape in enumerate([(40, 33), (40, 50), (50, 33)])]
+    grad = randn(*batch, 40, 33, dtype=dtype, seed=3)
+
+    def gradients(function: Callable[..., Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+        leaves = [t.to(device, dtype).requires_grad_() for t in tensors]
+        return torch.autograd.grad(function(*leaves), leaves, grad.to(device, dtype))
+
+    def by_torch(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        return 0.5 * input - 2 * (a @ b)
+
+    ours = gradients(lambda *t: amp_kernels.addmm(*t, beta=0.5, alpha=-2.0), dtype)
+    for our, their, true in zip(ours, gradients(by_torch, dtype), gradients(by_torch, torch.float64), strict=True):
+        error, allowed = testing.error_and_allowed(our, their, true)
+        assert error <= allowed
+
+
 @pytest.mark.parametrize("again", [False, True], ids=["once", "to_be_differentiated"])
 @pytest.mark.parametrize("activation", SMOOTH)
 @LOW
