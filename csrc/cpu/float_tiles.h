@@ -1,4 +1,4 @@
-// Tiles of floats by codes.
+// The tiles of floats by codes (tiles.h): codes become floats in registers, and are multiplied and added by FMA.
 #pragma once
 
 #include <algorithm>
@@ -14,13 +14,11 @@ namespace amp_kernels::cpu {
 
 #if defined(__x86_64__)
 
-// Byte i of each dword becomes a float in its lane. With few rows every i has sums of its own, for the latency of an
-// addition is then what limits.
+// Byte i of each dword becomes a float in its lane.
 struct Avx512FloatTile {
   using Left = float;
   using Sum = float;
   static constexpr int kRows = 12, kColumns = 32, kShift = 0, kDotShift = 0;
-  static constexpr bool kReadsRows = false;
   static constexpr int64_t kDepth = kFloatDepth;
   static constexpr int64_t kDotDepth = 64;
 
@@ -31,12 +29,9 @@ struct Avx512FloatTile {
   template <int kTileRows>
   __attribute__((target("avx512f"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right,
                                                           int64_t groups, Sum* sums, bool first) {
-    constexpr int kChains = kTileRows <= 3 ? 4 : 1;
-    __m512 sum[kChains][kTileRows][2];
+    __m512 sum[kTileRows][2];
 #pragma GCC unroll 16
-    for (auto& chain : sum)
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm512_setzero_ps();
+    for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm512_setzero_ps();
     const Left *left = tile.data, *next = tile.next;
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, next += 4 * kTileRows, right += 4 * kColumns) {
       prefetch<Cache::kL2>(next, 4 * kTileRows);
@@ -52,7 +47,7 @@ struct Avx512FloatTile {
         for (int r = 0; r < kTileRows; ++r) {
           const __m512 row = _mm512_set1_ps(left[4 * r + i]);
 #pragma GCC unroll 16
-          for (int v = 0; v < 2; ++v) sum[i % kChains][r][v] = _mm512_fmadd_ps(row, codes[v], sum[i % kChains][r][v]);
+          for (int v = 0; v < 2; ++v) sum[r][v] = _mm512_fmadd_ps(row, codes[v], sum[r][v]);
         }
       }
     }
@@ -61,10 +56,7 @@ struct Avx512FloatTile {
 #pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) {
         Sum* to = sums + r * kColumns + 16 * v;
-        __m512 all = first ? _mm512_setzero_ps() : _mm512_loadu_ps(to);
-#pragma GCC unroll 16
-        for (auto& chain : sum) all = _mm512_add_ps(all, chain[r][v]);
-        _mm512_storeu_ps(to, all);
+        _mm512_storeu_ps(to, first ? sum[r][v] : _mm512_add_ps(_mm512_loadu_ps(to), sum[r][v]));
       }
     }
   }
@@ -101,7 +93,6 @@ struct Avx2FloatTile {
   using Left = float;
   using Sum = float;
   static constexpr int kRows = 6, kColumns = 16, kShift = 0, kDotShift = 0;
-  static constexpr bool kReadsRows = false;
   static constexpr int64_t kDepth = kFloatDepth;
   static constexpr int64_t kDotDepth = 16;
 
@@ -112,12 +103,9 @@ struct Avx2FloatTile {
   template <int kTileRows>
   __attribute__((target("avx2,fma"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right,
                                                            int64_t groups, Sum* sums, bool first) {
-    constexpr int kChains = kTileRows == 1 ? 4 : 1;
-    __m256 sum[kChains][kTileRows][2];
+    __m256 sum[kTileRows][2];
 #pragma GCC unroll 16
-    for (auto& chain : sum)
-#pragma GCC unroll 16
-      for (int r = 0; r < kTileRows; ++r) chain[r][0] = chain[r][1] = _mm256_setzero_ps();
+    for (int r = 0; r < kTileRows; ++r) sum[r][0] = sum[r][1] = _mm256_setzero_ps();
     const Left *left = tile.data, *next = tile.next;
     for (int64_t g = 0; g < groups; ++g, left += 4 * kTileRows, next += 4 * kTileRows, right += 4 * kColumns) {
       prefetch<Cache::kL2>(next, 4 * kTileRows);
@@ -133,7 +121,7 @@ struct Avx2FloatTile {
         for (int r = 0; r < kTileRows; ++r) {
           const __m256 row = _mm256_set1_ps(left[4 * r + i]);
 #pragma GCC unroll 16
-          for (int v = 0; v < 2; ++v) sum[i % kChains][r][v] = _mm256_fmadd_ps(row, codes[v], sum[i % kChains][r][v]);
+          for (int v = 0; v < 2; ++v) sum[r][v] = _mm256_fmadd_ps(row, codes[v], sum[r][v]);
         }
       }
     }
@@ -142,10 +130,7 @@ struct Avx2FloatTile {
 #pragma GCC unroll 16
       for (int v = 0; v < 2; ++v) {
         Sum* to = sums + r * kColumns + 8 * v;
-        __m256 all = first ? _mm256_setzero_ps() : _mm256_loadu_ps(to);
-#pragma GCC unroll 16
-        for (auto& chain : sum) all = _mm256_add_ps(all, chain[r][v]);
-        _mm256_storeu_ps(to, all);
+        _mm256_storeu_ps(to, first ? sum[r][v] : _mm256_add_ps(_mm256_loadu_ps(to), sum[r][v]));
       }
     }
   }

@@ -1,12 +1,15 @@
-// What is multiplied by the tiles of tiles.h, codes by codes or floats by codes. A product is made of
-//   m, n, k; right: the int8 operand as a view of [k, n]
-//   kLeftIsCodes; if so left: the other as a view of [k, m], and plain_right, needs_row_sums
-//   pack_left(row, rows, groups, to): packs a tile for Tile::multiply, and never throws
-//   plain_left(row, to), plain_right(column, to): a row or column for Tile::dot; returns the sum of its codes
-//   needs_row_sums(), needs_column_sums(): whether finish needs those of the codes of `left` and `right`
+// The two products with int8 codes, as int8_matmul.h and int8_dots.h multiply them:
+//
+//   Int8Product      out[m, n] = (sum of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
+//   LinearProduct    out[m, n] = (sum of x[m, k] * weight[n, k]) * scale[n] + bias[n]
+//
+// Each says how its left operand is packed, and what becomes of sums:
+//   m, n, k; right: the int8 operand as a view of [k, n]; kLeftIsCodes
+//   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
+//   plain_left(row, to): a row for Tile::dot; returns the sum of its codes
+//   needs_row_sums(), needs_column_sums(): whether finish needs the sums of the codes of a row, of a column
 //   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
-//   finish(row, rows, columns, sums, row_sums): the results of some rows; row_sums are those of these rows, if needed
-//   multiply(row, rows, left, panels, groups, sums): the results of some rows and panels, with `sums` for scratch
+//   finish(row, rows, columns, sums, row_sums): stores the results of some rows; row_sums are those of these rows
 #pragma once
 
 #include <algorithm>
@@ -21,42 +24,42 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kWideDepth = 16;            // groups
-constexpr int64_t kThreadProducts = 1 << 20;  // below which waking a second thread costs more than it saves
-constexpr int64_t kThreadBytes = 1 << 17;     // of what is read once, likewise
+constexpr int64_t kPackGroups = 16;           // packed at a time
+constexpr int64_t kThreadProducts = 1 << 20;  // below, waking a second thread costs more than it saves
+constexpr int64_t kThreadBytes = 1 << 17;     // likewise, where each byte is read once
 
-// Nearly always all of a panel's, for which the compiler needs no loop.
+// count is nearly always kColumns, for which the compiler needs no loop.
 template <int kColumns, class T>
 void store_columns(const float* y, T* to, int64_t count) {
   count == kColumns ? store(y, to, kColumns) : store(y, to, count);
 }
 
+// sums = left * right, kDepth groups at a time.
 template <class Tile>
 void multiply_tile(int64_t rows, const LeftTile<typename Tile::Left>& left, const int8_t* right, int64_t groups,
-                   typename Tile::Sum* sums, bool first) {
+                   typename Tile::Sum* sums) {
   LeftTile<typename Tile::Left> part = left;
   int64_t begin = 0;
   do {
     const int64_t depth = std::min(groups - begin, Tile::kDepth);
-    part.data = left.data + begin * left.group_step;
+    part.data = left.data + 4 * begin * rows;
     part.next = left.next + 4 * begin * rows;
     with_count<Tile::kRows>(rows, [&](auto count) {
-      Tile::template multiply<count>(part, right + 4 * begin * Tile::kColumns, depth, sums, first && begin == 0);
+      Tile::template multiply<count>(part, right + 4 * begin * Tile::kColumns, depth, sums, begin == 0);
     });
     begin += depth;
   } while (begin < groups);
 }
 
-// The tile times a panel of ones.
-template <class Tile>
-void sum_rows_by_ones(const LeftTile<typename Tile::Left>& tile, int64_t rows, int64_t groups, int32_t* row_sums) {
-  alignas(64) int8_t ones[4 * kWideDepth * Tile::kColumns];
-  std::fill_n(ones, sizeof(ones), int8_t{1});
-  alignas(64) int32_t sums[Tile::kRows * Tile::kColumns];
-  LeftTile<typename Tile::Left> part = tile;
-  for (int64_t g = 0; g == 0 || g < groups; g += kWideDepth, part.data += kWideDepth * tile.group_step)
-    multiply_tile<Tile>(rows, part, ones, std::min(kWideDepth, groups - g), sums, g == 0);
-  for (int64_t r = 0; r < rows; ++r) row_sums[r] = sums[r * Tile::kColumns];
+// The sums of the codes of packed rows, added up four by four as they lie.
+template <int kRows, class Left>
+void sum_rows(const Left* packed, int64_t rows, int64_t groups, int32_t* row_sums) {
+  int32_t sums[4 * kRows] = {};
+  with_count<kRows>(rows, [&](auto count) {
+    for (int64_t g = 0; g < groups; ++g)
+      for (int i = 0; i < 4 * count; ++i) sums[i] += packed[4 * count * g + i];
+  });
+  for (int64_t r = 0; r < rows; ++r) row_sums[r] = sums[4 * r] + sums[4 * r + 1] + sums[4 * r + 2] + sums[4 * r + 3];
 }
 
 // ------------------------------------------------------------------------------------------------- int8 x int8
@@ -76,8 +79,8 @@ class Int8Product {
         right{args.b, args.b_strides[0], args.b_strides[1], static_cast<int8_t>(Tile::kShift)},
         args_(args),
         has_zero_points_(args.a_zero_point != nullptr || args.b_zero_point != nullptr),
-        is_narrow_(k <= kNarrowK && are_codes(args.a_zero_point, args.a_step == 0 ? 1 : m) &&
-                   are_codes(args.b_zero_point, args.b_step == 0 ? 1 : n)) {}
+        is_narrow_(!has_zero_points_ || (k <= kNarrowK && are_codes(args.a_zero_point, args.a_step == 0 ? 1 : m) &&
+                                         are_codes(args.b_zero_point, args.b_step == 0 ? 1 : n))) {}
 
   const int64_t m, n, k;
   const Bytes left, right;
@@ -88,9 +91,9 @@ class Int8Product {
     if constexpr (std::is_same_v<Left, int8_t>) {
       pack(from, 0, groups, k, rows, rows, to);
     } else {
-      int8_t codes[4 * kWideDepth * Tile::kRows];
-      for (int64_t g = 0; g < groups; g += kWideDepth, from.data += 4 * kWideDepth * from.k_stride) {
-        const int64_t depth = std::min(kWideDepth, groups - g);
+      int8_t codes[4 * kPackGroups * Tile::kRows];
+      for (int64_t g = 0; g < groups; g += kPackGroups, from.data += 4 * kPackGroups * from.k_stride) {
+        const int64_t depth = std::min(kPackGroups, groups - g);
         pack(from, 0, depth, k - 4 * g, rows, rows, codes);
         for (int64_t i = 0; i < 4 * depth * rows; i += 4) Tile::widen(codes + i, to + 4 * g * rows + i);
       }
@@ -98,9 +101,8 @@ class Int8Product {
   }
 
   int32_t plain_left(int64_t row, Left* to) const { return copy(left, row, to); }
-  int32_t plain_right(int64_t column, Left* to) const { return copy(right, column, to); }
 
-  bool needs_row_sums() const { return args_.b_zero_point != nullptr; }
+  bool needs_row_sums() const { return Tile::kShift != 0 || args_.b_zero_point != nullptr; }
   bool needs_column_sums() const { return args_.a_zero_point != nullptr; }
 
   struct Columns {
@@ -126,21 +128,6 @@ class Int8Product {
     }
   };
 
-  void multiply(int64_t row, int64_t rows, const LeftTile<Left>& left, const Panels<Columns>& panels, int64_t groups,
-                int32_t* sums) const {
-    Panels<Columns> whole = panels;
-    whole.count = 0;
-    if constexpr (Tile::kMakesResults) {
-      const bool is_plain = args_.out_scale == nullptr && (!has_zero_points_ || is_narrow_);
-      if (is_plain) whole.count = panels.count - (panels.columns[panels.count - 1].count < kColumns);
-      if (whole.count > 0) multiply_whole(row, rows, left, whole, groups, sums);
-    }
-    for (int64_t p = whole.count; p < panels.count; ++p) {
-      multiply_tile<Tile>(rows, left, panels.right + p * panels.step, groups, sums, true);
-      finish(row, rows, panels.columns[p], sums, left.sums);
-    }
-  }
-
   void finish(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, const int32_t* row_sums) const {
     if (args_.out_scale == nullptr)
       return with_dtype(args_.dtype,
@@ -149,27 +136,10 @@ class Int8Product {
   }
 
  private:
-  // Up to which the sum of products of differences of codes is below 2^31: 255^2 * 33025.
+  // The largest k for which a sum of products of differences of codes is below 2^31: 255^2 * 33025.
   static constexpr int64_t kNarrowK = 33025;
-  static constexpr int64_t kRowsAtOnce = 4;
 
-  // Zero points are taken away before anything is added, so that sums become results where they are.
-  void multiply_whole(int64_t row, int64_t rows, const LeftTile<Left>& left, const Panels<Columns>& panels,
-                      int64_t groups, int32_t* sums) const {
-    const auto begin = [&](const Columns& columns) {
-      if (has_zero_points_) Tile::subtract(zero_points(row, columns, left.sums), nullptr, rows, sums);
-      return has_zero_points_;
-    };
-    with_dtype(args_.dtype, [&](auto value) {
-      auto* to = static_cast<decltype(value)*>(args_.out) + row * n + panels.columns->first;
-      with_count<Tile::kRows>(rows, [&](auto count) {
-        Tile::template multiply_and_scale<count>(left, panels, groups, begin, sums, scales(row, *panels.columns), to,
-                                                 n);
-      });
-    });
-  }
-
-  // Whether zero points, if there are any, are codes, as quantize_int8 makes them.
+  // Whether given zero points are codes, as quantize_int8 makes them.
   static bool are_codes(const int32_t* zero_point, int64_t count) {
     uint32_t beyond = 0;
     for (int64_t i = 0; zero_point != nullptr && i < count; ++i)
@@ -177,8 +147,7 @@ class Int8Product {
     return beyond == 0;
   }
 
-  // Contiguous codes, as those of a Linear's weight, in vectors: with one loop for both, copying 16 of 4096 took half
-  // of their product with 127.
+  // Two loops, of which that for contiguous codes is vectorised.
   int32_t copy(const Bytes& from, int64_t j, Left* to) const {
     const int8_t* codes = from.data + j * from.stride;
     return from.k_stride == 1 ? copy(codes, k, 1, to) : copy(codes, k, from.k_stride, to);
@@ -197,29 +166,23 @@ class Int8Product {
   void finish_as(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums,
                  const int32_t* row_sums) const {
     Out* to = static_cast<Out*>(args_.out) + row * n + columns.first;
-    if constexpr (!std::is_same_v<Out, int8_t>)
-      if (!has_zero_points_ && columns.count == kColumns) return plain(row, rows, columns, sums, to, n);
-    for (int64_t begin = 0; begin < rows; begin += kRowsAtOnce) {
-      const int64_t count = std::min(kRowsAtOnce, rows - begin);
-      float y[kRowsAtOnce * kColumns];
-      finish_rows(row + begin, count, columns, sums + begin * kColumns, needs_row_sums() ? row_sums + begin : nullptr,
-                  y);
-      for (int64_t r = 0; r < count; ++r) write(y + r * kColumns, to + (begin + r) * n, columns.count);
+    int32_t differences[Tile::kRows * kColumns];
+    if (is_narrow_ && has_zero_points_) {
+      Tile::subtract(zero_points(row, columns, row_sums), sums, rows, differences);
+      sums = differences;
     }
+    if constexpr (!std::is_same_v<Out, int8_t>)
+      if (is_narrow_ && columns.count == kColumns) return scale(row, rows, columns, sums, to, n);
+    float y[Tile::kRows * kColumns];
+    if (is_narrow_)
+      scale(row, rows, columns, sums, y, kColumns);
+    else
+      for (int64_t r = 0; r < rows; ++r)
+        corrected(row + r, columns, sums + r * kColumns, row_sums == nullptr ? 0 : row_sums[r], y + r * kColumns);
+    for (int64_t r = 0; r < rows; ++r) write(y + r * kColumns, to + r * n, columns.count);
   }
 
-  void finish_rows(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, const int32_t* row_sums,
-                   float* y) const {
-    if (!has_zero_points_) return plain(row, rows, columns, sums, y, kColumns);
-    for (int64_t r = 0; !is_narrow_ && r < rows; ++r)
-      corrected(row + r, columns, sums + r * kColumns, row_sums == nullptr ? 0 : row_sums[r], y + r * kColumns);
-    if (!is_narrow_) return;
-    int32_t exact[kRowsAtOnce * kColumns];
-    Tile::subtract(zero_points(row, columns, row_sums), sums, rows, exact);
-    plain(row, rows, columns, exact, y, kColumns);
-  }
-
-  // As corrected(), modulo 2^32: in doubles 127 x 16 by 16 x 4096 took half as long again.
+  // For sums that 32 bits hold: corrected() in doubles took 512 rows of a layer of 512 x 512 1.14 times as long.
   ZeroPoints zero_points(int64_t row, const Columns& columns, const int32_t* row_sums) const {
     return {args_.a_zero_point == nullptr ? nullptr : args_.a_zero_point + row * args_.a_step,
             args_.a_step,
@@ -229,15 +192,12 @@ class Int8Product {
             static_cast<int32_t>(k)};
   }
 
-  Scales scales(int64_t row, const Columns& columns) const {
-    return {columns.scale, args_.bias == nullptr ? nullptr : columns.bias, args_.a_scale + row * args_.a_step,
-            args_.a_step};
-  }
-
+  // Stores sum * (sa * sb) + bias of whole panels.
   template <class T>
-  void plain(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
-    args_.bias == nullptr ? Tile::template scale_rows<false>(scales(row, columns), sums, rows, to, stride)
-                          : Tile::template scale_rows<true>(scales(row, columns), sums, rows, to, stride);
+  void scale(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
+    const Scales scales{columns.scale, columns.bias, args_.a_scale + row * args_.a_step, args_.a_step};
+    args_.bias == nullptr ? Tile::template scale_rows<false>(scales, sums, rows, to, stride)
+                          : Tile::template scale_rows<true>(scales, sums, rows, to, stride);
   }
 
   // float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb): an integer below 2^35, which a double holds.
@@ -263,7 +223,7 @@ class Int8Product {
 
   const Int8Matmul args_;
   const bool has_zero_points_;
-  const bool is_narrow_;  // whether results without their scales have 32 bits
+  const bool is_narrow_;  // whether 32 bits hold every sum without its scales
 };
 
 // ------------------------------------------------------------------------------------------------ float x int8
@@ -282,9 +242,9 @@ class LinearProduct {
   void pack_left(int64_t row, int64_t rows, int64_t groups, float* to) const noexcept {
     for (int64_t r = 0; r < rows; ++r) {
       const T* from = static_cast<const T*>(args_.x) + (row + r) * args_.x_stride;
-      for (int64_t begin = 0; begin < groups; begin += kWideDepth) {
-        const int64_t depth = std::min(kWideDepth, groups - begin), used = std::min(4 * depth, k - 4 * begin);
-        float x[4 * kWideDepth];
+      for (int64_t begin = 0; begin < groups; begin += kPackGroups) {
+        const int64_t depth = std::min(kPackGroups, groups - begin), used = std::min(4 * depth, k - 4 * begin);
+        float x[4 * kPackGroups];
         load(from + 4 * begin, x, used);
         std::fill(x + used, x + 4 * depth, 0.0f);
         for (int64_t g = 0; g < depth; ++g) Tile::widen(x + 4 * g, to + 4 * ((begin + g) * rows + r));
@@ -297,6 +257,7 @@ class LinearProduct {
     return 0;  // floats are not shifted
   }
 
+  bool needs_row_sums() const { return false; }
   bool needs_column_sums() const { return false; }
 
   struct Columns {
@@ -312,14 +273,6 @@ class LinearProduct {
       if (args.bias != nullptr) load(static_cast<const T*>(args.bias) + first, bias, count);
     }
   };
-
-  void multiply(int64_t row, int64_t rows, const LeftTile<float>& left, const Panels<Columns>& panels, int64_t groups,
-                float* sums) const {
-    for (int64_t p = 0; p < panels.count; ++p) {
-      multiply_tile<Tile>(rows, left, panels.right + p * panels.step, groups, sums, true);
-      finish(row, rows, panels.columns[p], sums, nullptr);
-    }
-  }
 
   void finish(int64_t row, int64_t rows, const Columns& columns, const float* sums, const int32_t*) const {
     for (int64_t r = row; r < row + rows; ++r, sums += kColumns) {

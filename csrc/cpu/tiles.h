@@ -1,18 +1,19 @@
-// The innermost loops of the int8 products, one class for each instruction set, all of one form: a tile of up to kRows
-// rows by kColumns columns is summed in registers over `groups` groups of four k.
+// The innermost loops of the int8 products, one class for each instruction set, all with the same two functions.
 //
-//   left:  a LeftTile, packed as [groups][rows][4] elements made by `widen` of four floats or of four codes
-//   right: [groups][kColumns][4] codes plus kShift, which is taken from the sums again
-//   sums:  [rows][kColumns], written if `first`, else added to
+// multiply: a tile of up to kRows rows by kColumns columns over `groups` groups of four k, its sums in registers.
 //
-// One with a kShift has sum_rows for it, one with kReadsRows reads rows where the operand has them, and one with
-// kMakesResults makes them of many panels at once, by multiply_and_scale.
+//                            right: packed [groups][kColumns][4] codes, each plus kShift
+//                            +-----------------------------+
+//   left: packed             | sums [rows][kColumns]:      |   2 rows * kColumns * 4 operations for each group
+//   [groups][rows][4]        | written if `first`,         |   loads kColumns * 4 bytes and broadcasts 4 elements a row
+//   by `widen`               | else added to               |
+//                            +-----------------------------+
 //
-// Few vectors of k, rows of the left operand or columns of the right one, are multiplied without packing, by `dot`:
-// `left` are vectors of `k` elements, left_stride apart, k a multiple of kDotDepth; `right` is one of the other
-// operand, whose codes are taken plus kDotShift; the sums are sum_stride apart.
+// dot: few rows, which need no packing of `right`: `left` are vectors of `k` elements, left_stride apart, k a multiple
+// of kDotDepth; `right` is one vector of codes, which are taken plus kDotShift; the sums are sum_stride apart.
 //
-// kDepth limits the groups of one call: the partial sums of fp32 are added in blocks for the sake of their rounding.
+// The shifts make codes unsigned where an instruction wants that, and are taken from the sums again. kDepth limits the
+// groups of one call: fp32 sums are added up in parts, which keeps rounding errors small.
 #pragma once
 
 #include <algorithm>
@@ -29,44 +30,31 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kAnyDepth = std::numeric_limits<int64_t>::max();
 constexpr int64_t kFloatDepth = 32;
-constexpr int64_t kDotRows = 4;     // and one of ones
-constexpr int64_t kDotAhead = 512;  // bytes
+constexpr int64_t kDotRows = 4;     // and one more vector, of ones
+constexpr int64_t kDotAhead = 512;  // bytes that dot prefetches ahead
 
-// Sums that a dot product of so many rows keeps in flight for each: with one a row or two wait for their own additions.
+// Sums that a dot product of so many rows has in flight for each: with one alone, a row or two would wait for their own
+// additions (measured: up to 1.2 times as long for one row).
 constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
-// Some rows of the left operand.
+// Some packed rows of the left operand.
 template <class T>
 struct LeftTile {
-  const T* data;  // of four elements of row r and group g: data + r * row_step + g * group_step
-  int64_t row_step, group_step;
+  const T* data;        // [groups][rows][4]
   const int32_t* sums;  // of each row's codes, where the tile or the product needs them
-  const T* next;        // as much as there is of this tile is asked for meanwhile
-
-  static LeftTile packed(const T* data, int64_t rows, const int32_t* sums, const T* next) {
-    return {data, 4, 4 * rows, sums, next};
-  }
+  const T* next;        // the tile after this one: prefetched meanwhile
 };
 
-// Panels of the right operand, `step` bytes apart, and what a product says of the columns of each.
-template <class Columns>
-struct Panels {
-  const int8_t* right;
-  int64_t step;
-  const Columns* columns;
-  int64_t count;
-};
-
-// What makes results of sums: sum * (row * column) + bias, each operation rounded.
+// Results are sum * (row * column) + bias, each operation rounded.
 struct Scales {
   const float* column;
-  const float* bias;  // read if there is one
+  const float* bias;  // not read without kHasBias
   const float* row;
   int64_t row_step;
 };
 
-// What makes sums of differences of sums of codes, modulo 2^32:
-// sum - row * column_sum - (row_sum - k * row) * column, where row and column are zero points.
+// The sum over k of (a - row) * (b - column), of zero points `row` and `column`, is modulo 2^32
+// sum - row * column_sum - (row_sum - k * row) * column.
 struct ZeroPoints {
   const int32_t* rows;  // or nullptr: none
   int64_t row_step;
@@ -94,7 +82,7 @@ struct Scaler {
     }
   }
 
-  // `rows` rows of sums; the results' rows are `stride` apart. What belongs to columns stays in registers.
+  // Stores the results of `rows` rows of sums, `stride` apart. Scales and biases of columns stay in registers.
   template <bool kHasBias, class T>
   static void scale_rows(const Scales& scales, const int32_t* sums, int64_t rows, T* to, int64_t stride) {
     constexpr int kVectors = kWidth / kLanes;
@@ -134,13 +122,12 @@ inline float multiply_add(float a, float b, float c) {
 }
 inline int32_t multiply_add(int32_t a, int32_t b, int32_t c) { return a * b + c; }
 
-// Sums int32 or float.
+// For any CPU; SumType is int32_t or float.
 template <class SumType>
 struct PortableTile : Scaler<16> {
   using Left = SumType;
   using Sum = SumType;
   static constexpr int kRows = 4, kColumns = 16, kShift = 0, kDotShift = 0;
-  static constexpr bool kReadsRows = false, kMakesResults = false;
   static constexpr int64_t kDepth = std::is_same_v<Sum, float> ? kFloatDepth : kAnyDepth;
   static constexpr int64_t kDotDepth = 16;
 

@@ -11,7 +11,7 @@ from amp_kernels.testing import error_and_allowed, int8, randn
 
 TILES = {"portable": 0, "avx2": 1, "avx512": 2}
 SIZES = [(1, 1, 1), (2, 64, 5), (4, 129, 33), (5, 7, 3), (13, 0, 17), (15, 100, 31), (29, 333, 70), (60, 64, 129)]
-SIZES += [(3, 200, 2), (29, 333, 7), (9, 513, 16), (13, 100, 300), (5, 100, 700)]  # few columns; several blocks
+SIZES += [(3, 200, 2), (29, 333, 7), (9, 513, 16), (13, 100, 300), (5, 100, 700)]  # few columns, several blocks
 FORMS = {
     "contiguous": lambda x: x,
     "transposed": lambda x: x.t().contiguous().t(),
