@@ -128,7 +128,7 @@ def check_update(
     masters: Sequence[Tensor],
     scalars: Mapping[str, Tensor | None],
 ) -> None:
-    """What `sgd_` and `rmsprop_` have in common; an empty optional list stands for an absent state."""
+    """What the updates have in common; an empty optional list stands for an absent state."""
     check_tensors(op, "params", params)
     check_written(op, "params", params)
     check_tensors(op, "grads", grads)

@@ -1,4 +1,4 @@
-"""What `FusedSGD` and `FusedRMSprop` share: state, checkpoints, the protocol with a scaler, and the step."""
+"""What the fused optimizers share: state, checkpoints, the protocol with a scaler, and the step."""
 
 from __future__ import annotations
 

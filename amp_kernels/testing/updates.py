@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -65,6 +65,11 @@ class Update:
         """torch's options, all of them."""
         return self.torch([torch.zeros(1)], lr=self.lr).defaults
 
+    def plain(self, params: Sequence[Tensor], lr: float, options: Mapping[str, Any]) -> torch.optim.Optimizer:
+        """torch's optimizer, one tensor after the other where there is a choice."""
+        choice = {"foreach": False} if "foreach" in inspect.signature(self.torch).parameters else {}
+        return self.torch(params, lr=lr, **choice, **options)
+
     def arguments(self, options: dict[str, Any], *, first: bool = True) -> dict[str, Any]:
         """torch's defaults, these options and whether it is the first step: those that `function` has."""
         everything = {**self.defaults(), **options, "is_first_step": first}
@@ -74,7 +79,7 @@ class Update:
         """The states that torch's optimizer keeps with these options, in the family's order."""
         param = torch.zeros(1, requires_grad=True)
         param.grad = torch.ones(1)
-        optimizer = self.torch([param], lr=self.lr, **options)
+        optimizer = self.plain([param], self.lr, options)
         optimizer.step()
         kept = [name for name, value in optimizer.state[param].items() if isinstance(value, Tensor)]
         return [name for name in self.family.states if name in kept]
@@ -134,7 +139,7 @@ class UpdateInputs:
     def torch_optimizer(self, dtype: torch.dtype, lr: float = 0.1) -> torch.optim.Optimizer:
         """torch's optimizer on copies of the masters, in fp32 or fp64."""
         params = [torch.nn.Parameter(x.to(dtype, copy=True)) for x in self.fp32()]
-        return self._update.torch(params, lr=lr, foreach=False, **self.options)
+        return self._update.plain(params, lr, self.options)
 
     def weight_results(self) -> Iterator[Result]:
         """16-bit weights are their masters, rounded."""

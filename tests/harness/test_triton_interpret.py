@@ -13,13 +13,11 @@ import pytest
 import torch
 from conftest import WHY_NOT
 
+from amp_kernels.families import FAMILIES
+
 TESTS = Path(__file__).parents[1]
-TABLES = (
-    "unscale/test_unscale_table.py",
-    "update/test_update_table.py",
-    "update/test_sgd.py",
-    "update/test_rmsprop.py",
-)
+UPDATES = [file for name in FAMILIES if (TESTS / (file := f"update/test_{name}.py")).exists()]
+TABLES = ("unscale/test_unscale_table.py", "update/test_update_table.py", *UPDATES)
 CASES = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
 
 

@@ -13,10 +13,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from arena import Arena
-from torch import Tensor
-
-from amp_kernels.testing import DTYPES
 from amp_kernels.triton_kernels import (
     _dequantize_int8_,
     _int8_linear_,
@@ -26,6 +22,10 @@ from amp_kernels.triton_kernels import (
     int8_matmul,
     int8_tiles,
 )
+from arena import Arena
+from torch import Tensor
+
+from amp_kernels.testing import DTYPES
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16

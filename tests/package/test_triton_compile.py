@@ -13,15 +13,15 @@ from typing import Any
 import pytest
 import torch
 import triton
+from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
+from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
+from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
+from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from amp_kernels.families import FAMILIES
 from amp_kernels.ops.table import DTYPE_CODES
-from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
-from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
-from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
-from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
 
 CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 CODES = {"fp32": DTYPE_CODES[torch.float32], "fp16": DTYPE_CODES[torch.float16], "bf16": DTYPE_CODES[torch.bfloat16]}
