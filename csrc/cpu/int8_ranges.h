@@ -117,9 +117,9 @@ template <bool kSymmetric, class T>
 // Adds n columns of some rows to the columns' ranges. The rows are read side by side: one after the other they would
 // read and write the ranges as often as x, and in segments short enough for L1 memory would be fetched late. Each row
 // is read by whole cache lines: rows that are 4 KiB * 2^n apart share one set of the L1, which would evict a line
-// before its second half is read.
+// before its second half is read. Not inlined: the columns of fp16 then took 1.15 to 1.5 times as long.
 template <bool kSymmetric, class T>
-void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t ahead) {
+[[gnu::noinline]] void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t ahead) {
   using V = BitLanes<T>;
   constexpr int64_t kLine = 64 / sizeof(T), kVectors = 64 / sizeof(V);
   const auto raise = [](auto& to, const auto& bits) { to = bits > to ? bits : to; };
