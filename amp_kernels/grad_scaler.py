@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeGuard
 
@@ -10,13 +9,12 @@ import torch
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .functional.unscale import moved, unscale_
 from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
-from .optim._base import FusedOptimizer, OverflowLog
-from .optim._plan import Plan, capturing
+from .optim._base import FusedOptimizer, OverflowLog, Verdict
+from .optim._plan import capturing
 
 __all__ = ["GradScaler", "Overflow"]
 
@@ -113,9 +111,6 @@ class GradScaler(torch.amp.GradScaler):
         found = [(last[0] + offset, Overflow(*last)) for log, offset in self._logs.items() for last in log.overflows()]
         return max(found, key=lambda overflow: overflow[0])[1] if found else None
 
-    def _note_check(self, optimizer: FusedOptimizer) -> None:
-        self._logs[optimizer._log] = self._iterations - optimizer._log.checks
-
     # ------------------------------------------------------------------------------------------------ one iteration
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """As torch's; fp16 and bf16 gradients are accepted."""
@@ -127,7 +122,7 @@ class GradScaler(torch.amp.GradScaler):
             raise RuntimeError("unscale_() has already been called on this optimizer since the last update().")
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("unscale_() is being called after step().")
-        self._record(optimizer, scale, optimizer._check_apart(scale, divide=True, write=True))
+        self._record(optimizer, optimizer._check(scale, write=True))
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
@@ -145,18 +140,11 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
-            optimizer.grad_scale = scale
-            if optimizer._optimizer_step_pre_hooks or _global_optimizer_pre_hooks:
-                # They may change gradients, but the verdict is on what the scaler was given, as in torch.
-                self._record(optimizer, scale, optimizer._check_apart(scale, divide=True, write=False))
-            else:
-                optimizer._judge = functools.partial(self._judge, optimizer, scale)
-        optimizer.found_inf = next(iter(state["found_inf_per_device"].values()), None)
-        try:
-            result = optimizer.step(*args, **kwargs)
-        finally:
-            for name in ("grad_scale", "found_inf", "_judge"):
-                optimizer.__dict__.pop(name, None)
+            verdict = optimizer._check(scale)
+            self._record(optimizer, verdict)
+        else:
+            verdict = Verdict(None, next(iter(state["found_inf_per_device"].values()), None))
+        result = optimizer._step_under(verdict, *args, **kwargs)
         state["stage"] = OptState.STEPPED
         return result
 
@@ -172,27 +160,10 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
-    def _judge(self, optimizer: FusedOptimizer, scale: Tensor, plans: list[Plan]) -> Tensor | None:
-        """The verdict on the gradients that a step is about to use (`FusedOptimizer._judge`)."""
-        optimizer._check(plans, scale, divide=True, write=False, clear=True)
-        return self._record(optimizer, scale, plans)
-
-    def _record(self, optimizer: FusedOptimizer, scale: Tensor, plans: list[Plan]) -> Tensor | None:
-        """Puts the verdict of a gradient pass, over devices and ranks, into the optimizer's record; returns it."""
-        self._note_check(optimizer)
-        meshes = list(dict.fromkeys(mesh for plan in optimizer._plans or () for mesh in plan.meshes))
-        if not plans and not meshes:
-            return None
-        flags = [plan.found_inf for plan in plans] or [torch.zeros_like(scale)]
-        found_inf = flags[0]
-        if len(flags) > 1:
-            found_inf = torch.stack([moved(flag, found_inf.device) for flag in flags]).sum()
-        # All ranks that hold shards of a parameter skip together, also those without a gradient, or weights part ways.
-        for mesh in meshes:
-            for dim in range(mesh.ndim):
-                torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {found_inf.device: found_inf}
-        return found_inf
+    def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> None:
+        flag = verdict.found_inf
+        self._logs[optimizer._log] = self._iterations - optimizer._log.checks
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {} if flag is None else {flag.device: flag}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -214,11 +185,8 @@ class GradScaler(torch.amp.GradScaler):
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, FusedOptimizer):
             return super()._check_inf_per_device(optimizer)
-        plans = optimizer._check_apart(None, divide=False, write=False)
-        self._note_check(optimizer)
-        flags = {plan.device: plan.found_inf for plan in plans}
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
-        return flags
+        self._record(optimizer, optimizer._check(None, divide=False))
+        return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """As torch's, then `min_scale`, `hysteresis` and `skipped_steps`. Waits for no device."""

@@ -8,11 +8,12 @@ import operator
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 
 from .. import backends
 from ..families import FAMILIES, Family
@@ -45,6 +46,18 @@ class OverflowLog:
                 yield number, names[member] if member < len(names) else "a parameter that was removed"
 
 
+class Verdict(NamedTuple):
+    """What a gradient pass under a scaler found, for the step that it is for.
+
+    plans: those that it read, from which the step may go on, since nothing runs in between (planning a small step twice
+        would take a quarter longer); None if step hooks may change gradients.
+    """
+
+    grad_scale: Tensor | None  # by which the update divides; None once gradients are unscaled
+    found_inf: Tensor | None  # over devices and ranks; None if there was no gradient
+    plans: list[Plan] | None = None
+
+
 class FusedOptimizer(torch.optim.Optimizer):
     """Base class of the fused optimizers; see `FusedSGD` for what they promise."""
 
@@ -54,12 +67,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _plans: list[Plan] | None = None
     _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
-    # Set by a scaler for the time of a step. Ours may set `_judge` in place of `found_inf`: the step calls it for the
-    # gradient pass over the very gradients that the update reads, and for the verdict. That saves 20 us, a fifth of a
-    # small step, over a pass of its own before the step.
+    # What a scaler says of the step under way: torch's sets these two on the optimizer, ours gives `_step_under` both.
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _judge: Callable[[list[Plan]], Tensor | None] | None = None
+    _checked: list[Plan] | None = None  # `Verdict.plans` of that step
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
         """Called by the constructors once torch's has checked its arguments."""
@@ -147,11 +158,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         max_norm = self.max_grad_norm
         if max_norm is not None:
             self._refuse_partial_norm()
-        plans = self._prepare()
-        if self._judge is not None:
-            found_inf = self._judge(plans)
-        elif max_norm is not None:
-            self._check(plans, grad_scale, divide=True, write=False, clear=False)
+        plans = self._checked
+        if plans is None:
+            plans = self._prepare()
+            if max_norm is not None:
+                self._pass_over(plans, grad_scale, divide=True, write=False, clear=False)
         norm = self._norm if max_norm is not None else None
         for plan in plans:
             plan.update(
@@ -173,7 +184,9 @@ class FusedOptimizer(torch.optim.Optimizer):
                     "norm of its part; call torch's clip_grad_norm_, or FSDP's, before the step"
                 )
 
-    def _check(self, plans: Sequence[Plan], scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
+    def _pass_over(
+        self, plans: Sequence[Plan], scale: Tensor | None, *, divide: bool, write: bool, clear: bool
+    ) -> None:
         """The gradient pass on every device; see `Plan.check`."""
         self._log.checks += clear
         for plan in plans:
@@ -181,14 +194,42 @@ class FusedOptimizer(torch.optim.Optimizer):
         norms = [plan.norm for plan in plans]
         self._norm = total_norm(norms) if len(norms) > 1 else next(iter(norms), None)
 
+    # ------------------------------------------------------------------------------------------- what a scaler calls
     @torch.compiler.disable
     @torch.inference_mode(False)
     @torch.no_grad()
-    def _check_apart(self, scale: Tensor | None, *, divide: bool, write: bool) -> list[Plan]:
-        """The gradient pass outside of a step, for a scaler; returns the plans that have gradients."""
+    def _check(self, scale: Tensor | None, *, divide: bool = True, write: bool = False) -> Verdict:
+        """The gradient pass of an iteration. `divide`, `write`: as in `Plan.check`."""
         plans = self._prepare(writes=write)
-        self._check(plans, scale, divide=divide, write=write, clear=True)
-        return plans
+        self._pass_over(plans, scale, divide=divide, write=write, clear=True)
+        found_inf = self._agree([plan.found_inf for plan in plans])
+        # Hooks may change gradients, but the verdict is on what the scaler was given, as in torch.
+        is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
+        return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
+
+    def _agree(self, flags: list[Tensor]) -> Tensor | None:
+        """The verdict of all devices and of all ranks that hold shards of a parameter, also those without a gradient:
+        they skip together, or weights part ways."""
+        meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
+        if not flags and meshes:
+            flags = [torch.zeros((), device=meshes[0].device_type)]
+        if not flags:
+            return None
+        found_inf = flags[0]
+        if len(flags) > 1:
+            found_inf = torch.stack([moved(flag, found_inf.device) for flag in flags]).sum()
+        for mesh in meshes:
+            for dim in range(mesh.ndim):
+                torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
+        return found_inf
+
+    def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
+        """`step`, in all that torch and schedulers wrapped around it."""
+        self.grad_scale, self.found_inf, self._checked = verdict
+        try:
+            return self.step(*args, **kwargs)
+        finally:
+            del self.grad_scale, self.found_inf, self._checked
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False) -> list[Plan]:
