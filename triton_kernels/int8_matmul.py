@@ -1,8 +1,21 @@
-"""Products with int8 operands: int8 @ int8, exact, and floating point @ int8 for weights alone in int8.
+"""Products with int8 operands. 2 M N K operations.
 
-A program computes one tile of the output over one share of K, in an order that lets neighbours find operands in L2.
-Where there are too few tiles to fill a device, several programs share one tile's K, and a second kernel adds what
-they found in a fixed order.
+    int8 @ int8:  out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
+                  exact in int32; with zero points sums of a row of a and of a column of b are taken beside it
+    x @ int8:     out[m, n] = (sum over k of x[m, k] * b[k, n]) * sb[n] + bias[n]
+                  codes become numbers of x's dtype in registers, sums are fp32
+
+Bytes: one for each code, two or four for each number of x and of the output. What other tiles read again comes from
+L2, since programs that run together take tiles of eight rows of tiles (product.py: place_of_tile).
+
+    `b`                   BN             a program: one tile BM x BN of the output and one share of K
+                      +---------+
+               BK     |         |        _matmul_kernel:   shares = 1:  sums -> scales, bias, codes -> out
+                      +---------+                          shares > 1:  sums -> partials[share, m, n]
+    `a`   BM  [  ][  ] [ tile ]          _combine_kernel:  partials, added in the order of shares -> the same -> out
+               share 0   share 1         _sums_kernel:     sums of rows, where the tile has no registers for them
+
+K is shared where there are too few tiles to fill a device.
 """
 
 from __future__ import annotations
