@@ -15,14 +15,19 @@ FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -nam
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test test-clients test-matrix wheel lint format bench asan-events gpu-check build venv clean
+.PHONY: demo test test-slow test-clients test-matrix wheel lint format bench asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
 
+# Together they are all tests but those with trainers. In the order of the folders, which end with small tests; by
+# number of tests, as xdist would have it, the last minutes are one long test.
 test: build $(VENV)/toolkit
+test-slow: PYTEST_ARGS += -m slow
+test-slow: build $(VENV)/toolkit
+test test-slow:
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
-	$(BIN)/pytest -n 2 --dist loadfile $(PYTEST_ARGS)
+	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made

@@ -19,7 +19,6 @@ from types import ModuleType
 import pytest
 from cuda_on_cpu.build import missing_headers
 
-import amp_kernels
 from amp_kernels import testing
 
 ROOT = Path(__file__).parents[2]
@@ -49,6 +48,7 @@ def logs(out: Path) -> dict[str, str]:
 
 
 # --------------------------------------------------------------------------------------------------- the rehearsal
+@pytest.mark.slow
 def test_rehearsal(script: ModuleType, tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, SCRIPT, "--rehearse", "--out", tmp_path], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -292,6 +292,7 @@ def reach(multiprocessors: str, *ops: str) -> tuple[set[str], set[str]]:
     return kinds[0], kinds[1]
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 def test_smoke_cases_reach_every_tile_of_three_multiprocessors_alone() -> None:
     ran, there = reach("3")
@@ -348,14 +349,11 @@ def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(m
 
 # ---------------------------------------------------------------------------------------------- what a stranger reads
 def test_the_readme_and_info_say_that_no_kernel_ran_on_a_gpu() -> None:
-    package = [sys.executable, "-m", "amp_kernels"]
-    info, version = (
-        subprocess.run([*package, word], capture_output=True, text=True, cwd=ROOT / "tests", check=True).stdout
-        for word in ("info", "--version")
-    )
+    command = [sys.executable, "-m", "amp_kernels", "info"]
+    info = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "tests", check=True).stdout
     (sentence,) = re.findall(r"^\*\*(No kernel of this version has run.*)\*\*$", README.read_text(), flags=re.MULTILINE)
     assert "verify --device cuda" in sentence
-    assert sentence in info.splitlines() and version == f"amp_kernels {amp_kernels.__version__}\n"
+    assert sentence in info.splitlines()
 
 
 # ----------------------------------------------------------------------------------------- the tests that it runs
@@ -386,6 +384,7 @@ def test_after():
 """
 
 
+@pytest.mark.slow
 def test_a_lost_context_fails_one_test(tmp_path: Path) -> None:
     pytest.importorskip("xdist")
     says = pytest_of(tmp_path, LOSES, "-n", "1")

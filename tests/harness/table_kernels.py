@@ -56,6 +56,10 @@ class Launcher:
             getattr(backend, name)(*arguments)
 
 
+def why_not_emulated() -> str | None:
+    return missing_headers() or ("Triton is interpreted here" if os.environ.get("TRITON_INTERPRET") == "1" else None)
+
+
 def launchers() -> list[Launcher]:
     """Those that work in this process."""
     if os.environ.get("TRITON_INTERPRET") == "1":

@@ -322,8 +322,14 @@ def test_operators_are_their_reference(op: str, arguments: tuple[Any, ...], back
 
 
 # What compiled code does is as precise, but Inductor's GELU and fused additions round elsewhere.
-@pytest.mark.parametrize("activation", cases.ACTIVATIONS)
-@pytest.mark.parametrize(("dtype", "rows"), [(torch.float16, 7), (torch.float16, 20), (torch.bfloat16, 20)], ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "rows", "activation"),
+    [
+        (torch.float16, 7, None),
+        (torch.bfloat16, 20, "gelu"),
+    ],
+    ids=str,
+)
 def test_compiled_is_eager(dtype: torch.dtype, rows: int, activation: Any) -> None:
     def function(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         hidden = amp_kernels.linear(x, weight, bias, activation)

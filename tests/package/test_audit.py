@@ -18,6 +18,7 @@ from torch.nn.utils import parametrizations
 
 import amp_kernels
 from amp_kernels import audit
+from amp_kernels.__main__ import main as amp_kernels_command
 from amp_kernels.functional.matmul import choose
 from amp_kernels.nn import Linear, convert_linear_
 from amp_kernels.padding import padded as padded_copy
@@ -301,21 +302,37 @@ def test_the_command_line(models: Path) -> None:
     )
 
 
-def test_help_says_that_the_file_is_executed() -> None:
-    assert "It executes FILE.py" in " ".join(command("--help").stdout.split())
+def exit_code(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> Any:
+    """Of the command in this process, where it exits or returns."""
+    monkeypatch.setattr(sys, "argv", ["amp_kernels", "audit", *arguments])
+    try:
+        return amp_kernels_command()
+    except SystemExit as error:
+        return error.code
+
+
+def test_help_says_that_the_file_is_executed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, "--help") == 0
+    assert "It executes FILE.py" in " ".join(capsys.readouterr().out.split())
 
 
 @pytest.mark.parametrize("rows", ["-3", "0", "many"])
-def test_rows_are_counted(models: Path, rows: str) -> None:
-    run = command(f"{models}/nets.py:odd", "--batch", rows)
-    assert (run.returncode, run.stdout) == (2, "")
-    assert f"argument --batch: ROWS must be a positive integer, got '{rows}'" in run.stderr
+def test_rows_are_counted(
+    models: Path, rows: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, f"{models}/nets.py:odd", "--batch", rows) == 2
+    said = capsys.readouterr()
+    assert said.out == "" and f"argument --batch: ROWS must be a positive integer, got '{rows}'" in said.err
 
 
-def test_bad_arguments_of_the_command_line(models: Path) -> None:
-    run = command(f"{models}/nets.py")
-    assert (run.returncode, run.stdout) == (2, "")
-    assert run.stderr.startswith("audit: the model must be given as FILE.py:FACTORY, got ")
+def test_bad_arguments_of_the_command_line(
+    models: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert exit_code(monkeypatch, f"{models}/nets.py") == 2
+    said = capsys.readouterr()
+    assert said.out == "" and said.err.startswith("audit: the model must be given as FILE.py:FACTORY, got ")
 
 
 @pytest.mark.parametrize(

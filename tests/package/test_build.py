@@ -17,6 +17,7 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -49,7 +50,8 @@ INSTRUCTIONS = [
 ]
 # setup.py's default architectures, by the one whose PTX they are compiled from here. The sources ask only whether
 # __CUDA_ARCH__ is 800 or more, and nvcc's front end takes more than half of the time.
-ARCHS = {"75": ("75",), "80": ("80", "86", "89", "100", "120"), "90a": ("90a",)}
+USUAL = {"75": ("75",), "80": ("90",)}
+OTHERS = {"80": ("80", "86", "89", "100", "120"), "90a": ("90a",)}
 # The oldest standard that a supported torch compiles extensions with, and the macros torch gives nvcc.
 NO_OPERATORS = ("HALF_OPERATORS", "HALF_CONVERSIONS", "HALF2_OPERATORS", "BFLOAT16_CONVERSIONS")
 FLAGS = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", *(f"-D__CUDA_NO_{name}__" for name in NO_OPERATORS)]
@@ -87,27 +89,33 @@ def run(*command: str | Path) -> str:
     return result.stdout + result.stderr
 
 
-def archs_of(nvcc: str, source: str = "") -> list[str]:
-    if source.startswith("matmul"):  # by far the longest to compile
-        return ["80", "90a"]
-    known = run(nvcc, "--list-gpu-code").split()  # nvcc before 12.8 has no sm_100
-    return [arch for arch in chain(*ARCHS.values()) if f"sm_{arch.rstrip('a')}" in known]
+class Compiled(NamedTuple):
+    object: Path
+    said: str  # by ptxas
+    archs: list[str]
 
 
-@pytest.fixture(scope="module")
-def compiled(nvcc: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, str]]:
-    """For each source its object and what ptxas says of it."""
+@pytest.fixture(scope="module", params=[USUAL, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["usual", "others"])
+def compiled(
+    request: pytest.FixtureRequest, nvcc: str, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Compiled]:
+    """Every source, for these architectures."""
     folder = tmp_path_factory.mktemp("cuda")
+    known = run(nvcc, "--list-gpu-code").split()  # nvcc before 12.8 has no sm_100
 
-    def compile_source(source: Path) -> tuple[Path, str]:
-        archs = archs_of(nvcc, source.stem)
-        targets = [
-            f"-gencode=arch=compute_{ptx},code=[{','.join(f'sm_{arch}' for arch in of_ptx if arch in archs)}]"
-            for ptx, of_ptx in ARCHS.items()
-            if any(arch in archs for arch in of_ptx)
-        ]
-        object_ = folder / f"{source.stem}.o"
-        return object_, run(nvcc, "-c", source, "-o", object_, "-Xptxas", "-v", *FLAGS, *targets)
+    def compile_source(source: Path) -> Compiled:
+        targets, object_ = [], folder / f"{source.stem}.o"
+        of_ptx = {
+            ptx: [arch for arch in archs if f"sm_{arch.rstrip('a')}" in known] for ptx, archs in request.param.items()
+        }
+        if source.stem.startswith("matmul"):  # by far the longest to compile
+            of_ptx = {ptx: [arch for arch in archs if arch in ("80", "90", "90a")] for ptx, archs in of_ptx.items()}
+        for ptx, archs in of_ptx.items():
+            targets += (
+                [f"-gencode=arch=compute_{ptx},code=[{','.join(f'sm_{arch}' for arch in archs)}]"] if archs else []
+            )
+        said = run(nvcc, "-c", source, "-o", object_, "-Xptxas", "-v", *FLAGS, *targets)
+        return Compiled(object_, said, list(chain(*of_ptx.values())))
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         results = list(pool.map(compile_source, SOURCES))
@@ -122,25 +130,25 @@ def test_bindings_compile_against_this_torch(source: Path, nvcc: str, tmp_path: 
     folders = (Path(torch.__file__).parent / "include", Path(sysconfig.get_path("include")))
     include = [word for folder in folders for word in ("-I", folder)]
     # nvcc hands a .cpp file to the host compiler, which a build calls directly, with the headers of cudart.
-    run(nvcc, "-c", source, "-o", tmp_path / "cuda.o", *FLAGS, *include)
+    run(nvcc, "-c", source, "-o", tmp_path / "cuda.o", *FLAGS, "-O0", *include)
 
 
 @pytest.mark.parametrize("source", [source.stem for source in SOURCES])
-def test_nothing_spills(source: str, compiled: dict[str, tuple[Path, str]], nvcc: str) -> None:
+def test_nothing_spills(source: str, compiled: dict[str, Compiled]) -> None:
     number = r"(\d+) bytes "
     pattern = rf"properties for (\S+)\s+{number}stack frame, {number}spill stores, {number}spill loads"
-    frames = re.findall(pattern, compiled[source][1])
-    assert len(frames) >= len(archs_of(nvcc, source))
+    frames = re.findall(pattern, compiled[source].said)
+    assert len(frames) >= len(compiled[source].archs)
     assert [frame for frame in frames if frame[1:] != ("0", "0", "0")] == []
 
 
 @pytest.fixture(scope="module")
-def disassembled(compiled: dict[str, tuple[Path, str]], cuobjdump: str) -> Callable[[str], list[tuple[str, str, str]]]:
+def disassembled(compiled: dict[str, Compiled], cuobjdump: str) -> Callable[[str], list[tuple[str, str, str]]]:
     """Of a source all (architecture, name of the function, instructions)."""
 
     @functools.cache
     def functions(source: str) -> list[tuple[str, str, str]]:
-        listing = run(cuobjdump, "-sass", compiled[source][0])
+        listing = run(cuobjdump, "-sass", compiled[source].object)
         parts = re.split(r"^arch = (\S+)$", listing, flags=re.MULTILINE)[1:]
         return [
             (arch, *re.split(r"\s", function, maxsplit=1))  # type: ignore[misc]
@@ -153,14 +161,18 @@ def disassembled(compiled: dict[str, tuple[Path, str]], cuobjdump: str) -> Calla
 
 @pytest.mark.parametrize(("source", "kernels", "instruction"), INSTRUCTIONS)
 def test_kernels_have_their_instructions(
-    source: str, kernels: str, instruction: str, disassembled: Callable[..., list[tuple[str, str, str]]], nvcc: str
+    source: str,
+    kernels: str,
+    instruction: str,
+    disassembled: Callable[..., list[tuple[str, str, str]]],
+    compiled: dict[str, Compiled],
 ) -> None:
     found = set()
     for arch, name, code in disassembled(source):
         if re.search(kernels, name):
             found.add(arch)
             assert re.search(instruction, code), f"{arch}: no {instruction} in {name}"
-    assert found == {f"sm_{arch}" for arch in archs_of(nvcc, source)}
+    assert found == {f"sm_{arch}" for arch in compiled[source].archs}
 
 
 @pytest.mark.parametrize("source", ["int8_quantize", "int8_dequantize", "int8_matmul"])

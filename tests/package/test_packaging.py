@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+import amp_kernels
+
 ROOT = Path(__file__).resolve().parents[2]
 
 
@@ -58,9 +60,11 @@ def test_wheel_has_one_top_level_package(wheel: Path) -> None:
 
 
 def test_installed_wheel_works_from_another_directory(installed: Path, tmp_path: Path) -> None:
-    code = "import amp_kernels; print(amp_kernels.__file__); import amp_kernels.triton_kernels"
-    printed = run_installed(installed, "-c", code, cwd=tmp_path)
-    assert Path(printed.strip()).is_relative_to(installed)
+    code = "import sys, amp_kernels.__main__ as command, amp_kernels.triton_kernels; print(amp_kernels.__file__); "
+    code += "sys.argv[1:] = ['--version']; command.main()"
+    file, version = run_installed(installed, "-c", code, cwd=tmp_path).splitlines()
+    assert Path(file).is_relative_to(installed)
+    assert version == f"amp_kernels {amp_kernels.__version__}"
 
 
 def test_info_says_why_nothing_was_compiled(installed: Path, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import itertools
 import re
 import subprocess
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -45,13 +46,19 @@ UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
 FORMULAS = {family: update.formula_of(family) for family in FAMILIES}
 formulas = pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
 
+
+def by_arch(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """Parameters that begin with an architecture; those of sm_90 are in `make test`."""
+    return [pytest.param(*row, marks=() if row[0] == 90 else pytest.mark.slow) for row in rows]
+
+
 # sm_90 for every combination, the others for the extremes.
 ARCHITECTURES = (75, 80, 100, 120)
 every_update = [(90, p, g) for p, g in itertools.product(CODES, CODES)]
 some_updates = [(arch, *dtypes) for arch in ARCHITECTURES for dtypes in (("fp32", "fp32"), ("bf16", "fp16"))]
 updates = pytest.mark.parametrize(
     ("arch", "param", "grad"),
-    every_update + some_updates,
+    by_arch(every_update + some_updates),
     ids=lambda v: f"sm_{v}" if isinstance(v, int) else v,
 )
 
@@ -163,7 +170,7 @@ flags = [(90, *f) for f in itertools.product([False, True], ["1", "scale", "1/sc
 flags += [(arch, write, "1/scale", True) for arch in ARCHITECTURES for write in (False, True)]
 
 
-@pytest.mark.parametrize(("arch", "write", "factor", "clear"), flags)
+@pytest.mark.parametrize(("arch", "write", "factor", "clear"), by_arch(flags))
 def test_unscale(arch: int, write: bool, factor: str, clear: bool, tmp_path: Path) -> None:
     constants: dict[str, object] = {"WRITE": write, "DIVIDE": factor == "1/scale", "CLEAR": clear}
     if factor == "1":
@@ -238,7 +245,9 @@ SIZES = {
     "tensor": (1, 1, 1, 1 << 26),
 }
 # sm_90 for every way through the kernels, the others for those that need most registers.
-everywhere = pytest.mark.parametrize("arch", (75, 80, 90, 100, 120), ids=lambda arch: f"sm_{arch}")
+everywhere = pytest.mark.parametrize(
+    "arch", by_arch([(75,), (80,), (90,), (100,), (120,)]), ids=lambda arch: f"sm_{arch}"
+)
 access = pytest.mark.parametrize("wide", [True, False], ids=["wide", "by_element"])
 sizes = pytest.mark.parametrize("size", SIZES.values(), ids=SIZES.keys())
 
@@ -275,7 +284,7 @@ def test_int8_quantize_with_extremes_from_elsewhere(tmp_path: Path) -> None:
         check_quantize(90, "bf16", source, plan, True, tmp_path)
 
 
-@pytest.mark.parametrize(("arch", "seed"), [(75, "fours"), (90, "fours"), (90, "each"), (120, "each")])
+@pytest.mark.parametrize(("arch", "seed"), by_arch([(75, "fours"), (90, "fours"), (90, "each"), (120, "each")]))
 def test_int8_stochastic_rounding(arch: int, seed: str, tmp_path: Path) -> None:
     source, plan = quantize_plans(SIZES["rows"], True)[0]
     check_exact(compile_quantize(arch, "fp16", source, plan, True, tmp_path, symmetric=True, seed=seed))
@@ -303,8 +312,10 @@ def test_int8_extremes(wide: bool, symmetric: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize("kernel", [_dequantize_kernel, _straight_through_kernel], ids=lambda k: k.__name__)
 @pytest.mark.parametrize(
     ("arch", "size", "wide"),
-    [(90, "rows", False), (90, "blocks", True), (90, "columns", True), (90, "columns", False)]
-    + [(arch, "rows", True) for arch in (75, 80, 90, 100, 120)],
+    by_arch(
+        [(90, "rows", False), (90, "blocks", True), (90, "columns", True), (90, "columns", False)]
+        + [(arch, "rows", True) for arch in (75, 80, 90, 100, 120)]
+    ),
 )
 def test_int8_elementwise(kernel: Any, arch: int, size: str, wide: bool, tmp_path: Path) -> None:
     options, constants = plan_options(int8_tiles.streaming_plan(SIZES[size], wide))
@@ -393,7 +404,7 @@ def test_int8_matmul_drives_wgmma(tmp_path: Path) -> None:
     assert "wgmma.mma_async" in compile_matmul(90, tiles, "int8", tmp_path).ptx
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", by_arch([(80,), (90,)]))
 @pytest.mark.parametrize("inner", [(2, 2), (1, 1), (1, 2)], ids=str)
 @pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
 def test_int8_matmul_layouts(arch: int, inner: tuple[int, int], zero_points: bool, tmp_path: Path) -> None:
@@ -402,7 +413,7 @@ def test_int8_matmul_layouts(arch: int, inner: tuple[int, int], zero_points: boo
     check_matmul(compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, inner=inner))
 
 
-@pytest.mark.parametrize("arch", [80, 90, 120])
+@pytest.mark.parametrize("arch", by_arch([(80,), (90,), (120,)]))
 @pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
 def test_int8_matmul_of_codes(arch: int, zero_points: bool, tmp_path: Path) -> None:
     tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, False, divmod(arch, 10))
@@ -424,7 +435,7 @@ linears += [
 ]
 
 
-@pytest.mark.parametrize(("arch", "dtype", "tiles", "wide"), linears, ids=str)
+@pytest.mark.parametrize(("arch", "dtype", "tiles", "wide"), by_arch(linears), ids=str)
 def test_int8_linear(arch: int, dtype: str, tiles: int8_matmul.Tiles, wide: bool, tmp_path: Path) -> None:
     compiled = compile_matmul(arch, tiles, dtype, tmp_path, wide=wide)
     assert compiled.registers_stack_local()[1:] == [0, 0]
@@ -535,7 +546,7 @@ def descriptor_tiles(arch: int) -> list[Tiles]:
 described = [(arch, tiles) for arch in (90, 100, 120) for tiles in descriptor_tiles(arch)]
 
 
-@pytest.mark.parametrize(("arch", "tiles"), described, ids=str)
+@pytest.mark.parametrize(("arch", "tiles"), by_arch(described), ids=str)
 @pytest.mark.parametrize("rich", [False, True], ids=["bias", "rich"])
 def test_matmul_by_descriptors(arch: int, tiles: Tiles, rich: bool, tmp_path: Path) -> None:
     compiled = compile_product(arch, matmul._descriptor_kernel, tiles, "bf16", tmp_path, rich=rich)
@@ -564,7 +575,7 @@ def pointer_tiles(arch: int) -> list[tuple[Tiles, bool]]:
 pointed = [(arch, *kind) for arch in (80, 90, 100, 120) for kind in pointer_tiles(arch)]
 
 
-@pytest.mark.parametrize(("arch", "tiles", "wide"), pointed, ids=str)
+@pytest.mark.parametrize(("arch", "tiles", "wide"), by_arch(pointed), ids=str)
 def test_matmul_by_pointers(arch: int, tiles: Tiles, wide: bool, tmp_path: Path) -> None:
     inner = (COLUMNS.value, ROWS.value) if wide else (NEITHER.value, NEITHER.value)
     compiled = compile_product(arch, matmul._matmul_kernel, tiles, "bf16", tmp_path, inner=inner, wide=wide)
@@ -572,12 +583,13 @@ def test_matmul_by_pointers(arch: int, tiles: Tiles, wide: bool, tmp_path: Path)
     assert ("cp.async.cg.shared.global" in compiled.ptx) == wide
 
 
+@pytest.mark.slow
 def test_matmul_on_turing(tmp_path: Path) -> None:
     for tiles, wide in pointer_tiles(75):
         check_product(compile_product(75, matmul._matmul_kernel, tiles, "fp16", tmp_path, wide=wide), "fp16")
 
 
-@pytest.mark.parametrize("arch", [80, 90])
+@pytest.mark.parametrize("arch", by_arch([(80,), (90,)]))
 @pytest.mark.parametrize("inner", LAYOUTS.values(), ids=LAYOUTS.keys())
 def test_matmul_by_pointers_of_layouts(arch: int, inner: tuple[int, int], tmp_path: Path) -> None:
     tiles = matmul._tiles(8192, 8192, 1, 8, 8, divmod(arch, 10))

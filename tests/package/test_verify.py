@@ -45,6 +45,7 @@ def test_what_cannot_run_says_why() -> None:
     assert run.stderr.startswith("verify: cuda cannot run here: ") and "there is no CUDA device" in run.stderr
 
 
+@pytest.mark.slow
 def test_operators_on_the_interpreter() -> None:
     """One that reads lists and one that writes them; harness/test_triton_interpret.py tries the kernels."""
     if reason := WHY_NOT["triton-interpret"]():

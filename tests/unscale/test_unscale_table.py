@@ -11,8 +11,7 @@ import pytest
 import torch
 from arena import Arena
 from cuda_on_cpu import backend as emulator
-from cuda_on_cpu.build import missing_headers
-from table_kernels import CHUNK, LARGE, SIZES, Launcher, address, cut, randn
+from table_kernels import CHUNK, LARGE, SIZES, Launcher, address, cut, randn, why_not_emulated
 from torch import Tensor
 
 from amp_kernels import testing
@@ -253,7 +252,7 @@ def test_same_bits_in_every_order(ordered_launcher: Launcher) -> None:
 
 
 # -------------------------------------------------------------------------------------------------------- shared cases
-@pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+@pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
 @pytest.mark.parametrize("case", list(chain(*testing.unscale.CASES.values())), ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case) -> None:
     assert all(result.passed for result in emulator.run(case))

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 import torch
 from cuda_on_cpu import backend as emulator
-from cuda_on_cpu.build import missing_headers
-from table_kernels import CHUNK, LARGE, SIZES, Launcher, address, cut, randn
+from table_kernels import CHUNK, LARGE, SIZES, Launcher, address, cut, randn, why_not_emulated
 from torch import Tensor
 
 from amp_kernels import testing
@@ -301,7 +300,7 @@ def test_weights_round_to_nearest_even(dtype: torch.dtype, launcher: Launcher) -
 
 
 # -------------------------------------------------------------------------------------------------------- shared cases
-@pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+@pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
 @pytest.mark.parametrize("case", list(chain(*testing.updates.CASES.values())), ids=lambda case: f"{case.op}-{case}")
 def test_shared_case(case: testing.Case) -> None:
     assert all(result.passed for result in emulator.run(case))
