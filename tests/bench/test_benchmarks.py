@@ -34,9 +34,8 @@ def common():
     return importlib.import_module(f"{PACKAGE}.common")
 
 
-@pytest.mark.parametrize(
-    "name", ["unscale", *(pytest.param(name, marks=pytest.mark.slow) for name in ("sgd", "rmsprop"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PEERS)
 def test_rows_of_a_small_run(name, tmp_path, common):
     options = ("--device", "cpu", "--max-elements", "1e4", "--seconds", "0.01", "--no-compile")
     run(f"bench_{name}", *options, "--out", tmp_path)

@@ -72,6 +72,7 @@ def test_an_interrupt_leaves_what_was_done(tmp_path):
     assert errors == ""
 
 
+@pytest.mark.slow
 def test_the_budget_cuts_the_steps(tmp_path):
     demo = start("--steps", 100_000, "--budget-seconds", 5, "--optimizer", "sgd", "--out", tmp_path)
     output, errors = demo.communicate(timeout=300)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 
 def rows_of(script, folder, *options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

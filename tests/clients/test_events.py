@@ -541,7 +541,7 @@ SETTINGS = settings(
 
 
 def test_events(device, backend):
-    @settings(SETTINGS, max_examples=250, derandomize=True)
+    @settings(SETTINGS, max_examples=200, derandomize=True)
     @given(PROGRAMS)
     def check(program: Program) -> None:
         run(program, backend, device)
