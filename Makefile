@@ -21,13 +21,14 @@ demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
 
 # Together they are all tests but those with trainers. In the order of the folders, which end with small tests; by
-# number of tests, as xdist would have it, the last minutes are one long test.
+# number of tests, as xdist would have it, the last minutes are one long test. One process more than CI has cores: they
+# often wait for another process to start.
 test: build $(VENV)/toolkit
-test-slow: PYTEST_ARGS += -m slow
+test-slow: SLOW := -m slow
 test-slow: build $(VENV)/toolkit
 test test-slow:
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
-	$(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder $(PYTEST_ARGS)
+	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(SLOW) $(PYTEST_ARGS)
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made

@@ -72,6 +72,7 @@ def test_info_says_why_nothing_was_compiled(installed: Path, tmp_path: Path) -> 
     assert "compiled kernels: nothing was compiled because AMP_KERNELS_BUILD=none was set; unset it" in printed
 
 
+@pytest.mark.slow
 def test_bench_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run_installed(installed, "-m", "amp_kernels", "bench", "overhead", cwd=tmp_path)
     (folder,) = (tmp_path / "amp_kernels-bench").iterdir()
