@@ -435,7 +435,11 @@ def test_linear_does_not_overflow_inside() -> None:
 # Rows and sums of these lengths are slow here, and in tests of their own above.
 @pytest.mark.parametrize(
     "case",
-    [case for case in chain(*testing.int8.CASES.values()) if case.name not in ("long_rows", "largest_sums")],
+    [
+        case
+        for case in backend.in_one_low_dtype(chain(*testing.int8.CASES.values()))
+        if case.name not in ("long_rows", "largest_sums")
+    ],
     ids=lambda case: f"{case.op}-{case}",
 )
 def test_shared_case(case: testing.Case) -> None:
