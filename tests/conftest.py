@@ -72,6 +72,11 @@ def pytest_sessionstart() -> None:
             raise pytest.UsageError(f"AMP_KERNELS_EXPECT names {name}, but {reason}")
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first, so that no process is idle while another has one of them left at the end."""
+    items.sort(key=lambda item: item.path.parent.name not in ("package", "harness"))
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     report = yield
