@@ -50,7 +50,7 @@ TILES = {
         *(f"{dtype}-{tile}_in_splits" for tile in ("medium", "large") for dtype in ("fp16", "bf16")),
     ),
     "addmm": ("bf16-nothing_to_sum", "fp16-batched"),
-    "linear": ("fp16-None_65x130x127", "bf16-relu_65x130x127", "fp16-gelu_33x40x48", "bf16-gelu_tanh_17x23x31"),
+    "linear": ("fp16-None_65x130x127", "bf16-relu_65x130x127", "fp16-gelu_33x40x48", "bf16-gelu_tanh_17x23x23"),
 }  # fmt: skip
 
 

@@ -53,7 +53,7 @@ class Step:
         second: Mapping[str, Any] | None = None,
         steps: int = 3,
         without_grad: tuple[int, ...] = (),
-        chunk: int = CHUNK,
+        chunk: int = 2 * CHUNK,  # of a shorter one the CUDA kernel makes no wide access
         first_chunk: int = 0,
         offset: int = 0,
     ) -> None:
@@ -191,7 +191,7 @@ def test_groups_of_different_options(family: str, ordered_launcher: Launcher) ->
 
 @families
 def test_more_chunks_than_blocks(family: str, ordered_launcher: Launcher) -> None:
-    Step(ordered_launcher, family, None, (LARGE,), FP16, FP16, chunk=2 * CHUNK).run().check()
+    Step(ordered_launcher, family, None, (LARGE,), FP16, FP16).run().check()
 
 
 @pytest.mark.parametrize("dtypes", [(FP32, FP32), (FP16, BF16)], ids=["fp32", "16-bit"])
