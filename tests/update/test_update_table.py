@@ -220,14 +220,14 @@ def test_tensors_without_a_gradient(family: str, ordered_launcher: Launcher) -> 
 @families
 def test_a_late_gradient_finds_its_first_step(family: str, launcher: Launcher) -> None:
     """Whatever the other tensors have done before: the counts are those of each chunk."""
-    step = Step(launcher, family, None, (CHUNK + 1, 2 * CHUNK + 1), BF16, steps=0)
+    step = Step(launcher, family, None, (2 * CHUNK + 1, 4 * CHUNK + 1), BF16, steps=0)
     late, step.grads[0] = step.grads[0], None
     step.run().check()
     step.run()
     step.grads[0] = late
     step.run()
     assert step.steps.tolist() == [1, 1, 3, 3, 3]
-    expected = Step(launcher, family, None, (CHUNK + 1, 2 * CHUNK + 1), BF16, steps=0).run()
+    expected = Step(launcher, family, None, (2 * CHUNK + 1, 4 * CHUNK + 1), BF16, steps=0).run()
     assert torch.equal(step.masters[0], expected.masters[0])
 
 
