@@ -127,6 +127,14 @@ def test_fakes_of_the_norm_have_its_dtype_and_shape() -> None:
     assert norm.dtype == torch.float32 and norm.shape == ()
 
 
+def test_a_forced_backend_leaves_fakes_alone() -> None:
+    """They have no memory that a backend could serve, or not."""
+    with torch._subclasses.FakeTensorMode(), amp_kernels.use_backend("cpu"):
+        norm = amp_kernels.grad_norm([torch.empty(5, device="cuda")])
+        codes = amp_kernels.quantize_int8(torch.empty(4, 8, device="cuda")).values
+    assert norm.device.type == codes.device.type == "cuda"
+
+
 def test_fakes_check_arguments() -> None:
     with (
         torch._subclasses.FakeTensorMode(),
