@@ -20,9 +20,9 @@ CLIENTS := $(VENV)/clients
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
 
-# Together they are all tests but those with trainers. In the order of the folders, which end with small tests; by
-# number of tests, as xdist would have it, the last minutes are one long test. One process more than CI has cores: they
-# often wait for another process to start.
+# Together these two are all tests but those with trainers. Three processes on CI's two cores, since a test often waits
+# for a process that it started. xdist would begin with the files of most tests and leave one long test to the end; the
+# order of tests/conftest.py begins with the longest files.
 test: build $(VENV)/toolkit
 test-slow: SLOW := -m slow
 test-slow: build $(VENV)/toolkit

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-# `make test` has as many processes as there are cores, each with as many threads: one that waits by spinning takes the
-# time of one that works. Read when torch is imported.
+# Each process of `make test` has a thread for every core: a thread that waits by spinning takes the time of one that
+# works. OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 import torch

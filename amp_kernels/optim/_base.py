@@ -49,8 +49,8 @@ class OverflowLog:
 class Verdict(NamedTuple):
     """What a gradient pass under a scaler found, for the step that it is for.
 
-    plans: those that it read, from which the step may go on, since nothing runs in between (planning a small step twice
-        would take a quarter longer); None if step hooks may change gradients.
+    plans: those that the pass read. The step goes on from them, since nothing runs in between; to look for changes
+        again would take a small step 20 us. None if step hooks may change gradients.
     """
 
     grad_scale: Tensor | None  # by which the update divides; None once gradients are unscaled
@@ -67,10 +67,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     _plans: list[Plan] | None = None
     _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
-    # What a scaler says of the step under way: torch's sets these two on the optimizer, ours gives `_step_under` both.
+    # The verdict on the step under way: torch's scaler sets the first two, `_step_under` all three.
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _checked: list[Plan] | None = None  # `Verdict.plans` of that step
+    _checked: list[Plan] | None = None
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
         """Called by the constructors once torch's has checked its arguments."""
@@ -212,7 +212,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         they skip together, or weights part ways."""
         meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
         if not flags and meshes:
-            flags = [torch.zeros((), device=meshes[0].device_type)]
+            flags = [torch.zeros((), dtype=torch.float32, device=meshes[0].device_type)]
         if not flags:
             return None
         found_inf = flags[0]

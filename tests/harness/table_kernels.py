@@ -65,7 +65,7 @@ def launchers() -> list[Launcher]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return [Launcher("triton")]
     found = [Launcher("cpu")] if backend_reasons("cpu")["cpu"] is None else []
-    if missing_headers() is None:
+    if why_not_emulated() is None:
         found += [Launcher("cuda", order=order) for order in ORDERS]
     if torch.cuda.is_available():
         reasons = backend_reasons("cuda")
