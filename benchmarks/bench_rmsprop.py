@@ -38,7 +38,7 @@ FAMILY = Family(
     traffic={
         torch.float16: (
             22,
-            "22 bytes a parameter: 2 check + 2 gradient + 8 master + 8 square avg + 2 weight",
+            "20 bytes a parameter: 2 check + 2 gradient + 4 weight + 4 remainder + 8 square avg",
         ),
         torch.float32: (24, "24 bytes a parameter: 4 check + 4 gradient + 8 weight + 8 square avg"),
     },

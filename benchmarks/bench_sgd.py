@@ -35,7 +35,7 @@ FAMILY = Family(
     variants=("fused", "foreach"),
     update=update,
     traffic={
-        torch.float16: (22, "22 bytes a parameter: 2 check + 2 gradient + 8 master + 8 momentum + 2 weight"),
+        torch.float16: (20, "20 bytes a parameter: 2 check + 2 gradient + 4 weight + 4 remainder + 8 momentum"),
         torch.float32: (24, "24 bytes a parameter: 4 check + 4 gradient + 8 weight + 8 momentum"),
     },
     flashoptim="FlashSGD",

@@ -173,7 +173,7 @@ def fused_by_us(model: Model, kind: str) -> Step:
     low = params if model.dtype != torch.float32 else ()
 
     def weights() -> list[Tensor]:
-        return [optimizer.state[p]["master"] for p in params] if low else params
+        return [optimizer.master(p) for p in params] if low else params
 
     return Step(user_step(optimizer, scaler), params, weights, low, scaler)
 

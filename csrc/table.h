@@ -14,7 +14,9 @@
 
 namespace amp_kernels {
 
-enum Row { kNumel, kGrad, kGradDtype, kGroup, kParam, kMaster, kState };  // kState + i is the i-th state
+// kMaster: of a 16-bit parameter an fp32 master, or the remainder of one (formulas/remainder.h). kState + i is the i-th
+// state.
+enum Row { kNumel, kGrad, kGradDtype, kGroup, kParam, kMaster, kState };
 
 enum Dtype { kFloat, kHalf, kBFloat16 };
 
@@ -80,6 +82,7 @@ struct Update {
   const float* grad_norm;
   float max_norm;
   Dtype param_dtype;
+  bool split;  // whether the masters of 16-bit parameters are remainders
   Dtype grad_dtype;
 };
 

@@ -25,6 +25,7 @@ HYPER_COLUMNS = tl.constexpr(table.HYPER_COLUMNS)
 FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
 FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
 BF16 = tl.constexpr(DTYPE_CODES[torch.bfloat16])
+INT16 = tl.constexpr(len(DTYPE_CODES))
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -84,18 +85,24 @@ def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Elements as fp32; 0 where the mask is off."""
+    """Elements as fp32, of INT16 as int32; 0 where the mask is off."""
     x = tl.load(element_pointers(address, offsets, DTYPE, VEC), mask=mask, other=0)
-    if DTYPE == BF16:
-        return (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
-    return x.to(tl.float32)
+    if DTYPE == INT16:
+        x = x.to(tl.int32)
+    elif DTYPE == BF16:
+        x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit
 def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Store fp32 values, rounded to nearest even."""
+    """Store fp32 values, rounded to nearest even, or int32 values as INT16."""
     if DTYPE == FP32:
         y = x
+    elif DTYPE == INT16:
+        y = x.to(tl.int16)
     elif DTYPE == FP16:
         y = x.to(tl.float16)
     elif _INTERPRETED:
@@ -103,6 +110,17 @@ def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.const
     else:
         y = x.to(tl.bfloat16).to(tl.int16, bitcast=True)
     tl.store(element_pointers(address, offsets, DTYPE, VEC), y, mask=mask)
+
+
+@triton.jit
+def rounded(x, DTYPE: tl.constexpr):
+    """fp32 values rounded to FP16 or BF16, in fp32."""
+    if DTYPE == FP16:
+        return x.to(tl.float16).to(tl.float32)
+    elif _INTERPRETED:
+        return (_bf16_bits(x).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.bfloat16).to(tl.float32)
 
 
 @triton.jit

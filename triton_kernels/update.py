@@ -13,9 +13,9 @@ csrc/formulas, in the file of the family's name (sgd.py, rmsprop.py):
     factor    fp32 scalar: factor * g is the unscaled, clipped gradient
     step      int32 scalar: updates applied so far, 0 at the first
 
-Bytes per element: 8 for the fp32 parameter and for each state, read and written; 4 or 2 for the gradient, read; 2 for a
-16-bit weight, written. SGD with momentum moves 20, with 16-bit weights and gradients or without; centered RMSprop with
-momentum 36.
+Bytes per element, read and written: 8 for the parameter, in fp32 or as weight and remainder (remainder.py; with an fp32
+master beside the weight 10), and 8 for each state; 4 or 2 for the gradient, read. SGD with momentum moves 20 for fp32
+parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum 36 and 34.
 
 One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours:
 
@@ -41,6 +41,7 @@ from .common import (
     GRAD,
     GROUP,
     HYPER_COLUMNS,
+    INT16,
     MASTER,
     PARAM,
     STATE,
@@ -52,6 +53,7 @@ from .common import (
     store_elements,
     table_entry,
 )
+from .remainder import join, split
 
 # Four neighbours a thread are 16 bytes of fp32, side by side in a warp, and 8 bytes of a 16-bit array. With eight,
 # each fp32 access of a warp would skip every other 16 bytes, and most bytes of an update are fp32.
@@ -111,6 +113,7 @@ def _update_chunk(
     N_STATES: tl.constexpr,
     N_OPTIONAL: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
+    MASTER_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
 ):
@@ -127,14 +130,20 @@ def _update_chunk(
         offsets = i + tl.arange(0, TILE)
         mask = offsets < n
         g = load_elements(grad, offsets, mask, GRAD_DTYPE, VEC)
-        p = load_elements(master, offsets, mask, FP32, VEC)
+        p = load_elements(master, offsets, mask, MASTER_DTYPE, VEC)
+        if MASTER_DTYPE == INT16:
+            p = join(load_elements(param, offsets, mask, PARAM_DTYPE, VEC), p, PARAM_DTYPE)
         state = ()
         for k in tl.static_range(N_STATES):
             state = state + (load_elements(states[k], offsets, offsets < ends[k], FP32, VEC),)
         p, state = FORMULA(p, g, state, has, hyper, lr, factor, step)
         for k in tl.static_range(N_STATES):
             store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
-        store_elements(master, offsets, p, mask, FP32, VEC)
+        if MASTER_DTYPE == INT16:
+            p, remainder = split(p, PARAM_DTYPE)
+            store_elements(master, offsets, remainder, mask, INT16, VEC)
+        else:
+            store_elements(master, offsets, p, mask, FP32, VEC)
         if PARAM_DTYPE != FP32:
             store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
 
@@ -156,6 +165,7 @@ def _update_kernel(
     N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
     N_OPTIONAL: tl.constexpr,  # how many of the last ones a tensor may lack
     PARAM_DTYPE: tl.constexpr,
+    MASTER_DTYPE: tl.constexpr,  # INT16 for remainders
     GRAD_DTYPE: tl.constexpr,
 ):
     # Backwards: the gradient pass went forwards, so the last gradients it read may still be in L2.
@@ -166,15 +176,15 @@ def _update_kernel(
         param = chunk_address(table_ptr, n_tensors, PARAM, tensor, begin, PARAM_DTYPE)
         master = param
         if PARAM_DTYPE != FP32:
-            master = chunk_address(table_ptr, n_tensors, MASTER, tensor, begin, FP32)
+            master = chunk_address(table_ptr, n_tensors, MASTER, tensor, begin, MASTER_DTYPE)
         states = ()
-        fp32 = master
+        fp32 = tl.zeros((), tl.int64)
         for k in tl.static_range(N_STATES):
             state = chunk_address(table_ptr, n_tensors, STATE + k, tensor, begin, FP32)
             states = states + (state,)
             fp32 = fp32 | state
         aligned = is_aligned(grad, GRAD_DTYPE, _VEC) & is_aligned(param, PARAM_DTYPE, _VEC)
-        aligned = aligned & is_aligned(fp32, FP32, _VEC) & (n % _VEC == 0)
+        aligned = aligned & is_aligned(master, MASTER_DTYPE, _VEC) & is_aligned(fp32, FP32, _VEC) & (n % _VEC == 0)
 
         group = table_entry(table_ptr, n_tensors, GROUP, tensor)
         hyper = _hyper_parameters(hyper_ptr, group)
@@ -196,6 +206,7 @@ def _update_kernel(
                 N_STATES,
                 N_OPTIONAL,
                 PARAM_DTYPE,
+                MASTER_DTYPE,
                 GRAD_DTYPE,
                 _VEC,
             )
@@ -214,6 +225,7 @@ def _update_kernel(
                 N_STATES,
                 N_OPTIONAL,
                 PARAM_DTYPE,
+                MASTER_DTYPE,
                 GRAD_DTYPE,
                 1,
             )
@@ -237,6 +249,7 @@ def _update_table_(
     hyper: torch.Tensor,
     lr: torch.Tensor,
     param_dtype: int,
+    split: bool,
     grad_dtype: int,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
@@ -258,6 +271,7 @@ def _update_table_(
         grad_norm,
         max_norm,
         PARAM_DTYPE=param_dtype,
+        MASTER_DTYPE=INT16.value if split and param_dtype != FP32.value else FP32.value,
         GRAD_DTYPE=grad_dtype,
         **formula_of(family),
         num_warps=_WARPS,

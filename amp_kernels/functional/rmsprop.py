@@ -27,7 +27,7 @@ def rmsprop_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One RMSprop step on lists, in the manner of ``torch._fused_sgd_``, with fp32 masters for 16-bit parameters.
+    """One RMSprop step on lists, in the manner of ``torch._fused_sgd_``, with masters for 16-bit parameters.
 
     Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013). Where rounding makes the centered variance
     negative it counts as 0; torch gets NaN there.

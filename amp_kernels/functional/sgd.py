@@ -26,9 +26,9 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One SGD step on lists, in the manner of ``torch._fused_sgd_``, with fp32 masters for 16-bit parameters.
+    """One SGD step on lists, in the manner of ``torch._fused_sgd_``, with masters for 16-bit parameters.
 
-    All arithmetic is fp32; a 16-bit parameter becomes exactly ``master.to(dtype)``. Gradients are never written.
+    All arithmetic is fp32; a 16-bit parameter becomes its master rounded to nearest even. Gradients are never written.
     Formula: `torch.optim.SGD` (Sutskever et al. 2013).
 
     Args:
@@ -36,7 +36,8 @@ def sgd_(
         grads: one for each parameter, of its shape, in any of those dtypes.
         momentum_buffers: one fp32 tensor for each parameter; empty or ignored when `momentum` is 0. Not read in the
             first step.
-        masters: one fp32 tensor for each 16-bit parameter, in their order.
+        masters: one tensor for each 16-bit parameter, in their order: fp32 masters, or int16 remainders, which with the
+            parameter make one (`FusedSGD.master`); zeros begin at the parameter itself.
         lr: a float, or one fp32 element on the parameters' device, which is read there.
         is_first_step: the momentum buffer becomes the gradient, whatever the dampening.
         grad_scale: one fp32 element by which the gradients are divided.

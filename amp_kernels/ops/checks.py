@@ -10,7 +10,10 @@ from torch.nn import Parameter
 
 from .table import DTYPE_CODES, shares_memory
 
-_DTYPES = "float32, float16 or bfloat16"
+
+def _named(dtypes: Iterable[torch.dtype]) -> str:
+    *names, last = (str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return f"{', '.join(names)} or {last}" if names else last
 
 
 def check_are_tensors(op: str, **arguments: object) -> None:
@@ -28,7 +31,7 @@ def check_are_tensors_or_none(op: str, **arguments: object) -> None:
 
 def check_dtype(op: str, name: str, dtype: object) -> None:
     if not isinstance(dtype, torch.dtype):
-        raise TypeError(f"{op}: {name} must be {_DTYPES}, got {dtype!r}; pass a torch.dtype")
+        raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}; pass a torch.dtype")
 
 
 def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -45,13 +48,13 @@ def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
     return result
 
 
-def check_tensors(op: str, name: str, tensors: Sequence[Tensor]) -> None:
-    """Strided fp32, fp16 or bf16 tensors, all on one device."""
+def check_tensors(op: str, name: str, tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype] = DTYPE_CODES) -> None:
+    """Strided tensors of these dtypes, by default fp32, fp16 or bf16, all on one device."""
     for i, tensor in enumerate(as_list(op, name, tensors)):
         if tensor.layout is not torch.strided:
             raise ValueError(f"{op}: {name}[{i}] must be a dense tensor, got {tensor.layout}; call to_dense() first")
-        if tensor.dtype not in DTYPE_CODES:
-            raise TypeError(f"{op}: {name}[{i}] must be {_DTYPES}, got {tensor.dtype}")
+        if tensor.dtype not in dtypes:
+            raise TypeError(f"{op}: {name}[{i}] must be {_named(dtypes)}, got {tensor.dtype}")
         if tensor.device != tensors[0].device:
             raise ValueError(f"{op}: {name}[{i}] must be on {tensors[0].device} as {name}[0] is, got {tensor.device}")
 
@@ -97,14 +100,13 @@ def check_same_shapes(op: str, name: str, tensors: Sequence[Tensor], params: Seq
             raise ValueError(f"{op}: {name}[{i}] must be on {param.device} with its parameter, got {tensor.device}")
 
 
-def check_states(op: str, name: str, states: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """fp32 optimizer state, one tensor for each parameter."""
-    check_tensors(op, name, states)
+def check_states(
+    op: str, name: str, states: Sequence[Tensor], params: Sequence[Tensor], dtypes: Sequence[torch.dtype]
+) -> None:
+    """What is kept of each parameter."""
+    check_tensors(op, name, states, dtypes)
     check_same_shapes(op, name, states, params)
     check_written(op, name, states)
-    for i, state in enumerate(states):
-        if state.dtype is not torch.float32:
-            raise TypeError(f"{op}: {name}[{i}] must be float32, got {state.dtype}; state is kept in float32")
 
 
 def check_pass(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool) -> None:
@@ -134,14 +136,14 @@ def check_update(
     check_tensors(op, "grads", grads)
     check_same_shapes(op, "grads", grads, params)
     for name, tensors in states.items():
-        check_states(op, name, tensors, params)
+        check_states(op, name, tensors, params, [torch.float32])
     low = [p for p in params if p.dtype is not torch.float32]
     if len(masters) != len(low):
         raise ValueError(
-            f"{op}: masters must hold one float32 tensor for each of the {len(low)} 16-bit params, in their order, "
-            f"got {len(masters)}"
+            f"{op}: masters must hold one float32 or int16 tensor for each of the {len(low)} 16-bit params, in their "
+            f"order, got {len(masters)}"
         )
-    check_states(op, "masters", masters, low)
+    check_states(op, "masters", masters, low, [torch.float32, torch.int16])
     for name, scalar in scalars.items():
         check_scalar(op, name, scalar, params[0].device)
 
@@ -163,5 +165,4 @@ def check_values(op: str, name: str, x: Tensor, dtypes: Iterable[torch.dtype]) -
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")
     if x.dtype not in dtypes:
-        names = " or ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
-        raise TypeError(f"{op}: {name} must be {names}, got {x.dtype}")
+        raise TypeError(f"{op}: {name} must be {_named(dtypes)}, got {x.dtype}")

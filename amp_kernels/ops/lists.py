@@ -111,7 +111,7 @@ def update(ops: Kernels, *arguments: Any) -> None:
         if given.tensor_lr is None
         else given.tensor_lr
     )
-    for codes, chunks in _by_dtypes(dense_params, dense_grads):
+    for codes, chunks in _by_dtypes(dense_params, dense_masters, dense_grads):
         entries = send(ops, chunks.entries, device)
         ops._update_table_(
             given.family,
@@ -150,8 +150,14 @@ def _update_table(
     return table
 
 
-def _by_dtypes(params: Sequence[Tensor], grads: Sequence[Tensor]) -> Iterator[tuple[tuple[int, int], Chunks]]:
-    codes = [(DTYPE_CODES[p.dtype], DTYPE_CODES[g.dtype]) for p, g in zip(params, grads, strict=True)]
+def _by_dtypes(
+    params: Sequence[Tensor], masters: Sequence[Tensor], grads: Sequence[Tensor]
+) -> Iterator[tuple[tuple[int, bool, int], Chunks]]:
+    splits = (m.dtype is torch.int16 for m in masters)
+    codes = [
+        (DTYPE_CODES[p.dtype], p.dtype is not torch.float32 and next(splits), DTYPE_CODES[g.dtype])
+        for p, g in zip(params, grads, strict=True)
+    ]
     numels = tuple(p.numel() for p in params)
     for code in sorted(set(codes)):
         yield code, _cut(numels, tuple(i for i, c in enumerate(codes) if c == code))

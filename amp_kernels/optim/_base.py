@@ -20,12 +20,13 @@ from ..families import FAMILIES, Family
 from ..functional.unscale import moved, total_norm
 from ..ops.checks import why_not_loaded
 from ..ops.table import DTYPE_CODES, is_dense, same_layout, shares_memory
+from ..reference._master import join, split
 from ._observe import has_memory, is_held, kind, local
 from ._plan import Hyper, Member, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
 from ._state import States
 
-_STATES = {"master"}.union(*(family.states for family in FAMILIES.values()))
+_STATES = {"master"}.union(*(family.states for family in FAMILIES.values()))  # of a parameter, in a state dict
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
@@ -113,6 +114,31 @@ class FusedOptimizer(torch.optim.Optimizer):
         """A copy of the norm that the last step or scaler took, before clipping: 0-dim fp32 on the device, for DTensors
         of this rank's shards; None before."""
         return None if self._norm is None else self._norm.clone()
+
+    @torch.compiler.disable
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def master(self, param: Tensor) -> Tensor:
+        """The fp32 value of a parameter of any dtype, which a step updates: a copy, for a DTensor one too.
+
+        A 16-bit weight is its master rounded to nearest even; the rest of the master is ``state[param]["remainder"]``.
+        It holds every bit of the master, but for two cases:
+
+        - bf16: of the two ties that round to an even weight, the one farther from 0 is moved by one unit in its last
+          place.
+        - fp16: below 2^-16 a master is kept to within 2^-40; one that rounds to more than 65504 is infinite.
+
+        After a write to the weight it is within half a unit in the last place of the weight.
+
+        Raises:
+            ValueError: `param` is not one of the optimizer's parameters.
+        """
+        name = next((name for name, _, p in self._named_parameters() if p is param), None)
+        if name is None:
+            raise ValueError(
+                f"{type(self).__name__}.master: param must be one of the optimizer's parameters, got {kind(param)}"
+            )
+        return self._master(name, param)
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -321,8 +347,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         target = _dense(local(param))
         names = self._state_names(self.param_groups[index])
         states = tuple(None if n is None else local(state[n]) for n in names)
-        master = local(state["master"]) if "master" in state else None
-        return Member(param, name, index, target, master, states, state, None)
+        remainder = local(state["remainder"]) if "remainder" in state else None
+        return Member(param, name, index, target, remainder, states, state)
 
     def _apart(self, members: list[Member]) -> list[Member]:
         """`members`, if what a step writes shares no memory; those without a gradient may, and are idle then."""
@@ -343,8 +369,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         written: list[tuple[str, Tensor]] = []
         for member in (m for m in members if m.states is not None):
             written.append((member.name, local(member.param)))
-            names = ("master", *self._state_names(self.param_groups[member.group]))
-            for name, tensor in zip(names, (member.master, *(member.states or ())), strict=True):
+            names = ("remainder", *self._state_names(self.param_groups[member.group]))
+            for name, tensor in zip(names, (member.remainder, *(member.states or ())), strict=True):
                 if tensor is not None:
                     written.append((f"{name} of {member.name}", tensor))
         position = shares_memory([tensor for _, tensor in written])
@@ -373,17 +399,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._build_plans()
         self._refresh(self._plans or (), writes=False)
 
-    @torch.compiler.disable
-    @torch.no_grad()
     def reload_masters(self) -> None:
-        """Makes fp32 masters follow 16-bit parameters that were written through ``.data``, which no counter shows.
-
-        Other writes (``load_state_dict``, an EMA swap, pruning, a new ``.data``) are noticed by `step` itself. Where a
-        parameter is what its master rounds to, the master keeps its extra bits.
-        """
-        for plan in self._plans or ():
-            for member in plan.members:
-                member.reload_master()
+        """Does nothing: masters follow their weights by themselves. Kept for two releases, for loops that call it."""
 
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
@@ -397,29 +414,44 @@ class FusedOptimizer(torch.optim.Optimizer):
         first = self._set_at_first_step
         if first in state and first not in names and int(state["step"]) == 0:
             del state[first]  # no step has set it; once it is asked for again, the first one has to
+        master = state.pop("master", None)  # of an earlier release, or of a state dict
         if param.dtype is torch.float32:
-            state.pop("master", None)
+            state.pop("remainder", None)
         else:
-            names.append("master")
+            names.append("remainder")
+        if "remainder" in names and master is not None:
+            self._check_state(name, "master", param, master)
+            state["remainder"] = _remainder(param, master)
         for key in names:
             if state.get(key) is None:
-                state[key] = param.detach().float() if key == "master" else _zeros_like(param)
+                state[key] = _zeros_like(param, _dtype_of(key))
                 if key == self._set_at_first_step:
                     state["step"] = none_yet
-            elif not (
-                has_memory(state[key]) and state[key].is_floating_point() and shares_memory([local(state[key])]) is None
-            ):
-                raise TypeError(
-                    f"{type(self).__name__}: {key} of {name} must be a tensor of floats with memory for each, "
-                    f"got {kind(state[key])}; delete optimizer.state[parameter] to start it anew"
-                )
-            elif state[key].shape != param.shape:
-                raise RuntimeError(
-                    f"{type(self).__name__}: {name} must keep its shape {tuple(state[key].shape)}, got "
-                    f"{tuple(param.shape)}; delete optimizer.state[parameter] to start it anew"
-                )
-            if not _is_laid_out(local(state[key]), target):  # model.to(): a device or a memory format
-                state[key] = _zeros_like(param).copy_(state[key])
+            self._check_state(name, key, param, state[key])
+            if not _is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device or a memory format
+                state[key] = _zeros_like(param, _dtype_of(key)).copy_(state[key])
+
+    def _master(self, name: str, param: Tensor) -> Tensor:
+        master, state = _zeros_like(param), self.state.get(param, {})
+        if param.dtype is torch.float32 or "remainder" not in state:
+            return master.copy_(state.get("master", param))
+        self._check_state(name, "remainder", param, state["remainder"])
+        local(master).copy_(join(local(param), local(state["remainder"]).to(param.device)))
+        return master
+
+    def _check_state(self, name: str, key: str, param: Tensor, state: Tensor) -> None:
+        is_number = state.dtype is torch.int16 if key == "remainder" else state.is_floating_point()
+        if not (has_memory(state) and is_number and shares_memory([local(state)]) is None):
+            what = "int16 numbers" if key == "remainder" else "floats"
+            raise TypeError(
+                f"{type(self).__name__}: {key} of {name} must be a tensor of {what} with memory for each, got "
+                f"{kind(state)}; delete optimizer.state[parameter] to start it anew"
+            )
+        if state.shape != param.shape:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, got {tuple(param.shape)}; "
+                "delete optimizer.state[parameter] to start it anew"
+            )
 
     def _check_parameter(self, name: str, param: Tensor) -> None:
         if param.dtype not in DTYPE_CODES:
@@ -443,18 +475,38 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with fp32 masters and states as they are, and ``step`` as torch keeps it. Waits for the device.
+        """As torch's, with fp32 masters, states as they are, and ``step`` as torch keeps it. Waits for the device.
 
         Without 16-bit parameters the matching torch optimizer loads it, which passes over the number of the format.
         """
         for _, _, param in self._named_parameters():
-            if param.dtype is torch.float32 and "master" in self.state.get(param, ()):
-                del self.state[param]["master"]  # of before it became fp32
-        handle = self.register_state_dict_post_hook(_export, prepend=True)  # before the user's
+            if param.dtype is torch.float32 and "remainder" in self.state.get(param, ()):
+                del self.state[param]["remainder"]  # of before it became fp32
+        handle = self.register_state_dict_post_hook(self._export, prepend=True)  # before the user's
         try:
             return super().state_dict()
         finally:
             handle.remove()
+
+    @staticmethod
+    @torch.no_grad()
+    def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """State as torch keeps it: `step` an fp32 tensor of the CPU, masters in fp32; before the first update no state
+        but the master."""
+        assert isinstance(optimizer, FusedOptimizer)
+        state_dict["format"] = FusedOptimizer._format
+        keys = (key for group in state_dict["param_groups"] for key in group["params"])
+        params = {key: (name, p) for key, (name, _, p) in zip(keys, optimizer._named_parameters(), strict=True)}
+        for key, state in state_dict["state"].items():
+            if not isinstance(state, dict):
+                continue
+            ours: dict[str, Tensor | None] = {}
+            if "remainder" in state:
+                ours = {"remainder": None, "master": optimizer._master(*params[key])}
+            if "step" in state:
+                step = state["step"].to("cpu", torch.float32)
+                ours |= {"step": step} if step > 0 else dict.fromkeys({"step", *_STATES} - {"master"})
+            state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -512,9 +564,10 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _load_parameter_state(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
         self.state.pop(param, None)
+        self.state[param] = {"master": saved.get("master")}
         self._fit_state(name, param, group)
         state = self.state[param]
-        for key in _STATES - ({"master"} if param.dtype is torch.float32 else set()):
+        for key in _STATES - {"master"}:
             if saved.get(key) is not None:
                 if key not in state:  # the options do without it now, but may ask for it again
                     state[key] = _zeros_like(param)
@@ -565,11 +618,22 @@ def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
 
 def _idle(param: Tensor, name: str, index: int) -> Member:
     device = "cpu" if param.is_meta else param.device
-    return Member(param, name, index, torch.empty(0, device=device), None, None, {}, None)
+    return Member(param, name, index, torch.empty(0, device=device), None, None, {})
 
 
-def _zeros_like(param: Tensor) -> Tensor:
-    return torch.zeros_like(param, dtype=torch.float32, requires_grad=False)
+def _dtype_of(key: str) -> torch.dtype:
+    return torch.int16 if key == "remainder" else torch.float32
+
+
+def _zeros_like(param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+
+def _remainder(param: Tensor, master: Tensor) -> Tensor:
+    fp32 = _zeros_like(param).copy_(master)
+    remainder = _zeros_like(param, torch.int16)
+    local(remainder).copy_(split(local(fp32), param.dtype)[1])
+    return remainder
 
 
 def _dense(plain: Tensor) -> Tensor:
@@ -577,22 +641,9 @@ def _dense(plain: Tensor) -> Tensor:
     return plain if is_dense(plain) and not plain.is_neg() else torch.empty_like(plain)
 
 
-def _is_laid_out(state: Tensor, target: Tensor) -> bool:
-    is_usable = state.dtype is torch.float32 and is_held(state) and not state.is_inference()
+def _is_laid_out(state: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
+    is_usable = state.dtype is dtype and is_held(state) and not state.is_inference()
     return is_usable and state.device == target.device and same_layout(state, target)
-
-
-def _export(_: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-    """State as torch keeps it: `step` an fp32 tensor of the CPU; before the first update no state but the master."""
-    state_dict["format"] = FusedOptimizer._format
-    for key, state in state_dict["state"].items():
-        if not isinstance(state, dict):
-            continue
-        ours: dict[str, Tensor | None] = {}
-        if "step" in state:
-            step = state["step"].to("cpu", torch.float32)
-            ours = {"step": step} if step > 0 else dict.fromkeys({"step", *_STATES} - {"master"})
-        state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
 
 
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:

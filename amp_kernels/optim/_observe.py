@@ -1,5 +1,5 @@
 """What a step has to know of tensors that anybody may have changed since the last one: where they lie, how they are
-laid out, whether they were written, and where the gradients are."""
+laid out, and where the gradients are."""
 
 from __future__ import annotations
 
@@ -27,9 +27,8 @@ class Seen(IntEnum):
 
     ADDRESS = 0
     LAYOUT = 1  # a number for its dtype, shape and strides; UNREADABLE if kernels cannot walk it
-    VERSION = 2  # where asked for
-    GRAD = 3  # its address; 0 if kernels cannot read it
-    GRAD_LAYOUT = 4  # as LAYOUT; or NO_GRADIENT, UNREADABLE
+    GRAD = 2  # its address; 0 if kernels cannot read it
+    GRAD_LAYOUT = 3  # as LAYOUT; or NO_GRADIENT, UNREADABLE
 
 
 PLACE = 2  # the rows of a state
@@ -139,7 +138,6 @@ def observe(
     places: Tensor,
     *,
     plain: bool,
-    versions: bool,
     writes: bool = False,
 ) -> None:
     """Looks at parameters and their gradients, and at states.
@@ -149,26 +147,24 @@ def observe(
 
     Args:
         written: memory where gradients may not lie.
-        seen: int64 [5, number of parameters], see `Seen`.
+        seen: int64 [4, number of parameters], see `Seen`.
         places: int64 [2, number of states].
         plain: whether all parameters and states were tensors of no subclass when the plan was built (`are_plain`).
-        versions: whether to look at versions.
         writes: whether gradients will be written, which ends their sharing of memory with lazy clones; parameters
             always do.
     """
     compiled = _compiled_sweep() if plain else None
     if compiled is None:
-        seen.copy_(int64_tensor(_sweep(params, written, versions)).view(len(params), len(Seen)).T)
+        seen.copy_(int64_tensor(_sweep(params, written)).view(len(params), len(Seen)).T)
         places.copy_(int64_tensor(x for state in states for x in _place(state)).view(len(states), PLACE).T)
     else:
         spans = (written.starts.buffer_info()[0], *written.ends.buffer_info())
-        compiled(params, states, spans, seen.data_ptr(), places.data_ptr(), versions, writes)
+        compiled(params, states, spans, seen.data_ptr(), places.data_ptr(), writes)
 
 
-def _sweep(params: Sequence[Tensor], written: Spans, versions: bool) -> Iterator[int]:
+def _sweep(params: Sequence[Tensor], written: Spans) -> Iterator[int]:
     for param in params:
         yield from _place(param)
-        yield param._version if versions else 0
         yield from _gradient(param, written)
 
 
@@ -202,7 +198,7 @@ def _compiled_sweep() -> Callable[..., None] | None:
     torchs = (api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)
     try:
         sweep = importlib.import_module("amp_kernels._C").observe
-        sweep([], [], (0, 0, 0), 0, 0, False, False, torchs)
+        sweep([], [], (0, 0, 0), 0, 0, False, torchs)
     except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version, of `_C` or of the interface
         return None
     return lambda *arguments: sweep(*arguments, torchs)

@@ -1,7 +1,7 @@
 """The step plan: everything a step needs on the device, built once, so that a step only looks for changes.
 
-A plan owns tables, counters and scalars of one device; masters and states belong to ``optimizer.state``; gradients to
-their parameters. See csrc/table.h for the table.
+A plan owns tables, counters and scalars of one device; remainders and states belong to ``optimizer.state``, gradients
+to their parameters. See csrc/table.h for the table.
 """
 
 from __future__ import annotations
@@ -87,24 +87,13 @@ class Member:
     name: str
     group: int
     target: Tensor  # what the kernel writes: the parameter's local memory, or a dense mirror of it
-    master: Tensor | None
+    remainder: Tensor | None  # of a 16-bit parameter's master
     states: tuple[Tensor | None, ...] | None
     state: dict[str, Any]  # optimizer.state[param]
-    version: int | None  # for the reference: that of the parameter when the master last agreed with it, or None
 
     @property
     def is_mirrored(self) -> bool:
         return self.target.data_ptr() != local(self.param).data_ptr()
-
-    def reload_master(self) -> None:
-        """Where the weight is not what the master rounds to, someone else wrote it and the master follows; elsewhere
-        the master keeps its extra bits."""
-        if self.master is None:
-            return
-        if self.is_mirrored:
-            self.target.copy_(local(self.param))
-        agrees = self.master.to(self.target.dtype) == self.target
-        self.master.copy_(torch.where(agrees, self.master, self.target.float()))
 
 
 class Hyper(NamedTuple):
@@ -167,7 +156,7 @@ class _Tables(NamedTuple):
 class _Bucket(NamedTuple):
     """The chunks of one combination of dtypes, and their counters."""
 
-    codes: tuple[int, int]
+    codes: tuple[int, int]  # of the parameters' dtype and of the gradients'
     entries: Tensor
     steps: Tensor
 
@@ -194,10 +183,8 @@ class NativePlan(Plan):
         self._targets = [m.target for m in self._started]
         self._params = [m.param for m in self._started]
         self._mirrored = [m for m in self._started if m.is_mirrored]
-        self._owned = [t for m in self._started for t in (m.master, *(m.states or ())) if t is not None]
+        self._owned = [t for m in self._started for t in (m.remainder, *(m.states or ())) if t is not None]
         self._is_plain = are_plain([*self._params, *self._owned])
-        self._is_distributed = any(isinstance(p, DTensor) for p in self._params)
-        self._low = [t for t, m in enumerate(self._started) if m.master is not None]
         self._observation = _host(len(Seen), len(self._started), dtype=torch.int64)
         self._seen = self._observation.unbind()
         self._known = torch.zeros_like(self._observation).unbind()
@@ -208,7 +195,6 @@ class NativePlan(Plan):
         self._observe(writes=False)
         for row in (Seen.ADDRESS, Seen.LAYOUT):
             self._known[row].copy_(self._seen[row])
-        self._known[Seen.VERSION].fill_(-1)  # never compared with the master
         self._known_places = self._places.clone()
 
         self._is_steady = False  # every started parameter has a gradient, laid out as it
@@ -237,8 +223,6 @@ class NativePlan(Plan):
             return False
         if any(m.param.grad is not None for m in self._idle):
             return False
-        if self._low and not self._is_as_known(Seen.VERSION):
-            self._reload_masters()
         if not self._same_gradients():
             self._take_gradients()
         if writes:
@@ -249,23 +233,11 @@ class NativePlan(Plan):
     def _observe(self, *, writes: bool) -> None:
         observe(
             self._params, self._watched, self._written, self._observation, self._places,
-            plain=self._is_plain, versions=bool(self._low), writes=writes,
+            plain=self._is_plain, writes=writes,
         )  # fmt: skip
 
     def _is_as_known(self, row: Seen) -> bool:
         return torch.equal(self._seen[row], self._known[row])
-
-    def _reload_masters(self) -> None:
-        seen, known = self._seen[Seen.VERSION].tolist(), self._known[Seen.VERSION].tolist()
-        changed = [self._started[t] for t in self._low if seen[t] != known[t]]
-        if changed and capturing(self.device):
-            raise RuntimeError(
-                "step: parameters changed since the last step, which a capture would undo at every replay; run one "
-                "step, or reload_masters(), before capturing"
-            )
-        for member in changed:
-            member.reload_master()
-        self._known[Seen.VERSION].copy_(self._seen[Seen.VERSION])
 
     def _gradients(self) -> list[Tensor | None]:
         return [None if p.grad is None else local(p.grad) for p in self._params]
@@ -321,7 +293,7 @@ class NativePlan(Plan):
             table[Row.NUMEL, t] = member.target.numel()
             table[Row.GROUP, t] = member.group
             table[Row.PARAM, t] = member.target.data_ptr()
-            table[Row.MASTER, t] = 0 if member.master is None else member.master.data_ptr()
+            table[Row.MASTER, t] = 0 if member.remainder is None else member.remainder.data_ptr()
             for k, state in enumerate(member.states or ()):
                 table[Row.STATE + k, t] = 0 if state is None else state.data_ptr()
         return table
@@ -452,7 +424,9 @@ class NativePlan(Plan):
                 bucket.steps,
                 tables.hyper,
                 tables.lr,
-                *bucket.codes,
+                bucket.codes[0],
+                True,
+                bucket.codes[1],
                 grad_scale,
                 found_inf,
                 grad_norm,
@@ -462,16 +436,6 @@ class NativePlan(Plan):
         for member in self._mirrored:
             local(member.param).copy_(member.target)
         self._relaid = []
-        self._note_versions()
-
-    def _note_versions(self) -> None:
-        """What `update` made of them; a mirrored parameter was written once more."""
-        if not self._low:
-            return
-        if self._is_steady and not self._mirrored and not self._is_distributed:
-            self._known[Seen.VERSION].add_(1)
-        else:
-            self._known[Seen.VERSION].copy_(int64_tensor(p._version for p in self._params))
 
     @property
     def is_captured(self) -> bool:

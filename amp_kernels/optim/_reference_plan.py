@@ -32,8 +32,6 @@ class ReferencePlan(Plan):
                 continue
             if member.states is None:
                 return False
-            if member.param._version != member.version:
-                member.reload_master()
             grad = read_gradient(member)
             assert grad is not None
             self._pairs.append((t, grad))
@@ -78,7 +76,7 @@ class ReferencePlan(Plan):
         for t, grad in self._pairs:
             member = self.members[t]
             param = local(member.param)
-            masters = [] if member.master is None else [member.master]
+            masters = [] if member.remainder is None else [member.remainder]
             states = [[] if s is None else [s] for s in member.states or ()]
             step = member.state["step"]
             hyper = self._hyper[member.group]
@@ -87,5 +85,4 @@ class ReferencePlan(Plan):
                 grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
             step.add_(applied)
-            member.version = member.param._version
         self._pairs = []  # gradients are not ours to keep

@@ -15,11 +15,12 @@ from ._base import FusedOptimizer
 class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     """`torch.optim.SGD` for fp32, fp16 and bf16 parameters in any mix, in one pass over memory.
 
-    A 16-bit parameter gets an fp32 master (``state[p]["master"]``) and fp32 state; the parameter itself is always
-    exactly ``master.to(dtype)``. Gradients may have any of the three dtypes and are never written. Works under
-    `torch.amp.GradScaler`, faster under `amp_kernels.GradScaler`, and without a scaler; a step whose ``found_inf`` is
-    not 0 changes nothing at all. Under either scaler a step pre-hook sees gradients as they are, scaled unless
-    ``scaler.unscale_`` was called; a `step` that is overridden or wrapped sees them unscaled.
+    A 16-bit parameter is updated in fp32 and gets fp32 state: the parameter is the fp32 `master` rounded to nearest
+    even, the rest of it is 16 bits of state, and whoever writes the parameter writes the master. Gradients may have any
+    of the three dtypes and are never written. Works under `torch.amp.GradScaler`, faster under
+    `amp_kernels.GradScaler`, and without a scaler; a step whose ``found_inf`` is not 0 changes nothing at all. Under
+    either scaler a step pre-hook sees gradients as they are, scaled unless ``scaler.unscale_`` was called; a `step`
+    that is overridden or wrapped sees them unscaled.
 
     Args:
         params: parameters, groups or named parameters, as in torch.

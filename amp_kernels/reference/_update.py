@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from ._master import join, split
 
 
 def gradient(grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None) -> Tensor:
@@ -19,10 +22,32 @@ def gradient(grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool,
     return value if weight_decay == 0 else torch.add(value, fp32, alpha=weight_decay)
 
 
-def fp32_parameters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Tensor]:
-    """For each parameter the fp32 tensor that is updated: its master, or itself where it is fp32."""
+class Parameter(NamedTuple):
+    """A parameter and, if it has 16 bits, its master: in fp32, or as the remainder of `_master.split`."""
+
+    param: Tensor
+    master: Tensor | None
+
+    def fp32(self) -> Tensor:
+        """What is updated."""
+        if self.master is None:
+            return self.param
+        return self.master if self.master.dtype is torch.float32 else join(self.param, self.master)
+
+    def assign(self, value: Tensor, found_inf: Tensor | None) -> None:
+        """Makes it `value`, rounded where it has 16 bits, unless the step is skipped."""
+        if self.master is None:
+            assign(self.param, value, found_inf)
+            return
+        weight, remainder = split(value, self.param.dtype)
+        assign(self.master, value if self.master.dtype is torch.float32 else remainder, found_inf)
+        assign(self.param, weight, found_inf)
+
+
+def parameters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Parameter]:
+    """`masters` are those of the 16-bit parameters, in their order."""
     master = iter(masters)
-    return (param if param.dtype == torch.float32 else next(master) for param in params)
+    return (Parameter(p, None if p.dtype is torch.float32 else next(master)) for p in params)
 
 
 def assign(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
@@ -30,9 +55,3 @@ def assign(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
     if found_inf is not None:
         value = torch.where(found_inf.view(()) != 0, target, value)
     target.copy_(value)
-
-
-def write_weight(param: Tensor, fp32: Tensor, found_inf: Tensor | None) -> None:
-    """``param <- fp32.to(dtype)``, unless `param` is that tensor or the step is skipped."""
-    if param is not fp32:
-        assign(param, fp32.to(param.dtype), found_inf)

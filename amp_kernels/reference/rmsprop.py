@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from ._update import assign, fp32_parameters, gradient, write_weight
+from ._update import assign, gradient, parameters
 
 
 def rmsprop_(
@@ -28,7 +28,8 @@ def rmsprop_(
 ) -> None:
     """The formula of csrc/formulas/rmsprop.h; centered iff `grad_avgs` are given."""
     rate = lr.view(()) if isinstance(lr, Tensor) else lr
-    for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
+    for i, param in enumerate(parameters(params, masters)):
+        fp32 = param.fp32()
         g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)
         square_avg = alpha * square_avgs[i] + (1 - alpha) * g * g
         variance = square_avg
@@ -42,5 +43,4 @@ def rmsprop_(
             step = momentum * momentum_buffers[i] + step
             assign(momentum_buffers[i], step, found_inf)
         assign(square_avgs[i], square_avg, found_inf)
-        assign(fp32, fp32 - rate * step, found_inf)
-        write_weight(param, fp32, found_inf)
+        param.assign(fp32 - rate * step, found_inf)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ._update import assign, fp32_parameters, gradient, write_weight
+from ._update import assign, gradient, parameters
 
 
 def sgd_(
@@ -28,7 +28,8 @@ def sgd_(
 ) -> None:
     """The formula of csrc/formulas/sgd.h; `is_first_step` may be a 0-dim bool tensor."""
     rate = lr.view(()) if isinstance(lr, Tensor) else lr
-    for i, (param, fp32) in enumerate(zip(params, fp32_parameters(params, masters), strict=True)):
+    for i, param in enumerate(parameters(params, masters)):
+        fp32 = param.fp32()
         g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)
         direction = g
         if momentum_buffers:
@@ -37,5 +38,4 @@ def sgd_(
             buf = torch.where(first, g, momentum * buffer + (1 - dampening) * g)
             direction = g + momentum * buf if nesterov else buf
             assign(buffer, buf, found_inf)
-        assign(fp32, fp32 - rate * direction, found_inf)
-        write_weight(param, fp32, found_inf)
+        param.assign(fp32 - rate * direction, found_inf)

@@ -82,11 +82,15 @@ def changed(before: Tensor, after: Tensor) -> int:
 
 
 def written_outside(view: Tensor) -> int:
-    """Elements of the memory around a `view` (a LAYOUT) that are no longer NaN; overwrites the view."""
+    """Elements of the memory around a `view` (a LAYOUT) that are no longer what was put there; overwrites the view."""
     if view._base is None:
         return 0
-    view.fill_(math.nan)
-    return int((~view._base.isnan()).sum())
+    view.fill_(_poison(view.dtype))
+    return differing(view._base, torch.full_like(view._base, _poison(view.dtype)))
+
+
+def _poison(dtype: torch.dtype) -> float:
+    return math.nan if dtype.is_floating_point else torch.iinfo(dtype).min
 
 
 # ----------------------------------------------------------------------------------------------------- inputs
@@ -95,19 +99,19 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
-def _nan_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
-    return torch.full(tuple(shape), math.nan, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
+def _poison_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
+    return torch.full(tuple(shape), _poison(x.dtype), dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
 
-# Copies in other layouts; memory around them is NaN. For tensors of four dimensions.
+# Copies in other layouts; memory around them is NaN, of integers the smallest. For tensors of four dimensions.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": Tensor.clone,
     "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
     "channels_last": lambda x: x.clone(memory_format=torch.channels_last),
     "reversed": lambda x: x.permute(3, 2, 1, 0).clone(memory_format=torch.contiguous_format).permute(3, 2, 1, 0),
-    "sliced": lambda x: _nan_around(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
-    "every_other": lambda x: _nan_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
-    "misaligned": lambda x: _nan_around(x, (x.numel() + 2,), slice(1, -1)),
+    "sliced": lambda x: _poison_around(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
+    "every_other": lambda x: _poison_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
+    "misaligned": lambda x: _poison_around(x, (x.numel() + 2,), slice(1, -1)),
 }
 SHAPE = (3, 5, 7, 11)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -14,6 +15,8 @@ from torch import Tensor
 from .. import functional, optim
 from ..families import FAMILIES, Family
 from ..optim._base import FusedOptimizer
+from ..reference._master import split
+from ..reference._update import parameters
 from .common import (
     DTYPES,
     LAYOUTS,
@@ -96,6 +99,7 @@ class UpdateInputs:
         op: its name, as ``"sgd_"``.
         values: the parameters; a 16-bit one is the rounding of its fp32 master.
         options: those of torch's optimizer that are not its defaults.
+        masters: ``"full"`` in fp32, ``"split"`` into weight and remainder, or ``"both"`` in turns.
     """
 
     def __init__(
@@ -105,12 +109,16 @@ class UpdateInputs:
         options: dict[str, Any],
         device: str | torch.device = "cpu",
         layout: str = "contiguous",
+        masters: str = "full",
     ) -> None:
         device = torch.device(device)
         self.op, self.options = op, dict(options)
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
-        self.masters = place([x for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32], device, layout)
+        low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
+        is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False]}[masters])
+        kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
+        self.masters = place(kept, device, layout)
         self.states: dict[str, list[Tensor]] = {name: [] for name in self._update.family.states}
         for name in self._update.states(self.options):
             # A state that the first step sets must not be read by it.
@@ -128,9 +136,8 @@ class UpdateInputs:
         self._update.function(self.params, grads, masters=self.masters, **lists, **{**options, **arguments})
 
     def fp32(self) -> list[Tensor]:
-        """For each parameter the fp32 tensor that is updated."""
-        masters = iter(self.masters)
-        return [p if p.dtype == torch.float32 else next(masters) for p in self.params]
+        """For each parameter the fp32 tensor that is updated, of remainders a copy."""
+        return [parameter.fp32() for parameter in parameters(self.params, self.masters)]
 
     def written(self) -> list[Tensor]:
         """All that a step may write."""
@@ -165,9 +172,10 @@ def _update(
     layouts: tuple[str, str],
     scale: float | None,
     tensor_lr: bool,
+    masters: str,
     device: torch.device,
 ) -> Iterator[Result]:
-    ours = UpdateInputs(op, make_params(), options, device, layouts[0])
+    ours = UpdateInputs(op, make_params(), options, device, layouts[0], masters)
     theirs, truth = ours.torch_optimizer(torch.float32), ours.torch_optimizer(torch.float64)
     arguments: dict[str, Any] = {"lr": torch.tensor(0.1, device=device)} if tensor_lr else {}
     if scale is not None:
@@ -193,8 +201,10 @@ def _update(
     yield Result("memory around tensors", sum(map(written_outside, [*ours.written(), *all_grads])), 0)
 
 
-def _skipped(op: str, options: dict[str, Any], make: Make, found: float, device: torch.device) -> Iterator[Result]:
-    ours = UpdateInputs(op, make(), options, device)
+def _skipped(
+    op: str, options: dict[str, Any], make: Make, found: float, masters: str, device: torch.device
+) -> Iterator[Result]:
+    ours = UpdateInputs(op, make(), options, device, masters=masters)
     before = clones(ours.written())
     grads = [torch.full_like(p, math.inf) for p in ours.params]
     ours.step(grads, first=False, found_inf=torch.tensor(found, device=device))
@@ -208,7 +218,7 @@ def _update_cases(op: str) -> Iterator[Case]:
     few = (9, 1025)
 
     def case(dtype: str, name: str, options: dict[str, Any], params: Make, grads: Sequence[Make], **rest: Any) -> Case:
-        arguments = {"layouts": same, "scale": None, "tensor_lr": False, **rest}
+        arguments = {"layouts": same, "scale": None, "tensor_lr": False, "masters": "full", **rest}
         return Case(op, dtype, name, partial(_update, op, options, params, grads, *arguments.values()))
 
     for dtype_name, dtype in DTYPES.items():
@@ -245,10 +255,32 @@ def _update_cases(op: str) -> Iterator[Case]:
                 [partial(with_element, value, "middle", dtype)],
             )
         for found in (1.0, 2.0, math.nan):
-            yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found))
+            yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found, "full"))
+        if dtype is torch.float32:
+            continue
+        # A weight and its remainder are read and written apart from all else: in every layout, with every value.
+        rest = {"masters": "split"}
+        for name, options in every.items():
+            yield case(dtype_name, f"split_{name}", options, params, grads, **rest)
+        fp32 = [partial(of_sizes, torch.float32, few, 10 * k + 5) for k in range(2)]
+        yield case(f"{dtype_name}/fp32", "split", most, params, fp32, scale=3.0, **rest)
+        yield case(
+            dtype_name, "split_sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)], **rest
+        )
+        for layout in LAYOUTS:
+            yield case(dtype_name, f"split_{layout}", most, weights, gradients, layouts=(layout, layout), **rest)
+        for kind in VALUES:
+            three_steps = [partial(of_sizes, dtype, (LENGTH,), k) for k in range(3)]
+            yield case(
+                dtype_name, f"split_params_{kind}", every["momentum"], partial(values, kind, dtype), three_steps, **rest
+            )
+        yield case(
+            dtype_name, "split_grads_with_nan", most, three, [partial(with_element, math.nan, "middle", dtype)], **rest
+        )
+        yield Case(op, dtype_name, "split_skipped", partial(_skipped, op, most, params, 2.0, "split"))
     scaled = [partial(mixed, seed, 1024.0) for seed in (5, 7)]
     for name, options in every.items():
-        yield case("mixed", name, options, mixed, scaled, scale=1024.0)
+        yield case("mixed", name, options, mixed, scaled, scale=1024.0, masters="both")
 
 
 CASES: dict[str, tuple[Case, ...]] = {f"{name}_": tuple(_update_cases(f"{name}_")) for name in UPDATES}

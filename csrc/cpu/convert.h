@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #if defined(__SSE2__)
 #include <immintrin.h>
 #endif
@@ -18,6 +19,11 @@ namespace amp_kernels::cpu {
 
 using Half = torch::headeronly::Half;
 using BFloat16 = torch::headeronly::BFloat16;
+
+template <class T>
+constexpr Dtype kDtypeOf = std::is_same_v<T, float>  ? kFloat
+                           : std::is_same_v<T, Half> ? kHalf
+                                                     : kBFloat16;
 
 // Calls f with a value of the C++ type that the code stands for.
 template <class F>

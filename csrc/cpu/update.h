@@ -1,12 +1,14 @@
-// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states), weight <- p rounded to 16 bits.
+// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states), and p rounded to 16 bits.
 // Bytes per element as on a GPU (csrc/cuda/update.cuh). A thread takes a chunk, in blocks of 256 elements: the gradient
-// is widened into L1, the formula is applied to vectors of the host's width, the weight is rounded from what is in L1.
+// is widened into L1, a weight and its remainder are joined there, the formula is applied to vectors of the host's
+// width, and the result is split again from what is in L1.
 #pragma once
 
 #include <algorithm>
 #include <type_traits>
 #include <utility>
 
+#include "../formulas/remainder.h"
 #include "../formulas/unscale.h"
 #include "convert.h"
 
@@ -40,8 +42,58 @@ auto apply_to(int present, std::integer_sequence<int, kPresent...>) {
   return kApply[present];
 }
 
+// fp32 masters of n weights, at most kUpdateBlock (formulas/remainder.h).
+template <class P>
+void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
+  float widened[kUpdateBlock], back[kUpdateBlock];
+  P rounded[kUpdateBlock];
+  load(weight, widened, n);
+  for (int64_t i = 0; i < n; ++i) master[i] = Remainder<kDtypeOf<P>>::joined(widened[i], remainder[i]);
+  store(master, rounded, n);
+  load(rounded, back, n);
+  for (int64_t i = 0; i < n; ++i) master[i] = bits_of(back[i]) == bits_of(widened[i]) ? master[i] : widened[i];
+}
+
+template <class P>
+void split(const float* master, P* weight, int16_t* remainder, int64_t n) {
+  float back[kUpdateBlock];
+  store(master, weight, n);
+  load(weight, back, n);
+  for (int64_t i = 0; i < n; ++i) remainder[i] = static_cast<int16_t>(Remainder<kDtypeOf<P>>::of(master[i], back[i]));
+}
+
+// The fp32 parameters of a chunk. M is int16_t for the remainders of weights of type P, else float.
+template <class P, class M>
+struct Parameters {
+  static constexpr bool kIsFp32 = std::is_same_v<P, float>, kIsSplit = std::is_same_v<M, int16_t>;
+
+  P* weight;
+  M* master;
+
+  Parameters(const Table& table, const Chunk& chunk)
+      : weight(chunk.in<P>(table, kParam)), master(chunk.in<M>(table, kIsFp32 ? kParam : kMaster)) {}
+
+  // Elements [i, i + n): where they lie, or in `staged`.
+  float* load(int64_t i, float* staged, int64_t n) const {
+    if constexpr (!kIsSplit) return master + i;
+    if constexpr (kIsSplit) join(weight + i, master + i, staged, n);
+    return staged;
+  }
+
+  void store(int64_t i, const float* values, int64_t n, bool streams) const {
+    if constexpr (kIsSplit) {
+      split(values, weight + i, master + i, n);
+    } else if constexpr (!kIsFp32) {
+      if (!streams) return cpu::store(values, weight + i, n);
+      P rounded[kUpdateBlock];
+      cpu::store(values, rounded, n);
+      stream(rounded, weight + i, n);
+    }
+  }
+};
+
 // `streams`: the model is too large for its weights to stay in a cache until they are used.
-template <class Formula, class P, class G>
+template <class Formula, class P, class M, class G>
 void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);
   const G* grad = chunk.in<G>(update.table, kGrad);
@@ -49,11 +101,11 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
   if (index + kChunksAhead < update.table.chunk_count) {
     const Chunk later(update.table, index + kChunksAhead);
     prefetch_head<G>(update.table, later, kGrad);
-    prefetch_head<float>(update.table, later, std::is_same_v<P, float> ? kParam : kMaster);
+    prefetch_head<M>(update.table, later, std::is_same_v<P, float> ? kParam : kMaster);
+    if constexpr (std::is_same_v<M, int16_t>) prefetch_head<P>(update.table, later, kParam);
     for (int k = 0; k < Formula::kStates; ++k) prefetch_head<float>(update.table, later, kState + k);
   }
-  P* weight = chunk.in<P>(update.table, kParam);
-  float* param = std::is_same_v<P, float> ? reinterpret_cast<float*>(weight) : chunk.in<float>(update.table, kMaster);
+  const Parameters<P, M> params(update.table, chunk);
   float* state[3] = {};
   bool has[Formula::kStates];
   int present = 0;
@@ -69,7 +121,7 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
   ++update.steps[index];
 
   const bool ahead = asks_ahead();
-  float staged[kUpdateBlock];
+  float staged[kUpdateBlock], joined[kUpdateBlock];
   for (int64_t i = 0; i < chunk.size; i += kUpdateBlock) {
     const int64_t n = std::min(kUpdateBlock, chunk.size - i);
     const auto ask = [&](const auto* from) {
@@ -79,19 +131,13 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
       else if (streams)
         ask_for(from + i, n, kUpdateBytesAhead);
     };
-    ask(grad), ask(param);
+    ask(grad), ask(params.master);
+    if constexpr (Parameters<P, M>::kIsSplit) ask(params.weight);
     for (const float* array : state) ask(array);
     const auto s = [&](int k) { return state[k] == nullptr ? nullptr : state[k] + i; };
-    apply_here(formula, param + i, as_float(grad + i, staged, n), s(0), s(1), s(2), n);
-    if constexpr (!std::is_same_v<P, float>) {
-      if (streams) {
-        P rounded[kUpdateBlock];
-        store(param + i, rounded, n);
-        stream(rounded, weight + i, n);
-      } else {
-        store(param + i, weight + i, n);
-      }
-    }
+    float* const p = params.load(i, joined, n);
+    apply_here(formula, p, as_float(grad + i, staged, n), s(0), s(1), s(2), n);
+    params.store(i, p, n, streams);
   }
 }
 

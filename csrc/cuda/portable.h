@@ -126,7 +126,7 @@ __device__ __forceinline__ void assume_global(const T* p) {
 // The N neighbours at p, in wide accesses if `aligned` (to the access, and the same for the whole block: the
 // branch is uniform), else one by one.
 template <int N, class T>
-__device__ __forceinline__ Vector<float, N> load_pack(const T* p, bool aligned) {
+__device__ __forceinline__ Vector<T, N> load_elements(const T* p, bool aligned) {
   using Word = Access<T, N>;
   constexpr int kElements = sizeof(Word) / sizeof(T);
   assume_global(p);
@@ -141,6 +141,12 @@ __device__ __forceinline__ Vector<float, N> load_pack(const T* p, bool aligned) 
 #pragma unroll
     for (int i = 0; i < N; ++i) raw.data[i] = p[i];
   }
+  return raw;
+}
+
+template <int N, class T>
+__device__ __forceinline__ Vector<float, N> load_pack(const T* p, bool aligned) {
+  const Vector<T, N> raw = load_elements<N>(p, aligned);
   Vector<float, N> result;
 #pragma unroll
   for (int i = 0; i < N; ++i) result.data[i] = to_float(raw.data[i]);
@@ -148,13 +154,10 @@ __device__ __forceinline__ Vector<float, N> load_pack(const T* p, bool aligned) 
 }
 
 template <int N, class T>
-__device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool aligned) {
+__device__ __forceinline__ void store_elements(T* p, const Vector<T, N>& raw, bool aligned) {
   using Word = Access<T, N>;
   constexpr int kElements = sizeof(Word) / sizeof(T);
   assume_global(p);
-  Vector<T, N> raw;
-#pragma unroll
-  for (int i = 0; i < N; ++i) raw.data[i] = from_float<T>(values[i]);
   if (aligned) {
 #pragma unroll
     for (int i = 0; i < N; i += kElements) {
@@ -166,6 +169,14 @@ __device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool 
 #pragma unroll
     for (int i = 0; i < N; ++i) p[i] = raw.data[i];
   }
+}
+
+template <int N, class T>
+__device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool aligned) {
+  Vector<T, N> raw;
+#pragma unroll
+  for (int i = 0; i < N; ++i) raw.data[i] = from_float<T>(values[i]);
+  store_elements<N>(p, raw, aligned);
 }
 
 // N elements as they come from memory. Held as elements, each of 16 bits would take a register of its own.

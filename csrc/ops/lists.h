@@ -17,13 +17,14 @@ using Tensors = std::vector<Tensor>;
 
 using Operands = std::vector<Operand>;
 
-// fp32, fp16 or bf16 tensors on the device of another.
-inline Operands operands_of(const Tensors& tensors, const Operand& beside) {
+// fp32, fp16 or bf16 tensors, or int16 remainders, on the device of another.
+inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool or_remainders = false) {
   Operands operands;
   operands.reserve(tensors.size());
   for (const Tensor& tensor : tensors) {
     operands.emplace_back(tensor);
-    require(operands.back().is_float() && operands.back().is_beside(beside));
+    const Operand& operand = operands.back();
+    require((operand.is_float() || (or_remainders && operand.is_int16())) && operand.is_beside(beside));
   }
   return operands;
 }

@@ -18,16 +18,11 @@ class Object {
   PyObject* object_;
 };
 
-enum Row : int64_t { kAddress, kLayout, kVersion, kGrad, kGradLayout };
+enum Row : int64_t { kAddress, kLayout, kGrad, kGradLayout };
 constexpr int64_t kNoGradient = -2, kUnreadable = -1;
 
-struct Names {
-  PyObject* grad = PyUnicode_InternFromString("grad");
-  PyObject* version = PyUnicode_InternFromString("_version");
-};
-
-const Names& names() {
-  static const Names interned;
+PyObject* grad_name() {
+  static PyObject* const interned = PyUnicode_InternFromString("grad");
   return interned;
 }
 
@@ -135,9 +130,9 @@ PyObject* observe(PyObject*, PyObject* arguments) {
   PyObject *parameters, *states, *tuple;
   unsigned long long starts, ends, seen_address, places_address;
   long long count;
-  int versions, writes;
-  if (!PyArg_ParseTuple(arguments, "O!O!(KKL)KKppO", &PyList_Type, &parameters, &PyList_Type, &states, &starts, &ends,
-                        &count, &seen_address, &places_address, &versions, &writes, &tuple)) {
+  int writes;
+  if (!PyArg_ParseTuple(arguments, "O!O!(KKL)KKpO", &PyList_Type, &parameters, &PyList_Type, &states, &starts, &ends,
+                        &count, &seen_address, &places_address, &writes, &tuple)) {
     return nullptr;
   }
   Torch torch;
@@ -149,12 +144,7 @@ PyObject* observe(PyObject*, PyObject* arguments) {
     PyObject* parameter = PyList_GetItem(parameters, i);
     torch.claim(parameter);
     seen.place(i, torch, parameter);
-    if (versions) {
-      const Object version(PyObject_GetAttr(parameter, names().version));
-      if (version.get() == nullptr) return nullptr;
-      seen.at(kVersion, i) = PyLong_AsLongLong(version.get());
-    }
-    const Object grad(PyObject_GetAttr(parameter, names().grad));
+    const Object grad(PyObject_GetAttr(parameter, grad_name()));
     if (grad.get() == nullptr) return nullptr;
     seen.gradient(i, torch, grad.get(), written, writes);
   }

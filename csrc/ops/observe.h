@@ -6,8 +6,8 @@
 
 namespace amp_kernels {
 
-// observe(parameters: list, states: list, (starts: int, ends: int, count: int), seen: int, places: int, versions: bool,
-//         writes: bool, (dlpack_exchange_api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)), see
+// observe(parameters: list, states: list, (starts: int, ends: int, count: int), seen: int, places: int, writes: bool,
+//         (dlpack_exchange_api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)), see
 // amp_kernels/optim/_observe.py.
 PyObject* observe(PyObject* module, PyObject* arguments);
 

@@ -57,6 +57,8 @@ struct Operand {
     return is_fp32() || dtype == aoti_torch_dtype_float16() || dtype == aoti_torch_dtype_bfloat16();
   }
 
+  bool is_int16() const { return dtype == aoti_torch_dtype_int16(); }
+
   Dtype code() const { return is_fp32() ? kFloat : dtype == aoti_torch_dtype_float16() ? kHalf : kBFloat16; }
   int64_t element_size() const { return is_fp32() ? 4 : 2; }
   bool is_beside(const Operand& other) const { return device == other.device && index == other.index; }

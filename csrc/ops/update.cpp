@@ -1,5 +1,7 @@
 // The updates of all families: `update_` of lists, and `_update_table_` of the step plan (schemas:
 // amp_kernels/ops/update.py).
+#include <tuple>
+
 #include "device.h"
 #include "lists.h"
 
@@ -8,6 +10,7 @@ namespace {
 
 using MaybeTensors = std::optional<Tensors>;
 constexpr int kMaxStates = 3;
+using Form = std::tuple<Dtype, bool, Dtype>;  // of a parameter, whether its master is a remainder, of its gradient
 
 // Parameters, gradients, states and masters as kernels take them, in a table whose columns are the parameters.
 class UpdateTable {
@@ -20,7 +23,7 @@ class UpdateTable {
         table_(kState + kMaxStates, static_cast<int64_t>(params.size())) {
     for (int k = 0; k < kMaxStates; ++k)
       if (states[k].has_value()) states_[k] = operands_of(*states[k], first_);
-    if (masters.has_value()) masters_ = operands_of(*masters, first_);
+    if (masters.has_value()) masters_ = operands_of(*masters, first_, /*or_remainders=*/true);
     check(states);
     for (size_t t = 0, low = 0; t < params_.size(); ++t) {
       const auto column = static_cast<int64_t>(t);
@@ -28,27 +31,32 @@ class UpdateTable {
       const Operand grad = read_(grads_[t], param);
       table_.put(column, grad);
       table_.at(kParam, column) = param.address;
-      if (!param.is_fp32()) table_.at(kMaster, column) = written_(masters_[low++], param).address;
+      bool split = false;
+      if (!param.is_fp32()) {
+        const Operand master = written_(masters_[low++], param);
+        table_.at(kMaster, column) = master.address;
+        split = !master.is_fp32();
+      }
       for (int k = 0; k < kMaxStates; ++k)
         if (!states_[k].empty()) table_.at(kState + k, column) = written_(states_[k][t], param).address;
-      dtypes_.emplace_back(param.code(), grad.code());
+      forms_.emplace_back(param.code(), split, grad.code());
     }
   }
 
   HostTable& table() { return table_; }
   void copy_back() { written_.copy_back(); }
 
-  // Calls f(dtypes, columns) for each combination of dtypes.
+  // Calls f(form, columns) for each combination of dtypes.
   template <class F>
-  void each_combination(const F& f) const {
-    std::vector<std::pair<Dtype, Dtype>> combinations = dtypes_;
-    std::sort(combinations.begin(), combinations.end());
-    combinations.erase(std::unique(combinations.begin(), combinations.end()), combinations.end());
-    for (const auto& combination : combinations) {
+  void each_form(const F& f) const {
+    std::vector<Form> forms = forms_;
+    std::sort(forms.begin(), forms.end());
+    forms.erase(std::unique(forms.begin(), forms.end()), forms.end());
+    for (const Form& form : forms) {
       std::vector<int64_t> columns;
-      for (size_t t = 0; t < dtypes_.size(); ++t)
-        if (dtypes_[t] == combination) columns.push_back(static_cast<int64_t>(t));
-      f(combination, columns);
+      for (size_t t = 0; t < forms_.size(); ++t)
+        if (forms_[t] == form) columns.push_back(static_cast<int64_t>(t));
+      f(form, columns);
     }
   }
 
@@ -63,18 +71,19 @@ class UpdateTable {
     written = all;
     require(grads_.size() == params_.size());
     for (size_t t = 0; t < params_.size(); ++t) require(grads_[t].has_shape_of(params_[t]));
-    check_states(masters_, low, written);
+    check_fit(masters_, low, written);
     for (int k = 0; k < kMaxStates; ++k)
-      if (states[k].has_value()) check_states(states_[k], all, written);
+      if (states[k].has_value()) check_fit(states_[k], all, written);
     require_apart(written);
   }
 
-  static void check_states(const Operands& states, const std::vector<const Operand*>& params,
-                           std::vector<const Operand*>& written) {
-    require(states.size() == params.size());
+  static void check_fit(const Operands& operands, const std::vector<const Operand*>& params,
+                        std::vector<const Operand*>& written) {
+    require(operands.size() == params.size());
     for (size_t t = 0; t < params.size(); ++t) {
-      require(states[t].is_fp32() && states[t].has_shape_of(*params[t]));
-      written.push_back(&states[t]);
+      require(operands[t].has_shape_of(*params[t]));
+      require(operands[t].is_fp32() || operands[t].is_int16());
+      written.push_back(&operands[t]);
     }
   }
 
@@ -82,7 +91,7 @@ class UpdateTable {
   Operands params_, grads_, masters_, states_[kMaxStates];
   HostTable table_;
   Dense read_, written_;
-  std::vector<std::pair<Dtype, Dtype>> dtypes_;
+  std::vector<Form> forms_;
 };
 
 // One launch for each combination of dtypes.
@@ -109,7 +118,7 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
   auto* const hyper_there = reinterpret_cast<float*>(at + hyper_at);
   const float* const rate = tensor_lr.has_value() ? data<float>(tensor_lr) : hyper_there + kHyperColumns;
 
-  operands.each_combination([&](const std::pair<Dtype, Dtype>& dtypes, const std::vector<int64_t>& columns) {
+  operands.each_form([&](const Form& form, const std::vector<int64_t>& columns) {
     std::vector<int64_t> chunks;
     for (const int64_t column : columns) table.cut(column, chunks);
     Words more;
@@ -126,17 +135,18 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
                         data<float>(found_inf),
                         /*grad_norm=*/nullptr,
                         /*max_norm=*/0.0f,
-                        dtypes.first,
-                        dtypes.second});
+                        std::get<0>(form),
+                        std::get<1>(form),
+                        std::get<2>(form)});
   });
   operands.copy_back();
 }
 
 template <class Device>
 void update_table(std::string family, Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps, Tensor hyper,
-                  Tensor lr, int64_t param_dtype, int64_t grad_dtype, std::optional<Tensor> grad_scale,
+                  Tensor lr, int64_t param_dtype, bool split, int64_t grad_dtype, std::optional<Tensor> grad_scale,
                   std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_norm) {
-  Device(table).run(family, make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, grad_dtype,
+  Device(table).run(family, make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, split, grad_dtype,
                                         grad_scale, found_inf, grad_norm, max_norm));
 }
 

@@ -143,7 +143,7 @@ def train_dtensors(
             scaler.unscale_(optimizer)
         scaler.step(optimizer)
         scaler.update()
-    return [full(optimizer.state[p].get("master", p)) for p in params]
+    return [full(optimizer.master(p) if is_ours else p) for p in params]
 
 
 def dtensors_in_one_process(family: type, world: int, placements: Any, mode: str) -> list[Tensor]:
@@ -439,6 +439,33 @@ def test_post_local_sgd():
 
     results = ranks(2, lambda rank: [body(rank, make) for make in makers()])
     compare([ours for ours, _ in results], [theirs for _, theirs in results], [t.double() for t in results[0][1]])
+
+
+@isolated
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=["fp16", "bf16"])
+def test_a_broadcast_that_no_counter_shows(dtype):
+    """A collective on a detached parameter raises no version: what came stays."""
+
+    def body(rank: int) -> list[Tensor]:
+        finals = []
+        for family in TORCH:
+            param = Parameter(torch.full((64,), 0.25, dtype=dtype) if rank else randn(64, seed=0, dtype=dtype))
+            optimizer = family([param], lr=0.1)
+            param.grad = torch.ones_like(param)
+            optimizer.step()
+            version = param._version
+            dist.broadcast(param.detach(), 0)
+            assert param._version == version
+            expected = param.detach().clone()
+            param.grad = torch.zeros_like(param)
+            optimizer.step()
+            assert torch.equal(param, expected)
+            finals.append(param.detach().clone())
+        return finals
+
+    first, second = ranks(2, body)
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
 
 
 # -------------------------------------------------------------------------------------------------------- max_grad_norm

@@ -144,7 +144,6 @@ class Training:
         self.scaler: Any = kind and kind(device.type, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
         self.scale, self.good_steps, self.skipped_steps = (INIT_SCALE if kind else 1.0), 0, 0
         self.meddles = program.family.startswith("meddling")
-        self.addresses = [0] * len(self.params)  # of the parameters, in the last step
         self.saved: dict[str, Any] | None = None
         self.poison: list[Tensor] = []
 
@@ -202,7 +201,6 @@ class Training:
             self.scaler.step(self.ours)
             self.scaler.update()
         self._check_step(scale, weights, grads)
-        self.addresses = [p.data_ptr() for p in self.params]
 
     def _set_gradients(self, kinds: list[str], overflow: int | None) -> None:
         if self.scaler is not None:
@@ -258,7 +256,7 @@ class Training:
             elif p.dtype is torch.float32:
                 assert_close(p, q, f"parameter {i}")
             else:
-                master = self.ours.state[p]["master"]
+                master = self.ours.master(p)
                 assert_close(master, q, f"the master of parameter {i}")
                 assert_same(p, master.to(p.dtype), f"parameter {i}, which is its master rounded,")
 
@@ -294,7 +292,7 @@ class Training:
         p.requires_grad_(not p.requires_grad)
 
     def new_data(self, i: int, how: str) -> None:
-        """The same values in other memory, or new ones: plus 3, so that no weight agrees with its master."""
+        """The same values in other memory, or new ones: plus 3, so that no remainder fits."""
         i %= len(self.params)
         p = self.params[i]
         if how == "share":
@@ -308,17 +306,12 @@ class Training:
                 with torch.no_grad():
                     p.add_(3)
             else:
-                self._set_data_elsewhere(i, (p.data + 3).to(DTYPES.get(how, p.dtype)))
-            self.copies[i].data.copy_(p)
+                p.data = (p.data + 3).to(DTYPES.get(how, p.dtype))
+            master = self.ours.master(p)
+            assert_same(p, master.to(p.dtype), f"parameter {i}, which its master rounds to,")
+            self.copies[i].data.copy_(master)
         if how in DTYPES:
             self.saved = None
-
-    def _set_data_elsewhere(self, i: int, data: Tensor) -> None:
-        others = []
-        while data.data_ptr() == self.addresses[i] and data.numel():
-            others.append(data)
-            data = data.clone()
-        self.params[i].data = data
 
     def new_state(self, k: int, how: str) -> None:
         """Other memory for one of all states, or half its values."""
@@ -342,7 +335,7 @@ class Training:
             state[key] = value.clone()
         elif how == "dict":
             self.ours.state[p] = {**state, key: value.clone()}
-        elif key not in ("master", "step"):
+        elif key not in ("remainder", "step"):
             value.mul_(0.5)
             if self.theirs.state.get(q, {}).get(key) is not None:
                 self.theirs.state[q][key].mul_(0.5)
@@ -354,7 +347,6 @@ class Training:
         q = self._copy(p)
         self.params.append(p)
         self.copies.append(q)
-        self.addresses.append(0)
         self.ours.add_param_group({"params": [p], "lr": lr})
         self.theirs.add_param_group({"params": [q], "lr": lr})
         self.saved = None
@@ -427,7 +419,6 @@ class Training:
             torch.save(everything, file)
             everything = torch.load(io.BytesIO(file.getvalue()), weights_only=False)
         self.params, self.ours, self.scaler = everything
-        self.addresses = [0] * len(self.params)
 
     # ------------------------------------------------------------------------------------------------ the surroundings
     def other_backend(self) -> None:

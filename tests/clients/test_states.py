@@ -79,11 +79,12 @@ def move(t: Tensor, how: Callable[[Tensor], None]) -> Iterator[Tensor]:
     """Moves `t` and poisons where it was; what is yielded keeps that memory from being given to others."""
     before = t.detach()
     how(t)
+    poison = torch.nan if t.is_floating_point() else 12345
     if before.data_ptr() != t.data_ptr():
-        before.fill_(torch.nan)
+        before.fill_(poison)
         yield before
     for _ in range(8):
-        yield torch.full_like(before, torch.nan)
+        yield torch.full_like(before, poison)
 
 
 STATES = ("momentum_buffer", "square_avg", "grad_avg")
@@ -115,7 +116,7 @@ def train_and_move(pair: Pair, how: Callable[[Tensor], None], what: str, scaler:
             for p in pair.params:
                 p.grad = None
                 state = pair.ours.state[p]
-                for t in [state[key] for key in (*STATES, "master") if key in state] if what == "states" else [p]:
+                for t in [state[key] for key in (*STATES, "remainder") if key in state] if what == "states" else [p]:
                     kept += move(t, how)
             for optimizer in (pair.ours, *pair.theirs):
                 halve_states(optimizer)

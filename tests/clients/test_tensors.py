@@ -182,7 +182,7 @@ def to(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 KINDS = {
     # name                           make                                   parameter gradient  unscale_  state
     "plain":                    Kind(Tensor.clone,                          RIGHT,    RIGHT,    None,     RIGHT),
-    "Parameter":                Kind(lambda x: Parameter(x.clone()),        RIGHT,    RIGHT,    None,     RIGHT),
+    "Parameter":                Kind(lambda x: Parameter(x.clone(), x.is_floating_point()), RIGHT, RIGHT, None, RIGHT),
     "subclass":                 Kind(lambda x: x.clone().as_subclass(Subclass), RIGHT, RIGHT,   None,     RIGHT),
     "subclass, no function":    Kind(lambda x: x.clone().as_subclass(WithoutFunction), RIGHT, RIGHT, None,     RIGHT),
     "subclass with function":   Kind(lambda x: x.clone().as_subclass(WithFunction), RIGHT, RIGHT, None, RIGHT),
@@ -292,8 +292,8 @@ class WithSubject(Training):
         if self.role == "state":
             state = optimizer.state[self.params[SUBJECT]]
             keys = ["momentum_buffer", "square_avg", "grad_avg"]
-            if self.kind.values is Tensor.clone:  # else the weight is no longer what its master rounds to
-                keys.append("master")
+            if self.kind.values is Tensor.clone and self.kind.state is RIGHT:
+                keys.append("remainder")
             for key in keys:
                 if key in state:
                     state[key] = self.kind.make(self.kind.values(state[key]))
@@ -546,9 +546,8 @@ def buffers_side_by_side(one: dict[str, Tensor], two: dict[str, Tensor]) -> None
 
 
 def one_tensor_for_two_states(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    other = "square_avg" if "square_avg" in one else "master" if "master" in one else None
-    if other:
-        one["momentum_buffer"] = one[other]
+    if "square_avg" in one:
+        one["momentum_buffer"] = one["square_avg"]
 
 
 def the_parameter_as_a_state(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
@@ -604,7 +603,7 @@ def test_overlaps(backend: str, name: str, mode: str) -> None:
     row = OVERLAPS[name]
     verdict = row.unscale if mode == "unscale_" and row.unscale else row.verdict
     for family, dtype in runs(row.dtypes):
-        if family is FusedSGD and dtype is torch.float32 and name == "states: two of one parameter":
+        if family is FusedSGD and name == "states: two of one parameter":
             continue  # it has one state
         trainings = Trainings(
             WithOverlap(row, dtype, False),
@@ -624,7 +623,7 @@ UNSUPPORTED = [name for name, kind in KINDS.items() if kind.parameter is SENTENC
 @backends
 @pytest.mark.parametrize("name", UNSUPPORTED)
 def test_frozen_parameters_of_any_kind_are_ignored(backend: str, name: str) -> None:
-    """Also by checkpoints, `init_state` and `reload_masters`."""
+    """Also by checkpoints and `init_state`."""
     for family, mode in zip(FAMILIES, itertools.cycle(("clipped", "scaler")), strict=False):
         kind = KINDS[name]
         frozen = kind.make(kind.values(numbers(*SHAPE, seed=1)).to(kind.dtypes[-1]))
@@ -645,7 +644,6 @@ def test_frozen_parameters_of_any_kind_are_ignored(backend: str, name: str) -> N
             scaler.step(optimizer)
             scaler.update()
             expected.step()
-            optimizer.reload_masters()
             optimizer.load_state_dict(optimizer.state_dict())
         for p, twin in zip(trained, twins, strict=True):
             assert torch.equal(p, twin)

@@ -75,9 +75,9 @@ def give_grads(params: Sequence[Tensor], to: Sequence[Tensor]) -> None:
         q.grad = None if p.grad is None else p.grad.detach().to(q.dtype, copy=True)
 
 
-def fp32(optimizer: torch.optim.Optimizer, param: Tensor) -> Tensor:
+def fp32(optimizer: Any, param: Tensor) -> Tensor:
     """What the update is computed on: the master, or the fp32 parameter."""
-    return optimizer.state[param].get("master", param).detach()
+    return optimizer.master(param)
 
 
 def assert_within_rule(
@@ -98,7 +98,7 @@ def assert_within_rule(
 def assert_rounded(optimizer: torch.optim.Optimizer, params: Sequence[Tensor]) -> None:
     for p in params:
         assert torch.equal(p.detach(), fp32(optimizer, p).to(p.dtype))
-        assert ("master" in optimizer.state[p]) == (p.dtype is not torch.float32)
+        assert ("remainder" in optimizer.state[p]) == (p.dtype is not torch.float32)
 
 
 def snapshot(optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -38,9 +38,9 @@ def parameter(grad: Tensor | None = None, shape: tuple[int, ...] = (3, 4)) -> Te
     return param
 
 
-def look(params: list[Tensor], versions: bool = True) -> Tensor:
+def look(params: list[Tensor]) -> Tensor:
     seen, places = torch.full((len(Seen), len(params)), 99), torch.full((PLACE, len(params)), 99)
-    observe(params, [p.detach() for p in params], Spans([]), seen, places, plain=are_plain(params), versions=versions)
+    observe(params, [p.detach() for p in params], Spans([]), seen, places, plain=are_plain(params))
     assert torch.equal(places, seen[:PLACE])  # states are seen as parameters are
     return seen
 
@@ -63,7 +63,7 @@ MARKS = {"none": NO_GRADIENT, "fp64": UNREADABLE, "int16": UNREADABLE, "int8": U
 def test_gradients(sweep, name):
     param = parameter(GRADIENTS[name])
     seen = look([param])[:, 0].tolist()
-    assert seen[Seen.ADDRESS] == param.data_ptr() and seen[Seen.VERSION] == param._version
+    assert seen[Seen.ADDRESS] == param.data_ptr()
     if name in MARKS:
         assert seen[Seen.GRAD :] == [0, MARKS[name]]
     else:
@@ -89,34 +89,15 @@ def test_sparse_gradients(sweep):
 
 def test_columns_are_in_the_order_of_the_parameters(sweep):
     params = [parameter(grad) for grad in GRADIENTS.values()] + [parameter(shape=(0,))]
-    for written, param in enumerate(params):
-        for _ in range(written):
-            param.data = param.data  # another storage object, the same memory
-            torch.autograd.graph.increment_version(param)
     seen = look(params)
     assert seen[Seen.ADDRESS].tolist() == [p.data_ptr() for p in params]
-    assert seen[Seen.VERSION].tolist() == [p._version for p in params]
     alone = torch.cat([look([p]) for p in params], dim=1)
     assert torch.equal(seen[Seen.LAYOUT], alone[Seen.LAYOUT])
     assert torch.equal(seen[Seen.GRAD :], alone[Seen.GRAD :])
 
 
-def test_versions_are_read_only_where_asked_for(sweep):
-    param = torch.nn.Parameter(torch.zeros(2).requires_grad_())
-    torch.autograd.graph.increment_version(param)
-    assert look([param])[Seen.VERSION].item() == param._version > 0
-    assert look([param], versions=False)[Seen.VERSION].item() != param._version
-
-
 def test_no_parameters(sweep):
     assert look([]).shape == (len(Seen), 0)
-
-
-def test_an_inference_tensor_has_no_version(sweep):
-    with torch.inference_mode():
-        param = torch.zeros(2)
-    with pytest.raises(RuntimeError, match="version"):
-        look([param])
 
 
 @pytest.mark.parametrize("tensor", [torch.zeros(2, 2).to_sparse(), torch.zeros(2, device="meta")], ids=str)
@@ -132,7 +113,7 @@ def test_a_subclass_is_seen_in_python_alone(sweep):
     became = parameter(Sub(torch.zeros(3, 4)))
     torch.utils.swap_tensors(became, param)  # after the plan was built
     places, seen = torch.zeros(PLACE, 0), torch.zeros(len(Seen), 1, dtype=torch.int64)
-    observe([became], [], Spans([]), seen, places, plain=True, versions=False)
+    observe([became], [], Spans([]), seen, places, plain=True)
     assert sweep == "python" or seen[Seen.LAYOUT].item() == UNREADABLE
 
 
@@ -152,7 +133,7 @@ def test_gradients_in_written_memory(sweep):
     for begin, end in [(0, 10), (30, 900), (20, 20), (15, 15), (0, 11), (29, 40), (15, 16), (0, 1000), (899, 901)]:
         param = parameter(memory[begin:end], (end - begin,))
         seen = torch.zeros(len(Seen), 1, dtype=torch.int64)
-        observe([param], [], written, seen, places, plain=True, versions=False)
+        observe([param], [], written, seen, places, plain=True)
         meets = any(begin < stop and start < end for start, stop in ((10, 30), (900, 1000))) and begin < end
         assert (seen[Seen.GRAD_LAYOUT].item() == UNREADABLE) == meets == written.meet(param.grad)
 
@@ -161,7 +142,7 @@ def test_what_shares_memory_with_a_lazy_clone_gets_memory_of_its_own(sweep):
     param = parameter(torch.ones(3, 4))
     clones = [torch._lazy_clone(param), torch._lazy_clone(param.grad)]
     seen, places = torch.zeros(len(Seen), 1, dtype=torch.int64), torch.zeros(PLACE, 0)
-    observe([param], [], Spans([]), seen, places, plain=True, versions=False, writes=True)
+    observe([param], [], Spans([]), seen, places, plain=True, writes=True)
     for row, tensor, clone in zip((Seen.ADDRESS, Seen.GRAD), (param, param.grad), clones, strict=True):
         assert seen[row].item() == tensor.data_ptr() != clone.const_data_ptr()
 
@@ -178,15 +159,11 @@ def test_references_are_given_back(sweep):
 def test_references_are_given_back_after_errors(sweep):
     sparse, wide = parameter(), parameter(torch.zeros(3, 4).double())
     sparse.grad = torch.zeros(3, 4).to_sparse()
-    with torch.inference_mode():
-        frozen = torch.zeros(2)
-    objects = [sparse, sparse.grad, wide, wide.grad, frozen, torch.float64]
+    objects = [sparse, sparse.grad, wide, wide.grad, torch.float64]
     before = [sys.getrefcount(o) for o in objects]
     for _ in range(100):
-        for stranger, error in ((frozen, RuntimeError), (object(), Exception)):
-            with pytest.raises(error):
-                look([sparse, wide, stranger])
-    del stranger
+        with pytest.raises(Exception, match="object"):
+            look([sparse, wide, object()])
     assert [sys.getrefcount(o) for o in objects] == before
 
 

@@ -43,7 +43,7 @@ def run_against_torch(family: type, device: torch.device, options: dict[str, Any
     optimizers = (pair.ours, *pair.theirs)
     for params in zip(pair.params, *pair.copies, strict=True):
         states = [optimizer.state[p] for optimizer, p in zip(optimizers, params, strict=True)]
-        for key in states[0].keys() - {"master", "step"}:
+        for key in states[0].keys() - {"remainder", "step"}:
             error, allowed = testing.error_and_allowed(*(state[key] for state in states))
             assert error <= allowed, key
 

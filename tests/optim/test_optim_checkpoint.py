@@ -182,7 +182,7 @@ def test_a_16_bit_checkpoint_in_an_fp32_model_and_back(device, family):
     wide = copies(params, torch.float32)
     in_fp32 = family(wide, **FULL[family])
     in_fp32.load_state_dict(optimizer.state_dict())
-    assert not any("master" in in_fp32.state[p] for p in wide)
+    assert not any("remainder" in in_fp32.state[p] for p in wide)
     train(in_fp32, range(2, 4))
     narrow = copies(wide, torch.float16)
     back = family(narrow, **FULL[family])
@@ -241,7 +241,7 @@ def test_torch_checkpoint_for_a_16_bit_model(device, family):
     ours = family(low, **FULL[family])
     ours.load_state_dict(theirs.state_dict())
     for p, q in zip(low, params, strict=True):
-        assert torch.equal(ours.state[p]["master"], p.float())
+        assert torch.equal(ours.master(p), p.float())
         assert torch.equal(ours.state[p]["momentum_buffer"], theirs.state[q]["momentum_buffer"])
 
 

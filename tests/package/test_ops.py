@@ -287,7 +287,7 @@ ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], s
         sgd,
         ([HALF], [f(2)], [f(2)], [HALF]),
         TypeError,
-        r"sgd_: masters\[0\] must be float32, got torch.float16",
+        r"sgd_: masters\[0\] must be float32 or int16, got torch.float16",
     ),
     "square_avgs_missing": (
         rmsprop,

@@ -15,6 +15,7 @@ import pytest
 import torch
 import triton
 from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
+from amp_kernels.triton_kernels.common import INT16
 from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
 from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
 from amp_kernels.triton_kernels.unscale import _NUM_WARPS, _unscale_kernel
@@ -52,12 +53,19 @@ def by_arch(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
     return [pytest.param(*row, marks=() if row[0] == 90 else pytest.mark.slow) for row in rows]
 
 
-# sm_90 for every dtype of each, the others for the extremes.
+# sm_90 for every dtype of each, the others for the extremes. A master is there for 16-bit parameters.
 ARCHITECTURES = (75, 80, 100, 120)
-every_update = [(90, p, g) for p, g in (*zip(CODES, CODES, strict=True), ("fp32", "bf16"), ("fp16", "fp32"))]
-some_updates = [(arch, *dtypes) for arch in ARCHITECTURES for dtypes in (("fp32", "fp32"), ("bf16", "fp16"))]
+SPLIT, FULL = ("fp16", "int16", "fp16"), ("bf16", "fp32", "bf16")
+every_update = [
+    (90, *dtypes)
+    for dtypes in (
+        *(("fp32", "fp32", grad) for grad in CODES),
+        *((low, master, grad) for low in ("fp16", "bf16") for master in ("fp32", "int16") for grad in ("fp32", low)),
+    )
+]
+some_updates = [(arch, *dtypes) for arch in ARCHITECTURES for dtypes in (("fp32", "fp32", "fp32"), SPLIT, FULL)]
 updates = pytest.mark.parametrize(
-    ("arch", "param", "grad"),
+    ("arch", "param", "master", "grad"),
     by_arch(every_update + some_updates),
     ids=lambda v: f"sm_{v}" if isinstance(v, int) else v,
 )
@@ -124,17 +132,21 @@ def check_accesses(compiled: Compiled, fp32_loads: int, fp32_stores: int, loads1
 
 @updates
 @formulas
-def test_update(formula: dict[str, Any], arch: int, param: str, grad: str, tmp_path: Path) -> None:
-    dtypes = {"PARAM_DTYPE": CODES[param], "GRAD_DTYPE": CODES[grad]}
+def test_update(formula: dict[str, Any], arch: int, param: str, master: str, grad: str, tmp_path: Path) -> None:
+    codes = CODES | {"int16": INT16.value}
+    dtypes = {"PARAM_DTYPE": CODES[param], "MASTER_DTYPE": codes[master], "GRAD_DTYPE": CODES[grad]}
     compiled = Compiled(update._update_kernel, arch, UPDATE, tmp_path, **formula, **dtypes)
-    arrays = 1 + formula["N_STATES"]  # read and written: the fp32 parameter and its states
-    check_accesses(compiled, arrays + (grad == "fp32"), arrays, grad != "fp32", param != "fp32")
+    is_split = master == "int16"
+    fp32 = formula["N_STATES"] + (not is_split)  # read and written: states, and a master or an fp32 parameter
+    loads16 = (grad != "fp32") + 2 * is_split
+    check_accesses(compiled, fp32 + (grad == "fp32"), fp32, loads16, (param != "fp32") + is_split)
 
 
 @formulas
 def test_update_without_scalars(formula: dict[str, Any], tmp_path: Path) -> None:
     absent = dict.fromkeys(["grad_scale_ptr", "found_inf_ptr", "grad_norm_ptr"])
-    Compiled(update._update_kernel, 90, UPDATE, tmp_path, **formula, PARAM_DTYPE=2, GRAD_DTYPE=2, **absent).check()
+    dtypes = {"PARAM_DTYPE": CODES["bf16"], "MASTER_DTYPE": INT16.value, "GRAD_DTYPE": CODES["bf16"]}
+    Compiled(update._update_kernel, 90, UPDATE, tmp_path, **formula, **dtypes, **absent).check()
 
 
 INT8_KERNELS = [

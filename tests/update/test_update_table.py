@@ -16,6 +16,8 @@ from torch import Tensor
 from amp_kernels import testing
 from amp_kernels.families import FAMILIES
 from amp_kernels.ops.table import DTYPE_CODES, HYPER_COLUMNS, UPDATE_ROWS, Row
+from amp_kernels.reference._master import join
+from amp_kernels.reference._master import split as split_
 from amp_kernels.testing import DTYPES, differing, error_and_allowed
 from amp_kernels.testing.updates import UPDATES
 
@@ -25,6 +27,10 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EXAMPLES = [(family, name) for family, update in UPDATES.items() for name in update.examples]
 families = pytest.mark.parametrize("family", FAMILIES)
 low_dtypes = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
+FORMS = {name: (dtype, False) for name, dtype in DTYPES.items()} | {
+    "fp16-split": (FP16, True),
+    "bf16-split": (BF16, True),
+}
 FEW = (9, CHUNK, 2 * CHUNK + 1)
 
 
@@ -32,6 +38,7 @@ class Step:
     """Tensors of one parameter dtype and one gradient dtype, in two groups with their own rates and options.
 
     Args:
+        split: whether masters of 16-bit parameters are remainders.
         options: of torch's optimizer, what are not its defaults.
         second: those of the second group (default: the same); every other tensor is in it.
         steps: that the tensors have taken.
@@ -50,6 +57,7 @@ class Step:
         param_dtype: torch.dtype = FP32,
         grad_dtype: torch.dtype = FP32,
         *,
+        split: bool = True,
         second: Mapping[str, Any] | None = None,
         steps: int = 3,
         without_grad: tuple[int, ...] = (),
@@ -59,15 +67,22 @@ class Step:
     ) -> None:
         self.launcher, self.family, self.steps_before = launcher, family, steps
         self.param_dtype, self.grad_dtype, self.without_grad = param_dtype, grad_dtype, without_grad
+        self.split = split and param_dtype != FP32
         self.chunk, self.begin, self.arena = chunk, chunk * first_chunk, launcher.arena()
         options = UPDATES[family].examples["full"] if options is None else options
         self.options = (options, options if second is None else second)
         place = self.arena.place
-        self.masters = [place(randn(n, 1), offset) for n in sizes]
-        # A 16-bit parameter is written, never read: NaN must not get anywhere.
-        self.params = self.masters
-        if param_dtype != FP32:
-            self.params = [place(torch.full((n,), math.nan, dtype=param_dtype), offset) for n in sizes]
+        fp32 = [randn(n, 1) for n in sizes]
+        if self.split:
+            self.params, self.masters = (
+                [place(x, offset) for x in xs] for xs in zip(*(split_(x, param_dtype) for x in fp32), strict=True)
+            )
+        else:
+            self.masters = [place(x, offset) for x in fp32]
+            # A 16-bit parameter beside a full master is written, never read: NaN must not get anywhere.
+            self.params = self.masters
+            if param_dtype != FP32:
+                self.params = [place(torch.full((n,), math.nan, dtype=param_dtype), offset) for n in sizes]
         self.grads: list[Tensor | None] = [
             None if t in without_grad else place(randn(n, 2, grad_dtype), offset) for t, n in enumerate(sizes)
         ]
@@ -84,8 +99,14 @@ class Step:
             row[: len(columns)] = torch.tensor(columns)
         self.hyper = place(hyper)
         self.rates = place(torch.tensor(self.LR))
-        self.before = [x.cpu().clone() for x in self.masters]
+        self.before = [x.cpu().clone() for x in self.fp32()]
         self.states_before = {name: [x.cpu().clone() for x in states] for name, states in self.states.items()}
+
+    def fp32(self) -> list[Tensor]:
+        """What is updated; of split masters copies."""
+        if not self.split:
+            return self.masters
+        return [join(p, m) for p, m in zip(self.params, self.masters, strict=True)]
 
     def _state(self, name: str, size: int, steps: int) -> Tensor:
         """As they are allocated; what the first step sets must not be read. Then with a variance that is positive."""
@@ -123,7 +144,7 @@ class Step:
         self.frozen = self.arena.bytes()
         self.launcher.update_table_(
             self.family, table, self.chunks, self.chunk, self.steps, self.hyper, rates,
-            DTYPE_CODES[self.param_dtype], DTYPE_CODES[self.grad_dtype], *scalars, max_norm,
+            DTYPE_CODES[self.param_dtype], self.split, DTYPE_CODES[self.grad_dtype], *scalars, max_norm,
         )  # fmt: skip
         self.arena.check()
         return self
@@ -144,7 +165,7 @@ class Step:
 
     def check(self, factor: float = 1.0) -> None:
         """Every tensor against torch.optim in fp64, by the error rule: twice torch's own fp32 error."""
-        for t, (master, param) in enumerate(zip(self.masters, self.params, strict=True)):
+        for t, (master, param) in enumerate(zip(self.fp32(), self.params, strict=True)):
             ours = [master.cpu(), *(states[t].cpu() for states in self.states.values() if states)]
             if self.grads[t] is None:
                 before = [self.before[t], *(states[t] for states in self.states_before.values() if states)]
@@ -165,14 +186,14 @@ class Step:
 
 # -------------------------------------------------------------------------------------------------------------- values
 @pytest.mark.parametrize("grad_dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("param_dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize(("param_dtype", "split"), FORMS.values(), ids=FORMS)
 @families
 def test_every_pair_of_dtypes(
-    family: str, param_dtype: torch.dtype, grad_dtype: torch.dtype, launcher: Launcher
+    family: str, param_dtype: torch.dtype, split: bool, grad_dtype: torch.dtype, launcher: Launcher
 ) -> None:
     dtypes = tuple(DTYPES.values())
     offset = (0, 1, 3)[(dtypes.index(param_dtype) + dtypes.index(grad_dtype)) % 3]  # of each dtype, all of them
-    Step(launcher, family, None, SIZES, param_dtype, grad_dtype, offset=offset).run().check()
+    Step(launcher, family, None, SIZES, param_dtype, grad_dtype, split=split, offset=offset).run().check()
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["first", "later"])
@@ -204,9 +225,10 @@ def test_more_than_32_bits_of_elements(
 
 @families
 @pytest.mark.parametrize("array", ["grads", "params", "masters", "states"])
-def test_one_misaligned_array(family: str, array: str, launcher: Launcher) -> None:
+@pytest.mark.parametrize("split", [False, True], ids=["full", "split"])
+def test_one_misaligned_array(family: str, split: bool, array: str, launcher: Launcher) -> None:
     """Each array alone decides that 16-byte accesses are off, wherever it stands in the table."""
-    step = Step(launcher, family, None, FEW, FP16, BF16)
+    step = Step(launcher, family, None, FEW, FP16, BF16, split=split)
     lists = list(step.states.values()) if array == "states" else [getattr(step, array)]
     lists[-1][:] = [step.arena.place(x, 1) for x in lists[-1]]
     step.run().check()
@@ -228,7 +250,7 @@ def test_a_late_gradient_finds_its_first_step(family: str, launcher: Launcher) -
     step.run()
     assert step.steps.tolist() == [1, 1, 3, 3, 3]
     expected = Step(launcher, family, None, (2 * CHUNK + 1, 4 * CHUNK + 1), BF16, steps=0).run()
-    assert torch.equal(step.masters[0], expected.masters[0])
+    assert torch.equal(step.fp32()[0], expected.fp32()[0])
 
 
 @families
@@ -240,7 +262,7 @@ def test_nothing_to_update(family: str, launcher: Launcher) -> None:
 @families
 def test_same_bits_in_every_order(family: str, ordered_launcher: Launcher) -> None:
     first, second = (Step(launcher, family, None, param_dtype=FP16).run() for launcher in (ordered_launcher,) * 2)
-    assert torch.equal(torch.cat(first.masters), torch.cat(second.masters))
+    assert torch.equal(torch.cat(first.fp32()), torch.cat(second.fp32()))
 
 
 # -------------------------------------------------------------------------------------------- overflow, scale, clipping
@@ -271,7 +293,7 @@ def test_scale_and_clip(family: str, scalars: dict[str, Any], factor: float, lau
 @families
 def test_nan_norm_is_not_hidden(family: str, launcher: Launcher) -> None:
     step = Step(launcher, family, None, FEW).run(grad_norm=math.nan, max_norm=1.0)
-    assert all(m.isnan().all() for m in step.masters)
+    assert all(m.isnan().all() for m in step.fp32())
 
 
 @families
@@ -291,7 +313,7 @@ def test_weights_round_to_nearest_even(dtype: torch.dtype, launcher: Launcher) -
     values = (upper[:, None] + lower).view(-1).to(torch.int32).view(FP32)
     special = torch.tensor([65504.0, 65519.996, 65520.0, 2.0**-24, 2.0**-25, 3 * 2.0**-25, -0.0, 3.3961e38])
     values = torch.cat([special, values[torch.randperm(len(values), generator=torch.Generator().manual_seed(0))]])
-    step = Step(launcher, "sgd", {}, (40000,), dtype)
+    step = Step(launcher, "sgd", {}, (40000,), dtype, split=False)
     step.masters[0].copy_(values[:40000])
     step.grads[0].zero_()  # type: ignore[union-attr]
     step.run()

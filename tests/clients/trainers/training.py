@@ -115,7 +115,7 @@ def masters(optimizer: Any) -> dict[str, Tensor]:
     optimizer = getattr(optimizer, "optimizer", optimizer)  # inside a trainer's own
     params = [p for group in optimizer.param_groups for p in group["params"]]
     is_by_hand = isinstance(optimizer, OnMasters)
-    found = optimizer.masters if is_by_hand else [optimizer.state[p]["master"] for p in params]
+    found = optimizer.masters if is_by_hand else [optimizer.master(p) for p in params]
     assert all(torch.equal(p, master.to(p.dtype)) for p, master in zip(params, found, strict=True))
     return {str(i): master.clone() for i, master in enumerate(found)}
 

@@ -31,7 +31,7 @@ _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
 _SIGNATURES = {
     "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
     "send": (_POINTER, _POINTER, _INT64),
-    "update_table": (ctypes.c_char_p, *_TABLE, *[_POINTER] * 3, _INT, _INT, *[_POINTER] * 3, ctypes.c_float),
+    "update_table": (ctypes.c_char_p, *_TABLE, *[_POINTER] * 3, _INT, _BOOL, _INT, *[_POINTER] * 3, ctypes.c_float),
     **dict.fromkeys(
         (
             "quantize_int8",
@@ -188,12 +188,12 @@ def _send_(host: Tensor, to: Tensor) -> None:
 
 def _update_table_(
     family: str, table: Tensor, chunks: Tensor, chunk_size: int, steps: Tensor, hyper: Tensor, lr: Tensor,
-    param_dtype: int, grad_dtype: int, grad_scale: Tensor | None, found_inf: Tensor | None,
+    param_dtype: int, split: bool, grad_dtype: int, grad_scale: Tensor | None, found_inf: Tensor | None,
     grad_norm: Tensor | None, max_norm: float,
 ) -> None:  # fmt: skip
     arrays = [x.data_ptr() for x in (steps, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
-    dtypes = (param_dtype, grad_dtype)
+    dtypes = (param_dtype, split, grad_dtype)
     _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *dtypes, *scalars, max_norm)
 
 

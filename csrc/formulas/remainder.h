@@ -1,0 +1,86 @@
+// The fp32 master of a 16-bit weight, kept in 32 bits: the weight, which is the master rounded to nearest even, and an
+// int16 remainder, which says where among the fp32 numbers that round to the weight the master lies.
+//
+//   bf16:  bits(master) = bits(weight) + remainder
+//   fp16:  master = weight + remainder * ulp(weight) / 2^16
+//
+//            weight - ulp/2                 weight                 weight + ulp/2
+//                 |----------------------------+----------------------------|
+//   remainder  -32768                          0                          32767
+//
+// What is lost:
+//   bf16   2^16 + 1 masters round to an even weight: of its two ties, the one farther from 0 is stored as its neighbour
+//   fp16   nothing from 2^-16 on; below, a master is stored to within 2^-40; one that rounds beyond 65504 is infinite
+//
+// Whoever writes the weight leaves a remainder that is another's. Where the two give a number that does not round to
+// the weight, bit for bit, the master is the weight; elsewhere it is at most half an ulp of the weight away.
+#pragma once
+
+#include <cmath>
+#include <cstring>
+#include <type_traits>
+
+#include "../table.h"
+
+namespace amp_kernels {
+
+AMP_KERNELS_HD uint32_t bits_of(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, sizeof(bits));
+  return bits;
+}
+
+AMP_KERNELS_HD float float_of(uint32_t bits) {
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+template <Dtype kWeight>
+struct Remainder;
+
+template <>
+struct Remainder<kBFloat16> {
+  // The caller keeps the result if it rounds to `weight`.
+  static AMP_KERNELS_HD float joined(float weight, int32_t remainder) {
+    return float_of(bits_of(weight) + static_cast<uint32_t>(remainder));
+  }
+
+  // `weight` is `master`, rounded.
+  static AMP_KERNELS_HD int32_t of(float master, float weight) {
+    const auto difference = static_cast<int32_t>(bits_of(master) - bits_of(weight));
+    const int32_t fits = difference < 32767 ? difference : 32767;
+    return master == master ? fits : 0;
+  }
+};
+
+template <>
+struct Remainder<kHalf> {
+  static AMP_KERNELS_HD float joined(float weight, int32_t remainder) {
+    return weight + static_cast<float>(remainder) * float_of((exponent(weight) - 26) << 23);
+  }
+
+  static AMP_KERNELS_HD int32_t of(float master, float weight) {
+    const uint32_t e = exponent(weight);
+    const float units = (master - weight) * float_of((280 - e) << 23);  // a power of 2: exact
+    const float fits = units < 32767.0f ? (units > -32767.0f ? units : -32767.0f) : 32767.0f;
+    return e == 255 ? 0 : static_cast<int32_t>(rintf(fits));
+  }
+
+ private:
+  // Of the fp16 format, biased as in fp32: subnormal numbers have that of the smallest normal one.
+  static AMP_KERNELS_HD uint32_t exponent(float weight) {
+    const uint32_t e = bits_of(weight) >> 23 & 0xff;
+    return e < 113 ? 113 : e;
+  }
+};
+
+// Calls f with a value of the type of what is kept as masters of parameters of type P.
+template <class P, class F>
+void with_master(bool split, const F& f) {
+  if constexpr (!std::is_same_v<P, float>)
+    if (split) return f(int16_t{});
+  f(float{});
+}
+
+}  // namespace amp_kernels
