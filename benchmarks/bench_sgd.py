@@ -1,9 +1,9 @@
 """SGD with momentum, the whole step: scaler.step(optimizer), scaler.update().
 
-Bytes that a parameter costs with fp16 weights and fp32 masters: 22 = 2 gradient read by the check + 2
-gradient read by the update + 8 master read and written + 8 momentum read and written + 2 weight written.
-(Every gradient must have been checked before the first weight changes, hence the second read.) With an fp32
-model: 24 = 4 + 4 + 8 weight + 8 momentum.
+Bytes that a parameter costs with fp16 weights and fp32 masters: 20 = 2 gradient read by the check + 2
+gradient read by the update + 4 weight + 4 remainder + 8 momentum, read and written. (Every gradient must
+have been checked before the first weight changes, hence the second read.) With an fp32 model: 24 = 4 + 4
++ 8 weight + 8 momentum.
 
     python -m benchmarks.bench_sgd --help
 """

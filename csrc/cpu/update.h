@@ -8,9 +8,9 @@
 #include <type_traits>
 #include <utility>
 
-#include "../formulas/remainder.h"
 #include "../formulas/unscale.h"
 #include "convert.h"
+#include "remainder.h"
 
 namespace amp_kernels::cpu {
 
@@ -40,26 +40,6 @@ template <class Formula, int... kPresent>
 auto apply_to(int present, std::integer_sequence<int, kPresent...>) {
   static constexpr decltype(&apply<Formula, 0>) kApply[] = {&apply<Formula, kPresent>...};
   return kApply[present];
-}
-
-// fp32 masters of n weights, at most kUpdateBlock (formulas/remainder.h).
-template <class P>
-void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
-  float widened[kUpdateBlock], back[kUpdateBlock];
-  P rounded[kUpdateBlock];
-  load(weight, widened, n);
-  for (int64_t i = 0; i < n; ++i) master[i] = Remainder<kDtypeOf<P>>::joined(widened[i], remainder[i]);
-  store(master, rounded, n);
-  load(rounded, back, n);
-  for (int64_t i = 0; i < n; ++i) master[i] = bits_of(back[i]) == bits_of(widened[i]) ? master[i] : widened[i];
-}
-
-template <class P>
-void split(const float* master, P* weight, int16_t* remainder, int64_t n) {
-  float back[kUpdateBlock];
-  store(master, weight, n);
-  load(weight, back, n);
-  for (int64_t i = 0; i < n; ++i) remainder[i] = static_cast<int16_t>(Remainder<kDtypeOf<P>>::of(master[i], back[i]));
 }
 
 // The fp32 parameters of a chunk. M is int16_t for the remainders of weights of type P, else float.
