@@ -23,8 +23,8 @@ class Family(NamedTuple):
         optional: how many of the last of them a parameter may lack, by its options.
         hyper: the type of its hyper-parameters without the learning rate, a NamedTuple in the order of their columns;
             ``hyper.of(options)`` makes one of the options that users know.
-        reference: ``(params, grads, states, masters, hyper, *, lr, is_first_step, grad_scale, found_inf)``, with a list
-            for each state, empty for one that there is not.
+        reference: ``(params, grads, states, masters, hyper, *, lr, steps_taken, grad_scale, found_inf)``, with a list
+            for each state, empty for one that there is not; `steps_taken` may be a 0-dim int32 tensor.
         examples: by name, options of the optimizer as users write them; together they reach every branch of the
             formula, and ``"full"`` and ``"maximize"`` keep every state. `verify` and all tests run them.
     """
@@ -66,12 +66,15 @@ def _sgd(
     states: Sequence[Sequence[Tensor]],
     masters: Sequence[Tensor],
     hyper: SgdHyper,
+    *,
+    steps_taken: int | Tensor,
     **rest: Any,
 ) -> None:
     (momentum_buffers,) = states
     reference.sgd_(
         params, grads, momentum_buffers, masters, momentum=hyper.momentum, dampening=1 - hyper.one_minus_dampening,
-        weight_decay=hyper.weight_decay, nesterov=bool(hyper.nesterov), maximize=hyper.sign < 0, **rest,
+        weight_decay=hyper.weight_decay, nesterov=bool(hyper.nesterov), maximize=hyper.sign < 0,
+        is_first_step=steps_taken == 0, **rest,
     )  # fmt: skip
 
 
@@ -120,7 +123,7 @@ def _rmsprop(
     masters: Sequence[Tensor],
     hyper: RmspropHyper,
     *,
-    is_first_step: bool | Tensor,
+    steps_taken: int | Tensor,
     **rest: Any,
 ) -> None:
     square_avgs, momentum_buffers, grad_avgs = states

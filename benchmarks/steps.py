@@ -42,7 +42,6 @@ from .common import (
 )
 
 CHECK_SCALE, CHECKED_STEPS = 1024.0, 2
-HELD_BYTES = 16  # per parameter, by the largest contender: weight, gradient, fp32 master, its gradient, state
 OURS, STOCK, NONE = "GradScaler ours", "torch GradScaler", "none"
 SCALERS: dict[str, type[torch.amp.GradScaler]] = {OURS: amp_kernels.GradScaler, STOCK: torch.amp.GradScaler}
 # For CPUs Inductor compiles each tensor of a list apart: 25 s for 161 tensors, more than 3 minutes for 1000.
@@ -61,8 +60,9 @@ class Family:
     torch_class: type[torch.optim.Optimizer]
     options: dict[str, float]
     variants: tuple[str, ...]  # of torch: "fused", "foreach"
-    update: Update  # the same as a function over (weights, grads, masters, states, inv_scale), to be compiled
+    update: Update | None  # the same as a function over (weights, grads, masters, states, inv_scale), to be compiled
     traffic: dict[torch.dtype, tuple[int, str]]  # bytes that a parameter costs, and the sum in words
+    held_bytes: int = 16  # per parameter, by the largest contender: weight, gradient, fp32 master, its gradient, state
     flashoptim: str = ""  # name of the class, if it has one
 
 
@@ -221,9 +221,9 @@ class CompiledMasters(torch.optim.Optimizer):
             self._update(self.low, grads, self.masters, self.states, self.grad_scale.reciprocal())
 
 
-def masters_compiled(model: Model) -> Step:
+def masters_compiled(model: Model, update: Update) -> Step:
     params, scaler = model.parameters(model.dtype), make_scaler(STOCK, model.device)
-    optimizer = CompiledMasters(params, model.family.update)
+    optimizer = CompiledMasters(params, update)
     return Step(user_step(optimizer, scaler), params, lambda: optimizer.masters, params, scaler)
 
 
@@ -259,8 +259,9 @@ def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
         by_hand = "masters by hand, "
         for v in family.variants:
             plan += [(f"{by_hand}torch {v} {theirs}", STOCK, partial(masters_by_hand, model, v))]
-        compiled = partial(masters_compiled, model)
-        plan += [(f"{by_hand}compiled", STOCK, partial(unless_slow, model, args, compiled))]
+        if family.update is not None:
+            compiled = partial(masters_compiled, model, family.update)
+            plan += [(f"{by_hand}compiled", STOCK, partial(unless_slow, model, args, compiled))]
     plan += [(f"{fp32}torch {v} {theirs}", STOCK, partial(torch_fp32, model, v)) for v in family.variants]
     plan += [(f"{fp32}torch {theirs}, compiled", STOCK, partial(unless_slow, model, args, compiled_fp32))]
     if low and family.flashoptim:
@@ -271,7 +272,7 @@ def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
     def build(make: Callable[[], Step]) -> Job:
         return model.job(make())
 
-    return [Contender(name, scaler, HELD_BYTES, partial(build, make)) for name, scaler, make in plan]
+    return [Contender(name, scaler, family.held_bytes, partial(build, make)) for name, scaler, make in plan]
 
 
 def unless_slow(model: Model, args: argparse.Namespace, build: Callable[[], Step]) -> Step:

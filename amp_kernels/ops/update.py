@@ -31,7 +31,7 @@ def _update(*arguments: Any) -> None:
     known.reference(
         given.params, given.grads, [state or () for state in given.states], given.masters or (),
         known.hyper(*given.hyper), lr=given.lr if given.tensor_lr is None else given.tensor_lr,
-        is_first_step=given.steps_taken == 0, grad_scale=given.grad_scale, found_inf=given.found_inf,
+        steps_taken=given.steps_taken, grad_scale=given.grad_scale, found_inf=given.found_inf,
     )  # fmt: skip
 
 

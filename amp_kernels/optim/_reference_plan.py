@@ -81,7 +81,7 @@ class ReferencePlan(Plan):
             step = member.state["step"]
             hyper = self._hyper[member.group]
             self._family.reference(
-                [param], [grad], states, masters, hyper.values, lr=hyper.lr, is_first_step=step == 0,
+                [param], [grad], states, masters, hyper.values, lr=hyper.lr, steps_taken=step,
                 grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
             step.add_(applied)

@@ -73,9 +73,9 @@ class Update:
         choice = {"foreach": False} if "foreach" in inspect.signature(self.torch).parameters else {}
         return self.torch(params, lr=lr, **choice, **options)
 
-    def arguments(self, options: dict[str, Any], *, first: bool = True) -> dict[str, Any]:
-        """torch's defaults, these options and whether it is the first step: those that `function` has."""
-        everything = {**self.defaults(), **options, "is_first_step": first}
+    def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
+        """torch's defaults, these options and what `function` may have to know of earlier steps: those that it has."""
+        everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
 
     def states(self, options: dict[str, Any]) -> list[str]:
@@ -112,7 +112,7 @@ class UpdateInputs:
         masters: str = "full",
     ) -> None:
         device = torch.device(device)
-        self.op, self.options = op, dict(options)
+        self.op, self.options, self.steps_taken = op, dict(options), 0
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
@@ -132,7 +132,8 @@ class UpdateInputs:
     def step(self, grads: Sequence[Tensor], *, first: bool = True, **arguments: Any) -> None:
         """One call of the operator."""
         lists = {f"{name}s": tensors for name, tensors in self.states.items()}
-        options = self._update.arguments({**self.options, "lr": 0.1}, first=first)
+        self.steps_taken = 0 if first else self.steps_taken + 1
+        options = self._update.arguments({**self.options, "lr": 0.1}, steps_taken=self.steps_taken)
         self._update.function(self.params, grads, masters=self.masters, **lists, **{**options, **arguments})
 
     def fp32(self) -> list[Tensor]:

@@ -97,7 +97,7 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
   const auto apply_here = apply_to<Formula>(present, std::make_integer_sequence<int, 1 << Formula::kStates>{});
   const int64_t group = update.table.at(kGroup, chunk.tensor);
   const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]), factor,
-                        update.steps[index] == 0, has);
+                        update.steps[index], has);
   ++update.steps[index];
 
   const bool ahead = asks_ahead();

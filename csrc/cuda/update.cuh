@@ -167,7 +167,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) update_kernel(const
     const int64_t group = update.table.at(kGroup, chunk.tensor);
     const int32_t step = update.steps[index];
     const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]),
-                          factor, step == 0, has);
+                          factor, step, has);
     update_elements(arrays, formula, chunk.size, wide);
     barrier();  // every thread has read the count
     if (threadIdx.x == 0) update.steps[index] = step + 1;

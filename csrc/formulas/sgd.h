@@ -18,14 +18,14 @@ struct SgdFormula {
   bool first;
 
   // Without a momentum buffer every step is a first one: b = g.
-  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, bool first, const bool (&has)[kStates])
+  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, int32_t step, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         lr(lr),
         momentum(hyper[0]),
         one_minus_dampening(hyper[1]),
         weight_decay(hyper[2]),
         lookahead(hyper[3] != 0.0f && has[0] ? hyper[0] : 0.0f),
-        first(first || !has[0]) {}
+        first(step == 0 || !has[0]) {}
 
   AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
     g *= factor;

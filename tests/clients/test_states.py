@@ -16,6 +16,7 @@ from optim_cases import (
     ALL,
     DAMPENED,
     FULL,
+    STATES,
     TORCH,
     Pair,
     assert_same,
@@ -85,9 +86,6 @@ def move(t: Tensor, how: Callable[[Tensor], None]) -> Iterator[Tensor]:
         yield before
     for _ in range(8):
         yield torch.full_like(before, poison)
-
-
-STATES = ("momentum_buffer", "square_avg", "grad_avg")
 
 
 def halve_states(optimizer: torch.optim.Optimizer) -> None:
@@ -416,7 +414,8 @@ def test_a_written_count_is_followed(device, family, how):
     for step in range(2):
         set_grads(params, step)
         optimizer.step()
-    buffers = [optimizer.state[p]["momentum_buffer"].clone() for p in params]
+    name = "momentum_buffer" if "momentum_buffer" in optimizer.state[params[0]] else "exp_avg"
+    buffers = [optimizer.state[p][name].clone() for p in params]
     for p in params:
         if how == "in place":
             optimizer.state[p]["step"].zero_()
@@ -426,7 +425,7 @@ def test_a_written_count_is_followed(device, family, how):
     set_grads(params, 2)
     optimizer.step()
     for p, before in zip(params, buffers, strict=True):
-        buffer = optimizer.state[p]["momentum_buffer"]
+        buffer = optimizer.state[p][name]
         assert int(optimizer.state[p]["step"]) == 1
         assert not torch.equal(buffer, before)
         if family is FusedSGD:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from isolated import BACKENDS, backends, case, isolated
-from optim_cases import FULL, TORCH, assert_within_rule, randn, started
+from optim_cases import FULL, STATES, TORCH, assert_within_rule, randn, started
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
@@ -291,7 +291,7 @@ class WithSubject(Training):
     def after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         if self.role == "state":
             state = optimizer.state[self.params[SUBJECT]]
-            keys = ["momentum_buffer", "square_avg", "grad_avg"]
+            keys = list(STATES)
             if self.kind.values is Tensor.clone and self.kind.state is RIGHT:
                 keys.append("remainder")
             for key in keys:
@@ -500,7 +500,8 @@ class WithOverlap(Training):
 
     def after_first_step(self, optimizer: torch.optim.Optimizer) -> None:
         for p in self.both:
-            p.buffer = optimizer.state.get(p, {}).get("momentum_buffer")
+            state = optimizer.state.get(p, {})
+            p.buffer = state[buffer_of(state)] if state else None
         if self.row.states:
             self.row.states(optimizer, self.both)
 
@@ -527,31 +528,37 @@ def momentum_buffer(p: Tensor) -> Tensor:
     return p.buffer
 
 
+def buffer_of(state: dict[str, Tensor]) -> str:
+    """The name of the state that averages gradients."""
+    return "exp_avg" if "exp_avg" in state else "momentum_buffer"
+
+
 def share_states(between: Callable[[dict[str, Tensor], dict[str, Tensor]], None]) -> Any:
     return lambda optimizer, params: between(*(optimizer.state[p] for p in params))
 
 
 def one_buffer(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    two["momentum_buffer"] = one["momentum_buffer"]
+    two[buffer_of(two)] = one[buffer_of(one)]
 
 
 def buffers_that_overlap(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
     memory = torch.zeros(35)
-    one["momentum_buffer"], two["momentum_buffer"] = memory[:30].view(SHAPE), memory[5:].view(SHAPE)
+    one[buffer_of(one)], two[buffer_of(two)] = memory[:30].view(SHAPE), memory[5:].view(SHAPE)
 
 
 def buffers_side_by_side(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    memory = torch.stack([one["momentum_buffer"], two["momentum_buffer"]])
-    one["momentum_buffer"], two["momentum_buffer"] = memory
+    one[buffer_of(one)], two[buffer_of(two)] = torch.stack([one[buffer_of(one)], two[buffer_of(two)]])
 
 
 def one_tensor_for_two_states(one: dict[str, Tensor], two: dict[str, Tensor]) -> None:
-    if "square_avg" in one:
-        one["momentum_buffer"] = one["square_avg"]
+    square = next((name for name in ("square_avg", "exp_avg_sq") if name in one), None)
+    if square:
+        one[buffer_of(one)] = one[square]
 
 
 def the_parameter_as_a_state(optimizer: torch.optim.Optimizer, params: list[Tensor]) -> None:
-    optimizer.state[params[0]]["momentum_buffer"] = params[1].detach()
+    state = optimizer.state[params[0]]
+    state[buffer_of(state)] = params[1].detach()
 
 
 # fmt: off

@@ -263,7 +263,7 @@ SCHEDULERS: dict[str, Callable[[torch.optim.Optimizer], Any]] = {
 @families
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_schedulers_leave_the_step_on_the_device(family, make):
-    optimizer = family(parameters([torch.float32], "cpu"), lr=0.1, momentum=0.9)
+    optimizer = family(parameters([torch.float32], "cpu"), **FULL[family])
     make(optimizer)
     assert optimizer._step_supports_amp_scaling
 

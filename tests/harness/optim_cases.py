@@ -25,6 +25,7 @@ FULL = {optimizer: examples["full"] for optimizer, examples in EXAMPLES.items()}
 DAMPENED = {optimizer: examples.get("dampening", examples["full"]) for optimizer, examples in EXAMPLES.items()}
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 ALL = list(DTYPES.values())
+STATES = tuple(dict.fromkeys(name for update in UPDATES.values() for name in update.family.states))
 # Of one element torch's error may happen to be 0, and twice that is no yardstick.
 SHAPES = ((40, 9), (257,), (33, 129), (2, 3, 5, 11))
 

@@ -8,7 +8,7 @@ import weakref
 
 import pytest
 import torch
-from optim_cases import TORCH
+from optim_cases import FULL, TORCH
 
 from amp_kernels import GradScaler, grad_scaler
 from amp_kernels.optim import FusedRMSprop, FusedSGD, _base, _plan
@@ -80,7 +80,7 @@ def test_capture_may_follow_init_state(capture, optimizer_class):
     params = [one_parameter(), one_parameter()]
     params[1].data.copy_(params[0].data)
     params[1].grad.copy_(params[0].grad)
-    optimizers = [optimizer_class([p], lr=0.1, momentum=0.9) for p in params]
+    optimizers = [optimizer_class([p], **FULL[optimizer_class]) for p in params]
     optimizers[0].init_state()
     capture(True)
     optimizers[0].step()

@@ -9,6 +9,7 @@ import torch
 from optim_cases import (
     ALL,
     DAMPENED,
+    EXAMPLES,
     FULL,
     Pair,
     assert_same,
@@ -100,7 +101,7 @@ SCHEDULERS = {
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_schedulers(device, family, make, tensor_lr):
     lr = torch.tensor(0.1, device=device) if tensor_lr else 0.1
-    pair = Pair(family, parameters(ALL, device), lr=lr, momentum=0.8)
+    pair = Pair(family, parameters(ALL, device), **{**EXAMPLES[family]["momentum"], "lr": lr})
     schedulers = [make(o) for o in (pair.ours, *pair.theirs)]
     for step in range(10):
         set_grads(pair.params, step)
@@ -197,7 +198,7 @@ def test_dtensor(device, family, dtype, mesh):
     x, grad = (randn(8, 3, seed=seed, dtype=dtype) for seed in range(2))
     plain = torch.nn.Parameter(x.clone())
     sharded = torch.nn.Parameter(distribute_tensor(x, mesh, [Shard(0)]))
-    optimizers = [family([p], lr=0.1, momentum=0.9) for p in (plain, sharded)]
+    optimizers = [family([p], **FULL[family]) for p in (plain, sharded)]
     scaler = started(device, init_scale=1.0)
 
     def step() -> None:
@@ -210,7 +211,8 @@ def test_dtensor(device, family, dtype, mesh):
         plain.grad = grad * (k + 1)
         sharded.grad = distribute_tensor(plain.grad, mesh, [Shard(0)])
         step()
-    assert isinstance(optimizers[1].state[sharded]["momentum_buffer"], DTensor)
+    states = optimizers[1].state[sharded]
+    assert all(isinstance(states[name], DTensor) for name in states.keys() - {"step"})
     optimizers[1].load_state_dict(optimizers[1].state_dict())
     step()
     with pytest.raises(RuntimeError, match="max_grad_norm must be None with DTensor"):
