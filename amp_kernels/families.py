@@ -149,4 +149,67 @@ RMSPROP = Family(
     },
 )
 
-FAMILIES = {family.name: family for family in (SGD, RMSPROP)}
+
+# --------------------------------------------------------------------------------------------------------------- Adam
+class AdamHyper(NamedTuple):
+    one_minus_beta1: float
+    one_minus_beta2: float
+    eps: float
+    weight_decay: float
+    sign: float
+    decoupled_weight_decay: float
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> AdamHyper:
+        beta1, beta2 = options["betas"]
+        return cls(
+            1.0 - float(beta1),
+            1.0 - float(beta2),
+            float(options["eps"]),
+            float(options["weight_decay"]),
+            _sign(options),
+            float(options["decoupled_weight_decay"]),
+        )
+
+
+def _adam(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Sequence[Sequence[Tensor]],
+    masters: Sequence[Tensor],
+    hyper: AdamHyper,
+    **rest: Any,
+) -> None:
+    exp_avgs, exp_avg_sqs, max_exp_avg_sqs = states
+    reference.adam_(
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters,
+        betas=(1 - hyper.one_minus_beta1, 1 - hyper.one_minus_beta2), eps=hyper.eps,
+        weight_decay=hyper.weight_decay, maximize=hyper.sign < 0,
+        decoupled_weight_decay=bool(hyper.decoupled_weight_decay), **rest,
+    )  # fmt: skip
+
+
+ADAM = Family(
+    "adam",
+    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
+    1,
+    AdamHyper,
+    _adam,
+    {
+        "plain": {"lr": 0.01},
+        "weight_decay": {"lr": 0.01, "weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-3},
+        "momentum": {"lr": 0.01, "betas": (0.95, 0.99)},
+        "decoupled": {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
+        "amsgrad": {"lr": 0.01, "amsgrad": True, "betas": (0.9, 0.5)},
+        "full": {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01},
+        "maximize": {
+            "lr": 0.01,
+            "amsgrad": True,
+            "weight_decay": 0.01,
+            "decoupled_weight_decay": True,
+            "maximize": True,
+        },
+    },
+)
+
+FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

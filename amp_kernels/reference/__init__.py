@@ -5,12 +5,15 @@ operators here take and return plain tensors.
 """
 
 from . import matmul
+from .adam import adam_, adamw_
 from .int8 import dequantize_int8, fake_quantize_int8, int8_linear, int8_matmul, quantize_int8, straight_through_int8
 from .rmsprop import rmsprop_
 from .sgd import sgd_
 from .unscale import grad_norm, unscale_
 
 __all__ = [
+    "adam_",
+    "adamw_",
     "dequantize_int8",
     "fake_quantize_int8",
     "grad_norm",

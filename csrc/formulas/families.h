@@ -4,6 +4,7 @@
 #include <stdexcept>
 #include <string_view>
 
+#include "adam.h"
 #include "rmsprop.h"
 #include "sgd.h"
 
@@ -24,6 +25,6 @@ struct FamilyList {
   };
 };
 
-using Families = FamilyList<SgdFormula, RmspropFormula>;
+using Families = FamilyList<SgdFormula, RmspropFormula, AdamFormula>;
 
 }  // namespace amp_kernels

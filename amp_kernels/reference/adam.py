@@ -1,0 +1,75 @@
+"""Adam, AdamW and AMSGrad, with masters for 16-bit parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ._update import assign, gradient, parameters
+
+
+def adam_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor] = (),
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    decoupled_weight_decay: bool,
+    steps_taken: int | Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """The formula of csrc/formulas/adam.h, AMSGrad iff `max_exp_avg_sqs` are given; `steps_taken` may be a 0-dim
+    tensor."""
+    rate = lr.view(()) if isinstance(lr, Tensor) else lr
+    added, taken = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
+    for i, param in enumerate(parameters(params, masters)):
+        fp32 = param.fp32()
+        t = torch.as_tensor(steps_taken, device=fp32.device).double() + 1
+        corrections = [(1 - beta**t).float() for beta in betas]
+        g = gradient(grads[i], fp32, weight_decay=added, maximize=maximize, grad_scale=grad_scale)
+        exp_avg = exp_avgs[i].lerp(g, 1 - betas[0])
+        exp_avg_sq = betas[1] * exp_avg_sqs[i] + (1 - betas[1]) * g * g
+        largest = exp_avg_sq
+        if max_exp_avg_sqs:
+            largest = torch.maximum(max_exp_avg_sqs[i], exp_avg_sq)
+            assign(max_exp_avg_sqs[i], largest, found_inf)
+        step = exp_avg / ((largest / corrections[1]).sqrt() + eps)
+        value = fp32 if taken == 0 else fp32 - rate * taken * fp32
+        assign(exp_avgs[i], exp_avg, found_inf)
+        assign(exp_avg_sqs[i], exp_avg_sq, found_inf)
+        param.assign(value - rate / corrections[0] * step, found_inf)
+
+
+def adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    max_exp_avg_sqs: Sequence[Tensor] = (),
+    masters: Sequence[Tensor] = (),
+    *,
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    maximize: bool,
+    steps_taken: int | Tensor,
+    grad_scale: Tensor | None = None,
+    found_inf: Tensor | None = None,
+) -> None:
+    """`adam_` with ``decoupled_weight_decay=True``."""
+    adam_(
+        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, lr=lr, betas=betas, eps=eps,
+        weight_decay=weight_decay, maximize=maximize, decoupled_weight_decay=True, steps_taken=steps_taken,
+        grad_scale=grad_scale, found_inf=found_inf,
+    )  # fmt: skip

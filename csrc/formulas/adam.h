@@ -1,0 +1,55 @@
+// One element of Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019) and AMSGrad (Reddi et al. 2018), as
+// torch.optim writes them, at step t = 1, 2, ...:
+//   Adam:   g <- g + weight_decay * p
+//   AdamW:  p <- p - lr * weight_decay * p
+//   m <- beta1 * m + (1 - beta1) * g
+//   v <- beta2 * v + (1 - beta2) * g^2
+//   u <- v, with AMSGrad the largest v so far
+//   p <- p - lr / (1 - beta1^t) * m / (sqrt(u / (1 - beta2^t)) + eps)
+#pragma once
+
+#include <cmath>
+
+#include "../table.h"
+
+namespace amp_kernels {
+
+struct AdamFormula {
+  static constexpr const char* kName = "adam";
+  static constexpr int kStates = 3;  // exp_avg, exp_avg_sq, max_exp_avg_sq; the last is there for AMSGrad
+
+  float factor, one_minus_beta1, beta2, one_minus_beta2, eps, added_decay, shrinkage, rate, inverse_root;
+  bool amsgrad;
+
+  AMP_KERNELS_HD AdamFormula(const float* hyper, float lr, float factor, int32_t step, const bool (&has)[kStates])
+      : factor(factor * hyper[4]),
+        one_minus_beta1(hyper[0]),
+        beta2(1.0f - hyper[1]),
+        one_minus_beta2(hyper[1]),
+        eps(hyper[2]),
+        added_decay(hyper[5] != 0.0f ? 0.0f : hyper[3]),
+        shrinkage(hyper[5] != 0.0f ? lr * hyper[3] : 0.0f),
+        rate(lr / correction(hyper[0], step)),
+        inverse_root(1.0f / sqrtf(correction(hyper[1], step))),
+        amsgrad(has[2]) {}
+
+  AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
+    g *= factor;
+    // One fma, as torch's add(p, alpha): two roundings would show where gradient and decay nearly cancel.
+    if (added_decay != 0.0f) g = fmaf(added_decay, p, g);
+    if (shrinkage != 0.0f) p = fmaf(-shrinkage, p, p);
+    // As torch's lerp: beta1 rounded to fp32 would add up to 1e-6 of m, and for beta1 = 0 this is g to the bit.
+    s[0] = one_minus_beta1 < 0.5f ? s[0] + one_minus_beta1 * (g - s[0]) : g - (1.0f - one_minus_beta1) * (g - s[0]);
+    s[1] = beta2 * s[1] + one_minus_beta2 * g * g;
+    s[2] = amsgrad && (s[2] > s[1] || s[2] != s[2]) ? s[2] : s[1];  // NaN is kept
+    return p - rate * (s[0] / (sqrtf(s[2]) * inverse_root + eps));
+  }
+
+ private:
+  // 1 - beta^t from 1 - beta: at the first step of beta = 0.999 the power itself, in fp32, would be 1e-5 off.
+  static AMP_KERNELS_HD float correction(float one_minus_beta, int32_t step) {
+    return -expm1f(static_cast<float>(step + 1) * log1pf(-one_minus_beta));
+  }
+};
+
+}  // namespace amp_kernels

@@ -1,0 +1,48 @@
+"""Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019) and AMSGrad (Reddi et al. 2018) as torch.optim writes
+them; see update.py for what a formula takes.
+
+Adam:   g <- factor * grad + weight_decay * p
+AdamW:  p <- p - lr * weight_decay * p
+m <- beta1 * m + (1 - beta1) * g
+v <- beta2 * v + (1 - beta2) * g^2
+u <- v, with AMSGrad the largest v so far
+p <- p - lr / (1 - beta1^t) * m / (sqrt(u / (1 - beta2^t)) + eps),  t = step + 1
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def formula(p, g, state, has, hyper, lr, factor, step):
+    m, v, u = state  # exp_avg, exp_avg_sq, max_exp_avg_sq; an absent one reads as 0
+    one_minus_beta1, one_minus_beta2, eps, weight_decay, sign, decoupled = hyper[:6]
+    g *= factor * sign
+    # One fma, see csrc/formulas; and no decay leaves an infinite parameter as it is, as in torch.
+    is_added = (weight_decay != 0.0) & (decoupled == 0.0)
+    is_taken = (weight_decay != 0.0) & (decoupled != 0.0)
+    g = tl.where(is_added, tl.fma(weight_decay, p, g), g)
+    p = tl.where(is_taken, tl.fma(-lr * weight_decay, p, p), p)
+    # As torch's lerp, see csrc/formulas.
+    m = tl.where(one_minus_beta1 < 0.5, m + one_minus_beta1 * (g - m), g - (1.0 - one_minus_beta1) * (g - m))
+    v = (1.0 - one_minus_beta2) * v + one_minus_beta2 * g * g
+    u = tl.where(has[2] & ((u > v) | (u != u)), u, v)  # NaN is kept
+    rate = tl.div_rn(lr, _correction(one_minus_beta1, step))
+    root = tl.sqrt_rn(_correction(one_minus_beta2, step))
+    p -= rate * tl.div_rn(m, tl.div_rn(tl.sqrt_rn(u), root) + eps)
+    return p, (m, v, u)
+
+
+@triton.jit
+def _correction(one_minus_beta, step):
+    """1 - beta^t. In fp32 it would be 1e-5 off at the first step of beta = 0.999; fp64's exp has instructions with .ftz."""
+    square = 1.0 - one_minus_beta.to(tl.float64)
+    power = tl.full((), 1.0, tl.float64)
+    t = step + 1
+    for _ in range(31):
+        power = tl.where(t & 1 != 0, power * square, power)
+        square *= square
+        t >>= 1
+    return (1.0 - power).to(tl.float32)
