@@ -25,7 +25,7 @@ from torch import Tensor
 
 import amp_kernels
 from amp_kernels import testing
-from amp_kernels.optim import FusedRMSprop, FusedSGD
+from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD
 
 CPU = torch.device("cpu")
 INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
@@ -73,7 +73,13 @@ class MeddlingRMSprop(FusedRMSprop):
         return super().step(closure)
 
 
-FAMILIES = {"sgd": FusedSGD, "rmsprop": FusedRMSprop, "meddling sgd": MeddlingSGD, "meddling rmsprop": MeddlingRMSprop}
+FAMILIES = {
+    "sgd": FusedSGD,
+    "rmsprop": FusedRMSprop,
+    "adam": FusedAdam,
+    "meddling sgd": MeddlingSGD,
+    "meddling rmsprop": MeddlingRMSprop,
+}
 
 
 def is_read_only(x: Tensor) -> bool:
@@ -132,13 +138,14 @@ class Training:
         self.backend, self.device = backend, device
         self.other = "reference"
         self.kind, self.options = FAMILIES[program.family], program.options
-        self.is_rmsprop = issubclass(self.kind, FusedRMSprop)
+        family = next(base for base in self.kind.__mro__ if base in TORCH)
+        self.is_rmsprop, self.is_counted = family is FusedRMSprop, family is not FusedSGD
         self.numbers = itertools.count()
         self.params = [self._parameter(spec) for spec in program.params]
         self.ours: Any = self.kind(self.params, **program.options)
         self.copies = [self._copy(p) for p in self.params]
         options = {k: v for k, v in program.options.items() if k != "max_grad_norm"}
-        self.theirs = TORCH[FusedRMSprop if self.is_rmsprop else FusedSGD](self.copies, foreach=False, **options)
+        self.theirs = TORCH[family](self.copies, foreach=False, **options)
         kind = {None: None, "ours": amp_kernels.GradScaler, "torch": torch.amp.GradScaler}[program.scaler]
         self.is_torchs_scaler = program.scaler == "torch"
         self.scaler: Any = kind and kind(device.type, init_scale=INIT_SCALE, growth_interval=GROWTH_INTERVAL)
@@ -437,7 +444,7 @@ class Training:
     def _check_states(self) -> None:
         ours, theirs = self.ours.state_dict()["state"], self.theirs.state_dict()["state"]
         for i in range(len(self.params)):
-            mine = {k: v for k, v in ours.get(i, {}).items() if k != "master" and (self.is_rmsprop or k != "step")}
+            mine = {k: v for k, v in ours.get(i, {}).items() if k != "master" and (self.is_counted or k != "step")}
             other = {k: v for k, v in theirs.get(i, {}).items() if v is not None}
             assert mine.keys() == other.keys(), f"states of parameter {i}"
             for key, value in other.items():
@@ -477,7 +484,7 @@ STEP = st.tuples(
 HYPER = choices(
     ("momentum", 0.5), ("momentum", 0.9), ("momentum", 0.0), ("dampening", 0.5),
     ("weight_decay", 0.0), ("weight_decay", 0.02), ("nesterov", True), ("nesterov", False), ("maximize", True),
-    ("alpha", 0.9), ("eps", 1e-2),
+    ("alpha", 0.9), ("eps", 1e-2), ("betas", (0.5, 0.9)),
 )  # fmt: skip
 OTHER = st.one_of(
     st.tuples(st.just("zero_grad"), st.booleans()),
@@ -514,11 +521,21 @@ SGD = st.fixed_dictionaries({**OPTIONS, "dampening": choices(0.0, 0.5), "nestero
 RMSPROP = st.fixed_dictionaries(
     {**OPTIONS, "alpha": choices(0.99, 0.9), "eps": st.just(1e-3), "centered": st.booleans()}
 )
+ADAM = st.fixed_dictionaries(
+    {
+        **{key: value for key, value in OPTIONS.items() if key != "momentum"},
+        "betas": choices((0.9, 0.99), (0.0, 0.9)),
+        "eps": st.just(1e-3),
+        "amsgrad": st.booleans(),
+        "decoupled_weight_decay": st.booleans(),
+    }
+)
 PROGRAMS = st.builds(
     lambda family, *rest: Program(*family, *rest),
     st.one_of(
         st.tuples(choices("sgd", "sgd", "meddling sgd"), SGD),
         st.tuples(choices("rmsprop", "rmsprop", "meddling rmsprop"), RMSPROP),
+        st.tuples(st.just("adam"), ADAM),
     ),
     st.lists(SPECS, min_size=1, max_size=4),
     choices(None, "ours", "torch"),
