@@ -37,7 +37,7 @@ def formula(p, g, state, has, hyper, lr, factor, step):
 
 @triton.jit
 def _correction(one_minus_beta, step):
-    """1 - beta^t. In fp32 it would be 1e-5 off at the first step of beta = 0.999; fp64's exp has instructions with .ftz."""
+    """1 - beta^t in fp64: fp32 would be 1e-5 off at the first step of beta = 0.999. tl.exp has .ftz instructions."""
     square = 1.0 - one_minus_beta.to(tl.float64)
     power = tl.full((), 1.0, tl.float64)
     t = step + 1
