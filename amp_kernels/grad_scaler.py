@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
@@ -17,6 +20,10 @@ from .optim._base import FusedOptimizer, OverflowLog, Verdict
 from .optim._plan import capturing
 
 __all__ = ["GradScaler", "Overflow"]
+
+PATIENCE = 50  # skipped steps in a row, after which something else than the scale is wrong
+# By the names of torch's, whose eps may be 0 in fp16.
+_OURS = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
 
 
 def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
@@ -30,6 +37,33 @@ def _only_forwards(optimizer: Any) -> bool:
     name = "_step_supports_amp_scaling"
     is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
     return not is_its_own and getattr(optimizer, name, False)
+
+
+def _warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
+    """A quotient by ``sqrt(v) + eps`` in fp16 is 0 / 0 as soon as squares of gradients vanish too."""
+    if isinstance(optimizer, FusedOptimizer):
+        return
+    for group in optimizer.param_groups:
+        eps = group.get("eps")
+        vanishes = isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16, device="cpu") == 0
+        if vanishes and any(p.dtype is torch.float16 for p in group["params"]):
+            name = type(optimizer).__name__
+            ours = f"amp_kernels.optim.{_OURS[name]}" if name in _OURS else "an optimizer of amp_kernels.optim"
+            warnings.warn(
+                f"GradScaler: {name} computes in the dtype of its fp16 parameters, where its eps of {eps:g} is 0 and "
+                f"small squares are too, so that weights become NaN or inf; use {ours}, which computes in fp32",
+                stacklevel=3,
+            )
+            return
+
+
+def _check_group(group: dist.ProcessGroup, device_type: str) -> None:
+    backends = dist.get_backend_config(group)
+    if device_type not in dict(part.split(":") for part in backends.split(",")):
+        raise ValueError(
+            f"GradScaler: process_group must reduce tensors of {device_type}, got one of {backends}; make it with "
+            "torch.distributed.new_group and a backend for that device"
+        )
 
 
 class Overflow(NamedTuple):
@@ -50,12 +84,21 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale: the scale never falls below it; torch's reaches 0.0 after some 150 overflows.
+        max_scale: the scale never rises above it and starts no higher: a 16-bit model whose loss is fp16 overflows at
+            the default scale of 65536.
         hysteresis: overflows in a row that are tolerated, less one, before the scale is reduced (Apex's meaning: one
             step without overflow restores them all; 1 reduces the scale at once, as torch does). The steps are
             skipped either way.
+        process_group: if a rank of it finds NaN or inf, all of them skip the step. Every rank must then call `step`, or
+            `unscale_`, for the same optimizers in the same order, also without a gradient. Ranks whose gradients are
+            averaged, as DistributedDataParallel does, agree without it, and so do the shards of a DTensor.
 
     Raises:
-        ValueError: `min_scale` is negative or `hysteresis` below 1.
+        ValueError: `min_scale` is negative or above `max_scale`, `hysteresis` is below 1, or `process_group` reduces no
+            tensors of `device`.
+
+    Warns once after 50 skipped steps in a row, where the host knows of them: with the scale on the CPU, or with
+    optimizers that it has to look at a verdict for.
     """
 
     _format = 1  # of state dicts; a higher one is for what earlier releases would misread
@@ -70,14 +113,24 @@ class GradScaler(torch.amp.GradScaler):
         enabled: bool = True,
         *,
         min_scale: float = 0.0,
+        max_scale: float = math.inf,
         hysteresis: int = 1,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
         if min_scale < 0:
             raise ValueError(f"GradScaler: min_scale must be at least 0, got {min_scale}")
+        if not max_scale >= min_scale:
+            raise ValueError(f"GradScaler: max_scale must be at least min_scale, {min_scale}, got {max_scale}")
         if hysteresis < 1:
             raise ValueError(f"GradScaler: hysteresis must be at least 1, got {hysteresis}")
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        if process_group is not None:
+            _check_group(process_group, torch.device(device).type)
+        super().__init__(device, min(init_scale, max_scale), growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale = min_scale
+        self._max_scale = max_scale
+        self._process_group = process_group
+        self._skips_in_a_row = 0
+        self._seen_optimizers: set[int] = set()  # their ids
         self._hysteresis = hysteresis
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
@@ -130,6 +183,9 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and _only_forwards(optimizer):
             return self._step_plainly(optimizer, *args, **kwargs)
         if not self._enabled or not _steps_by_itself(optimizer) or hasattr(optimizer, "grad_scale"):
+            if self._enabled and id(optimizer) not in self._seen_optimizers:
+                self._seen_optimizers.add(id(optimizer))
+                _warn_of_eps(optimizer)
             return super().step(optimizer, *args, **kwargs)
         if (
             any(arg is not None for arg in args) or "closure" in kwargs
@@ -140,8 +196,7 @@ class GradScaler(torch.amp.GradScaler):
         if state["stage"] is OptState.STEPPED:
             raise RuntimeError("step() has already been called since the last update().")
         if state["stage"] is OptState.READY:
-            verdict = optimizer._check(scale)
-            self._record(optimizer, verdict)
+            verdict = self._record(optimizer, optimizer._check(scale))
         else:
             verdict = Verdict(None, next(iter(state["found_inf_per_device"].values()), None))
         result = optimizer._step_under(verdict, *args, **kwargs)
@@ -160,10 +215,23 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
-    def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> None:
+    def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> Verdict:
+        """The verdict of all ranks."""
         flag = verdict.found_inf
         self._logs[optimizer._log] = self._iterations - optimizer._log.checks
-        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = {} if flag is None else {flag.device: flag}
+        flags = self._agree({} if flag is None else {flag.device: flag})
+        self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
+        return verdict._replace(found_inf=next(iter(flags.values()), None))
+
+    def _agree(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+        if self._process_group is None:
+            return flags
+        scale, _ = self._check_scale_growth_tracker("step")
+        found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
+        for flag in flags.values():
+            found_inf += moved(flag, scale.device)
+        dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._process_group)
+        return {scale.device: found_inf}
 
     def _unscale_grads_(
         self, optimizer: torch.optim.Optimizer, inv_scale: Tensor, found_inf: Tensor, allow_fp16: bool
@@ -175,12 +243,20 @@ class GradScaler(torch.amp.GradScaler):
                 param.grad = param.grad.coalesce()
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
-                return super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16)
+                return self._agree(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
             by_device[grad.device].append(grad)
         flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
         for device, grads in by_device.items():
             unscale_(grads, inv_scale=inv_scale, found_inf=flags[device])
-        return flags
+        return self._agree(flags)
+
+    def _maybe_opt_step(
+        self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
+    ) -> float | None:
+        """As torch's; what the host saw is kept."""
+        found = any(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        optimizer_state["is_skipped"] = found
+        return None if found else optimizer.step(*args, **kwargs)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:
         if not isinstance(optimizer, FusedOptimizer):
@@ -205,6 +281,8 @@ class GradScaler(torch.amp.GradScaler):
         elif all(s["stage"] is not OptState.STEPPED for s in states):  # else stepped without any gradient
             raise AssertionError("No inf checks were recorded prior to update.")
         self._iterations += 1
+        if found_inf is not None:
+            self._warn_of_skips(found_inf, states)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _count_skip(self, found_inf: Tensor) -> None:
@@ -219,8 +297,25 @@ class GradScaler(torch.amp.GradScaler):
         if self._hysteresis > 1:
             left = self._hysteresis_left(found_inf)
             scale.copy_(torch.where((found_inf != 0) & (left > 0), before, scale))
-        if self._min_scale > 0:
-            scale.clamp_(min=self._min_scale)
+        if self._min_scale > 0 or self._max_scale < math.inf:
+            scale.clamp_(self._min_scale, self._max_scale)
+
+    def _warn_of_skips(self, found_inf: Tensor, states: list[dict[str, Any]]) -> None:
+        if found_inf.device.type == "cpu":
+            is_skipped = bool(found_inf)
+        elif all("is_skipped" in state for state in states):
+            is_skipped = any(state["is_skipped"] for state in states)
+        else:
+            return
+        self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
+        if self._skips_in_a_row == PATIENCE:
+            last = self.last_overflow
+            where = f", the last of them in the gradient of {last.parameter}" if last else ""
+            warnings.warn(
+                f"GradScaler: {PATIENCE} steps in a row met NaN or inf and were skipped{where}; at a scale of "
+                f"{self.get_scale():g} the model itself is likely to make them: look at the loss before it is scaled",
+                stacklevel=3,
+            )
 
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
         """Overflows in a row still tolerated; full again after a step without one."""
@@ -237,6 +332,7 @@ class GradScaler(torch.amp.GradScaler):
             **super().state_dict(),
             "format": self._format,
             "min_scale": self._min_scale,
+            "max_scale": self._max_scale,
             "hysteresis": self._hysteresis,
             **self._counts(),
         }
@@ -261,6 +357,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._enabled:
             return
         self._min_scale = state_dict.get("min_scale", self._min_scale)
+        self._max_scale = state_dict.get("max_scale", self._max_scale)
         self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         self._init_skipped_steps = state_dict.get("skipped_steps", 0)
@@ -278,4 +375,5 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_skipped_steps"] = counts["skipped_steps"]
             state["_hysteresis_tracker"] = state["_skipped_steps"] = None
         state["_logs"] = {}
+        state["_seen_optimizers"] = set()
         return state

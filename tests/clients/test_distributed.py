@@ -39,6 +39,7 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import Parameter
 from torch.nn.parallel import DistributedDataParallel
 
+import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedRMSprop, FusedSGD
 
@@ -439,6 +440,48 @@ def test_post_local_sgd():
 
     results = ranks(2, lambda rank: [body(rank, make) for make in makers()])
     compare([ours for ours, _ in results], [theirs for _, theirs in results], [t.double() for t in results[0][1]])
+
+
+@isolated
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+@pytest.mark.parametrize("kind", ["ours", "torch", "no gradient elsewhere"])
+def test_a_process_group_agrees_on_skips(kind, unscale):
+    """Plain tensors with gradients of their own: a skip anywhere is a skip everywhere."""
+
+    def body(rank: int) -> list[Any]:
+        p = Parameter(torch.ones(8))
+        make = torch.optim.SGD if kind == "torch" else FusedSGD
+        optimizer = make([p], lr=0.1)
+        scaler = amp_kernels.GradScaler("cpu", init_scale=4.0, growth_interval=100, process_group=dist.group.WORLD)
+        scales = []
+        for step in range(4):
+            scaler.scale(torch.ones(()))
+            p.grad = torch.full_like(p, 4.0)
+            if step == 1 + rank:
+                p.grad[0] = torch.inf
+            elif step == 1 + (1 - rank) and kind == "no gradient elsewhere":
+                p.grad = None
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            scales.append(scaler.get_scale())
+        return [scales, p.detach().clone(), int(scaler.skipped_steps)]
+
+    for scales, p, skipped in ranks(2, body):
+        assert scales == [4.0, 2.0, 1.0, 1.0] and skipped == 2
+        torch.testing.assert_close(p, torch.full((8,), 1.0 - 0.1 * (1.0 + 4.0)))
+
+
+@isolated
+def test_a_group_that_cannot_reduce_here_is_refused():
+    def body(rank: int) -> str:
+        group = dist.new_group(backend="cpu:gloo")
+        with pytest.raises(ValueError, match="process_group must reduce tensors of cuda, got one of cpu:gloo; make"):
+            amp_kernels.GradScaler("cuda", process_group=group)
+        return "refused"
+
+    assert ranks(2, body) == ["refused"] * 2
 
 
 @isolated

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
+import math
 import pickle
+import warnings
 import weakref
 from typing import Any
 
@@ -42,9 +45,83 @@ def test_the_scale_moves_as_torchs(device, via):
 def test_min_scale(device):
     assert run_scales(started(device, min_scale=0.5), device, "xxxxxx") == [2, 1, 0.5, 0.5, 0.5, 0.5]
     assert run_scales(started(device, min_scale=0.5, growth_interval=1), device, "xxxxx.") == [2, 1, 0.5, 0.5, 0.5, 1]
-    assert run_scales(started(device), device, "x" * 160)[-1] == 0.0  # torch's way
+    with pytest.warns(UserWarning, match="50 steps in a row") if device.type == "cpu" else contextlib.nullcontext():
+        assert run_scales(started(device), device, "x" * 160)[-1] == 0.0  # torch's way
     with pytest.raises(ValueError, match="min_scale must be at least 0, got -1"):
         started(device, min_scale=-1)
+
+
+def test_max_scale(device):
+    scaler = started(device, init_scale=64.0, max_scale=8.0, growth_interval=1)
+    assert run_scales(scaler, device, ".x..") == [8, 4, 8, 8]  # it starts no higher either
+    assert scaler.state_dict()["max_scale"] == 8.0
+    other = started(device, growth_interval=1)
+    other.load_state_dict(scaler.state_dict())
+    assert run_scales(other, device, "..") == [8, 8]
+    with pytest.raises(ValueError, match=r"max_scale must be at least min_scale, 2.0, got 1.0"):
+        started(device, min_scale=2.0, max_scale=1.0)
+    with pytest.raises(ValueError, match=r"max_scale must be at least min_scale, 0.0, got nan"):
+        started(device, max_scale=math.nan)
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["fp32 loss", "fp16 loss"])
+def test_a_loss_in_fp16_takes_a_step_at_once(device, low):
+    """65504 is the largest fp16 number."""
+    p = torch.nn.Parameter(torch.ones(4, device=device).half())
+    optimizer = FusedSGD([p], lr=0.1)
+    scaler = amp_kernels.GradScaler(device.type, max_scale=2.0**15)
+    loss = p.sum() if low else p.float().sum()
+    scaler.scale(loss).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    assert int(scaler.skipped_steps) == 0
+
+
+@pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD])
+def test_fifty_skips_in_a_row_warn_once(device, via):
+    """Where the host knows: on the CPU, and with optimizers whose verdict it waits for."""
+    named = [(name, torch.nn.Parameter(torch.zeros(3, device=device))) for name in ("first", "second")]
+    optimizer, scaler = via(named, lr=0.1), started(device)
+
+    def skip(times: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(times):
+                for name, p in named:
+                    p.grad = torch.full_like(p, torch.nan if name == "second" else 1.0)
+                scaler.step(optimizer)
+                scaler.update()
+        return [str(w.message) for w in caught]
+
+    is_known = device.type == "cpu" or via is torch.optim.SGD
+    assert skip(49) == []
+    (message,) = skip(30) if is_known else [""]
+    assert not is_known or "50 steps in a row met NaN or inf" in message
+    assert not (is_known and via is FusedSGD) or "in the gradient of second" in message
+    for _, p in named:
+        p.grad = torch.ones_like(p)
+    scaler.step(optimizer)
+    scaler.update()
+    assert skip(49) == []
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
+def test_an_eps_that_is_0_in_fp16_warns_once(device, kind):
+    def steps(dtype: torch.dtype, **options: float) -> list[str]:
+        p = torch.nn.Parameter(torch.ones(3, device=device, dtype=dtype))
+        optimizer, scaler = kind([p], lr=0.1, **options), started(device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                p.grad = torch.ones_like(p)
+                scaler.step(optimizer)
+                scaler.update()
+        return [str(w.message) for w in caught]
+
+    ours = {torch.optim.NAdam: "an optimizer of amp_kernels.optim"}.get(kind, f"amp_kernels.optim.Fused{kind.__name__}")
+    (message,) = steps(torch.float16)
+    assert f"{kind.__name__} computes in the dtype" in message and f"use {ours}, which" in message
+    assert steps(torch.float32) == steps(torch.bfloat16) == steps(torch.float16, eps=1e-4) == []
 
 
 def test_hysteresis(device):
