@@ -3,5 +3,6 @@
 from .adam import FusedAdam, FusedAdamW
 from .rmsprop import FusedRMSprop
 from .sgd import FusedSGD
+from .weights import fp32_state_dict, load_fp32_state_dict
 
-__all__ = ["FusedAdam", "FusedAdamW", "FusedRMSprop", "FusedSGD"]
+__all__ = ["FusedAdam", "FusedAdamW", "FusedRMSprop", "FusedSGD", "fp32_state_dict", "load_fp32_state_dict"]

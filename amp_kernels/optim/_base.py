@@ -6,6 +6,7 @@ import inspect
 import numbers
 import operator
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -431,6 +432,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not _is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device or a memory format
                 state[key] = _zeros_like(param, _dtype_of(key)).copy_(state[key])
 
+    def _load_master(self, name: str, param: Tensor, group: dict[str, Any], master: Tensor) -> None:
+        """Into the state; the 16-bit parameter itself is `master`, rounded, or will be."""
+        self.state[param]["master"] = master
+        self._fit_state(name, param, group)
+
     def _master(self, name: str, param: Tensor) -> Tensor:
         master, state = _zeros_like(param), self.state.get(param, {})
         if param.dtype is torch.float32 or "remainder" not in state:
@@ -536,6 +542,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         finally:
             handle.remove()
             del self._saved_state
+        self._warn_of_lost_bits(saved)
+
+    def _warn_of_lost_bits(self, saved: dict[int, dict[str, Any]]) -> None:
+        lacking = [
+            name
+            for position, (name, _, param) in enumerate(self._named_parameters())
+            if _lacks_bits(param, saved.get(position, {}).get("master"))
+        ]
+        if lacking:
+            warnings.warn(
+                f"{type(self).__name__}.load_state_dict: {len(lacking)} fp32 parameters ({lacking[0]} is the first) "
+                "hold 16-bit weights, whose fp32 masters in this checkpoint have more bits; to keep them save weights "
+                "with amp_kernels.optim.fp32_state_dict(model, optimizer) and load them with load_fp32_state_dict",
+                stacklevel=4,
+            )
 
     def _check_shapes(self, saved: dict[int, dict[str, Any]]) -> None:
         """Before anything is changed."""
@@ -619,6 +640,15 @@ def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
 def _idle(param: Tensor, name: str, index: int) -> Member:
     device = "cpu" if param.is_meta else param.device
     return Member(param, name, index, torch.empty(0, device=device), None, None, {})
+
+
+def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
+    """Whether an fp32 parameter is what its master was rounded to. Waits for the device."""
+    if param.dtype is not torch.float32 or master is None:
+        return False
+    plain, fp32 = local(param), local(_zeros_like(param).copy_(master))
+    low = (torch.float16, torch.bfloat16)
+    return not torch.equal(plain, fp32) and any(torch.equal(plain, fp32.to(dtype).float()) for dtype in low)
 
 
 def _dtype_of(key: str) -> torch.dtype:

@@ -1,0 +1,151 @@
+"""`fp32_state_dict` and `load_fp32_state_dict`: every bit of what is trained, in and out."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from optim_cases import FULL, TORCH, assert_same, families, low_dtypes, randn
+
+from amp_kernels.optim import FusedSGD, fp32_state_dict, load_fp32_state_dict
+from amp_kernels.reference._master import join, split
+
+
+class Model(torch.nn.Module):
+    """Tied and frozen parameters, buffers of floats and of integers, an entry that is no tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(11, 8)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+        self.head = torch.nn.Linear(8, 11)
+        self.head.weight = self.embedding.weight
+
+    def get_extra_state(self) -> dict[str, int]:
+        return {"version": 3}
+
+    def set_extra_state(self, state: dict[str, int]) -> None:
+        assert state == {"version": 3}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.frozen(self.norm(self.embedding(x))))
+
+
+def model(dtype: torch.dtype, device: torch.device, seed: int = 0) -> Model:
+    torch.manual_seed(seed)
+    return Model().to(device, dtype)
+
+
+def train(net: Model, optimizer: torch.optim.Optimizer, steps: range) -> None:
+    params = [p for p in net.parameters() if p.requires_grad]
+    for step in steps:
+        for i, p in enumerate(params):
+            p.grad = randn(*p.shape, seed=100 * step + i, dtype=p.dtype, device=p.device)
+        optimizer.step()
+
+
+@families
+@low_dtypes
+def test_from_16_bits_to_fp32_and_back(device, family, dtype):
+    net = model(dtype, device)
+    optimizer = family(net.parameters(), **FULL[family])
+    train(net, optimizer, range(3))
+    saved = fp32_state_dict(net, optimizer)
+    assert saved.keys() == net.state_dict().keys()
+    for name, p in net.named_parameters():
+        assert saved[name].dtype is torch.float32 and torch.equal(saved[name], optimizer.master(p))
+        assert torch.equal(saved[name].to(dtype), p)
+    assert not torch.equal(saved["embedding.weight"], net.embedding.weight.float())
+    assert saved["head.weight"] is saved["embedding.weight"]
+    assert saved["norm.num_batches_tracked"].dtype is torch.int64
+    assert torch.equal(saved["norm.running_mean"], net.norm.running_mean.float())
+    assert saved["_extra_state"] == {"version": 3}
+
+    wide = model(torch.float32, device, seed=1)
+    wide.load_state_dict(saved)
+    in_fp32 = family(wide.parameters(), **FULL[family])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        in_fp32.load_state_dict(optimizer.state_dict())
+    train(wide, in_fp32, range(3, 5))
+
+    back = model(dtype, device, seed=2)
+    resumed = family(back.parameters(), **FULL[family])
+    resumed.load_state_dict(in_fp32.state_dict())
+    load_fp32_state_dict(back, resumed, fp32_state_dict(wide, in_fp32))
+    for p, q in zip(back.parameters(), wide.parameters(), strict=True):
+        weight, remainder = split(q.detach(), dtype)
+        assert torch.equal(p, weight) and torch.equal(resumed.master(p), join(weight, remainder))
+    assert back.head.weight is back.embedding.weight
+    train(back, resumed, range(5, 6))
+
+
+@families
+@low_dtypes
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_training_goes_on_bit_for_bit(device, family, dtype, weights_first):
+    net = model(dtype, device)
+    optimizer = family(net.parameters(), **FULL[family])
+    train(net, optimizer, range(3))
+    weights, state = fp32_state_dict(net, optimizer), optimizer.state_dict()
+    other = model(dtype, device, seed=1)
+    resumed = family(other.parameters(), **FULL[family])
+    train(other, resumed, range(7, 8))
+    if not weights_first:
+        resumed.load_state_dict(state)
+    load_fp32_state_dict(other, resumed, weights)
+    if weights_first:
+        resumed.load_state_dict(state)
+    for step in (3, 4):
+        train(net, optimizer, range(step, step + 1))
+        train(other, resumed, range(step, step + 1))
+    expected, found = fp32_state_dict(net, optimizer), fp32_state_dict(other, resumed)
+    tensors = [name for name, value in expected.items() if isinstance(value, torch.Tensor)]
+    assert_same([found[name] for name in tensors], [expected[name] for name in tensors])
+
+
+@families
+def test_with_torchs_optimizer(device, family):
+    net = model(torch.float32, device)
+    theirs = TORCH[family](net.parameters(), **FULL[family])
+    train(net, theirs, range(2))
+    saved = fp32_state_dict(net, theirs)
+    assert torch.equal(saved["head.bias"], net.head.bias)
+    assert saved["head.bias"].data_ptr() != net.head.bias.data_ptr()  # a copy
+    low = model(torch.bfloat16, device, seed=1)
+    ours = family(low.parameters(), **FULL[family])
+    load_fp32_state_dict(low, ours, saved)
+    assert torch.equal(ours.master(low.head.bias), join(*split(net.head.bias.detach(), torch.bfloat16)))
+    load_fp32_state_dict(net, theirs, fp32_state_dict(low, ours))
+    assert torch.equal(net.head.bias, ours.master(low.head.bias))
+
+
+def test_what_does_not_fit_raises_before_masters_change(device):
+    net = model(torch.bfloat16, device)
+    optimizer = FusedSGD(net.parameters(), lr=0.1)
+    train(net, optimizer, range(1))
+    saved = fp32_state_dict(net, optimizer)
+    masters = [optimizer.master(p) for p in net.parameters()]
+    del saved["head.bias"]
+    with pytest.raises(RuntimeError, match=r"Missing key.*head\.bias"):
+        load_fp32_state_dict(net, optimizer, saved)
+    assert_same([optimizer.master(p) for p in net.parameters()], masters)
+
+
+@families
+@low_dtypes
+def test_bits_that_would_be_lost_warn(device, family, dtype):
+    """The state of a 16-bit optimizer in fp32 parameters that hold 16-bit weights."""
+    net = model(dtype, device)
+    optimizer = family(net.parameters(), **FULL[family])
+    train(net, optimizer, range(2))
+    wide = model(torch.float32, device, seed=1)
+    other = family(wide.parameters(), **FULL[family])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        other.load_state_dict(optimizer.state_dict())  # before the weights: there is nothing to lose yet
+    wide.load_state_dict(net.state_dict())
+    with pytest.warns(UserWarning, match=r"hold 16-bit weights, .* with amp_kernels.optim.fp32_state_dict\(model"):
+        other.load_state_dict(optimizer.state_dict())
