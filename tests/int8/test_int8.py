@@ -775,7 +775,7 @@ TWO = torch.ones(2)
 @pytest.mark.parametrize(
     ("call", "error", "sentence"),
     [
-        (lambda: amp_kernels.quantize_int8(X.double()), TypeError, "x must be float32 or float16 or bfloat16"),
+        (lambda: amp_kernels.quantize_int8(X.double()), TypeError, "x must be float32, float16 or bfloat16"),
         (lambda: amp_kernels.quantize_int8(X.to_sparse()), ValueError, "x must be a dense tensor"),
         (lambda: amp_kernels.quantize_int8(X, dim=2), IndexError, r"dim must be in \[-2, 1\], got 2"),
         (lambda: amp_kernels.quantize_int8(X, dim=(0, -2)), ValueError, "dim must name each dimension once"),
