@@ -40,7 +40,7 @@ def test_results_of_a_small_run(tmp_path):
         assert 2 < float(row["validation_loss"]) < math.log(256) + 1
         for column in ("step_ms", "optimizer_ms_ours", "optimizer_ms_torch", "peak_memory_mb"):
             assert 0 < float(row[column]) < 1e5, column
-            # fp32: weight, gradient, state; 16-bit: weight, gradient and remainder of two bytes, fp32 state
+        # fp32: weight, gradient, state; 16-bit: weight, gradient and remainder of two bytes, fp32 state
         bytes_held = 12 if "fp32" in row["name"] else 10
         assert float(row["bytes_per_parameter"]) == pytest.approx(bytes_held, abs=0.1)
         assert (row["steps_skipped"] != "0") == (row["name"] == "drill, fp16 + scaler")

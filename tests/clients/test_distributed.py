@@ -409,6 +409,34 @@ def test_fsdp1_parameters_do_not_take_scales(use_orig_params):
     assert ranks(2, body) == [False, False]
 
 
+@isolated
+def test_sums_in_fp32_under_ddp():
+    """The recipe of the README: DDP does not average gradients of another dtype, `no_sync` and a sum by hand do."""
+
+    def body(rank: int) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = torch.nn.Linear(8, 8).bfloat16()
+        for p in net.parameters():
+            p.grad_dtype = torch.float32
+        ddp = DistributedDataParallel(net)
+        optimizer = FusedSGD(net.parameters(), lr=0.1)
+        with ddp.no_sync():
+            for step in range(3):
+                ddp(randn(4, 8, seed=2 * step + rank).bfloat16()).float().sum().backward()
+        for p in net.parameters():
+            dist.all_reduce(p.grad)
+            p.grad /= dist.get_world_size()
+        optimizer.step()
+        results = [optimizer.master(p) for p in net.parameters()]
+        with pytest.raises(RuntimeError, match="Expected BFloat16, got Float"):
+            ddp(randn(4, 8, seed=0).bfloat16()).float().sum().backward()
+        return results
+
+    first, second = ranks(2, body)
+    for x, y in zip(first, second, strict=True):
+        assert torch.equal(x, y)
+
+
 # ------------------------------------------------------------------------------------------------ optimizers of shards
 @isolated
 @pytest.mark.parametrize("with_scaler", [False, True])

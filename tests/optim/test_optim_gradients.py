@@ -25,6 +25,8 @@ from optim_cases import (
 )
 from torch import Tensor
 
+from amp_kernels.optim import FusedSGD
+
 
 # ------------------------------------------------------------------------------------------------- overflows and scales
 @families
@@ -225,3 +227,32 @@ def test_gradients_are_released(device, family):
         optimizer.zero_grad()
         gc.collect()
         assert not any(grad() is not None for grad in grads)
+
+
+# ------------------------------------------------------------------------------------------- sums of many micro-batches
+def accumulated(dtype, grad_dtype, device):
+    """The gradient of a small classifier over 256 micro-batches, in fp64; weights and inputs are bf16 numbers."""
+    torch.manual_seed(0)
+    net = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.GELU(), torch.nn.Linear(64, 10))
+    net = net.bfloat16().to(device, dtype)
+    for p in net.parameters():
+        p.grad_dtype = grad_dtype
+    inputs, labels = torch.randn(256, 4, 32).bfloat16().to(device, dtype), torch.randint(0, 10, (256, 4), device=device)
+    for x, y in zip(inputs, labels, strict=True):
+        torch.nn.functional.cross_entropy(net(x), y).backward()
+    return net, torch.cat([p.grad.double().flatten() for p in net.parameters()])
+
+
+def test_accumulation_in_fp32(device):
+    """The recipe of the README and its figures; the step takes what it gives."""
+    _, truth = accumulated(torch.float64, torch.float64, device)
+    errors = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        net, grad = accumulated(torch.bfloat16, dtype, device)
+        errors[dtype] = float((grad - truth).norm() / truth.norm())
+        assert all(p.grad.dtype is dtype for p in net.parameters())
+    assert 0.015 < errors[torch.bfloat16] < 0.045 and 0.002 < errors[torch.float32] < 0.0045
+    p = net[0].weight
+    expected = p.detach().float() - p.grad
+    FusedSGD(net.parameters(), lr=1.0).step()
+    assert torch.equal(p, expected.bfloat16())
