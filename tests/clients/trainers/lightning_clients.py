@@ -216,12 +216,16 @@ def test_moving_average(tmp_path: Path, family: type) -> None:
 
 @low_dtypes
 def test_moving_average_of_16_bit_weights(tmp_path: Path, dtype: torch.dtype) -> None:
-    """The callback swaps weights for averages and back through `.data`, which no step notices: nor does it have to."""
+    """The callback swaps weights for averages and back through `.data`: every step finds the masters that it left. In
+    the end the weights are the averages, and masters follow them."""
     name = {torch.bfloat16: "bf16-true", torch.float16: "16-true"}[dtype]
     options: dict[str, Any] = {"limit_val_batches": 1, "val_check_interval": 4}
     plain = fit(tmp_path, Automatic(ours(FusedSGD)), name)
     averaged = fit(tmp_path, Automatic(ours(FusedSGD)), name, callbacks=averaging(), **options)
-    assert_same_bits(averaged.trainer.optimizers[0].state_dict(), plain.trainer.optimizers[0].state_dict())
+    optimizers = [module.trainer.optimizers[0] for module in (averaged, plain)]
+    assert_same_bits(*([dict(state) for state in optimizer.state.values()] for optimizer in optimizers))
+    for p in averaged.parameters():
+        assert torch.equal(optimizers[0].master(p).to(dtype), p)
     assert not torch.equal(averaged.layers[0].weight, plain.layers[0].weight)
 
 
