@@ -18,6 +18,7 @@ PEERS = {
     "unscale": "torch._amp_foreach_non_finite_check_and_unscale_",
     "sgd": "masters by hand, torch fused SGD",
     "rmsprop": "masters by hand, torch foreach RMSprop",
+    "adam": "masters by hand, torch fused AdamW",
 }
 
 
