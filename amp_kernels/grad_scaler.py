@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections import defaultdict
 from typing import Any, NamedTuple, TypeGuard
@@ -16,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from .functional.unscale import moved, unscale_
 from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
-from .optim._base import FusedOptimizer, OverflowLog, Verdict
+from .optim._base import FusedOptimizer, OverflowLog, Verdict, wrapped
 from .optim._plan import capturing
 
 __all__ = ["GradScaler", "Overflow"]
@@ -39,14 +40,16 @@ def _only_forwards(optimizer: Any) -> bool:
     return not is_its_own and getattr(optimizer, name, False)
 
 
-def _warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
+def _warn_of_eps(optimizer: Any) -> None:
     """A quotient by ``sqrt(v) + eps`` in fp16 is 0 / 0 as soon as squares of gradients vanish too."""
+    optimizer = wrapped(optimizer)
     if isinstance(optimizer, FusedOptimizer):
         return
-    for group in optimizer.param_groups:
+    for group in getattr(optimizer, "param_groups", ()):
         eps = group.get("eps")
         vanishes = isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16, device="cpu") == 0
-        if vanishes and any(p.dtype is torch.float16 for p in group["params"]):
+        # torch's fused kernels compute in fp32.
+        if vanishes and not group.get("fused") and any(p.dtype is torch.float16 for p in group["params"]):
             name = type(optimizer).__name__
             ours = f"amp_kernels.optim.{_OURS[name]}" if name in _OURS else "an optimizer of amp_kernels.optim"
             warnings.warn(
@@ -57,13 +60,26 @@ def _warn_of_eps(optimizer: torch.optim.Optimizer) -> None:
             return
 
 
-def _check_group(group: dist.ProcessGroup, device_type: str) -> None:
+def _check_group(group: Any, device_type: str) -> None:
+    if not isinstance(group, dist.ProcessGroup):
+        is_of_others = group == dist.GroupMember.NON_GROUP_MEMBER
+        got = "one of other ranks" if is_of_others else f"a {type(group).__name__}"
+        raise (ValueError if is_of_others else TypeError)(
+            f"GradScaler: process_group must be a torch.distributed.ProcessGroup that this rank belongs to, got {got}"
+        )
     backends = dist.get_backend_config(group)
     if device_type not in dict(part.split(":") for part in backends.split(",")):
         raise ValueError(
             f"GradScaler: process_group must reduce tensors of {device_type}, got one of {backends}; make it with "
             "torch.distributed.new_group and a backend for that device"
         )
+
+
+def _check_number(name: str, value: Any, least: float) -> None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if not (is_number and value >= least):
+        error = ValueError if is_number else TypeError
+        raise error(f"GradScaler: {name} must be a number of at least {least:g}, got {value!r}")
 
 
 class Overflow(NamedTuple):
@@ -84,18 +100,20 @@ class GradScaler(torch.amp.GradScaler):
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
         min_scale: the scale never falls below it; torch's reaches 0.0 after some 150 overflows.
-        max_scale: the scale never rises above it and starts no higher: a 16-bit model whose loss is fp16 overflows at
-            the default scale of 65536.
+        max_scale: the scale never rises above it and starts no higher, also from a checkpoint: a 16-bit model whose
+            loss is fp16 overflows at the default scale of 65536.
         hysteresis: overflows in a row that are tolerated, less one, before the scale is reduced (Apex's meaning: one
             step without overflow restores them all; 1 reduces the scale at once, as torch does). The steps are
             skipped either way.
         process_group: if a rank of it finds NaN or inf, all of them skip the step. Every rank must then call `step`, or
-            `unscale_`, for the same optimizers in the same order, also without a gradient. Ranks whose gradients are
-            averaged, as DistributedDataParallel does, agree without it, and so do the shards of a DTensor.
+            `unscale_`, for the same optimizers in the same order, also without a loss or a gradient. Ranks whose
+            gradients are averaged, as DistributedDataParallel does, agree without it, and so do the shards of a
+            DTensor. A scaler with a group is neither copied nor pickled.
 
     Raises:
-        ValueError: `min_scale` is negative or above `max_scale`, `hysteresis` is below 1, or `process_group` reduces no
-            tensors of `device`.
+        TypeError: `min_scale` or `max_scale` is no number, or `process_group` no group.
+        ValueError: `min_scale` is negative or above `max_scale`, `max_scale` is 0, `hysteresis` is below 1, or
+            `process_group` belongs to other ranks or reduces no tensors of `device`.
 
     Warns once after 50 skipped steps in a row, where the host knows of them: with the scale on the CPU, or with
     optimizers that it has to look at a verdict for.
@@ -117,10 +135,10 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        if min_scale < 0:
-            raise ValueError(f"GradScaler: min_scale must be at least 0, got {min_scale}")
-        if not max_scale >= min_scale:
-            raise ValueError(f"GradScaler: max_scale must be at least min_scale, {min_scale}, got {max_scale}")
+        _check_number("min_scale", min_scale, 0)
+        _check_number("max_scale", max_scale, min_scale)
+        if max_scale == 0:
+            raise ValueError("GradScaler: max_scale must be above 0, got 0: gradients would be divided by it")
         if hysteresis < 1:
             raise ValueError(f"GradScaler: hysteresis must be at least 1, got {hysteresis}")
         if process_group is not None:
@@ -139,6 +157,12 @@ class GradScaler(torch.amp.GradScaler):
         # For each log of an optimizer how far its count of checks lies behind the iterations, to tell which came last.
         self._logs: dict[OverflowLog, int] = {}
         self._iterations = 0
+
+    def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
+        if self._process_group is not None and self._scale is None:
+            # A rank that had no loss: the others wait for its verdict.
+            self._lazy_init_scale_growth_tracker(torch.device(self._device))
+        return super()._check_scale_growth_tracker(funcname)
 
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if capturing(torch.device(dev)):
@@ -265,7 +289,10 @@ class GradScaler(torch.amp.GradScaler):
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, then `min_scale`, `hysteresis` and `skipped_steps`. Waits for no device."""
+        """As torch's, then `min_scale`, `max_scale`, `hysteresis` and `skipped_steps`. Waits for no device.
+
+        `new_scale` is taken as given, outside the bounds too.
+        """
         if not self._enabled:
             return
         states = list(self._per_optimizer_states.values())
@@ -358,6 +385,9 @@ class GradScaler(torch.amp.GradScaler):
             return
         self._min_scale = state_dict.get("min_scale", self._min_scale)
         self._max_scale = state_dict.get("max_scale", self._max_scale)
+        self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
+        if self._scale is not None:
+            self._scale.fill_(self._init_scale)
         self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
         self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
         self._init_skipped_steps = state_dict.get("skipped_steps", 0)
@@ -368,6 +398,11 @@ class GradScaler(torch.amp.GradScaler):
             self._skipped_steps.fill_(self._init_skipped_steps)
 
     def __getstate__(self) -> dict[str, Any]:
+        if self._process_group is not None:
+            raise TypeError(
+                "GradScaler: a scaler with a process_group cannot be copied or pickled, since a group belongs to its "
+                "process; save its state_dict()"
+            )
         state = super().__getstate__()
         if self._enabled:
             counts = self._counts()

@@ -36,12 +36,15 @@ def adam_(
         exp_avgs, exp_avg_sqs: one fp32 tensor for each parameter; zeros before the first step.
         max_exp_avg_sqs: the same; given iff the update is AMSGrad's.
         betas, eps, weight_decay, maximize, decoupled_weight_decay: as in `torch.optim.Adam`.
-        steps_taken: 0 at the first step; a skipped step is none.
+        steps_taken: 0 at the first step; a skipped step is none. A compiled graph serves every count.
         params, grads, masters, lr, grad_scale, found_inf: as in `sgd_`.
 
     Raises:
-        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
+        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit, `betas` are not two numbers or
+            `steps_taken` is no int from 0 to 2^31 - 2; nothing was modified.
     """
+    if len(betas) != 2:
+        raise ValueError(f"adam_: betas must be two numbers, got {betas!r}")
     options = {
         "betas": betas, "eps": eps, "weight_decay": weight_decay, "maximize": maximize,
         "decoupled_weight_decay": decoupled_weight_decay,

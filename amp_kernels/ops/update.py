@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from ..families import FAMILIES
 from . import lists
 from .checks import check_memory, check_update
@@ -14,6 +16,9 @@ def _check(family: str, *rest: Any) -> None:
     if family not in FAMILIES:
         raise ValueError(f"update_: family must be one of {', '.join(FAMILIES)}, got {family!r}")
     given = lists.Update(family, *rest)
+    steps = given.steps_taken
+    if not (isinstance(steps, int | torch.SymInt) and 0 <= steps < 2**31 - 1):
+        raise ValueError(f"{family}_: steps_taken must be an int from 0 to 2^31 - 2, got {steps!r}")
     if not given.params:
         return
     op, masters = f"{family}_", given.masters or ()
@@ -37,7 +42,7 @@ def _update(*arguments: Any) -> None:
 
 update_ = operator(
     "update_(str family, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[]? state0, Tensor(c!)[]? state1, "
-    "Tensor(d!)[]? state2, Tensor(e!)[]? masters, float[] hyper, float lr, Tensor? tensor_lr, int steps_taken, "
+    "Tensor(d!)[]? state2, Tensor(e!)[]? masters, float[] hyper, float lr, Tensor? tensor_lr, SymInt steps_taken, "
     "Tensor? grad_scale, Tensor? found_inf) -> ()",
     check=_check,
     reference=_update,

@@ -335,16 +335,15 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _member(self, name: str, index: int, param: Tensor) -> Member:
         has_gradient = param.grad is not None
+        if not has_gradient and self.state.get(param, {}).keys() <= {"remainder"}:  # a frozen one may have that
+            return _idle(param, name, index)
         try:
-            if has_gradient or self.state.get(param):
-                self._fit_state(name, param, self.param_groups[index])
+            self._fit_state(name, param, self.param_groups[index])
         except (TypeError, RuntimeError):
             if has_gradient:
                 raise
             return _idle(param, name, index)
-        state = self.state.get(param)
-        if not state:
-            return _idle(param, name, index)
+        state = self.state[param]
         target = _dense(local(param))
         names = self._state_names(self.param_groups[index])
         states = tuple(None if n is None else local(state[n]) for n in names)
@@ -420,9 +419,8 @@ class FusedOptimizer(torch.optim.Optimizer):
             state.pop("remainder", None)
         else:
             names.append("remainder")
-        if "remainder" in names and master is not None:
-            self._check_state(name, "master", param, master)
-            state["remainder"] = _remainder(param, master)
+        if master is not None:
+            self._load_master(name, param, master)
         for key in names:
             if state.get(key) is None:
                 state[key] = _zeros_like(param, _dtype_of(key))
@@ -432,10 +430,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             if not _is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device or a memory format
                 state[key] = _zeros_like(param, _dtype_of(key)).copy_(state[key])
 
-    def _load_master(self, name: str, param: Tensor, group: dict[str, Any], master: Tensor) -> None:
-        """Into the state; the 16-bit parameter itself is `master`, rounded, or will be."""
-        self.state[param]["master"] = master
-        self._fit_state(name, param, group)
+    def _load_master(self, name: str, param: Tensor, master: Tensor) -> None:
+        """Into the state of a 16-bit parameter, which itself is `master`, rounded, or will be."""
+        if param.dtype is not torch.float32:
+            self._check_state(name, "master", param, master)
+            self.state[param]["remainder"] = _remainder(param, master)
 
     def _master(self, name: str, param: Tensor) -> Tensor:
         master, state = _zeros_like(param), self.state.get(param, {})
@@ -518,7 +517,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Loads ours, or the matching torch optimizer's; what the latter lacks starts from its default.
 
-        Masters and states stay fp32 whatever the dtype of the parameters; torch would round them to it.
+        Masters and states stay fp32 whatever the dtype of the parameters; torch would round them to it. A state
+        of fp32 parameters, which has no masters, leaves those that there are. Where weights come from the other
+        16-bit dtype, a master is within a unit in the last place of the weight, not exact: `load_fp32_state_dict`
+        keeps it.
 
         Raises:
             ValueError: a state has another shape than its parameter, or a later release saved it in a newer format.
@@ -570,6 +572,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
+        before = self.__dict__.get("state", {})
         super().__setstate__(state)
         self.state = States(self.state)
         self._plans = None
@@ -579,13 +582,19 @@ class FusedOptimizer(torch.optim.Optimizer):
             for key, value in self.defaults.items():
                 group.setdefault(key, value)
         saved = self.__dict__.get("_saved_state", {})
+        # That of fp32 parameters has no masters: what load_fp32_state_dict loaded stays.
+        keeps_masters = saved and not any("master" in entry for entry in saved.values())
         for position, (name, index, param) in enumerate(list(self._named_parameters()) if saved else ()):
+            if keeps_masters and "remainder" in before.get(param, {}):
+                self.state[param] = {"remainder": before[param]["remainder"]}
             if position in saved:
                 self._load_parameter_state(name, param, self.param_groups[index], saved[position])
 
     def _load_parameter_state(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
-        self.state.pop(param, None)
-        self.state[param] = {"master": saved.get("master")}
+        if saved.get("master") is not None:
+            self._load_master(name, param, saved["master"])
+        if not param.requires_grad and saved.keys() <= {"master"}:
+            return
         self._fit_state(name, param, group)
         state = self.state[param]
         for key in _STATES - {"master"}:
@@ -622,6 +631,15 @@ def _is_ours(step: Any) -> bool:
     while step is not _OUR_STEP and getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
         step = getattr(step, "__wrapped__", None)
     return step is _OUR_STEP
+
+
+def wrapped(optimizer: Any) -> Any:
+    """The optimizer in the wrappers of torch (``.optim``: ZeRO, PostLocalSGD) and of trainers (``.optimizer``)."""
+    for name in ("optim", "optimizer"):
+        inner = getattr(optimizer, name, None)
+        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
+            return wrapped(inner)
+    return optimizer
 
 
 def _is_called_by(module: str) -> bool:

@@ -9,6 +9,7 @@ import importlib
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import IntEnum
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -50,8 +51,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def kind(tensor: Tensor) -> str:
+def kind(tensor: Any) -> str:
     """For an error message: what `tensor` is."""
+    if not isinstance(tensor, Tensor):
+        return f"a {type(tensor).__name__}"
     layout = "" if tensor.layout is torch.strided else f" of layout {tensor.layout}"
     return f"a {tensor.dtype} {type(tensor).__name__}{layout} on {tensor.device}"
 

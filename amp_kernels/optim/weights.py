@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer
+from ._base import FusedOptimizer, wrapped
+from ._observe import kind
+
+_LOW = (torch.float16, torch.bfloat16)
 
 
 @torch.no_grad()
@@ -25,19 +29,23 @@ def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     Returns:
         By the names of ``model.state_dict()``, copies: floating-point tensors of 16 bits in fp32, others in their
         dtypes; tied parameters are one tensor.
+
+    Raises:
+        TypeError: `optimizer` is none, or a wrapper around one of ours.
+        RuntimeError: the state dict of `model` holds other tensors than its parameters, so that masters would be lost.
     """
-    masters = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+    ours = _checked("fp32_state_dict", model, optimizer)
+    state_dict = model.state_dict(keep_vars=True)
+    with_masters = {} if ours is None else _with_masters("fp32_state_dict", ours, model, state_dict)
     copies: dict[int, Any] = {}
 
     def copy(value: Any) -> Any:
         if not isinstance(value, Tensor):
             return value
-        if id(value) in masters and isinstance(optimizer, FusedOptimizer):
-            return optimizer.master(value)
-        is_low = value.is_floating_point() and value.element_size() == 2
-        return value.detach().to(torch.float32 if is_low else value.dtype, copy=True)
+        if ours is not None and id(value) in with_masters:
+            return ours.master(value)
+        return value.detach().to(torch.float32 if value.dtype in _LOW else value.dtype, copy=True)
 
-    state_dict = model.state_dict(keep_vars=True)
     for name, value in state_dict.items():
         if id(value) not in copies:
             copies[id(value)] = copy(value)
@@ -60,12 +68,57 @@ def load_fp32_state_dict(
         optimizer: of some or all of its parameters; ours keeps masters of 16-bit ones.
 
     Raises:
-        RuntimeError: as ``model.load_state_dict``, for names and shapes that do not fit.
+        RuntimeError: as ``model.load_state_dict``, for names and shapes that do not fit; as `fp32_state_dict`.
     """
-    model.load_state_dict(state_dict)
-    if not isinstance(optimizer, FusedOptimizer):
+    ours = _checked("load_fp32_state_dict", model, optimizer)
+    if ours is None:
+        model.load_state_dict(state_dict)
         return
-    values = {id(p): state_dict[name] for name, p in model.state_dict(keep_vars=True).items() if name in state_dict}
-    for name, index, param in optimizer._named_parameters():
-        if id(param) in values and param.dtype is not torch.float32:
-            optimizer._load_master(name, param, optimizer.param_groups[index], values[id(param)])
+    names = _with_masters("load_fp32_state_dict", ours, model, model.state_dict(keep_vars=True))
+    model.load_state_dict(state_dict)
+    for name, param in names.values():
+        # Its weight alone, if a hook of the model found it under another name.
+        value = state_dict.get(name, param.detach())
+        ours._load_master(name, param, value.to(torch.float32).reshape(param.shape))
+    lacking = [name for name, _ in names.values() if name not in state_dict]
+    if lacking:
+        warnings.warn(
+            f"load_fp32_state_dict: the state dict must hold fp32 values by the names of model.state_dict(), lacked "
+            f"{len(lacking)} that a hook of the model renames ({lacking[0]} is the first), whose masters are their "
+            "rounded weights now; rename the entries before the call",
+            stacklevel=3,
+        )
+
+
+def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
+    """The optimizer that keeps masters, if there is one."""
+    for name, value, what in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
+        if not isinstance(value, what):
+            raise TypeError(f"{caller}: {name} must be a torch {what.__name__}, got {kind(value)}")
+    inner = wrapped(optimizer)
+    if isinstance(inner, FusedOptimizer) and inner is not optimizer:
+        raise TypeError(
+            f"{caller}: optimizer must be the {type(inner).__name__} that keeps the masters, got a "
+            f"{type(optimizer).__name__} around it; pass that one"
+        )
+    return inner if isinstance(inner, FusedOptimizer) else None
+
+
+def _with_masters(
+    caller: str, optimizer: FusedOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Any]
+) -> dict[int, tuple[str, Tensor]]:
+    """By their ids the model's 16-bit parameters that `optimizer` trains, with their first names in its state dict."""
+    of_model = {id(p): name for name, p in model.named_parameters()}
+    params = {id(p): p for _, _, p in optimizer._named_parameters() if id(p) in of_model and p.dtype in _LOW}
+    names: dict[int, tuple[str, Tensor]] = {}
+    for name, value in state_dict.items():
+        if id(value) in params:
+            names.setdefault(id(value), (name, params[id(value)]))
+    missing = [of_model[key] for key in params if key not in names]
+    if missing:
+        raise RuntimeError(
+            f"{caller}: model.state_dict(keep_vars=True) must hold the model's own parameters, lacks {len(missing)} "
+            f"({missing[0]} is the first), whose masters would be lost; FSDP1 and hooks put other tensors in their "
+            "place: call it with the module that they wrap"
+        )
+    return names

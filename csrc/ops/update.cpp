@@ -1,5 +1,6 @@
 // The updates of all families: `update_` of lists, and `_update_table_` of the step plan (schemas:
 // amp_kernels/ops/update.py).
+#include <limits>
 #include <tuple>
 
 #include "device.h"
@@ -103,7 +104,7 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
   if (params.empty()) return;
   const Operand beside(params[0]);
   for (const auto* scalar : {&tensor_lr, &grad_scale, &found_inf}) require_scalar(*scalar, beside);
-  require(hyper.size() <= kHyperColumns);
+  require(hyper.size() <= kHyperColumns && steps_taken >= 0 && steps_taken < std::numeric_limits<int32_t>::max());
   UpdateTable operands(params, grads, {first, second, third}, masters);
   HostTable& table = operands.table();
 

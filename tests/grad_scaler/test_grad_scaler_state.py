@@ -16,7 +16,7 @@ import torch
 from optim_cases import ALL, TORCH, families, iterate, parameters, set_grads, started, stock
 
 import amp_kernels
-from amp_kernels.optim import FusedSGD
+from amp_kernels.optim import FusedAdamW, FusedSGD
 
 
 def run_scales(scaler: Any, device: Any, pattern: str, via: type = FusedSGD) -> list[float]:
@@ -47,7 +47,7 @@ def test_min_scale(device):
     assert run_scales(started(device, min_scale=0.5, growth_interval=1), device, "xxxxx.") == [2, 1, 0.5, 0.5, 0.5, 1]
     with pytest.warns(UserWarning, match="50 steps in a row") if device.type == "cpu" else contextlib.nullcontext():
         assert run_scales(started(device), device, "x" * 160)[-1] == 0.0  # torch's way
-    with pytest.raises(ValueError, match="min_scale must be at least 0, got -1"):
+    with pytest.raises(ValueError, match="min_scale must be a number of at least 0, got -1"):
         started(device, min_scale=-1)
 
 
@@ -58,10 +58,45 @@ def test_max_scale(device):
     other = started(device, growth_interval=1)
     other.load_state_dict(scaler.state_dict())
     assert run_scales(other, device, "..") == [8, 8]
-    with pytest.raises(ValueError, match=r"max_scale must be at least min_scale, 2.0, got 1.0"):
+    for is_running in (False, True):  # torch's checkpoint has no bound, but a scale above ours
+        bounded = started(device, max_scale=8.0) if is_running else amp_kernels.GradScaler(device.type, max_scale=8.0)
+        bounded.load_state_dict(stock(device, init_scale=64.0).state_dict())
+        assert bounded.get_scale() == 8.0
+    scaler.update(64.0)
+    assert scaler.get_scale() == 64.0  # as given
+    with pytest.raises(ValueError, match=r"max_scale must be a number of at least 2, got 1.0"):
         started(device, min_scale=2.0, max_scale=1.0)
-    with pytest.raises(ValueError, match=r"max_scale must be at least min_scale, 0.0, got nan"):
+    with pytest.raises(ValueError, match=r"max_scale must be a number of at least 0, got nan"):
         started(device, max_scale=math.nan)
+    with pytest.raises(ValueError, match=r"max_scale must be above 0, got 0"):
+        started(device, max_scale=0)
+    for name, wrong in (("max_scale", None), ("max_scale", "8"), ("min_scale", "1"), ("min_scale", True)):
+        with pytest.raises(TypeError, match=f"{name} must be a number of at least 0, got {wrong!r}"):
+            started(device, **{name: wrong})
+
+
+def test_a_process_group(mesh):
+    """What one process can show of it; `tests/clients/test_distributed.py` has two."""
+    group = torch.distributed.group.WORLD
+    scaler = amp_kernels.GradScaler("cpu", process_group=group)
+    # A rank without a loss has no scale() before its step, and others wait for it there.
+    p = torch.nn.Parameter(torch.ones(3))
+    for optimizer in (FusedSGD([p], lr=0.1), torch.optim.SGD([p], lr=0.1)):
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 2.0**16
+    for copied in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(
+            TypeError, match=r"with a process_group cannot be copied or pickled, .* save its state_dict"
+        ):
+            copied(scaler)
+    for wrong, error, got in (
+        (3, TypeError, "a int"),
+        ([0, 1], TypeError, "a list"),
+        (torch.distributed.GroupMember.NON_GROUP_MEMBER, ValueError, "one of other ranks"),
+    ):
+        with pytest.raises(error, match=f"must be a torch.distributed.ProcessGroup that this rank .*, got {got}"):
+            amp_kernels.GradScaler("cpu", process_group=wrong)
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["fp32 loss", "fp16 loss"])
@@ -122,6 +157,33 @@ def test_an_eps_that_is_0_in_fp16_warns_once(device, kind):
     (message,) = steps(torch.float16)
     assert f"{kind.__name__} computes in the dtype" in message and f"use {ours}, which" in message
     assert steps(torch.float32) == steps(torch.bfloat16) == steps(torch.float16, eps=1e-4) == []
+    if kind is not torch.optim.RMSprop and kind is not torch.optim.NAdam:
+        assert steps(torch.float16, fused=True) == []  # its kernels compute in fp32
+
+
+@pytest.mark.parametrize("around", ["optim", "optimizer"])
+def test_an_eps_within_a_wrapper(around):
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self, inner: torch.optim.Optimizer) -> None:
+            super().__init__(inner.param_groups, {})
+            setattr(self, around, inner)
+
+        def step(self, closure: None = None) -> None:
+            getattr(self, around).step()
+
+    def steps(make: type[torch.optim.Optimizer]) -> list[str]:
+        p = torch.nn.Parameter(torch.ones(3).half())
+        optimizer, scaler = Wrapper(make([p], lr=0.1)), started(torch.device("cpu"))
+        p.grad = torch.ones_like(p)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            scaler.step(optimizer)
+            scaler.update()
+        return [str(w.message) for w in caught]
+
+    assert steps(FusedAdamW) == []
+    (message,) = steps(torch.optim.AdamW)
+    assert "AdamW computes in the dtype" in message
 
 
 def test_hysteresis(device):

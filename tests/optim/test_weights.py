@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from typing import Any
 
 import pytest
 import torch
@@ -149,3 +150,130 @@ def test_bits_that_would_be_lost_warn(device, family, dtype):
     wide.load_state_dict(net.state_dict())
     with pytest.warns(UserWarning, match=r"hold 16-bit weights, .* with amp_kernels.optim.fp32_state_dict\(model"):
         other.load_state_dict(optimizer.state_dict())
+
+
+@families
+@low_dtypes
+@pytest.mark.parametrize("weights_first", [False, True])
+def test_an_fp32_state_keeps_loaded_masters(device, family, dtype, weights_first):
+    """It has none of its own: neither ours of fp32 parameters nor torch's."""
+    wide = model(torch.float32, device)
+    theirs = TORCH[family](wide.parameters(), **FULL[family])
+    train(wide, theirs, range(2))
+    low = model(dtype, device, seed=1)
+    ours = family(low.parameters(), **FULL[family])
+    if not weights_first:
+        ours.load_state_dict(theirs.state_dict())
+    load_fp32_state_dict(low, ours, fp32_state_dict(wide, theirs))
+    if weights_first:
+        ours.load_state_dict(theirs.state_dict())
+    for p, q in zip(low.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(ours.master(p), join(*split(q.detach(), dtype)))
+    assert "momentum_buffer" in ours.state[low.head.bias] or "exp_avg" in ours.state[low.head.bias]
+
+
+class Mixed(torch.nn.Module):
+    """Parameters of dtypes that have no masters, some of which no optimizer of ours steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.low = torch.nn.Parameter(torch.linspace(0, 1, 7).bfloat16())
+        self.wide = torch.nn.Parameter(torch.linspace(0, 1, 7).double())
+        self.complex_ = torch.nn.Parameter(torch.ones(3, dtype=torch.complex64))
+        self.integer_ = torch.nn.Parameter(torch.arange(3), requires_grad=False)
+        self.float8_ = torch.nn.Parameter(torch.ones(3).to(torch.float8_e4m3fn), requires_grad=False)
+
+
+def test_other_dtypes_stay_as_they_are(device):
+    net = Mixed().to(device)
+    optimizer = FusedSGD(net.parameters(), lr=0.1, momentum=0.9)
+    saved = fp32_state_dict(net, optimizer)
+    dtypes = {name: p.dtype for name, p in net.named_parameters()}
+    assert {name: value.dtype for name, value in saved.items()} == {**dtypes, "low": torch.float32}
+    saved["low"] += 1e-4
+    load_fp32_state_dict(net, optimizer, saved)
+    assert torch.equal(optimizer.master(net.low), join(*split(saved["low"], torch.bfloat16)))
+    assert list(optimizer.state) == [net.low]
+
+
+def test_frozen_parameters_get_no_states(device):
+    net = model(torch.bfloat16, device)
+    optimizer = FusedSGD(net.parameters(), lr=0.1, momentum=0.9)
+    train(net, optimizer, range(1))
+    saved = {name: value + 1e-4 if value.is_floating_point() else value for name, value in tensors(net, optimizer)}
+    load_fp32_state_dict(net, optimizer, {**saved, "_extra_state": {"version": 3}})
+    weight = net.frozen.weight
+    expected = join(*split(saved["frozen.weight"], torch.bfloat16))
+    assert optimizer.state[weight].keys() == {"remainder"}
+    other = FusedSGD(net.parameters(), lr=0.1, momentum=0.9)
+    other.load_state_dict(optimizer.state_dict())
+    train(net, other, range(2, 3))
+    assert other.state[weight].keys() == {"remainder"} and torch.equal(other.master(weight), expected)
+    weight.requires_grad_(True)
+    train(net, other, range(3, 4))
+    assert "momentum_buffer" in other.state[weight]
+
+
+def tensors(net: Model, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    return [(name, v) for name, v in fp32_state_dict(net, optimizer).items() if isinstance(v, torch.Tensor)]
+
+
+class Detached(Model):
+    """Its state dict holds other tensors than its parameters, as that of FSDP1 does."""
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        found = super().state_dict(*args, **kwargs)
+        return {k: v.detach() if isinstance(v, torch.Tensor) else v for k, v in found.items()}
+
+
+def test_a_state_dict_of_other_tensors(device):
+    net = Detached().to(device, torch.bfloat16)
+    optimizer = FusedSGD(net.parameters(), lr=0.1)
+    train(net, optimizer, range(1))
+    before = [optimizer.master(p) for p in net.parameters()]
+    saved = {name: torch.zeros_like(v) for name, v in net.state_dict().items() if isinstance(v, torch.Tensor)}
+    sentence = r"must hold the model's own parameters, lacks 6 \(embedding.weight is the first\), whose masters"
+    with pytest.raises(RuntimeError, match=f"^fp32_state_dict: .*{sentence}"):
+        fp32_state_dict(net, optimizer)
+    with pytest.raises(RuntimeError, match=f"^load_fp32_state_dict: .*{sentence}"):
+        load_fp32_state_dict(net, optimizer, saved)
+    assert_same([optimizer.master(p) for p in net.parameters()], before)
+
+
+def test_names_that_a_hook_of_the_model_renames(device):
+    net = model(torch.bfloat16, device)
+    optimizer = FusedSGD(net.parameters(), lr=0.1)
+    train(net, optimizer, range(1))
+    saved = fp32_state_dict(net, optimizer)
+    saved["old"] = saved.pop("head.bias")
+
+    def rename(_: object, state: dict[str, Any], prefix: str, *__: object) -> None:
+        state["head.bias"] = state.pop("old")
+
+    net.register_load_state_dict_pre_hook(rename)
+    with pytest.warns(UserWarning, match=r"lacked 1 that a hook of the model renames \(head.bias is the first\)"):
+        load_fp32_state_dict(net, optimizer, saved)
+    assert torch.equal(optimizer.master(net.head.bias), net.head.bias.float())
+    assert not torch.equal(optimizer.master(net.head.weight), net.head.weight.float())
+
+
+def test_what_is_no_model_or_no_optimizer(device):
+    net = model(torch.bfloat16, device)
+    optimizer = FusedSGD(net.parameters(), lr=0.1)
+
+    class Wrapper(torch.optim.Optimizer):
+        def __init__(self) -> None:
+            super().__init__(optimizer.param_groups, {})
+            self.optimizer = optimizer
+
+    for arguments, sentence in (
+        ((3, optimizer), "model must be a torch Module, got a int"),
+        ((net, 3), "optimizer must be a torch Optimizer, got a int"),
+        ((net, Wrapper()), "must be the FusedSGD that keeps the masters, got a Wrapper around it; pass that one"),
+    ):
+        with pytest.raises(TypeError, match=f"^fp32_state_dict: .*{sentence}"):
+            fp32_state_dict(*arguments)
+        with pytest.raises(TypeError, match=f"^load_fp32_state_dict: .*{sentence}"):
+            load_fp32_state_dict(*arguments, net.state_dict())
+    with pytest.raises(ValueError, match=r"FusedSGD.master: param must be one of .* parameters, got a int"):
+        optimizer.master(3)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from optim_cases import ALL, Pair, parameters, randn, set_grads
+from torch._dynamo.testing import CompileCounter
 
 import amp_kernels
 from amp_kernels import testing
@@ -67,6 +68,30 @@ def test_bias_correction_is_right_from_the_first_step_on(device, betas):
             [param], [torch.full_like(param, 0.5)], [states[0]], [states[1]], steps_taken=steps, **options
         )
         assert (param / expected - 1).abs().max() < 1e-6
+
+
+def test_a_compiled_step_serves_every_count(device):
+    """One graph of the first count and one of all others: a graph for each would end at torch's limit of eight."""
+    counter = CompileCounter()
+    lists = [[testing.randn(100).to(device)] for _ in range(2)] + [[torch.zeros(100, device=device)] for _ in range(2)]
+    copies = [[t.clone() for t in tensors] for tensors in lists]
+    compiled = torch.compile(lambda step: amp_kernels.adamw_(*lists, steps_taken=step, **OPTIONS), backend=counter)
+    for step in range(12):
+        compiled(step)
+        amp_kernels.adamw_(*copies, steps_taken=step, **OPTIONS)
+    assert counter.frame_count <= 3
+    assert torch.equal(lists[0][0], copies[0][0])
+
+
+@pytest.mark.parametrize("wrong", [-1, 2**31 - 1, 2**40, 1.5, None])
+def test_counts_that_are_none(device, wrong):
+    param = torch.ones(3, device=device)
+    lists = [[param]] + [[torch.zeros(3, device=device)] for _ in range(3)]
+    with pytest.raises(ValueError, match=r"adam_: steps_taken must be an int from 0 to 2\^31 - 2, got"):
+        amp_kernels.adamw_(*lists, steps_taken=wrong, **OPTIONS)
+    with pytest.raises(ValueError, match=r"adam_: betas must be two numbers, got \(0.9,\)"):
+        amp_kernels.adamw_(*lists, steps_taken=0, **{**OPTIONS, "betas": (0.9,)})
+    assert torch.equal(param, torch.ones_like(param))
 
 
 def test_skipped_steps_do_not_count(device):
