@@ -278,8 +278,12 @@ class GradScaler(torch.amp.GradScaler):
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
         """As torch's; what the host saw is kept."""
-        found = any(flag.item() for flag in optimizer_state["found_inf_per_device"].values())
+        flags = optimizer_state["found_inf_per_device"].values()
+        found = any(flag.item() for flag in flags)
         optimizer_state["is_skipped"] = found
+        inner = wrapped(optimizer)
+        if found and isinstance(inner, FusedOptimizer):
+            inner._last_found_inf = next(flag for flag in flags if flag.item())
         return None if found else optimizer.step(*args, **kwargs)
 
     def _check_inf_per_device(self, optimizer: torch.optim.Optimizer) -> dict[Any, Any]:

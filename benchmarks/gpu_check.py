@@ -48,7 +48,7 @@ def of_families(prefix: str, limit: int, **others: int) -> dict[str, int]:
 LIMITS = {
     "first": {
         "build": 150, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 15,
-        **of_families("", 20, matmul=60, int8=40, sgd=30, adam=15), "ncu": 50, "memcheck": 45, "racecheck": 45,
+        **of_families("", 20, matmul=50, int8=40, sgd=30, adam=15, ema=10), "ncu": 50, "memcheck": 45, "racecheck": 45,
     },
     "tests": {"info": 30, "cuda_tests": 240, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60},
     "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130), "plot": 60},

@@ -14,8 +14,9 @@
 
 namespace amp_kernels {
 
-// kMaster: of a 16-bit parameter an fp32 master, or the remainder of one (formulas/remainder.h). kState + i is the i-th
-// state.
+// kMaster: of a 16-bit parameter an fp32 master, or the remainder of one (formulas/remainder.h). Of an fp32 parameter
+// nothing, or where its 16-bit gradient is a weight (an average follows it) the remainder of that. kState + i is the
+// i-th state.
 enum Row { kNumel, kGrad, kGradDtype, kGroup, kParam, kMaster, kState };
 
 enum Dtype { kFloat, kHalf, kBFloat16 };
@@ -82,7 +83,7 @@ struct Update {
   const float* grad_norm;
   float max_norm;
   Dtype param_dtype;
-  bool split;  // whether the masters of 16-bit parameters are remainders
+  bool split;  // whether row kMaster holds remainders
   Dtype grad_dtype;
 };
 

@@ -15,7 +15,8 @@ csrc/formulas, in the file of the family's name (sgd.py, rmsprop.py):
 
 Bytes per element, read and written: 8 for the parameter, in fp32 or as weight and remainder (remainder.py; with an fp32
 master beside the weight 10), and 8 for each state; 4 or 2 for the gradient, read. SGD with momentum moves 20 for fp32
-parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum 36 and 34.
+parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum 36 and 34. An average that follows a
+16-bit weight and its remainder, which are its gradient, moves 12.
 
 One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours:
 
@@ -119,6 +120,7 @@ def _update_chunk(
 ):
     if VEC > 1:
         n = n // VEC * VEC
+    JOINS_GRAD: tl.constexpr = PARAM_DTYPE == FP32 and MASTER_DTYPE == INT16
     TILE: tl.constexpr = _TILE if VEC > 1 else _TILE_BY_ELEMENT
     has = [address != 0 for address in states]
     # Absent state is masked rather than branched around, so that all loads fly together. A state that is always there
@@ -131,7 +133,10 @@ def _update_chunk(
         mask = offsets < n
         g = load_elements(grad, offsets, mask, GRAD_DTYPE, VEC)
         p = load_elements(master, offsets, mask, MASTER_DTYPE, VEC)
-        if MASTER_DTYPE == INT16:
+        if JOINS_GRAD:
+            g = join(g, p, GRAD_DTYPE)
+            p = load_elements(param, offsets, mask, PARAM_DTYPE, VEC)
+        elif MASTER_DTYPE == INT16:
             p = join(load_elements(param, offsets, mask, PARAM_DTYPE, VEC), p, PARAM_DTYPE)
         state = ()
         for k in tl.static_range(N_STATES):
@@ -139,7 +144,9 @@ def _update_chunk(
         p, state = FORMULA(p, g, state, has, hyper, lr, factor, step)
         for k in tl.static_range(N_STATES):
             store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
-        if MASTER_DTYPE == INT16:
+        if JOINS_GRAD:
+            store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
+        elif MASTER_DTYPE == INT16:
             p, remainder = split(p, PARAM_DTYPE)
             store_elements(master, offsets, remainder, mask, INT16, VEC)
         else:
@@ -165,7 +172,7 @@ def _update_kernel(
     N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
     N_OPTIONAL: tl.constexpr,  # how many of the last ones a tensor may lack
     PARAM_DTYPE: tl.constexpr,
-    MASTER_DTYPE: tl.constexpr,  # INT16 for remainders
+    MASTER_DTYPE: tl.constexpr,  # INT16 for remainders: of the parameters, or if these are fp32 of the gradients
     GRAD_DTYPE: tl.constexpr,
 ):
     # Backwards: the gradient pass went forwards, so the last gradients it read may still be in L2.
@@ -175,7 +182,7 @@ def _update_kernel(
     if (grad != 0) & (not _is_skipped(found_inf_ptr)):
         param = chunk_address(table_ptr, n_tensors, PARAM, tensor, begin, PARAM_DTYPE)
         master = param
-        if PARAM_DTYPE != FP32:
+        if PARAM_DTYPE != FP32 or MASTER_DTYPE == INT16:
             master = chunk_address(table_ptr, n_tensors, MASTER, tensor, begin, MASTER_DTYPE)
         states = ()
         fp32 = tl.zeros((), tl.int64)
@@ -271,7 +278,7 @@ def _update_table_(
         grad_norm,
         max_norm,
         PARAM_DTYPE=param_dtype,
-        MASTER_DTYPE=INT16.value if split and param_dtype != FP32.value else FP32.value,
+        MASTER_DTYPE=INT16.value if split else FP32.value,
         GRAD_DTYPE=grad_dtype,
         **formula_of(family),
         num_warps=_WARPS,

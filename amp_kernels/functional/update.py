@@ -29,6 +29,7 @@ def update(
     steps_taken: int,
     grad_scale: Tensor | None,
     found_inf: Tensor | None,
+    grad_remainders: Sequence[Tensor] | None = None,
 ) -> None:
     """One update of every parameter.
 
@@ -36,6 +37,8 @@ def update(
         states: by the plural of their names, in the order of the family; None for one that there is not.
         options: the hyper-parameters but the learning rate, by their names in torch.
         steps_taken: 0 if this is the first step, which some states are set by.
+        grad_remainders: given if the parameters are fp32 averages, and `grads` the weights that they follow: those of
+            the 16-bit weights, in their order.
     """
     op = f"{family.name}_"
     params, grads, masters = (
@@ -45,6 +48,6 @@ def update(
     call(
         update_, family.name, params, grads, *given, *[None] * (3 - len(given)), masters or None,
         list(family.hyper.of(options)), 0.0 if isinstance(lr, Tensor) else float(lr),
-        lr if isinstance(lr, Tensor) else None, steps_taken, grad_scale, found_inf,
+        lr if isinstance(lr, Tensor) else None, steps_taken, grad_scale, found_inf, grad_remainders,
     )  # fmt: skip
     note_written(params, masters, *(state for state in given if state is not None))

@@ -148,6 +148,15 @@ def check_update(
         check_scalar(op, name, scalar, params[0].device)
 
 
+def check_grad_remainders(
+    op: str, params: Sequence[Tensor], grads: Sequence[Tensor], remainders: Sequence[Tensor]
+) -> None:
+    """Of 16-bit weights in the place of gradients, in their order, which fp32 parameters follow."""
+    check_tensors(op, "params", params, [torch.float32])
+    check_tensors(op, "grad_remainders", remainders, [torch.int16])
+    check_same_shapes(op, "grad_remainders", remainders, [g for g in grads if g.dtype is not torch.float32])
+
+
 def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
     """Tensors that are written, all at once, share no memory; fake tensors have none to look at."""
     written = [(f"{name}[{i}]", tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]

@@ -81,6 +81,7 @@ class Update(NamedTuple):
     steps_taken: int
     grad_scale: Tensor | None
     found_inf: Tensor | None
+    grad_remainders: list[Tensor] | None = None  # of the 16-bit gradients, if weights are the gradients of averages
 
     @property
     def states(self) -> tuple[list[Tensor] | None, ...]:
@@ -99,10 +100,11 @@ def update(ops: Kernels, *arguments: Any) -> None:
     dense_params = [p if is_dense(p) else p.contiguous() for p in params]
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
-    low = [p for p in dense_params if p.dtype is not torch.float32]
-    dense_masters = [_as_laid_out(m, p) for m, p in zip(masters, low, strict=True)]
+    is_average = given.grad_remainders is not None
+    beside = _of_low(grads, given.grad_remainders or ()) if is_average else _of_low(params, masters)
+    dense_beside = [None if b is None else _as_laid_out(b, p) for b, p in zip(beside, dense_params, strict=True)]
 
-    table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_masters), device)
+    table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_beside), device)
     hyper_row = torch.tensor(
         [*given.hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(given.hyper))], dtype=torch.float32, device="cpu"
     )
@@ -111,7 +113,7 @@ def update(ops: Kernels, *arguments: Any) -> None:
         if given.tensor_lr is None
         else given.tensor_lr
     )
-    for codes, chunks in _by_dtypes(dense_params, dense_masters, dense_grads):
+    for codes, chunks in _by_dtypes(dense_params, dense_beside, dense_grads):
         entries = send(ops, chunks.entries, device)
         ops._update_table_(
             given.family,
@@ -128,22 +130,28 @@ def update(ops: Kernels, *arguments: Any) -> None:
             0.0,
         )
     _copy_back(params, dense_params)
-    _copy_back(masters, dense_masters)
+    if not is_average:
+        _copy_back(masters, [b for b in dense_beside if b is not None])
     for state, dense_state in zip(states, dense_states, strict=True):
         _copy_back(state, dense_state)
+
+
+def _of_low(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor | None]:
+    """What there is for each 16-bit tensor, in their order, at the places of these."""
+    rest = iter(beside)
+    return [None if t.dtype is torch.float32 else next(rest) for t in tensors]
 
 
 def _update_table(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    masters: Sequence[Tensor],
+    beside: Sequence[Tensor | None],
 ) -> Tensor:
-    master = iter(masters)
     table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64, device="cpu")
     table[: Row.GROUP] = gradient_table(grads)
     table[Row.PARAM] = int64_tensor(p.data_ptr() for p in params)
-    table[Row.MASTER] = int64_tensor(0 if p.dtype is torch.float32 else next(master).data_ptr() for p in params)
+    table[Row.MASTER] = int64_tensor(0 if b is None else b.data_ptr() for b in beside)
     for k, state in enumerate(states):
         if state:
             table[Row.STATE + k] = int64_tensor(s.data_ptr() for s in state)
@@ -151,12 +159,11 @@ def _update_table(
 
 
 def _by_dtypes(
-    params: Sequence[Tensor], masters: Sequence[Tensor], grads: Sequence[Tensor]
+    params: Sequence[Tensor], beside: Sequence[Tensor | None], grads: Sequence[Tensor]
 ) -> Iterator[tuple[tuple[int, bool, int], Chunks]]:
-    splits = (m.dtype is torch.int16 for m in masters)
     codes = [
-        (DTYPE_CODES[p.dtype], p.dtype is not torch.float32 and next(splits), DTYPE_CODES[g.dtype])
-        for p, g in zip(params, grads, strict=True)
+        (DTYPE_CODES[p.dtype], b is not None and b.dtype is torch.int16, DTYPE_CODES[g.dtype])
+        for p, b, g in zip(params, beside, grads, strict=True)
     ]
     numels = tuple(p.numel() for p in params)
     for code in sorted(set(codes)):

@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from ..families import FAMILIES
+from ..reference._master import join
 from . import lists
-from .checks import check_memory, check_update
+from .checks import check_grad_remainders, check_memory, check_update
 from .library import LIBRARY, operator
 
 
@@ -26,15 +27,20 @@ def _check(family: str, *rest: Any) -> None:
     states = {f"{name}s": state for name, state in named if state is not None}
     scalars = {"lr": given.tensor_lr, "grad_scale": given.grad_scale, "found_inf": given.found_inf}
     check_update(op, given.params, given.grads, states, masters, scalars)
+    if given.grad_remainders is not None:
+        check_grad_remainders(op, given.params, given.grads, given.grad_remainders)
     if not lists.are_fake(given.params):  # which have no memory
         check_memory(op, {"params": given.params, "masters": masters, **states})
 
 
 def _update(*arguments: Any) -> None:
     given = lists.Update(*arguments)
-    known = FAMILIES[given.family]
+    known, grads = FAMILIES[given.family], given.grads
+    if given.grad_remainders is not None:
+        rests = iter(given.grad_remainders)
+        grads = [g if g.dtype is torch.float32 else join(g, next(rests)) for g in grads]
     known.reference(
-        given.params, given.grads, [state or () for state in given.states], given.masters or (),
+        given.params, grads, [state or () for state in given.states], given.masters or (),
         known.hyper(*given.hyper), lr=given.lr if given.tensor_lr is None else given.tensor_lr,
         steps_taken=given.steps_taken, grad_scale=given.grad_scale, found_inf=given.found_inf,
     )  # fmt: skip
@@ -43,7 +49,7 @@ def _update(*arguments: Any) -> None:
 update_ = operator(
     "update_(str family, Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[]? state0, Tensor(c!)[]? state1, "
     "Tensor(d!)[]? state2, Tensor(e!)[]? masters, float[] hyper, float lr, Tensor? tensor_lr, SymInt steps_taken, "
-    "Tensor? grad_scale, Tensor? found_inf) -> ()",
+    "Tensor? grad_scale, Tensor? found_inf, Tensor[]? grad_remainders=None) -> ()",
     check=_check,
     reference=_update,
     fake=lambda *arguments: None,

@@ -1,8 +1,18 @@
 """`torch.optim` optimizers in fused kernels, with fp32 masters for 16-bit parameters."""
 
 from .adam import FusedAdam, FusedAdamW
+from .averages import average_, ema_
 from .rmsprop import FusedRMSprop
 from .sgd import FusedSGD
 from .weights import fp32_state_dict, load_fp32_state_dict
 
-__all__ = ["FusedAdam", "FusedAdamW", "FusedRMSprop", "FusedSGD", "fp32_state_dict", "load_fp32_state_dict"]
+__all__ = [
+    "FusedAdam",
+    "FusedAdamW",
+    "FusedRMSprop",
+    "FusedSGD",
+    "average_",
+    "ema_",
+    "fp32_state_dict",
+    "load_fp32_state_dict",
+]

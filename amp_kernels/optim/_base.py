@@ -73,6 +73,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _checked: list[Plan] | None = None
+    # That of the last step, for averages; a scaler that skips a step on the host sets it too.
+    _last_found_inf: Tensor | None = None
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
         """Called by the constructors once torch's has checked its arguments."""
@@ -182,6 +184,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             with torch.enable_grad():
                 loss = closure()
         grad_scale, found_inf = _scalar(self, "grad_scale"), _scalar(self, "found_inf")
+        self._last_found_inf = found_inf
         max_norm = self.max_grad_norm
         if max_norm is not None:
             self._refuse_partial_norm()
@@ -443,6 +446,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_state(name, "remainder", param, state["remainder"])
         local(master).copy_(join(local(param), local(state["remainder"]).to(param.device)))
         return master
+
+    def _remainder_of(self, param: Tensor) -> Tensor | None:
+        """The memory of the remainder of a 16-bit parameter, on its device; None for others."""
+        if param.dtype is torch.float32:
+            return None
+        remainder = self.state.get(param, {}).get("remainder")
+        remainder = local(_zeros_like(param, torch.int16) if remainder is None else remainder)
+        return remainder if remainder.device == param.device else remainder.to(param.device)
 
     def _check_state(self, name: str, key: str, param: Tensor, state: Tensor) -> None:
         is_number = state.dtype is torch.int16 if key == "remainder" else state.is_floating_point()

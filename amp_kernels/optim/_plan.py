@@ -425,7 +425,7 @@ class NativePlan(Plan):
                 tables.hyper,
                 tables.lr,
                 bucket.codes[0],
-                True,
+                bucket.codes[0] != DTYPE_CODES[torch.float32],
                 bucket.codes[1],
                 grad_scale,
                 found_inf,

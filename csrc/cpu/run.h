@@ -37,8 +37,8 @@ void run_update(const Update& update) {
   const bool streams =
       update.param_dtype != kFloat && !update.split && (Formula::kStates == 1 || !is_intel()) && size >= 1 << 22;
   with_dtype(update.param_dtype, [&](auto param) {
-    with_master<decltype(param)>(update.split, [&](auto master) {
-      with_dtype(update.grad_dtype, [&](auto grad) {
+    with_dtype(update.grad_dtype, [&](auto grad) {
+      with_master<decltype(param), decltype(grad)>(update.split, [&](auto master) {
         for_each_chunk(update.table, size, [&](int64_t c) {
           update_chunk<Formula, decltype(param), decltype(master), decltype(grad)>(update, factor, streams, c);
         });

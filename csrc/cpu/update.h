@@ -42,16 +42,16 @@ auto apply_to(int present, std::integer_sequence<int, kPresent...>) {
   return kApply[present];
 }
 
-// The fp32 parameters of a chunk. M is int16_t for the remainders of weights of type P, else float.
-template <class P, class M>
+// The fp32 parameters of a chunk. R is int16_t for the remainders of weights of type P, else float.
+template <class P, class R>
 struct Parameters {
-  static constexpr bool kIsFp32 = std::is_same_v<P, float>, kIsSplit = std::is_same_v<M, int16_t>;
+  static constexpr bool kIsFp32 = std::is_same_v<P, float>, kIsSplit = std::is_same_v<R, int16_t>;
 
   P* weight;
-  M* master;
+  R* master;
 
   Parameters(const Table& table, const Chunk& chunk)
-      : weight(chunk.in<P>(table, kParam)), master(chunk.in<M>(table, kIsFp32 ? kParam : kMaster)) {}
+      : weight(chunk.in<P>(table, kParam)), master(chunk.in<R>(table, kIsFp32 ? kParam : kMaster)) {}
 
   // Elements [i, i + n): where they lie, or in `staged`.
   float* load(int64_t i, float* staged, int64_t n) const {
@@ -72,20 +72,24 @@ struct Parameters {
   }
 };
 
-// `streams`: the model is too large for its weights to stay in a cache until they are used.
+// M is of row kMaster: int16_t for remainders, else float. `streams`: the model is too large for its weights to stay in
+// a cache until they are used.
 template <class Formula, class P, class M, class G>
 void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);
   const G* grad = chunk.in<G>(update.table, kGrad);
   if (grad == nullptr) return;
+  constexpr bool kJoins = kJoinsGrad<P, M>;
+  using Params = Parameters<P, std::conditional_t<kJoins, float, M>>;
   if (index + kChunksAhead < update.table.chunk_count) {
     const Chunk later(update.table, index + kChunksAhead);
     prefetch_head<G>(update.table, later, kGrad);
-    prefetch_head<M>(update.table, later, std::is_same_v<P, float> ? kParam : kMaster);
+    prefetch_head<M>(update.table, later, Params::kIsFp32 && !kJoins ? kParam : kMaster);
     if constexpr (std::is_same_v<M, int16_t>) prefetch_head<P>(update.table, later, kParam);
     for (int k = 0; k < Formula::kStates; ++k) prefetch_head<float>(update.table, later, kState + k);
   }
-  const Parameters<P, M> params(update.table, chunk);
+  const Params params(update.table, chunk);
+  const int16_t* const rests = kJoins ? chunk.in<int16_t>(update.table, kMaster) : nullptr;
   float* state[3] = {};
   bool has[Formula::kStates];
   int present = 0;
@@ -111,12 +115,17 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
       else if (streams)
         ask_for(from + i, n, kUpdateBytesAhead);
     };
-    ask(grad), ask(params.master);
-    if constexpr (Parameters<P, M>::kIsSplit) ask(params.weight);
+    ask(grad), ask(params.master), ask(rests);
+    if constexpr (Params::kIsSplit) ask(params.weight);
     for (const float* array : state) ask(array);
     const auto s = [&](int k) { return state[k] == nullptr ? nullptr : state[k] + i; };
     float* const p = params.load(i, joined, n);
-    apply_here(formula, p, as_float(grad + i, staged, n), s(0), s(1), s(2), n);
+    const float* g = staged;
+    if constexpr (kJoins)
+      join(grad + i, rests + i, staged, n);
+    else
+      g = as_float(grad + i, staged, n);
+    apply_here(formula, p, g, s(0), s(1), s(2), n);
     params.store(i, p, n, streams);
   }
 }

@@ -3,7 +3,7 @@
 //
 // Bytes per element, read and written: 8 for the parameter, in fp32 or as weight and remainder (with an fp32 master
 // beside the weight 10), and 8 for each state; 4 or 2 for the gradient, read. SGD with momentum moves 20 for fp32
-// parameters, 18 for 16-bit weights and gradients.
+// parameters, 18 for 16-bit weights and gradients; an average that follows a weight and its remainder 12.
 //
 // A block takes every gridDim.x-th chunk of the table, the last one first. A thread has two packs under way, kThreads
 // packs apart, and the elements behind the last whole pack of a chunk go one by one:
@@ -32,14 +32,15 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>    ? kFloat
                            : std::is_same_v<T, __half> ? kHalf
                                                        : kBFloat16;
 
-// M is int16_t for the remainders of weights of type P, else float.
+// M is int16_t for the remainders of weights of type P, or where P is float of type G, else float.
 template <class Formula, class P, class M, class G>
 struct Arrays {
-  static constexpr bool kIsFp32 = std::is_same_v<P, float>, kIsSplit = std::is_same_v<M, int16_t>;
+  static constexpr bool kJoins = kJoinsGrad<P, M>;
+  static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins, kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
 
   const G* grad;
   P* weight;
-  M* master;  // the parameter itself where P is float
+  M* master;  // the parameter itself where there is no other
   float* state[Formula::kStates];
 
   __device__ Arrays(const Table& table, const Chunk& chunk)
@@ -78,10 +79,15 @@ struct Pack {
 
   template <class P, class M, class G>
   __device__ __forceinline__ void load(const Arrays<Formula, P, M, G>& arrays, int64_t i, Wide wide) {
-    g = load_pack<N>(arrays.grad + i, wide.grad);
+    if constexpr (Arrays<Formula, P, M, G>::kJoins) {
+      g = join(load_elements<N>(arrays.grad + i, wide.grad), load_elements<N>(arrays.master + i, wide.own));
+      p = load_pack<N>(arrays.weight + i, wide.weight);
+    } else {
+      g = load_pack<N>(arrays.grad + i, wide.grad);
+    }
     if constexpr (Arrays<Formula, P, M, G>::kIsSplit) {
       p = join(load_elements<N>(arrays.weight + i, wide.weight), load_elements<N>(arrays.master + i, wide.own));
-    } else {
+    } else if constexpr (!Arrays<Formula, P, M, G>::kJoins) {
       p = load_pack<N>(arrays.master + i, wide.own);
     }
 #pragma unroll
@@ -114,7 +120,7 @@ struct Pack {
       store_elements<N>(arrays.weight + i, weights, wide.weight);
       store_elements<N>(arrays.master + i, remainders, wide.own);
     } else {
-      store_pack<N>(arrays.master + i, p.data, wide.own);
+      if constexpr (!Arrays<Formula, P, M, G>::kJoins) store_pack<N>(arrays.master + i, p.data, wide.own);
       if constexpr (!Arrays<Formula, P, M, G>::kIsFp32) store_pack<N>(arrays.weight + i, p.data, wide.weight);
     }
 #pragma unroll
@@ -178,8 +184,8 @@ template <class Formula>
 void launch_update(const Update& update, Stream stream) {
   if (update.table.chunk_count == 0) return;
   with_dtype(update.param_dtype, [&](auto param) {
-    with_master<decltype(param)>(update.split, [&](auto master) {
-      with_dtype(update.grad_dtype, [&](auto grad) {
+    with_dtype(update.grad_dtype, [&](auto grad) {
+      with_master<decltype(param), decltype(grad)>(update.split, [&](auto master) {
         launch_over_chunks(update_kernel<Formula, decltype(param), decltype(master), decltype(grad)>, 0, update,
                            stream);
       });

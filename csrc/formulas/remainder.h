@@ -75,12 +75,16 @@ struct Remainder<kHalf> {
   }
 };
 
-// Calls f with a value of the type of what is kept as masters of parameters of type P.
-template <class P, class F>
+// Calls f with a value of the type of row kMaster, for parameters of type P and gradients of type G.
+template <class P, class G, class F>
 void with_master(bool split, const F& f) {
-  if constexpr (!std::is_same_v<P, float>)
+  if constexpr (!std::is_same_v<P, float> || !std::is_same_v<G, float>)
     if (split) return f(int16_t{});
   f(float{});
 }
+
+// Whether row kMaster, of type M, holds the remainders of the gradients: an average follows a weight of 16 bits.
+template <class P, class M>
+constexpr bool kJoinsGrad = std::is_same_v<P, float> && std::is_same_v<M, int16_t>;
 
 }  // namespace amp_kernels

@@ -11,13 +11,13 @@ namespace {
 
 using MaybeTensors = std::optional<Tensors>;
 constexpr int kMaxStates = 3;
-using Form = std::tuple<Dtype, bool, Dtype>;  // of a parameter, whether its master is a remainder, of its gradient
+using Form = std::tuple<Dtype, bool, Dtype>;  // of a parameter, whether there is a remainder, of its gradient
 
 // Parameters, gradients, states and masters as kernels take them, in a table whose columns are the parameters.
 class UpdateTable {
  public:
   UpdateTable(const Tensors& params, const Tensors& grads, const MaybeTensors (&states)[kMaxStates],
-              const MaybeTensors& masters)
+              const MaybeTensors& masters, const MaybeTensors& grad_remainders)
       : first_(params[0]),
         params_(operands_of(params, first_)),
         grads_(operands_of(grads, first_)),
@@ -25,8 +25,12 @@ class UpdateTable {
     for (int k = 0; k < kMaxStates; ++k)
       if (states[k].has_value()) states_[k] = operands_of(*states[k], first_);
     if (masters.has_value()) masters_ = operands_of(*masters, first_, /*or_remainders=*/true);
+    if (grad_remainders.has_value()) {
+      grad_remainders_ = operands_of(*grad_remainders, first_, /*or_remainders=*/true);
+      check_remainders();
+    }
     check(states);
-    for (size_t t = 0, low = 0; t < params_.size(); ++t) {
+    for (size_t t = 0, low = 0, low_grads = 0; t < params_.size(); ++t) {
       const auto column = static_cast<int64_t>(t);
       const Operand param = written_(params_[t]);
       const Operand grad = read_(grads_[t], param);
@@ -37,6 +41,10 @@ class UpdateTable {
         const Operand master = written_(masters_[low++], param);
         table_.at(kMaster, column) = master.address;
         split = !master.is_fp32();
+      }
+      if (!grad_remainders_.empty() && !grad.is_fp32()) {
+        table_.at(kMaster, column) = read_(grad_remainders_[low_grads++], param).address;
+        split = true;
       }
       for (int k = 0; k < kMaxStates; ++k)
         if (!states_[k].empty()) table_.at(kState + k, column) = written_(states_[k][t], param).address;
@@ -78,6 +86,19 @@ class UpdateTable {
     require_apart(written);
   }
 
+  void check_remainders() const {
+    require(grads_.size() == params_.size());
+    size_t low = 0;
+    for (size_t t = 0; t < params_.size(); ++t) {
+      require(params_[t].is_fp32());
+      if (grads_[t].is_fp32()) continue;
+      require(low < grad_remainders_.size());
+      const Operand& remainder = grad_remainders_[low++];
+      require(remainder.has_shape_of(params_[t]) && remainder.is_int16());
+    }
+    require(low == grad_remainders_.size());
+  }
+
   static void check_fit(const Operands& operands, const std::vector<const Operand*>& params,
                         std::vector<const Operand*>& written) {
     require(operands.size() == params.size());
@@ -89,7 +110,7 @@ class UpdateTable {
   }
 
   Operand first_;
-  Operands params_, grads_, masters_, states_[kMaxStates];
+  Operands params_, grads_, masters_, grad_remainders_, states_[kMaxStates];
   HostTable table_;
   Dense read_, written_;
   std::vector<Form> forms_;
@@ -100,12 +121,12 @@ template <class Device>
 void update(std::string family, Tensors params, Tensors grads, MaybeTensors first, MaybeTensors second,
             MaybeTensors third, MaybeTensors masters, std::vector<double> hyper, double lr,
             std::optional<Tensor> tensor_lr, int64_t steps_taken, std::optional<Tensor> grad_scale,
-            std::optional<Tensor> found_inf) {
+            std::optional<Tensor> found_inf, MaybeTensors grad_remainders) {
   if (params.empty()) return;
   const Operand beside(params[0]);
   for (const auto* scalar : {&tensor_lr, &grad_scale, &found_inf}) require_scalar(*scalar, beside);
   require(hyper.size() <= kHyperColumns && steps_taken >= 0 && steps_taken < std::numeric_limits<int32_t>::max());
-  UpdateTable operands(params, grads, {first, second, third}, masters);
+  UpdateTable operands(params, grads, {first, second, third}, masters, grad_remainders);
   HostTable& table = operands.table();
 
   Device device(params[0]);

@@ -19,6 +19,7 @@ PEERS = {
     "sgd": "masters by hand, torch fused SGD",
     "rmsprop": "masters by hand, torch foreach RMSprop",
     "adam": "masters by hand, torch fused AdamW",
+    "ema": "torch._foreach_lerp_",
 }
 
 

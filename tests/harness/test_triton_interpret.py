@@ -18,7 +18,13 @@ from amp_kernels.families import FAMILIES
 
 TESTS = Path(__file__).parents[1]
 UPDATES = [file for name in FAMILIES if (TESTS / (file := f"update/test_{name}.py")).exists()]
-TABLES = ("unscale/test_unscale_table.py", "update/test_update_table.py", "update/test_remainder.py", *UPDATES)
+TABLES = (
+    "unscale/test_unscale_table.py",
+    "update/test_update_table.py",
+    "update/test_remainder.py",
+    "update/test_averages.py",
+    *UPDATES,
+)
 CASES = {"int8": ("int8/triton_int8_cases.py",), "matmul": ("matmul/triton_matmul_cases.py",)}
 
 

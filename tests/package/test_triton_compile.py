@@ -55,15 +55,18 @@ def by_arch(rows: Iterable[tuple[Any, ...]]) -> list[Any]:
 
 # sm_90 for every dtype of each, the others for the extremes. A master is there for 16-bit parameters.
 ARCHITECTURES = (75, 80, 100, 120)
-SPLIT, FULL = ("fp16", "int16", "fp16"), ("bf16", "fp32", "bf16")
+SPLIT, FULL, AVERAGE = ("fp16", "int16", "fp16"), ("bf16", "fp32", "bf16"), ("fp32", "int16", "fp16")
 every_update = [
     (90, *dtypes)
     for dtypes in (
         *(("fp32", "fp32", grad) for grad in CODES),
         *((low, master, grad) for low in ("fp16", "bf16") for master in ("fp32", "int16") for grad in ("fp32", low)),
+        *(("fp32", "int16", low) for low in ("fp16", "bf16")),
     )
 ]
-some_updates = [(arch, *dtypes) for arch in ARCHITECTURES for dtypes in (("fp32", "fp32", "fp32"), SPLIT, FULL)]
+some_updates = [
+    (arch, *dtypes) for arch in ARCHITECTURES for dtypes in (("fp32", "fp32", "fp32"), SPLIT, FULL, AVERAGE)
+]
 updates = pytest.mark.parametrize(
     ("arch", "param", "master", "grad"),
     by_arch(every_update + some_updates),
@@ -137,9 +140,11 @@ def test_update(formula: dict[str, Any], arch: int, param: str, master: str, gra
     dtypes = {"PARAM_DTYPE": CODES[param], "MASTER_DTYPE": codes[master], "GRAD_DTYPE": CODES[grad]}
     compiled = Compiled(update._update_kernel, arch, UPDATE, tmp_path, **formula, **dtypes)
     is_split = master == "int16"
-    fp32 = formula["N_STATES"] + (not is_split)  # read and written: states, and a master or an fp32 parameter
-    loads16 = (grad != "fp32") + 2 * is_split
-    check_accesses(compiled, fp32 + (grad == "fp32"), fp32, loads16, (param != "fp32") + is_split)
+    is_average = is_split and param == "fp32"  # the remainder is the gradient's
+    fp32 = formula["N_STATES"] + (not is_split or is_average)  # read and written: states, a master or an fp32 parameter
+    loads16 = (grad != "fp32") + (param != "fp32" and is_split) + is_split
+    stores16 = 0 if is_average else (param != "fp32") + is_split
+    check_accesses(compiled, fp32 + (grad == "fp32"), fp32, loads16, stores16)
 
 
 @formulas

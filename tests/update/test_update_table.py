@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping
 from itertools import chain
@@ -39,6 +40,7 @@ class Step:
 
     Args:
         split: whether masters of 16-bit parameters are remainders.
+        grad_split: whether the gradients are weights with remainders.
         options: of torch's optimizer, what are not its defaults.
         second: those of the second group (default: the same); every other tensor is in it.
         steps: that the tensors have taken.
@@ -58,6 +60,7 @@ class Step:
         grad_dtype: torch.dtype = FP32,
         *,
         split: bool = True,
+        grad_split: bool = False,
         second: Mapping[str, Any] | None = None,
         steps: int = 3,
         without_grad: tuple[int, ...] = (),
@@ -83,8 +86,13 @@ class Step:
             self.params = self.masters
             if param_dtype != FP32:
                 self.params = [place(torch.full((n,), math.nan, dtype=param_dtype), offset) for n in sizes]
+        self.grad_remainders: list[Tensor] | None = None
+        grads = [randn(n, 2) for n in sizes]
+        if grad_split:
+            grads, remainders = map(list, zip(*(split_(x, grad_dtype) for x in grads), strict=True))
+            self.grad_remainders = [place(x, offset) for x in remainders]
         self.grads: list[Tensor | None] = [
-            None if t in without_grad else place(randn(n, 2, grad_dtype), offset) for t, n in enumerate(sizes)
+            None if t in without_grad else place(x.to(grad_dtype), offset) for t, x in enumerate(grads)
         ]
         kept = {name for options in self.options for name in UPDATES[family].states(dict(options))}
         self.states = {
@@ -122,6 +130,8 @@ class Step:
         arrays = {Row.GRAD: self.grads, Row.PARAM: self.params, Row.MASTER: self.masters}
         if self.param_dtype == FP32:
             del arrays[Row.MASTER]
+        if self.grad_remainders is not None:
+            arrays[Row.MASTER] = self.grad_remainders
         arrays |= {Row.STATE + k: tensors for k, tensors in enumerate(self.states.values()) if tensors}
         for row, values in (rows | {r: [address(x, self.begin) for x in xs] for r, xs in arrays.items()}).items():
             table[row] = torch.tensor(values)
@@ -144,7 +154,8 @@ class Step:
         self.frozen = self.arena.bytes()
         self.launcher.update_table_(
             self.family, table, self.chunks, self.chunk, self.steps, self.hyper, rates,
-            DTYPE_CODES[self.param_dtype], self.split, DTYPE_CODES[self.grad_dtype], *scalars, max_norm,
+            DTYPE_CODES[self.param_dtype], self.split or self.grad_remainders is not None,
+            DTYPE_CODES[self.grad_dtype], *scalars, max_norm,
         )  # fmt: skip
         self.arena.check()
         return self
@@ -154,6 +165,8 @@ class Step:
         grad = self.grads[t]
         assert grad is not None
         param = torch.nn.Parameter(self.before[t].to(dtype, copy=True))
+        if self.grad_remainders is not None:
+            grad = join(grad, self.grad_remainders[t])
         param.grad = grad.cpu().to(dtype) * factor
         lr = torch.tensor(self.LR[t % 2]).item()  # rounded to fp32, as the device holds it
         optimizer = UPDATES[self.family].plain([param], lr, self.options[t % 2])
@@ -194,6 +207,21 @@ def test_every_pair_of_dtypes(
     dtypes = tuple(DTYPES.values())
     offset = (0, 1, 3)[(dtypes.index(param_dtype) + dtypes.index(grad_dtype)) % 3]  # of each dtype, all of them
     Step(launcher, family, None, SIZES, param_dtype, grad_dtype, split=split, offset=offset).run().check()
+
+
+@pytest.mark.parametrize(
+    ("family", "offset", "sizes"),
+    [*((family, offset, SIZES) for family, offset in zip(FAMILIES, itertools.cycle((0, 1, 3)))), ("sgd", 0, (LARGE,))],
+)
+@low_dtypes
+def test_gradients_that_are_weights_with_remainders(
+    family: str, dtype: torch.dtype, sizes: tuple[int, ...], offset: int, launcher: Launcher
+) -> None:
+    step = Step(launcher, family, None, sizes, FP32, dtype, grad_split=True, offset=offset)
+    read = [*(grad for grad in step.grads if grad is not None), *(step.grad_remainders or ())]
+    before = [x.clone() for x in read]
+    step.run(grad_scale=3.0).check(1 / 3)
+    assert sum(map(differing, read, before)) == 0
 
 
 @pytest.mark.parametrize("steps", [0, 3], ids=["first", "later"])

@@ -1,0 +1,143 @@
+"""Averages of weights, in fp32: over steps (`ema_`) and over models (`average_`)."""
+
+from __future__ import annotations
+
+import numbers
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families import SGD
+from ..functional.unscale import moved
+from ..functional.update import update
+from ..ops.checks import as_list, check_memory, check_states, check_tensors
+from ..ops.table import DTYPE_CODES
+from ._base import FusedOptimizer, wrapped
+from ._observe import kind, local
+
+# SGD whose gradient is what the average follows: average - lr * (average - weight).
+_FOLLOW = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 1.0, "nesterov": False, "maximize": True}
+
+
+@torch.compiler.disable
+@torch.no_grad()
+def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) -> None:
+    """``average <- decay * average + (1 - decay) * master``, for every parameter of an optimizer.
+
+    Call it after each step. Where a scaler skipped the step nothing changes, which the device decides; only torch's
+    own scalers do not say so of an optimizer whose `step` is wrapped or overridden. One launch for each combination of
+    dtypes; 12 bytes a 16-bit parameter are moved, 12 a parameter of fp32.
+
+    Args:
+        averages: an fp32 tensor for each parameter, in the order of the optimizer's groups, of its shape, device and,
+            if it is a DTensor, placement. ``[optimizer.master(p) for p in params]`` starts them.
+        optimizer: ours.
+        decay: from 0 to 1, as 0.9999.
+
+    Raises:
+        TypeError, ValueError: `averages` do not fit, `optimizer` is not ours or `decay` is not from 0 to 1; nothing was
+            modified.
+    """
+    if not isinstance(optimizer, FusedOptimizer):
+        inner = wrapped(optimizer)
+        hint = "pass the one in it" if isinstance(inner, FusedOptimizer) else "torch.optim.swa_utils averages others"
+        got = type(optimizer).__name__
+        raise TypeError(f"ema_: optimizer must be one of amp_kernels.optim, got a {got}; {hint}")
+    is_number = isinstance(decay, numbers.Real) and not isinstance(decay, bool)
+    if not is_number or not 0 <= decay <= 1:
+        raise (ValueError if is_number else TypeError)(f"ema_: decay must be a number from 0 to 1, got {decay!r}")
+    params = [p for _, _, p in optimizer._named_parameters()]
+    own, weights = [local(a) for a in as_list("ema_", "averages", averages)], [local(p) for p in params]
+    remainders = [optimizer._remainder_of(p) for p in params]
+    try:
+        _follow(own, weights, remainders, 1 - decay, optimizer._last_found_inf)
+    except (RuntimeError, TypeError, ValueError):  # C++ looks at its arguments without words
+        _check(own, weights)
+        raise
+
+
+@torch.no_grad()
+def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
+    """The uniform mean of models, a "soup" (Wortsman et al. 2022), into the first of them.
+
+    Parameters and buffers are averaged in fp32, those of fp64 and complex numbers in their dtypes, and rounded to the
+    first model's; integers stay the first's. An optimizer of the first model goes on from the rounded mean.
+
+    Args:
+        models: of the same names and shapes, of any dtypes and devices; the first is written.
+
+    Returns:
+        The first model.
+
+    Raises:
+        TypeError, ValueError: there is no model, or names or shapes differ; nothing was modified.
+    """
+    models = list(models)
+    for i, model in enumerate(models):
+        if not isinstance(model, torch.nn.Module):
+            raise TypeError(f"average_: models[{i}] must be a torch Module, got {kind(model)}")
+    if not models:
+        raise ValueError("average_: models must be at least one, got none")
+    first, *others = (_numbers(model) for model in models)
+    for i, values in enumerate(others, 1):
+        _check_same(first, values, i)
+    names = list({id(value): name for name, value in reversed(first.items())}.values())  # of tied ones the first
+    means = [first[name].to(torch.promote_types(first[name].dtype, torch.float32), copy=True) for name in names]
+    for count, values in enumerate(others, 2):
+        theirs = [values[name].to(mean.device) for name, mean in zip(names, means, strict=True)]
+        quick = [t for t, mean in enumerate(means) if mean.dtype is torch.float32 and theirs[t].dtype in DTYPE_CODES]
+        _follow([means[t] for t in quick], [theirs[t] for t in quick], [None] * len(quick), 1 / count, None)
+        for t in set(range(len(means))) - set(quick):
+            means[t].lerp_(theirs[t].to(means[t].dtype), 1 / count)
+    for name, mean in zip(names, means, strict=True):
+        first[name].copy_(mean)
+    return models[0]
+
+
+def _check(averages: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
+    check_states("ema_", "averages", averages, weights, [torch.float32])
+    check_memory("ema_", {"averages": averages})
+    check_tensors("ema_", "the optimizer's parameters", weights)
+
+
+def _follow(
+    averages: Sequence[Tensor],
+    weights: Sequence[Tensor],
+    remainders: Sequence[Tensor | None],
+    rate: float,
+    found_inf: Tensor | None,
+) -> None:
+    """Moves each fp32 average by `rate` of its way to the weight, or to the master that has this remainder."""
+    by_device: dict[torch.device, list[int]] = {}
+    for t, weight in enumerate(weights):
+        by_device.setdefault(weight.device, []).append(t)
+    if len(averages) != len(weights) or len(by_device) > 1:  # before a device is done
+        _check(averages, weights)
+    for device, members in by_device.items():
+        kept = [r for t in members if (r := remainders[t]) is not None]
+        update(
+            SGD, [averages[t] for t in members], [weights[t] for t in members], {"momentum_buffers": None}, (), _FOLLOW,
+            rate, steps_taken=0, grad_scale=None, found_inf=None if found_inf is None else moved(found_inf, device),
+            grad_remainders=kept or None,
+        )  # fmt: skip
+
+
+def _numbers(model: torch.nn.Module) -> dict[str, Tensor]:
+    """What has a mean."""
+    entries: dict[str, Any] = model.state_dict(keep_vars=True)
+    tensors = {name: local(value) for name, value in entries.items() if isinstance(value, Tensor)}
+    return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}
+
+
+def _check_same(first: dict[str, Tensor], other: dict[str, Tensor], index: int) -> None:
+    differing = next(iter(sorted(first.keys() ^ other.keys())), None)
+    if differing is not None:
+        raise ValueError(f"average_: models[{index}] must have the entries of models[0], got {differing} in one only")
+    for name, value in first.items():
+        if other[name].shape != value.shape:
+            raise ValueError(
+                f"average_: {name} of models[{index}] must have shape {tuple(value.shape)} as in models[0], got "
+                f"{tuple(other[name].shape)}"
+            )
