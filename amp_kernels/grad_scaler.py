@@ -301,8 +301,7 @@ class GradScaler(torch.amp.GradScaler):
             return
         states = list(self._per_optimizer_states.values())
         scale, growth_tracker = self._check_scale_growth_tracker("update")
-        flags = [moved(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()]
-        found_inf = None if not flags else flags[0] if len(flags) == 1 else torch.stack(flags).sum()
+        found_inf = self._found_inf()
         if found_inf is not None:
             self._count_skip(found_inf)
         if new_scale is not None:
@@ -315,6 +314,13 @@ class GradScaler(torch.amp.GradScaler):
         if found_inf is not None:
             self._warn_of_skips(found_inf, states)
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _found_inf(self) -> Tensor | None:
+        """The verdict on all optimizers since the last update, on the scale's device; None if none had a gradient."""
+        scale, _ = self._check_scale_growth_tracker("update")
+        states = self._per_optimizer_states.values()
+        flags = [moved(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()]
+        return None if not flags else flags[0] if len(flags) == 1 else torch.stack(flags).sum()
 
     def _count_skip(self, found_inf: Tensor) -> None:
         assert self._skipped_steps is not None  # allocated with the scale

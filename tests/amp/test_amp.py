@@ -1,0 +1,535 @@
+"""`amp_kernels.amp`: each level is its handwritten counterpart, and scripts that were written for apex.amp run."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import itertools
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from optim_cases import FULL, TORCH, families, randn
+from torch import Tensor
+
+from amp_kernels import GradScaler, amp
+from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
+from amp_kernels.optim._base import FusedOptimizer
+
+SCRIPTS = Path(__file__).parent / "scripts"
+STEPS, OVERFLOW = 20, 5
+
+
+@pytest.fixture(autouse=True)
+def once_a_test(monkeypatch):
+    """A process may call `initialize` once, and this one runs many tests."""
+    monkeypatch.setattr(amp, "_amp", None)
+
+
+def network(device: Any = "cpu", seed: int = 0) -> torch.nn.Module:
+    torch.manual_seed(seed)
+    layers = [torch.nn.Linear(12, 24), torch.nn.BatchNorm1d(24), torch.nn.ReLU(), torch.nn.Linear(24, 4)]
+    return torch.nn.Sequential(*layers).to(device)
+
+
+def batch(step: int, device: Any = "cpu") -> tuple[Tensor, Tensor]:
+    x = randn(32, 12, seed=step, device=device)
+    return x, x[:, :4].argmax(1)
+
+
+def with_fp32_norms(net: torch.nn.Module) -> torch.nn.Module:
+    net[0].half(), net[3].half()
+    return net
+
+
+def scale_of(loss_id: int = 0) -> float:
+    return amp.state_dict()[f"loss_scaler{loss_id}"]["scale"]
+
+
+# ------------------------------------------------------------------------------------------------------------- levels
+def by_hand(
+    net: torch.nn.Module,
+    optimizer: FusedOptimizer,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    scaler: GradScaler,
+    device: Any,
+) -> None:
+    for step in range(STEPS):
+        loss = loss_of(*batch(step, device))
+        if step == OVERFLOW and scaler.is_enabled():
+            loss = loss * torch.inf
+        optimizer.zero_grad()
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+
+
+def by_amp(net: torch.nn.Module, optimizer: Any, device: Any, overflows: bool = True) -> None:
+    for step in range(STEPS):
+        x, y = batch(step, device)
+        loss = F.cross_entropy(net(x), y)
+        if step == OVERFLOW and overflows:
+            loss = loss * torch.inf
+        optimizer.zero_grad()
+        with amp.scale_loss(loss, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+
+
+def assert_same_training(ours: Any, theirs: Any) -> None:
+    """Of two pairs of a network and an optimizer all that training changes, bit for bit."""
+    (net, optimizer), (other, other_optimizer) = ours, theirs
+    for (name, x), y in zip(net.state_dict().items(), other.state_dict().values(), strict=True):
+        assert x.dtype is y.dtype and torch.equal(x, y), name
+    for p, q in zip(net.parameters(), other.parameters(), strict=True):
+        assert torch.equal(optimizer.master(p), other_optimizer.master(q))
+        state, other_state = optimizer.state[p], other_optimizer.state[q]
+        assert state.keys() == other_state.keys()
+        for key in state:
+            assert torch.equal(state[key], other_state[key]), key
+
+
+@families
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_level_is_its_handwritten_counterpart(device, family, level):
+    net = network(device)
+    net, optimizer = amp.initialize(net, TORCH[family](net.parameters(), **FULL[family]), opt_level=level, verbosity=0)
+    assert type(optimizer) is family
+    by_amp(net, optimizer, device, overflows=level in ("O1", "O2"))
+
+    other = network(device)
+    if level in ("O2", "O3"):
+        other = with_fp32_norms(other) if level == "O2" else other.half()
+    scaler = GradScaler(device.type, enabled=level in ("O1", "O2"), max_scale=2.0**24)
+    other_optimizer = family(other.parameters(), **FULL[family])
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        if level == "O1":
+            with torch.autocast(device.type, torch.float16):
+                return F.cross_entropy(other(x), y)
+        return F.cross_entropy(other(x.to(other[0].weight.dtype)).float(), y)
+
+    by_hand(other, other_optimizer, loss_of, scaler, device)
+    assert_same_training((net, optimizer), (other, other_optimizer))
+    if scaler.is_enabled():
+        assert scale_of() == scaler.get_scale() < 2.0**16
+        assert int(scaler.skipped_steps) >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "dtypes"),
+    [
+        ({"opt_level": "O2", "keep_batchnorm_fp32": False}, {torch.float16}),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": "True"}, {torch.float16, torch.float32}),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": True}, {torch.float16, torch.float32}),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": "False"}, {torch.float16}),
+        ({"opt_level": "O1"}, {torch.float32}),
+    ],
+    ids=str,
+)
+def test_dtypes_of_weights(options, dtypes):
+    net = network()
+    buffers = {name: b.dtype for name, b in net.named_buffers()}
+    amp.initialize(net, FusedSGD(net.parameters()), verbosity=0, **options)
+    assert {p.dtype for p in net.parameters()} == dtypes
+    assert net[1].weight.dtype is net[1].running_mean.dtype
+    assert net[1].num_batches_tracked.dtype is buffers["1.num_batches_tracked"]
+    assert net(batch(0)[0]).dtype is torch.float32
+
+
+@pytest.mark.parametrize("loss_scale", [128.0, "128.0"])
+def test_a_static_scale_stays_and_skips(loss_scale):
+    net = network()
+    net, optimizer = amp.initialize(
+        net, FusedSGD(net.parameters(), lr=0.1), opt_level="O3", loss_scale=loss_scale, verbosity=0
+    )
+    by_amp(net, optimizer, "cpu")
+    assert scale_of() == 128 and all(p.isfinite().all() for p in net.parameters())
+
+
+def test_bounds_of_the_scale():
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer = amp.initialize(net, optimizer, min_loss_scale=2.0, max_loss_scale=8.0, verbosity=0)
+    assert scale_of() == 8
+    for _ in range(4):
+        with amp.scale_loss(net(batch(0)[0]).sum() * torch.inf, optimizer) as scaled_loss:
+            scaled_loss.backward()
+        optimizer.step()
+    assert scale_of() == 2
+
+
+# ---------------------------------------------------------------------------------------------------------- scale_loss
+def prepared(level: str = "O2", **options: Any) -> tuple[torch.nn.Module, Any]:
+    net = network()
+    return amp.initialize(
+        net, torch.optim.SGD(net.parameters(), lr=0.1, momentum=0.9), opt_level=level, verbosity=0, **options
+    )
+
+
+def backward(net: torch.nn.Module, optimizer: Any, step: int, factor: float = 1.0, **options: Any) -> None:
+    x, y = batch(step)
+    with amp.scale_loss(factor * F.cross_entropy(net(x), y), optimizer, **options) as scaled_loss:
+        scaled_loss.backward()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_an_overflow_skips_and_halves(level):
+    net, optimizer = prepared(level, max_loss_scale=256.0)
+    backward(net, optimizer, 0)
+    optimizer.step()
+    before, state = copy.deepcopy(list(net.parameters())), copy.deepcopy(optimizer.state_dict()["state"])
+    backward(net, optimizer, 1, torch.inf)
+    optimizer.step()
+    assert scale_of() == 128
+    for p, q in zip(net.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+    for key, entry in optimizer.state_dict()["state"].items():
+        assert all(torch.equal(value, state[key][name]) for name, value in entry.items())
+    optimizer.zero_grad()
+    backward(net, optimizer, 2)
+    optimizer.step()
+    assert scale_of() == 128
+    assert any(not torch.equal(p, q) for p, q in zip(net.parameters(), before, strict=True))
+
+
+def test_gradients_are_unscaled_in_fp32():
+    """At a scale of 2^16 a gradient of 2^-30 is an fp16 number, unscaled it is not."""
+    net, optimizer = prepared()
+    weight = net[3].weight
+    with amp.scale_loss((weight.float() * 2.0**-30).sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert weight.grad.dtype is torch.float32
+    assert torch.equal(weight.grad, torch.full_like(weight.grad, 2.0**-30))
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_gradients_of_several_losses_add_up(level):
+    """Each loss is unscaled by its own scale."""
+    net, optimizer = prepared(level, num_losses=2, max_loss_scale=1024.0)
+    net.eval()  # else each forward pass changes the statistics of the next one
+    backward(net, optimizer, 7, torch.inf, loss_id=1)
+    optimizer.step()
+    assert (scale_of(0), scale_of(1)) == (1024, 512)
+    apart = []
+    for loss_id in (0, 1):
+        optimizer.zero_grad()
+        backward(net, optimizer, loss_id, loss_id=loss_id)
+        apart.append([p.grad for p in net.parameters()])
+    optimizer.zero_grad()
+    for loss_id in (0, 1):
+        backward(net, optimizer, loss_id, loss_id=loss_id)
+    for p, first, second in zip(net.parameters(), *apart, strict=True):
+        assert p.grad.dtype is torch.float32 and torch.equal(p.grad, first + second)
+
+
+def test_an_overflow_of_one_loss_skips_the_step_of_both():
+    net, optimizer = prepared("O1", num_losses=2, max_loss_scale=64.0)
+    before = copy.deepcopy(list(net.parameters()))
+    backward(net, optimizer, 0, torch.inf, loss_id=0)
+    backward(net, optimizer, 1, loss_id=1)
+    optimizer.step()
+    assert (scale_of(0), scale_of(1)) == (32, 64)
+    for p, q in zip(net.parameters(), before, strict=True):
+        assert torch.equal(p, q)
+
+
+def test_a_loss_of_two_optimizers():
+    one, two = network(seed=0), network(seed=1)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1), torch.optim.RMSprop(two.parameters(), lr=0.1)]
+    (one, two), optimizers = amp.initialize([one, two], optimizers, opt_level="O1", verbosity=0)
+    assert [type(o) for o in optimizers] == [FusedSGD, FusedRMSprop]
+    before = copy.deepcopy([*one.parameters(), *two.parameters()])
+    x, _ = batch(0)
+    loss = one(x).sum() + two(x)[:, 0].sum()
+    two[3].weight.register_hook(lambda grad: grad * torch.inf)
+    with amp.scale_loss(loss, optimizers) as scaled_loss:
+        scaled_loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+    assert all(torch.equal(p, q) for p, q in zip([*one.parameters(), *two.parameters()], before, strict=True))
+
+
+def test_a_failed_backward_leaves_earlier_gradients():
+    net, optimizer = prepared("O2")
+    backward(net, optimizer, 0)
+    before = [p.grad.clone() for p in net.parameters()]
+    with pytest.raises(RuntimeError, match="out of memory"), amp.scale_loss(net(batch(1)[0]).sum(), optimizer) as loss:
+        loss.backward()
+        raise RuntimeError("out of memory")
+    for p, grad in zip(net.parameters(), before, strict=True):
+        assert torch.equal(p.grad, grad)
+
+
+def test_clipping_sees_unscaled_gradients():
+    net, optimizer = prepared("O2")
+    backward(net, optimizer, 0)
+    expected = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+    assert 0.01 < expected < 100
+    total = torch.nn.utils.clip_grad_norm_(amp.master_params(optimizer), 0.5 * float(expected))
+    torch.testing.assert_close(total, expected)
+    clipped = torch.stack([p.grad.norm() for p in net.parameters()]).norm()
+    torch.testing.assert_close(clipped, 0.5 * expected)
+    optimizer.step()
+
+
+def test_steps_without_a_loss_are_not_judged():
+    """The verdict is on the step after the block, and on no other."""
+    net, optimizer = prepared("O1")
+    backward(net, optimizer, 0, torch.inf)
+    optimizer.step()
+    before = net[0].weight.detach().clone()
+    optimizer.zero_grad()
+    net(batch(1)[0]).sum().backward()
+    optimizer.step()
+    assert not torch.equal(net[0].weight, before)
+
+
+# ------------------------------------------------------------------------------------------------------------ replacing
+@families
+def test_state_and_groups_are_kept(family):
+    """Training that began with torch's optimizer goes on with ours, under a scheduler that was made before."""
+    finals = []
+    for switches in (False, True):
+        net = network()
+        groups = [{"params": [*net[0].parameters()], "lr": 0.01}, {"params": [*net[3].parameters()], "name": "head"}]
+        given = optimizer = TORCH[family](groups, **FULL[family])
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
+        for step in range(8):
+            if switches and step == 3:
+                net, optimizer = amp.initialize(net, optimizer, opt_level="O0", verbosity=0)
+                assert optimizer is given and type(optimizer) is family
+            optimizer.zero_grad()
+            F.cross_entropy(net(batch(step)[0]), batch(step)[1]).backward()
+            optimizer.step()
+            scheduler.step()
+        assert optimizer.param_groups[1]["name"] == "head"
+        finals.append((list(net.parameters()), [group["lr"] for group in optimizer.param_groups]))
+    (theirs, their_rates), (ours, our_rates) = finals
+    assert our_rates == their_rates == [0.01 / 4, FULL[family]["lr"] / 4]
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
+
+
+def test_ours_stay_what_they_are():
+    net = network()
+    ours = FusedAdamW(net.parameters(), max_grad_norm=1.0)
+    _, optimizer = amp.initialize(net, ours, opt_level="O2", verbosity=0)
+    assert optimizer is ours and optimizer.max_grad_norm == 1.0
+
+
+# ------------------------------------------------------------------------------------------------------------- forward
+class Everything(torch.nn.Module):
+    """Inputs and outputs in containers, an LSTM over a packed sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = torch.nn.LSTM(3, 5)
+
+    def forward(self, packed: Any, *, options: dict[str, Any]) -> dict[str, Any]:
+        assert options["ids"].dtype is torch.int64 and options["name"] == "x"
+        assert options["nested"][0].dtype is packed.data.dtype is self.lstm.weight_ih_l0.dtype
+        output, (h, c) = self.lstm(packed)
+        return {"output": output, "state": (h, c), "ids": options["ids"]}
+
+
+def test_tensors_in_containers_are_cast():
+    net = amp.initialize(Everything(), opt_level="O3", verbosity=0)
+    packed = torch.nn.utils.rnn.pack_sequence([torch.ones(4, 3), torch.ones(2, 3)])
+    got = net(packed, options={"ids": torch.arange(3), "name": "x", "nested": [torch.ones(2)]})
+    assert got["output"].data.dtype is got["state"][1].dtype is torch.float32
+    assert got["ids"].dtype is torch.int64
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda net: pickle.loads(pickle.dumps(net))])
+def test_a_copy_computes_with_its_own_weights(level, duplicate):
+    net, _ = prepared(level)
+    other = duplicate(net.eval())
+    x, _ = batch(0)
+    assert torch.equal(other(x), net(x))
+    torch.nn.init.zeros_(other[3].weight)
+    torch.nn.init.zeros_(other[3].bias)
+    assert other(x).abs().max() == 0 < net(x).abs().max()
+
+
+def test_a_forward_that_somebody_wrapped_stays_wrapped():
+    net = network()
+    plain = net.forward
+    net.forward = lambda x: plain(2 * x)
+    expected = net(batch(0)[0])
+    amp.initialize(net, opt_level="O0", verbosity=0)
+    torch.testing.assert_close(net(batch(0)[0]), expected)
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+def test_checkpoints_go_on_bit_for_bit(monkeypatch):
+    net, optimizer = prepared("O2", max_loss_scale=512.0)
+    for step in range(3):
+        backward(net, optimizer, step, torch.inf if step == 1 else 1.0)
+        optimizer.step(), optimizer.zero_grad()
+    saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), amp.state_dict()))
+    monkeypatch.setattr(amp, "_amp", None)
+    other, other_optimizer = prepared("O2", max_loss_scale=512.0)
+    other.load_state_dict(saved[0]), other_optimizer.load_state_dict(saved[1]), amp.load_state_dict(saved[2])
+    assert scale_of() == 256
+    for step in range(3, 6):
+        backward(other, other_optimizer, step)
+        other_optimizer.step(), other_optimizer.zero_grad()
+    final = scale_of()
+    monkeypatch.setattr(amp, "_amp", None)
+    third, third_optimizer = prepared("O2", max_loss_scale=512.0)
+    for step in range(6):
+        backward(third, third_optimizer, step, torch.inf if step == 1 else 1.0)
+        third_optimizer.step(), third_optimizer.zero_grad()
+    assert scale_of() == final
+    assert_same_training((other, other_optimizer), (third, third_optimizer))
+
+
+def test_state_dicts_of_apex_load():
+    prepared("O1", num_losses=2)
+    amp.load_state_dict(
+        {"loss_scaler0": {"loss_scale": 4096.0, "unskipped": 17}, "loss_scaler1": {"loss_scale": 2.0, "unskipped": 0}}
+    )
+    assert (scale_of(0), scale_of(1)) == (4096, 2)
+    assert amp.state_dict()["loss_scaler0"]["_growth_tracker"] == 17
+
+
+# ----------------------------------------------------------------------------------------------------------- sentences
+def bare(**options: Any) -> Any:
+    net = network()
+    return amp.initialize(net, torch.optim.SGD(net.parameters(), lr=0.1), verbosity=0, **options)
+
+
+def with_model(change: Callable[[torch.nn.Module], Any], **options: Any) -> Any:
+    net = network()
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    return amp.initialize(change(net), optimizer, **options)
+
+
+SENTENCES = {
+    "level": (lambda: bare(opt_level="02"), ValueError, "opt_level must be one of O0, O1, O2, O3, got '02'"),
+    "unknown": (lambda: bare(cast_model_type=None), TypeError, "arguments must be .*, got cast_model_type; leave"),
+    "batch norm": (lambda: bare(opt_level="O2", keep_batchnorm_fp32="x"), ValueError, "must be True, False or None"),
+    "batch norm at O1": (lambda: bare(keep_batchnorm_fp32=True), ValueError, "must be None at O1, got True"),
+    "scale": (lambda: bare(loss_scale="dynamical"), ValueError, 'loss_scale must be "dynamic" or a positive number'),
+    "scale of 0": (lambda: bare(loss_scale=0), ValueError, "loss_scale must be .*, got 0"),
+    "losses": (lambda: bare(num_losses=0), ValueError, "num_losses must be an integer of at least 1, got 0"),
+    "bounds": (lambda: bare(min_loss_scale=4.0, max_loss_scale=2.0), ValueError, "max_scale must be a number of at"),
+    "models": (lambda: with_model(lambda net: net.parameters()), TypeError, "models must be a torch Module or a list"),
+    "half": (lambda: with_model(lambda net: net.half()), TypeError, "0.weight of models.0. must be float32"),
+    "parallel": (lambda: with_model(torch.nn.DataParallel), TypeError, "must be a bare module, got a DataParallel"),
+    "optimizers": (lambda: amp.initialize(network(), 3), TypeError, "optimizers must be a torch Optimizer or a list"),
+    "before": (lambda: next(iter(amp.scale_loss(torch.ones(()), None).gen)), RuntimeError, "initialize must be called"),
+    "state": (amp.state_dict, RuntimeError, "amp.state_dict: amp.initialize must be called before"),
+}
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_errors_are_sentences(name):
+    call, error, message = SENTENCES[name]
+    with pytest.raises(error, match=message):
+        call()
+    assert amp._amp is None
+
+
+@pytest.mark.parametrize("bad", ["another", "differentiable", "subclass", "level"])
+def test_nothing_changes_before_an_error(bad):
+    net, second = network(), network(seed=1)
+    good = torch.optim.SGD(net.parameters(), lr=0.1)
+    kind = {"another": torch.optim.Adagrad, "subclass": type("Mine", (torch.optim.SGD,), {})}.get(bad, torch.optim.SGD)
+    options = {"differentiable": True} if bad == "differentiable" else {}
+    other = kind(second.parameters(), lr=0.1, **options)
+    with pytest.raises((TypeError, ValueError), match=r"optimizers\[1\] must|opt_level must"):
+        amp.initialize([net, second], [good, other], opt_level="O4" if bad == "level" else "O2", verbosity=0)
+    assert type(good) is torch.optim.SGD and type(other) is kind
+    for model in (net, second):
+        assert {p.dtype for p in model.parameters()} == {torch.float32} and "forward" not in vars(model)
+
+
+def test_a_second_call_raises():
+    bare()
+    with pytest.raises(RuntimeError, match="must be called once in a process, got a second call"):
+        bare()
+
+
+def test_sentences_of_scale_loss():
+    net, optimizer = prepared("O2")
+    loss = net(batch(0)[0]).sum()
+    for options, error, message in (
+        ({"loss_id": 1}, ValueError, "loss_id must be from 0 to 0, got 1"),
+        ({"delay_unscale": True}, TypeError, "arguments must be loss, optimizers and loss_id, got delay_unscale"),
+    ):
+        with pytest.raises(error, match=message), amp.scale_loss(loss, optimizer, **options):
+            pass
+    stranger = FusedSGD(network().parameters())
+    with (
+        pytest.raises(TypeError, match=r"that amp\.initialize returned, got another FusedSGD"),
+        amp.scale_loss(loss, stranger),
+    ):
+        pass
+    with (
+        pytest.raises(RuntimeError, match=r"must run inside the block .*, got no gradient"),
+        amp.scale_loss(loss, optimizer),
+    ):
+        pass
+    backward(net, optimizer, 0)  # which still works
+
+
+def test_sentences_of_load_state_dict():
+    prepared("O1")
+    for wrong in ({}, {"loss_scaler0": {}}, {"loss_scaler0": {"loss_scale": 1.0}, "loss_scaler1": {}}):
+        with pytest.raises(ValueError, match="state_dict must hold the scale of loss_scaler0, got"):
+            amp.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize("verbosity", [0, 1])
+def test_what_is_printed(capsys, verbosity):
+    net = network()
+    optimizers = [torch.optim.SGD(net[0].parameters(), lr=0.1), torch.optim.AdamW(net[3].parameters())]
+    amp.initialize(net, optimizers, opt_level="O2", verbosity=verbosity)
+    expected = "amp_kernels.amp O2: weights fp16 (batch norms fp32), forward fp16, loss scale dynamic; "
+    assert capsys.readouterr().out == verbosity * (expected + "FusedSGD for SGD, FusedAdamW for AdamW\n")
+
+
+# ------------------------------------------------------------------------------------------------------------- scripts
+@functools.cache
+def losses_of(name: str, *arguments: str) -> list[float]:
+    """What a script prints, of which one line is changed."""
+    source = (SCRIPTS / name).read_text()
+    assert source.count("from apex import amp\n") == 1
+    done = subprocess.run(
+        [sys.executable, "-", *arguments],
+        input=source.replace("from apex import amp\n", "from amp_kernels import amp\n"),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return [float(line.removeprefix("loss ")) for line in done.stdout.splitlines() if line.startswith("loss ")]
+
+
+def test_the_script_of_the_documentation():
+    losses = losses_of("simple.py")
+    assert len(losses) == 12 and all(after < before for before, after in itertools.pairwise(losses))
+
+
+@pytest.mark.parametrize("level", [("O1",), ("O2", "--loss_scale", "1024"), ("O3",)], ids=lambda level: level[0])
+def test_a_script_of_fine_tuning(level):
+    fp32 = losses_of("fine_tune.py")
+    losses = losses_of("fine_tune.py", "--fp16", "--fp16_opt_level", *level)
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert losses == pytest.approx(fp32, abs=0.05)
+
+
+def test_a_script_of_two_models_and_three_losses():
+    distances = losses_of("gan.py")
+    assert min(distances[-30:]) < 0.5 * distances[0]
