@@ -306,6 +306,7 @@ def test_state_and_groups_are_kept(family):
             if switches and step == 3:
                 net, optimizer = amp.initialize(net, optimizer, opt_level="O0", verbosity=0)
                 assert optimizer is given and type(optimizer) is family
+                assert optimizer._step_supports_amp_scaling  # not torch's step, which the scheduler wrapped
             optimizer.zero_grad()
             F.cross_entropy(net(batch(step)[0]), batch(step)[1]).backward()
             optimizer.step()
