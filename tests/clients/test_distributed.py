@@ -9,17 +9,25 @@ import contextlib
 import functools
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from isolated import backends, case, isolated, ranks
 from optim_cases import FULL, TORCH, randn, started
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -766,6 +774,192 @@ def test_fsdp2_of_uneven_and_empty_shards(sharding, kind):
         return given_in_one_process(family, [(step,) for step in steps], what.sizes)
 
     check_runs(2, RUNS, train, truth)
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+class Trainer:
+    """Sharded weights, an optimizer and a scaler, as they are saved and loaded.
+
+    Every rank sees the whole batch, so that their number does not matter. With torch's optimizer the weights are fp32.
+    """
+
+    def __init__(self, family: Any, dtype: torch.dtype, is_ours: bool) -> None:
+        self.net = Given(dtype if is_ours else torch.float32)
+        if dist.is_initialized():
+            fully_shard(self.net, mesh=mesh_of(dist.get_world_size()))
+        options = options_of(family)
+        make = family if is_ours else functools.partial(OF_TORCH[family], foreach=False)
+        self.optimizer = make(self.net.parameters(), **options)
+        self.is_ours = is_ours
+        self.scaler = started(CPU, enabled=is_ours)
+
+    def train(self, steps: Iterable[int]) -> None:
+        """With an overflow, if it is among the steps."""
+        for step in steps:
+            if step == OVERFLOW and not self.is_ours:
+                continue
+
+            def backward(scaler: Any, step: int = step) -> None:
+                loss = self.net(step, 0)
+                scaler.scale(loss * torch.inf if step == OVERFLOW else loss).backward()
+
+            take_step(self.optimizer, self.scaler, backward)
+
+    def forget(self) -> None:
+        """Weights that no checkpoint holds."""
+        with torch.no_grad():
+            for p in self.net.parameters():
+                p.fill_(7.0)
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.net, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+    def load(self, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
+        # set_state_dict does without weights on a rank that has none to send, and others wait for it.
+        set_model_state_dict(self.net, state["model"], options=options)
+        set_optimizer_state_dict(self.net, self.optimizer, state["optimizer"], options=options)
+        self.scaler.load_state_dict(state["scaler"])
+
+    def whole(self) -> dict[str, Tensor]:
+        """Weights, masters, states and steps, each whole."""
+        state = self.state()
+        entries = {f"{name}.{key}": x for name, of in state["optimizer"]["state"].items() for key, x in of.items()}
+        return {name: whole_of(x) for name, x in {**state["model"], **entries}.items()}
+
+    def fp32(self) -> list[Tensor]:
+        return [full(self.optimizer.master(p) if self.is_ours else p) for p in self.net.parameters()]
+
+
+def whole_of(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def in_processes(world: int, body: Callable[[int], Any]) -> list[Any]:
+    """One process has no group and no DTensors."""
+    return ranks(world, body) if world > 1 else [body(0)]
+
+
+def trainers(run: Run) -> list[tuple[str, Trainer]]:
+    return [(whose, Trainer(*run, is_ours=whose == "ours")) for whose in ("ours", "torch's")]
+
+
+@isolated
+@pytest.mark.parametrize("worlds", [(2, 1), (2, 2), (1, 2)], ids="{0[0]} to {0[1]}".format)
+def test_checkpoints_go_to_another_number_of_processes(worlds, tmp_path):
+    """Every bit of masters and states arrives, and training goes on as it would have."""
+    saving, loading = worlds
+
+    def folder(run: Run, whose: str) -> Path:
+        return tmp_path / f"{run[0].__name__} {whose}"
+
+    def save(rank: int) -> list[dict[str, Tensor]]:
+        saved = []
+        for run in RUNS:
+            for whose, trainer in trainers(run):
+                trainer.train(range(STEPS))
+                dcp.save(trainer.state(), checkpoint_id=folder(run, whose), no_dist=saving == 1)
+                saved.append(trainer.whole())
+        return saved
+
+    def load(rank: int) -> list[tuple[dict[str, Tensor], list[Tensor], int]]:
+        loaded = []
+        for run in RUNS:
+            for whose, trainer in trainers(run):
+                trainer.forget()
+                state = trainer.state()
+                dcp.load(state, checkpoint_id=folder(run, whose), no_dist=loading == 1)
+                trainer.load(state)
+                arrived = trainer.whole()
+                trainer.train(range(STEPS, 2 * STEPS))
+                loaded.append((arrived, trainer.fp32(), int(trainer.scaler.skipped_steps)))
+        return loaded
+
+    saved = in_processes(saving, save)[0]
+    loaded = in_processes(loading, load)
+    for i, run in enumerate(RUNS):
+        with case(run[0].__name__):
+            ours, theirs = ([of_rank[2 * i + k] for of_rank in loaded] for k in (0, 1))
+            for k, (arrived, _, skipped) in enumerate((ours[0], theirs[0])):
+                assert_equal(arrived, saved[2 * i + k])
+                assert skipped == 1 - k
+            batches = [(step,) for step in range(2 * STEPS) if step != OVERFLOW]
+            truth = given_in_one_process(run[0], batches, world=1)
+            compare([params for _, params, _ in ours], [params for _, params, _ in theirs], truth)
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+@isolated
+def test_whole_state_dicts_of_one_rank():
+    """One rank has the whole state; the others are sent their shards."""
+
+    def body(rank: int) -> None:
+        for run in RUNS:
+            before, after = Trainer(*run, is_ours=True), Trainer(*run, is_ours=True)
+            before.train(range(STEPS))
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            model, optimizer = get_state_dict(before.net, before.optimizer, options=whole)
+            assert bool(model) == bool(optimizer["state"] if optimizer else {}) == (rank == 0)
+            after.forget()
+            state = {"model": model, "optimizer": optimizer, "scaler": before.scaler.state_dict()}
+            after.load(state, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+            assert_equal(after.whole(), before.whole())
+
+    ranks(2, body)
+
+
+@isolated
+def test_zero_of_16_bit_weights_is_resumed():
+    """Weights are views of buckets, at odd addresses; a rank has the masters of its own ones, in the checkpoint too."""
+
+    def zero(family: Any, net: Given) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(net.parameters(), family, parameters_as_bucket_view=True, **options_of(family))
+
+    def train(net: Given, optimizer: Any, scaler: Any, steps: Iterable[int]) -> None:
+        ddp, rank = DistributedDataParallel(net), dist.get_rank()
+        for step in steps:
+            factor = torch.inf if step == OVERFLOW and rank == 1 else 1.0
+            if step != OVERFLOW or scaler.is_enabled():
+                loss = functools.partial(ddp, step, rank)
+                take_step(optimizer, scaler, lambda s, loss=loss, by=factor: s.scale(by * loss()).backward())
+
+    def ours(family: Any, dtype: torch.dtype) -> list[Tensor]:
+        net, scaler = Given(dtype), started(CPU)
+        optimizer = zero(family, net)
+        assert any(p.data_ptr() % 8 for p in net.parameters())
+        train(net, optimizer, scaler, range(STEPS))
+        optimizer.consolidate_state_dict(to=0)
+        box = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box)
+        resumed = Given(dtype)
+        optimizer = zero(family, resumed)
+        resumed.load_state_dict(net.state_dict())
+        optimizer.load_state_dict(box[0])
+        train(resumed, optimizer, scaler, range(STEPS, 2 * STEPS))
+        assert int(scaler.skipped_steps) == 1
+        return [master_of_its_rank(optimizer, p) for p in resumed.parameters()]
+
+    def theirs(family: Any, dtype: torch.dtype) -> list[Tensor]:
+        net = Given(dtype)
+        optimizer = ByHand(family, net.parameters())
+        train(net, optimizer, started(CPU, enabled=False), range(2 * STEPS))
+        return fp32_of(optimizer, net.parameters())
+
+    batches = [(step,) for step in range(2 * STEPS) if step != OVERFLOW]
+    check_runs(2, RUNS, lambda _, *run: (ours(*run), theirs(*run)), lambda f, _: given_in_one_process(f, batches))
+
+
+def master_of_its_rank(optimizer: ZeroRedundancyOptimizer, p: Tensor) -> Tensor:
+    is_here = any(p is q for group in optimizer.optim.param_groups for q in group["params"])
+    master = optimizer.optim.master(p) if is_here else torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
+    dist.all_reduce(master)
+    assert torch.equal(p.detach(), master.to(p.dtype))
+    return master
 
 
 # -------------------------------------------------------------------------------------------------------- max_grad_norm
