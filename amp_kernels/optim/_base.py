@@ -534,7 +534,8 @@ class FusedOptimizer(torch.optim.Optimizer):
         keeps it.
 
         Raises:
-            ValueError: a state has another shape than its parameter, or a later release saved it in a newer format.
+            ValueError: a state has another shape than its parameter, or lost its master, or a later release saved it in
+                a newer format.
         """
         saved: dict[int, dict[str, Any]] = {}
 
@@ -545,6 +546,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             for position, key in enumerate(key for group in loaded["param_groups"] for key in group["params"]):
                 if key in rest:
                     saved[position] = rest.pop(key)
+            self._check_masters(saved)
             self._check_shapes(saved)
             return {**loaded, "state": rest}
 
@@ -570,6 +572,17 @@ class FusedOptimizer(torch.optim.Optimizer):
                 "with amp_kernels.optim.fp32_state_dict(model, optimizer) and load them with load_fp32_state_dict",
                 stacklevel=4,
             )
+
+    def _check_masters(self, saved: dict[int, dict[str, Any]]) -> None:
+        """torch fills a flattened state dict by the names in `optimizer.state`, and so drops the masters."""
+        for position, (name, _, _) in enumerate(self._named_parameters()):
+            entry = saved.get(position, {})
+            if "remainder" in entry and entry.get("master") is None:
+                raise ValueError(
+                    f"{type(self).__name__}.load_state_dict: the state of {name} must hold its fp32 master, got a "
+                    "remainder in its place, as torch.distributed.checkpoint makes it with "
+                    "flatten_optimizer_state_dict=True; get, load and set state dicts without that option"
+                )
 
     def _check_shapes(self, saved: dict[int, dict[str, Any]]) -> None:
         """Before anything is changed."""

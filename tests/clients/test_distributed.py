@@ -5,19 +5,29 @@ Every test trains the same once with ours and once with torch's, on two ranks (o
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from isolated import backends, case, isolated, ranks
 from optim_cases import FULL, TORCH, randn, started
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
 from torch.distributed.algorithms.model_averaging.averagers import PeriodicModelAverager
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.distributed.optim import PostLocalSGDOptimizer, ZeroRedundancyOptimizer
@@ -41,7 +51,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import amp_kernels
 from amp_kernels import testing
-from amp_kernels.optim import FusedRMSprop, FusedSGD
+from amp_kernels.optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
 CPU = torch.device("cpu")
@@ -64,7 +74,39 @@ def compare(ours: list[list[Tensor]], theirs: list[list[Tensor]], truth: Sequenc
         assert error <= allowed + 1e-6, f"parameter {i}: {error} > {allowed}"
 
 
+Run = tuple[Any, ...]
+
+
+def check_runs(
+    world: int,
+    runs: Sequence[Run],
+    train: Callable[..., tuple[list[Tensor], list[Tensor]]],
+    truth: Callable[..., Sequence[Tensor]],
+) -> None:
+    """`train(rank, *run)` does the same with ours and with torch's, `truth(*run)` in one process."""
+
+    def named(run: Run) -> Any:
+        return case(*(getattr(x, "__name__", x) for x in run))
+
+    def body(rank: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+        results = []
+        for run in runs:
+            with named(run):
+                results.append(train(rank, *run))
+        return results
+
+    for run, *of_ranks in zip(runs, *ranks(world, body), strict=True):
+        with named(run):
+            compare([ours for ours, _ in of_ranks], [theirs for _, theirs in of_ranks], truth(*run))
+
+
+@functools.cache  # of a rank, which is a process
+def mesh_of(*shape: int) -> Any:
+    return init_device_mesh("cpu", shape)
+
+
 # ------------------------------------------------------------------------------------------------------------- DTensors
+MODES = ("step", "scaler", "unscale_")
 SIZES = ((6, 5), (3, 4))  # even and uneven shards
 FEW_ROWS = (1, 2)  # one rank has none; torch takes these where placements agree
 ONE_DIM = {
@@ -162,25 +204,15 @@ def dtensors_in_one_process(family: type, world: int, placements: Any, mode: str
 
 def check_dtensors(mesh_shape: tuple[int, ...], placements: Any) -> None:
     world = functools.reduce(int.__mul__, mesh_shape)
-    runs = [(FusedSGD, torch.float16), (FusedRMSprop, torch.float32)]
-    runs = [(*run, mode) for run in runs for mode in ("step", "scaler", "unscale_")]
 
-    def body(rank: int) -> list[tuple[list[Tensor], list[Tensor]]]:
-        mesh = init_device_mesh("cpu", mesh_shape)
-        results = []
-        for family, dtype, mode in runs:
-            with case(family.__name__, dtype, mode):
-                ours = train_dtensors(family, dtype, mesh, placements, mode, FULL[family])
-                options = {**FULL[family], "foreach": False}
-                theirs = train_dtensors(TORCH[family], torch.float32, mesh, placements, mode, options)
-                results.append((ours, theirs))
-        return results
+    def train(rank: int, family: Any, dtype: torch.dtype, mode: str) -> tuple[list[Tensor], list[Tensor]]:
+        mesh, options = mesh_of(*mesh_shape), FULL[family]
+        ours = train_dtensors(family, dtype, mesh, placements, mode, options)
+        options = {**options, "foreach": False}
+        return ours, train_dtensors(TORCH[family], torch.float32, mesh, placements, mode, options)
 
-    results = ranks(world, body)
-    for (family, dtype, mode), *of_ranks in zip(runs, *results, strict=True):
-        with case(family.__name__, dtype, mode):
-            truth = dtensors_in_one_process(family, world, placements, mode)
-            compare([ours for ours, _ in of_ranks], [theirs for _, theirs in of_ranks], truth)
+    runs = [(*run, mode) for run in ((FusedSGD, torch.float16), (FusedRMSprop, torch.float32)) for mode in MODES]
+    check_runs(world, runs, train, lambda family, _, mode: dtensors_in_one_process(family, world, placements, mode))
 
 
 @isolated
@@ -284,7 +316,7 @@ def test_sequence_and_tensor_parallel():
     """The gradients of the norms are partial: each rank has seen its part of the sequence."""
 
     def body(rank: int, make: Make) -> list[Tensor]:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = mesh_of(2)
         net = model()
         for block in net:
             plan = {
@@ -348,7 +380,7 @@ def test_ddp(with_scaler, bucket_view):
 @pytest.mark.parametrize("with_scaler", [False, True])
 def test_fsdp2(with_scaler):
     def body(rank: int, make: Make) -> list[Tensor]:
-        mesh = init_device_mesh("cpu", (2,))
+        mesh = mesh_of(2)
         net = model()
         for block in net:
             fully_shard(block, mesh=mesh)
@@ -539,6 +571,397 @@ def test_a_broadcast_that_no_counter_shows(dtype):
         assert torch.equal(x, y)
 
 
+# ----------------------------------------------------------------------------------------- 16-bit weights of odd sizes
+# Gradients are exact in 16 bits, and so are their sums. The distance from one process in fp64 is then that of fp32,
+# with ours and with torch's, and no lost remainder hides in it.
+ODD = ((5, 3), (1, 7), (3,), (1,), (33, 3))  # of two ranks uneven and empty shards; in a bucket at odd addresses
+OF_TORCH = {**TORCH, FusedAdamW: torch.optim.AdamW}
+RUNS = (
+    (FusedSGD, torch.float16),
+    (FusedRMSprop, torch.bfloat16),
+    (FusedAdam, torch.float16),
+    (FusedAdamW, torch.bfloat16),
+)
+
+
+def options_of(family: type) -> dict[str, Any]:
+    return FULL[FusedAdam if family is FusedAdamW else family]
+
+
+class Given(torch.nn.Module):
+    """Parameters whose gradients are what it is called with."""
+
+    def __init__(self, dtype: torch.dtype, sizes: Sequence[tuple[int, ...]] = ODD) -> None:
+        super().__init__()
+        self.sizes = sizes
+        self.weights = torch.nn.ParameterList(value(size, i).to(dtype) for i, size in enumerate(sizes))
+
+    def forward(self, number: int, rank: int) -> Tensor:
+        grads = [gradient(size, number, i, rank) for i, size in enumerate(self.sizes)]
+        return torch.stack([(p * g.to(p.dtype)).sum() for p, g in zip(self.weights, grads, strict=True)]).sum()
+
+
+class ByHand:
+    """torch's optimizer on fp32 copies of 16-bit parameters."""
+
+    def __init__(self, family: type, params: Iterable[Tensor]) -> None:
+        self.params = list(params)
+        self.copies = [Parameter(p.detach().to(torch.float32, copy=True)) for p in self.params]
+        self.inner = OF_TORCH[family](self.copies, **options_of(family), foreach=False)
+
+    def zero_grad(self) -> None:
+        for p in self.params:
+            p.grad = None
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for p, fp32 in zip(self.params, self.copies, strict=True):
+            fp32.grad = None if p.grad is None else p.grad.float()
+        self.inner.step()
+        for p, fp32 in zip(self.params, self.copies, strict=True):
+            p.copy_(fp32)
+
+
+def fp32_of(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor]:
+    """What is trained, of ours with the proof that weights are masters, rounded."""
+    if isinstance(optimizer, ByHand):
+        return [full(p) for p in optimizer.copies]
+    masters = []
+    for p in params:
+        masters.append(full(optimizer.master(p)))
+        assert torch.equal(full(p), masters[-1].to(p.dtype).float())
+    return masters
+
+
+def ours_of(family: Any, params: Iterable[Tensor]) -> Any:
+    return family(params, **options_of(family))
+
+
+def given_in_one_process(
+    family: type, batches: Iterable[Sequence[int]], sizes: Sequence[tuple[int, ...]] = ODD, world: int = 2
+) -> list[Tensor]:
+    """A step for each batch, of which every rank has a part for each number."""
+    params = [Parameter(value(size, i).double()) for i, size in enumerate(sizes)]
+    optimizer = OF_TORCH[family](params, **options_of(family), foreach=False)
+    for numbers in batches:
+        for i, (p, size) in enumerate(zip(params, sizes, strict=True)):
+            parts = [gradient(size, number, i, rank) for number in numbers for rank in range(world)]
+            p.grad = torch.stack(parts).sum(0).double() / world
+        optimizer.step()
+    return [p.detach() for p in params]
+
+
+def take_step(optimizer: Any, scaler: Any, backward: Callable[[Any], None], unscale: bool = False) -> None:
+    optimizer.zero_grad()
+    backward(scaler)
+    if unscale:
+        scaler.unscale_(optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+def batches_of(how: str) -> list[tuple[int, ...]]:
+    return [(2 * step, 2 * step + 1) if how == "no_sync" else (step,) for step in range(STEPS)]
+
+
+def train_ddp(how: str, family: Any, dtype: torch.dtype, mode: str, make: Callable[..., Any]) -> list[Tensor]:
+    net = Given(dtype)
+    ddp = DistributedDataParallel(net, gradient_as_bucket_view=True)
+    if how == "fp16 hook":
+        ddp.register_comm_hook(None, fp16_compress_hook)
+    optimizer = make(family, net.parameters())
+    is_ours = not isinstance(optimizer, ByHand)
+    scaler = started(CPU, enabled=is_ours and mode != "step")
+    rank = dist.get_rank()
+    for step, numbers in enumerate(batches_of(how)):
+        overflow = mode != "step" and step == OVERFLOW
+        if overflow and not is_ours:
+            continue
+
+        def backward(scaler: Any, numbers: Sequence[int] = numbers, overflow: bool = overflow) -> None:
+            for number in numbers:
+                with contextlib.nullcontext() if number == numbers[-1] else ddp.no_sync():
+                    loss = ddp(number, rank)
+                    if overflow and rank == 1 and number == numbers[0]:
+                        loss = loss * torch.inf
+                    scaler.scale(loss).backward()
+
+        take_step(optimizer, scaler, backward, unscale=mode == "unscale_")
+        grads = [p.grad for p in net.parameters()]
+        assert any(g.data_ptr() % 8 for g in grads) and all(g.untyped_storage().nbytes() > g.nbytes for g in grads)
+    assert not scaler.is_enabled() or int(scaler.skipped_steps) == 1
+    return fp32_of(optimizer, net.parameters())
+
+
+@isolated
+@pytest.mark.parametrize("how", ["averages", "no_sync", "fp16 hook"])
+def test_ddp_with_misaligned_bucket_views(how):
+    """Gradients are views of a bucket, of 16 bits at odd multiples of 2 bytes."""
+
+    def train(rank: int, *run: Any) -> tuple[list[Tensor], list[Tensor]]:
+        return train_ddp(how, *run, make=ours_of), train_ddp(how, *run, make=ByHand)
+
+    def truth(family: type, _: torch.dtype, mode: str) -> list[Tensor]:
+        batches = [b for step, b in enumerate(batches_of(how)) if mode == "step" or step != OVERFLOW]
+        return given_in_one_process(family, batches)
+
+    runs = [(*run, mode) for run in (*RUNS, (FusedSGD, torch.float32)) for mode in MODES]
+    check_runs(2, runs, train, truth)
+
+
+class Sharding(NamedTuple):
+    """What of `sizes` is sharded, and in which shard an overflow is planted."""
+
+    sizes: Sequence[tuple[int, ...]]
+    plain: int  # so many of the last are no DTensors, in the same optimizer
+    overflows: dict[int, tuple[int, int]]  # by step: parameter and rank
+
+
+SHARDINGS = {
+    "uneven and empty": Sharding(ODD, 0, {1: (0, 1), 2: (1, 0), 4: (4, 1)}),
+    "mixed with plain": Sharding(ODD, 2, {1: (0, 1), 2: (1, 0), 4: (4, 1)}),
+    "all on one rank": Sharding(((1, 7), (1,)), 0, {1: (0, 0), 4: (1, 0)}),
+}
+SCALERS = ("none", "ours", "ours, unscale_", "ShardedGradScaler", "ShardedGradScaler, unscale_")
+# torch's scaler does not take DTensors and plain tensors in one optimizer.
+FSDP2 = [(s, k) for s in SHARDINGS for k in SCALERS if not (SHARDINGS[s].plain and k.startswith("Sharded"))]
+
+
+def average_(params: Iterable[Tensor]) -> None:
+    for p in params:
+        dist.all_reduce(p.grad)
+        p.grad /= dist.get_world_size()
+
+
+def train_fsdp2(sharding: Sharding, kind: str, family: Any, dtype: torch.dtype, make: Callable) -> list[Tensor]:
+    net = Given(dtype, sharding.sizes)
+    plain = list(net.weights)[len(sharding.sizes) - sharding.plain :]
+    fully_shard(net, mesh=mesh_of(2), ignored_params=set(plain))
+    optimizer = make(family, net.parameters())
+    is_ours = not isinstance(optimizer, ByHand)
+    rank, overflows = dist.get_rank(), {} if kind == "none" else sharding.overflows
+    scaler_type = ShardedGradScaler if kind.startswith("Sharded") else amp_kernels.GradScaler
+    scaler = started(CPU, scaler_type, enabled=is_ours and kind != "none")
+    for step in range(STEPS + 2):
+        if step in overflows and not is_ours:
+            continue
+
+        def backward(scaler: Any, step: int = step) -> None:
+            scaler.scale(net(step, rank)).backward()
+            average_(plain)
+            if step in overflows:
+                i, where = overflows[step]
+                grad = net.weights[i].grad
+                if rank == where:
+                    (grad.to_local() if isinstance(grad, DTensor) else grad).view(-1)[0] = torch.inf
+
+        take_step(optimizer, scaler, backward, unscale=kind.endswith("unscale_"))
+    assert not scaler.is_enabled() or scaler.get_scale() == 4.0 / 2 ** len(overflows)
+    return fp32_of(optimizer, net.parameters())
+
+
+@isolated
+@pytest.mark.parametrize(("sharding", "kind"), FSDP2)
+def test_fsdp2_of_uneven_and_empty_shards(sharding, kind):
+    """An overflow in the shard of one rank, also where others have none, or in a plain parameter of one rank."""
+    what = SHARDINGS[sharding]
+
+    def train(rank: int, *run: Any) -> tuple[list[Tensor], list[Tensor]]:
+        return train_fsdp2(what, kind, *run, make=ours_of), train_fsdp2(what, kind, *run, make=ByHand)
+
+    def truth(family: type, _: torch.dtype) -> list[Tensor]:
+        steps = [step for step in range(STEPS + 2) if kind == "none" or step not in what.overflows]
+        return given_in_one_process(family, [(step,) for step in steps], what.sizes)
+
+    check_runs(2, RUNS, train, truth)
+
+
+# --------------------------------------------------------------------------------------------------------- checkpoints
+class Trainer:
+    """Sharded weights, an optimizer and a scaler, as they are saved and loaded.
+
+    Every rank sees the whole batch, so that their number does not matter. With torch's optimizer the weights are fp32.
+    """
+
+    def __init__(self, family: Any, dtype: torch.dtype, is_ours: bool) -> None:
+        self.net = Given(dtype if is_ours else torch.float32)
+        if dist.is_initialized():
+            fully_shard(self.net, mesh=mesh_of(dist.get_world_size()))
+        options = options_of(family)
+        make = family if is_ours else functools.partial(OF_TORCH[family], foreach=False)
+        self.optimizer = make(self.net.parameters(), **options)
+        self.is_ours = is_ours
+        self.scaler = started(CPU, enabled=is_ours)
+
+    def train(self, steps: Iterable[int]) -> None:
+        """With an overflow, if it is among the steps."""
+        for step in steps:
+            if step == OVERFLOW and not self.is_ours:
+                continue
+
+            def backward(scaler: Any, step: int = step) -> None:
+                loss = self.net(step, 0)
+                scaler.scale(loss * torch.inf if step == OVERFLOW else loss).backward()
+
+            take_step(self.optimizer, self.scaler, backward)
+
+    def forget(self) -> None:
+        """Weights that no checkpoint holds."""
+        with torch.no_grad():
+            for p in self.net.parameters():
+                p.fill_(7.0)
+
+    def state(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.net, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "scaler": self.scaler.state_dict()}
+
+    def load(self, state: dict[str, Any], options: StateDictOptions | None = None) -> None:
+        # set_state_dict does without weights on a rank that has none to send, and others wait for it.
+        set_model_state_dict(self.net, state["model"], options=options)
+        set_optimizer_state_dict(self.net, self.optimizer, state["optimizer"], options=options)
+        self.scaler.load_state_dict(state["scaler"])
+
+    def whole(self) -> dict[str, Tensor]:
+        """Weights, masters, states and steps, each whole."""
+        state = self.state()
+        entries = {f"{name}.{key}": x for name, of in state["optimizer"]["state"].items() for key, x in of.items()}
+        return {name: whole_of(x) for name, x in {**state["model"], **entries}.items()}
+
+    def fp32(self) -> list[Tensor]:
+        return [full(self.optimizer.master(p) if self.is_ours else p) for p in self.net.parameters()]
+
+
+def whole_of(x: Tensor) -> Tensor:
+    return (x.full_tensor() if isinstance(x, DTensor) else x).detach().clone()
+
+
+def in_processes(world: int, body: Callable[[int], Any]) -> list[Any]:
+    """One process has no group and no DTensors."""
+    return ranks(world, body) if world > 1 else [body(0)]
+
+
+def trainers(run: Run) -> list[tuple[str, Trainer]]:
+    return [(whose, Trainer(*run, is_ours=whose == "ours")) for whose in ("ours", "torch's")]
+
+
+@isolated
+@pytest.mark.parametrize("worlds", [(2, 1), (2, 2), (1, 2)], ids="{0[0]} to {0[1]}".format)
+def test_checkpoints_go_to_another_number_of_processes(worlds, tmp_path):
+    """Every bit of masters and states arrives, and training goes on as it would have."""
+    saving, loading = worlds
+
+    def folder(run: Run, whose: str) -> Path:
+        return tmp_path / f"{run[0].__name__} {whose}"
+
+    def save(rank: int) -> list[dict[str, Tensor]]:
+        saved = []
+        for run in RUNS:
+            for whose, trainer in trainers(run):
+                trainer.train(range(STEPS))
+                dcp.save(trainer.state(), checkpoint_id=folder(run, whose), no_dist=saving == 1)
+                saved.append(trainer.whole())
+        return saved
+
+    def load(rank: int) -> list[tuple[dict[str, Tensor], list[Tensor], int]]:
+        loaded = []
+        for run in RUNS:
+            for whose, trainer in trainers(run):
+                trainer.forget()
+                state = trainer.state()
+                dcp.load(state, checkpoint_id=folder(run, whose), no_dist=loading == 1)
+                trainer.load(state)
+                arrived = trainer.whole()
+                trainer.train(range(STEPS, 2 * STEPS))
+                loaded.append((arrived, trainer.fp32(), int(trainer.scaler.skipped_steps)))
+        return loaded
+
+    saved = in_processes(saving, save)[0]
+    loaded = in_processes(loading, load)
+    for i, run in enumerate(RUNS):
+        with case(run[0].__name__):
+            ours, theirs = ([of_rank[2 * i + k] for of_rank in loaded] for k in (0, 1))
+            for k, (arrived, _, skipped) in enumerate((ours[0], theirs[0])):
+                assert_equal(arrived, saved[2 * i + k])
+                assert skipped == 1 - k
+            batches = [(step,) for step in range(2 * STEPS) if step != OVERFLOW]
+            truth = given_in_one_process(run[0], batches, world=1)
+            compare([params for _, params, _ in ours], [params for _, params, _ in theirs], truth)
+
+
+def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
+    assert a.keys() == b.keys()
+    for name in a:
+        assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
+
+
+@isolated
+def test_whole_state_dicts_of_one_rank():
+    """One rank has the whole state; the others are sent their shards."""
+
+    def body(rank: int) -> None:
+        for run in RUNS:
+            before, after = Trainer(*run, is_ours=True), Trainer(*run, is_ours=True)
+            before.train(range(STEPS))
+            whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
+            model, optimizer = get_state_dict(before.net, before.optimizer, options=whole)
+            assert bool(model) == bool(optimizer["state"] if optimizer else {}) == (rank == 0)
+            after.forget()
+            state = {"model": model, "optimizer": optimizer, "scaler": before.scaler.state_dict()}
+            after.load(state, StateDictOptions(full_state_dict=True, broadcast_from_rank0=True))
+            assert_equal(after.whole(), before.whole())
+
+    ranks(2, body)
+
+
+@isolated
+def test_zero_of_16_bit_weights_is_resumed():
+    """Weights are views of buckets, at odd addresses; a rank has the masters of its own ones, in the checkpoint too."""
+
+    def zero(family: Any, net: Given) -> ZeroRedundancyOptimizer:
+        return ZeroRedundancyOptimizer(net.parameters(), family, parameters_as_bucket_view=True, **options_of(family))
+
+    def train(net: Given, optimizer: Any, scaler: Any, steps: Iterable[int]) -> None:
+        ddp, rank = DistributedDataParallel(net), dist.get_rank()
+        for step in steps:
+            factor = torch.inf if step == OVERFLOW and rank == 1 else 1.0
+            if step != OVERFLOW or scaler.is_enabled():
+                loss = functools.partial(ddp, step, rank)
+                take_step(optimizer, scaler, lambda s, loss=loss, by=factor: s.scale(by * loss()).backward())
+
+    def ours(family: Any, dtype: torch.dtype) -> list[Tensor]:
+        net, scaler = Given(dtype), started(CPU)
+        optimizer = zero(family, net)
+        assert any(p.data_ptr() % 8 for p in net.parameters())
+        train(net, optimizer, scaler, range(STEPS))
+        optimizer.consolidate_state_dict(to=0)
+        box = [optimizer.state_dict() if dist.get_rank() == 0 else None]
+        dist.broadcast_object_list(box)
+        resumed = Given(dtype)
+        optimizer = zero(family, resumed)
+        resumed.load_state_dict(net.state_dict())
+        optimizer.load_state_dict(box[0])
+        train(resumed, optimizer, scaler, range(STEPS, 2 * STEPS))
+        assert int(scaler.skipped_steps) == 1
+        return [master_of_its_rank(optimizer, p) for p in resumed.parameters()]
+
+    def theirs(family: Any, dtype: torch.dtype) -> list[Tensor]:
+        net = Given(dtype)
+        optimizer = ByHand(family, net.parameters())
+        train(net, optimizer, started(CPU, enabled=False), range(2 * STEPS))
+        return fp32_of(optimizer, net.parameters())
+
+    batches = [(step,) for step in range(2 * STEPS) if step != OVERFLOW]
+    check_runs(2, RUNS, lambda _, *run: (ours(*run), theirs(*run)), lambda f, _: given_in_one_process(f, batches))
+
+
+def master_of_its_rank(optimizer: ZeroRedundancyOptimizer, p: Tensor) -> Tensor:
+    is_here = any(p is q for group in optimizer.optim.param_groups for q in group["params"])
+    master = optimizer.optim.master(p) if is_here else torch.zeros_like(p, dtype=torch.float32, requires_grad=False)
+    dist.all_reduce(master)
+    assert torch.equal(p.detach(), master.to(p.dtype))
+    return master
+
+
 # -------------------------------------------------------------------------------------------------------- max_grad_norm
 def assert_clips_globally_or_raises(body: Callable[[int, Make, list[Any]], list[Tensor]]) -> None:
     """`body` puts what a step raised, and the parameters before and after it, into its list."""
@@ -580,7 +1003,7 @@ def test_max_grad_norm_is_global_or_raises(how):
             net = fsdp1(use_orig_params=how != "fsdp1")
         elif how == "fsdp2":
             net = model()
-            fully_shard(net, mesh=init_device_mesh("cpu", (2,)))
+            fully_shard(net, mesh=mesh_of(2))
         else:
             net = DistributedDataParallel(model())
         if how == "zero":

@@ -423,3 +423,38 @@ def test_distributed_checkpoint_state_dicts(device, family, tmp_path):
     train(optimizer, range(3, 6))
     train(resumed, range(3, 6))
     assert_same(snapshot(resumed), snapshot(optimizer))
+
+
+@families
+@low_dtypes
+def test_flattened_state_dicts_lose_no_master_unseen(device, family, dtype, tmp_path):
+    """torch takes from one what `optimizer.state` has, which is no master. The file has it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import (
+        StateDictOptions,
+        get_optimizer_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    def make(dtype: torch.dtype) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = torch.nn.Linear(9, 5).to(device, dtype)
+        return model, family(model.parameters(), **DAMPENED[family])
+
+    flat = StateDictOptions(flatten_optimizer_state_dict=True)
+    for kind in (torch.float32, dtype):
+        (model, optimizer), (twin, resumed) = make(kind), make(kind)
+        train(optimizer, range(3))
+        twin.load_state_dict(model.state_dict())
+        saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=flat))
+        if kind is dtype:
+            assert torch.equal(saved["state.weight.master"], optimizer.master(model.weight))
+            with pytest.raises(ValueError, match=r"must hold its fp32 master, .*flatten_optimizer_state_dict"):
+                set_optimizer_state_dict(twin, resumed, saved, options=flat)
+            dcp.save(saved, checkpoint_id=tmp_path, no_dist=True)
+            nested = get_optimizer_state_dict(twin, resumed)
+            partial = dcp.DefaultLoadPlanner(allow_partial_load=True)  # groups have other names
+            dcp.load(nested, checkpoint_id=tmp_path, no_dist=True, planner=partial)
+            set_optimizer_state_dict(twin, resumed, nested)
+        else:
+            set_optimizer_state_dict(twin, resumed, saved, options=flat)
+        assert_same(snapshot(resumed), snapshot(optimizer))
