@@ -377,6 +377,51 @@ def test_ddp(with_scaler, bucket_view):
 
 
 @isolated
+@pytest.mark.parametrize("bucket_view", [False, True])
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_ddp_of_scripts_for_apex(level, bucket_view):
+    """Two losses a step, of which DDP would write the second one's gradients over the first one's; an overflow on one
+    rank skips on both."""
+
+    def loss_of(net: torch.nn.Module, step: int, rank: int, half: int) -> Tensor:
+        loss = net(half_of_batch(step, rank)[half : half + 1]).square().mean()
+        return loss * torch.inf if (step, rank, half) == (OVERFLOW, 1, 0) else loss
+
+    def body(rank: int) -> tuple[list[Tensor], list[Tensor], float]:
+        net = model()
+        optimizer = FusedSGD(net.parameters(), **FULL[FusedSGD])
+        net, optimizer = amp_kernels.amp.initialize(net, optimizer, opt_level=level, max_loss_scale=16.0, verbosity=0)
+        ddp = DistributedDataParallel(net, gradient_as_bucket_view=bucket_view)
+        sums = []
+        for step in range(STEPS):
+            for p in net.parameters():
+                p.grad = None
+            apart = []
+            for half in (0, 1):
+                with amp_kernels.amp.scale_loss(loss_of(ddp, step, rank, half), optimizer) as scaled:
+                    scaled.backward()
+                apart.append([p.grad.clone() for p in net.parameters()])
+            if step == 0:  # alone, the second loss has the gradient that it added
+                for p in net.parameters():
+                    p.grad = None
+                with amp_kernels.amp.scale_loss(loss_of(ddp, step, rank, 1), optimizer) as scaled:
+                    scaled.backward()
+                for p, first, both in zip(net.parameters(), *apart, strict=True):
+                    sums.append(torch.equal(first + p.grad, both))
+                    p.grad = both
+            optimizer.step()
+        assert all(sums)
+        scale = amp_kernels.amp.state_dict()["loss_scaler0"]["scale"]
+        return [optimizer.master(p) for p in net.parameters()], [p.detach() for p in net.parameters()], scale
+
+    (masters, weights, scale), (other_masters, _, other_scale) = ranks(2, body)
+    assert scale == other_scale == 8
+    for x, y, weight in zip(masters, other_masters, weights, strict=True):
+        assert torch.equal(x, y) and x.isfinite().all()
+        assert weight.dtype is (torch.float16 if level == "O2" else torch.float32)
+
+
+@isolated
 @pytest.mark.parametrize("with_scaler", [False, True])
 def test_fsdp2(with_scaler):
     def body(rank: int, make: Make) -> list[Tensor]:
