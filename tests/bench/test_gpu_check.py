@@ -192,13 +192,13 @@ def test_the_parts_for_a_gpu(script: ModuleType, tmp_path: Path) -> None:
     parts = {part.name: part for part in script.all_parts(tmp_path / "results", tmp_path, (9, 0))}
     assert list(parts) == list(script.SECONDS)
     assert parts["build"].environment["TORCH_CUDA_ARCH_LIST"] == "9.0a"
-    for name in ("smoke", "smoke_blocking", "memcheck", "racecheck", "initcheck"):
+    for name in ("smoke", "smoke_blocking", "memcheck", "racecheck", "initcheck", "cuda_few"):
         assert parts[name].environment["AMP_KERNELS_MULTIPROCESSORS"] == "3"
     for name in ("memcheck", "racecheck", "initcheck"):
         assert parts[name].environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
         assert parts[name].command[-len(parts["smoke"].command) :] == parts["smoke"].command
     assert parts["smoke_blocking"].environment["CUDA_LAUNCH_BLOCKING"] == "1"
-    for name in ("cuda_tests", "triton_tests", "triton_kernels"):
+    for name in ("cuda_tests", "cuda_few", "triton_tests", "triton_kernels"):
         assert "--continue-on-collection-errors" in parts[name].command
     assert parts["cuda_tests"].why_not() == "no CUDA kernels were built"
     assert all((ROOT / "tests" / name).exists() for name in script.TRITON_KERNELS)
