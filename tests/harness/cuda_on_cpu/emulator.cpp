@@ -223,16 +223,6 @@ static bool is_shared(const void* address, size_t bytes, AccessKind kind, const 
   return true;
 }
 
-const Given& exchange_rows(const char* row, const char* name) {
-  const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;
-  if (!is_aligned || !is_shared(row, 16, kMatrices, __builtin_return_address(0))) {
-    fail(thread_name(current) + ": " + name + " of a row " +
-         (is_aligned ? "outside of shared memory" : "that is not aligned to 16 bytes"));
-    suspend();
-  }
-  return warp_exchange(&row, sizeof(row), name);
-}
-
 // Each read of a kernel, by the compiler's own calls (below), and each asynchronous copy.
 static void check_read(const void* address, size_t bytes) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(address), last = first + bytes - 1;
@@ -321,6 +311,35 @@ const Given& warp_exchange(const void* mine, size_t size, const char* name) {
     release(~0u);
   }
   return all;
+}
+
+// ---------------------------------------------------------------------------------------- ldmatrix
+
+// The rows that the lanes of a warp name. `code`: the instruction.
+static const Given& exchange_rows(const char* row, const char* name, const void* code) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;
+  if (!is_aligned || !is_shared(row, 16, kMatrices, code)) {
+    fail(thread_name(current) + ": " + name + " of a row " +
+         (is_aligned ? "outside of shared memory" : "that is not aligned to 16 bytes"));
+    suspend();
+  }
+  return warp_exchange(&row, sizeof(row), name);
+}
+
+void load_matrices(uint32_t (&words)[4], const char* row) {
+  const Given& given = exchange_rows(row, "ldmatrix", __builtin_return_address(0));
+  for (int i = 0; i < 4; ++i)
+    memcpy(&words[i], given.of<const char*>(8 * i + threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4, 4);
+}
+
+void load_transposed(uint32_t (&words)[4], const char* row) {
+  const Given& given = exchange_rows(row, "ldmatrix.trans", __builtin_return_address(0));
+  const unsigned column = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
+  for (unsigned i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (unsigned j = 0; j < 2; ++j) memcpy(&pair[j], given.of<const char*>(8 * i + first + j) + column * 2, 2);
+    memcpy(&words[i], pair, 4);
+  }
 }
 
 // --------------------------------------------------------------------------------- delayed copies

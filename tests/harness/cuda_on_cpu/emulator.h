@@ -67,26 +67,9 @@ void copy_async(char* shared, const char* global, int bytes);
 void commit_copies();
 void wait_copies(unsigned pending);
 
-// The rows that the lanes of a warp name for an ldmatrix; this lane's must lie in shared memory, aligned to 16 bytes.
-const Given& exchange_rows(const char* row, const char* name);
-
-// ldmatrix.x4.
-inline void load_matrices(uint32_t (&words)[4], const char* row) {
-  const Given& given = exchange_rows(row, "ldmatrix");
-  for (int i = 0; i < 4; ++i)
-    memcpy(&words[i], given.of<const char*>(8 * i + threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4, 4);
-}
-
-// ldmatrix.x4.trans.
-inline void load_transposed(uint32_t (&words)[4], const char* row) {
-  const Given& given = exchange_rows(row, "ldmatrix.trans");
-  const unsigned column = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
-  for (unsigned i = 0; i < 4; ++i) {
-    uint16_t pair[2];
-    for (unsigned j = 0; j < 2; ++j) memcpy(&pair[j], given.of<const char*>(8 * i + first + j) + column * 2, 2);
-    memcpy(&words[i], pair, 4);
-  }
-}
+// ldmatrix.x4 and ldmatrix.x4.trans. Each lane names a row, which must lie in shared memory, aligned to 16 bytes.
+void load_matrices(uint32_t (&words)[4], const char* row);
+void load_transposed(uint32_t (&words)[4], const char* row);
 
 // The operands of a warp's mma, 16 rows and 8 columns of k numbers each, from fragments of 4-byte words.
 struct Fragments {
