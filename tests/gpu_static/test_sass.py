@@ -22,6 +22,13 @@ def test_loads_that_are_issued_together_are_one_wait() -> None:
     assert waits(LOAD_4, LOAD_8, "FADD R4, R4, R5", "FADD R8, R8, R9", *END) == {0: [32]}
 
 
+def test_narrow_loads_can_be_left_out() -> None:
+    text = "\n".join(
+        f"  /*{16 * i:04x}*/ {line} ;" for i, line in enumerate((LOAD_4, "LDG.E R8, [R2.64]", "MOV R9, R4"))
+    )
+    assert [[wait.bytes for wait in waits_of_loops(instructions(text), width)[-1]] for width in (1, 8)] == [[20], [16]]
+
+
 def test_a_use_between_loads_is_a_wait() -> None:
     assert waits(LOAD_4, "FADD R20, R4, R5", LOAD_8, "FADD R8, R8, R9", *END) == {0: [16, 16]}
 

@@ -160,8 +160,11 @@ class Wait(NamedTuple):
 class _Pending:
     """Loads that were issued and not waited for: their bytes, by the registers that they fill."""
 
-    def __init__(self, loads: dict[frozenset[int], int] | None = None) -> None:
-        self.loads = dict(loads or {})
+    def __init__(self, width: int, loads: dict[frozenset[int], int] | None = None) -> None:
+        self.width, self.loads = width, dict(loads or {})
+
+    def copy(self) -> _Pending:
+        return _Pending(self.width, self.loads)
 
     def bytes(self) -> int:
         return sum(self.loads.values())
@@ -173,14 +176,17 @@ class _Pending:
         if any(registers & touched for registers in self.loads):
             wait = Wait(instruction.address, self.bytes())
             self.loads.clear()
-        if instruction.is_load():
+        if instruction.is_load() and instruction.bytes() >= self.width:
             self.loads[frozenset(instruction.writes())] = instruction.bytes()
         return wait
 
 
-def waits_of_loops(code: Sequence[Instruction]) -> dict[int, list[Wait]]:
-    """Of each loop with loads of its own, by the address it begins at: the waits of an iteration. Where ways part, of
-    the one with more bytes in flight: all arrays are there, and aligned. What is in no loop counts as one, at -1."""
+def waits_of_loops(code: Sequence[Instruction], width: int = 1) -> dict[int, list[Wait]]:
+    """The waits of an iteration of each loop, by the address it begins at, for loads of at least `width` bytes.
+
+    They are those on all ways through it. Where two meet, what is in flight goes on as on the one with more: there all
+    arrays exist and are aligned. What is in no loop counts as one, at -1.
+    """
     flow = Flow(code)
     inner: dict[int, int] = {}  # the smallest loop that a piece is in
     for first, body in sorted(flow.loops.items(), key=lambda loop: -len(loop[1])):
@@ -188,15 +194,15 @@ def waits_of_loops(code: Sequence[Instruction]) -> dict[int, list[Wait]]:
     found: dict[int, list[Wait]] = {}
     for first, body in [*flow.loops.items(), (-1, set(flow.order))]:
         own = {piece for piece in body if inner.get(piece, -1) == first}
-        waits = [wait for piece, wait in _walk(flow, body, first) if piece in own]
+        waits = [wait for piece, wait in _walk(flow, body, first, _Pending(width)) if piece in own]
         if waits:
             found[flow.pieces[first][0].address if first >= 0 else -1] = waits
     return found
 
 
-def _walk(flow: Flow, body: set[int], first: int) -> list[tuple[int, Wait]]:
+def _walk(flow: Flow, body: set[int], first: int, nothing: _Pending) -> list[tuple[int, Wait]]:
     """The waits of a loop's second iteration: what the one before it asked for is in flight when it begins."""
-    waits, leaving = _walk_once(flow, body, first, _Pending())
+    waits, leaving = _walk_once(flow, body, first, nothing)
     return _walk_once(flow, body, first, leaving)[0] if first >= 0 else waits
 
 
@@ -206,10 +212,10 @@ def _walk_once(flow: Flow, body: set[int], first: int, start: _Pending) -> tuple
     at_end: dict[int, _Pending] = {}
     for piece in filter(body.__contains__, flow.order):
         entries = [at_end[p] for p in flow.before[piece] if p in at_end and not flow.is_end_of_loop(p, piece)]
-        pending = _Pending(max(entries, key=_Pending.bytes, default=start).loads)
+        pending = max(entries, key=_Pending.bytes, default=start).copy()
         for instruction in flow.pieces[piece]:
             if wait := pending.run(instruction):
                 waits.append((piece, wait))
         at_end[piece] = pending
     ends = [at_end[p] for p in flow.before[first] if p in body] if first >= 0 else []
-    return waits, max(ends, key=_Pending.bytes, default=_Pending())
+    return waits, max(ends, key=_Pending.bytes, default=start)
