@@ -85,12 +85,6 @@ def step_of(family: str) -> Callable[[], None]:
     return optimizer.step
 
 
-def backward(activation: str | None, rows: int, inner: int) -> Callable[[], object]:
-    """A product of odd sizes: its operands are padded, and its gradients, with sums for the bias."""
-    leaves = [matrix(rows, inner).requires_grad_(), matrix(1023, inner).requires_grad_(), matrix(1023).requires_grad_()]
-    return lambda: amp_kernels.linear(*leaves, activation).sum().backward()
-
-
 def straight_through() -> None:
     leaf = matrix(64, 256).requires_grad_()
     amp_kernels.fake_quantize_int8(leaf, scale=torch.ones(64, 1)).sum().backward()
@@ -126,7 +120,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "matmul, batches": lambda: amp_kernels.matmul(matrix(4, 1024, 512), matrix(4, 1024, 512).mT),
     "matmul, pointers": lambda: amp_kernels.matmul(matrix(40, 64), matrix(64, 72)),
     "matmul, few rows": lambda: amp_kernels.matmul(matrix(1, 8192), matrix(8192, 64)),
-    "linear, both passes": backward("gelu", 4096, 1023),
+    "copy_pad": lambda: torch.ops.amp_kernels.copy_pad(matrix(4096, 1023), None, None, True),
+    "copy_pad, gelu": lambda: torch.ops.amp_kernels.copy_pad(matrix(64, 1023), matrix(64, 1023), "gelu", False),
 }
 
 
