@@ -10,6 +10,8 @@ PYTEST_ARGS ?=
 # a CUDA build of torch pins other versions of the same packages.
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
 	nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
+# The oldest that pyproject.toml allows, for tests of its launcher. In a folder of its own too.
+OLDEST_TRITON := triton==3.6.0
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
 FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -name '*.cu' -o -name '*.cpp')
 
@@ -23,9 +25,9 @@ demo: build
 # Together these two are all tests but those with trainers. Three processes on CI's two cores, since a test often waits
 # for a process that it started. xdist would begin with the files of most tests and leave one long test to the end; the
 # order of tests/conftest.py begins with the longest files.
-test: build $(VENV)/toolkit
+test: build $(VENV)/toolkit $(VENV)/oldest_triton
 test-slow: SLOW := -m slow
-test-slow: build $(VENV)/toolkit
+test-slow: build $(VENV)/toolkit $(VENV)/oldest_triton
 test test-slow:
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(SLOW) $(PYTEST_ARGS)
@@ -123,4 +125,10 @@ $(VENV)/toolkit: $(VENV)/made
 	mkdir -p $@
 	command -v nvcc || test -x "$$CUDA_HOME/bin/nvcc" || $(BIN)/pip install -q --target $@ $(TOOLKIT) || \
 	  echo 'no nvcc here and none to install: what needs it is skipped'
+	touch $@
+
+$(VENV)/oldest_triton: $(VENV)/made
+	mkdir -p $@
+	env -u PIP_CONSTRAINT $(BIN)/pip install -q --no-deps --target $@ '$(OLDEST_TRITON)' || \
+	  echo 'no $(OLDEST_TRITON) to install: its test is skipped'
 	touch $@

@@ -50,7 +50,9 @@ LIMITS = {
         "build": 150, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 15,
         **of_families("", 20, matmul=50, int8=40, sgd=30, adam=15, ema=10), "ncu": 50, "memcheck": 45, "racecheck": 45,
     },
-    "tests": {"info": 30, "cuda_tests": 240, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60},
+    "tests": {
+        "info": 30, "cuda_tests": 240, "cuda_few": 45, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60,
+    },
     "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130), "plot": 60},
 }  # fmt: skip
 STAGES = {"first": 9 * 60 - 15, "tests": 10 * 60 - 15, "benchmarks": 14 * 60 - 15}
@@ -62,6 +64,9 @@ SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
 # Ids begin with the place of a test's tensors (tests/conftest.py); those of a CPU say nothing about a GPU.
 CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_capture"
 TRITON_TESTS = "[triton- or [triton]"
+# The cases that the emulator runs, on 3 multiprocessors as there: with all that a large GPU has, the smallest tile does
+# most of them (tests/gpu_static/test_launches.py).
+FEW_TESTS = ("matmul/test_matmul.py", "int8/test_int8.py", "-k", "test_case and [cuda-")
 # pytest does not collect these by itself: tests/harness/test_triton_interpret.py runs them in processes of their own.
 TRITON_KERNELS = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
 SIZES = "1e6,25.6e6,1e8"
@@ -354,21 +359,27 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         timed += ["--rehearse"] if rehearsal else []
         return Part(prefix + family, [*module(f"bench_{family}"), *timed, *options], shared)
 
-    def tests(name: str, *chosen: str, expect: str = "triton", why_not: Callable[[], str] = str) -> Part:
+    def tests(
+        name: str,
+        *chosen: str,
+        expect: str = "triton",
+        why_not: Callable[[], str] = str,
+        environment: dict[str, str] = shared,
+    ) -> Part:
         workers = min(12, os.cpu_count() or 1)
         parallel = ["-n", str(workers), "--dist", "worksteal"] if find_spec("xdist") and not rehearsal else []
         pytest = [python, "-m", "pytest", "-q", "-rf", "-p", "no:cacheprovider", "--continue-on-collection-errors"]
         expected = {"AMP_KERNELS_EXPECT": "cpu" if rehearsal else expect}
         note = "one test, on the CPU" if rehearsal else ""
-        return Part(name, [*pytest, *parallel, *chosen], shared | expected, ROOT / "tests", why_not, note=note)
+        return Part(name, [*pytest, *parallel, *chosen], environment | expected, ROOT / "tests", why_not, note=note)
 
     ncu = ("--clock-control", "none", "--csv", "--kernel-name-base", "demangled", "--kernel-name", "regex:amp_kernels")
     first, own = files / "first", module("gpu_parts")
     sizes, shapes = ("1e4", "32x48x64") if rehearsal else (SIZES, SHAPES)
     few_cases = ("--sizes", sizes, "--shapes", shapes)
-    selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS]
+    selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS, FEW_TESTS]
     if rehearsal:
-        selections = [("bench/test_benchmarks.py", "-k", "resnet")] * 3
+        selections = [("bench/test_benchmarks.py", "-k", "resnet")] * len(selections)
     return [
         build("build", "none" if rehearsal else "cuda"),
         build("python_build", "none", after="build"),
@@ -381,6 +392,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         sanitizer("racecheck"),
         Part("info", [python, "-m", "amp_kernels", "info"], shared),
         tests("cuda_tests", *selections[0], expect="triton,cuda", why_not=compiled),
+        tests("cuda_few", *selections[3], expect="triton,cuda", why_not=compiled, environment=few),
         tests("triton_tests", *selections[1]),
         tests("triton_kernels", *selections[2]),
         sanitizer("initcheck"),

@@ -20,11 +20,18 @@ import amp_kernels
 from amp_kernels import testing
 from amp_kernels.testing.updates import UPDATES
 
-UPDATE_CASES = ("fp16-sizes", "bf16-misaligned", "fp32/fp16-options", "fp16-many_tensors")
+UPDATE_CASES = (
+    "fp16-sizes",
+    "bf16-misaligned",
+    "fp32/fp16-options",
+    "fp16-many_tensors",
+    "fp16/bf16-split",
+    "bf16-split_full",
+)
 PAIRS = ("padded_padded", "padded_padded_column", "padded_column_padded", "padded_column_padded_column")
-# Cases that reach every tile and every way to load it once the launchers believe in 3 multiprocessors, which
-# tests/bench/test_gpu_check.py proves on the emulator. For the smoke test, and for compute-sanitizer, where a kernel is
-# tens of times slower.
+# Cases that reach every kernel, every tile and every way to load it once the launchers believe in 3 multiprocessors,
+# which tests/gpu_static/test_launches.py proves. For the smoke test, and for compute-sanitizer, where a kernel is tens
+# of times slower.
 TILES = {
     "unscale_": ("fp16-sizes", "bf16-misaligned"),
     "grad_norm": ("fp32-sizes", "fp16-many_tensors"),
@@ -36,15 +43,16 @@ TILES = {
         "fp32-1x64x64", "fp16-17x33x65", "fp32-70x66x64_zeros_(False, False)_per_row_True",
         "fp32-70x66x64_contiguous_transposed", "fp32-medium_zeros_False", "fp32-medium_zeros_True",
         "fp32-large_zeros_False", "fp32-large_zeros_True", "fp32-few_rows_1x37x256_zeros_False_False",
-        "fp32-few_columns_37x4x512_zeros_True_True",
+        "fp32-few_columns_37x4x512_zeros_True_True", "fp32-17x33x65_contiguous_without_zeros",
+        "fp32-70x66x64_contiguous_without_zeros", "fp32-few_rows_20x37x256_zeros_False_False",
     ),
     "int8_linear": (
         "fp16-1x1x1", "fp32-16x16x16", "bf16-1x64x64", "bf16-64x64x64", "fp16-17x33x65", "fp16-small", "bf16-small",
-        "fp16-medium", "bf16-medium",
+        "fp16-medium", "bf16-medium", "fp16-few_rows", "bf16-few_rows",
     ),
     "matmul": (
-        "fp16-1x33x40", "bf16-few_rows_row_column", "fp16-33x7x40", "fp16-33x8x40", "fp16-33x1x40", "bf16-33x40x1",
-        "fp16-padded_column_padded_column",
+        "fp16-1x33x40", "bf16-few_rows_row_column", "fp16-few_rows_aligned_row_row", "fp16-33x7x40", "fp16-33x8x40",
+        "fp16-33x1x40", "bf16-33x40x1", "fp16-padded_column_padded_column", "bf16-by_element_odd_pitch_every_other",
         "bf16-33x40x1023",
         *(f"fp16-{tile}_{pair}" for tile in ("medium", "large") for pair in PAIRS),
         *(f"{dtype}-{tile}_in_splits" for tile in ("medium", "large") for dtype in ("fp16", "bf16")),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
+import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -54,6 +55,15 @@ def _nvcc() -> str | None:
     return None if found else "there is no nvcc in CUDA_HOME or on PATH"
 
 
+# The first version that we support, in a folder of its own beside the one that torch brings (Makefile).
+OLDEST_TRITON = Path(sys.prefix) / "oldest_triton"
+
+
+def _oldest_triton() -> str | None:
+    there = (OLDEST_TRITON / "triton").exists()
+    return None if there else f"there is no Triton in {OLDEST_TRITON}: make test installs it"
+
+
 WHY_NOT: dict[str, Callable[[], str | None]] = {
     "cpu": lambda: _reasons("cpu")["cpu"],
     "cuda": lambda: _reasons("cuda")["cuda"],
@@ -61,6 +71,7 @@ WHY_NOT: dict[str, Callable[[], str | None]] = {
     "triton-interpret": _interpreter,
     "cuda-on-cpu": _cuda_on_cpu,
     "nvcc": _nvcc,
+    "oldest-triton": _oldest_triton,
 }
 
 
@@ -74,7 +85,7 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no process is idle while another has one of them left at the end."""
-    items.sort(key=lambda item: item.path.parent.name not in ("package", "harness"))
+    items.sort(key=lambda item: item.path.parent.name not in ("package", "harness", "gpu_static"))
 
 
 @pytest.hookimpl(wrapper=True)

@@ -365,6 +365,9 @@ def _other_cases() -> Iterator[Case]:
             for right in INT8_LAYOUTS:
                 body = partial(_product, sizes, (left, right), True, (True, False), torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_{left}_{right}", body)
+        for right in ("contiguous", "sliced"):  # `a` is as kernels like it, and there are no zero points
+            body = partial(_product, sizes, ("contiguous", right), True, (False, False), torch.float32, False)
+            yield Case("int8_matmul", "fp32", f"{name}_{right}_without_zeros", body)
         both = ("contiguous", "transposed")
         for zeros in ((False, False), (True, False), (False, True)):
             for per in (True, False):
@@ -377,10 +380,10 @@ def _other_cases() -> Iterator[Case]:
             body = partial(_product, sizes, ("contiguous", "transposed"), True, (with_zeros,) * 2, torch.float32, False)
             yield Case("int8_matmul", "fp32", f"{tile}_zeros_{with_zeros}", body)
     for dtype_name in ("fp16", "bf16"):
-        for tile, sizes in (("small", (130, 70, 96)), ("medium", (300, 100, 96))):
+        for tile, sizes in (("few_rows", (20, 33, 64)), ("small", (130, 70, 96)), ("medium", (300, 100, 96))):
             yield Case("int8_linear", dtype_name, tile, partial(_linear, sizes, DTYPES[dtype_name], 1))
     ways = {
-        "few_rows": [(rows, 37, inner) for rows in (1, 2, 3, 4) for inner in (255, 256, 320, 1000)],
+        "few_rows": [*((rows, 37, inner) for rows in (1, 2, 3, 4) for inner in (255, 256, 320, 1000)), (20, 37, 256)],
         "few_columns": [(37, 1, 40), *((37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575))],
     }
     both = ("contiguous", "transposed")

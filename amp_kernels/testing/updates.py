@@ -263,8 +263,10 @@ def _update_cases(op: str) -> Iterator[Case]:
         rest = {"masters": "split"}
         for name, options in every.items():
             yield case(dtype_name, f"split_{name}", options, params, grads, **rest)
-        fp32 = [partial(of_sizes, torch.float32, few, 10 * k + 5) for k in range(2)]
-        yield case(f"{dtype_name}/fp32", "split", most, params, fp32, scale=3.0, **rest)
+        for grad_name, grad_dtype in DTYPES.items():
+            if grad_name != dtype_name:
+                others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
+                yield case(f"{dtype_name}/{grad_name}", "split", most, params, others, scale=3.0, **rest)
         yield case(
             dtype_name, "split_sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)], **rest
         )

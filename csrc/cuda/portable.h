@@ -366,7 +366,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 
 #ifdef AMP_KERNELS_CUDA_ON_CPU
 
-inline int device_multiprocessors() { return emulator::kMultiprocessors; }
+inline int device_multiprocessors() { return emulator::multiprocessors; }
 inline int compute_capability() { return emulator::compute_capability; }
 
 template <class Kernel>
@@ -377,8 +377,7 @@ int resident_blocks(Kernel*, unsigned, size_t) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
             Arguments... arguments) {
-  emulator::launched.insert(reinterpret_cast<const void*>(kernel));
-  emulator::run(grid, block, shared_bytes, [&] { kernel(arguments...); });
+  emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, [&] { kernel(arguments...); });
 }
 
 #else

@@ -5,26 +5,23 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-import importlib
 import re
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import NamedTuple
 
 import pytest
 import torch
 from arena import Arena
+from nvcc import shortened
+from served import served_by
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from amp_kernels import backends
-from amp_kernels.ops.library import DEFINITIONS
 from amp_kernels.testing import Case, Result
 
 from .build import HERE, ROOT, build
 
-_PRODUCTS = importlib.import_module("amp_kernels.functional.matmul")  # the package's name for it is a function
 ORDERS = ("forwards", "backwards", "shuffled")  # enum Order of emulator.h
 _POINTER, _INT64, _INT, _BOOL = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int, ctypes.c_bool
 _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
@@ -121,23 +118,10 @@ def compute_capability(value: int) -> Iterator[None]:
         library().set_compute_capability(90)
 
 
-class _Launch(TorchDispatchMode):
-    """Operators take CPU tensors to the kernels here, whatever the CPU has of its own for them."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        definition = DEFINITIONS.get(func)
-        if definition is None or definition.launch is None or types:
-            return func(*args, **(kwargs or {}))
-        return definition.launch(sys.modules[__name__], *args, **(kwargs or {}))
-
-
 @contextlib.contextmanager
 def serving() -> Iterator[None]:
     """Whatever takes CPU tensors to kernels takes them to those here inside the ``with`` block."""
-    with pytest.MonkeyPatch.context() as patch, _Launch():
-        patch.setattr(backends, "select", lambda device: "cuda")
-        patch.setattr(backends, "kernels", lambda name: sys.modules[__name__])
-        patch.setattr(_PRODUCTS, "forced", lambda: "cuda")
+    with served_by(sys.modules[__name__]):
         yield
 
 
@@ -155,6 +139,12 @@ def in_one_low_dtype(cases: Iterable[Case]) -> list[Case]:
     return [case for case in cases if case.dtype != turn[case.op, case.name]]
 
 
+class Launch(NamedTuple):
+    kernel: str
+    threads: int
+    shared_bytes: int
+
+
 @functools.cache
 def kernels() -> dict[int, str]:
     """Every kernel in the library by its address: most are in anonymous namespaces, so that only nm knows them."""
@@ -162,16 +152,46 @@ def kernels() -> dict[int, str]:
     symbols = {int(line[:16], 16): line[19:] for line in says.splitlines() if line[:16].strip()}
     known = next(address for address, name in symbols.items() if name == "set_order")
     shift = (ctypes.cast(library().set_order, _POINTER).value or 0) - known
-    short = {a: re.sub(r"^void |amp_kernels::|cuda::|\(anonymous namespace\)::", "", n) for a, n in symbols.items()}
-    found = {a: re.sub(r"(?<=[>\w])\(.*", "", name) for a, name in short.items() if re.match(r"\w+_kernel[<(]", name)}
-    return {address + shift: name for address, name in found.items()}
+    names = {address + shift: shortened(name) for address, name in symbols.items()}
+    return {address: name for address, name in names.items() if re.fullmatch(r"\w+_kernel(<.*>)?", name)}
+
+
+def launches() -> set[Launch]:
+    """Those of this process, or since they were forgotten."""
+    found: list[tuple[int, int, int]] = []
+    visit = ctypes.CFUNCTYPE(None, _POINTER, ctypes.c_uint, ctypes.c_size_t)
+    library().visit_launched(visit(lambda *launch: found.append(launch)))
+    return {Launch(kernels()[address], *rest) for address, *rest in found}
 
 
 def launched() -> set[str]:
-    """Those that ran in this process."""
-    addresses: list[int] = []
-    library().visit_launched(ctypes.CFUNCTYPE(None, _POINTER)(addresses.append))
-    return {kernels()[address] for address in addresses}
+    """The kernels of those."""
+    return {launch.kernel for launch in launches()}
+
+
+@contextlib.contextmanager
+def planning(*multiprocessors: int) -> Iterator[dict[int, set[Launch]]]:
+    """Inside the ``with`` block operators launch nothing and leave their results as they were allocated. What they
+    would have launched on GPUs with so many multiprocessors is in the dict."""
+    planned: dict[int, set[Launch]] = {count: set() for count in multiprocessors}
+
+    def plan(name: str, *arguments: object) -> None:
+        for count, found in planned.items():
+            library().set_multiprocessors(count)
+            library().forget_launched()
+            if message := getattr(library(), name)(*arguments):
+                raise RuntimeError(message.decode())
+            found |= launches()
+
+    library().set_planning(True)
+    try:
+        with serving(), pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys.modules[__name__], "_call", plan)
+            yield planned
+    finally:
+        library().set_planning(False)
+        library().set_multiprocessors(3)
+        library().forget_launched()
 
 
 def _unscale_table_(

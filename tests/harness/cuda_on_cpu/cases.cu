@@ -50,6 +50,8 @@ __global__ void read_unwritten(const double*, double* out) { out[threadIdx.x] = 
 
 __global__ void write_past_the_end(const double*, double*) { shared_doubles()[blockDim.x] = 0.0; }
 
+__global__ void read_past_the_end(const double*, double* out) { out[threadIdx.x] = shared_doubles()[threadIdx.x + 1]; }
+
 __global__ void load_misaligned_pack(const double* in, double* out) {
   const float* odd = reinterpret_cast<const float*>(in) + 1;
   out[0] = load_pack<4>(odd, true).data[0];
@@ -142,6 +144,61 @@ __global__ void halves_product(const double* in, double* out) {
   for (unsigned i = 0; i < 4; ++i) out[(g + i / 2 * 8) * 8 + t * 2 + i % 2] = c[i];
 }
 
+// The words of a warp's fragments, four of `a` and two of `b` a lane, and of its results. Where in a matrix each of
+// them belongs, only the test says, which has it from the PTX ISA.
+__device__ const uint32_t* words_of_lane(const double* in) {
+  return reinterpret_cast<const uint32_t*>(in) + 6 * threadIdx.x;
+}
+
+template <class T>
+__global__ void numbers_as_given(const double* in, double* out) {
+  const uint32_t* const w = words_of_lane(in);
+  float c[4] = {};
+  cuda::multiply_numbers<T>(c, {w[0], w[1], w[2], w[3]}, {w[4], w[5]});
+  memcpy(reinterpret_cast<float*>(out) + 4 * threadIdx.x, c, sizeof(c));
+}
+
+__global__ void codes_as_given(const double* in, double* out) {
+  const uint32_t* const w = words_of_lane(in);
+  int c[4] = {};
+  cuda::multiply_codes(c, {w[0], w[1], w[2], w[3]}, {w[4], w[5]});
+  memcpy(reinterpret_cast<int*>(out) + 4 * threadIdx.x, c, sizeof(c));
+}
+
+// Lane i names row i of four matrices of 8 rows of 16 bytes.
+template <bool kTransposed>
+__global__ void matrices_as_given(const double* in, double* out) {
+  char* const row = shared_memory() + 16 * threadIdx.x;
+  memcpy(row, reinterpret_cast<const char*>(in) + 16 * threadIdx.x, 16);
+  barrier();
+  uint32_t words[4];
+  kTransposed ? cuda::load_transposed(words, row) : cuda::load_matrices(words, row);
+  memcpy(reinterpret_cast<uint32_t*>(out) + 4 * threadIdx.x, words, sizeof(words));
+}
+
+// ----------------------------------------------------------------------- what lanes do with shared memory
+template <int kApart>
+__global__ void words_apart(const double*, double* out) {
+  out[threadIdx.x] = reinterpret_cast<const uint32_t*>(shared_memory())[kApart * threadIdx.x];
+}
+
+__global__ void packs_side_by_side(const double*, double* out) {
+  reinterpret_cast<int4*>(out)[threadIdx.x] = reinterpret_cast<const int4*>(shared_memory())[threadIdx.x];
+}
+
+template <int kApart, int kFirst = 0>
+__global__ void matrix_rows_apart(const double*, double* out) {
+  uint32_t words[4];
+  cuda::load_matrices(words, shared_memory() + kFirst + kApart * threadIdx.x);
+  out[threadIdx.x] = words[0];
+}
+
+__global__ void matrix_rows_of_a_tensor(const double* in, double* out) {
+  uint32_t words[4];
+  cuda::load_matrices(words, reinterpret_cast<const char*>(in));
+  out[threadIdx.x] = words[0];
+}
+
 __global__ void half_of_a_warp_at_an_mma(const double*, double*) {
   int c[4] = {};
   if (threadIdx.x < 16) cuda::multiply_codes(c, {0, 0, 0, 0}, {0, 0});
@@ -206,6 +263,7 @@ const std::map<std::string, Kernel> kKernels = {
     {"rotate_without_barrier", rotate<false>},
     {"read_unwritten", read_unwritten},
     {"write_past_the_end", write_past_the_end},
+    {"read_past_the_end", read_past_the_end},
     {"load_misaligned_pack", load_misaligned_pack},
     {"store_misaligned_pack", store_misaligned_pack},
     {"half_of_the_block_at_a_barrier", half_of_the_block_at_a_barrier},
@@ -219,6 +277,23 @@ const std::map<std::string, Kernel> kKernels = {
     {"codes_product", codes_product},
     {"halves_product", halves_product},
     {"half_of_a_warp_at_an_mma", half_of_a_warp_at_an_mma},
+    {"halves_as_given", numbers_as_given<__half>},
+    {"bfloat16s_as_given", numbers_as_given<__nv_bfloat16>},
+    {"codes_as_given", codes_as_given},
+    {"matrices_as_given", matrices_as_given<false>},
+    {"transposed_as_given", matrices_as_given<true>},
+    {"words_1_apart", words_apart<1>},
+    {"words_2_apart", words_apart<2>},
+    {"words_32_apart", words_apart<32>},
+    {"words_33_apart", words_apart<33>},
+    {"one_word", words_apart<0>},
+    {"packs", packs_side_by_side},
+    {"matrix_rows_16_apart", matrix_rows_apart<16>},
+    {"matrix_rows_32_apart", matrix_rows_apart<32>},
+    {"matrix_rows_128_apart", matrix_rows_apart<128>},
+    {"matrix_rows_at_odd_places", matrix_rows_apart<0, 8>},
+    {"matrix_rows_past_the_end", matrix_rows_apart<0, 2048>},
+    {"matrix_rows_of_a_tensor", matrix_rows_of_a_tensor},
     {"staged_copies", staged_copies<1, true>},
     {"staged_copies_without_wait", staged_copies<2, true>},
     {"staged_copies_into_what_is_read", staged_copies<1, false>},

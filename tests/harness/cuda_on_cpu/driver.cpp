@@ -8,9 +8,13 @@ extern "C" {
 
 void set_order(int order, unsigned seed) { emulator::set_order(static_cast<emulator::Order>(order), seed); }
 
-void visit_launched(void (*visit)(const void*)) {
-  for (const void* kernel : emulator::launched) visit(kernel);
+void set_multiprocessors(int count) { emulator::multiprocessors = count; }
+void set_planning(bool planning) { emulator::set_planning(planning); }
+
+void visit_launched(void (*visit)(const void*, unsigned, size_t)) {
+  for (const auto& [kernel, block, shared_bytes] : emulator::launched) visit(kernel, block, shared_bytes);
 }
+void forget_launched() { emulator::launched.clear(); }
 
 const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
                           int64_t chunk_size, const float* scale, bool divide, bool write, bool clear, double* partials,

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "banks.h"
+
 uint3 threadIdx;
 uint3 blockIdx;
 dim3 blockDim;
@@ -21,8 +23,8 @@ dim3 gridDim;
 
 namespace emulator {
 
-int compute_capability = 90;
-std::set<const void*> launched;
+int multiprocessors = 3, compute_capability = 90;
+std::set<std::tuple<const void*, unsigned, size_t>> launched;
 
 namespace {
 
@@ -69,6 +71,10 @@ unsigned arrived, first_arrived;  // at the barrier: how many threads, and the f
 Given exchanged[kMaxThreads / 32];
 using Range = std::pair<uintptr_t, uintptr_t>;
 std::vector<Range> forbidden;  // addresses, from the first up to the second, in their order
+bool is_planning = false;
+bool is_counting = false;  // the cycles of shared memory
+Banks banks;
+size_t shared_bytes_of_block;
 
 // ------------------------------------------------------------------------------------------ fibers
 // ucontext makes the stacks; setjmp switches between them, without a system call.
@@ -151,6 +157,7 @@ void report_deadlock() {
 
 void run_block(size_t shared_bytes, const std::function<void()>& kernel) {
   running = &kernel;
+  shared_bytes_of_block = shared_bytes;
   memset(shared, kPoison, shared_bytes);
   memset(shared + shared_bytes, kGuard, kGuardBytes);
   prepare_fibers(blockDim.x);
@@ -158,6 +165,7 @@ void run_block(size_t shared_bytes, const std::function<void()>& kernel) {
   arrived = 0;
   for (unsigned thread; error.empty() && (thread = pick()) != blockDim.x;) resume(thread);
   running = nullptr;
+  banks.fold();
   if (error.empty()) report_deadlock();
   for (size_t i = 0; i < kGuardBytes; ++i)
     if (shared[shared_bytes + i] != kGuard)
@@ -172,10 +180,14 @@ void set_order(Order new_order, unsigned seed) {
   random_source.seed(seed);
 }
 
-void run(unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel) {
+void set_planning(bool planning) { is_planning = planning; }
+
+void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel) {
   if (grid == 0 || block == 0 || block > kMaxThreads || shared_bytes > kSharedLimit)
     throw std::runtime_error("invalid launch: grid " + std::to_string(grid) + ", block " + std::to_string(block) +
                              ", " + std::to_string(shared_bytes) + " bytes of shared memory");
+  launched.insert({address, block, shared_bytes});
+  if (is_planning) return;
   gridDim = dim3(grid);
   blockDim = dim3(block);
   std::vector<unsigned> blocks(grid);
@@ -191,6 +203,25 @@ void run(unsigned grid, unsigned block, size_t shared_bytes, const std::function
 }
 
 char* shared_memory() { return reinterpret_cast<char*>(shared); }
+
+// Whether these bytes are shared memory; then they must be of what the block asked for.
+static bool is_shared(const void* address, size_t bytes, AccessKind kind, const void* code) {
+  const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(shared);
+  if (running == nullptr || offset >= sizeof(shared)) return false;
+  if (offset + bytes > shared_bytes_of_block) {
+    fail(thread_name(current) + (kind == kStore ? " wrote" : " read") + " past its " +
+         std::to_string(shared_bytes_of_block) + " bytes of shared memory, at byte " + std::to_string(offset));
+    suspend();
+  }
+  const Access access{code, static_cast<uint32_t>(offset), 0, kind};
+  for (size_t done = 0; is_counting && done < bytes; done += 16) {
+    Access part = access;
+    part.offset += done;
+    part.bytes = static_cast<uint32_t>(std::min<size_t>(bytes - done, 16));
+    banks.note(current, part);
+  }
+  return true;
+}
 
 // Each read of a kernel, by the compiler's own calls (below), and each asynchronous copy.
 static void check_read(const void* address, size_t bytes) {
@@ -282,6 +313,35 @@ const Given& warp_exchange(const void* mine, size_t size, const char* name) {
   return all;
 }
 
+// ---------------------------------------------------------------------------------------- ldmatrix
+
+// The rows that the lanes of a warp name. `code`: the instruction.
+static const Given& exchange_rows(const char* row, const char* name, const void* code) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(row) % 16 == 0;
+  if (!is_aligned || !is_shared(row, 16, kMatrices, code)) {
+    fail(thread_name(current) + ": " + name + " of a row " +
+         (is_aligned ? "outside of shared memory" : "that is not aligned to 16 bytes"));
+    suspend();
+  }
+  return warp_exchange(&row, sizeof(row), name);
+}
+
+void load_matrices(uint32_t (&words)[4], const char* row) {
+  const Given& given = exchange_rows(row, "ldmatrix", __builtin_return_address(0));
+  for (int i = 0; i < 4; ++i)
+    memcpy(&words[i], given.of<const char*>(8 * i + threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4, 4);
+}
+
+void load_transposed(uint32_t (&words)[4], const char* row) {
+  const Given& given = exchange_rows(row, "ldmatrix.trans", __builtin_return_address(0));
+  const unsigned column = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
+  for (unsigned i = 0; i < 4; ++i) {
+    uint16_t pair[2];
+    for (unsigned j = 0; j < 2; ++j) memcpy(&pair[j], given.of<const char*>(8 * i + first + j) + column * 2, 2);
+    memcpy(&words[i], pair, 4);
+  }
+}
+
 // --------------------------------------------------------------------------------- delayed copies
 
 static void carry_out(const Copy& copy) {
@@ -300,6 +360,10 @@ void copy_async(char* shared_address, const char* global, int bytes) {
   if ((reinterpret_cast<uintptr_t>(shared_address) | reinterpret_cast<uintptr_t>(global)) % 16 != 0 || bytes < 0 ||
       bytes > 16) {
     fail(thread_name(current) + ": cp.async of " + std::to_string(bytes) + " bytes, or not aligned to 16");
+    suspend();
+  }
+  if (!is_shared(shared_address, 16, kCopy, __builtin_return_address(0))) {
+    fail(thread_name(current) + ": cp.async to an address outside of shared memory");
     suspend();
   }
   if (order == kBackwards || (order == kShuffled && random_source() % 2 == 0)) {
@@ -325,19 +389,46 @@ void wait_copies(unsigned pending) {
 // launch that reads a byte of what forbid_reads was given fails, whatever it does with that byte: kernels that take an
 // aligned word and drop a part of it give right results.
 
+// Counts the cycles of shared memory from now on, or no longer. `counts` gets those so far, unless it is null.
+extern "C" void count_banks(bool counting, emulator::BankCounts* counts) {
+  if (counts != nullptr) memcpy(counts, emulator::banks.counts, sizeof(emulator::banks.counts));
+  memset(emulator::banks.counts, 0, sizeof(emulator::banks.counts));
+  emulator::is_counting = counting;
+}
+
 extern "C" void forbid_reads(const emulator::Range* ranges, size_t count) {
   emulator::forbidden.assign(ranges, ranges + count);
   std::sort(emulator::forbidden.begin(), emulator::forbidden.end());
 }
 
-#define READ(size) \
-  extern "C" void __asan_load##size##_noabort(const void* address) { emulator::check_read(address, size); }
-READ(1)
-READ(2)
-READ(4)
-READ(8)
-READ(16)
-extern "C" void __asan_loadN_noabort(const void* address, size_t size) { emulator::check_read(address, size); }
+// Of products, and of the emulator's own cases, each write too (build.py): shared memory is theirs to the byte.
+
+namespace emulator {
+
+static void on_read(const void* address, size_t size, const void* code) {
+  if (!is_shared(address, size, kLoad, code)) check_read(address, size);
+}
+
+}  // namespace emulator
+
+#define ACCESS(size)                                                                   \
+  extern "C" void __asan_load##size##_noabort(const void* address) {                   \
+    emulator::on_read(address, size, __builtin_return_address(0));                     \
+  }                                                                                    \
+  extern "C" void __asan_store##size##_noabort(const void* address) {                  \
+    emulator::is_shared(address, size, emulator::kStore, __builtin_return_address(0)); \
+  }
+ACCESS(1)
+ACCESS(2)
+ACCESS(4)
+ACCESS(8)
+ACCESS(16)
+extern "C" void __asan_loadN_noabort(const void* address, size_t size) {
+  emulator::on_read(address, size, __builtin_return_address(0));
+}
+extern "C" void __asan_storeN_noabort(const void* address, size_t size) {
+  emulator::is_shared(address, size, emulator::kStore, __builtin_return_address(0));
+}
 extern "C" void __asan_handle_no_return() {}
 extern "C" void __asan_before_dynamic_init(const char*) {}
 extern "C" void __asan_after_dynamic_init() {}

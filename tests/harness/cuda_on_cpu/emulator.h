@@ -9,6 +9,7 @@
 #include <cstring>
 #include <functional>
 #include <set>
+#include <tuple>
 
 #undef __launch_bounds__
 #define __launch_bounds__(...)
@@ -25,18 +26,21 @@ extern dim3 gridDim;
 
 namespace emulator {
 
-constexpr int kMultiprocessors = 3, kResidentBlocks = 8;
-extern int compute_capability;
-extern std::set<const void*> launched;  // addresses of kernels
+constexpr int kResidentBlocks = 8;
+extern int multiprocessors, compute_capability;
+extern std::set<std::tuple<const void*, unsigned, size_t>> launched;  // (kernel, block, bytes of shared memory)
 
 // In which order the threads of a block, and the blocks of a grid, get to run. A thread runs until it has to
 // wait, so the first of two threads gets ahead of the other by as much as the barriers allow.
 enum Order { kForwards, kBackwards, kShuffled };
 void set_order(Order order, unsigned seed);
 
+void set_planning(bool planning);  // launches are noted, and nothing runs
+
 // Runs `kernel` once for every thread of the grid. Throws std::runtime_error for a launch CUDA would refuse
-// and for whatever would hang, or be undefined, on a GPU.
-void run(unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
+// and for whatever would hang, or be undefined, on a GPU. `address`: of the kernel, for `launched`. While planning,
+// it ends there.
+void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
 
 char* shared_memory();
 bool block_barrier(bool value, const char* name);  // whether any thread gave true
@@ -63,23 +67,9 @@ void copy_async(char* shared, const char* global, int bytes);
 void commit_copies();
 void wait_copies(unsigned pending);
 
-// ldmatrix.x4.
-inline void load_matrices(uint32_t (&words)[4], const char* row) {
-  const Given& given = warp_exchange(&row, sizeof(row), "ldmatrix");
-  for (int i = 0; i < 4; ++i)
-    memcpy(&words[i], given.of<const char*>(8 * i + threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4, 4);
-}
-
-// ldmatrix.x4.trans.
-inline void load_transposed(uint32_t (&words)[4], const char* row) {
-  const Given& given = warp_exchange(&row, sizeof(row), "ldmatrix.trans");
-  const unsigned column = threadIdx.x % 32 / 4, first = threadIdx.x % 4 * 2;
-  for (unsigned i = 0; i < 4; ++i) {
-    uint16_t pair[2];
-    for (unsigned j = 0; j < 2; ++j) memcpy(&pair[j], given.of<const char*>(8 * i + first + j) + column * 2, 2);
-    memcpy(&words[i], pair, 4);
-  }
-}
+// ldmatrix.x4 and ldmatrix.x4.trans. Each lane names a row, which must lie in shared memory, aligned to 16 bytes.
+void load_matrices(uint32_t (&words)[4], const char* row);
+void load_transposed(uint32_t (&words)[4], const char* row);
 
 // The operands of a warp's mma, 16 rows and 8 columns of k numbers each, from fragments of 4-byte words.
 struct Fragments {

@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 
 import pytest
 import torch
 from torch import Tensor
 
 from .backend import ORDERS
-from .build import HERE, build, missing_headers
+from .banks import counted
+from .build import missing_headers
+from .cases import library, run
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 orders = pytest.mark.parametrize("order", ORDERS)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    library = build("cases", [HERE / "cases.cu"])
-    library.run_case.restype = ctypes.c_char_p
-    library.run_case.argtypes = [ctypes.c_char_p, ctypes.c_int, *[ctypes.c_uint] * 3, ctypes.c_size_t]
-    library.run_case.argtypes += [ctypes.c_void_p] * 2
-    return library
-
-
-def _run(
-    name: str,
-    order: str,
-    x: Tensor,
-    out: Tensor,
-    *,
-    grid: int = 1,
-    block: int = 256,
-    shared: int | None = None,
-) -> Tensor:
-    shared = block * 8 if shared is None else shared
-    message = _library().run_case(
-        name.encode(), ORDERS.index(order), 1, grid, block, shared, x.data_ptr(), out.data_ptr()
-    )
-    if message is not None:
-        raise RuntimeError(message.decode())
-    return out
 
 
 def _inputs(n: int = 256) -> Tensor:
@@ -52,54 +25,54 @@ def _inputs(n: int = 256) -> Tensor:
 @pytest.mark.parametrize("block", [32, 64, 256, 1024])
 def test_block_sum(order: str, block: int) -> None:
     x = _inputs(3 * block)
-    total = _run("sum", order, x, torch.zeros_like(x), grid=3, block=block).view(3, block)
+    total = run("sum", order, x, torch.zeros_like(x), grid=3, block=block).view(3, block)
     assert torch.equal(total, total[:, :1].expand(3, block))  # the same bits in every thread
     torch.testing.assert_close(total[:, 0], x.view(3, block).sum(1), rtol=0, atol=1e-12)
 
 
 def test_block_sum_has_the_same_bits_in_every_order() -> None:
     x = _inputs()
-    forwards, backwards, shuffled = (_run("sum", order, x, torch.zeros_like(x)) for order in ORDERS)
+    forwards, backwards, shuffled = (run("sum", order, x, torch.zeros_like(x)) for order in ORDERS)
     assert torch.equal(forwards, backwards) and torch.equal(forwards, shuffled)
 
 
 @orders
 def test_two_reductions_share_their_memory(order: str) -> None:
     x = _inputs()
-    out = _run("min_and_sum", order, x, torch.zeros_like(x))
+    out = run("min_and_sum", order, x, torch.zeros_like(x))
     torch.testing.assert_close(out, (x - x.min()).sum().expand(256), rtol=1e-12, atol=0)
 
 
 def test_a_missing_barrier_between_reductions_shows() -> None:
     x = _inputs()
-    right = [torch.allclose(_run("hasty_sums", o, x, torch.zeros_like(x)), x.sum().expand(256)) for o in ORDERS]
+    right = [torch.allclose(run("hasty_sums", o, x, torch.zeros_like(x)), x.sum().expand(256)) for o in ORDERS]
     assert not all(right)
 
 
 @orders
 def test_barrier(order: str) -> None:
     x = _inputs()
-    assert torch.equal(_run("rotate", order, x, torch.zeros_like(x)), x.roll(-1))
+    assert torch.equal(run("rotate", order, x, torch.zeros_like(x)), x.roll(-1))
 
 
 @orders
 def test_a_missing_barrier_shows(order: str) -> None:
     x = _inputs()
-    assert not torch.equal(_run("rotate_without_barrier", order, x, torch.zeros_like(x)), x.roll(-1))
+    assert not torch.equal(run("rotate_without_barrier", order, x, torch.zeros_like(x)), x.roll(-1))
 
 
 @orders
 def test_any_keeps_nothing_from_one_call_to_the_next(order: str) -> None:
     x = torch.zeros(256, dtype=torch.float64)
     x[130] = 1.0
-    assert torch.equal(_run("any", order, x, torch.zeros_like(x)), torch.ones_like(x))
+    assert torch.equal(run("any", order, x, torch.zeros_like(x)), torch.ones_like(x))
 
 
 @orders
 def test_shared_memory_starts_poisoned_in_every_block(order: str) -> None:
     x = _inputs()
-    _run("rotate", order, x, torch.zeros_like(x))
-    assert _run("read_unwritten", order, x, torch.zeros_like(x), grid=2).isnan().all()
+    run("rotate", order, x, torch.zeros_like(x))
+    assert run("read_unwritten", order, x, torch.zeros_like(x), grid=2).isnan().all()
 
 
 @orders
@@ -107,27 +80,27 @@ def test_shuffle_waits_for_the_lanes_it_names(order: str) -> None:
     x = _inputs(64)
     low, high = x.view(2, 2, 16).unbind(1)
     swapped = torch.stack([high.view(2, 8, 2).flip(2).view(2, 16), low.view(2, 8, 2).flip(2).view(2, 16)], 1)
-    out = _run("shuffle_after_different_paths", order, x, torch.zeros_like(x), block=64)
+    out = run("shuffle_after_different_paths", order, x, torch.zeros_like(x), block=64)
     assert torch.equal(out, swapped.reshape(64))
 
 
 @orders
 def test_product_of_codes(order: str) -> None:
     codes = torch.randint(-128, 128, (24, 32), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
-    out = _run("codes_product", order, codes, torch.zeros(16, 8, dtype=torch.float64), block=32, shared=1024)
+    out = run("codes_product", order, codes, torch.zeros(16, 8, dtype=torch.float64), block=32, shared=1024)
     assert torch.equal(out, codes[:16].double() @ codes[16:].double().T)
 
 
 @orders
 def test_product_of_halves(order: str) -> None:
     numbers = torch.randint(-9, 9, (24, 16), generator=torch.Generator().manual_seed(0)).half()
-    out = _run("halves_product", order, numbers, torch.zeros(16, 8, dtype=torch.float64), block=32)
+    out = run("halves_product", order, numbers, torch.zeros(16, 8, dtype=torch.float64), block=32)
     assert torch.equal(out, numbers[:16].double() @ numbers[16:].double().T)
 
 
 def _staged(name: str, order: str) -> bool:
     x = _inputs(256)
-    out = _run(name, order, x, torch.zeros(64, dtype=torch.float64), block=64, shared=2048)
+    out = run(name, order, x, torch.zeros(64, dtype=torch.float64), block=64, shared=2048)
     return torch.equal(out, x[:128].view(64, 2).roll(-1, 0)[:, 0])
 
 
@@ -151,12 +124,12 @@ def test_short_copies_are_filled_with_zeros(order: str) -> None:
     x = _inputs(64)
     expected = torch.zeros_like(x)
     expected[::4] = x[::4]
-    assert torch.equal(_run("short_copy", order, x, torch.ones_like(x), block=32, shared=512), expected)
+    assert torch.equal(run("short_copy", order, x, torch.ones_like(x), block=32, shared=512), expected)
 
 
 def _forbid(*ranges: tuple[int, int]) -> None:
     edges = [edge for both in ranges for edge in both]
-    _library().forbid_reads((ctypes.c_uint64 * len(edges))(*edges), ctypes.c_size_t(len(ranges)))
+    library().forbid_reads((ctypes.c_uint64 * len(edges))(*edges), ctypes.c_size_t(len(ranges)))
 
 
 # One by one, 16 at a time, and by asynchronous copies of 8 of 16.
@@ -167,17 +140,17 @@ def test_a_read_of_a_forbidden_byte_is_reported(name: str, read: int, before: in
     begin, end = x.data_ptr(), x.data_ptr() + read
     try:
         _forbid((end, end + 64), (begin - 64, begin))
-        _run(name, "shuffled", x, out, block=32, shared=512)
+        run(name, "shuffled", x, out, block=32, shared=512)
         _forbid((end - behind, end + 64), (begin - 64, begin + before))
         with pytest.raises(RuntimeError, match=r"thread \d+ of block 0 reads \d+ bytes, some of them outside a tensor"):
-            _run(name, "shuffled", x, out, block=32, shared=512)
+            run(name, "shuffled", x, out, block=32, shared=512)
     finally:
         _forbid()
 
 
 def test_transpose_of_bytes() -> None:
     x = torch.arange(16, dtype=torch.uint8)
-    assert torch.equal(_run("swap_bytes", "forwards", x, torch.zeros_like(x), block=32), x.view(4, 4).T.flatten())
+    assert torch.equal(run("swap_bytes", "forwards", x, torch.zeros_like(x), block=32), x.view(4, 4).T.flatten())
 
 
 @orders
@@ -199,21 +172,47 @@ def test_transpose_of_bytes() -> None:
             "store_misaligned_pack",
             r"thread \d+ of block 0: undefined behaviour .*misaligned.*portable\.h:\d+",
         ),
-        ("write_past_the_end", r"block 0 wrote past its 2048 bytes of shared memory"),
+        ("write_past_the_end", r"thread \d+ of block 0 wrote past its 2048 bytes of shared memory, at byte 2048"),
+        ("read_past_the_end", r"thread \d+ of block 0 read past its 2048 bytes of shared memory, at byte 2048"),
+        ("matrix_rows_at_odd_places", r"thread \d+ of block 0: ldmatrix of a row that is not aligned to 16 bytes"),
+        ("matrix_rows_of_a_tensor", r"thread \d+ of block 0: ldmatrix of a row outside of shared memory"),
+        ("matrix_rows_past_the_end", r"thread \d+ of block 0 read past its 2048 bytes of shared memory, at byte 2048"),
     ],
 )
 def test_misuse_is_reported_and_the_next_launch_works(order: str, name: str, message: str) -> None:
     x = _inputs()
     with pytest.raises(RuntimeError, match=message):
-        _run(name, order, x, torch.zeros_like(x))
-    assert torch.equal(_run("rotate", order, x, torch.zeros_like(x)), x.roll(-1))
+        run(name, order, x, torch.zeros_like(x))
+    assert torch.equal(run("rotate", order, x, torch.zeros_like(x)), x.roll(-1))
 
 
 @pytest.mark.parametrize(("grid", "block", "shared"), [(0, 32, 0), (1, 0, 0), (1, 1025, 0), (1, 32, 100 << 10)])
 def test_what_cuda_would_refuse_to_launch(grid: int, block: int, shared: int) -> None:
     x = _inputs()
     with pytest.raises(RuntimeError, match="invalid launch"):
-        _run("sum", "forwards", x, x, grid=grid, block=block, shared=shared)
+        run("sum", "forwards", x, x, grid=grid, block=block, shared=shared)
+
+
+# What 32 lanes do, and the cycles it takes by the rules of banks.h: words of 4 bytes so many words apart, one word for
+# all, 16 bytes side by side, and rows of ldmatrix so many bytes apart.
+@pytest.mark.parametrize(
+    ("name", "what", "phases", "cycles"),
+    [
+        ("words_1_apart", "load of 4 bytes", 1, 1),
+        ("words_2_apart", "load of 4 bytes", 1, 2),
+        ("words_32_apart", "load of 4 bytes", 1, 32),
+        ("words_33_apart", "load of 4 bytes", 1, 1),
+        ("one_word", "load of 4 bytes", 1, 1),
+        ("packs", "load of 16 bytes", 4, 4),
+        ("matrix_rows_16_apart", "ldmatrix", 4, 4),
+        ("matrix_rows_32_apart", "ldmatrix", 4, 8),
+        ("matrix_rows_128_apart", "ldmatrix", 4, 32),
+    ],
+)
+def test_cycles_of_shared_memory(name: str, what: str, phases: int, cycles: int) -> None:
+    with counted(library()) as counts:
+        run(name, "shuffled", _inputs(), torch.zeros(1024, dtype=torch.float64), block=32, shared=8192)
+    assert counts[what] == (phases, cycles)
 
 
 @orders
@@ -223,7 +222,7 @@ def test_last_block(order: str) -> None:
     out = torch.zeros(grid + 3, dtype=torch.float64)
     totals, last = [], set()
     for _ in range(3):  # the counter is left as it was found
-        _run("last_block", order, x, out, grid=grid, block=block)
+        run("last_block", order, x, out, grid=grid, block=block)
         totals.append(out[grid].item())
         last.add(int(out[grid + 1]))
         assert out[grid + 2].item() == 0.0
@@ -238,6 +237,6 @@ def test_packs(dtype: torch.dtype, offset: int) -> None:
     name = {torch.float32: "float", torch.float16: "half", torch.bfloat16: "bfloat16"}[dtype]
     x = _inputs(8 * 32 + offset).to(dtype)[offset:]
     out = torch.zeros(8 * 32 + 2 + offset, dtype=dtype)[offset:]
-    _run(f"double_packs_{name}", "forwards", x, out, block=32)
+    run(f"double_packs_{name}", "forwards", x, out, block=32)
     assert torch.equal(out[:-2], x * 2)
     assert torch.equal(out[-2:], torch.zeros(2, dtype=dtype))

@@ -1,0 +1,125 @@
+"""How long the products wait for the banks of shared memory, by the emulator's count (cuda_on_cpu/banks.h).
+
+A swizzle or a padding that misses its aim changes no result. What kernels do to shared memory is of one kind in the
+main loop and of another in the epilogue, so that the table tells them apart:
+
+    ldmatrix, cp.async                       operands; int8_linear loads them 4 and 8 bytes at a time
+    store of 8 bytes, load of 16 bytes       fragments of sums, which leave as rows; int8_linear stores 4 bytes
+
+What one of a thread's accesses is, nvcc decides by the same rule as the emulator: the SASS of the tiles has STS.64 and
+LDS.128 where this table has 8 and 16 bytes.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from cuda_on_cpu import backend
+from cuda_on_cpu.banks import counted
+from cuda_on_cpu.build import missing_headers
+from torch import Tensor
+
+pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+
+
+def laid_out(rows: int, columns: int, batches: int, dtype: torch.dtype, is_transposed: bool) -> Tensor:
+    shape = (batches, columns, rows) if is_transposed else (batches, rows, columns)
+    made = torch.zeros(shape, dtype=dtype)
+    return made.mT if is_transposed else made
+
+
+def matmul(m: int, n: int, k: int, a_along: bool = True, b_along: bool = True, batches: int = 3) -> None:
+    """`along`: neighbours in memory are neighbours along k."""
+    a = laid_out(m, k, batches, torch.float16, not a_along)
+    b = laid_out(k, n, batches, torch.float16, b_along)
+    backend._matmul_(a, b, None, torch.zeros(batches, m, n, dtype=torch.float16), None, 1.0, 0.0, 0)
+
+
+def int8_matmul(m: int, n: int, k: int, b_along: bool = True, zero_points: bool = False) -> None:
+    a, b = laid_out(m, k, 1, torch.int8, False)[0], laid_out(k, n, 1, torch.int8, b_along)[0]
+    zero = torch.zeros(m, 1, dtype=torch.int32) if zero_points else None
+    backend._int8_matmul_(a, b, torch.ones(m, 1), zero, torch.ones(1, n), None, None, torch.zeros(m, n), None, None)
+
+
+def int8_linear(m: int, n: int, k: int) -> None:
+    x, weight = torch.zeros(m, k, dtype=torch.float16), torch.zeros(n, k, dtype=torch.int8)
+    backend._int8_linear_(x, weight, torch.ones(n), None, torch.zeros(m, n, dtype=torch.float16))
+
+
+@pytest.fixture(autouse=True)
+def _one_launch_at_a_time() -> None:
+    backend.library().forget_launched()
+
+
+class Product(NamedTuple):
+    kernel: str  # a pattern
+    launch: Callable[[], None]
+    most: dict[str, float]  # cycles for each that there would be without a conflict; of what is not named, 1
+
+
+# The epilogue of `matmul` reads 32 bytes a thread, in two loads whose lanes are 32 bytes apart.
+PAIRS = {"load of 16 bytes": 2.0}
+# Where warps share k, a thread adds an element's sums over the warps, and neighbours in a row are in one bank. That
+# takes a block, once, 1,024 cycles in place of 128 for 16 x 32 sums (b along k), 4,096 in place of 256 for 16 x 64.
+FEW = "load of 4 bytes"
+TILE = r"tiled_kernel<__half, Shape<{}, \d, \d>, WideLoader<\d+, {}>, WideLoader<\d+, {}> >"
+DIRECT = r"tiled_kernel<{}, DirectLoader<.*>, DirectLoader<.*>"
+PRODUCTS = {
+    **{
+        f"matmul {m}x{n} {a} {b}": Product(
+            TILE.format(f"{m}, {n}", "false" if a else "true", "false" if b else "true"),
+            functools.partial(matmul, m, n, 64, a, b, batches),
+            PAIRS,
+        )
+        for m, n, batches in ((64, 64, 1), (128, 128, 3), (128, 256, 3))
+        for a in (True, False)
+        for b in (True, False)
+    },
+    "matmul by element": Product(
+        "tiled_kernel<__half, Shape<64, 64, 4, 2>, ElementLoader<64>, ElementLoader<64> >",
+        lambda: matmul(64, 64, 63, batches=1),
+        PAIRS | {"store of 2 bytes": 1.0},
+    ),
+    "matmul few rows, b along k": Product(
+        "few_rows_kernel<__half, AlongK, true>", lambda: matmul(16, 64, 512, batches=1), {FEW: 8.0}
+    ),
+    "matmul few rows, b along n": Product(
+        "few_rows_kernel<__half, AlongN, true>", lambda: matmul(16, 64, 512, b_along=False, batches=1), {FEW: 16.0}
+    ),
+    "int8_matmul few rows": Product("few_rows_kernel<1>", lambda: int8_matmul(16, 64, 512), {FEW: 4.0}),
+    "int8_linear few rows": Product("few_rows_kernel<__half, 1>", lambda: int8_linear(16, 64, 512), {FEW: 4.0}),
+    "int8_matmul 64x64": Product(DIRECT.format("64, 64") + ", false>", lambda: int8_matmul(65, 64, 128), {}),
+    "int8_matmul 128x128": Product(DIRECT.format("128, 128") + ", false>", lambda: int8_matmul(384, 128, 128), {}),
+    "int8_matmul 128x256": Product(DIRECT.format("128, 256") + ", false>", lambda: int8_matmul(384, 256, 128), {}),
+    "int8_matmul zero points": Product(
+        DIRECT.format("128, 128") + ", true>", lambda: int8_matmul(384, 128, 128, zero_points=True), {}
+    ),
+    "int8_matmul b by rows": Product(
+        "tiled_kernel<64, 64, DirectLoader<.*>, AnyLoader<64>, false>",
+        lambda: int8_matmul(64, 64, 128, b_along=False),
+        {"store of 4 bytes": 4.0},  # squares of 4 x 4 codes, of four rows each
+    ),
+    "int8_linear 64x64": Product(
+        "tiled_kernel<__half, 64, 64, DirectLoader<.*>, DirectLoader<.*> >", lambda: int8_linear(128, 64, 128), {}
+    ),
+    "int8_linear 128x128": Product(
+        "tiled_kernel<__half, 128, 128, DirectLoader<.*>, DirectLoader<.*> >", lambda: int8_linear(384, 128, 128), {}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PRODUCTS)
+def test_cycles_of_products(name: str) -> None:
+    product = PRODUCTS[name]
+    with counted(backend.library()) as counts:
+        product.launch()
+    (kernel,) = backend.launched()
+    assert re.fullmatch(product.kernel, kernel), f"{kernel} ran, not {product.kernel}"
+    slow = {what: cycles.degree for what, cycles in counts.items() if cycles.degree > product.most.get(what, 1.0)}
+    assert slow == {}
+    assert set(product.most) <= set(counts)

@@ -1,0 +1,89 @@
+"""A streaming kernel asks for all that an iteration needs before it waits for any of it.
+
+Memory answers after about 700 ns, whatever was asked. So a multiprocessor of an H200 has to have 24 KB under way at
+every moment, and a kernel that waits between its loads has a part of that. nvcc decides where the waits are, and only
+the machine code shows it (tests/harness/sass.py).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import nvcc
+import pytest
+import sass
+
+
+class Row(NamedTuple):
+    """Of each kernel whose name matches, so many loops have so many bytes of a thread in flight when they wait."""
+
+    source: str
+    kernels: str
+    loops: int
+    bytes: int
+    width: int = 8  # of loads that count: narrower ones are scales, or ways for what is not aligned
+
+
+LOW = "__(half|nv_bfloat16)"
+# A thread of the update kernels has two packs of four elements of each array under way, one of int8 and copy_pad as
+# many packs of 16 bytes as kEach, kHeldPacks or kRows says. These are today's figures, to be raised and never lowered.
+TABLE = [
+    # Sums, sums of rescaled elements and products, for three dtypes.
+    Row("unscale", "unscale_kernel", 9, 64),
+    Row("update", "update_kernel<SgdFormula, .*, float, float>", 1, 64),
+    Row("update", f"update_kernel<SgdFormula, .*, float, {LOW}>", 1, 48),
+    Row("update", "update_kernel<SgdFormula, float, short, .*>", 1, 64),  # an average
+    Row("update", f"update_kernel<SgdFormula, {LOW}, short, float>", 1, 64),
+    Row("update", f"update_kernel<SgdFormula, {LOW}, short, {LOW}>", 1, 48),
+    Row("update", "update_kernel<(Adam|Rmsprop)Formula, ", 1, 96),
+    Row("int8_quantize", "held_rows_kernel<", 1, 128),
+    Row("int8_quantize", "rows_kernel<", 1, 64),
+    Row("int8_quantize", "columns_kernel<", 1, 64),
+    Row("int8_quantize", "row_extremes_kernel<float>", 1, 64),
+    Row("int8_quantize", f"row_extremes_kernel<{LOW}>", 1, 32),
+    Row("int8_quantize", "column_extremes_kernel<", 1, 64),
+    Row("int8_dequantize", "(rows|columns)_kernel<DequantizeOp<float>", 1, 16, width=4),
+    Row("int8_dequantize", f"(rows|columns)_kernel<DequantizeOp<{LOW}>", 1, 32),
+    Row("int8_dequantize", "(rows|columns)_kernel<StraightThroughOp<", 1, 64),
+    Row("copy_pad", f"copy_pad_kernel<{LOW}, .Activation.0>", 1, 128),
+    Row("copy_pad", f"copy_pad_kernel<{LOW}, .Activation.[123]>", 1, 64),
+]
+# They stream nothing but what the kernels above left of a sum.
+NO_STREAMS = {"int8_quantize": "fold_kernel", "copy_pad": "fold_kernel"}
+STREAMING = {row.source for row in TABLE}
+
+
+@pytest.fixture(scope="module")
+def kernels() -> Mapping[str, list[nvcc.Kernel]]:
+    """By source."""
+    return {name: nvcc.kernels(compiled) for name, compiled in nvcc.compile_sources(nvcc.HOPPER).items()}
+
+
+def in_flight(code: str, width: int) -> list[int]:
+    """The most bytes at a wait of each loop, largest first."""
+    loops = sass.waits_of_loops(sass.instructions(code), width)
+    return sorted((max(wait.bytes for wait in waits) for waits in loops.values()), reverse=True)
+
+
+@pytest.mark.parametrize("row", TABLE, ids=lambda row: f"{row.source}-{row.kernels}")
+def test_loops_ask_for_everything_before_they_wait(row: Row, kernels: Mapping[str, list[nvcc.Kernel]]) -> None:
+    chosen = {name: code for name, code in named(kernels[row.source]).items() if re.match(row.kernels, name)}
+    assert chosen, f"{row.source} has no kernel {row.kernels}"
+    best = {name: in_flight(code, row.width)[: row.loops] for name, code in chosen.items()}
+    short = {name: found for name, found in best.items() if len(found) < row.loops or found[-1] < row.bytes}
+    assert not short, f"less than {row.bytes} bytes in flight in {row.loops} loops: {short}"
+
+
+@pytest.mark.parametrize("source", sorted(STREAMING))
+def test_every_streaming_kernel_is_in_the_table(source: str, kernels: Mapping[str, list[nvcc.Kernel]]) -> None:
+    patterns = [row.kernels for row in TABLE if row.source == source] + [NO_STREAMS.get(source, "^$")]
+    left_out = [name for name in named(kernels[source]) if not any(re.match(pattern, name) for pattern in patterns)]
+    assert left_out == []
+
+
+def named(kernels: list[nvcc.Kernel]) -> dict[str, str]:
+    """The code by the short name."""
+    names = nvcc.short_names([kernel.mangled for kernel in kernels])
+    return {names[kernel.mangled]: kernel.code for kernel in kernels}

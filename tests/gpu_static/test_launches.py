@@ -1,0 +1,258 @@
+"""Which kernels the shapes of the GPU tests reach, on GPUs of several sizes, and how many blocks of each run at a time.
+
+The emulator's launchers plan every shared case (amp_kernels/testing) as on a GPU with 108 (A100), 132 (H100, H200) or
+144 multiprocessors, and with 3, which gpu_check.py pretends: small products then reach the tiles of large ones. Nothing
+is computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import nvcc
+import pytest
+import torch
+from cuda_on_cpu import backend
+from cuda_on_cpu.backend import Launch
+from cuda_on_cpu.build import missing_headers
+from occupancy import resident_blocks
+
+from amp_kernels import testing
+from amp_kernels.optim import FusedSGD, ema_
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from gpu_parts import TILES
+
+pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+REAL, PRETENDED = (108, 132, 144), 3
+
+
+def plan(*calls: Callable[[], object]) -> dict[int, set[Launch]]:
+    """What they launch, by the number of multiprocessors."""
+    with backend.planning(*REAL, PRETENDED) as found:
+        for call in calls:
+            call()
+    return found
+
+
+def body(case: testing.Case) -> Callable[[], object]:
+    return lambda: list(case.body(torch.device("cpu")))
+
+
+def kernels_of(launches: Iterable[Launch]) -> set[str]:
+    return {launch.kernel for launch in launches}
+
+
+# ---------------------------------------------------------------------------------------------------- what is reached
+# Kernels that no shared case reaches on such a GPU, and why.
+ELSEWHERE = {
+    "send_kernel": "a CPU tensor's table is where its kernel reads it; a GPU's is sent by every test of an optimizer",
+    "plain_kernel$": "bf16 products before sm_80",
+    "plain_kernel<__nv_bfloat16>": "products of bf16 and int8 before sm_80",
+    "plain_kernel<__half>": "fp16 has tensor cores everywhere: with_dtype makes a kernel that nothing launches",
+    "update_kernel<(Adam|Rmsprop)Formula, float, short": "averages are steps of SGD: update/test_update_table.py alone",
+}
+
+
+def average(dtype: torch.dtype) -> None:
+    """What tests/update/test_averages.py does on every device."""
+    parameter = torch.nn.Parameter(torch.zeros(1000, dtype=dtype))
+    parameter.grad = torch.zeros_like(parameter)
+    optimizer = FusedSGD([parameter], lr=0.1)
+    optimizer.step()
+    ema_([torch.zeros(1000)], optimizer, 0.9)
+
+
+@functools.cache
+def planned() -> dict[int, set[Launch]]:
+    averages = [functools.partial(average, dtype) for dtype in (torch.float16, torch.bfloat16)]
+    return plan(*map(body, itertools.chain(*testing.CASES.values())), *averages)
+
+
+@pytest.mark.parametrize("multiprocessors", REAL)
+def test_every_kernel_is_reached(multiprocessors: int) -> None:
+    reached = kernels_of(planned()[multiprocessors] | planned()[PRETENDED])
+    missing = set(backend.kernels().values()) - reached
+    assert {name for name in missing if not any(re.match(pattern, name) for pattern in ELSEWHERE)} == set()
+
+
+def test_nothing_is_said_to_be_out_of_reach_that_is_not() -> None:
+    missing = set(backend.kernels().values()) - kernels_of(set().union(*planned().values()))
+    assert all(any(re.match(pattern, name) for name in missing) for pattern in ELSEWHERE)
+
+
+def test_sanitizers_see_every_kernel_of_some_dtype() -> None:
+    """And the smoke test of gpu_check.py, which runs the same cases."""
+    chosen = [case for op, names in TILES.items() for case in testing.CASES[op] if str(case) in names]
+    kinds = [
+        {re.sub("__half|__nv_bfloat16|float", "T", name) for name in names}
+        for names in (backend.kernels().values(), kernels_of(plan(*map(body, chosen))[PRETENDED]))
+    ]
+    assert {re.sub("<.*", "", name) for name in kinds[0] - kinds[1]} == {"plain_kernel", "send_kernel"}
+
+
+# --------------------------------------------------------------------------------------------------- what tiles do what
+def matmul(m: int, n: int, k: int) -> Callable[[], None]:
+    """As `linear` calls it, whose operands are padded."""
+    pitch = -(-k // 8) * 8
+    a, b = (torch.empty(1, rows, pitch, dtype=torch.float16)[..., :k] for rows in (m, n))
+    out = torch.empty(1, m, n, dtype=torch.float16)
+    return lambda: backend._matmul_(a, b.mT, None, out, None, 1.0, 0.0, 0)
+
+
+def int8_matmul(m: int, n: int, k: int) -> Callable[[], None]:
+    a, b = torch.empty(m, k, dtype=torch.int8), torch.empty(n, k, dtype=torch.int8)
+    scales, out = (torch.ones(m, 1), torch.ones(1, n)), torch.empty(m, n)
+    return lambda: backend._int8_matmul_(a, b.t(), scales[0], None, scales[1], None, None, out, None, None)
+
+
+def int8_linear(m: int, n: int, k: int) -> Callable[[], None]:
+    x, weight = torch.empty(m, k, dtype=torch.float16), torch.empty(n, k, dtype=torch.int8)
+    return lambda: backend._int8_linear_(x, weight, torch.ones(n), None, torch.empty(m, n, dtype=torch.float16))
+
+
+def way_of(launches: set[Launch]) -> str:
+    """``128x256``, or ``few rows``, and whether a second kernel adds parts of k."""
+    (name,) = (name for name in kernels_of(launches) if not name.startswith("fold_kernel"))
+    by = " by element" if re.search("ElementLoader|AnyLoader", name) else ""
+    tile = re.search(r"(\d+), (\d+)", name)
+    way = "few rows" if name.startswith("few_rows") else f"{tile[1]}x{tile[2]}{by}" if tile else name
+    return way + " in parts" * any(name.startswith("fold_kernel") for name in kernels_of(launches))
+
+
+# The shapes of `gpu_check.py` and some between: what does them on 108, 132 and 144 multiprocessors.
+WAYS = {
+    (matmul, 4096, 4096, 4096): ("128x256",) * 3,
+    (matmul, 8192, 8192, 8192): ("128x256", "128x256", "128x128"),
+    (matmul, 1, 4096, 4096): ("few rows", "few rows in parts", "few rows in parts"),
+    (matmul, 4096, 4095, 4095): ("128x256",) * 3,
+    (matmul, 8192, 1023, 1023): ("128x128", "128x256", "128x256"),
+    (matmul, 16, 4095, 4095): ("few rows", "few rows in parts", "few rows in parts"),
+    (matmul, 2048, 2048, 2048): ("128x128", "128x256", "128x256"),
+    (matmul, 1024, 1024, 1024): ("128x128", "128x128 in parts", "128x128 in parts"),
+    (matmul, 512, 512, 4096): ("128x128 in parts",) * 3,
+    (matmul, 128, 1024, 1024): ("64x64",) * 3,
+    (matmul, 64, 4096, 4096): ("64x64 in parts",) * 3,
+    (int8_matmul, 4096, 4096, 4096): ("128x256",) * 3,
+    (int8_matmul, 8192, 8192, 8192): ("128x256", "128x256", "128x128"),
+    (int8_matmul, 1, 4096, 4096): ("few rows",) * 3,
+    (int8_matmul, 4096, 4095, 4095): ("64x64 by element",) * 3,
+    (int8_matmul, 2048, 2048, 2048): ("128x128", "128x256", "128x256"),
+    (int8_matmul, 1024, 1024, 1024): ("64x64",) * 3,
+    (int8_matmul, 32, 4096, 4096): ("64x64", "few rows", "few rows"),
+    (int8_linear, 4096, 4096, 4096): ("128x128",) * 3,
+    (int8_linear, 1, 4096, 4096): ("few rows",) * 3,
+    (int8_linear, 4096, 4095, 4095): ("64x64 by element",) * 3,
+    (int8_linear, 1024, 1024, 1024): ("64x64",) * 3,
+    (int8_linear, 32, 4096, 4096): ("64x64", "few rows", "few rows"),
+}
+
+
+@pytest.mark.parametrize("shape", WAYS, ids=lambda shape: f"{shape[0].__name__}-{'x'.join(map(str, shape[1:]))}")
+def test_what_does_a_product(shape: tuple[Callable[..., Callable[[], None]], int, int, int]) -> None:
+    make, *sizes = shape
+    found = plan(make(*sizes))
+    assert tuple(way_of(found[count]) for count in REAL) == WAYS[shape]
+
+
+# ------------------------------------------------------------------------------------------------------ what it takes
+class Budget(NamedTuple):
+    """So many blocks, at least, of each kernel whose name matches, on a multiprocessor of sm_90."""
+
+    source: str
+    kernels: str
+    blocks: int
+
+
+LOW = "__(half|nv_bfloat16)"
+# The first row of a kernel counts. Streaming kernels hide memory's latency behind other blocks; products hide it behind
+# stages in shared memory, and have one or two.
+BUDGETS = [
+    Budget("unscale", "unscale_kernel", 5),
+    Budget("update", "update_kernel<SgdFormula, .*, float, ", 4),
+    Budget("update", "update_kernel<SgdFormula, .*, short, ", 3),
+    Budget("update", "update_kernel<(Adam|Rmsprop)Formula, ", 2),
+    Budget("send", "send_kernel", 8),
+    Budget("int8_quantize", "held_rows_kernel<QuantizeOp<float, ", 4),
+    Budget("int8_quantize", f"held_rows_kernel<QuantizeOp<{LOW}, ", 3),
+    Budget("int8_quantize", f"rows_kernel<QuantizeOp<{LOW}, signed char, true>", 3),  # stochastic
+    Budget("int8_quantize", "rows_kernel<", 4),
+    Budget("int8_quantize", "columns_kernel<", 2),
+    Budget("int8_quantize", "row_extremes_kernel<", 6),
+    Budget("int8_quantize", "column_extremes_kernel<", 4),
+    Budget("int8_quantize", "fold_kernel", 8),
+    Budget("int8_dequantize", "rows_kernel<DequantizeOp<float>", 6),
+    Budget("int8_dequantize", "rows_kernel<", 4),
+    Budget("int8_dequantize", "columns_kernel<DequantizeOp<float>", 5),
+    Budget("int8_dequantize", "columns_kernel<DequantizeOp<", 3),
+    Budget("int8_dequantize", "columns_kernel<StraightThroughOp<float>", 4),
+    Budget("int8_dequantize", "columns_kernel<StraightThroughOp<", 2),
+    Budget("copy_pad", "copy_pad_kernel<", 2),
+    Budget("copy_pad", "fold_kernel", 8),
+    Budget("int8_linear", "(plain|vector)_kernel<", 4),
+    Budget("int8_linear", f"tiled_kernel<{LOW}, 64, 64, DirectLoader", 3),
+    Budget("int8_linear", "(tiled|few_rows)_kernel<", 2),
+    Budget("int8_matmul", "tiled_kernel<64, 64, DirectLoader<64, 64, MatrixSwizzle>, DirectLoader", 3),
+    Budget("int8_matmul", "tiled_kernel<128, 256, ", 1),
+    Budget("int8_matmul", "(tiled|few_rows)_kernel<", 2),
+    Budget("matmul", f"tiled_kernel<{LOW}, Shape<128, 256, ", 1),
+    Budget("matmul", "tiled_kernel<", 2),
+    Budget("matmul", "plain_kernel", 1),
+    Budget("matmul_few_rows", "few_rows_kernel<", 2),
+    Budget("matmul_few_rows", "fold_kernel<", 8),
+]
+# Bytes of shared memory that every block of sm_90 has beside its own, and that are listed where a kernel uses more.
+_COUNTED = 1024
+
+
+class Taken(NamedTuple):
+    usage: nvcc.Usage
+    blocks: int  # the fewest, of all ways to launch it
+
+
+@pytest.fixture(scope="module")
+def taken() -> dict[tuple[str, str], Taken]:
+    """By source and name of the kernel."""
+    shapes = {launch.kernel: set() for launch in set().union(*planned().values())}
+    for launch in set().union(*planned().values()):
+        shapes[launch.kernel].add((launch.threads, launch.shared_bytes))
+    found = {}
+    for source, compiled in nvcc.compile_sources(nvcc.HOPPER).items():
+        usages = nvcc.usage(compiled)
+        for mangled, name in nvcc.short_names(list(usages)).items():
+            usage = usages[mangled]
+            own = max(usage.shared - _COUNTED, 0)
+            ways = shapes.get(name, {(256, 0)})
+            blocks = min(resident_blocks(usage.registers, threads, shared + own) for threads, shared in ways)
+            found[source, name] = Taken(usage, blocks)
+    return found
+
+
+def test_the_emulator_and_nvcc_know_the_same_kernels(taken: dict[tuple[str, str], Taken]) -> None:
+    assert {name for _, name in taken} == set(backend.kernels().values())
+
+
+def test_no_kernel_has_memory_of_its_own(taken: dict[tuple[str, str], Taken]) -> None:
+    """Spilled registers, and arrays with an index that nvcc does not know, lie in memory of the device."""
+    assert {name for name, (usage, _) in taken.items() if usage.stack or usage.local} == set()
+    for source, compiled in nvcc.compile_sources(nvcc.HOPPER).items():
+        for kernel in nvcc.kernels(compiled):
+            assert not re.search(r"\b(LDL|STL)\b", kernel.code), f"{source}: {kernel.name}"
+
+
+def test_blocks_of_a_multiprocessor(taken: dict[tuple[str, str], Taken]) -> None:
+    used, short = set(), {}
+    for (source, name), (usage, blocks) in taken.items():
+        row = next((row for row in BUDGETS if row.source == source and re.match(row.kernels, name)), None)
+        assert row is not None, f"{source}: {name} has no row in BUDGETS"
+        used.add(row)
+        if blocks < row.blocks:
+            short[name] = f"{blocks} blocks of {usage.registers} registers a thread, not {row.blocks}"
+    assert short == {}
+    assert set(BUDGETS) - used == set()

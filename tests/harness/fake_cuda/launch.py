@@ -1,0 +1,151 @@
+"""Launches every Triton kernel by Triton's own launcher on libcuda.cpp, a GPU that runs nothing. The last line is JSON.
+
+A process of its own, started by tests/gpu_static/test_triton_launch.py with this libcuda first in LD_LIBRARY_PATH.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import os
+import pkgutil
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from served import served_by
+
+import amp_kernels
+from amp_kernels import triton_kernels
+from amp_kernels.families import FAMILIES
+from amp_kernels.testing.updates import UPDATES
+
+HOPPER = (9, 0)
+FP16, BF16 = torch.float16, torch.bfloat16
+
+
+class FakeDriver(CudaDriver):
+    """Triton's, but for what it asks torch, which sees no GPU."""
+
+    def __init__(self) -> None:
+        self.utils = CudaUtils()
+        self.launcher_cls = CudaLauncher
+        self.get_current_device = lambda: 0
+        self.set_current_device = lambda device: None
+        self.get_current_stream = lambda device=None: 0
+        self.get_device_capability = lambda device=None: HOPPER
+
+
+@contextlib.contextmanager
+def hopper() -> Iterator[None]:
+    """Kernels are chosen as for an H100; CPU tensors are its memory."""
+    driver.set_active(FakeDriver())
+    os.environ["AMP_KERNELS_MULTIPROCESSORS"] = "132"
+    for module in modules():
+        if hasattr(module, "capability_of"):
+            module.capability_of = lambda device: HOPPER  # type: ignore[attr-defined]
+    with served_by(triton_kernels):
+        yield
+
+
+def modules() -> list[Any]:
+    package = triton_kernels.__name__
+    return [importlib.import_module(f"{package}.{info.name}") for info in pkgutil.iter_modules(triton_kernels.__path__)]
+
+
+def name_of(kernel: JITFunction) -> str:
+    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
+
+
+def kernels() -> set[str]:
+    """Those of all modules. A function that kernels call is not launched, and not called so."""
+    found = (value for module in modules() for value in vars(module).values() if isinstance(value, JITFunction))
+    return {name_of(kernel) for kernel in found if kernel.fn.__name__.endswith("_kernel")}
+
+
+# ------------------------------------------------------------------------------------------------- what is launched
+def matrix(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.zeros(*shape, dtype=dtype)
+
+
+def step_of(family: str) -> Callable[[], None]:
+    parameters = [torch.nn.Parameter(matrix(4096, dtype=FP16))]
+    parameters[0].grad = matrix(4096, dtype=FP16)
+    optimizer = UPDATES[family].optimizer(parameters, lr=0.1)
+    return optimizer.step
+
+
+def straight_through() -> None:
+    leaf = matrix(64, 256).requires_grad_()
+    amp_kernels.fake_quantize_int8(leaf, scale=torch.ones(64, 1)).sum().backward()
+
+
+def codes(rows: int, columns: int, has_zero_points: bool = False) -> amp_kernels.Int8Tensor:
+    zero_points = torch.zeros(rows, 1, dtype=torch.int32) if has_zero_points else None
+    return amp_kernels.Int8Tensor(matrix(rows, columns, dtype=torch.int8), torch.ones(rows, 1), zero_points)
+
+
+def scalars() -> dict[str, torch.Tensor]:
+    return {"inv_scale": torch.ones(()), "found_inf": torch.zeros(())}
+
+
+CALLS: dict[str, Callable[[], object]] = {
+    "unscale_": lambda: amp_kernels.unscale_([matrix(4096, dtype=FP16)], **scalars()),
+    "grad_norm": lambda: amp_kernels.grad_norm([matrix(4096)], **scalars()),
+    **{family: lambda family=family: step_of(family)() for family in FAMILIES},
+    "quantize rows": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=-1),
+    "quantize columns, asymmetric": lambda: amp_kernels.quantize_int8(matrix(2048, 4096), dim=0, symmetric=False),
+    "quantize a tensor, stochastic": lambda: amp_kernels.quantize_int8(
+        matrix(2048, 4096), rounding="stochastic", seed=2**63 - 1
+    ),
+    "dequantize": lambda: amp_kernels.dequantize_int8(codes(64, 256), BF16),
+    "fake_quantize_int8": straight_through,
+    "int8_matmul": lambda: amp_kernels.int8_matmul(codes(2048, 512), codes(4096, 512).t()),
+    "int8_matmul, zero points": lambda: amp_kernels.int8_matmul(codes(2048, 512, True), codes(2048, 512, True).t()),
+    "int8_matmul, few rows": lambda: amp_kernels.int8_matmul(codes(1, 8192), codes(64, 8192).t()),
+    "int8_linear": lambda: torch.ops.amp_kernels.int8_linear(
+        matrix(64, 512), matrix(64, 512, dtype=torch.int8), torch.ones(64), None
+    ),
+    "matmul, descriptors": lambda: amp_kernels.matmul(matrix(2048, 512), matrix(512, 4096)),
+    "matmul, batches": lambda: amp_kernels.matmul(matrix(4, 1024, 512), matrix(4, 1024, 512).mT),
+    "matmul, pointers": lambda: amp_kernels.matmul(matrix(40, 64), matrix(64, 72)),
+    "matmul, few rows": lambda: amp_kernels.matmul(matrix(1, 8192), matrix(8192, 64)),
+    "copy_pad": lambda: torch.ops.amp_kernels.copy_pad(matrix(4096, 1023), None, None, True),
+    "copy_pad, gelu": lambda: torch.ops.amp_kernels.copy_pad(matrix(64, 1023), matrix(64, 1023), "gelu", False),
+}
+
+
+def main() -> None:
+    fake = ctypes.CDLL("libcuda.so.1")
+    launched: set[str] = set()
+    run = JITFunction.run
+
+    def noted(self: JITFunction, *arguments: Any, **options: Any) -> Any:
+        before = fake.fake_launches()
+        result = run(self, *arguments, **options)
+        assert fake.fake_launches() == before + 1, f"{name_of(self)} was not launched once"
+        launched.add(name_of(self))
+        return result
+
+    JITFunction.run = noted
+    with hopper():
+        for name, call in CALLS.items():
+            print(name, end=": ", flush=True)  # before it runs: it may crash
+            call()
+            call()  # as it is found in the launcher's cache
+            print(f"{fake.fake_launches()} launches, {fake.fake_maps()} tensor maps so far", flush=True)
+    print(json.dumps({"triton": triton.__version__, "missing": sorted(kernels() - launched)}))
+
+
+if __name__ == "__main__":
+    main()
