@@ -1,4 +1,5 @@
 // C functions for ctypes: csrc/cuda's launchers of the table ops, by the arguments of their structs.
+#include "../../../csrc/chunks.h"
 #include "../../../csrc/cuda/kernels.h"
 #include "guarded.h"
 
@@ -10,6 +11,17 @@ void set_order(int order, unsigned seed) { emulator::set_order(static_cast<emula
 
 void visit_launched(void (*visit)(const void*)) {
   for (const void* kernel : emulator::launched) visit(kernel);
+}
+
+void forget_loaded() {
+  emulator::loaded.clear();
+  emulator::loaded_late.clear();
+}
+
+void set_capturing(bool on) { emulator::is_capturing = on; }
+
+void visit_loaded_late(void (*visit)(const void*)) {
+  for (const void* kernel : emulator::loaded_late) visit(kernel);
 }
 
 const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
@@ -35,8 +47,8 @@ const char* send(const int64_t* host, int64_t* to, int64_t n) {
 
 const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
                          int64_t chunk_count, int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,
-                         int param_dtype, bool split, int grad_dtype, const float* grad_scale, const float* found_inf,
-                         const float* grad_norm, float max_norm) {
+                         int param_dtype, bool split, int grad_dtype, int states, const float* grad_scale,
+                         const float* found_inf, const float* grad_norm, float max_norm) {
   return guarded([&] {
     cuda::launch_update(family,
                         {{table, tensors, chunks, chunk_count, chunk_size},
@@ -47,10 +59,19 @@ const char* update_table(const char* family, const int64_t* table, int64_t tenso
                          found_inf,
                          grad_norm,
                          max_norm,
-                         static_cast<Dtype>(param_dtype),
-                         split,
-                         static_cast<Dtype>(grad_dtype)},
+                         {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states}},
                         nullptr);
   });
+}
+
+int64_t chunk_size_of(int64_t total, int64_t tensors, int64_t blocks) { return chunk_size(total, tensors, blocks); }
+
+int64_t load_unscale() {
+  cuda::load_send();
+  return cuda::load_unscale();
+}
+
+int64_t load_update(const char* family, int param_dtype, bool split, int grad_dtype, int states) {
+  return cuda::load_update(family, {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states});
 }
 }

@@ -22,7 +22,8 @@ dim3 gridDim;
 namespace emulator {
 
 int compute_capability = 90;
-std::set<const void*> launched;
+std::set<const void*> launched, loaded, loaded_late;
+bool is_capturing = false;
 
 namespace {
 
