@@ -38,6 +38,8 @@ class Kernels(Protocol):
 
     _unscale_table_: Kernel
     _update_table_: Kernel
+    _load_unscale: Kernel
+    _load_update: Kernel
 
 
 class DeviceKernels(Kernels, Protocol):
@@ -154,7 +156,8 @@ def kernels(backend: str) -> Kernels | None:
         return None
     if backend == "triton":
         return triton_kernels()
-    names = ["_unscale_table_", "_update_table_", *([] if backend == "cpu" else ["_send_"])]
+    names = ["_unscale_table_", "_update_table_", "_load_unscale", "_load_update"]
+    names += [] if backend == "cpu" else ["_send_"]
     return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in names})
 
 

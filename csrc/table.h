@@ -28,7 +28,7 @@ struct Table {
   int64_t tensors;
   const int32_t* chunks;  // [chunk_count, 2]: tensor, index of the chunk within it
   int64_t chunk_count;
-  int64_t chunk_size;  // elements; a multiple of 1024, so every chunk is as aligned as its tensor
+  int64_t chunk_size;  // elements, at most 65536; a multiple of 128, so every chunk is as aligned as its tensor
 
   AMP_KERNELS_HD int64_t at(int row, int64_t tensor) const { return data[row * tensors + tensor]; }
 };
@@ -73,6 +73,14 @@ struct GradientPass {
   Record* record;
 };
 
+// What the kernel of an update is compiled for.
+struct Form {
+  Dtype param_dtype;
+  bool split;  // whether row kMaster holds remainders
+  Dtype grad_dtype;
+  int32_t states;  // bit k: some tensor has the k-th state
+};
+
 struct Update {
   Table table;
   int32_t* steps;      // per chunk: updates applied so far, written by the one block that owns the chunk
@@ -82,9 +90,7 @@ struct Update {
   const float* found_inf;
   const float* grad_norm;
   float max_norm;
-  Dtype param_dtype;
-  bool split;  // whether row kMaster holds remainders
-  Dtype grad_dtype;
+  Form form;
 };
 
 }  // namespace amp_kernels

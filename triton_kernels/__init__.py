@@ -12,14 +12,16 @@ from .int8_matmul import _int8_linear_, _int8_matmul_
 from .int8_quantize import _quantize_int8_
 from .matmul import _matmul_
 from .send import _send_
-from .unscale import _unscale_table_
-from .update import _update_table_
+from .unscale import _load_unscale, _unscale_table_
+from .update import _load_update, _update_table_
 
 __all__ = [
     "_copy_pad_",
     "_dequantize_int8_",
     "_int8_linear_",
     "_int8_matmul_",
+    "_load_unscale",
+    "_load_update",
     "_matmul_",
     "_quantize_int8_",
     "_send_",

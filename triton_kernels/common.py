@@ -133,6 +133,17 @@ def _bf16_bits(x):
 # ----------------------------------------------------------------------------------------------------- launch
 
 
+# Of 128 threads and 96 registers, on a multiprocessor of 65536.
+_PROGRAMS = 5
+
+
+def programs_at_a_time(beside: torch.Tensor) -> int:
+    """How many programs of 128 threads run at a time; on a CPU, interpreted, 0, as for the kernels of a CPU."""
+    if not beside.is_cuda:
+        return 0
+    return _PROGRAMS * torch.cuda.get_device_properties(beside.device).multi_processor_count
+
+
 def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **constants: Any) -> None:
     """Runs one program per chunk on the table's device and its current stream.
 

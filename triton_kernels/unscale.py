@@ -6,7 +6,9 @@
 
 Bytes per element: 4 (fp32) or 2 read; with WRITE as many written, from the registers that the sum was taken of.
 
-One program of 128 threads takes one chunk, tile by tile; a tile is 8192 bytes, four accesses of 16 bytes a thread:
+One program of 128 threads takes one chunk, tile by tile; a tile is 8192 bytes, four accesses of 16 bytes a thread.
+Tiles begin where the gradient is aligned to 16 bytes; what lies before and behind them, less than 16 bytes each, goes
+by element:
 
     chunk:   | tile 0 | tile 1 | ..                      fp32 sum of a tile -> fp64 sum of the chunk -> partials[chunk]
     tile:    | t0 | t1 | .. | t127 | t0 | t1 | ..        each 16 bytes: 4 fp32 or 8 16-bit elements
@@ -28,26 +30,25 @@ from .common import (
     GRAD,
     GRAD_DTYPE,
     chunk_bounds,
-    is_aligned,
     launch,
     load_elements,
+    programs_at_a_time,
     store_elements,
     table_entry,
 )
 
 _NUM_WARPS = 4
-# 64 bytes of gradient a thread: four 16-byte loads in flight, at most 32 elements added in one lane. Half of
-# that where access is by element: with all of it that path takes 92 registers on sm_90 instead of 64.
+# 64 bytes of gradient a thread: four 16-byte loads in flight, at most 32 elements added in one lane.
 _TILE_BYTES = tl.constexpr(_NUM_WARPS * 32 * 64)
 _FOLD = tl.constexpr(1024)  # partial sums read at a time
 
 
 @triton.jit
 def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    TILE: tl.constexpr = (_TILE_BYTES if VEC > 1 else _TILE_BYTES // 2) // (4 if DTYPE == FP32 else 2)
+    """Of n elements, a multiple of VEC, from an aligned address on."""
+    TILE: tl.constexpr = _TILE_BYTES // (4 if DTYPE == FP32 else 2)
     total = tl.full((), 0.0, tl.float64)
-    if VEC > 1:
-        n = n // VEC * VEC
+    n = n // VEC * VEC
     for i in range(0, n, TILE):
         offsets = i + tl.arange(0, TILE)
         mask = offsets < n
@@ -73,12 +74,19 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
 @triton.jit
 def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr):
     """Sum of squares of one chunk of raw gradients in fp64; finite iff its elements are."""
-    VEC: tl.constexpr = 4 if DTYPE == FP32 else 8
-    if is_aligned(address, DTYPE, VEC) & (n % VEC == 0):
-        total = _sum_tiles(address, n, factor, WRITE, DTYPE, VEC)
-    else:
-        total = _sum_tiles(address, n, factor, WRITE, DTYPE, 1)
-    return total
+    BYTES: tl.constexpr = 4 if DTYPE == FP32 else 2
+    VEC: tl.constexpr = 16 // BYTES
+    head = tl.minimum((VEC - address // BYTES % VEC) % VEC, n).to(tl.int32)
+    whole = (n - head) // VEC * VEC
+    total = _sum_tiles(address + head * BYTES, whole, factor, WRITE, DTYPE, VEC)
+    k = tl.arange(0, 2 * VEC)
+    offsets = tl.where(k < head, k, k + whole)
+    mask = k < n - whole
+    x = load_elements(address, offsets, mask, DTYPE, 1)
+    if WRITE:
+        store_elements(address, offsets, x * factor, mask, DTYPE, 1)
+    wide = x.to(tl.float64)
+    return total + tl.sum(wide * wide)
 
 
 @triton.jit
@@ -185,3 +193,7 @@ def _unscale_table_(
         CLEAR=clear,
         num_warps=_NUM_WARPS,
     )
+
+
+def _load_unscale(beside: torch.Tensor) -> int:
+    return programs_at_a_time(beside)

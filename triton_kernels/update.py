@@ -18,7 +18,9 @@ master beside the weight 10), and 8 for each state; 4 or 2 for the gradient, rea
 parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum 36 and 34. An average that follows a
 16-bit weight and its remainder, which are its gradient, moves 12.
 
-One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours:
+One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours, and all arrays
+of a tile are asked for before one is used. Where each array is aligned to its packs only the last elements, three at
+most, go one by one; else all do.
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements
@@ -51,6 +53,7 @@ from .common import (
     is_aligned,
     launch,
     load_elements,
+    programs_at_a_time,
     store_elements,
     table_entry,
 )
@@ -60,10 +63,10 @@ from .remainder import join, split
 # each fp32 access of a warp would skip every other 16 bytes, and most bytes of an update are fp32.
 _VEC = tl.constexpr(4)
 _WARPS = 4
-# Eight elements a thread, four where access is by element: there each needs an address and a predicate of its own, and
-# that path would set the registers of the kernel (RMSprop, sm_90: 116 with eight, 88 with four).
+# Eight elements a thread, two where access is by element: there each needs an address and a predicate of its own, and
+# with four of them that path spills (Adam, sm_90, 48 bytes).
 _TILE = tl.constexpr(_WARPS * 32 * 8)
-_TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 4)
+_TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 2)
 # Left alone, ptxas takes 72 and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
 _REGISTERS = 96
 
@@ -105,7 +108,8 @@ def _update_chunk(
     param,
     master,
     states,  # tuple of addresses, 0 where the tensor has no such state
-    n,
+    begin,
+    end,
     hyper,
     lr,
     factor,
@@ -113,24 +117,27 @@ def _update_chunk(
     FORMULA: tl.constexpr,
     N_STATES: tl.constexpr,
     N_OPTIONAL: tl.constexpr,
+    STATES: tl.constexpr,
     PARAM_DTYPE: tl.constexpr,
     MASTER_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
 ):
+    """Elements `begin` to `end` of a chunk; both are multiples of VEC."""
     if VEC > 1:
-        n = n // VEC * VEC
+        begin = begin // VEC * VEC
+        end = end // VEC * VEC
     JOINS_GRAD: tl.constexpr = PARAM_DTYPE == FP32 and MASTER_DTYPE == INT16
     TILE: tl.constexpr = _TILE if VEC > 1 else _TILE_BY_ELEMENT
     has = [address != 0 for address in states]
     # Absent state is masked rather than branched around, so that all loads fly together. A state that is always there
-    # shares the parameter's mask: with one of its own, RMSprop's registers spill.
+    # shares the parameter's mask: with one of its own, RMSprop's registers spill. One that no tensor has is not there.
     ends = ()
     for k in tl.static_range(N_STATES):
-        ends = ends + (n if k < N_STATES - N_OPTIONAL else tl.where(has[k], n, 0),)
-    for i in range(0, n, TILE):
+        ends = ends + (end if k < N_STATES - N_OPTIONAL else tl.where(has[k], end, 0),)
+    for i in range(begin, end, TILE):
         offsets = i + tl.arange(0, TILE)
-        mask = offsets < n
+        mask = offsets < end
         g = load_elements(grad, offsets, mask, GRAD_DTYPE, VEC)
         p = load_elements(master, offsets, mask, MASTER_DTYPE, VEC)
         if JOINS_GRAD:
@@ -140,10 +147,14 @@ def _update_chunk(
             p = join(load_elements(param, offsets, mask, PARAM_DTYPE, VEC), p, PARAM_DTYPE)
         state = ()
         for k in tl.static_range(N_STATES):
-            state = state + (load_elements(states[k], offsets, offsets < ends[k], FP32, VEC),)
+            if STATES >> k & 1:
+                state = state + (load_elements(states[k], offsets, offsets < ends[k], FP32, VEC),)
+            else:
+                state = state + (tl.zeros((TILE,), tl.float32),)
         p, state = FORMULA(p, g, state, has, hyper, lr, factor, step)
         for k in tl.static_range(N_STATES):
-            store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
+            if STATES >> k & 1:
+                store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
         if JOINS_GRAD:
             store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
         elif MASTER_DTYPE == INT16:
@@ -171,6 +182,7 @@ def _update_kernel(
     FORMULA: tl.constexpr,
     N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
     N_OPTIONAL: tl.constexpr,  # how many of the last ones a tensor may lack
+    STATES: tl.constexpr,  # bit k: some tensor has the k-th state
     PARAM_DTYPE: tl.constexpr,
     MASTER_DTYPE: tl.constexpr,  # INT16 for remainders: of the parameters, or if these are fp32 of the gradients
     GRAD_DTYPE: tl.constexpr,
@@ -187,55 +199,61 @@ def _update_kernel(
         states = ()
         fp32 = tl.zeros((), tl.int64)
         for k in tl.static_range(N_STATES):
-            state = chunk_address(table_ptr, n_tensors, STATE + k, tensor, begin, FP32)
+            state = fp32 * 0
+            if STATES >> k & 1:
+                state = chunk_address(table_ptr, n_tensors, STATE + k, tensor, begin, FP32)
             states = states + (state,)
             fp32 = fp32 | state
         aligned = is_aligned(grad, GRAD_DTYPE, _VEC) & is_aligned(param, PARAM_DTYPE, _VEC)
-        aligned = aligned & is_aligned(master, MASTER_DTYPE, _VEC) & is_aligned(fp32, FP32, _VEC) & (n % _VEC == 0)
+        aligned = aligned & is_aligned(master, MASTER_DTYPE, _VEC) & is_aligned(fp32, FP32, _VEC)
 
         group = table_entry(table_ptr, n_tensors, GROUP, tensor)
         hyper = _hyper_parameters(hyper_ptr, group)
         lr = tl.load(tl.load(lr_ptr + group).to(tl.pointer_type(tl.float32)))
         factor = _factor(grad_scale_ptr, grad_norm_ptr, max_norm)
         step = tl.load(steps_ptr + chunk)
-        if aligned:
-            _update_chunk(
-                grad,
-                param,
-                master,
-                states,
-                n,
-                hyper,
-                lr,
-                factor,
-                step,
-                FORMULA,
-                N_STATES,
-                N_OPTIONAL,
-                PARAM_DTYPE,
-                MASTER_DTYPE,
-                GRAD_DTYPE,
-                _VEC,
-            )
-        else:
-            _update_chunk(
-                grad,
-                param,
-                master,
-                states,
-                n,
-                hyper,
-                lr,
-                factor,
-                step,
-                FORMULA,
-                N_STATES,
-                N_OPTIONAL,
-                PARAM_DTYPE,
-                MASTER_DTYPE,
-                GRAD_DTYPE,
-                1,
-            )
+        whole = tl.where(aligned, n // _VEC * _VEC, 0)
+        # The rest goes first: afterwards it would keep registers that the tiles need.
+        _update_chunk(
+            grad,
+            param,
+            master,
+            states,
+            whole,
+            n,
+            hyper,
+            lr,
+            factor,
+            step,
+            FORMULA,
+            N_STATES,
+            N_OPTIONAL,
+            STATES,
+            PARAM_DTYPE,
+            MASTER_DTYPE,
+            GRAD_DTYPE,
+            1,
+        )
+        _update_chunk(
+            grad,
+            param,
+            master,
+            states,
+            0,
+            whole,
+            hyper,
+            lr,
+            factor,
+            step,
+            FORMULA,
+            N_STATES,
+            N_OPTIONAL,
+            STATES,
+            PARAM_DTYPE,
+            MASTER_DTYPE,
+            GRAD_DTYPE,
+            _VEC,
+        )
         tl.debug_barrier()  # every thread has read the count before one of them stores the next
         tl.store(steps_ptr + chunk, step + 1)
 
@@ -258,6 +276,7 @@ def _update_table_(
     param_dtype: int,
     split: bool,
     grad_dtype: int,
+    states: int,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
     grad_norm: torch.Tensor | None,
@@ -280,7 +299,12 @@ def _update_table_(
         PARAM_DTYPE=param_dtype,
         MASTER_DTYPE=INT16.value if split else FP32.value,
         GRAD_DTYPE=grad_dtype,
+        STATES=states,
         **formula_of(family),
         num_warps=_WARPS,
         maxnreg=_REGISTERS,
     )
+
+
+def _load_update(beside: torch.Tensor, family: str, param_dtype: int, split: bool, grad_dtype: int, states: int) -> int:
+    return programs_at_a_time(beside)

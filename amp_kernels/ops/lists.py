@@ -15,7 +15,6 @@ from .table import (
     DTYPE_CODES,
     HYPER_COLUMNS,
     UPDATE_ROWS,
-    Chunks,
     Row,
     cut,
     gradient_table,
@@ -45,7 +44,7 @@ def gradient_pass(
     """One read of every gradient; returns the norm."""
     device = found_inf.device
     dense = [g if is_dense(g) else g.contiguous() for g in grads]
-    chunks = _cut(tuple(g.numel() for g in dense))
+    chunks = _cut(tuple(g.numel() for g in dense), blocks=ops._load_unscale(found_inf))
     norm = torch.empty((), dtype=torch.float32, device=device)
     ops._unscale_table_(
         send(ops, gradient_table(dense), device),
@@ -113,7 +112,10 @@ def update(ops: Kernels, *arguments: Any) -> None:
         if given.tensor_lr is None
         else given.tensor_lr
     )
-    for codes, chunks in _by_dtypes(dense_params, dense_beside, dense_grads):
+    kept = sum(bool(state) << k for k, state in enumerate(states))
+    numels = tuple(p.numel() for p in dense_params)
+    for codes, order in _by_dtypes(dense_params, dense_beside, dense_grads):
+        chunks = _cut(numels, order, ops._load_update(table, given.family, *codes, kept))
         entries = send(ops, chunks.entries, device)
         ops._update_table_(
             given.family,
@@ -124,6 +126,7 @@ def update(ops: Kernels, *arguments: Any) -> None:
             send(ops, hyper_row, device),
             send(ops, int64_tensor([rate.data_ptr()]), device),
             *codes,
+            kept,
             given.grad_scale,
             given.found_inf,
             None,
@@ -160,14 +163,14 @@ def _update_table(
 
 def _by_dtypes(
     params: Sequence[Tensor], beside: Sequence[Tensor | None], grads: Sequence[Tensor]
-) -> Iterator[tuple[tuple[int, bool, int], Chunks]]:
+) -> Iterator[tuple[tuple[int, bool, int], tuple[int, ...]]]:
+    """Combinations of dtypes, and the positions of their parameters."""
     codes = [
         (DTYPE_CODES[p.dtype], b is not None and b.dtype is torch.int16, DTYPE_CODES[g.dtype])
         for p, b, g in zip(params, beside, grads, strict=True)
     ]
-    numels = tuple(p.numel() for p in params)
     for code in sorted(set(codes)):
-        yield code, _cut(numels, tuple(i for i, c in enumerate(codes) if c == code))
+        yield code, tuple(i for i, c in enumerate(codes) if c == code)
 
 
 def _as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:

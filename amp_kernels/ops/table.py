@@ -41,15 +41,44 @@ class Chunks(NamedTuple):
     size: int
 
 
-def cut(numels: Sequence[int], order: Sequence[int] | None = None) -> Chunks:
-    """Cuts tensors of these sizes into chunks, tensor by tensor, in `order` (default: as listed).
+# Of a chunk on a GPU, in elements.
+UNIT = 128  # what a warp updates at a time: at most an eighth of a chunk is there to round its size up
+LEAST = 1024
+MOST = 1 << 16  # the chunks of 10^9 elements are then 15,000, which the last block folds in microseconds
+OVERHEAD = 1024  # estimate: a chunk's header, barriers and last loads take as long as so many elements of an update
 
-    16384 elements are 1560 chunks for ResNet-50, enough to go round 132 multiprocessors. From 2^27 elements on 65536
-    do as well and keep the last block's fold over all chunks short.
+
+def chunk_size(total: int, tensors: int, blocks: int) -> int:
+    """Elements of a chunk, for `tensors` tensors of `total` elements and kernels of which `blocks` blocks run at a time
+    (0: those of a CPU).
+
+    Each block takes `rounds` chunks, one after the other. Tensors end in chunks that are not full, one each, so that
+    ``rounds * blocks - tensors`` full ones have to hold everything. Of all numbers of rounds we take the one that is
+    done first: with few rounds the ends of tensors make chunks long, with many there is more overhead. csrc/chunks.h
+    has the same function.
+
+    A CPU takes 16384, which its threads share out evenly, and from 2^27 elements on 65536.
     """
-    size = 1 << 14 if sum(numels) < 1 << 27 else 1 << 16
+    if blocks == 0:
+        return 1 << 14 if total < 1 << 27 else MOST
+    best, least_work = MOST, float("inf")
+    for rounds in itertools.count(tensors // blocks + 1):
+        even = total // max(1, rounds * blocks - tensors) + 1
+        size = max(LEAST, -(-even // UNIT) * UNIT)
+        if size <= MOST and rounds * (size + OVERHEAD) < least_work:
+            best, least_work = size, rounds * (size + OVERHEAD)
+        if size <= MOST // 8:
+            break
+    return best
+
+
+def cut(numels: Sequence[int], order: Sequence[int] | None = None, blocks: int = 0) -> Chunks:
+    """Cuts tensors of these sizes into chunks, tensor by tensor, in `order` (default: as listed), for kernels of which
+    `blocks` blocks run at a time."""
+    order = range(len(numels)) if order is None else order
+    size = chunk_size(sum(numels[t] for t in order), len(order), blocks)
     entries = array("i")  # in Python: torch's repeat_interleave wakes its threads even for three elements
-    for tensor in range(len(numels)) if order is None else order:
+    for tensor in order:
         for chunk in range(-(-numels[tensor] // size)):
             entries.append(tensor)
             entries.append(chunk)

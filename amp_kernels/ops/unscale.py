@@ -69,3 +69,4 @@ LIBRARY.define(
     "_unscale_table_(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, bool clear, "
     "Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()"
 )
+LIBRARY.define("_load_unscale(Tensor beside) -> int")  # as `_load_update`; and the kernels that send tables

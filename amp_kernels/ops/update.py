@@ -58,8 +58,12 @@ update_ = operator(
 # Of the step plan: they write through addresses that their schema does not show, so that nothing may trace them.
 LIBRARY.define(
     "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) steps, Tensor hyper, "
-    "Tensor lr, int param_dtype, bool split, int grad_dtype, Tensor? grad_scale, Tensor? found_inf, Tensor? grad_norm, "
-    "float max_norm) -> ()"
+    "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, Tensor? grad_scale, Tensor? found_inf, "
+    "Tensor? grad_norm, float max_norm) -> ()"
+)
+# Loads the kernel, which a graph capture may not do, and says how many of its blocks run at a time (0: on a CPU).
+LIBRARY.define(
+    "_load_update(Tensor beside, str family, int param_dtype, bool split, int grad_dtype, int states) -> int"
 )
 # Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
 LIBRARY.define("_send_(Tensor host, Tensor(a!) to) -> ()")

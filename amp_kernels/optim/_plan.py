@@ -153,10 +153,19 @@ class _Tables(NamedTuple):
     lr: Tensor
 
 
+class _Form(NamedTuple):
+    """What the kernel of an update is compiled for (csrc/table.h)."""
+
+    param_dtype: int
+    split: bool
+    grad_dtype: int
+    states: int
+
+
 class _Bucket(NamedTuple):
     """The chunks of one combination of dtypes, and their counters."""
 
-    codes: tuple[int, int]  # of the parameters' dtype and of the gradients'
+    form: _Form
     entries: Tensor
     steps: Tensor
 
@@ -305,9 +314,9 @@ class NativePlan(Plan):
                 "step: a capture must follow a step with gradients of the same dtypes, since state cannot be "
                 "allocated inside it; run one step before capturing"
             )
-        code_of = dict(zip(self._rows, codes, strict=True))
+        form_of = self._forms(codes)
         numels = [max(1, m.target.numel()) for m in self.members]  # an empty tensor has a chunk, to count its updates
-        chunks = cut(numels, sorted(self._rows, key=lambda t: code_of[t]))
+        chunks = cut(numels, sorted(self._rows, key=form_of.__getitem__), self._load_kernels(numels, form_of))
         self._chunk_rows = chunks.entries[:, 0].tolist()
         self._chunk_size = chunks.size
         self._codes = codes
@@ -318,10 +327,31 @@ class NativePlan(Plan):
         self._tables = None
         self._buckets = []
         begin = 0
-        for code, rows in itertools.groupby(self._chunk_rows, key=code_of.__getitem__):
+        for form, rows in itertools.groupby(self._chunk_rows, key=form_of.__getitem__):
             part = slice(begin, begin + len(list(rows)))
-            self._buckets.append(_Bucket(code, self._entries[part], self._steps[part]))
+            self._buckets.append(_Bucket(form, self._entries[part], self._steps[part]))
             begin = part.stop
+
+    def _forms(self, codes: list[tuple[int, int]]) -> dict[int, _Form]:
+        """Of each row. Parameters of one combination of dtypes share a launch, with all states that one of them has."""
+        states: dict[tuple[int, int], int] = {}
+        for code, member in zip(codes, self._started, strict=True):
+            mine = sum((state is not None) << k for k, state in enumerate(member.states or ()))
+            states[code] = states.get(code, 0) | mine
+        return {
+            t: _Form(param, param != DTYPE_CODES[torch.float32], grad, states[param, grad])
+            for t, (param, grad) in zip(self._rows, codes, strict=True)
+        }
+
+    def _load_kernels(self, numels: Sequence[int], form_of: dict[int, _Form]) -> int:
+        """Loads the kernels of a step, which a capture may not do. Returns how many blocks run at a time of the update
+        that has most elements."""
+        self._ops._load_unscale(self.norm)
+        blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(form_of.values())}
+        elements = dict.fromkeys(blocks, 0)
+        for t, form in form_of.items():
+            elements[form] += numels[t]
+        return max(blocks.items(), key=lambda item: elements[item[0]])[1] if blocks else 0
 
     def _take_steps(self) -> None:
         """Makes a counter for each chunk, and the first of a tensor its ``state["step"]``. Asks the device nothing."""
@@ -424,9 +454,7 @@ class NativePlan(Plan):
                 bucket.steps,
                 tables.hyper,
                 tables.lr,
-                bucket.codes[0],
-                bucket.codes[0] != DTYPE_CODES[torch.float32],
-                bucket.codes[1],
+                *bucket.form,
                 grad_scale,
                 found_inf,
                 grad_norm,

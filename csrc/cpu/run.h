@@ -34,11 +34,11 @@ void run_update(const Update& update) {
   const int64_t size = elements(update.table);
   // From 8 MB of weights on. With RMSprop's division and root between the bursts a Xeon took 40% longer than with
   // ordinary stores (25M parameters: 17.8 ms for 12.9), an EPYC (Zen 4) 15% less; with SGD both take less.
-  const bool streams =
-      update.param_dtype != kFloat && !update.split && (Formula::kStates == 1 || !is_intel()) && size >= 1 << 22;
-  with_dtype(update.param_dtype, [&](auto param) {
-    with_dtype(update.grad_dtype, [&](auto grad) {
-      with_master<decltype(param), decltype(grad)>(update.split, [&](auto master) {
+  const bool streams = update.form.param_dtype != kFloat && !update.form.split &&
+                       (Formula::kStates == 1 || !is_intel()) && size >= 1 << 22;
+  with_dtype(update.form.param_dtype, [&](auto param) {
+    with_dtype(update.form.grad_dtype, [&](auto grad) {
+      with_master<decltype(param), decltype(grad)>(update.form.split, [&](auto master) {
         for_each_chunk(update.table, size, [&](int64_t c) {
           update_chunk<Formula, decltype(param), decltype(master), decltype(grad)>(update, factor, streams, c);
         });

@@ -18,6 +18,10 @@ namespace cuda {
 
 void launch_unscale(const GradientPass& pass, Stream stream);
 void launch_update(std::string_view family, const Update& update, Stream stream);
+// These load kernels, which a graph capture may not do, and return how many of their blocks run at a time.
+int64_t load_unscale();
+int64_t load_update(std::string_view family, const Form& form);
+void load_send();
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
 std::string why_no_kernel();  // on the current device, for which the binary may hold none; "" if there are
 

@@ -370,13 +370,15 @@ inline int device_multiprocessors() { return emulator::multiprocessors; }
 inline int compute_capability() { return emulator::compute_capability; }
 
 template <class Kernel>
-int resident_blocks(Kernel*, unsigned, size_t) {
+int resident_blocks(Kernel* kernel, unsigned, size_t) {
+  emulator::load(reinterpret_cast<const void*>(kernel));
   return emulator::kResidentBlocks;
 }
 
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
             Arguments... arguments) {
+  emulator::load(reinterpret_cast<const void*>(kernel));
   emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, [&] { kernel(arguments...); });
 }
 
@@ -401,7 +403,7 @@ inline int compute_capability() {
   return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
 }
 
-// How many blocks of a kernel a multiprocessor holds at a time.
+// How many blocks of a kernel a multiprocessor holds at a time. The question loads the kernel.
 template <class Kernel>
 int resident_blocks(Kernel* kernel, unsigned block, size_t shared_bytes) {
   int blocks = 0;

@@ -38,6 +38,11 @@ void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream) {
   if (n > 0) send<kFew>(host, to, n, stream);
 }
 
+void load_send() {
+  resident_blocks(send_kernel<kFew>, kThreads, 0);
+  if constexpr (kMany != kFew) resident_blocks(send_kernel<kMany>, kThreads, 0);
+}
+
 std::string why_no_kernel() {
 #ifndef AMP_KERNELS_CUDA_ON_CPU
   cudaFuncAttributes attributes;

@@ -5,12 +5,18 @@
 // beside the weight 10), and 8 for each state; 4 or 2 for the gradient, read. SGD with momentum moves 20 for fp32
 // parameters, 18 for 16-bit weights and gradients; an average that follows a weight and its remainder 12.
 //
-// A block takes every gridDim.x-th chunk of the table, the last one first. A thread has two packs under way, kThreads
-// packs apart, and the elements behind the last whole pack of a chunk go one by one:
+// A block takes every gridDim.x-th chunk of the table, the last one first. Its threads take packs of four neighbours,
+// two at a time, and ask for all arrays of both before they use any of them:
 //
-//   chunk:  | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ...
-//           | first packs: 1024 elements                | second packs                        |
+//   chunk:  | head | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ... | tail |
+//                  | first packs: 1024 elements                | second packs                        |
+//
+// Packs begin where the states are aligned to 16 bytes. Head and tail, at most three elements each, are updated by the
+// last warp, one by a thread: it has least to do where a tensor is short. A gradient or weight that is aligned
+// otherwise than the states, a view into a bucket, is read in the aligned words around each pack (Straddling).
 #pragma once
+
+#include <utility>
 
 #include "../formulas/remainder.h"
 #include "../formulas/unscale.h"
@@ -20,43 +26,160 @@ namespace amp_kernels::cuda {
 
 // Four elements: 16 bytes of fp32 a thread, neighbours side by side in a warp; states, which are fp32, are most of what
 // moves. Eight would make the fp32 accesses of a warp skip every other 16 bytes.
-constexpr int kUpdatePack = 4;
-
-// Two packs a thread need 64 registers for SGD and 96 for centered RMSprop; with three resident blocks asked
-// for, ptxas spills the latter. Two blocks x 256 threads x 80 bytes are 41 KB in flight, what 4.8 TB/s over
-// 132 multiprocessors takes at a latency of 1.1 us.
-constexpr int kResidentBlocks = 2;
+constexpr int kPack = 4;
 
 template <class T>
 constexpr Dtype kDtypeOf = std::is_same_v<T, float>    ? kFloat
                            : std::is_same_v<T, __half> ? kHalf
                                                        : kBFloat16;
 
-// M is int16_t for the remainders of weights of type P, or where P is float of type G, else float.
-template <class Formula, class P, class M, class G>
-struct Arrays {
+// What a kernel is compiled for: its formula, how many of the states there are, and the types of parameters, of row
+// kMaster and of gradients. M is int16_t for the remainders of weights of type P, or where P is float of type G, else
+// float. The states are those that every parameter has, so that none is asked whether it is there, or all of them.
+template <class F, int kStates_, class P_, class M_, class G_>
+struct Variant {
+  using Formula = F;
+  using P = P_;
+  using M = M_;
+  using G = G_;
+  static constexpr int kStates = kStates_;
   static constexpr bool kJoins = kJoinsGrad<P, M>;
-  static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins, kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
+  static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins;
+  static constexpr bool kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
+  static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
+  // Three blocks x 256 threads x 80 bytes (SGD with momentum, 16 bits) are 61 KB in flight on a multiprocessor, and two
+  // blocks of three states 70 to 82; 4.8 TB/s over 132 multiprocessors, a little more than half of it read, take 24 KB
+  // at a latency of 1.1 us.
+  static constexpr int kResidentBlocks = kStates < 3 ? 3 : 2;
+};
 
-  const G* grad;
-  P* weight;
-  M* master;  // the parameter itself where there is no other
-  float* state[Formula::kStates];
+// Where an element stands in a pack that is aligned to its size.
+template <class T>
+__device__ __forceinline__ int phase(const T* p) {
+  return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % kPack);
+}
 
-  __device__ Arrays(const Table& table, const Chunk& chunk)
-      : grad(chunk.in<const G>(table, kGrad)),
-        weight(chunk.in<P>(table, kParam)),
-        master(chunk.in<M>(table, kIsFp32 ? kParam : kMaster)) {
+// The arrays of a chunk, and how its elements are divided: `packs` packs behind the first `head` elements.
+template <class V>
+struct Arrays {
+  const typename V::G* grad;
+  typename V::P* weight;
+  typename V::M* master;  // none for an fp32 parameter
+  float* state[V::kStates > 0 ? V::kStates : 1];
+  int size, head, packs;
+  bool is_aligned;  // whether a gradient and a weight are aligned where the states are
+
+  template <class Walk>
+  __device__ __forceinline__ explicit Arrays(const Walk& walk)
+      : grad(walk.template in<const typename V::G>(kGrad)),
+        weight(walk.template in<typename V::P>(kParam)),
+        master(V::kIsFp32 ? nullptr : walk.template in<typename V::M>(kMaster)),
+        size(walk.size()) {
 #pragma unroll
-    for (int k = 0; k < Formula::kStates; ++k) state[k] = chunk.in<float>(table, kState + k);
+    for (int k = 0; k < V::kStates; ++k) state[k] = walk.template in<float>(kState + k);
+    divide(walk.begin(), walk.rest());
+  }
+
+  __device__ __forceinline__ bool has(int k) const {
+    return k < V::Formula::kRequired || (k < V::kStates && state[k] != nullptr);
+  }
+
+ private:
+  __device__ __forceinline__ void divide(int64_t begin, int64_t rest) {
+    int own = V::kIsFp32 ? -1 : phase(master);  // of the optimizer's own allocations, or -1
+    bool is_one = true;
+#pragma unroll
+    for (int k = 0; k < V::kStates; ++k) {
+      if (!has(k)) continue;
+      if (own < 0) own = phase(state[k]);
+      is_one = is_one && phase(state[k]) == own;
+    }
+    if (own < 0) own = phase(weight);
+    is_aligned = phase(grad) == own && phase(weight) == own;
+    head = -own & (kPack - 1);
+    packs = is_one && head < size ? (size - head) / kPack : 0;
+    if (packs == 0) head = 0;
+    if (is_aligned || packs == 0) return;
+    // The words around the first and the last pack of a tensor may hold what lies beside it.
+    const int before_grad = words_before(grad, own), before_weight = V::kReadsWeight ? words_before(weight, own) : 0;
+    if (begin + head < before_grad || begin + head < before_weight) {
+      head += kPack;
+      --packs;
+    }
+    const int64_t behind = rest - head - packs * kPack;  // elements that follow the packs
+    const auto reaches_out = [&](int before) { return before > 0 && behind + before < kPack; };
+    if (packs > 0 && (reaches_out(before_grad) || reaches_out(before_weight))) --packs;
+  }
+
+  // How many elements before a pack its aligned words begin (Straddling).
+  template <class T>
+  __device__ __forceinline__ static int words_before(const T* p, int own) {
+    return sizeof(T) == 2 ? (phase(p) - own) & (kPack - 1) : 0;
   }
 };
 
-// Which arrays allow wide accesses. Gradients and weights are often views into a bucket and are not; one odd array
-// beside them makes all of the others narrow, for masters and states are the optimizer's own allocations.
-struct Wide {
-  bool grad, weight, own;
+// N neighbours on their way: `load` asks for them, `get` waits. Between the two lie the loads of all other arrays.
+template <class T, int N>
+struct Aligned {
+  Packed<T, N> packed;
+
+  __device__ __forceinline__ void load(const T* p) { packed = load_wide<N>(p); }
+  __device__ __forceinline__ Vector<T, N> get() const { return packed.unpacked(); }
 };
+
+template <class T, int N>
+struct OneByOne {
+  Vector<T, N> elements;
+
+  __device__ __forceinline__ void load(const T* p) { elements = load_elements<N>(p, false); }
+  __device__ __forceinline__ Vector<T, N> get() const { return elements; }
+};
+
+// A pack of 16 bits in the one or two aligned words of 8 bytes that hold it.
+template <class T>
+struct Straddling {
+  static_assert(sizeof(T) == 2);
+  uint64_t low, high;
+  int shift;  // in bits
+
+  __device__ __forceinline__ void load(const T* p) {
+    shift = phase(p) * 16;
+    const auto* const words = reinterpret_cast<const uint64_t*>(p - phase(p));
+    assume_global(words);
+    assume_global(words + 1);
+    low = words[0];
+    high = shift == 0 ? 0 : words[1];
+  }
+
+  __device__ __forceinline__ Vector<T, kPack> get() const {
+    const uint64_t bits = shift == 0 ? low : low >> shift | high << (64 - shift);
+    Vector<T, kPack> elements;
+    memcpy(elements.data, &bits, sizeof(bits));
+    return elements;
+  }
+};
+
+// fp32 goes one by one where it is not aligned: four words of 4 bytes take no more registers than one of 16.
+template <class T, int N, bool kAligned>
+using Loading = std::conditional_t<
+    N == 1, OneByOne<T, N>,
+    std::conditional_t<kAligned, Aligned<T, N>, std::conditional_t<sizeof(T) == 4, OneByOne<T, N>, Straddling<T>>>>;
+
+template <bool kAligned, int N, class T>
+__device__ __forceinline__ void store(T* p, const Vector<T, N>& elements) {
+  if constexpr (kAligned && N > 1)
+    store_wide(p, elements);
+  else
+    store_elements<N>(p, elements, false);
+}
+
+template <bool kAligned, class T, int N>
+__device__ __forceinline__ void store_rounded(T* p, const Vector<float, N>& values) {
+  Vector<T, N> elements;
+#pragma unroll
+  for (int j = 0; j < N; ++j) elements.data[j] = from_float<T>(values.data[j]);
+  store<kAligned>(p, elements);
+}
 
 // fp32 masters of N weights.
 template <class P, int N>
@@ -71,45 +194,67 @@ __device__ __forceinline__ Vector<float, N> join(const Vector<P, N>& weights, co
   return masters;
 }
 
-// N neighbouring elements in registers. Loading, computing and storing are apart, so that a thread can load
-// one pack before it stores another: the compiler cannot, since for all it knows the arrays overlap.
-template <int N, class Formula>
+// N neighbouring elements. Loading and updating are apart, so that a thread can load one pack before it stores another:
+// the compiler cannot, since for all it knows the arrays overlap.
+template <class V, int N, bool kAligned>
 struct Pack {
-  Vector<float, N> g, p, s[Formula::kStates];
+  Loading<typename V::G, N, kAligned> grad;
+  Loading<typename V::P, N, kAligned> weight;
+  Loading<typename V::M, N, true> master;
+  Loading<float, N, true> state[V::kStates > 0 ? V::kStates : 1];
 
-  template <class P, class M, class G>
-  __device__ __forceinline__ void load(const Arrays<Formula, P, M, G>& arrays, int64_t i, Wide wide) {
-    if constexpr (Arrays<Formula, P, M, G>::kJoins) {
-      g = join(load_elements<N>(arrays.grad + i, wide.grad), load_elements<N>(arrays.master + i, wide.own));
-      p = load_pack<N>(arrays.weight + i, wide.weight);
-    } else {
-      g = load_pack<N>(arrays.grad + i, wide.grad);
-    }
-    if constexpr (Arrays<Formula, P, M, G>::kIsSplit) {
-      p = join(load_elements<N>(arrays.weight + i, wide.weight), load_elements<N>(arrays.master + i, wide.own));
-    } else if constexpr (!Arrays<Formula, P, M, G>::kJoins) {
-      p = load_pack<N>(arrays.master + i, wide.own);
-    }
+  __device__ __forceinline__ void load(const Arrays<V>& arrays, int i) {
+    grad.load(arrays.grad + i);
+    if constexpr (V::kReadsWeight) weight.load(arrays.weight + i);
+    if constexpr (!V::kIsFp32) master.load(arrays.master + i);
 #pragma unroll
-    for (int k = 0; k < Formula::kStates; ++k)
-      s[k] = arrays.state[k] == nullptr ? Vector<float, N>{} : load_pack<N>(arrays.state[k] + i, wide.own);
+    for (int k = 0; k < V::kStates; ++k) {
+      state[k] = {};
+      if (arrays.has(k)) state[k].load(arrays.state[k] + i);
+    }
   }
 
-  __device__ __forceinline__ void apply(const Formula& formula) {
+  __device__ __forceinline__ void update(const Arrays<V>& arrays, const typename V::Formula& formula, int i) const {
+    constexpr int kAll = V::Formula::kStates;
+    const Vector<float, N> g = gradients();
+    Vector<float, N> p = parameters(), s[kAll];
+#pragma unroll
+    for (int k = 0; k < kAll; ++k) s[k] = k < V::kStates ? state[k < V::kStates ? k : 0].get() : Vector<float, N>{};
 #pragma unroll
     for (int j = 0; j < N; ++j) {
-      float element[Formula::kStates];
+      float element[kAll];
 #pragma unroll
-      for (int k = 0; k < Formula::kStates; ++k) element[k] = s[k].data[j];
+      for (int k = 0; k < kAll; ++k) element[k] = s[k].data[j];
       p.data[j] = formula(p.data[j], g.data[j], element);
 #pragma unroll
-      for (int k = 0; k < Formula::kStates; ++k) s[k].data[j] = element[k];
+      for (int k = 0; k < kAll; ++k) s[k].data[j] = element[k];
     }
+    store_parameters(arrays, p, i);
+#pragma unroll
+    for (int k = 0; k < V::kStates; ++k)
+      if (arrays.has(k)) store<true>(arrays.state[k] + i, s[k]);
   }
 
-  template <class P, class M, class G>
-  __device__ __forceinline__ void store(const Arrays<Formula, P, M, G>& arrays, int64_t i, Wide wide) const {
-    if constexpr (Arrays<Formula, P, M, G>::kIsSplit) {
+ private:
+  __device__ __forceinline__ Vector<float, N> gradients() const {
+    if constexpr (V::kJoins)
+      return join(grad.get(), master.get());
+    else
+      return floats(grad.get());
+  }
+
+  __device__ __forceinline__ Vector<float, N> parameters() const {
+    if constexpr (V::kIsSplit)
+      return join(weight.get(), master.get());
+    else if constexpr (V::kReadsWeight)
+      return floats(weight.get());
+    else
+      return floats(master.get());
+  }
+
+  __device__ __forceinline__ static void store_parameters(const Arrays<V>& arrays, const Vector<float, N>& p, int i) {
+    using P = typename V::P;
+    if constexpr (V::kIsSplit) {
       Vector<P, N> weights;
       Vector<int16_t, N> remainders;
 #pragma unroll
@@ -117,77 +262,91 @@ struct Pack {
         weights.data[j] = from_float<P>(p.data[j]);
         remainders.data[j] = static_cast<int16_t>(Remainder<kDtypeOf<P>>::of(p.data[j], to_float(weights.data[j])));
       }
-      store_elements<N>(arrays.weight + i, weights, wide.weight);
-      store_elements<N>(arrays.master + i, remainders, wide.own);
+      store<kAligned>(arrays.weight + i, weights);
+      store<true>(arrays.master + i, remainders);
     } else {
-      if constexpr (!Arrays<Formula, P, M, G>::kJoins) store_pack<N>(arrays.master + i, p.data, wide.own);
-      if constexpr (!Arrays<Formula, P, M, G>::kIsFp32) store_pack<N>(arrays.weight + i, p.data, wide.weight);
+      if constexpr (!V::kIsFp32 && !V::kJoins) store<true>(arrays.master + i, p);
+      store_rounded<kAligned>(arrays.weight + i, p);
     }
-#pragma unroll
-    for (int k = 0; k < Formula::kStates; ++k)
-      if (arrays.state[k] != nullptr) store_pack<N>(arrays.state[k] + i, s[k].data, wide.own);
   }
 };
 
-template <class Formula, class P, class M, class G>
-__device__ __forceinline__ void update_elements(const Arrays<Formula, P, M, G>& arrays, const Formula& formula,
-                                                int64_t size, Wide wide) {
-  constexpr int64_t kStride = kThreads * kUpdatePack;
-  int64_t i = threadIdx.x * kUpdatePack;
-  for (; i + kStride + kUpdatePack <= size; i += 2 * kStride) {
-    Pack<kUpdatePack, Formula> first, second;
-    first.load(arrays, i, wide);
-    second.load(arrays, i + kStride, wide);
-    first.apply(formula);
-    second.apply(formula);
-    first.store(arrays, i, wide);
-    second.store(arrays, i + kStride, wide);
-  }
-  for (; i < size; i += kStride) {
-    for (int64_t k = i; k < i + kUpdatePack && k < size; ++k) {
-      Pack<1, Formula> one;
-      one.load(arrays, k, Wide{});
-      one.apply(formula);
-      one.store(arrays, k, Wide{});
-    }
+template <class V, bool kAligned>
+__device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const typename V::Formula& formula) {
+  for (int k = threadIdx.x; k < arrays.packs; k += 2 * kThreads) {
+    // A thread without a second pack loads its first one twice: a branch would have the compiler wait before it.
+    const bool has_second = k + kThreads < arrays.packs;
+    const int i = arrays.head + k * kPack, j = has_second ? i + kThreads * kPack : i;
+    Pack<V, kPack, kAligned> first, second;
+    first.load(arrays, i);
+    second.load(arrays, j);
+    first.update(arrays, formula, i);
+    if (has_second) second.update(arrays, formula, j);
   }
 }
 
-template <class Formula, class P, class M, class G>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks) update_kernel(const Update update) {
+template <class V>
+__device__ __forceinline__ void update_rest(const Arrays<V>& arrays, const typename V::Formula& formula) {
+  const int rest = arrays.size - arrays.packs * kPack;
+#pragma unroll 1
+  for (int k = (threadIdx.x + 32) % kThreads; k < rest; k += kThreads) {
+    const int i = k < arrays.head ? k : k + arrays.packs * kPack;
+    Pack<V, 1, true> one;
+    one.load(arrays, i);
+    one.update(arrays, formula, i);
+  }
+}
+
+// Last chunk first: the gradient pass has just left the tail of the gradients in L2.
+template <class V>
+using UpdateWalk = ChunkWalk<kState + V::kStates, /*kBackwards=*/true>;
+
+template <class V>
+__global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(const Update update) {
+  using Formula = typename V::Formula;
+  UpdateWalk<V> walk(update.table, update.steps, reinterpret_cast<int64_t*>(shared_memory()));
   if (is_skipped(update)) return;
   const float factor = update_factor(update);
-  for (int64_t i = blockIdx.x; i < update.table.chunk_count; i += gridDim.x) {
-    // Last chunk first: the gradient pass has just left the tail of the gradients in L2.
-    const int64_t index = update.table.chunk_count - 1 - i;
-    const Chunk chunk(update.table, index);
-    const Arrays<Formula, P, M, G> arrays(update.table, chunk);
+  for (; walk.has_chunk(); walk.advance()) {
+    const Arrays<V> arrays(walk);
     if (arrays.grad == nullptr) continue;
     bool has[Formula::kStates];
-    Wide wide{is_aligned16(arrays.grad), is_aligned16(arrays.weight), is_aligned16(arrays.master)};
 #pragma unroll
-    for (int k = 0; k < Formula::kStates; ++k) {
-      has[k] = arrays.state[k] != nullptr;
-      wide.own = wide.own && is_aligned16(arrays.state[k]);
-    }
-    const int64_t group = update.table.at(kGroup, chunk.tensor);
-    const int32_t step = update.steps[index];
-    const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]),
-                          factor, step, has);
-    update_elements(arrays, formula, chunk.size, wide);
-    barrier();  // every thread has read the count
-    if (threadIdx.x == 0) update.steps[index] = step + 1;
+    for (int k = 0; k < Formula::kStates; ++k) has[k] = arrays.has(k);
+    const int64_t group = walk.row(kGroup);
+    const float lr = *reinterpret_cast<const float*>(update.lr[group]);
+    const Formula formula(update.hyper + group * kHyperColumns, lr, factor, walk.count(), has);
+    update_rest(arrays, formula);
+    if (arrays.is_aligned)
+      update_packs<V, true>(arrays, formula);
+    else
+      update_packs<V, false>(arrays, formula);
+    if (threadIdx.x == 0) update.steps[walk.index()] = walk.count() + 1;
   }
 }
 
-template <class Formula>
-void launch_update(const Update& update, Stream stream) {
-  if (update.table.chunk_count == 0) return;
-  with_dtype(update.param_dtype, [&](auto param) {
-    with_dtype(update.grad_dtype, [&](auto grad) {
-      with_master<decltype(param), decltype(grad)>(update.split, [&](auto master) {
-        launch_over_chunks(update_kernel<Formula, decltype(param), decltype(master), decltype(grad)>, 0, update,
-                           stream);
+// Calls f with a Variant{} of the states: those that every parameter has, if no tensor has another, else all.
+template <class Formula, class P, class M, class G, class F>
+void with_states(int states, const F& f) {
+  constexpr int kRequired = (1 << Formula::kRequired) - 1;
+  if ((states & kRequired) != kRequired)
+    throw std::invalid_argument(std::string("amp_kernels: ") + Formula::kName +
+                                " lacks a state that it cannot do without");
+  if constexpr (Formula::kRequired < Formula::kStates)
+    if (states == kRequired) return f(Variant<Formula, Formula::kRequired, P, M, G>{});
+  f(Variant<Formula, Formula::kStates, P, M, G>{});
+}
+
+// Calls f with the kernel of this form, and the bytes of shared memory that it takes.
+template <class Formula, class F>
+void with_kernel(const Form& form, const F& f) {
+  with_dtype(form.param_dtype, [&](auto param) {
+    with_dtype(form.grad_dtype, [&](auto grad) {
+      with_master<decltype(param), decltype(grad)>(form.split, [&](auto master) {
+        with_states<Formula, decltype(param), decltype(master), decltype(grad)>(form.states, [&](auto variant) {
+          using V = decltype(variant);
+          f(update_kernel<V>, UpdateWalk<V>::kWords * sizeof(int64_t));
+        });
       });
     });
   });

@@ -16,7 +16,8 @@ namespace amp_kernels {
 
 struct AdamFormula {
   static constexpr const char* kName = "adam";
-  static constexpr int kStates = 3;  // exp_avg, exp_avg_sq, max_exp_avg_sq; the last is there for AMSGrad
+  static constexpr int kStates = 3;    // exp_avg, exp_avg_sq, max_exp_avg_sq; the last is there for AMSGrad
+  static constexpr int kRequired = 2;  // of them, the first; a parameter may lack the others
 
   float factor, one_minus_beta1, beta2, one_minus_beta2, eps, added_decay, shrinkage, rate, inverse_root;
   bool amsgrad;

@@ -14,7 +14,8 @@ namespace amp_kernels {
 
 struct RmspropFormula {
   static constexpr const char* kName = "rmsprop";
-  static constexpr int kStates = 3;  // square_avg, momentum_buffer, grad_avg; an absent one reads as 0
+  static constexpr int kStates = 3;    // square_avg, momentum_buffer, grad_avg; an absent one reads as 0
+  static constexpr int kRequired = 1;  // of them, the first; a parameter may lack the others
 
   float factor, lr, alpha, one_minus_alpha, centering, eps, weight_decay, momentum;
 

@@ -12,7 +12,8 @@ namespace amp_kernels {
 
 struct SgdFormula {
   static constexpr const char* kName = "sgd";
-  static constexpr int kStates = 1;  // momentum_buffer
+  static constexpr int kStates = 1;    // momentum_buffer
+  static constexpr int kRequired = 0;  // of them, the first; a parameter may lack the others
 
   float factor, lr, momentum, one_minus_dampening, weight_decay, lookahead;
   bool first;

@@ -60,8 +60,12 @@ inline GradientPass make_pass(const Tensor& table, const Tensor& chunks, int64_t
           data<Record>(record)};
 }
 
+inline Form make_form(int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states) {
+  return {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), static_cast<int32_t>(states)};
+}
+
 inline Update make_update(const Tensor& table, const Tensor& chunks, int64_t chunk_size, const Tensor& steps,
-                          const Tensor& hyper, const Tensor& lr, int64_t param_dtype, bool split, int64_t grad_dtype,
+                          const Tensor& hyper, const Tensor& lr, const Form& form,
                           const std::optional<Tensor>& grad_scale, const std::optional<Tensor>& found_inf,
                           const std::optional<Tensor>& grad_norm, double max_norm) {
   return {make_table(table, chunks, chunk_size),
@@ -72,9 +76,7 @@ inline Update make_update(const Tensor& table, const Tensor& chunks, int64_t chu
           data<float>(found_inf),
           data<float>(grad_norm),
           static_cast<float>(max_norm),
-          static_cast<Dtype>(param_dtype),
-          split,
-          static_cast<Dtype>(grad_dtype)};
+          form};
 }
 
 }  // namespace amp_kernels

@@ -5,6 +5,9 @@
 //                          as long as this object and `words`
 //   run(pass)              the gradient pass
 //   run(family, update)    the update of one combination of dtypes
+//   load_send(), load_pass(), load_update(family, form)
+//                          load the kernels that `send` and `run` will take, and say how many blocks of the latter run
+//                          at a time: 0 on a CPU, whose kernels have none
 //   run(args)              the int8 kernel that takes these arguments
 #pragma once
 
@@ -29,6 +32,10 @@ class Cpu {
     words.resize(words.size() + spare);
     return words.data();
   }
+
+  void load_send() const {}
+  int64_t load_pass() const { return 0; }
+  int64_t load_update(std::string_view, const Form&) const { return 0; }
 
   void run(const GradientPass& pass) { cpu::run_pass(pass); }
 
@@ -57,6 +64,10 @@ class Cuda {
     cuda::launch_send(words.data(), at, count, stream_);
     return at;
   }
+
+  void load_send() const { cuda::load_send(); }
+  int64_t load_pass() const { return cuda::load_unscale(); }
+  int64_t load_update(std::string_view family, const Form& form) const { return cuda::load_update(family, form); }
 
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }

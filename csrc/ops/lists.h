@@ -7,8 +7,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <numeric>
 #include <vector>
 
+#include "../chunks.h"
 #include "operand.h"
 
 namespace amp_kernels {
@@ -122,6 +124,14 @@ inline void require_apart(const std::vector<const Operand*>& written) {
   }
 }
 
+// Chunks, two int32 numbers in a word: a tensor, and a chunk within it.
+struct Chunks {
+  std::vector<int64_t> words;
+  int64_t size;
+
+  int64_t count() const { return static_cast<int64_t>(words.size()); }
+};
+
 // The rows of a table, and how its tensors are cut.
 class HostTable {
  public:
@@ -133,23 +143,23 @@ class HostTable {
     at(kNumel, t) = grad.numel;
     at(kGrad, t) = grad.address;
     at(kGradDtype, t) = grad.code();
-    elements_ += grad.numel;
   }
 
-  // 16384 elements are 1560 chunks for ResNet-50, enough to go round 132 multiprocessors. From 2^27 elements on 65536
-  // do as well and keep the last block's fold over all chunks short. (`cut` of amp_kernels/ops/table.py does the same.)
-  int64_t chunk_size() const { return elements_ < 1 << 27 ? 1 << 14 : 1 << 16; }
-
-  // Appends the chunks of a tensor to a list of words: (tensor, chunk within it) in int32.
-  void cut(int64_t t, std::vector<int64_t>& chunks) {
-    for (int64_t c = 0; c * chunk_size() < at(kNumel, t); ++c) chunks.push_back(t | c << 32);
+  // Cuts the tensors of these columns for kernels of which `blocks` blocks run at a time.
+  Chunks cut(const std::vector<int64_t>& columns, int64_t blocks) {
+    int64_t total = 0;
+    for (const int64_t t : columns) total += at(kNumel, t);
+    Chunks chunks{{}, chunk_size(total, static_cast<int64_t>(columns.size()), blocks)};
+    for (const int64_t t : columns)
+      for (int64_t c = 0; c * chunks.size < at(kNumel, t); ++c) chunks.words.push_back(t | c << 32);
+    return chunks;
   }
 
   int64_t tensors() const { return tensors_; }
   const std::vector<int64_t>& rows() const { return rows_; }
 
  private:
-  int64_t tensors_, elements_ = 0;
+  int64_t tensors_;
   std::vector<int64_t> rows_;
 };
 

@@ -1,4 +1,4 @@
-// The gradient pass: `unscale_`, `grad_norm`, and `_unscale_table_` of the step plan (schemas:
+// The gradient pass: `unscale_`, `grad_norm`, and of the step plan `_unscale_table_` and `_load_unscale` (schemas:
 // amp_kernels/ops/unscale.py).
 #include "device.h"
 #include "lists.h"
@@ -20,18 +20,18 @@ Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, b
   const auto count = static_cast<int64_t>(grads.size());
   HostTable table(kGradDtype + 1, count);
   for (int64_t t = 0; t < count; ++t) table.put(t, dense(operands[t]));
-  std::vector<int64_t> chunks;
-  for (int64_t t = 0; t < count; ++t) table.cut(t, chunks);
-  const auto chunk_count = static_cast<int64_t>(chunks.size());
+  std::vector<int64_t> columns(count);
+  std::iota(columns.begin(), columns.end(), 0);
+  const Chunks chunks = table.cut(columns, device.load_pass());
 
   Words words;
   words.add(table.rows());
-  const int64_t chunks_at = words.add(chunks);
+  const int64_t chunks_at = words.add(chunks.words);
   const int64_t record_at = words.add(std::vector<int64_t>(sizeof(Record) / sizeof(int64_t)));
   const auto partials_at = static_cast<int64_t>(words.get().size());
-  int64_t* const at = device.send(words.get(), chunk_count);
+  int64_t* const at = device.send(words.get(), chunks.count());
   const Tensor norm = torch::stable::new_empty(found_inf, {});
-  device.run({{at, count, reinterpret_cast<int32_t*>(at + chunks_at), chunk_count, table.chunk_size()},
+  device.run({{at, count, reinterpret_cast<int32_t*>(at + chunks_at), chunks.count(), chunks.size},
               data<float>(scale),
               /*divide=*/false,
               write,
@@ -61,11 +61,19 @@ void unscale_table(Tensor table, Tensor chunks, int64_t chunk_size, std::optiona
       make_pass(table, chunks, chunk_size, scale, divide, write, clear, partials, found_inf, norm, record));
 }
 
+template <class Device>
+int64_t load_unscale(Tensor beside) {
+  const Device device(beside);
+  device.load_send();
+  return device.load_pass();
+}
+
 template <class Device, class Library>
 void register_kernels(Library& m) {
   m.impl("unscale_", TORCH_BOX(&unscale<Device>));
   m.impl("grad_norm", TORCH_BOX(&grad_norm<Device>));
   m.impl("_unscale_table_", TORCH_BOX(&unscale_table<Device>));
+  m.impl("_load_unscale", TORCH_BOX(&load_unscale<Device>));
 }
 
 }  // namespace

@@ -1,6 +1,7 @@
-// The updates of all families: `update_` of lists, and `_update_table_` of the step plan (schemas:
+// The updates of all families: `update_` of lists, and of the step plan `_update_table_` and `_load_update` (schemas:
 // amp_kernels/ops/update.py).
 #include <limits>
+#include <map>
 #include <tuple>
 
 #include "device.h"
@@ -11,7 +12,8 @@ namespace {
 
 using MaybeTensors = std::optional<Tensors>;
 constexpr int kMaxStates = 3;
-using Form = std::tuple<Dtype, bool, Dtype>;  // of a parameter, whether there is a remainder, of its gradient
+
+auto as_tuple(const Form& form) { return std::tie(form.param_dtype, form.split, form.grad_dtype, form.states); }
 
 // Parameters, gradients, states and masters as kernels take them, in a table whose columns are the parameters.
 class UpdateTable {
@@ -30,6 +32,8 @@ class UpdateTable {
       check_remainders();
     }
     check(states);
+    int32_t kept = 0;
+    for (int k = 0; k < kMaxStates; ++k) kept |= !states_[k].empty() << k;
     for (size_t t = 0, low = 0, low_grads = 0; t < params_.size(); ++t) {
       const auto column = static_cast<int64_t>(t);
       const Operand param = written_(params_[t]);
@@ -48,7 +52,7 @@ class UpdateTable {
       }
       for (int k = 0; k < kMaxStates; ++k)
         if (!states_[k].empty()) table_.at(kState + k, column) = written_(states_[k][t], param).address;
-      forms_.emplace_back(param.code(), split, grad.code());
+      forms_.push_back({param.code(), split, grad.code(), kept});
     }
   }
 
@@ -58,15 +62,10 @@ class UpdateTable {
   // Calls f(form, columns) for each combination of dtypes.
   template <class F>
   void each_form(const F& f) const {
-    std::vector<Form> forms = forms_;
-    std::sort(forms.begin(), forms.end());
-    forms.erase(std::unique(forms.begin(), forms.end()), forms.end());
-    for (const Form& form : forms) {
-      std::vector<int64_t> columns;
-      for (size_t t = 0; t < forms_.size(); ++t)
-        if (forms_[t] == form) columns.push_back(static_cast<int64_t>(t));
-      f(form, columns);
-    }
+    const auto before = [](const Form& a, const Form& b) { return as_tuple(a) < as_tuple(b); };
+    std::map<Form, std::vector<int64_t>, decltype(before)> columns(before);
+    for (size_t t = 0; t < forms_.size(); ++t) columns[forms_[t]].push_back(static_cast<int64_t>(t));
+    for (const auto& [form, own] : columns) f(form, own);
   }
 
  private:
@@ -141,15 +140,13 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
   const float* const rate = tensor_lr.has_value() ? data<float>(tensor_lr) : hyper_there + kHyperColumns;
 
   operands.each_form([&](const Form& form, const std::vector<int64_t>& columns) {
-    std::vector<int64_t> chunks;
-    for (const int64_t column : columns) table.cut(column, chunks);
+    const Chunks chunks = table.cut(columns, device.load_update(family, form));
     Words more;
     more.add(std::vector<int64_t>{reinterpret_cast<int64_t>(rate)});
-    const int64_t chunks_at = more.add(chunks);
-    const auto count = static_cast<int64_t>(chunks.size());
+    const int64_t chunks_at = more.add(chunks.words), count = chunks.count();
     const int64_t steps_at = more.add(std::vector<int64_t>((count + 1) / 2, steps_taken | steps_taken << 32));
     int64_t* const there = device.send(more.get());
-    device.run(family, {{at, table.tensors(), reinterpret_cast<int32_t*>(there + chunks_at), count, table.chunk_size()},
+    device.run(family, {{at, table.tensors(), reinterpret_cast<int32_t*>(there + chunks_at), count, chunks.size},
                         reinterpret_cast<int32_t*>(there + steps_at),
                         hyper_there,
                         there,
@@ -157,25 +154,32 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
                         data<float>(found_inf),
                         /*grad_norm=*/nullptr,
                         /*max_norm=*/0.0f,
-                        std::get<0>(form),
-                        std::get<1>(form),
-                        std::get<2>(form)});
+                        form});
   });
   operands.copy_back();
 }
 
 template <class Device>
 void update_table(std::string family, Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps, Tensor hyper,
-                  Tensor lr, int64_t param_dtype, bool split, int64_t grad_dtype, std::optional<Tensor> grad_scale,
-                  std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm, double max_norm) {
-  Device(table).run(family, make_update(table, chunks, chunk_size, steps, hyper, lr, param_dtype, split, grad_dtype,
-                                        grad_scale, found_inf, grad_norm, max_norm));
+                  Tensor lr, int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states,
+                  std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm,
+                  double max_norm) {
+  const Form form = make_form(param_dtype, split, grad_dtype, states);
+  Device(table).run(family, make_update(table, chunks, chunk_size, steps, hyper, lr, form, grad_scale, found_inf,
+                                        grad_norm, max_norm));
+}
+
+template <class Device>
+int64_t load_update(Tensor beside, std::string family, int64_t param_dtype, bool split, int64_t grad_dtype,
+                    int64_t states) {
+  return Device(beside).load_update(family, make_form(param_dtype, split, grad_dtype, states));
 }
 
 template <class Device, class Library>
 void register_kernels(Library& m) {
   m.impl("update_", TORCH_BOX(&update<Device>));
   m.impl("_update_table_", TORCH_BOX(&update_table<Device>));
+  m.impl("_load_update", TORCH_BOX(&load_update<Device>));
 }
 
 }  // namespace

@@ -8,10 +8,13 @@ import weakref
 
 import pytest
 import torch
+from cuda_on_cpu import backend as emulator
 from optim_cases import FULL, TORCH
+from table_kernels import why_not_emulated
 
 from amp_kernels import GradScaler, grad_scaler
 from amp_kernels.optim import FusedRMSprop, FusedSGD, _base, _plan
+from amp_kernels.testing import DTYPES
 from amp_kernels.testing.updates import UPDATES
 
 
@@ -87,6 +90,29 @@ def test_capture_may_follow_init_state(capture, optimizer_class):
     capture(False)
     optimizers[1].step()
     assert torch.equal(params[0], params[1])
+
+
+@pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["plain", "clipping"])
+@pytest.mark.parametrize("optimizer_class", TORCH, ids=UPDATES)
+def test_kernels_are_loaded_before_a_capture(capture, optimizer_class, options, dtype):
+    """The driver may refuse to load one inside."""
+    params = [one_parameter(dtype), one_parameter(torch.float32)]
+    optimizer = optimizer_class([{"params": params[:1]}, {"params": params[1:]}], **options)
+    scaler = GradScaler("cpu", init_scale=2.0)
+    scaler.scale(torch.ones(()))
+
+    def captured() -> None:
+        capture(True)
+        scaler.step(optimizer)
+        optimizer.step()
+
+    before = [p.detach().clone() for p in params]
+    with emulator.serving():
+        assert emulator.loaded_in_a_capture(lambda: None, lambda: emulator._load_unscale(params[0])) != set()
+        assert emulator.loaded_in_a_capture(optimizer.init_state, captured) == set()
+    assert not any(map(torch.equal, before, params))
 
 
 def test_what_a_graph_points_to_outlives_rebuilt_plans(capture):

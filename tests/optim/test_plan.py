@@ -8,10 +8,21 @@ import random
 
 import pytest
 import torch
+from cuda_on_cpu import backend as emulator
+from table_kernels import why_not_emulated
 from torch import Tensor
 
 from amp_kernels.ops import table as tables
-from amp_kernels.ops.table import Row, cut, gradient_table, int64_tensor, is_dense, same_layout, shares_memory
+from amp_kernels.ops.table import (
+    Row,
+    chunk_size,
+    cut,
+    gradient_table,
+    int64_tensor,
+    is_dense,
+    same_layout,
+    shares_memory,
+)
 
 SMALL, LARGE = 1 << 14, 1 << 16
 
@@ -64,6 +75,55 @@ def test_an_entry_of_more_than_2_to_the_31_elements():
 def test_chunk_size_depends_on_the_sum():
     assert cut([(1 << 27) - 1]).size == SMALL
     assert cut([1 << 26, 1 << 26]).size == LARGE
+
+
+def rounds_and_fill(numels: list[int], blocks: int) -> tuple[int, float]:
+    """How many chunks the busiest block takes, and which part of the last round has something to do."""
+    count = len(cut(numels, blocks=blocks).entries)
+    rounds = -(-count // blocks)
+    return rounds, count / blocks - (rounds - 1)
+
+
+@pytest.mark.parametrize("total", [10**6, 1 << 20, 10**7, 10 << 20, 25_557_032, 10**8, 100 << 20, 10**9])
+@pytest.mark.parametrize("multiprocessors", [108, 132, 144])
+def test_the_last_round_of_blocks_is_full(multiprocessors, total):
+    for resident in (2, 3, 4, 5, 6):  # blocks of a kernel on a multiprocessor
+        blocks = multiprocessors * resident
+        rounds, fill = rounds_and_fill([total], blocks)
+        assert fill >= 0.9
+        size = cut([total], blocks=blocks).size
+        assert size % 128 == 0 and 1024 <= size <= LARGE
+        assert rounds * blocks * size <= 1.11 * total  # what they could do, by what there is to do
+
+
+RESNET50 = [
+    9408, 64, 64,
+    *(n for w, count in ((64, 3), (128, 4), (256, 6), (512, 3)) for _ in range(count)
+      for n in (4 * w * w, w, w, 9 * w * w, w, w, 4 * w * w, 4 * w, 4 * w)),
+    2048000, 1000,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("multiprocessors", [108, 132, 144])
+def test_chunks_of_models_are_done_nearly_as_soon_as_one_tensor(multiprocessors):
+    """The busiest block's elements, by what each would have if all were cut evenly."""
+    for resident in (2, 3, 4):
+        blocks = multiprocessors * resident
+        for numels in (RESNET50, [768 * 3072, 3072] * 24, [1 << 24] * 3 + [4096] * 7):
+            entries, size = cut(numels, blocks=blocks)
+            work = [0] * blocks
+            for i, (tensor, place) in enumerate(entries.tolist()):
+                work[i % blocks] += min(size, numels[tensor] - place * size)
+            assert max(work) <= 1.2 * sum(numels) / blocks
+
+
+@pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
+def test_chunks_of_lists_are_those_of_plans():
+    """csrc/chunks.h and `chunk_size`, two texts of one function."""
+    rng = random.Random(0)
+    for _ in range(2000):
+        given = int(2 ** rng.uniform(0, 31)), int(2 ** rng.uniform(0, 12)), rng.choice([0, 1, 24, 216, 396, 528, 864])
+        assert emulator.library().chunk_size_of(*given) == chunk_size(*given)
 
 
 def test_order():

@@ -44,7 +44,9 @@ POINTERS = {
 TYPES = POINTERS | {"n_tensors": "i32", "n_chunks": "i32", "chunk_size": "i32", "max_norm": "fp32"}
 
 UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
-FORMULAS = {family: update.formula_of(family) for family in FAMILIES}
+FORMULAS = {
+    family: {**update.formula_of(family), "STATES": 2 ** len(known.states) - 1} for family, known in FAMILIES.items()
+}
 formulas = pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
 
 
@@ -145,6 +147,16 @@ def test_update(formula: dict[str, Any], arch: int, param: str, master: str, gra
     loads16 = (grad != "fp32") + (param != "fp32" and is_split) + is_split
     stores16 = 0 if is_average else (param != "fp32") + is_split
     check_accesses(compiled, fp32 + (grad == "fp32"), fp32, loads16, stores16)
+
+
+@formulas
+def test_update_without_optional_states(formula: dict[str, Any], tmp_path: Path) -> None:
+    """What no tensor has is not accessed."""
+    dtypes = {"PARAM_DTYPE": CODES["fp32"], "MASTER_DTYPE": CODES["fp32"], "GRAD_DTYPE": CODES["fp32"]}
+    required = formula["N_STATES"] - formula["N_OPTIONAL"]
+    options = {**formula, "STATES": 2**required - 1}
+    compiled = Compiled(update._update_kernel, 90, UPDATE, tmp_path, **options, **dtypes)
+    check_accesses(compiled, required + 2, required + 1, 0, 0)
 
 
 @formulas

@@ -137,6 +137,9 @@ class Step:
             table[row] = torch.tensor(values)
         return self.arena.place(table)
 
+    def present(self) -> int:
+        return sum(bool(tensors) << k for k, tensors in enumerate(self.states.values()))
+
     def run(
         self,
         *,
@@ -155,7 +158,7 @@ class Step:
         self.launcher.update_table_(
             self.family, table, self.chunks, self.chunk, self.steps, self.hyper, rates,
             DTYPE_CODES[self.param_dtype], self.split or self.grad_remainders is not None,
-            DTYPE_CODES[self.grad_dtype], *scalars, max_norm,
+            DTYPE_CODES[self.grad_dtype], self.present(), *scalars, max_norm,
         )  # fmt: skip
         self.arena.check()
         return self

@@ -8,8 +8,8 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -28,7 +28,17 @@ _TABLE = (_POINTER, _INT64, _POINTER, _INT64, _INT64)
 _SIGNATURES = {
     "unscale_table": (*_TABLE, _POINTER, _BOOL, _BOOL, _BOOL, _POINTER, _POINTER, _POINTER, _POINTER),
     "send": (_POINTER, _POINTER, _INT64),
-    "update_table": (ctypes.c_char_p, *_TABLE, *[_POINTER] * 3, _INT, _BOOL, _INT, *[_POINTER] * 3, ctypes.c_float),
+    "update_table": (
+        ctypes.c_char_p,
+        *_TABLE,
+        *[_POINTER] * 3,
+        _INT,
+        _BOOL,
+        _INT,
+        _INT,
+        *[_POINTER] * 3,
+        ctypes.c_float,
+    ),
     **dict.fromkeys(
         (
             "quantize_int8",
@@ -95,6 +105,10 @@ def library() -> ctypes.CDLL:
         function = getattr(lib, name)
         function.argtypes = arguments
         function.restype = ctypes.c_char_p
+    lib.set_capturing.argtypes = (_BOOL,)
+    lib.load_unscale.restype = lib.load_update.restype = _INT64
+    lib.chunk_size_of.restype, lib.chunk_size_of.argtypes = _INT64, (_INT64,) * 3
+    lib.load_update.argtypes = (ctypes.c_char_p, _INT, _BOOL, _INT, _INT)
     return lib
 
 
@@ -194,6 +208,24 @@ def planning(*multiprocessors: int) -> Iterator[dict[int, set[Launch]]]:
         library().forget_launched()
 
 
+def loaded_in_a_capture(plan: Callable[[], object], captured: Callable[[], object]) -> set[str]:
+    """The kernels that `captured` loads, run in a process that has loaded nothing but what `plan` did before."""
+    library().forget_loaded()
+    plan()
+    library().set_capturing(True)
+    try:
+        captured()
+    finally:
+        library().set_capturing(False)
+    return _visited("visit_loaded_late")
+
+
+def _visited(visit: str) -> set[str]:
+    addresses: list[int] = []
+    getattr(library(), visit)(ctypes.CFUNCTYPE(None, _POINTER)(addresses.append))
+    return {kernels()[address] for address in addresses}
+
+
 def _unscale_table_(
     table: Tensor, chunks: Tensor, chunk_size: int, scale: Tensor | None, divide: bool, write: bool,
     clear: bool, partials: Tensor, found_inf: Tensor, norm: Tensor, record: Tensor,
@@ -208,13 +240,21 @@ def _send_(host: Tensor, to: Tensor) -> None:
 
 def _update_table_(
     family: str, table: Tensor, chunks: Tensor, chunk_size: int, steps: Tensor, hyper: Tensor, lr: Tensor,
-    param_dtype: int, split: bool, grad_dtype: int, grad_scale: Tensor | None, found_inf: Tensor | None,
-    grad_norm: Tensor | None, max_norm: float,
+    param_dtype: int, split: bool, grad_dtype: int, states: int, grad_scale: Tensor | None,
+    found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float,
 ) -> None:  # fmt: skip
     arrays = [x.data_ptr() for x in (steps, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
-    dtypes = (param_dtype, split, grad_dtype)
-    _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *dtypes, *scalars, max_norm)
+    form = (param_dtype, split, grad_dtype, states)
+    _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *form, *scalars, max_norm)
+
+
+def _load_unscale(beside: Tensor) -> int:
+    return int(library().load_unscale())
+
+
+def _load_update(beside: Tensor, family: str, param_dtype: int, split: bool, grad_dtype: int, states: int) -> int:
+    return int(library().load_update(family.encode(), param_dtype, split, grad_dtype, states))
 
 
 def _quantize_int8_(

@@ -1,4 +1,5 @@
 // C functions for ctypes: csrc/cuda's launchers of the table ops, by the arguments of their structs.
+#include "../../../csrc/chunks.h"
 #include "../../../csrc/cuda/kernels.h"
 #include "guarded.h"
 
@@ -15,6 +16,17 @@ void visit_launched(void (*visit)(const void*, unsigned, size_t)) {
   for (const auto& [kernel, block, shared_bytes] : emulator::launched) visit(kernel, block, shared_bytes);
 }
 void forget_launched() { emulator::launched.clear(); }
+
+void forget_loaded() {
+  emulator::loaded.clear();
+  emulator::loaded_late.clear();
+}
+
+void set_capturing(bool on) { emulator::is_capturing = on; }
+
+void visit_loaded_late(void (*visit)(const void*)) {
+  for (const void* kernel : emulator::loaded_late) visit(kernel);
+}
 
 const char* unscale_table(const int64_t* table, int64_t tensors, const int32_t* chunks, int64_t chunk_count,
                           int64_t chunk_size, const float* scale, bool divide, bool write, bool clear, double* partials,
@@ -39,8 +51,8 @@ const char* send(const int64_t* host, int64_t* to, int64_t n) {
 
 const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
                          int64_t chunk_count, int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,
-                         int param_dtype, bool split, int grad_dtype, const float* grad_scale, const float* found_inf,
-                         const float* grad_norm, float max_norm) {
+                         int param_dtype, bool split, int grad_dtype, int states, const float* grad_scale,
+                         const float* found_inf, const float* grad_norm, float max_norm) {
   return guarded([&] {
     cuda::launch_update(family,
                         {{table, tensors, chunks, chunk_count, chunk_size},
@@ -51,10 +63,19 @@ const char* update_table(const char* family, const int64_t* table, int64_t tenso
                          found_inf,
                          grad_norm,
                          max_norm,
-                         static_cast<Dtype>(param_dtype),
-                         split,
-                         static_cast<Dtype>(grad_dtype)},
+                         {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states}},
                         nullptr);
   });
+}
+
+int64_t chunk_size_of(int64_t total, int64_t tensors, int64_t blocks) { return chunk_size(total, tensors, blocks); }
+
+int64_t load_unscale() {
+  cuda::load_send();
+  return cuda::load_unscale();
+}
+
+int64_t load_update(const char* family, int param_dtype, bool split, int grad_dtype, int states) {
+  return cuda::load_update(family, {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states});
 }
 }

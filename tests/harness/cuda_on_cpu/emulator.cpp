@@ -25,6 +25,8 @@ namespace emulator {
 
 int multiprocessors = 3, compute_capability = 90;
 std::set<std::tuple<const void*, unsigned, size_t>> launched;
+std::set<const void*> loaded, loaded_late;
+bool is_capturing = false;
 
 namespace {
 

@@ -30,6 +30,13 @@ constexpr int kResidentBlocks = 8;
 extern int multiprocessors, compute_capability;
 extern std::set<std::tuple<const void*, unsigned, size_t>> launched;  // (kernel, block, bytes of shared memory)
 
+// A kernel is loaded by its first launch, or by a question about it before that; a graph capture is too late for it.
+extern std::set<const void*> loaded, loaded_late;
+extern bool is_capturing;
+inline void load(const void* kernel) {
+  if (loaded.insert(kernel).second && is_capturing) loaded_late.insert(kernel);
+}
+
 // In which order the threads of a block, and the blocks of a grid, get to run. A thread runs until it has to
 // wait, so the first of two threads gets ahead of the other by as much as the barriers allow.
 enum Order { kForwards, kBackwards, kShuffled };

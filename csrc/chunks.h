@@ -1,0 +1,27 @@
+// How long the chunks of a table are: `chunk_size` of amp_kernels/ops/table.py is the same function, and says why.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <limits>
+
+namespace amp_kernels {
+
+// In elements, for `tensors` tensors of `total` elements, and kernels of which `blocks` blocks run at a time (0: a
+// CPU's).
+inline int64_t chunk_size(int64_t total, int64_t tensors, int64_t blocks) {
+  constexpr int64_t kUnit = 128, kLeast = 1024, kMost = 1 << 16, kOverhead = 1024;
+  if (blocks == 0) return total < 1 << 27 ? 1 << 14 : kMost;
+  int64_t best = kMost, least_work = std::numeric_limits<int64_t>::max();
+  for (int64_t rounds = tensors / blocks + 1;; ++rounds) {
+    const int64_t even = total / std::max<int64_t>(1, rounds * blocks - tensors) + 1;
+    const int64_t size = std::max(kLeast, (even + kUnit - 1) / kUnit * kUnit);
+    if (size <= kMost && rounds * (size + kOverhead) < least_work) {
+      best = size;
+      least_work = rounds * (size + kOverhead);
+    }
+    if (size <= kMost / 8) return best;
+  }
+}
+
+}  // namespace amp_kernels
