@@ -176,7 +176,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows)
     barrier();
     if (team < kPack) {  // this thread folds column `team` of the packs of `lane`, which other threads have read
       Reach column;
-      for (int d = 0; d < kThreads >> walk.shift; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
+      for (int d = 0; d < kThreads / walk.lanes; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
       int64_t rest = item;
       const int64_t band = split_off(rest, walk.bands), piece = split_off(rest, walk.pieces);
       const int64_t i = (band * walk.lanes + lane) * kPack + team;

@@ -26,6 +26,7 @@ struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
   // Fake quantization moves more bytes: there a second way to round would only cost registers.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
+  static_assert(kHasInside || kKnown != kInside);
   static constexpr int kEach = 4;  // 64 bytes: 64 KB in flight on a multiprocessor, of which an H200 needs 36 to 44
   // Random bits take 100 registers a thread, bounds for each column 76, none of both 62.
   static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside ? 4 : 3;
@@ -108,11 +109,11 @@ struct QuantizeOp {
 // ------------------------------------------------------------------------------- rows held on chip
 
 constexpr int kHeldPacks = 8;    // of a thread: the costs of a row that do not grow with it equal those of 8 packs
-constexpr int kMostLanes = 512;  // of a block: 1024 threads, or two blocks, leave 64 registers a thread, and some spill
+constexpr int kMostLanes = 512;  // of a block: two are resident, one loads while the other stores
 
 // What is not wide is read twice, the second time from cache.
 template <class Op>
-__global__ void __launch_bounds__(kMostLanes, 1)
+__global__ void __launch_bounds__(kMostLanes, 2)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
   constexpr int kPack = Op::kPack, kEach = kHeldPacks;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());

@@ -8,7 +8,8 @@
 //     row  [pack]  [pack]  [pack]  [pack]   j = 0                     row  [pack]   [pack]   threads 0 to lanes - 1
 //          [pack]  [pack]  [pack]  [pack]   j = 1                     row  [pack]   [pack]   the next lanes
 //          ...                              kEach                          ...
-//          one scale, in a register of each thread                         kPack scales in registers, one a column
+//          one scale, in a register of each thread                         kPack scales in registers, one a column,
+//                                                                          which the block loads once
 //
 // All kEach packs of a thread are asked for before anything waits, for a scale or for a pack: that is how many bytes it
 // has in flight. A pack is one access of 16 bytes where addresses allow it; the last pack of a row, and everything
@@ -23,8 +24,6 @@
 
 namespace amp_kernels::cuda {
 
-constexpr int kShift = 8;  // kThreads is 1 << kShift
-static_assert(kThreads == 1 << kShift);
 constexpr int kResidentRows = 4;  // blocks on a multiprocessor, for which a thread may have 64 registers
 
 struct Axis {
@@ -208,7 +207,7 @@ struct ColumnWalk {
   int64_t items;               // pieces of all bands
 };
 
-// What one thread has of a piece: up to a pack of columns, of every `down`-th row.
+// What one thread has of a piece: up to a pack of columns, of every (kThreads / lanes)-th row.
 struct Columns {
   Offsets first;
   int count;  // of columns
@@ -216,16 +215,16 @@ struct Columns {
 
   static __device__ __forceinline__ Columns of(const ColumnWalk& walk, int64_t item, int pack) {
     Columns columns{};
-    const int down = kThreads >> walk.shift, team = threadIdx.x >> walk.shift;
+    const int team = threadIdx.x >> walk.shift;
     const int64_t column = (split_off(item, walk.bands) * walk.lanes + threadIdx.x - team * walk.lanes) * pack;
     const int64_t row = split_off(item, walk.pieces) * walk.piece_rows + team;
-    const int64_t rest = walk.rows.size - row, of_piece = walk.piece_rows - team;
+    const int64_t rest = walk.rows.size - row, of_piece = walk.piece_rows - team,
+                  left = rest < of_piece ? rest : of_piece;
     columns.first.move(walk.outer, item);
     columns.first.move(walk.inner, column);
     columns.first.move(walk.rows, row);
     columns.count = clip_count(walk.inner.size - column, pack);
-    if (columns.count > 0)
-      columns.rows = clip_count(((rest < of_piece ? rest : of_piece) + down - 1) >> (kShift - walk.shift), INT32_MAX);
+    if (columns.count > 0) columns.rows = clip_count((left * walk.lanes + kThreads - 1) / kThreads, INT32_MAX);
     return columns;
   }
 
@@ -238,8 +237,8 @@ struct Columns {
   }
 };
 
-// The groups of a band in shared memory, word by word: [words of a Group, columns of a band]. A thread that loaded and
-// inverted the scales of its own columns would do as much for them as for 8 of its packs.
+// The groups of a band in shared memory, word by word: [words of a Group, columns of a band]. To load and invert the
+// scales of its own 8 columns would take a thread as many instructions as 4 packs of them do.
 template <class Group, int kPack>
 struct BandGroups {
   static constexpr int kWords = sizeof(Group) / sizeof(uint32_t);
@@ -291,7 +290,7 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
     Op here = op;
     here.move(columns.first.x, columns.first.out);
     if (wide) {
-      // The first packs come to L2 meanwhile.
+      // The first packs come to L2 while scales are loaded and inverted.
       Op next = here;
 #pragma unroll
       for (int j = 0; j < kEach; ++j, next.move(walk.step_x, walk.step_out))
@@ -369,10 +368,9 @@ inline ColumnWalk column_walk(const Axes& axes, int pack, int each, int resident
   while (walk.shift < 5 && int64_t{1} << walk.shift < packs) ++walk.shift;
   walk.lanes = 1 << walk.shift;
   walk.bands = ceil_div(packs, walk.lanes);
-  const int64_t down = kThreads >> walk.shift;
+  const int64_t down = kThreads / walk.lanes, round = each * down;  // rows that a block has in flight
   walk.step_x = down * walk.rows.x;
   walk.step_out = down * walk.rows.out;
-  const int64_t round = each * down;  // rows that a block has in flight
   const int64_t bands = walk.bands * walk.outer.size;
   const Pieces pieces(ceil_div(walk.rows.size, round), bands, int64_t{multiprocessor_count()} * resident);
   walk.piece_rows = pieces.rounds * round;
