@@ -13,6 +13,7 @@
 //                                                             the block -> fold_kernel, in a fixed order
 #include "../formulas/activation.h"
 #include "grid.cuh"
+#include "pieces.cuh"
 #include "shifted.cuh"
 
 namespace amp_kernels::cuda {
@@ -20,7 +21,10 @@ namespace {
 
 constexpr int kPack = 8;  // numbers of a 16-byte store
 constexpr int kMostAcross = 32;
-constexpr int kBlocks = 4;  // on a multiprocessor
+constexpr int kMostRows = 4;  // under way in a thread
+
+// Blocks on a multiprocessor, for which a thread may have 64 registers, or 80 with an activation.
+constexpr int resident(Activation activation) { return activation == kIdentity ? 4 : 3; }
 
 // A block takes `across` packs of `rows` rows, kThreads / across rows at a time.
 struct Grid {
@@ -32,12 +36,11 @@ struct Grid {
     across = 1;
     while (across < packs && across < kMostAcross) across *= 2;
     column_tiles = (packs + across - 1) / across;
-    // Twice what the threads hold at once, at least: sums of columns are worth a few rows.
-    const int64_t least = 8 * kThreads / across;
-    const int64_t wanted = (int64_t{multiprocessor_count()} * kBlocks + column_tiles - 1) / column_tiles;
-    rows = (pass.rows + wanted - 1) / wanted;
-    if (rows < least) rows = least;
-    row_tiles = (pass.rows + rows - 1) / rows;
+    const int64_t round = kMostRows * kThreads / across;
+    const Pieces pieces((pass.rows + round - 1) / round, column_tiles,
+                        static_cast<int64_t>(multiprocessor_count()) * resident(pass.activation));
+    rows = pieces.rounds * round;
+    row_tiles = pieces.count;
   }
 };
 
@@ -45,42 +48,32 @@ struct Grid {
 template <class T>
 struct Reader {
   const T* next;
-  int64_t step, stride, columns;
+  int64_t step, stride;
+  int columns;    // of the pack, that exist
   bool by_words;  // not where the first or the last word of x begins before it or ends behind it
 
   // `rows` apart, from `row` on and before `end`.
   __device__ Reader(const void* x, const Span& span, const int64_t (&strides)[2], int64_t row, int64_t end,
                     int64_t rows, int64_t column, int64_t columns_of_x)
-      : next(static_cast<const T*>(x)), step(rows * strides[0]), stride(strides[1]), columns(columns_of_x - column) {
+      : next(static_cast<const T*>(x)), step(rows * strides[0]), stride(strides[1]) {
+    const int64_t left = columns_of_x - column;
+    columns = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;
     if (columns > 0) next += row * strides[0] + column * stride;
-    const int64_t count = columns < kPack ? columns : kPack;
-    by_words = stride == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + count);
+    by_words = stride == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + columns);
   }
 
-  // Of the N rows that follow `left` exist.
-  template <int N>
-  __device__ __forceinline__ void read(int left, int rows, Packed<T, kPack> (&packs)[N]) {
-    if (by_words) {
-      Shifted<T> shifted[N];
+  // Asks for the N rows that follow, of which those `rows` apart before `left` exist. Shifted::first(columns) waits.
+  template <bool kByWords, int N>
+  __device__ __forceinline__ void load(int left, int rows, Shifted<T> (&packs)[N]) {
+    if constexpr (kByWords) {
 #pragma unroll
-      for (int i = 0; i < N; ++i, next += step) shifted[i].load(next, i * rows < left ? columns : 0);
-#pragma unroll
-      for (int i = 0; i < N; ++i) packs[i] = shifted[i].first(columns);
+      for (int i = 0; i < N; ++i, next += step) packs[i].load(next, i * rows < left ? columns : 0);
     } else {
 #pragma unroll
-      for (int i = 0; i < N; ++i, next += step) packs[i] = load_strided(next, stride, i * rows < left ? columns : 0);
+      for (int i = 0; i < N; ++i, next += step) packs[i].set(load_strided(next, stride, i * rows < left ? columns : 0));
     }
   }
 };
-
-template <class T>
-__device__ __forceinline__ void store(T* out, const Vector<T, kPack>& pack, bool aligned) {
-  if (aligned) {
-    store_wide(out, pack);
-  } else {
-    store_each(out, pack, 1, kPack);
-  }
-}
 
 // The threads' sums of `8 * across` columns, added in a fixed order.
 __device__ __forceinline__ void store_sums(const float (&sums)[kPack], int across, int64_t first, int64_t columns,
@@ -97,40 +90,57 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kPack], int acros
 }
 
 template <class T, Activation kActivation>
-__global__ void __launch_bounds__(kThreads, kBlocks / 2)
+__global__ void __launch_bounds__(kThreads, resident(kActivation))
     copy_pad_kernel(const CopyPad pass, const Span x_span, const Span pre_span, const Grid grid, float* partials) {
-  constexpr int kRows = kActivation == kIdentity ? 4 : 2;  // under way in a thread
   const int64_t row_tile = blockIdx.x / grid.column_tiles, first_column = blockIdx.x % grid.column_tiles * grid.across;
   const int64_t column = (first_column + threadIdx.x % grid.across) * kPack;
   const int step = kThreads / grid.across, down = threadIdx.x / grid.across;
   const int64_t begin = row_tile * grid.rows + down;
   const int64_t end = (row_tile + 1) * grid.rows < pass.rows ? (row_tile + 1) * grid.rows : pass.rows;
-  const bool aligned = is_aligned16(pass.out);
   float sums[kPack] = {};
   if (column < pass.pitch && begin < end) {
     Reader<T> x(pass.x, x_span, pass.x_strides, begin, end, step, column, pass.columns);
     Reader<T> pre(pass.pre, pre_span, pass.pre_strides, begin, end, step, column, pass.columns);
     T* out = static_cast<T*>(pass.out) + begin * pass.pitch + column;
+    const auto copy = [&](auto by_words) {
+      constexpr int kRows = kMostRows / (kActivation == kIdentity ? 1 : 2) / (by_words ? 1 : 2);
 #pragma unroll 1
-    for (int left = static_cast<int>(end - begin); left > 0; left -= kRows * step) {
-      Packed<T, kPack> numbers[kRows], arguments[kRows];
-      x.read(left, step, numbers);
-      if constexpr (kActivation != kIdentity) pre.read(left, step, arguments);
+      for (int left = static_cast<int>(end - begin); left > 0; left -= kRows * step) {
+        Shifted<T> numbers[kRows];
+        [[maybe_unused]] Shifted<T> arguments[kRows];
+        x.template load<by_words>(left, step, numbers);
+        if constexpr (kActivation != kIdentity) pre.template load<by_words>(left, step, arguments);
 #pragma unroll
-      for (int i = 0; i < kRows; ++i, out += step * pass.pitch) {
-        if (i * step >= left) continue;
-        Vector<T, kPack> pack = numbers[i].unpacked();
+        for (int i = 0; i < kRows; ++i, out += step * pass.pitch) {
+          if (i * step >= left) continue;
+          Vector<T, kPack> pack = numbers[i].first(x.columns).unpacked();
+          float product[kPack];
 #pragma unroll
-        for (int j = 0; j < kPack; ++j) {
-          float product = to_float(pack.data[j]);
+          for (int j = 0; j < kPack; ++j) product[j] = to_float(pack.data[j]);
           if constexpr (kActivation != kIdentity) {
-            product *= derivative<kActivation>(to_float(arguments[i].unpacked().data[j]));
-            pack.data[j] = from_float<T>(product);
+            const Vector<T, kPack> argument = arguments[i].first(pre.columns).unpacked();
+#pragma unroll
+            for (int j = 0; j < kPack; ++j) {
+              product[j] *= derivative<kActivation>(to_float(argument.data[j]));
+              pack.data[j] = from_float<T>(product[j]);
+            }
           }
-          sums[j] += product;
+          if (partials != nullptr) {
+#pragma unroll
+            for (int j = 0; j < kPack; ++j) sums[j] += product[j];
+          }
+          if constexpr (by_words) {
+            store_wide(out, pack);
+          } else {
+            store_each(out, pack, 1, kPack);
+          }
         }
-        store(out, pack, aligned);
       }
+    };
+    if (x.by_words && (kActivation == kIdentity || pre.by_words) && is_aligned16(pass.out)) {
+      copy(std::true_type());
+    } else {
+      copy(std::false_type());
     }
   }
   if (partials != nullptr)

@@ -60,6 +60,19 @@ struct BoundedAffine : Affine {
   __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
 };
 
+// Of a symmetric group that has its own scale: its codes need no bounds.
+struct InsideAffine {
+  static constexpr int zero_point = 0;
+  float scale, inverse;
+
+  InsideAffine() = default;
+  __device__ __forceinline__ explicit InsideAffine(const Affine& affine)
+      : scale(affine.scale), inverse(affine.inverse) {}
+
+  __device__ __forceinline__ operator Affine() const { return {scale, inverse, 0, lowest_code(true)}; }
+  __device__ __forceinline__ bool is_plain() const { return scale == scale; }
+};
+
 // What is known of steps: nothing (kAny); that none is NaN (kNumbers), as in a group that has its own scale; that their
 // nearest integers are codes (kInside), if that scale is symmetric: two roundings and a reciprocal add less than 2^-20
 // to the 127 of the largest.
@@ -76,19 +89,28 @@ __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& a
   }
 }
 
-// Codes of rounded steps, four to a word. 128 is added to each, so that no sum of two carries into the next code.
-template <int N, class AffineAt>
+// Codes of rounded steps, four to a word. The low byte of a rounded step is that of the integer it holds, in two's
+// complement: where the zero point is 0, that is the code. Else zero points are added to four at a time, and 128 to
+// each of them, so that no sum carries into the next code.
+template <Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float (&steps)[N],
                                            const AffineAt& affine_at) {
 #pragma unroll
   for (int k = 0; k < N; k += 4) {
-    uint32_t sum = 0, zeros = 0;
+    uint32_t word;
+    if constexpr (kSteps == kInside) {
+      const uint32_t low = __byte_perm(float_bits(steps[k]), float_bits(steps[k + 1]), 0x0040);
+      const uint32_t high = __byte_perm(float_bits(steps[k + 2]), float_bits(steps[k + 3]), 0x0040);
+      word = __byte_perm(low, high, 0x5410);
+    } else {
+      uint32_t sum = 0, zeros = 0;
 #pragma unroll
-    for (int i = 3; i >= 0; --i) {
-      sum = (sum << 8) + float_bits(steps[k + i]);
-      zeros = (zeros << 8) + static_cast<uint32_t>(affine_at(k + i).zero_point + 128 - kMagicBits);
+      for (int i = 3; i >= 0; --i) {
+        sum = (sum << 8) + float_bits(steps[k + i]);
+        zeros = (zeros << 8) + static_cast<uint32_t>(affine_at(k + i).zero_point + 128 - kMagicBits);
+      }
+      word = (sum + zeros) ^ 0x80808080u;
     }
-    const uint32_t word = (sum + zeros) ^ 0x80808080u;
     memcpy(codes.data + k, &word, sizeof(word));
   }
 }

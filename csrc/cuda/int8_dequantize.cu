@@ -13,7 +13,9 @@ namespace {
 template <class T>
 struct DequantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  static constexpr int kEach = 4;
+  // 64 bytes of codes for results of 16 bits, 32 for fp32, of which there is one read for four written.
+  static constexpr int kEach = 8;
+  static constexpr int kResidentColumns = 3;
   using Raw = Packed<int8_t, kPack>;
   struct Group : Affine {
     float shift;  // what store() adds to 2^23 + 128 + code
@@ -31,6 +33,10 @@ struct DequantizeOp {
   Scales scales;
   bool wide;
 
+  __device__ __forceinline__ void move(int64_t, int64_t elements) { values += elements, out += elements; }
+
+  __device__ __forceinline__ Affine affine(const Offsets& offsets) const { return scales.at(offsets); }
+
   template <class AffineAt>
   static __device__ __forceinline__ Vector<T, kPack> convert(const Vector<int8_t, kPack>& codes,
                                                              const AffineAt& affine_at) {
@@ -41,14 +47,12 @@ struct DequantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Offsets& at, unsigned offset) const {
-    return load_wide<kPack>(values + at.out + offset);
-  }
+  __device__ __forceinline__ void prefetch() const { amp_kernels::prefetch(values); }
+  __device__ __forceinline__ Raw load(int64_t, int64_t offset) const { return load_wide<kPack>(values + offset); }
 
   // 2^23 with a byte in its low bits is the number 2^23 + byte: one instruction in place of a conversion.
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Offsets& at, unsigned offset,
-                                        const AffineAt& affine_at) const {
+  __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     Vector<T, kPack> result;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
@@ -57,7 +61,7 @@ struct DequantizeOp {
       memcpy(&shifted, &bits, sizeof(bits));
       result.data[k] = from_float<T>(multiply_rn(add_rn(shifted, affine_at(k).shift), affine_at(k).scale));
     }
-    store_wide(out + at.out + offset, result);
+    store_wide(out + offset, result);
     return true;
   }
 
@@ -72,6 +76,7 @@ template <class T>
 struct StraightThroughOp {
   static constexpr int kPack = 16 / sizeof(T);
   static constexpr int kEach = 2;  // of two arrays
+  static constexpr int kResidentColumns = 3;
   using Group = BoundedAffine;
   struct Raw {
     Packed<T, kPack> grad, x;
@@ -83,6 +88,12 @@ struct StraightThroughOp {
   Scales scales;
   bool wide;
 
+  __device__ __forceinline__ void move(int64_t x_elements, int64_t elements) {
+    grad += elements, x += x_elements, out += elements;
+  }
+
+  __device__ __forceinline__ Affine affine(const Offsets& offsets) const { return scales.at(offsets); }
+
   template <class AffineAt>
   static __device__ __forceinline__ Vector<T, kPack> convert(const Vector<T, kPack>& grad, const Vector<T, kPack>& x,
                                                              const AffineAt& affine_at) {
@@ -93,13 +104,17 @@ struct StraightThroughOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Offsets& at, unsigned offset) const {
-    return {load_wide<kPack>(grad + at.out + offset), load_wide<kPack>(x + at.x + offset)};
+  __device__ __forceinline__ void prefetch() const {
+    amp_kernels::prefetch(grad);
+    amp_kernels::prefetch(x);
+  }
+
+  __device__ __forceinline__ Raw load(int64_t x_offset, int64_t offset) const {
+    return {load_wide<kPack>(grad + offset), load_wide<kPack>(x + x_offset)};
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Offsets& at, unsigned offset,
-                                        const AffineAt& affine_at) const {
+  __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     Vector<T, kPack> result;
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
@@ -107,7 +122,7 @@ struct StraightThroughOp {
       const bool is_outside = steps < affine_at(k).lowest + kMagic || steps > affine_at(k).highest + kMagic;
       result.data[k] = is_outside ? from_float<T>(0.0f) : raw.grad.unpacked().data[k];
     }
-    store_wide(out + at.out + offset, result);
+    store_wide(out + offset, result);
     return true;
   }
 

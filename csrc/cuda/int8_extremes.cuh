@@ -117,7 +117,8 @@ struct ExtremesPass {
 
 // By rows. walk.outer is the outer reduced axis, the inner group axis, the outer group axis.
 template <class T>
-__global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPass<T> pass, const RowWalk walk) {
+__global__ void __launch_bounds__(kThreads, kResidentRows)
+    row_extremes_kernel(const ExtremesPass<T> pass, const RowWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());
   const int64_t segments = walk.outer[0].size * walk.segments;  // of a group
@@ -127,7 +128,7 @@ __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPa
     const int64_t piece = split_off(group, pass.pieces);
     RowBounds<T> bounds;
     for (int64_t s = piece * walk.teams + walk.team(); s < segments; s += pass.pieces * walk.teams) {
-      const Segment segment = Segment::of<kPack, kEach>(walk, group * segments + s);
+      const Segment segment = Segment::of<kPack>(walk, group * segments + s);
       if (pass.wide) {
         Packed<T, kPack> raw[kEach] = {};
 #pragma unroll
@@ -147,35 +148,35 @@ __global__ void __launch_bounds__(kThreads) row_extremes_kernel(const ExtremesPa
 
 // By columns.
 template <class T>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(kThreads, kResidentRows)
     column_extremes_kernel(const ExtremesPass<T> pass, const ColumnWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());  // [kThreads / lanes, kPack, lanes]
-  const int lane = threadIdx.x % walk.lanes, team = threadIdx.x / walk.lanes;
+  const int team = threadIdx.x >> walk.shift, lane = threadIdx.x - team * walk.lanes;
   for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
     const Columns columns = Columns::of(walk, item, kPack);
     Bounds<T, kPack> bounds;
     if (pass.wide && columns.count == kPack) {
-      for (int64_t row = columns.begin; row < columns.end; row += kEach * columns.down) {
+      const T* from = pass.x + columns.first.x;
+#pragma unroll 1
+      for (int left = columns.rows; left > 0; left -= kEach, from += kEach * walk.step_x) {
         Packed<T, kPack> raw[kEach] = {};
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (row + j * columns.down < columns.end)
-            raw[j] = load_wide<kPack>(pass.x + columns.at(walk, row + j * columns.down).x);
+          if (j < left) raw[j] = load_wide<kPack>(from + j * walk.step_x);
 #pragma unroll
         for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }
     } else {
-#pragma unroll 1
-      for (int64_t row = columns.begin; row < columns.end; row += columns.down)
-        bounds.add(load_each<kPack>(pass.x + columns.at(walk, row).x, 1, columns.count));
+      columns.each_narrow(
+          walk, [&](const Offsets& offsets) { bounds.add(load_each<kPack>(pass.x + offsets.x, 1, columns.count)); });
     }
 #pragma unroll
     for (int k = 0; k < kPack; ++k) shared[(team * kPack + k) * walk.lanes + lane] = bounds.at(k);
     barrier();
-    if (team < kPack) {  // this thread folds column `team` of the packs of `lane`, which `down` threads have read
+    if (team < kPack) {  // this thread folds column `team` of the packs of `lane`, which other threads have read
       Reach column;
-      for (int64_t d = 0; d < columns.down; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
+      for (int d = 0; d < kThreads / walk.lanes; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
       int64_t rest = item;
       const int64_t band = split_off(rest, walk.bands), piece = split_off(rest, walk.pieces);
       const int64_t i = (band * walk.lanes + lane) * kPack + team;
@@ -228,17 +229,17 @@ struct ExtremesPlan {
 
   ExtremesPlan(const Axes& axes, int pack, int each)
       : by_columns(axes.by_columns), rows{}, columns{}, groups(axes.groups()) {
-    const int64_t blocks = static_cast<int64_t>(multiprocessor_count()) * kBlocksPerMultiprocessor;
     if (by_columns) {
-      columns = column_walk(axes, pack, each, blocks);
+      columns = column_walk(axes, pack, each, kResidentRows);
       pieces = columns.pieces;
     } else {
       rows = row_walk(axes, pack, each, kThreads);
       rows.outer[0] = axes[Int8Layout::kOuterReduced];
       rows.outer[1] = axes[Int8Layout::kInnerGroup];
       rows.outer[2] = axes[Int8Layout::kOuterGroup];
-      const int64_t rounds = ceil_div(rows.outer[0].size * rows.segments, rows.teams);
-      pieces = std::min(rounds, ceil_div(blocks, groups));
+      pieces = Pieces(ceil_div(rows.outer[0].size * rows.segments, rows.teams), groups,
+                      int64_t{multiprocessor_count()} * kResidentRows)
+                   .count;
     }
   }
 

@@ -20,15 +20,18 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// Out is int8_t, or for fake quantization T.
-template <class T, class Out, bool kStochastic>
+// Out is int8_t, or for fake quantization T. kKnown is what is known of steps.
+template <class T, class Out, bool kStochastic, Steps kKnown = kAny>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
   // Fake quantization moves more bytes: there a second way to round would only cost registers.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
-  static constexpr int kEach = 4;  // 2048 threads x 64 bytes in flight are three times what an H200 needs
+  static_assert(kHasInside || kKnown != kInside);
+  static constexpr int kEach = 4;  // 64 bytes: 64 KB in flight on a multiprocessor, of which an H200 needs 36 to 44
+  // Random bits take 100 registers a thread, bounds for each column 76, none of both 62.
+  static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside ? 4 : 3;
   using Element = T;
-  using Group = BoundedAffine;
+  using Group = std::conditional_t<kKnown == kInside, InsideAffine, BoundedAffine>;
   using Raw = Packed<T, kPack>;
 
   const T* x;
@@ -36,6 +39,17 @@ struct QuantizeOp {
   Scales scales;
   bool wide;
   uint64_t seed;
+  int64_t index = 0;  // of the element at `out`, which numbers its random bits
+
+  __device__ __forceinline__ void move(int64_t x_elements, int64_t out_elements) {
+    x += x_elements;
+    out += out_elements;
+    index += out_elements;
+  }
+
+  __device__ __forceinline__ Affine affine(const Offsets& offsets) const {
+    return kKnown == kInside ? scales.computed[offsets.group] : scales.at(offsets);
+  }
 
   static __device__ __forceinline__ Out convert(float value, float noise, const Affine& affine) {
     if constexpr (std::is_same_v<Out, int8_t>) {
@@ -54,17 +68,15 @@ struct QuantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ Raw load(const Offsets& at, unsigned offset) const {
-    return load_wide<kPack>(x + at.x + offset);
-  }
+  __device__ __forceinline__ void prefetch() const { amp_kernels::prefetch(x); }
+  __device__ __forceinline__ Raw load(int64_t x_offset, int64_t) const { return load_wide<kPack>(x + x_offset); }
 
   // For plain groups. Stores nothing and returns false if a step is NaN, which a sum of all steps shows: that costs a
   // quarter of a comparison and a selection for each.
-  template <Steps kSteps = kAny, class AffineAt>
-  __device__ __forceinline__ bool store(const Raw& raw, const Offsets& at, unsigned offset,
-                                        const AffineAt& affine_at) const {
+  template <Steps kSteps = kKnown, class AffineAt>
+  __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;
-    if constexpr (kStochastic) neighbours_noise(noise, at.out + offset, seed);
+    if constexpr (kStochastic) neighbours_noise(noise, index + offset, seed);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       steps[k] = multiply_rn(to_float(raw.unpacked().data[k]), affine_at(k).inverse);
@@ -75,20 +87,20 @@ struct QuantizeOp {
     round_steps<kStochastic, kSteps>(steps, affine_at);
     Vector<Out, kPack> result;
     if constexpr (std::is_same_v<Out, int8_t>) {
-      pack_codes(result, steps, affine_at);
+      pack_codes<kSteps>(result, steps, affine_at);
     } else {
 #pragma unroll
       for (int k = 0; k < kPack; ++k)
         result.data[k] = from_float<Out>(multiply_rn(add_rn(steps[k], -kMagic), affine_at(k).scale));
     }
-    store_wide(out + at.out + offset, result);
+    store_wide(out + offset, result);
     return true;
   }
 
   template <class AffineAt>
   __device__ __forceinline__ void narrow(const Offsets& at, int count, const AffineAt& affine_at) const {
     float noise[kPack] = {};
-    if constexpr (kStochastic) neighbours_noise(noise, at.out, seed);
+    if constexpr (kStochastic) neighbours_noise(noise, index + at.out, seed);
     const Vector<T, kPack> values = load_each<kPack>(x + at.x, 1, count);
     store_each(out + at.out, convert(values, noise, affine_at), 1, count);
   }
@@ -97,11 +109,11 @@ struct QuantizeOp {
 // ------------------------------------------------------------------------------- rows held on chip
 
 constexpr int kHeldPacks = 8;    // of a thread: the costs of a row that do not grow with it equal those of 8 packs
-constexpr int kMostLanes = 512;  // of a block: 1024 threads, or two blocks, leave 64 registers a thread, and some spill
+constexpr int kMostLanes = 512;  // of a block: two are resident, one loads while the other stores
 
 // What is not wide is read twice, the second time from cache.
 template <class Op>
-__global__ void __launch_bounds__(kMostLanes, 1)
+__global__ void __launch_bounds__(kMostLanes, 2)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
   constexpr int kPack = Op::kPack, kEach = kHeldPacks;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());
@@ -109,12 +121,14 @@ __global__ void __launch_bounds__(kMostLanes, 1)
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * walk.teams; first < walk.items;
        first += static_cast<int64_t>(gridDim.x) * walk.teams) {
     const int64_t item = first + walk.team();
-    const Segment row = Segment::of<kPack, kEach, true>(walk, item);
+    const Segment row = Segment::of<kPack, true>(walk, item);
+    Op here = op;
+    here.move(row.first.x, row.first.out);
     typename Op::Raw raw[kEach] = {};
     RowBounds<typename Op::Element> bounds;
 #pragma unroll
     for (int j = 0; j < kEach; ++j)
-      if (op.wide && row.has<kPack>(j)) raw[j] = op.load(row.first, j * row.stride);
+      if (op.wide && row.has<kPack>(j)) raw[j] = here.load(j * row.stride, j * row.stride);
 #pragma unroll
     for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
     row.each_narrow<kPack>(
@@ -126,13 +140,13 @@ __global__ void __launch_bounds__(kMostLanes, 1)
       scale[row.first.scale] = affine.scale;
       if (!symmetric) zero_point[row.first.scale] = affine.zero_point;
     }
-    const typename Op::Group group(affine);
+    const BoundedAffine group(affine);
     const auto affine_at = [&](int) { return group; };
     const bool wide = op.wide && group.is_plain();
     const auto store = [&](auto steps) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (row.has<kPack>(j)) op.template store<steps>(raw[j], row.first, j * row.stride, affine_at);
+        if (row.has<kPack>(j)) here.template store<steps>(raw[j], j * row.stride, affine_at);
     };
     if (wide && symmetric && Op::kHasInside) {
       store(std::integral_constant<Steps, kInside>());
@@ -167,13 +181,16 @@ void launch_held(const Op& op, const Axes& axes, float* scale, int32_t* zero_poi
 template <class T, class Out, bool kStochastic>
 void launch_codes(const Quantize& quantize, const Axes& axes, const Affine* computed, Stream stream) {
   using Op = QuantizeOp<T, Out, kStochastic>;
+  using InsideOp = QuantizeOp<T, Out, kStochastic, Op::kHasInside ? kInside : kAny>;
   const Op op{static_cast<const T*>(quantize.x),
               static_cast<Out*>(quantize.out),
               {quantize.scale, quantize.zero_point, computed},
               axes.is_wide(quantize.x, sizeof(T), Op::kPack, &Axis::x) &&
                   axes.is_wide(quantize.out, sizeof(Out), Op::kPack, &Axis::out),
               quantize.seed};
-  if (quantize.is_static || computed != nullptr) {
+  if (computed != nullptr && quantize.zero_point == nullptr) {
+    launch_pass(InsideOp{op.x, op.out, op.scales, op.wide, op.seed}, axes, stream);
+  } else if (quantize.is_static || computed != nullptr) {
     launch_pass(op, axes, stream);
   } else {
     launch_held(op, axes, quantize.scale, quantize.zero_point, stream);

@@ -242,9 +242,8 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
       const int column = threadIdx.x % kPacks * kEach;
       if (column >= columns) return;
       const auto store = start(each, column);
-      Results::template for_each_of<kEach>(first_row, results, [&](int row, int, const Sum* from) {
-        store(row, *reinterpret_cast<const Vector<Sum, kEach>*>(from));
-      });
+      Results::template for_each_of<kEach>(first_row, results,
+                                           [&](int row, int, const Vector<Sum, kEach>& sums) { store(row, sums); });
     };
     if (wide) {
       finish_all(std::integral_constant<int, kWide>());

@@ -8,19 +8,23 @@
 //     row  [pack]  [pack]  [pack]  [pack]   j = 0                     row  [pack]   [pack]   threads 0 to lanes - 1
 //          [pack]  [pack]  [pack]  [pack]   j = 1                     row  [pack]   [pack]   the next lanes
 //          ...                              kEach                          ...
-//          one scale, in a register of each thread                         kPack scales in registers, one a column
+//          one scale, in a register of each thread                         kPack scales in registers, one a column,
+//                                                                          which the block loads once
 //
-// All kEach packs of a thread are loaded before the first is stored: that is how many bytes it has in flight. A pack is
-// one access of 16 bytes where addresses allow it; the last pack of a row, and everything elsewhere, goes one element
-// at a time.
+// All kEach packs of a thread are asked for before anything waits, for a scale or for a pack: that is how many bytes it
+// has in flight. A pack is one access of 16 bytes where addresses allow it; the last pack of a row, and everything
+// elsewhere, goes one element at a time.
 #pragma once
 
 #include <algorithm>
 
 #include "../formulas/int8.h"
 #include "grid.cuh"
+#include "pieces.cuh"
 
 namespace amp_kernels::cuda {
+
+constexpr int kResidentRows = 4;  // blocks on a multiprocessor, for which a thread may have 64 registers
 
 struct Axis {
   int64_t size;
@@ -114,6 +118,7 @@ struct RowWalk {
   Axis inner, outer[3];  // axes of size 1 come last
   int64_t length;
   int64_t segments, items;  // segments of a row; of all rows
+  int each;                 // packs of a thread
   int lanes;                // of a team: 1 << shift, or the whole block where rows are held on chip
   int shift, teams;         // teams of a block
 
@@ -128,13 +133,13 @@ struct Segment {
   unsigned stride;
 
   // `kWholeRows`: a row is one segment.
-  template <int kPack, int kEach, bool kWholeRows = false>
+  template <int kPack, bool kWholeRows = false>
   static __device__ __forceinline__ Segment of(const RowWalk& walk, int64_t item) {
     Segment segment{};
     segment.stride = walk.lanes * kPack;
     if (item >= walk.items) return segment;
     const unsigned before = walk.lane() * kPack;
-    const int whole = segment.stride * kEach;
+    const int whole = segment.stride * walk.each;
     const int64_t begin = kWholeRows ? 0 : split_off(item, walk.segments) * whole;
 #pragma unroll
     for (const Axis& axis : walk.outer) {
@@ -168,24 +173,26 @@ struct Segment {
 };
 
 template <class Op>
-__global__ void __launch_bounds__(kThreads, 2) rows_kernel(const Op op, const RowWalk walk) {
+__global__ void __launch_bounds__(kThreads, kResidentRows) rows_kernel(const Op op, const RowWalk walk) {
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * walk.teams + walk.team(); item < walk.items;
        item += static_cast<int64_t>(gridDim.x) * walk.teams) {
-    const Segment segment = Segment::of<kPack, kEach>(walk, item);
-    const typename Op::Group group(op.scales.at(segment.first));
-    const auto affine_at = [&](int) { return group; };
+    const Segment segment = Segment::of<kPack>(walk, item);
+    Op here = op;
+    here.move(segment.first.x, segment.first.out);
+    typename Op::Raw raw[kEach];
+#pragma unroll
+    for (int j = 0; j < kEach; ++j)
+      if (op.wide && segment.has<kPack>(j)) raw[j] = here.load(j * segment.stride, j * segment.stride);
+    const typename Op::Group group(op.affine(segment.first));
+    const auto group_at = [&](int) { return group; };
     bool wide = op.wide && group.is_plain();
     if (wide) {
-      typename Op::Raw raw[kEach];
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (segment.has<kPack>(j)) raw[j] = op.load(segment.first, j * segment.stride);
-#pragma unroll
-      for (int j = 0; j < kEach; ++j)
-        if (segment.has<kPack>(j)) wide &= op.store(raw[j], segment.first, j * segment.stride, affine_at);
+        if (segment.has<kPack>(j)) wide &= here.store(raw[j], j * segment.stride, group_at);
     }
-    segment.each_narrow<kPack>(wide, [&](const Offsets& offsets, int count) { op.narrow(offsets, count, affine_at); });
+    segment.each_narrow<kPack>(wide, [&](const Offsets& offsets, int count) { op.narrow(offsets, count, group_at); });
   }
 }
 
@@ -193,70 +200,124 @@ __global__ void __launch_bounds__(kThreads, 2) rows_kernel(const Op op, const Ro
 struct ColumnWalk {
   Axis inner, outer;           // of the groups
   Axis rows;                   // outer reduced
-  int lanes;                   // across, a power of two up to 32; the other threads of the block go down
+  int lanes, shift;            // across: 1 << shift, up to 32; the other threads of the block go down
   int64_t bands;               // of lanes * kPack columns
+  int64_t step_x, step_out;    // from one row of a thread to its next
   int64_t piece_rows, pieces;  // rows of a piece, pieces of a band
   int64_t items;               // pieces of all bands
 };
 
-// What one thread has of a piece: up to a pack of columns, and every `down`-th row.
+// What one thread has of a piece: up to a pack of columns, of every (kThreads / lanes)-th row.
 struct Columns {
   Offsets first;
-  int count;
-  int64_t begin, end, down;
+  int count;  // of columns
+  int rows;
 
   static __device__ __forceinline__ Columns of(const ColumnWalk& walk, int64_t item, int pack) {
     Columns columns{};
-    const int64_t column = (split_off(item, walk.bands) * walk.lanes + threadIdx.x % walk.lanes) * pack;
-    const int64_t first_row = split_off(item, walk.pieces) * walk.piece_rows, rows = walk.rows.size;
+    const int team = threadIdx.x >> walk.shift;
+    const int64_t column = (split_off(item, walk.bands) * walk.lanes + threadIdx.x - team * walk.lanes) * pack;
+    const int64_t row = split_off(item, walk.pieces) * walk.piece_rows + team;
+    const int64_t rest = walk.rows.size - row, of_piece = walk.piece_rows - team,
+                  left = rest < of_piece ? rest : of_piece;
     columns.first.move(walk.outer, item);
     columns.first.move(walk.inner, column);
+    columns.first.move(walk.rows, row);
     columns.count = clip_count(walk.inner.size - column, pack);
-    columns.down = kThreads / walk.lanes;
-    columns.begin = first_row + threadIdx.x / walk.lanes;
-    columns.end = columns.count == 0 ? 0 : first_row + walk.piece_rows < rows ? first_row + walk.piece_rows : rows;
+    if (columns.count > 0) columns.rows = clip_count((left * walk.lanes + kThreads - 1) / kThreads, INT32_MAX);
     return columns;
   }
 
-  __device__ __forceinline__ Offsets at(const ColumnWalk& walk, int64_t row) const {
+  // Calls f(offsets) for each of the rows.
+  template <class F>
+  __device__ __forceinline__ void each_narrow(const ColumnWalk& walk, const F& f) const {
     Offsets offsets = first;
-    offsets.move(walk.rows, row);
-    return offsets;
+#pragma unroll 1
+    for (int left = rows; left > 0; --left, offsets.x += walk.step_x, offsets.out += walk.step_out) f(offsets);
+  }
+};
+
+// The groups of a band in shared memory, word by word: [words of a Group, columns of a band]. To load and invert the
+// scales of its own 8 columns would take a thread as many instructions as 4 packs of them do.
+template <class Group, int kPack>
+struct BandGroups {
+  static constexpr int kWords = sizeof(Group) / sizeof(uint32_t);
+
+  uint32_t* const words = reinterpret_cast<uint32_t*>(shared_memory());
+  const int columns;
+
+  __device__ explicit BandGroups(const ColumnWalk& walk) : columns(walk.lanes * kPack) {}
+
+  // By the whole block. Whether all groups are plain.
+  template <class Op>
+  __device__ __forceinline__ bool load(const Op& op, const ColumnWalk& walk, int64_t item) {
+    const int64_t first = split_off(item, walk.bands) * columns;
+    split_off(item, walk.pieces);
+    bool is_plain = true;
+    for (int column = threadIdx.x; column < columns && first + column < walk.inner.size; column += kThreads) {
+      Offsets offsets;
+      offsets.move(walk.outer, item);
+      offsets.move(walk.inner, first + column);
+      const Group group(op.affine(offsets));
+      is_plain &= group.is_plain();
+      uint32_t of_group[kWords];
+      memcpy(of_group, &group, sizeof(of_group));
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) words[i * columns + column] = of_group[i];
+    }
+    return !block_any(!is_plain);
+  }
+
+  // That of a column.
+  __device__ __forceinline__ Group at(int column) const {
+    uint32_t of_group[kWords];
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) of_group[i] = words[i * columns + column];
+    Group group;
+    memcpy(&group, of_group, sizeof(group));
+    return group;
   }
 };
 
 template <class Op>
-__global__ void __launch_bounds__(kThreads, 2) columns_kernel(const Op op, const ColumnWalk walk) {
+__global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel(const Op op, const ColumnWalk walk) {
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
+  using Group = typename Op::Group;
+  BandGroups<Group, kPack> band(walk);
   for (int64_t item = blockIdx.x; item < walk.items; item += gridDim.x) {
     const Columns columns = Columns::of(walk, item, kPack);
-    typename Op::Group groups[kPack] = {};
     bool wide = op.wide && columns.count == kPack;
-#pragma unroll
-    for (int k = 0; k < kPack; ++k) {
-      Offsets column = columns.first;
-      column.move(walk.inner, k);
-      if (k < columns.count) groups[k] = typename Op::Group(op.scales.at(column));
-      wide &= groups[k].is_plain();
-    }
-    const auto affine_at = [&](int k) { return groups[k]; };
+    Op here = op;
+    here.move(columns.first.x, columns.first.out);
     if (wide) {
-      for (int64_t row = columns.begin; row < columns.end; row += kEach * columns.down) {
+      // The first packs come to L2 while scales are loaded and inverted.
+      Op next = here;
+#pragma unroll
+      for (int j = 0; j < kEach; ++j, next.move(walk.step_x, walk.step_out))
+        if (j < columns.rows) next.prefetch();
+    }
+    wide &= band.load(op, walk, item);
+    const int first = (threadIdx.x & (walk.lanes - 1)) * kPack;
+    if (wide) {
+      Group groups[kPack];
+#pragma unroll
+      for (int k = 0; k < kPack; ++k) groups[k] = band.at(first + k);
+      const auto group_at = [&](int k) { return groups[k]; };
+#pragma unroll 1
+      for (int left = columns.rows; left > 0; left -= kEach) {
         typename Op::Raw raw[kEach];
+        Op next = here;
 #pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          if (row + j * columns.down < columns.end) raw[j] = op.load(columns.at(walk, row + j * columns.down), 0);
+        for (int j = 0; j < kEach; ++j, next.move(walk.step_x, walk.step_out))
+          if (j < left) raw[j] = next.load(0, 0);
 #pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          if (row + j * columns.down < columns.end)
-            wide &= op.store(raw[j], columns.at(walk, row + j * columns.down), 0, affine_at);
+        for (int j = 0; j < kEach; ++j, here.move(walk.step_x, walk.step_out))
+          if (j < left) wide &= here.store(raw[j], 0, group_at);
       }
     }
-    if (!wide) {
-#pragma unroll 1
-      for (int64_t row = columns.begin; row < columns.end; row += columns.down)
-        op.narrow(columns.at(walk, row), columns.count, affine_at);
-    }
+    const auto from_band = [&](int k) { return band.at(first + k); };
+    if (!wide) columns.each_narrow(walk, [&](const Offsets& offsets) { op.narrow(offsets, columns.count, from_band); });
+    barrier();
   }
 }
 
@@ -288,6 +349,7 @@ inline RowWalk row_walk(const Axes& axes, int pack, int each, int most_lanes) {
     rows *= axes[i].size;
   }
   walk.length = axes.length;
+  walk.each = each;
   const int64_t packs = ceil_div(walk.inner.size, pack);
   walk.lanes = lanes_for(packs, pack, each, most_lanes);
   while (1 << walk.shift < walk.lanes) ++walk.shift;
@@ -297,34 +359,40 @@ inline RowWalk row_walk(const Axes& axes, int pack, int each, int most_lanes) {
   return walk;
 }
 
-// `blocks` is how many to aim at.
-inline ColumnWalk column_walk(const Axes& axes, int pack, int each, int64_t blocks) {
+inline ColumnWalk column_walk(const Axes& axes, int pack, int each, int resident) {
   ColumnWalk walk{};
   walk.inner = axes[Int8Layout::kInnerGroup];
   walk.outer = axes[Int8Layout::kOuterGroup];
   walk.rows = axes[Int8Layout::kOuterReduced];
-  const int64_t packs = ceil_div(walk.inner.size, pack), rows = walk.rows.size;
-  walk.lanes = 1;
-  while (walk.lanes < 32 && walk.lanes < packs) walk.lanes *= 2;
+  const int64_t packs = ceil_div(walk.inner.size, pack);
+  while (walk.shift < 5 && int64_t{1} << walk.shift < packs) ++walk.shift;
+  walk.lanes = 1 << walk.shift;
   walk.bands = ceil_div(packs, walk.lanes);
-  const int64_t round = each * (kThreads / walk.lanes);  // rows that a block has in flight
-  const int64_t wanted = std::max<int64_t>(1, blocks / (walk.bands * walk.outer.size));
-  walk.piece_rows = ceil_div(ceil_div(rows, std::min(wanted, ceil_div(rows, round))), round) * round;
-  walk.pieces = ceil_div(rows, walk.piece_rows);
-  walk.items = walk.bands * walk.pieces * walk.outer.size;
+  const int64_t down = kThreads / walk.lanes, round = each * down;  // rows that a block has in flight
+  walk.step_x = down * walk.rows.x;
+  walk.step_out = down * walk.rows.out;
+  const int64_t bands = walk.bands * walk.outer.size;
+  const Pieces pieces(ceil_div(walk.rows.size, round), bands, int64_t{multiprocessor_count()} * resident);
+  walk.piece_rows = pieces.rounds * round;
+  walk.pieces = pieces.count;
+  walk.items = bands * walk.pieces;
   return walk;
 }
 
 template <class Op>
 void launch_pass(const Op& op, const Axes& axes, Stream stream) {
   if (axes.by_columns) {
-    const int64_t wanted = static_cast<int64_t>(multiprocessor_count()) * 32;
-    const ColumnWalk walk = column_walk(axes, Op::kPack, Op::kEach, wanted);
-    launch(columns_kernel<Op>, grid_of(walk.items), kThreads, 0, stream, op, walk);
-  } else {
-    const RowWalk walk = row_walk(axes, Op::kPack, Op::kEach, kThreads);
-    launch(rows_kernel<Op>, grid_of(ceil_div(walk.items, walk.teams)), kThreads, 0, stream, op, walk);
+    const ColumnWalk walk = column_walk(axes, Op::kPack, Op::kEach, Op::kResidentColumns);
+    launch(columns_kernel<Op>, grid_of(walk.items), kThreads, walk.lanes * Op::kPack * sizeof(typename Op::Group),
+           stream, op, walk);
+    return;
   }
+  // A tensor that is too small for so many packs a thread is spread over all multiprocessors.
+  int each = Op::kEach;
+  RowWalk walk = row_walk(axes, Op::kPack, each, kThreads);
+  while (each > 1 && ceil_div(walk.items, walk.teams) < multiprocessor_count())
+    walk = row_walk(axes, Op::kPack, each /= 2, kThreads);
+  launch(rows_kernel<Op>, grid_of(ceil_div(walk.items, walk.teams)), kThreads, 0, stream, op, walk);
 }
 
 }  // namespace amp_kernels::cuda

@@ -282,9 +282,8 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
   using Results = ResultTile<Of::kM, Of::kN>;
   Results::for_halves(shared, sum, [&](int first_row, const float* results) {
     if (wide) {
-      Results::template for_each_of<8>(first_row, results, [&](int row, int column, const float* sums) {
-        const auto pack = *reinterpret_cast<const Vector<float, 8>*>(sums);
-        finish<T>(matmul, result, at.m + row, at.n + column, pack.data);
+      Results::template for_each_of<8>(first_row, results, [&](int row, int column, const Vector<float, 8>& sums) {
+        finish<T>(matmul, result, at.m + row, at.n + column, sums.data);
       });
       return;
     }
@@ -296,7 +295,7 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
       const int column = threadIdx.x % 32;
       float sums[kEach];
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) sums[i] = results[row * Results::kStride + column + i * 32];
+      for (int i = 0; i < kEach; ++i) sums[i] = results[Results::at(row, column + i * 32)];
       finish<T, kEach, 32>(matmul, result, at.m + first_row + row, at.n + column, sums);
     }
   });

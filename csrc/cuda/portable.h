@@ -191,6 +191,16 @@ struct Packed {
   }
 };
 
+// Asks for the sector of L2 that holds p, which may be anywhere in it, and waits for nothing.
+template <class T>
+__device__ __forceinline__ void prefetch(const T* p) {
+#ifdef __CUDA_ARCH__
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(p)));
+#else
+  (void)p;
+#endif
+}
+
 // The N elements at p, in accesses of up to 16 bytes: p is aligned to them.
 template <int N, class T>
 __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {

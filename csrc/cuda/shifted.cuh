@@ -51,6 +51,13 @@ struct Shifted {
     if (shift != 0 && 2 * count > 16 - shift) high = aligned[1];
   }
 
+  // Eight that were read in another way.
+  __device__ __forceinline__ void set(const Packed<T, 8>& pack) {
+    shift = 0;
+    memcpy(&low, pack.word, sizeof(low));
+    high = make_int4(0, 0, 0, 0);
+  }
+
   // Those that do not exist are whatever memory holds.
   __device__ __forceinline__ Packed<T, 8> all() const {
     uint32_t words[8];

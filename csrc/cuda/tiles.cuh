@@ -39,14 +39,19 @@ struct TilePosition {
 };
 
 // Results go through shared memory, half of the rows at a time, so that stores are wide. The padding keeps the
-// fragments of a warp in different banks. kTransposed: fragments are those of the transposed product.
+// fragments of a warp in different banks. Of every other 32 columns neighbouring fours trade places: eight lanes that
+// each read two fours then find them in different banks, and 16 bytes of a warp take 4 cycles, not 8. kTransposed:
+// fragments are those of the transposed product.
 template <int kM, int kN, bool kTransposed = false>
 struct ResultTile {
   static constexpr int kRows = kM / kWarpsDown, kColumns = kN / kWarpsAcross;  // of a warp
   static constexpr int kStride = kN + (kTransposed ? 4 : 8);
   static constexpr int kBytes = kRows * kStride * 4;
 
-  // f(row of the tile, its sums in shared memory) for both halves; row i of a half is kStride sums further on.
+  // Where a sum of a half is.
+  static __device__ __forceinline__ int at(int row, int column) { return row * kStride + (column ^ (column >> 3 & 4)); }
+
+  // f(row of the tile, the sums in shared memory) for both halves.
   template <class Sum, int kTall, int kBroad, class F>
   static __device__ __forceinline__ void for_halves(char* shared, const Sum (&sums)[kTall][kBroad][4], const F& f) {
     static_assert(sizeof(Sum) == 4 && kTall * 16 == (kTransposed ? kColumns : kRows) &&
@@ -63,8 +68,8 @@ struct ResultTile {
 #pragma unroll
             for (int c = 0; c < 4; ++c) {
               const int down = i * 16 + c / 2 * 8 + lane / 4, across = j * 8 + lane % 4 * 2 + c % 2;
-              results[(kTransposed ? across : down) * kStride + warp % kWarpsAcross * kColumns +
-                      (kTransposed ? down : across)] = sums[i][j][c];
+              results[at(kTransposed ? across : down, warp % kWarpsAcross * kColumns + (kTransposed ? down : across))] =
+                  sums[i][j][c];
             }
       }
       barrier();
@@ -73,13 +78,20 @@ struct ResultTile {
     }
   }
 
-  // f(row of the tile, column, kEach sums) for all of those of a half.
+  // f(row of the tile, column, Vector of kEach neighbouring sums) for all of those of a half.
   template <int kEach, class Sum, class F>
   static __device__ __forceinline__ void for_each_of(int first_row, const Sum* results, const F& f) {
 #pragma unroll 1
     for (int i = threadIdx.x; i < kRows * kN / kEach; i += kThreads) {
       const int row = i / (kN / kEach), column = i % (kN / kEach) * kEach;
-      f(first_row + row, column, results + row * kStride + column);
+      Vector<Sum, kEach> sums;
+      constexpr int kWide = kEach < 4 ? kEach : 4;
+#pragma unroll
+      for (int k = 0; k < kEach; k += kWide) {
+        const auto wide = *reinterpret_cast<const Vector<Sum, kWide>*>(results + at(row, column + k));
+        memcpy(sums.data + k, wide.data, sizeof(wide));
+      }
+      f(first_row + row, column, sums);
     }
   }
 };

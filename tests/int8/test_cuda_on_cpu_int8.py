@@ -160,8 +160,8 @@ class Problem:
 # Rows of a few lanes, of a warp, of several warps, of more than a block's wide packs; and of more than fits on chip.
 ROWS = ((70, 1), (9, 8), (37, 40), (9, 100), (5, 1000), (3, 1032), (2, 4104), (2, 2051))
 TOO_LONG = ((2, 33000),)
-# Stripes of one lane, of a warp and of two; more rows than one block takes.
-COLUMNS = ((3, 8), (70, 9), (40, 264), (1100, 16), (1, 300))
+# Bands of one lane, of a warp and of two; more rows than one block takes, and more than it has in flight.
+COLUMNS = ((3, 8), (70, 9), (420, 264), (1100, 16), (1, 300))
 SHAPES: list[tuple[Sequence[int], dict[str, object]]] = [
     *((shape, {"dim": (1,)}) for shape in ROWS),
     *((shape, {"dim": (0,)}) for shape in COLUMNS),
