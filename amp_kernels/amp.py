@@ -16,20 +16,26 @@ script on torch.autocast, `amp_kernels.GradScaler` and `amp_kernels.optim`:
 | O2 | fp16, batch norms fp32 | inputs are cast to fp16 | dynamic |
 | O3 | fp16 | inputs are cast to fp16 | 1 |
 
-Outputs are fp32 at every level. Elsewhere than in Apex:
+Outputs, in tuples, lists, dicts and dataclasses too, are fp32 at every level. Differences from Apex:
 
 - fp16 weights have fp32 masters at O3 too, which cost 2 bytes a parameter.
+- At O2 ``model.state_dict()`` holds the fp16 weights. `optim.fp32_state_dict` and `optim.load_fp32_state_dict` are for
+  fp32 checkpoints: ``model.load_state_dict`` rounds one to fp16.
 - Nothing waits for the device, so an overflow is not printed.
 - O1 covers what runs inside ``model(...)``; Apex patched torch's functions for the whole process.
+- `initialize` and `scale_loss` take the arguments below, by name but for the first ones.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
+import dataclasses
 import functools
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -52,8 +58,6 @@ _REPLACED: dict[type, type[FusedOptimizer]] = {
 }
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
-# How a dynamic scale moves in Apex, and by torch's defaults too.
-_LOSS_SCALE: dict[str, Any] = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 class _Level(NamedTuple):
@@ -71,16 +75,13 @@ _LEVELS = {
 }
 
 
-@dataclass(frozen=True)
-class _Amp:
-    """What `initialize` was given."""
-
+class _SetUp(NamedTuple):
     optimizers: list[FusedOptimizer]
     scalers: list[GradScaler]  # one for each loss
 
 
-# Apex's functions take no handle, so one module holds what `initialize` set up, and can do so once.
-_amp: _Amp | None = None
+# What `initialize` set up. Apex's functions take no handle, so the module holds it, and `initialize` runs once.
+_set_up: _SetUp | None = None
 
 
 def initialize(
@@ -96,10 +97,10 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     **unknown: Any,
 ) -> Any:
-    """Prepares models and optimizers for mixed precision, in place; call it once, before DistributedDataParallel.
+    """Prepares models and optimizers for mixed precision, in place; call it once, before data parallelism.
 
-    Weights are cast in place, and ``forward`` of each model is wrapped. An optimizer of torch becomes ours: the same
-    object, with its groups and state, so that learning rate schedulers go on. (One that was made before warns once that
+    Weights are cast, and each model casts its inputs and outputs. An optimizer of torch becomes ours: the same object,
+    with its groups and state, so that learning rate schedulers go on. (A scheduler that was made before warns once that
     ``optimizer.step()`` has been overridden.)
 
     Args:
@@ -108,9 +109,10 @@ def initialize(
             for inference.
         opt_level: "O0", "O1", "O2" or "O3"; see the table of this module.
         keep_batchnorm_fp32: True or False (or "True", "False"), instead of the level's; at O1 it must be None.
-        loss_scale: "dynamic", or a number (also as a string) that the scale stays at, instead of the level's. A scale
-            of 1 checks no gradients; at any other a step whose gradients hold NaN or inf is skipped.
-        num_losses: how many scales there are; `scale_loss` says by its `loss_id` which is meant.
+        loss_scale: "dynamic", or a number (also as a string) that the scale stays at, instead of the level's. At a
+            scale of 1 gradients are neither checked nor cast; at any other a step whose gradients hold NaN or inf is
+            skipped.
+        num_losses: how many loss scales there are; the `loss_id` of `scale_loss` chooses one.
         verbosity: 0 prints nothing, 1 a line about what was done.
         min_loss_scale, max_loss_scale: bounds of a dynamic scale, which starts at 65536, halves at an overflow and
             doubles after 2000 steps without one.
@@ -120,11 +122,11 @@ def initialize(
 
     Raises:
         RuntimeError: it was called before.
-        TypeError, ValueError: an argument is none of these, a model is wrapped for data parallelism or not in fp32, or
-            an optimizer is another one; nothing was modified.
+        TypeError, ValueError: an argument is not as above, a model or an optimizer's parameters are not fp32, a model
+            is wrapped for data parallelism, or its forward or an optimizer's step was replaced; nothing was modified.
     """
-    global _amp
-    if _amp is not None:
+    global _set_up
+    if _set_up is not None:
         raise RuntimeError(
             "amp.initialize: must be called once in a process, got a second call; pass all models and optimizers to "
             "the first, as lists"
@@ -132,32 +134,34 @@ def initialize(
     if unknown:
         raise TypeError(
             "amp.initialize: arguments must be models, optimizers, opt_level, keep_batchnorm_fp32, loss_scale, "
-            f"num_losses, verbosity, min_loss_scale or max_loss_scale, got {', '.join(unknown)}; leave it out"
+            f"num_losses, verbosity, min_loss_scale or max_loss_scale, got {', '.join(unknown)}; leave it out, and for "
+            'training in fp32 pass opt_level="O0"'
         )
     level = _level(opt_level, keep_batchnorm_fp32, loss_scale)
     if not isinstance(num_losses, int) or num_losses < 1:
         raise ValueError(f"amp.initialize: num_losses must be an integer of at least 1, got {num_losses!r}")
+    least = _bound("min_loss_scale", 0.0 if min_loss_scale is None else min_loss_scale, 0.0)
+    most = _bound("max_loss_scale", max_loss_scale, max(least, math.ulp(0.0)))
     all_models = _listed("models", models, torch.nn.Module)
     all_optimizers = [] if optimizers is None else _listed("optimizers", optimizers, torch.optim.Optimizer)
     for i, model in enumerate(all_models):
-        _check_model(i, model)
+        _check_model(f"models[{i}]", model)
     for i, optimizer in enumerate(all_optimizers):
-        _check_optimizer(i, optimizer)
+        _check_optimizer(f"optimizers[{i}]", optimizer)
     device = next((p.device.type for model in all_models for p in model.parameters()), "cpu")
-    make_scaler = functools.partial(_scaler, device, level.loss_scale, min_loss_scale or 0.0, max_loss_scale)
-    scalers = [make_scaler() for _ in range(num_losses)]
+    scalers = [_scaler(device, level.loss_scale, least, most) for _ in range(num_losses)]
     if verbosity > 0 and not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
         print(_summary(opt_level, level, all_optimizers))
 
     for model in all_models:
         if level.dtype is torch.float16:
             _cast_weights(model, level.keep_batchnorm_fp32)
-        wrapped = model.__dict__.get("forward")  # of a trainer; pickling a bound method would not end
-        model.forward = functools.partial(_forward, model, wrapped, level.dtype, device if level.autocast else None)
+        model_class: Any = type(model)
+        model.__class__ = _casting(model_class, level.dtype, level.autocast)
     ours = [_ours(optimizer) for optimizer in all_optimizers]
     for optimizer in ours:
         optimizer.register_step_post_hook(_forget_verdict)
-    _amp = _Amp(ours, scalers)
+    _set_up = _SetUp(ours, scalers)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -167,50 +171,36 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
 
     ``step()`` of the optimizers then skips if NaN or inf was met, and may be preceded by clipping. Gradients that were
     there before stay and are added to, each loss unscaled by its own scale, so several blocks may come before a step;
-    an overflow in any of them skips it. Nothing waits for the device.
+    an overflow in any of them skips it. Nothing waits for the device. A scale of 1 leaves gradients as they are.
 
     Args:
         loss: 0-dim, of any dtype; it is scaled in fp32.
-        optimizers: one that `initialize` returned, or a list of them: those whose gradients the loss reaches.
-        loss_id: which of the `num_losses` scales is meant, from 0.
+        optimizers: an optimizer that `initialize` returned, or a list of them: those whose parameters the loss reaches.
+        loss_id: the number of the loss scale, from 0 to `num_losses` - 1.
 
     Raises:
-        RuntimeError: `initialize` was not called, or the block made no gradients.
-        TypeError, ValueError: an argument is none of these.
+        RuntimeError: `initialize` was not called, or the block left no gradients.
+        TypeError, ValueError: an argument is not as above.
     """
-    amp = _initialized("scale_loss")
-    if unknown:
-        raise TypeError(
-            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; leave it out: "
-            "gradients of several losses are unscaled and added up by themselves"
-        )
-    if not isinstance(loss_id, int) or not 0 <= loss_id < len(amp.scalers):
-        raise ValueError(
-            f"amp.scale_loss: loss_id must be from 0 to {len(amp.scalers) - 1}, got {loss_id!r}; give amp.initialize "
-            "a larger num_losses for more"
-        )
-    ours = optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]
-    for optimizer in ours:
-        if not any(optimizer is known for known in amp.optimizers):
-            raise TypeError(
-                "amp.scale_loss: optimizers must be some that amp.initialize returned, got another "
-                f"{type(optimizer).__name__}"
-            )
-    scaler = amp.scalers[loss_id]
+    loss_scales, ours, params = _check_loss(loss, optimizers, loss_id, unknown)
+    scaler = loss_scales[loss_id]
     if not scaler.is_enabled():
         yield loss.float()
         return
-    params = [p for optimizer in ours for p in master_params(optimizer)]
     # Copies, since DistributedDataParallel may write the next gradient where the last one lies.
     earlier = [None if p.grad is None else p.grad.clone() for p in params]
     for p in params:
         p.grad = None
+    if all(grad is None for grad in earlier):
+        for optimizer in ours:  # a verdict on gradients that were thrown away
+            _forget_verdict(optimizer)
     try:
         yield scaler.scale(loss.float())
         _unscale(scaler, ours, params)
     except BaseException:
         for p, grad in zip(params, earlier, strict=True):
-            p.grad = grad  # what the block made is scaled still
+            p.grad = grad  # instead of one that is scaled
+        scaler._per_optimizer_states.clear()
         raise
     for p, grad in zip(params, earlier, strict=True):
         if grad is not None:
@@ -220,7 +210,8 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """The parameters of `optimizer`, for clipping between `scale_loss` and the step.
 
-    fp16 parameters are their own masters: the ``grad`` of one is fp32 then, ``optimizer.master(param)`` its fp32 value.
+    fp16 parameters are their own masters: ``optimizer.master(param)`` is the fp32 value of one, and `scale_loss` makes
+    its ``grad`` fp32, unless the scale is 1.
     """
     return (p for group in optimizer.param_groups for p in group["params"])
 
@@ -235,44 +226,50 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Loads what `state_dict` returned, or apex.amp's of the same name did.
+    """Loads scales and counts that `state_dict` returned, or apex.amp's did. Bounds stay those of `initialize`.
 
     Raises:
         RuntimeError: `initialize` was not called.
         ValueError: the state dict is of other losses, or of a scale of 1 where another one is needed; nothing was
             loaded.
     """
-    scalers = _initialized("load_state_dict").scalers
-    expected = [f"loss_scaler{i}" for i in range(len(scalers))]
-    lacking = [name for name, s in zip(expected, scalers, strict=True) if s.is_enabled() and not state_dict.get(name)]
-    if sorted(state_dict) != sorted(expected) or lacking:
+    scalers = {f"loss_scaler{i}": s for i, s in enumerate(_initialized("load_state_dict").scalers)}
+    loaded = {name: _scale_and_counts(state_dict.get(name)) for name in scalers}
+    lacking = [name for name, scaler in scalers.items() if scaler.is_enabled() and not loaded[name]]
+    if sorted(state_dict) != sorted(scalers) or lacking:
         raise ValueError(
-            f"amp.load_state_dict: state_dict must hold the scale of {', '.join(lacking or expected)}, got "
-            f"{', '.join(name for name in state_dict if state_dict[name]) or 'none'}; call amp.initialize with the "
-            "loss_scale and num_losses of the run that saved it"
+            f"amp.load_state_dict: state_dict must hold the scale of {', '.join(lacking or scalers)}, got "
+            f"{', '.join(name for name in state_dict if _scale_and_counts(state_dict[name])) or 'none'}; call "
+            "amp.initialize with the loss_scale and num_losses of the run that saved it"
         )
-    for name, scaler in zip(expected, scalers, strict=True):
-        scaler.load_state_dict(_of_apex(state_dict[name]) if "loss_scale" in state_dict[name] else state_dict[name])
+    for name, scaler in scalers.items():
+        scaler.load_state_dict({**scaler.state_dict(), **loaded[name]})
 
 
-def _of_apex(saved: Mapping[str, Any]) -> dict[str, Any]:
-    return {"scale": saved["loss_scale"], "_growth_tracker": saved["unskipped"], **_LOSS_SCALE}
+def _scale_and_counts(saved: Any) -> dict[str, Any]:
+    """Of a loss, under torch's names; empty if there is no scale."""
+    if not isinstance(saved, Mapping):
+        return {}
+    if {"loss_scale", "unskipped"} <= saved.keys():  # Apex's
+        return {"scale": saved["loss_scale"], "_growth_tracker": saved["unskipped"]}
+    names = ("scale", "_growth_tracker", "skipped_steps")
+    return {name: saved[name] for name in names if name in saved} if {*names[:2]} <= saved.keys() else {}
 
 
-def _initialized(caller: str) -> _Amp:
-    if _amp is None:
+def _initialized(caller: str) -> _SetUp:
+    if _set_up is None:
         raise RuntimeError(f"amp.{caller}: amp.initialize must be called before, got no call of it")
-    return _amp
+    return _set_up
 
 
 # ------------------------------------------------------------------------------------------------------------- checks
 def _level(opt_level: str, keep_batchnorm_fp32: bool | str | None, loss_scale: float | str | None) -> _Level:
-    level = _LEVELS.get(opt_level)
+    level = _LEVELS.get(opt_level) if isinstance(opt_level, str) else None
     if level is None:
         raise ValueError(f"amp.initialize: opt_level must be one of {', '.join(_LEVELS)}, got {opt_level!r}")
     if keep_batchnorm_fp32 is not None:
-        keep = {True: True, False: False, "True": True, "False": False}.get(keep_batchnorm_fp32)
-        if keep is None:
+        keep = str(keep_batchnorm_fp32)
+        if keep not in ("True", "False"):
             raise ValueError(
                 f"amp.initialize: keep_batchnorm_fp32 must be True, False or None, got {keep_batchnorm_fp32!r}"
             )
@@ -281,7 +278,7 @@ def _level(opt_level: str, keep_batchnorm_fp32: bool | str | None, loss_scale: f
                 f"amp.initialize: keep_batchnorm_fp32 must be None at {opt_level}, got {keep_batchnorm_fp32!r}; all "
                 "weights stay in fp32 there"
             )
-        level = level._replace(keep_batchnorm_fp32=keep)
+        level = level._replace(keep_batchnorm_fp32=keep == "True")
     if loss_scale is not None and loss_scale != "dynamic":
         number = _number(loss_scale)
         if number is None or not 0 < number < math.inf:
@@ -297,6 +294,13 @@ def _number(value: Any) -> float | None:
         return None
 
 
+def _bound(name: str, value: Any, least: float) -> float:
+    number = _number(value)
+    if number is None or not number >= least:
+        raise ValueError(f"amp.initialize: {name} must be a number of at least {least:g}, got {value!r}")
+    return number
+
+
 def _listed(name: str, value: Any, kind: type[T]) -> list[T]:
     values = value if isinstance(value, (list, tuple)) else [value]
     for v in values:
@@ -307,35 +311,85 @@ def _listed(name: str, value: Any, kind: type[T]) -> list[T]:
     return list(values)
 
 
-def _check_model(index: int, model: torch.nn.Module) -> None:
+def _check_model(name: str, model: torch.nn.Module) -> None:
     if isinstance(model, _PARALLEL):
         raise TypeError(
-            f"amp.initialize: models[{index}] must be a bare module, got a {type(model).__name__}; wrap it after "
-            "amp.initialize"
+            f"amp.initialize: {name} must be a bare module, got a {type(model).__name__}; wrap it after amp.initialize"
+        )
+    if "forward" in vars(model):
+        raise TypeError(
+            f"amp.initialize: {name} must have the forward of its class, got one that was assigned to the object; call "
+            "amp.initialize before whatever assigns it"
         )
     for tensors in (model.named_parameters(), model.named_buffers()):
-        for name, t in tensors:
-            if t.is_floating_point() and t.dtype is not torch.float32:
-                raise TypeError(
-                    f"amp.initialize: {name} of models[{index}] must be float32 at every level, got {t.dtype}; leave "
-                    "the casts to amp.initialize"
-                )
+        for key, t in tensors:
+            _check_fp32(f"{key} of {name}", t)
 
 
-def _check_optimizer(index: int, optimizer: torch.optim.Optimizer) -> None:
+def _check_fp32(name: str, tensor: Tensor) -> None:
+    if tensor.is_floating_point() and tensor.dtype is not torch.float32:
+        raise TypeError(
+            f"amp.initialize: {name} must be float32 at every level, got {tensor.dtype}; leave the casts to "
+            "amp.initialize"
+        )
+
+
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
     if not isinstance(optimizer, FusedOptimizer) and type(optimizer) not in _REPLACED:
         raise TypeError(
-            f"amp.initialize: optimizers[{index}] must be an SGD, RMSprop, Adam or AdamW of torch.optim or one of "
+            f"amp.initialize: {name} must be an SGD, RMSprop, Adam or AdamW of torch.optim or one of "
             f"amp_kernels.optim, got a {type(optimizer).__module__}.{type(optimizer).__name__}"
         )
-    if any(group.get("differentiable") for group in optimizer.param_groups):
-        raise ValueError(f"amp.initialize: optimizers[{index}] must not be differentiable, got differentiable=True")
+    step = vars(optimizer).get("step")
+    if step is not None and not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
+        raise TypeError(
+            f"amp.initialize: {name} must have the step of its class, or one that torch wrapped, got another one that "
+            "was assigned to the object; call amp.initialize before whatever assigns it"
+        )
+    for group in optimizer.param_groups:
+        if group.get("differentiable"):
+            raise ValueError(f"amp.initialize: {name} must not be differentiable, got differentiable=True")
+        for i, p in enumerate(group["params"]):
+            _check_fp32(f"parameter {i} of {name}", p)
+
+
+def _check_loss(
+    loss: Any, optimizers: Any, loss_id: int, unknown: Mapping[str, Any]
+) -> tuple[list[GradScaler], list[FusedOptimizer], list[Tensor]]:
+    """The loss scales, the optimizers as a list, and their parameters."""
+    known, scalers = _initialized("scale_loss")
+    if unknown:
+        raise TypeError(
+            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; leave it out: "
+            "gradients of several losses are unscaled and added up by themselves"
+        )
+    if not isinstance(loss, Tensor):
+        raise TypeError(f"amp.scale_loss: loss must be a Tensor, got a {type(loss).__name__}")
+    if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
+        raise ValueError(
+            f"amp.scale_loss: loss_id must be from 0 to {len(scalers) - 1}, got {loss_id!r}; give amp.initialize a "
+            "larger num_losses for more"
+        )
+    ours = list(dict.fromkeys(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]))
+    for optimizer in ours:
+        if not any(optimizer is other for other in known):
+            raise TypeError(
+                "amp.scale_loss: optimizers must be some that amp.initialize returned, got another "
+                f"{type(optimizer).__name__}"
+            )
+    params = [p for optimizer in ours for p in master_params(optimizer)]
+    if len(set(params)) < len(params):
+        raise ValueError(
+            "amp.scale_loss: optimizers must have parameters of their own, got one parameter in two of them; its "
+            "gradient would be unscaled twice"
+        )
+    return scalers, ours, params
 
 
 # ------------------------------------------------------------------------------------------------------------- set-up
 def _scaler(device: str, loss_scale: float | str, least: float, most: float) -> GradScaler:
     if loss_scale == "dynamic":
-        return GradScaler(device, min_scale=least, max_scale=most, **_LOSS_SCALE)
+        return GradScaler(device, min_scale=least, max_scale=most)  # torch's factors and interval are Apex's
     scale = float(loss_scale)
     return GradScaler(device, scale, min_scale=scale, max_scale=scale, enabled=scale != 1)
 
@@ -363,45 +417,99 @@ def _cast_weights(model: torch.nn.Module, keep_batchnorm_fp32: bool) -> None:
             if buffer.is_floating_point():
                 setattr(module, name, buffer.half())
         if isinstance(module, torch.nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants them in one piece, which casts of their own are not
+            module.flatten_parameters()  # cuDNN wants weights in one piece, and each was cast by itself
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
-    """An optimizer of torch becomes one of ours: the same object, since schedulers hold it."""
+    """An optimizer of torch becomes one of ours: the same object and the same groups, since schedulers hold them."""
     if not isinstance(optimizer, FusedOptimizer):
-        saved = optimizer.state_dict()
+        saved, groups = optimizer.state_dict(), optimizer.param_groups
         optimizer.__class__ = _REPLACED[type(optimizer)]
         assert isinstance(optimizer, FusedOptimizer)
         optimizer.__dict__.pop("step", None)  # a scheduler's, around torch's step
         optimizer._setup(max_grad_norm=None, foreach=None, fused=None)
         optimizer.load_state_dict(saved)
+        for group, loaded in zip(groups, optimizer.param_groups, strict=True):
+            group.update(loaded)
+        optimizer.param_groups = groups
     return optimizer
 
 
-# ------------------------------------------------------------------------------------------------------- an iteration
-def _forward(
-    model: torch.nn.Module, wrapped: Any, dtype: torch.dtype, autocast: str | None, *args: Any, **kwargs: Any
-) -> Any:
-    forward = wrapped or functools.partial(type(model).forward, model)
-    if autocast is None:
-        return _cast(forward(*_cast(args, dtype), **_cast(kwargs, dtype)), torch.float32)
-    with torch.autocast(autocast, torch.float16):
-        return _cast(forward(*args, **kwargs), torch.float32)
+# ------------------------------------------------------------------------------------------------------------ forward
+@functools.cache
+def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
+    """The class of a model whose forward casts.
+
+    A forward of the object would belong to one object: the replicas that DataParallel makes of it, and copies, would
+    compute with the weights of the first.
+    """
+
+    @functools.wraps(model_class.forward)
+    def forward(self: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if not autocast:
+            output = model_class.forward(self, *_cast(args, dtype), **_cast(kwargs, dtype))
+            return _cast(output, torch.float32)
+        with torch.autocast(_device_type(self, args, kwargs.values()), torch.float16):
+            return _cast(model_class.forward(self, *args, **kwargs), torch.float32)
+
+    def reduced(self: torch.nn.Module, protocol: Any) -> Any:
+        made_by, arguments, *rest = super(casting, self).__reduce_ex__(protocol)
+        if arguments == (casting,):  # which pickle would look for in a module
+            made_by, arguments = _new_casting, (model_class, dtype, autocast)
+        return made_by, arguments, *rest
+
+    members = {"forward": forward, "__reduce_ex__": reduced, "__module__": model_class.__module__}
+    casting: Any = type(model_class.__name__, (model_class,), members)
+    return casting
+
+
+def _new_casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> torch.nn.Module:
+    casting = _casting(model_class, dtype, autocast)
+    return casting.__new__(casting)
+
+
+def _device_type(model: torch.nn.Module, args: Iterable[Any], more: Iterable[Any]) -> str:
+    """Where a model computes; DataParallel's replicas have no parameters."""
+    tensors = (t for t in itertools.chain(model.parameters(), args, more) if isinstance(t, Tensor))
+    return next((t.device.type for t in tensors), "cpu")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `dtype`, also in tuples, lists, dicts and what has a method `to`."""
+    """Floating-point tensors in `dtype`, also in containers and in what has a method `to` but modules. What holds none
+    to be cast is returned itself."""
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, torch.nn.Module):
+        return value
     if hasattr(value, "to"):  # a packed sequence, a batch of one's own
         return value.to(dtype)
     if isinstance(value, dict):
-        return type(value)({key: _cast(v, dtype) for key, v in value.items()})
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_cast(v, dtype) for v in value))
-    return type(value)(_cast(v, dtype) for v in value) if isinstance(value, (tuple, list)) else value
+        return _with_entries(value, {key: _cast(v, dtype) for key, v in value.items()})
+    if isinstance(value, list):
+        return _with_entries(value, {i: _cast(v, dtype) for i, v in enumerate(value)})
+    if isinstance(value, tuple):
+        entries = [_cast(v, dtype) for v in value]
+        if all(map(operator.is_, entries, value)):
+            return value
+        return type(value)(*entries) if hasattr(value, "_fields") else type(value)(entries)
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        fields = {f.name: getattr(value, f.name) for f in dataclasses.fields(value) if f.init}
+        changed = {name: new for name, v in fields.items() if (new := _cast(v, dtype)) is not v}
+        return dataclasses.replace(value, **changed) if changed else value
+    return value
 
 
+def _with_entries(container: Any, entries: dict[Any, Any]) -> Any:
+    """A copy of a dict or list, of its class, or itself if that would be the same."""
+    if all(new is container[key] for key, new in entries.items()):
+        return container
+    result = copy.copy(container)
+    for key, new in entries.items():
+        result[key] = new
+    return result
+
+
+# ------------------------------------------------------------------------------------------------------- an iteration
 def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: Sequence[Tensor]) -> None:
     grads = [(p, p.grad) for p in params if p.grad is not None]
     if not grads:
@@ -425,5 +533,5 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
     scaler.update()
 
 
-def _forget_verdict(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+def _forget_verdict(optimizer: torch.optim.Optimizer, *of_a_hook: Any) -> None:
     optimizer.__dict__.pop("found_inf", None)

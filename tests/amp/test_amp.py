@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import copy
+import dataclasses
 import functools
+import inspect
 import itertools
 import os
 import pickle
@@ -16,7 +19,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from optim_cases import FULL, TORCH, families, randn
+from optim_cases import FULL, TORCH, randn
 from torch import Tensor
 
 from amp_kernels import GradScaler, amp
@@ -30,7 +33,7 @@ STEPS, OVERFLOW = 20, 5
 @pytest.fixture(autouse=True)
 def once_a_test(monkeypatch):
     """A process may call `initialize` once, and this one runs many tests."""
-    monkeypatch.setattr(amp, "_amp", None)
+    monkeypatch.setattr(amp, "_set_up", None)
 
 
 def network(device: Any = "cpu", seed: int = 0) -> torch.nn.Module:
@@ -96,19 +99,25 @@ def assert_same_training(ours: Any, theirs: Any) -> None:
             assert torch.equal(state[key], other_state[key]), key
 
 
-@families
+# AdamW too, which shares Adam's family.
+OPTIONS = {**FULL, FusedAdamW: {"lr": 0.01, "eps": 1e-3, "weight_decay": 0.1}}
+CLASSES = {**TORCH, FusedAdamW: torch.optim.AdamW}
+classes = pytest.mark.parametrize("ours", CLASSES, ids=lambda c: c.__name__)
+
+
+@classes
 @pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
-def test_a_level_is_its_handwritten_counterpart(device, family, level):
+def test_a_level_is_its_handwritten_counterpart(device, ours, level):
     net = network(device)
-    net, optimizer = amp.initialize(net, TORCH[family](net.parameters(), **FULL[family]), opt_level=level, verbosity=0)
-    assert type(optimizer) is family
+    net, optimizer = amp.initialize(net, CLASSES[ours](net.parameters(), **OPTIONS[ours]), opt_level=level, verbosity=0)
+    assert type(optimizer) is ours
     by_amp(net, optimizer, device, overflows=level in ("O1", "O2"))
 
     other = network(device)
     if level in ("O2", "O3"):
         other = with_fp32_norms(other) if level == "O2" else other.half()
     scaler = GradScaler(device.type, enabled=level in ("O1", "O2"), max_scale=2.0**24)
-    other_optimizer = family(other.parameters(), **FULL[family])
+    other_optimizer = ours(other.parameters(), **OPTIONS[ours])
 
     def loss_of(x: Tensor, y: Tensor) -> Tensor:
         if level == "O1":
@@ -268,6 +277,54 @@ def test_a_failed_backward_leaves_earlier_gradients():
         assert torch.equal(p.grad, grad)
 
 
+def test_a_failed_check_leaves_the_scale_usable():
+    one, two = network(seed=0), torch.nn.Embedding(8, 4, sparse=True)
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for net in (one, two)]
+    (one, two), optimizers = amp.initialize([one, two], optimizers, opt_level="O1", verbosity=0)
+    with pytest.raises(RuntimeError, match="sparse"):
+        loss = one(batch(0)[0]).sum() + two(torch.tensor([1])).sum()
+        with amp.scale_loss(loss, optimizers) as scaled_loss:
+            scaled_loss.backward()
+    backward(one, [optimizers[0], optimizers[0]], 1)
+    backward(one, optimizers[0], 1)
+    optimizers[0].step()
+
+
+def test_a_parameter_in_two_optimizers():
+    net = network()
+    optimizers = [torch.optim.SGD(net.parameters(), lr=0.1) for _ in range(2)]
+    net, optimizers = amp.initialize(net, optimizers, verbosity=0)
+    with pytest.raises(ValueError, match="got one parameter in two of them"):
+        backward(net, optimizers, 0)
+
+
+def test_a_verdict_goes_with_its_gradients():
+    """A loop that looks at the norm, and throws gradients away instead of calling `step`."""
+    net, optimizer = prepared("O1", max_loss_scale=64.0)
+    backward(net, optimizer, 0, torch.inf)
+    optimizer.zero_grad()
+    before = net[0].weight.detach().clone()
+    backward(net, optimizer, 1)
+    optimizer.step()
+    assert not torch.equal(net[0].weight, before)
+
+
+def test_earlier_gradients_of_parameters_that_a_loss_does_not_reach():
+    net, optimizer = prepared("O1")
+    backward(net, optimizer, 0)
+    before = net[0].weight.grad.clone()
+    with amp.scale_loss(net[3].weight.sum(), optimizer) as scaled_loss:
+        scaled_loss.backward()
+    assert torch.equal(net[0].weight.grad, before)
+
+
+def test_a_loss_in_fp16_is_scaled_in_fp32():
+    net, optimizer = prepared("O1")
+    with amp.scale_loss(4 * net[3].bias.sum().half() + 4, optimizer) as scaled_loss:
+        assert scaled_loss.isfinite() and scaled_loss.dtype is torch.float32
+        scaled_loss.backward()
+
+
 def test_clipping_sees_unscaled_gradients():
     net, optimizer = prepared("O2")
     backward(net, optimizer, 0)
@@ -293,19 +350,20 @@ def test_steps_without_a_loss_are_not_judged():
 
 
 # ------------------------------------------------------------------------------------------------------------ replacing
-@families
-def test_state_and_groups_are_kept(family):
+@classes
+def test_state_and_groups_are_kept(ours):
     """Training that began with torch's optimizer goes on with ours, under a scheduler that was made before."""
     finals = []
     for switches in (False, True):
         net = network()
         groups = [{"params": [*net[0].parameters()], "lr": 0.01}, {"params": [*net[3].parameters()], "name": "head"}]
-        given = optimizer = TORCH[family](groups, **FULL[family])
+        given = optimizer = CLASSES[ours](groups, **OPTIONS[ours])
+        head = optimizer.param_groups[1]
         scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4, 0.5)
         for step in range(8):
             if switches and step == 3:
                 net, optimizer = amp.initialize(net, optimizer, opt_level="O0", verbosity=0)
-                assert optimizer is given and type(optimizer) is family
+                assert optimizer is given and type(optimizer) is ours and optimizer.param_groups[1] is head
                 assert optimizer._step_supports_amp_scaling  # not torch's step, which the scheduler wrapped
             optimizer.zero_grad()
             F.cross_entropy(net(batch(step)[0]), batch(step)[1]).backward()
@@ -313,9 +371,9 @@ def test_state_and_groups_are_kept(family):
             scheduler.step()
         assert optimizer.param_groups[1]["name"] == "head"
         finals.append((list(net.parameters()), [group["lr"] for group in optimizer.param_groups]))
-    (theirs, their_rates), (ours, our_rates) = finals
-    assert our_rates == their_rates == [0.01 / 4, FULL[family]["lr"] / 4]
-    for p, q in zip(ours, theirs, strict=True):
+    (theirs, their_rates), (switched, our_rates) = finals
+    assert our_rates == their_rates == [0.01 / 4, OPTIONS[ours]["lr"] / 4]
+    for p, q in zip(switched, theirs, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-4, atol=1e-5)
 
 
@@ -361,13 +419,60 @@ def test_a_copy_computes_with_its_own_weights(level, duplicate):
     assert other(x).abs().max() == 0 < net(x).abs().max()
 
 
-def test_a_forward_that_somebody_wrapped_stays_wrapped():
-    net = network()
-    plain = net.forward
-    net.forward = lambda x: plain(2 * x)
-    expected = net(batch(0)[0])
-    amp.initialize(net, opt_level="O0", verbosity=0)
-    torch.testing.assert_close(net(batch(0)[0]), expected)
+def test_replicas_compute_with_their_own_weights():
+    """Those of DataParallel, which makes them by the class and the dict of a module."""
+    net, _ = prepared("O2")
+    replica = net._replicate_for_data_parallel()
+    replica._modules = copy.deepcopy(net._modules)
+    torch.nn.init.zeros_(replica[3].weight), torch.nn.init.zeros_(replica[3].bias)
+    assert replica(batch(0)[0]).abs().max() == 0 < net(batch(0)[0]).abs().max()
+
+
+@pytest.mark.parametrize("level", ["O1", "O2"])
+def test_compiled_models(level):
+    net, _ = prepared(level)
+    compiled = torch.compile(net.eval(), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(batch(0)[0]), net(batch(0)[0]))
+
+
+class Named(torch.nn.Module):
+    def forward(self, dtype, model=None, *, self_=None, autocast=None):
+        assert dtype.dtype is model.dtype is self_.dtype is autocast.dtype is torch.float16
+        return dtype
+
+
+def test_arguments_of_any_name():
+    net = amp.initialize(Named(), opt_level="O3", verbosity=0)
+    x = torch.ones(2)
+    assert net(dtype=x, model=x, self_=x, autocast=x).dtype is torch.float32
+    assert list(inspect.signature(net.forward).parameters) == ["dtype", "model", "self_", "autocast"]
+
+
+@dataclasses.dataclass
+class Output:
+    logits: Tensor
+    hidden: list[Tensor]
+    name: str = "x"
+
+
+class Containers(torch.nn.Module):
+    def forward(self, x, head, cache):
+        assert head.weight.dtype is torch.float32
+        cache.append(1)
+        found = collections.defaultdict(list, logits=[x])
+        return Output(x, [x]), found, torch.max(x, 0), head
+
+
+def test_containers_keep_their_classes_and_modules_their_weights():
+    net = amp.initialize(Containers(), opt_level="O2", verbosity=0)
+    head, cache = torch.nn.Linear(2, 2), []
+    output, found, largest, same = net(torch.ones(3, 2), head, cache)
+    assert same is head and head.weight.dtype is torch.float32 and cache == [1]
+    assert isinstance(output, Output) and output.name == "x" and type(found) is collections.defaultdict
+    assert {output.logits.dtype, output.hidden[0].dtype, found["logits"][0].dtype, largest.values.dtype} == {
+        torch.float32
+    }
+    assert found["other"] == [] and largest.indices.dtype is torch.int64
 
 
 # --------------------------------------------------------------------------------------------------------- checkpoints
@@ -377,7 +482,7 @@ def test_checkpoints_go_on_bit_for_bit(monkeypatch):
         backward(net, optimizer, step, torch.inf if step == 1 else 1.0)
         optimizer.step(), optimizer.zero_grad()
     saved = copy.deepcopy((net.state_dict(), optimizer.state_dict(), amp.state_dict()))
-    monkeypatch.setattr(amp, "_amp", None)
+    monkeypatch.setattr(amp, "_set_up", None)
     other, other_optimizer = prepared("O2", max_loss_scale=512.0)
     other.load_state_dict(saved[0]), other_optimizer.load_state_dict(saved[1]), amp.load_state_dict(saved[2])
     assert scale_of() == 256
@@ -385,7 +490,7 @@ def test_checkpoints_go_on_bit_for_bit(monkeypatch):
         backward(other, other_optimizer, step)
         other_optimizer.step(), other_optimizer.zero_grad()
     final = scale_of()
-    monkeypatch.setattr(amp, "_amp", None)
+    monkeypatch.setattr(amp, "_set_up", None)
     third, third_optimizer = prepared("O2", max_loss_scale=512.0)
     for step in range(6):
         backward(third, third_optimizer, step, torch.inf if step == 1 else 1.0)
@@ -401,6 +506,23 @@ def test_state_dicts_of_apex_load():
     )
     assert (scale_of(0), scale_of(1)) == (4096, 2)
     assert amp.state_dict()["loss_scaler0"]["_growth_tracker"] == 17
+    assert amp.state_dict()["loss_scaler0"]["growth_interval"] == 2000
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "scale"),
+    [({}, {"loss_scale": 128.0}, 128), ({}, {"max_loss_scale": 64.0}, 64), ({"loss_scale": 128.0}, {}, 128)],
+    ids=["dynamic into static", "into a lower bound", "static into dynamic"],
+)
+def test_a_checkpoint_brings_no_bounds(monkeypatch, saved, options, scale):
+    prepared("O1", **saved)
+    state = amp.state_dict()
+    monkeypatch.setattr(amp, "_set_up", None)
+    net, optimizer = prepared("O1", **options)
+    amp.load_state_dict(state)
+    assert scale_of() == scale
+    backward(net, optimizer, 0, torch.inf)
+    assert scale_of() == (128 if "loss_scale" in options else scale / 2)
 
 
 # ----------------------------------------------------------------------------------------------------------- sentences
@@ -415,6 +537,21 @@ def with_model(change: Callable[[torch.nn.Module], Any], **options: Any) -> Any:
     return amp.initialize(change(net), optimizer, **options)
 
 
+def replaced_forward(net: torch.nn.Module) -> torch.nn.Module:
+    net.forward = lambda x: x
+    return net
+
+
+def replaced_step() -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(network().parameters(), lr=0.1)
+    optimizer.step = lambda: None
+    return optimizer
+
+
+def of_fp64() -> torch.optim.Optimizer:
+    return torch.optim.SGD([torch.nn.Parameter(torch.ones(2)), torch.nn.Parameter(torch.ones(2).double())], lr=0.1)
+
+
 SENTENCES = {
     "level": (lambda: bare(opt_level="02"), ValueError, "opt_level must be one of O0, O1, O2, O3, got '02'"),
     "unknown": (lambda: bare(cast_model_type=None), TypeError, "arguments must be .*, got cast_model_type; leave"),
@@ -423,7 +560,17 @@ SENTENCES = {
     "scale": (lambda: bare(loss_scale="dynamical"), ValueError, 'loss_scale must be "dynamic" or a positive number'),
     "scale of 0": (lambda: bare(loss_scale=0), ValueError, "loss_scale must be .*, got 0"),
     "losses": (lambda: bare(num_losses=0), ValueError, "num_losses must be an integer of at least 1, got 0"),
-    "bounds": (lambda: bare(min_loss_scale=4.0, max_loss_scale=2.0), ValueError, "max_scale must be a number of at"),
+    "bounds": (
+        lambda: bare(min_loss_scale=4.0, max_loss_scale=2.0),
+        ValueError,
+        "max_loss_scale must be .* at least 4",
+    ),
+    "least": (lambda: bare(min_loss_scale=-1.0), ValueError, "min_loss_scale must be a number of at least 0, got -1"),
+    "lists": (lambda: bare(opt_level=["O1"]), ValueError, "opt_level must be one of"),
+    "forward": (lambda: with_model(replaced_forward), TypeError, "must have the forward of its class, got one that"),
+    "step": (lambda: amp.initialize(network(), replaced_step()), TypeError, "must have the step of its class, or one"),
+    "fp64": (lambda: amp.initialize(network(), of_fp64()), TypeError, "parameter 1 of optimizers.0. must be float32"),
+    "buffer": (lambda: with_model(lambda net: net[1].half()), TypeError, "weight of models.0. must be float32"),
     "models": (lambda: with_model(lambda net: net.parameters()), TypeError, "models must be a torch Module or a list"),
     "half": (lambda: with_model(lambda net: net.half()), TypeError, "0.weight of models.0. must be float32"),
     "parallel": (lambda: with_model(torch.nn.DataParallel), TypeError, "must be a bare module, got a DataParallel"),
@@ -438,7 +585,7 @@ def test_errors_are_sentences(name):
     call, error, message = SENTENCES[name]
     with pytest.raises(error, match=message):
         call()
-    assert amp._amp is None
+    assert amp._set_up is None
 
 
 @pytest.mark.parametrize("bad", ["another", "differentiable", "subclass", "level"])
@@ -464,6 +611,8 @@ def test_a_second_call_raises():
 def test_sentences_of_scale_loss():
     net, optimizer = prepared("O2")
     loss = net(batch(0)[0]).sum()
+    with pytest.raises(TypeError, match="loss must be a Tensor, got a float"), amp.scale_loss(3.0, optimizer):
+        pass
     for options, error, message in (
         ({"loss_id": 1}, ValueError, "loss_id must be from 0 to 0, got 1"),
         ({"delay_unscale": True}, TypeError, "arguments must be loss, optimizers and loss_id, got delay_unscale"),
@@ -486,7 +635,8 @@ def test_sentences_of_scale_loss():
 
 def test_sentences_of_load_state_dict():
     prepared("O1")
-    for wrong in ({}, {"loss_scaler0": {}}, {"loss_scaler0": {"loss_scale": 1.0}, "loss_scaler1": {}}):
+    of_apex = {"loss_scale": 1.0, "unskipped": 0}
+    for wrong in ({}, {"loss_scaler0": {}}, {"loss_scaler0": {"x": 1}}, {"loss_scaler0": of_apex, "loss_scaler1": {}}):
         with pytest.raises(ValueError, match="state_dict must hold the scale of loss_scaler0, got"):
             amp.load_state_dict(wrong)
 
