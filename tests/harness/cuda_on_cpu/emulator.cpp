@@ -211,8 +211,9 @@ static bool is_shared(const void* address, size_t bytes, AccessKind kind, const 
   const uintptr_t offset = reinterpret_cast<uintptr_t>(address) - reinterpret_cast<uintptr_t>(shared);
   if (running == nullptr || offset >= sizeof(shared)) return false;
   if (offset + bytes > shared_bytes_of_block) {
-    fail(thread_name(current) + (kind == kStore ? " wrote" : " read") + " past its " +
-         std::to_string(shared_bytes_of_block) + " bytes of shared memory, at byte " + std::to_string(offset));
+    const bool writes = kind == kStore || kind == kCopy;
+    fail(thread_name(current) + (writes ? " wrote" : " read") + " past its " + std::to_string(shared_bytes_of_block) +
+         " bytes of shared memory, at byte " + std::to_string(offset));
     suspend();
   }
   const Access access{code, static_cast<uint32_t>(offset), 0, kind};
@@ -386,17 +387,17 @@ void wait_copies(unsigned pending) {
 
 }  // namespace emulator
 
-// ------------------------------------------------------------------------------------------- reads
-// The compiler calls these before each read of a kernel, as it calls the run-time library of the address sanitizer. A
-// launch that reads a byte of what forbid_reads was given fails, whatever it does with that byte: kernels that take an
-// aligned word and drop a part of it give right results.
-
 // Counts the cycles of shared memory from now on, or no longer. `counts` gets those so far, unless it is null.
 extern "C" void count_banks(bool counting, emulator::BankCounts* counts) {
   if (counts != nullptr) memcpy(counts, emulator::banks.counts, sizeof(emulator::banks.counts));
   memset(emulator::banks.counts, 0, sizeof(emulator::banks.counts));
   emulator::is_counting = counting;
 }
+
+// ------------------------------------------------------------------------------------------- reads
+// The compiler calls these before each read of a kernel, as it calls the run-time library of the address sanitizer. A
+// launch that reads a byte of what forbid_reads was given fails, whatever it does with that byte: kernels that take an
+// aligned word and drop a part of it give right results.
 
 extern "C" void forbid_reads(const emulator::Range* ranges, size_t count) {
   emulator::forbidden.assign(ranges, ranges + count);
