@@ -27,6 +27,33 @@ void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, S
   launch(kernel, static_cast<unsigned>((chunks + rounds - 1) / rounds), kThreads, shared_bytes, stream, pass);
 }
 
+// How elements are divided: aligned packs of neighbours, and the others, which go one by one. These are less than a
+// pack before and behind all packs of a tensor, if its chunks take packs as they lie, and begin and end where they do:
+//
+//   tensor:  | head | pack | pack | ... | pack | pack | ... | pack | tail |
+//            | chunk 0 ..................| chunk 1 ...................... |
+template <int kPack>
+struct Division {
+  int lead;   // others before the packs
+  int first;  // element of the first pack
+  int packs;
+  int others;
+
+  // Of a chunk whose first element by the table stands at place `phase` of an aligned pack; `begin` elements of its
+  // tensor are before it, `rest` from it on.
+  __device__ __forceinline__ Division(int64_t begin, int64_t rest, int64_t chunk_size, int phase)
+      : first(-phase & (kPack - 1)) {
+    const int64_t next = chunk_size + first;  // where the next chunk begins
+    const int end = static_cast<int>(next < rest ? next : rest);
+    lead = begin > 0 ? 0 : first < end ? first : end;
+    packs = first < end ? (end - first) / kPack : 0;
+    others = lead + (first < end ? end - first - packs * kPack : 0);
+  }
+
+  // The element that is the k-th of the others.
+  __device__ __forceinline__ int other(int k) const { return k < lead ? k : k - lead + first + packs * kPack; }
+};
+
 // Every gridDim.x-th chunk of a table, from the first or (kBackwards) from the last one on.
 //
 // What a block has to know of a chunk is three loads deep: its entry names a tensor, the tensor's column holds
@@ -64,7 +91,14 @@ class ChunkWalk {
   __device__ int32_t count() const { return static_cast<int32_t>(header_[kRows + 1]); }
   __device__ int64_t begin() const { return (header_[kRows] >> 32) * table_.chunk_size; }
   __device__ int64_t rest() const { return row(kNumel) - begin(); }  // elements of the tensor from `begin` on
-  __device__ int size() const { return static_cast<int>(rest() < table_.chunk_size ? rest() : table_.chunk_size); }
+
+  __device__ int64_t size() const { return rest() < table_.chunk_size ? rest() : table_.chunk_size; }
+
+  // By packs as they lie in the tensor.
+  template <int kPack>
+  __device__ Division<kPack> divide(int phase) const {
+    return {begin(), rest(), table_.chunk_size, phase};
+  }
 
   // First element of the chunk in an array of the table; nullptr where the tensor has no such array.
   template <class T>

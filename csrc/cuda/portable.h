@@ -388,7 +388,6 @@ int resident_blocks(Kernel* kernel, unsigned, size_t) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
             Arguments... arguments) {
-  emulator::load(reinterpret_cast<const void*>(kernel));
   emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, [&] { kernel(arguments...); });
 }
 

@@ -11,8 +11,8 @@
 //   chunk:  | head | pack of thread 0 | thread 1 | ... | thread 255 | thread 0 | ... | tail |
 //             fp32 sum of a pack -> fp64 sum of a thread -> fp64 sum of the block -> partials[chunk]
 //
-// Packs begin where the gradient is aligned to 16 bytes; head and tail, less than a pack each, are the last warp's, one
-// element a thread. What is written comes from the registers that the sum was taken of.
+// Packs begin where the gradient is aligned to 16 bytes; head and tail of a chunk, less than a pack each, are the last
+// warp's, one element a thread. What is written comes from the registers that the sum was taken of.
 //
 // The block that finishes last adds all partials in the order of the chunks, whatever block wrote them, so that the
 // same gradients give the same bits on one machine. Where a GPU has another number of multiprocessors the plan cuts
@@ -60,19 +60,20 @@ __device__ __forceinline__ double square(T x) {
 
 // The sum of squares of a chunk's elements that this thread has; with `write` it multiplies them.
 template <class T>
-__device__ double pass_over(T* grad, int size, float factor, bool write) {
+__device__ double pass_over(T* grad, int64_t size, float factor, bool write) {
   constexpr int kPack = 16 / sizeof(T);
   assume_global(grad);
   const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(grad) / sizeof(T) % kPack);
-  const int head = -phase & (kPack - 1), packs = head < size ? (size - head) / kPack : 0;
+  const Division<kPack> division(0, size, size, phase);  // of the chunk alone, for its sum is one of the results
+  const int packs = division.packs;
   double sum = 0.0;
-  if (const int k = (threadIdx.x + 32) % kThreads; k < size - packs * kPack) {
-    const int i = packs == 0 || k < head ? k : k + packs * kPack;
-    const T x = grad[i];
+  if (const int k = (threadIdx.x + 32) % kThreads; k < division.others) {
+    T* const at = grad + division.other(k);
+    const T x = *at;
     sum = square(x);
-    if (write) grad[i] = from_float<T>(to_float(x) * factor);
+    if (write) *at = from_float<T>(to_float(x) * factor);
   }
-  T* const first = grad + head;
+  T* const first = grad + division.first;
   for (int k = threadIdx.x; k < packs; k += kPacks * kThreads) {
     Packed<T, kPack> packed[kPacks];
 #pragma unroll

@@ -11,9 +11,10 @@
 //   chunk:  | head | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ... | tail |
 //                  | first packs: 1024 elements                | second packs                        |
 //
-// Packs begin where the states are aligned to 16 bytes. Head and tail, at most three elements each, are updated by the
-// last warp, one by a thread: it has least to do where a tensor is short. A gradient or weight that is aligned
-// otherwise than the states, a view into a bucket, is read in the aligned words around each pack (Straddling).
+// Packs begin where the states are aligned to 16 bytes. Head and tail of a tensor, at most three elements each, are
+// updated by the last warp, one by a thread: it has least to do where a tensor is short. A gradient or weight that is
+// aligned otherwise than the states, a view into a bucket, is read in the aligned words around each pack (Straddling);
+// then up to ten elements go one by one, for no word is read that reaches out of a tensor.
 #pragma once
 
 #include <utility>
@@ -47,10 +48,10 @@ struct Variant {
   static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins;
   static constexpr bool kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
-  // Three blocks x 256 threads x 80 bytes (SGD with momentum, 16 bits) are 61 KB in flight on a multiprocessor, and two
-  // blocks of three states 70 to 82; 4.8 TB/s over 132 multiprocessors, a little more than half of it read, take 24 KB
-  // at a latency of 1.1 us.
-  static constexpr int kResidentBlocks = kStates < 3 ? 3 : 2;
+  // As many as there are registers for without a spill. What a thread asks for before it waits is 80 bytes (SGD with
+  // momentum, 16 bits) to 160 (three states): 74 KB and more on a multiprocessor. 4.8 TB/s over 132 multiprocessors, a
+  // little more than half of it read, take 24 KB at a latency of 1.1 us.
+  static constexpr int kResidentBlocks = kStates < 2 ? 4 : kStates < 3 ? 3 : 2;
 };
 
 // Where an element stands in a pack that is aligned to its size.
@@ -59,58 +60,71 @@ __device__ __forceinline__ int phase(const T* p) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % kPack);
 }
 
-// The arrays of a chunk, and how its elements are divided: `packs` packs behind the first `head` elements.
+// The arrays of a chunk.
 template <class V>
 struct Arrays {
   const typename V::G* grad;
   typename V::P* weight;
   typename V::M* master;  // none for an fp32 parameter
   float* state[V::kStates > 0 ? V::kStates : 1];
-  int size, head, packs;
-  bool is_aligned;  // whether a gradient and a weight are aligned where the states are
 
   template <class Walk>
   __device__ __forceinline__ explicit Arrays(const Walk& walk)
       : grad(walk.template in<const typename V::G>(kGrad)),
         weight(walk.template in<typename V::P>(kParam)),
-        master(V::kIsFp32 ? nullptr : walk.template in<typename V::M>(kMaster)),
-        size(walk.size()) {
+        master(V::kIsFp32 ? nullptr : walk.template in<typename V::M>(kMaster)) {
 #pragma unroll
     for (int k = 0; k < V::kStates; ++k) state[k] = walk.template in<float>(kState + k);
-    divide(walk.begin(), walk.rest());
   }
 
   __device__ __forceinline__ bool has(int k) const {
     return k < V::Formula::kRequired || (k < V::kStates && state[k] != nullptr);
   }
+};
 
- private:
-  __device__ __forceinline__ void divide(int64_t begin, int64_t rest) {
-    int own = V::kIsFp32 ? -1 : phase(master);  // of the optimizer's own allocations, or -1
+// The packs of a chunk, which are aligned where its states and its master are.
+template <class V>
+struct Packs : Division<kPack> {
+  bool is_aligned;  // whether gradient and weight are, too
+
+  template <class Walk>
+  __device__ __forceinline__ Packs(const Walk& walk, const Arrays<V>& arrays)
+      : Division<kPack>(walk.template divide<kPack>(0)) {
+    int own = V::kIsFp32 ? -1 : phase(arrays.master);
     bool is_one = true;
 #pragma unroll
     for (int k = 0; k < V::kStates; ++k) {
-      if (!has(k)) continue;
-      if (own < 0) own = phase(state[k]);
-      is_one = is_one && phase(state[k]) == own;
+      if (!arrays.has(k)) continue;
+      if (own < 0) own = phase(arrays.state[k]);
+      is_one = is_one && phase(arrays.state[k]) == own;
     }
-    if (own < 0) own = phase(weight);
-    is_aligned = phase(grad) == own && phase(weight) == own;
-    head = -own & (kPack - 1);
-    packs = is_one && head < size ? (size - head) / kPack : 0;
-    if (packs == 0) head = 0;
+    if (own < 0) own = phase(arrays.weight);
+    is_aligned = phase(arrays.grad) == own && phase(arrays.weight) == own;
+    if (!is_one) {  // as in no allocation of the optimizer's
+      lead = others += packs * kPack;
+      packs = 0;
+      return;
+    }
+    if (own != 0) *static_cast<Division<kPack>*>(this) = walk.template divide<kPack>(own);
     if (is_aligned || packs == 0) return;
     // The words around the first and the last pack of a tensor may hold what lies beside it.
-    const int before_grad = words_before(grad, own), before_weight = V::kReadsWeight ? words_before(weight, own) : 0;
-    if (begin + head < before_grad || begin + head < before_weight) {
-      head += kPack;
+    const int before_grad = words_before(arrays.grad, own);
+    const int before_weight = V::kReadsWeight ? words_before(arrays.weight, own) : 0;
+    if (walk.begin() + first < (before_grad > before_weight ? before_grad : before_weight)) {
+      first += kPack;
+      lead += kPack;
+      others += kPack;
       --packs;
     }
-    const int64_t behind = rest - head - packs * kPack;  // elements that follow the packs
+    const int64_t behind = walk.rest() - first - packs * kPack;  // elements that follow the packs
     const auto reaches_out = [&](int before) { return before > 0 && behind + before < kPack; };
-    if (packs > 0 && (reaches_out(before_grad) || reaches_out(before_weight))) --packs;
+    if (packs > 0 && (reaches_out(before_grad) || reaches_out(before_weight))) {
+      others += kPack;
+      --packs;
+    }
   }
 
+ private:
   // How many elements before a pack its aligned words begin (Straddling).
   template <class T>
   __device__ __forceinline__ static int words_before(const T* p, int own) {
@@ -272,11 +286,12 @@ struct Pack {
 };
 
 template <class V, bool kAligned>
-__device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const typename V::Formula& formula) {
-  for (int k = threadIdx.x; k < arrays.packs; k += 2 * kThreads) {
+__device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Packs<V>& packs,
+                                             const typename V::Formula& formula) {
+  for (int k = threadIdx.x; k < packs.packs; k += 2 * kThreads) {
     // A thread without a second pack loads its first one twice: a branch would have the compiler wait before it.
-    const bool has_second = k + kThreads < arrays.packs;
-    const int i = arrays.head + k * kPack, j = has_second ? i + kThreads * kPack : i;
+    const bool has_second = k + kThreads < packs.packs;
+    const int i = packs.first + k * kPack, j = has_second ? i + kThreads * kPack : i;
     Pack<V, kPack, kAligned> first, second;
     first.load(arrays, i);
     second.load(arrays, j);
@@ -286,11 +301,11 @@ __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const type
 }
 
 template <class V>
-__device__ __forceinline__ void update_rest(const Arrays<V>& arrays, const typename V::Formula& formula) {
-  const int rest = arrays.size - arrays.packs * kPack;
+__device__ __forceinline__ void update_others(const Arrays<V>& arrays, const Packs<V>& packs,
+                                              const typename V::Formula& formula) {
 #pragma unroll 1
-  for (int k = (threadIdx.x + 32) % kThreads; k < rest; k += kThreads) {
-    const int i = k < arrays.head ? k : k + arrays.packs * kPack;
+  for (int k = (threadIdx.x + 32) % kThreads; k < packs.others; k += kThreads) {
+    const int i = packs.other(k);
     Pack<V, 1, true> one;
     one.load(arrays, i);
     one.update(arrays, formula, i);
@@ -316,11 +331,12 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
     const int64_t group = walk.row(kGroup);
     const float lr = *reinterpret_cast<const float*>(update.lr[group]);
     const Formula formula(update.hyper + group * kHyperColumns, lr, factor, walk.count(), has);
-    update_rest(arrays, formula);
-    if (arrays.is_aligned)
-      update_packs<V, true>(arrays, formula);
+    const Packs<V> packs(walk, arrays);
+    update_others(arrays, packs, formula);
+    if (packs.is_aligned)
+      update_packs<V, true>(arrays, packs, formula);
     else
-      update_packs<V, false>(arrays, formula);
+      update_packs<V, false>(arrays, packs, formula);
     if (threadIdx.x == 0) update.steps[walk.index()] = walk.count() + 1;
   }
 }

@@ -17,8 +17,15 @@ from nvcc import FLAGS, ROOT, SOURCES, Compiled, cuobjdump, run
 
 # Instructions that every kernel has, of those of a source whose names match.
 WIDE_LOAD, WIDE_STORE = r"\bLDG\.E\S*\.128\b", r"\bSTG\.E\S*\.128\b"
+# SGD without momentum of 16-bit weights and remainders: a pack of four is 8 bytes everywhere.
+ALL_16_BIT = r"Li0E(6__half|13__nv_bfloat16)s"
 INSTRUCTIONS = [
-    *((source, "", access) for source in ("unscale", "update") for access in (WIDE_LOAD, WIDE_STORE)),
+    ("unscale", "", WIDE_LOAD),
+    ("unscale", "", WIDE_STORE),
+    ("update", f"^(?!.*{ALL_16_BIT})", WIDE_LOAD),
+    ("update", f"^(?!.*{ALL_16_BIT})", WIDE_STORE),
+    ("update", ALL_16_BIT, r"\bLDG\.E\S*\.64\b"),
+    ("update", ALL_16_BIT, r"\bSTG\.E\S*\.64\b"),
     ("int8_quantize", "rows_kernel|columns_kernel|extremes_kernel", WIDE_LOAD),
     ("int8_quantize", "(rows|columns)_kernel.*QuantizeOpI(6__half|13__nv_bfloat16)a", r"\bSTG\.E\S*\.64\b"),  # codes
     ("int8_dequantize", "", WIDE_STORE),

@@ -21,6 +21,7 @@ from amp_kernels.testing import DTYPES, differing
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows; that it does is tested.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
+emulated = pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
 offsets = pytest.mark.parametrize("offset", [0, 1], ids=["aligned", "misaligned"])
 NON_FINITE = pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 
@@ -43,6 +44,7 @@ class Pass:
     chunk: int = CHUNK
     first_chunk: int = 0
     offset: int = 0
+    counts_reads: bool = False  # of the first gradient
 
     def run(self, launcher: Launcher) -> Pass:
         # NaN beside a gradient would send the norm down its exact path: a read too far shows as a finite number too.
@@ -62,10 +64,14 @@ class Pass:
         flag, norm = arena.place(torch.tensor([self.found_inf]))[0], arena.place(torch.tensor([123.0]))[0]
         record = arena.place(torch.tensor(self.record))
         scale = None if self.scale is None else arena.place(torch.tensor([self.scale]))[0]
-        launcher.unscale_table_(
-            arena.place(torch.tensor(rows, dtype=torch.int64).reshape(3, -1)), arena.place(chunks), self.chunk, scale,
-            self.divide, self.write, self.clear, partials, flag, norm, record,
+        table, entries = arena.place(torch.tensor(rows, dtype=torch.int64).reshape(3, -1)), arena.place(chunks)
+        arguments = (
+            table, entries, self.chunk, scale, self.divide, self.write, self.clear, partials, flag, norm, record,
         )  # fmt: skip
+        if self.counts_reads:
+            self.reads = emulator.reads_of(out[0], lambda: launcher.unscale_table_(*arguments))
+        else:
+            launcher.unscale_table_(*arguments)
         arena.check()
         self.out = [None if g is None else g.cpu() for g in out]
         self.partials, self.after = partials.cpu(), record.tolist()
@@ -105,6 +111,26 @@ class Pass:
 @dtypes
 def test_sizes(dtype: torch.dtype, write: bool, offset: int, ordered_launcher: Launcher) -> None:
     Pass([randn(n, n, dtype) for n in SIZES], scale=1 / 48, write=write, offset=offset).run(ordered_launcher).check()
+
+
+@emulated
+@pytest.mark.parametrize("offset", range(8))
+@pytest.mark.parametrize("write", [False, True], ids=["read", "write"])
+@dtypes
+def test_gradients_are_read_once_and_16_bytes_at_a_time(dtype: torch.dtype, write: bool, offset: int) -> None:
+    """But for less than 16 bytes before and behind. Where a chunk is as long as what a block has under way."""
+    bytes_, pack = dtype.itemsize, 16 // dtype.itemsize
+    chunk = 1024 * pack
+    for rest in (0, 1, pack - 1):
+        grads = [randn(chunk + rest, rest, dtype)]
+        case = Pass(grads, scale=0.5, write=write, chunk=2 * chunk, offset=offset, counts_reads=True)
+        reads = case.run(Launcher("cuda", order="shuffled")).reads
+        head = -offset % pack
+        one_by_one = head + (chunk + rest - head) % pack
+        assert reads.get(bytes_, 0) == one_by_one
+        # A thread without a fourth pack reads its first one again.
+        assert (chunk + rest - one_by_one) // pack <= reads[16] <= 1024
+        case.check()
 
 
 @dtypes

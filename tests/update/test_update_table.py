@@ -26,6 +26,7 @@ from amp_kernels.testing.updates import UPDATES
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 EXAMPLES = [(family, name) for family, update in UPDATES.items() for name in update.examples]
+emulated = pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
 families = pytest.mark.parametrize("family", FAMILIES)
 low_dtypes = pytest.mark.parametrize("dtype", [FP16, BF16], ids=["fp16", "bf16"])
 FORMS = {name: (dtype, False) for name, dtype in DTYPES.items()} | {
@@ -262,6 +263,42 @@ def test_one_misaligned_array(family: str, split: bool, array: str, launcher: La
     step = Step(launcher, family, None, FEW, FP16, BF16, split=split)
     lists = list(step.states.values()) if array == "states" else [getattr(step, array)]
     lists[-1][:] = [step.arena.place(x, 1) for x in lists[-1]]
+    step.run().check()
+
+
+@emulated
+@pytest.mark.parametrize("rest", range(4))
+@pytest.mark.parametrize("offset", range(4))
+@low_dtypes
+def test_few_elements_go_one_by_one(dtype: torch.dtype, offset: int, rest: int) -> None:
+    """The rest goes in packs of 8 bytes, at odd addresses too, whether the states are there as well or not."""
+    launcher, size = Launcher("cuda", order="shuffled"), 6 * CHUNK + rest
+    for family in FAMILIES:
+        step = Step(launcher, family, None, (size,), dtype, dtype, offset=offset)
+        reads = emulator.reads_of(step.params[0], step.run)
+        head = -offset % 4
+        assert reads.get(2, 0) == head + (size - head) % 4
+        step.check()
+        step = Step(launcher, family, None, (size,), dtype, dtype)
+        step.grads[0] = step.arena.place(step.grads[0], offset)
+        reads = emulator.reads_of(step.grads[0], step.run)
+        assert reads.get(2, 0) <= (10 if offset else 3)
+        assert reads[8] >= (size - 10) // 4
+        step.check()
+
+
+@low_dtypes
+@pytest.mark.parametrize("offset", [1, 2, 3])
+@families
+def test_gradients_and_weights_that_lie_otherwise_than_states(
+    family: str, offset: int, dtype: torch.dtype, launcher: Launcher
+) -> None:
+    """Of every size around packs and chunks: no byte beside a tensor is read."""
+    sizes = (*range(1, 24), 2 * CHUNK - 1, *(2 * CHUNK + n for n in range(9)))
+    step = Step(launcher, family, None, sizes, dtype, dtype)
+    step.grads[:] = [step.arena.place(x, offset) for x in step.grads]
+    if offset > 1:
+        step.params[:] = [step.arena.place(x, 5 - offset) for x in step.params]
     step.run().check()
 
 

@@ -106,6 +106,7 @@ def library() -> ctypes.CDLL:
         function.argtypes = arguments
         function.restype = ctypes.c_char_p
     lib.set_capturing.argtypes = (_BOOL,)
+    lib.reads_of.restype = ctypes.c_size_t
     lib.load_unscale.restype = lib.load_update.restype = _INT64
     lib.chunk_size_of.restype, lib.chunk_size_of.argtypes = _INT64, (_INT64,) * 3
     lib.load_update.argtypes = (ctypes.c_char_p, _INT, _BOOL, _INT, _INT)
@@ -218,6 +219,14 @@ def loaded_in_a_capture(plan: Callable[[], object], captured: Callable[[], objec
     finally:
         library().set_capturing(False)
     return _visited("visit_loaded_late")
+
+
+def reads_of(tensor: Tensor, launch: Callable[[], object]) -> dict[int, int]:
+    """How many reads of each number of bytes `launch` makes of what `tensor` has."""
+    begin = tensor.data_ptr()
+    library().watch_reads(ctypes.c_size_t(begin), ctypes.c_size_t(begin + tensor.numel() * tensor.element_size()))
+    launch()
+    return {size: count for size in (2, 4, 8, 16) if (count := library().reads_of(ctypes.c_size_t(size)))}
 
 
 def _visited(visit: str) -> set[str]:

@@ -77,6 +77,8 @@ bool is_planning = false;
 bool is_counting = false;  // the cycles of shared memory
 Banks banks;
 size_t shared_bytes_of_block;
+Range watched;
+size_t watched_reads[17];  // in the watched range, by their bytes
 
 // ------------------------------------------------------------------------------------------ fibers
 // ucontext makes the stacks; setjmp switches between them, without a system call.
@@ -229,6 +231,7 @@ static bool is_shared(const void* address, size_t bytes, AccessKind kind, const 
 // Each read of a kernel, by the compiler's own calls (below), and each asynchronous copy.
 static void check_read(const void* address, size_t bytes) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(address), last = first + bytes - 1;
+  if (running != nullptr && bytes <= 16 && watched.first <= last && first < watched.second) ++watched_reads[bytes];
   const auto range = std::upper_bound(forbidden.begin(), forbidden.end(), Range{last, UINTPTR_MAX});
   if (running == nullptr || range == forbidden.begin() || std::prev(range)->second <= first) return;
   fail(thread_name(current) + " reads " + std::to_string(bytes) + " bytes, some of them outside a tensor");
@@ -403,6 +406,14 @@ extern "C" void forbid_reads(const emulator::Range* ranges, size_t count) {
   emulator::forbidden.assign(ranges, ranges + count);
   std::sort(emulator::forbidden.begin(), emulator::forbidden.end());
 }
+
+// Counts reads of these addresses, by their bytes.
+extern "C" void watch_reads(uintptr_t from, uintptr_t to) {
+  emulator::watched = {from, to};
+  memset(emulator::watched_reads, 0, sizeof(emulator::watched_reads));
+}
+
+extern "C" size_t reads_of(size_t bytes) { return emulator::watched_reads[bytes]; }
 
 // Of products, and of the emulator's own cases, each write too (build.py): shared memory is theirs to the byte.
 

@@ -30,7 +30,7 @@ constexpr int kResidentBlocks = 8;
 extern int multiprocessors, compute_capability;
 extern std::set<std::tuple<const void*, unsigned, size_t>> launched;  // (kernel, block, bytes of shared memory)
 
-// A kernel is loaded by its first launch, or by a question about it before that; a graph capture is too late for it.
+// A question about a kernel loads it (resident_blocks), if no earlier one did; a graph capture is too late for that.
 extern std::set<const void*> loaded, loaded_late;
 extern bool is_capturing;
 inline void load(const void* kernel) {
