@@ -21,15 +21,14 @@ namespace {
 
 constexpr int kPack = 8;  // numbers of a 16-byte store
 constexpr int kMostAcross = 32;
-constexpr int kMostRows = 4;  // under way in a thread
-
-// Blocks on a multiprocessor, for which a thread may have 64 registers, or 80 with an activation.
-constexpr int resident(Activation activation) { return activation == kIdentity ? 4 : 3; }
+constexpr int kMostRows = 4;  // under way in a thread: 64 bytes, so that 48 KB are in flight on a multiprocessor
+constexpr int kResident = 3;  // blocks on a multiprocessor, for which a thread may have 80 registers
 
 // A block takes `across` packs of `rows` rows, kThreads / across rows at a time.
 struct Grid {
   int across;
   int64_t column_tiles, row_tiles, rows;  // rows: of a block, less than 2^31, or x would not fit in memory
+  int64_t x_step, pre_step, out_step;     // from one row of a thread to its next
 
   explicit Grid(const CopyPad& pass) {
     const int64_t packs = pass.pitch / kPack;
@@ -38,9 +37,13 @@ struct Grid {
     column_tiles = (packs + across - 1) / across;
     const int64_t round = kMostRows * kThreads / across;
     const Pieces pieces((pass.rows + round - 1) / round, column_tiles,
-                        static_cast<int64_t>(multiprocessor_count()) * resident(pass.activation));
+                        static_cast<int64_t>(multiprocessor_count()) * kResident);
     rows = pieces.rounds * round;
     row_tiles = pieces.count;
+    const int64_t down = kThreads / across;
+    x_step = down * pass.x_strides[0];
+    pre_step = down * pass.pre_strides[0];
+    out_step = down * pass.pitch;
   }
 };
 
@@ -48,29 +51,29 @@ struct Grid {
 template <class T>
 struct Reader {
   const T* next;
-  int64_t step, stride;
   int columns;    // of the pack, that exist
   bool by_words;  // not where the first or the last word of x begins before it or ends behind it
 
-  // `rows` apart, from `row` on and before `end`.
+  // From `row` on and before `end`.
   __device__ Reader(const void* x, const Span& span, const int64_t (&strides)[2], int64_t row, int64_t end,
-                    int64_t rows, int64_t column, int64_t columns_of_x)
-      : next(static_cast<const T*>(x)), step(rows * strides[0]), stride(strides[1]) {
+                    int64_t column, int64_t columns_of_x)
+      : next(static_cast<const T*>(x)) {
     const int64_t left = columns_of_x - column;
     columns = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;
-    if (columns > 0) next += row * strides[0] + column * stride;
-    by_words = stride == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + columns);
+    if (columns > 0) next += row * strides[0] + column * strides[1];
+    by_words = strides[1] == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + columns);
   }
 
-  // Asks for the N rows that follow, of which those `rows` apart before `left` exist. Shifted::first(columns) waits.
+  // Asks for N rows `step` apart, of which `left` exist. Shifted::first(columns) waits. kByWords: stride is 1.
   template <bool kByWords, int N>
-  __device__ __forceinline__ void load(int left, int rows, Shifted<T> (&packs)[N]) {
-    if constexpr (kByWords) {
+  __device__ __forceinline__ void load(int left, int64_t step, int64_t stride, Shifted<T> (&packs)[N]) {
 #pragma unroll
-      for (int i = 0; i < N; ++i, next += step) packs[i].load(next, i * rows < left ? columns : 0);
-    } else {
-#pragma unroll
-      for (int i = 0; i < N; ++i, next += step) packs[i].set(load_strided(next, stride, i * rows < left ? columns : 0));
+    for (int i = 0; i < N; ++i, next += step) {
+      if constexpr (kByWords) {
+        packs[i].load(next, i < left ? columns : 0);
+      } else {
+        packs[i].set(load_strided(next, stride, i < left ? columns : 0));
+      }
     }
   }
 };
@@ -90,29 +93,30 @@ __device__ __forceinline__ void store_sums(const float (&sums)[kPack], int acros
 }
 
 template <class T, Activation kActivation>
-__global__ void __launch_bounds__(kThreads, resident(kActivation))
+__global__ void __launch_bounds__(kThreads, kResident)
     copy_pad_kernel(const CopyPad pass, const Span x_span, const Span pre_span, const Grid grid, float* partials) {
   const int64_t row_tile = blockIdx.x / grid.column_tiles, first_column = blockIdx.x % grid.column_tiles * grid.across;
   const int64_t column = (first_column + threadIdx.x % grid.across) * kPack;
-  const int step = kThreads / grid.across, down = threadIdx.x / grid.across;
-  const int64_t begin = row_tile * grid.rows + down;
+  const int64_t begin = row_tile * grid.rows + threadIdx.x / grid.across;
   const int64_t end = (row_tile + 1) * grid.rows < pass.rows ? (row_tile + 1) * grid.rows : pass.rows;
   float sums[kPack] = {};
   if (column < pass.pitch && begin < end) {
-    Reader<T> x(pass.x, x_span, pass.x_strides, begin, end, step, column, pass.columns);
-    Reader<T> pre(pass.pre, pre_span, pass.pre_strides, begin, end, step, column, pass.columns);
+    Reader<T> x(pass.x, x_span, pass.x_strides, begin, end, column, pass.columns);
+    Reader<T> pre(pass.pre, pre_span, pass.pre_strides, begin, end, column, pass.columns);
     T* out = static_cast<T*>(pass.out) + begin * pass.pitch + column;
+    const int rows = static_cast<int>(((end - begin) * grid.across + kThreads - 1) / kThreads);  // of this thread
     const auto copy = [&](auto by_words) {
       constexpr int kRows = kMostRows / (kActivation == kIdentity ? 1 : 2) / (by_words ? 1 : 2);
 #pragma unroll 1
-      for (int left = static_cast<int>(end - begin); left > 0; left -= kRows * step) {
+      for (int left = rows; left > 0; left -= kRows) {
         Shifted<T> numbers[kRows];
         [[maybe_unused]] Shifted<T> arguments[kRows];
-        x.template load<by_words>(left, step, numbers);
-        if constexpr (kActivation != kIdentity) pre.template load<by_words>(left, step, arguments);
+        x.template load<by_words>(left, grid.x_step, pass.x_strides[1], numbers);
+        if constexpr (kActivation != kIdentity)
+          pre.template load<by_words>(left, grid.pre_step, pass.pre_strides[1], arguments);
 #pragma unroll
-        for (int i = 0; i < kRows; ++i, out += step * pass.pitch) {
-          if (i * step >= left) continue;
+        for (int i = 0; i < kRows; ++i, out += grid.out_step) {
+          if (i >= left) continue;
           Vector<T, kPack> pack = numbers[i].first(x.columns).unpacked();
           float product[kPack];
 #pragma unroll

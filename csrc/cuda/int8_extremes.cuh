@@ -104,10 +104,12 @@ struct RowBounds : Bounds<T, 4 / sizeof(T)> {
   }
 };
 
+constexpr int kResidentExtremes = 5;  // blocks on a multiprocessor: 80 KB in flight
+
 template <class T>
 struct ExtremesPass {
   static constexpr int kPack = 16 / sizeof(T);
-  static constexpr int kEach = 4;
+  static constexpr int kEach = 4;  // 64 bytes
 
   const T* x;
   bool wide;
@@ -117,7 +119,7 @@ struct ExtremesPass {
 
 // By rows. walk.outer is the outer reduced axis, the inner group axis, the outer group axis.
 template <class T>
-__global__ void __launch_bounds__(kThreads, kResidentRows)
+__global__ void __launch_bounds__(kThreads, kResidentExtremes)
     row_extremes_kernel(const ExtremesPass<T> pass, const RowWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(kThreads, kResidentRows)
 
 // By columns.
 template <class T>
-__global__ void __launch_bounds__(kThreads, kResidentRows)
+__global__ void __launch_bounds__(kThreads, kResidentExtremes)
     column_extremes_kernel(const ExtremesPass<T> pass, const ColumnWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());  // [kThreads / lanes, kPack, lanes]
@@ -230,7 +232,7 @@ struct ExtremesPlan {
   ExtremesPlan(const Axes& axes, int pack, int each)
       : by_columns(axes.by_columns), rows{}, columns{}, groups(axes.groups()) {
     if (by_columns) {
-      columns = column_walk(axes, pack, each, kResidentRows);
+      columns = column_walk(axes, pack, each, kResidentExtremes);
       pieces = columns.pieces;
     } else {
       rows = row_walk(axes, pack, each, kThreads);
@@ -238,7 +240,7 @@ struct ExtremesPlan {
       rows.outer[1] = axes[Int8Layout::kInnerGroup];
       rows.outer[2] = axes[Int8Layout::kOuterGroup];
       pieces = Pieces(ceil_div(rows.outer[0].size * rows.segments, rows.teams), groups,
-                      int64_t{multiprocessor_count()} * kResidentRows)
+                      int64_t{multiprocessor_count()} * kResidentExtremes)
                    .count;
     }
   }

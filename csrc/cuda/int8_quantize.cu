@@ -28,7 +28,9 @@ struct QuantizeOp {
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static_assert(kHasInside || kKnown != kInside);
   static constexpr int kEach = 4;  // 64 bytes: 64 KB in flight on a multiprocessor, of which an H200 needs 36 to 44
-  // Random bits take 100 registers a thread, bounds for each column 76, none of both 62.
+  // Blocks on a multiprocessor. Random bits take up to 80 registers a thread by rows and 112 by columns, where bounds
+  // for each column take 80 and inverses alone 56.
+  static constexpr int kResidentRows = kStochastic ? 3 : 4;
   static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside ? 4 : 3;
   using Element = T;
   using Group = std::conditional_t<kKnown == kInside, InsideAffine, BoundedAffine>;
@@ -113,7 +115,7 @@ constexpr int kMostLanes = 512;  // of a block: two are resident, one loads whil
 
 // What is not wide is read twice, the second time from cache.
 template <class Op>
-__global__ void __launch_bounds__(kMostLanes, 2)
+__global__ void __launch_bounds__(kMostLanes, Op::kResidentRows* kThreads / kMostLanes)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
   constexpr int kPack = Op::kPack, kEach = kHeldPacks;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());

@@ -24,8 +24,6 @@
 
 namespace amp_kernels::cuda {
 
-constexpr int kResidentRows = 4;  // blocks on a multiprocessor, for which a thread may have 64 registers
-
 struct Axis {
   int64_t size;
   int64_t x, out;    // strides, as in Int8Layout
@@ -173,7 +171,7 @@ struct Segment {
 };
 
 template <class Op>
-__global__ void __launch_bounds__(kThreads, kResidentRows) rows_kernel(const Op op, const RowWalk walk) {
+__global__ void __launch_bounds__(kThreads, Op::kResidentRows) rows_kernel(const Op op, const RowWalk walk) {
   constexpr int kPack = Op::kPack, kEach = Op::kEach;
   for (int64_t item = static_cast<int64_t>(blockIdx.x) * walk.teams + walk.team(); item < walk.items;
        item += static_cast<int64_t>(gridDim.x) * walk.teams) {
