@@ -26,6 +26,8 @@ UPDATE_CASES = (
     "fp32/fp16-options",
     "fp16-many_tensors",
     "fp16/bf16-split",
+    "fp16/bf16-plain",
+    "fp16/bf16-split_plain",
     "bf16-split_full",
 )
 PAIRS = ("padded_padded", "padded_padded_column", "padded_column_padded", "padded_column_padded_column")

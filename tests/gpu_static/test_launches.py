@@ -56,7 +56,7 @@ ELSEWHERE = {
     "plain_kernel$": "bf16 products before sm_80",
     "plain_kernel<__nv_bfloat16>": "products of bf16 and int8 before sm_80",
     "plain_kernel<__half>": "fp16 has tensor cores everywhere: with_dtype makes a kernel that nothing launches",
-    "update_kernel<(Adam|Rmsprop)Formula, float, short": "averages are steps of SGD: update/test_update_table.py alone",
+    r"update_kernel<Variant<(SgdFormula, 1|(Rmsprop|Adam)Formula, \d), float, short": "averages are steps of plain SGD",
 }
 
 
@@ -175,25 +175,26 @@ LOW = "__(half|nv_bfloat16)"
 # stages in shared memory, and have one or two.
 BUDGETS = [
     Budget("unscale", "unscale_kernel", 5),
-    Budget("update", "update_kernel<SgdFormula, .*, float, ", 4),
-    Budget("update", "update_kernel<SgdFormula, .*, short, ", 3),
-    Budget("update", "update_kernel<(Adam|Rmsprop)Formula, ", 2),
+    Budget("update", "update_kernel<Variant<SgdFormula, ", 4),
+    Budget("update", "update_kernel<Variant<RmspropFormula, 1, ", 4),
+    Budget("update", "update_kernel<Variant<AdamFormula, 2, ", 3),
+    Budget("update", "update_kernel<Variant<(Adam|Rmsprop)Formula, 3, ", 2),
     Budget("send", "send_kernel", 8),
-    Budget("int8_quantize", "held_rows_kernel<QuantizeOp<float, ", 4),
-    Budget("int8_quantize", f"held_rows_kernel<QuantizeOp<{LOW}, ", 3),
-    Budget("int8_quantize", f"rows_kernel<QuantizeOp<{LOW}, signed char, true>", 3),  # stochastic
-    Budget("int8_quantize", "rows_kernel<", 4),
-    Budget("int8_quantize", "columns_kernel<", 2),
+    Budget("int8_quantize", f"(held_)?rows_kernel<QuantizeOp<{LOW}, signed char, true,", 3),  # stochastic
+    Budget("int8_quantize", "(held_)?rows_kernel<", 4),
+    Budget("int8_quantize", "columns_kernel<QuantizeOp<.*, signed char, true,", 2),
+    Budget("int8_quantize", "columns_kernel<QuantizeOp<float, ", 4),
+    Budget("int8_quantize", "columns_kernel<", 3),
     Budget("int8_quantize", "row_extremes_kernel<", 6),
-    Budget("int8_quantize", "column_extremes_kernel<", 4),
+    Budget("int8_quantize", "column_extremes_kernel<", 5),
     Budget("int8_quantize", "fold_kernel", 8),
     Budget("int8_dequantize", "rows_kernel<DequantizeOp<float>", 6),
     Budget("int8_dequantize", "rows_kernel<", 4),
     Budget("int8_dequantize", "columns_kernel<DequantizeOp<float>", 5),
     Budget("int8_dequantize", "columns_kernel<DequantizeOp<", 3),
     Budget("int8_dequantize", "columns_kernel<StraightThroughOp<float>", 4),
-    Budget("int8_dequantize", "columns_kernel<StraightThroughOp<", 2),
-    Budget("copy_pad", "copy_pad_kernel<", 2),
+    Budget("int8_dequantize", "columns_kernel<StraightThroughOp<", 3),
+    Budget("copy_pad", "copy_pad_kernel<", 3),
     Budget("copy_pad", "fold_kernel", 8),
     Budget("int8_linear", "(plain|vector)_kernel<", 4),
     Budget("int8_linear", f"tiled_kernel<{LOW}, 64, 64, DirectLoader", 3),
