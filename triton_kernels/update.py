@@ -18,9 +18,10 @@ master beside the weight 10), and 8 for each state; 4 or 2 for the gradient, rea
 parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum 36 and 34. An average that follows a
 16-bit weight and its remainder, which are its gradient, moves 12.
 
-One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours, and all arrays
-of a tile are asked for before one is used. Where each array is aligned to its packs only the last elements, three at
-most, go one by one; else all do.
+One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. Where each
+array is aligned to its packs only the last elements, three at most, go one by one; else all do. ptxas decides in which
+order the loads of a tile are asked for: on sm_90 all of them before one is used (RMSprop and AdamW without optional
+states), or 32 of 80 bytes a thread first (SGD of 16-bit weights, of which eight programs fit on a multiprocessor).
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements

@@ -300,6 +300,9 @@ def test_gradients_and_weights_that_lie_otherwise_than_states(
     if offset > 1:
         step.params[:] = [step.arena.place(x, 5 - offset) for x in step.params]
     step.run().check()
+    average = Step(launcher, family, None, sizes, FP32, dtype, grad_split=True)
+    average.grads[:] = [average.arena.place(x, offset) for x in average.grads]
+    average.run().check()
 
 
 @families
