@@ -30,6 +30,9 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     own scalers do not say so of an optimizer whose `step` is wrapped or overridden. One launch for each combination of
     dtypes; 12 bytes a 16-bit parameter are moved, 12 a parameter of fp32.
 
+    The kernel computes ``average - (1 - decay) * (average - master)`` in fp32, so that even with a decay of 0 the
+    average may differ from the master in its last bits.
+
     Args:
         averages: an fp32 tensor for each parameter, in the order of the optimizer's groups, of its shape, device and,
             if it is a DTensor, placement. ``[optimizer.master(p) for p in params]`` starts them.

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import _places
-from optim_cases import ALL, parameters, randn, set_grads, started
+from optim_cases import ALL, parameters, randn, set_grads, started, step_under
 from torch import Tensor
 from torch.profiler import profile
 
@@ -117,6 +117,16 @@ def test_a_skipped_step_leaves_the_average_alone(device, found):
     optimizer.step()
     ema_(averages, optimizer, 0.5)
     assert all(a.any() for a in averages)
+
+
+def test_loading_forgets_a_skipped_step(device):
+    optimizer = trained(device, *ALL)
+    saved = optimizer.state_dict()
+    step_under(optimizer, found_inf=1.0)
+    optimizer.load_state_dict(saved)
+    averages = [torch.zeros_like(m) for m in masters(optimizer)]
+    ema_(averages, optimizer, 0.5)
+    assert_followed(averages, [torch.zeros_like(a) for a in averages], optimizer, 0.5)
 
 
 class Overridden(FusedSGD):
