@@ -45,6 +45,11 @@ def test_the_scale_moves_as_torchs(device, via):
 def test_min_scale(device):
     assert run_scales(started(device, min_scale=0.5), device, "xxxxxx") == [2, 1, 0.5, 0.5, 0.5, 0.5]
     assert run_scales(started(device, min_scale=0.5, growth_interval=1), device, "xxxxx.") == [2, 1, 0.5, 0.5, 0.5, 1]
+    assert started(device, init_scale=1.0, min_scale=8.0).get_scale() == 8.0  # it starts no lower either
+    for is_running in (False, True):  # torch's checkpoint has no bound, but a scale below ours
+        bounded = started(device, min_scale=8.0) if is_running else amp_kernels.GradScaler(device.type, min_scale=8.0)
+        bounded.load_state_dict(stock(device, init_scale=1.0).state_dict())
+        assert bounded.get_scale() == 8.0
     with pytest.warns(UserWarning, match="50 steps in a row") if device.type == "cpu" else contextlib.nullcontext():
         assert run_scales(started(device), device, "x" * 160)[-1] == 0.0  # torch's way
     with pytest.raises(ValueError, match="min_scale must be a number of at least 0, got -1"):
@@ -55,9 +60,12 @@ def test_max_scale(device):
     scaler = started(device, init_scale=64.0, max_scale=8.0, growth_interval=1)
     assert run_scales(scaler, device, ".x..") == [8, 4, 8, 8]  # it starts no higher either
     assert scaler.state_dict()["max_scale"] == 8.0
-    other = started(device, growth_interval=1)
-    other.load_state_dict(scaler.state_dict())
-    assert run_scales(other, device, "..") == [8, 8]
+    for options in ({}, {"max_scale": 2.0}, {"min_scale": 32.0}):  # the bounds that were saved replace its own
+        other = started(device, growth_interval=1, **options)
+        other.load_state_dict(scaler.state_dict())
+        assert other.get_scale() == 8.0
+        assert run_scales(other, device, "..") == [8, 8]
+        assert run_scales(other, device, "xxxx") == [4, 2, 1, 0.5]
     for is_running in (False, True):  # torch's checkpoint has no bound, but a scale above ours
         bounded = started(device, max_scale=8.0) if is_running else amp_kernels.GradScaler(device.type, max_scale=8.0)
         bounded.load_state_dict(stock(device, init_scale=64.0).state_dict())
