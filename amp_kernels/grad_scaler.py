@@ -116,8 +116,8 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: `min_scale` is negative or above `max_scale`, `max_scale` is 0, `hysteresis` is below 1, or
             `process_group` belongs to other ranks or reduces no tensors of `device`.
 
-    Warns once after 50 skipped steps in a row, where the host knows of them: with the scale on the CPU, or with
-    optimizers that it has to look at a verdict for.
+    Warns once after 50 skipped steps in a row, if the host knows of them: with the scale on the CPU, or on a GPU if the
+    scaler waits for the device at the step of every optimizer, as above. For ours it does not wait, and does not warn.
     """
 
     _format = 1  # of state dicts; a higher one is for what earlier releases would misread

@@ -121,31 +121,36 @@ def test_a_loss_in_fp16_takes_a_step_at_once(device, low):
 
 
 @pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD])
-def test_fifty_skips_in_a_row_warn_once(device, via):
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["", "verdict elsewhere"])
+def test_fifty_skips_in_a_row_warn_once(device, via, on_cpu, monkeypatch):
     """Where the host knows: on the CPU, and with optimizers whose verdict it waits for."""
+    if not on_cpu:  # what the scaler decides of a verdict that it must not read
+        warn = amp_kernels.GradScaler._warn_of_skips
+        monkeypatch.setattr(
+            amp_kernels.GradScaler, "_warn_of_skips", lambda self, found, states: warn(self, found.to("meta"), states)
+        )
     named = [(name, torch.nn.Parameter(torch.zeros(3, device=device))) for name in ("first", "second")]
     optimizer, scaler = via(named, lr=0.1), started(device)
 
-    def skip(times: int) -> list[str]:
+    def steps(times: int, skip: bool = True) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(times):
                 for name, p in named:
-                    p.grad = torch.full_like(p, torch.nan if name == "second" else 1.0)
+                    p.grad = torch.full_like(p, torch.nan if skip and name == "second" else 1.0)
                 scaler.step(optimizer)
                 scaler.update()
         return [str(w.message) for w in caught]
 
-    is_known = device.type == "cpu" or via is torch.optim.SGD
-    assert skip(49) == []
-    (message,) = skip(30) if is_known else [""]
-    assert not is_known or "50 steps in a row met NaN or inf" in message
-    assert not (is_known and via is FusedSGD) or "in the gradient of second" in message
-    for _, p in named:
-        p.grad = torch.ones_like(p)
-    scaler.step(optimizer)
-    scaler.update()
-    assert skip(49) == []
+    is_known = (on_cpu and device.type == "cpu") or via is torch.optim.SGD
+    assert steps(49) + steps(1, skip=False) + steps(49) == []  # 98, not in a row
+    messages = steps(30)
+    assert len(messages) == is_known
+    for message in messages:
+        assert "50 steps in a row met NaN or inf" in message
+        assert ("in the gradient of second" in message) == (via is FusedSGD)
+    assert steps(1, skip=False) + steps(49) == []
+    assert len(steps(1)) == is_known  # each time anew
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])
