@@ -99,9 +99,10 @@ class GradScaler(torch.amp.GradScaler):
 
     Args:
         device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        min_scale: the scale never falls below it; torch's reaches 0.0 after some 150 overflows.
-        max_scale: the scale never rises above it and starts no higher, also from a checkpoint: a 16-bit model whose
-            loss is fp16 overflows at the default scale of 65536.
+        min_scale: the scale never falls below it and starts no lower; torch's reaches 0.0 after some 150 overflows.
+        max_scale: the scale never rises above it and starts no higher: a 16-bit model whose loss is fp16 overflows at
+            the default scale of 65536. Both bounds also hold for the scale in a checkpoint of torch's scaler. A
+            checkpoint of ours brings the bounds that it was saved with, and they replace these.
         hysteresis: overflows in a row that are tolerated, less one, before the scale is reduced (Apex's meaning: one
             step without overflow restores them all; 1 reduces the scale at once, as torch does). The steps are
             skipped either way.
@@ -115,8 +116,8 @@ class GradScaler(torch.amp.GradScaler):
         ValueError: `min_scale` is negative or above `max_scale`, `max_scale` is 0, `hysteresis` is below 1, or
             `process_group` belongs to other ranks or reduces no tensors of `device`.
 
-    Warns once after 50 skipped steps in a row, where the host knows of them: with the scale on the CPU, or with
-    optimizers that it has to look at a verdict for.
+    Warns once after 50 skipped steps in a row, if the host knows of them: with the scale on the CPU, or on a GPU if the
+    scaler waits for the device at the step of every optimizer, as above. For ours it does not wait, and does not warn.
     """
 
     _format = 1  # of state dicts; a higher one is for what earlier releases would misread
@@ -143,7 +144,8 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"GradScaler: hysteresis must be at least 1, got {hysteresis}")
         if process_group is not None:
             _check_group(process_group, torch.device(device).type)
-        super().__init__(device, min(init_scale, max_scale), growth_factor, backoff_factor, growth_interval, enabled)
+        init_scale = min(max(init_scale, min_scale), max_scale)
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
         self._min_scale = min_scale
         self._max_scale = max_scale
         self._process_group = process_group

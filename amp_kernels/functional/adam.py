@@ -79,7 +79,8 @@ def adamw_(
 ) -> None:
     """One AdamW step on lists: `adam_` with ``decoupled_weight_decay=True``.
 
-    Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019). Arguments and errors are those of `adam_`.
+    Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019). Arguments are those of `adam_`, and so are
+    errors, which begin with its name.
     """
     adam_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, lr=lr, betas=betas, eps=eps,

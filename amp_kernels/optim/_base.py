@@ -600,6 +600,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         super().__setstate__(state)
         self.state = States(self.state)
         self._plans = None
+        self._last_found_inf = None  # of a step before what is loaded
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
         for group in self.param_groups:
@@ -607,8 +608,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 group.setdefault(key, value)
         saved = self.__dict__.get("_saved_state", {})
         # That of fp32 parameters has no masters: what load_fp32_state_dict loaded stays.
-        keeps_masters = saved and not any("master" in entry for entry in saved.values())
-        for position, (name, index, param) in enumerate(list(self._named_parameters()) if saved else ()):
+        keeps_masters = not any("master" in entry for entry in saved.values())
+        for position, (name, index, param) in enumerate(self._named_parameters() if saved else ()):
             if keeps_masters and "remainder" in before.get(param, {}):
                 self.state[param] = {"remainder": before[param]["remainder"]}
             if position in saved:

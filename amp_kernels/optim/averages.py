@@ -30,6 +30,9 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     own scalers do not say so of an optimizer whose `step` is wrapped or overridden. One launch for each combination of
     dtypes; 12 bytes a 16-bit parameter are moved, 12 a parameter of fp32.
 
+    The kernel computes ``average - (1 - decay) * (average - master)`` in fp32, so that even with a decay of 0 the
+    average may differ from the master in its last bits.
+
     Args:
         averages: an fp32 tensor for each parameter, in the order of the optimizer's groups, of its shape, device and,
             if it is a DTensor, placement. ``[optimizer.master(p) for p in params]`` starts them.
@@ -62,8 +65,12 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     """The uniform mean of models, a "soup" (Wortsman et al. 2022), into the first of them.
 
-    Parameters and buffers are averaged in fp32, those of fp64 and complex numbers in their dtypes, and rounded to the
-    first model's; integers stay the first's. An optimizer of the first model goes on from the rounded mean.
+    Floating-point parameters and buffers are averaged in fp32, fp64 and complex ones in their own dtype. Each mean is
+    rounded to the dtype that the first model has there; integers keep the first model's values.
+
+    An optimizer of the first model keeps its remainders, so that the master of a 16-bit parameter is then within half a
+    unit in the last place of the rounded mean. To average masters themselves, load the `fp32_state_dict` of each model
+    into an fp32 copy of it, and average the copies; `load_fp32_state_dict` brings the mean back.
 
     Args:
         models: of the same names and shapes, of any dtypes and devices; the first is written.

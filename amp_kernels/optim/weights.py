@@ -17,7 +17,7 @@ _LOW = (torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``model.state_dict()`` in fp32: of 16-bit parameters that `optimizer` trains their masters.
+    """``model.state_dict()`` in fp32, with the master in place of each 16-bit parameter that `optimizer` trains.
 
     It is the state dict of the same model in fp32, which ``load_state_dict`` of that model takes, or
     `load_fp32_state_dict`.
@@ -31,7 +31,8 @@ def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         dtypes; tied parameters are one tensor.
 
     Raises:
-        TypeError: `optimizer` is none, or a wrapper around one of ours.
+        TypeError: `model` is not a torch Module, or `optimizer` is not a torch Optimizer or is a wrapper around one of
+            ours.
         RuntimeError: the state dict of `model` holds other tensors than its parameters, so that masters would be lost.
     """
     ours = _checked("fp32_state_dict", model, optimizer)
@@ -107,7 +108,8 @@ def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
 def _with_masters(
     caller: str, optimizer: FusedOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[int, tuple[str, Tensor]]:
-    """By their ids the model's 16-bit parameters that `optimizer` trains, with their first names in its state dict."""
+    """The model's 16-bit parameters that `optimizer` trains. The key is ``id(parameter)``, the value its first name in
+    `state_dict` and the parameter."""
     of_model = {id(p): name for name, p in model.named_parameters()}
     params = {id(p): p for _, _, p in optimizer._named_parameters() if id(p) in of_model and p.dtype in _LOW}
     names: dict[int, tuple[str, Tensor]] = {}

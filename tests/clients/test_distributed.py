@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from isolated import backends, case, isolated, ranks
-from optim_cases import FULL, TORCH, randn, started
+from optim_cases import FULL, OF_TORCH, TORCH, randn, started
 from torch import Tensor
 from torch.distributed._functional_collectives import AsyncCollectiveTensor, all_reduce
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compress_hook
@@ -620,17 +620,12 @@ def test_a_broadcast_that_no_counter_shows(dtype):
 # Gradients are exact in 16 bits, and so are their sums. The distance from one process in fp64 is then that of fp32,
 # with ours and with torch's, and no lost remainder hides in it.
 ODD = ((5, 3), (1, 7), (3,), (1,), (33, 3))  # of two ranks uneven and empty shards; in a bucket at odd addresses
-OF_TORCH = {**TORCH, FusedAdamW: torch.optim.AdamW}
 RUNS = (
     (FusedSGD, torch.float16),
     (FusedRMSprop, torch.bfloat16),
     (FusedAdam, torch.float16),
     (FusedAdamW, torch.bfloat16),
 )
-
-
-def options_of(family: type) -> dict[str, Any]:
-    return FULL[FusedAdam if family is FusedAdamW else family]
 
 
 class Given(torch.nn.Module):
@@ -652,7 +647,7 @@ class ByHand:
     def __init__(self, family: type, params: Iterable[Tensor]) -> None:
         self.params = list(params)
         self.copies = [Parameter(p.detach().to(torch.float32, copy=True)) for p in self.params]
-        self.inner = OF_TORCH[family](self.copies, **options_of(family), foreach=False)
+        self.inner = OF_TORCH[family](self.copies, **FULL[family], foreach=False)
 
     def zero_grad(self) -> None:
         for p in self.params:
@@ -679,7 +674,7 @@ def fp32_of(optimizer: Any, params: Iterable[Tensor]) -> list[Tensor]:
 
 
 def ours_of(family: Any, params: Iterable[Tensor]) -> Any:
-    return family(params, **options_of(family))
+    return family(params, **FULL[family])
 
 
 def given_in_one_process(
@@ -687,7 +682,7 @@ def given_in_one_process(
 ) -> list[Tensor]:
     """A step for each batch, of which every rank has a part for each number."""
     params = [Parameter(value(size, i).double()) for i, size in enumerate(sizes)]
-    optimizer = OF_TORCH[family](params, **options_of(family), foreach=False)
+    optimizer = OF_TORCH[family](params, **FULL[family], foreach=False)
     for numbers in batches:
         for i, (p, size) in enumerate(zip(params, sizes, strict=True)):
             parts = [gradient(size, number, i, rank) for number in numbers for rank in range(world)]
@@ -832,7 +827,7 @@ class Trainer:
         self.net = Given(dtype if is_ours else torch.float32)
         if dist.is_initialized():
             fully_shard(self.net, mesh=mesh_of(dist.get_world_size()))
-        options = options_of(family)
+        options = FULL[family]
         make = family if is_ours else functools.partial(OF_TORCH[family], foreach=False)
         self.optimizer = make(self.net.parameters(), **options)
         self.is_ours = is_ours
@@ -963,7 +958,7 @@ def test_zero_of_16_bit_weights_is_resumed():
     """Weights are views of buckets, at odd addresses; a rank has the masters of its own ones, in the checkpoint too."""
 
     def zero(family: Any, net: Given) -> ZeroRedundancyOptimizer:
-        return ZeroRedundancyOptimizer(net.parameters(), family, parameters_as_bucket_view=True, **options_of(family))
+        return ZeroRedundancyOptimizer(net.parameters(), family, parameters_as_bucket_view=True, **FULL[family])
 
     def train(net: Given, optimizer: Any, scaler: Any, steps: Iterable[int]) -> None:
         ddp, rank = DistributedDataParallel(net), dist.get_rank()

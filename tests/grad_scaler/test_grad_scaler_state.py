@@ -45,6 +45,11 @@ def test_the_scale_moves_as_torchs(device, via):
 def test_min_scale(device):
     assert run_scales(started(device, min_scale=0.5), device, "xxxxxx") == [2, 1, 0.5, 0.5, 0.5, 0.5]
     assert run_scales(started(device, min_scale=0.5, growth_interval=1), device, "xxxxx.") == [2, 1, 0.5, 0.5, 0.5, 1]
+    assert started(device, init_scale=1.0, min_scale=8.0).get_scale() == 8.0  # it starts no lower either
+    for is_running in (False, True):  # torch's checkpoint has no bound, but a scale below ours
+        bounded = started(device, min_scale=8.0) if is_running else amp_kernels.GradScaler(device.type, min_scale=8.0)
+        bounded.load_state_dict(stock(device, init_scale=1.0).state_dict())
+        assert bounded.get_scale() == 8.0
     with pytest.warns(UserWarning, match="50 steps in a row") if device.type == "cpu" else contextlib.nullcontext():
         assert run_scales(started(device), device, "x" * 160)[-1] == 0.0  # torch's way
     with pytest.raises(ValueError, match="min_scale must be a number of at least 0, got -1"):
@@ -55,9 +60,12 @@ def test_max_scale(device):
     scaler = started(device, init_scale=64.0, max_scale=8.0, growth_interval=1)
     assert run_scales(scaler, device, ".x..") == [8, 4, 8, 8]  # it starts no higher either
     assert scaler.state_dict()["max_scale"] == 8.0
-    other = started(device, growth_interval=1)
-    other.load_state_dict(scaler.state_dict())
-    assert run_scales(other, device, "..") == [8, 8]
+    for options in ({}, {"max_scale": 2.0}, {"min_scale": 32.0}):  # the bounds that were saved replace its own
+        other = started(device, growth_interval=1, **options)
+        other.load_state_dict(scaler.state_dict())
+        assert other.get_scale() == 8.0
+        assert run_scales(other, device, "..") == [8, 8]
+        assert run_scales(other, device, "xxxx") == [4, 2, 1, 0.5]
     for is_running in (False, True):  # torch's checkpoint has no bound, but a scale above ours
         bounded = started(device, max_scale=8.0) if is_running else amp_kernels.GradScaler(device.type, max_scale=8.0)
         bounded.load_state_dict(stock(device, init_scale=64.0).state_dict())
@@ -113,31 +121,36 @@ def test_a_loss_in_fp16_takes_a_step_at_once(device, low):
 
 
 @pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD])
-def test_fifty_skips_in_a_row_warn_once(device, via):
+@pytest.mark.parametrize("on_cpu", [True, False], ids=["", "verdict elsewhere"])
+def test_fifty_skips_in_a_row_warn_once(device, via, on_cpu, monkeypatch):
     """Where the host knows: on the CPU, and with optimizers whose verdict it waits for."""
+    if not on_cpu:  # what the scaler decides of a verdict that it must not read
+        warn = amp_kernels.GradScaler._warn_of_skips
+        monkeypatch.setattr(
+            amp_kernels.GradScaler, "_warn_of_skips", lambda self, found, states: warn(self, found.to("meta"), states)
+        )
     named = [(name, torch.nn.Parameter(torch.zeros(3, device=device))) for name in ("first", "second")]
     optimizer, scaler = via(named, lr=0.1), started(device)
 
-    def skip(times: int) -> list[str]:
+    def steps(times: int, skip: bool = True) -> list[str]:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(times):
                 for name, p in named:
-                    p.grad = torch.full_like(p, torch.nan if name == "second" else 1.0)
+                    p.grad = torch.full_like(p, torch.nan if skip and name == "second" else 1.0)
                 scaler.step(optimizer)
                 scaler.update()
         return [str(w.message) for w in caught]
 
-    is_known = device.type == "cpu" or via is torch.optim.SGD
-    assert skip(49) == []
-    (message,) = skip(30) if is_known else [""]
-    assert not is_known or "50 steps in a row met NaN or inf" in message
-    assert not (is_known and via is FusedSGD) or "in the gradient of second" in message
-    for _, p in named:
-        p.grad = torch.ones_like(p)
-    scaler.step(optimizer)
-    scaler.update()
-    assert skip(49) == []
+    is_known = (on_cpu and device.type == "cpu") or via is torch.optim.SGD
+    assert steps(49) + steps(1, skip=False) + steps(49) == []  # 98, not in a row
+    messages = steps(30)
+    assert len(messages) == is_known
+    for message in messages:
+        assert "50 steps in a row met NaN or inf" in message
+        assert ("in the gradient of second" in message) == (via is FusedSGD)
+    assert steps(1, skip=False) + steps(49) == []
+    assert len(steps(1)) == is_known  # each time anew
 
 
 @pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.NAdam])

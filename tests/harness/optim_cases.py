@@ -11,13 +11,20 @@ import torch
 from torch import Tensor
 
 from amp_kernels import GradScaler, testing
+from amp_kernels.optim import FusedAdam, FusedAdamW
 from amp_kernels.testing.updates import UPDATES
 
-# By optimizer: torch's, and options.
+# By optimizer: torch's, of one optimizer for each family and of all of them, and options.
 TORCH = {update.optimizer: update.torch for update in UPDATES.values()}
+OF_TORCH = {**TORCH, FusedAdamW: torch.optim.AdamW}
 EXAMPLES = {
     update.optimizer: {name: {"lr": update.lr, **options} for name, options in update.examples.items()}
     for update in UPDATES.values()
+}
+EXAMPLES[FusedAdamW] = {
+    name: {key: value for key, value in options.items() if key != "decoupled_weight_decay"}  # as it always is
+    for name, options in EXAMPLES[FusedAdam].items()
+    if name != "decoupled"
 }
 # Every state that a family can have is there.
 FULL = {optimizer: examples["full"] for optimizer, examples in EXAMPLES.items()}
@@ -30,6 +37,7 @@ STATES = tuple(dict.fromkeys(name for update in UPDATES.values() for name in upd
 SHAPES = ((40, 9), (257,), (33, 129), (2, 3, 5, 11))
 
 families = pytest.mark.parametrize("family", TORCH, ids=UPDATES)
+optimizers = pytest.mark.parametrize("family", OF_TORCH, ids=[*UPDATES, "adamw"])
 examples = pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -128,7 +136,7 @@ class Pair:
         self.ours = family(params, max_grad_norm=max_grad_norm, **options)
         self.copies = [copies(params, dtype) for dtype in (torch.float32, torch.float64)]
         options["lr"] = float(options["lr"])
-        self.theirs = [TORCH[family](ps, **options) for ps in self.copies]
+        self.theirs = [OF_TORCH[family](ps, **options) for ps in self.copies]
         self.norm: Tensor | None = None  # before clipping, by torch in fp64
 
     def add_param_group(self, params: list[torch.nn.Parameter], **options: Any) -> None:

@@ -13,16 +13,16 @@ from optim_cases import (
     ALL,
     DAMPENED,
     FULL,
-    TORCH,
+    OF_TORCH,
     assert_same,
     assert_within_rule,
     copies,
     dtypes,
     examples,
-    families,
     fp32,
     give_grads,
     low_dtypes,
+    optimizers,
     parameters,
     set_grads,
     snapshot,
@@ -53,7 +53,7 @@ def through_a_file(state: Any) -> Any:
 
 
 # --------------------------------------------------------------------------------------------------------- ours to ours
-@families
+@optimizers
 @dtypes
 @pytest.mark.parametrize("at", [0, 1, 4])
 @pytest.mark.parametrize("order", ["model first", "optimizer first"])
@@ -83,7 +83,7 @@ def test_training_continues_bit_for_bit(device, family, dtype, at, order):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@families
+@optimizers
 @low_dtypes
 def test_masters_and_states_stay_fp32(device, family, dtype):
     """torch rounds them to the dtype of the parameter."""
@@ -99,7 +99,7 @@ def test_masters_and_states_stay_fp32(device, family, dtype):
     assert all(t.dtype is torch.float32 for t in before)
 
 
-@families
+@optimizers
 @dtypes
 def test_a_checkpoint_right_after_a_skipped_first_step(device, family, dtype):
     params = parameters([dtype], device)
@@ -116,17 +116,17 @@ def test_a_checkpoint_right_after_a_skipped_first_step(device, family, dtype):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@families
+@optimizers
 @pytest.mark.parametrize("found_inf", [0.0, 1.0])
 def test_a_checkpoint_of_a_first_step_loads_into_torch(device, family, found_inf):
     pair = [parameters([torch.float32], device) for _ in range(2)]
-    ours, theirs = family(pair[0], **DAMPENED[family]), TORCH[family](pair[1], **DAMPENED[family])
+    ours, theirs = family(pair[0], **DAMPENED[family]), OF_TORCH[family](pair[1], **DAMPENED[family])
     set_grads(pair[0], 0)
     ours.found_inf = torch.tensor(found_inf, device=device)
     ours.step()
     del ours.found_inf
     loaded_params = copies(pair[0], torch.float32)
-    loaded = TORCH[family](loaded_params, **DAMPENED[family])
+    loaded = OF_TORCH[family](loaded_params, **DAMPENED[family])
     loaded.load_state_dict(ours.state_dict())
     if not found_inf:
         train(theirs, range(1))
@@ -136,7 +136,7 @@ def test_a_checkpoint_of_a_first_step_loads_into_torch(device, family, found_inf
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
 
 
-@families
+@optimizers
 def test_a_parameter_without_a_gradient_yet(device, family):
     params = parameters(ALL, device)
     optimizer = family(params, **DAMPENED[family])
@@ -161,7 +161,7 @@ def test_a_parameter_without_a_gradient_yet(device, family):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@families
+@optimizers
 def test_loading_does_not_alias_and_does_not_change_the_checkpoint(device, family):
     params = parameters(ALL, device)
     optimizer = family(params, **FULL[family])
@@ -174,7 +174,7 @@ def test_loading_does_not_alias_and_does_not_change_the_checkpoint(device, famil
         assert_same([saved["state"][i][k] for k in state], list(state.values()))
 
 
-@families
+@optimizers
 def test_a_16_bit_checkpoint_in_an_fp32_model_and_back(device, family):
     params = parameters([torch.bfloat16], device)
     optimizer = family(params, **FULL[family])
@@ -196,12 +196,12 @@ def test_a_16_bit_checkpoint_in_an_fp32_model_and_back(device, family):
 @examples
 @pytest.mark.parametrize("way", ["torch to ours", "ours to torch"])
 def test_checkpoints_of_torch_both_ways(device, family, options, way):
-    first, second = (family, TORCH[family]) if way == "ours to torch" else (TORCH[family], family)
+    first, second = (family, OF_TORCH[family]) if way == "ours to torch" else (OF_TORCH[family], family)
     params = parameters([torch.float32], device)
     truth = copies(params, torch.float64)
     theirs = copies(params, torch.float32)
     optimizer = first(params, **options)
-    others = [TORCH[family](ps, **options) for ps in (theirs, truth)]
+    others = [OF_TORCH[family](ps, **options) for ps in (theirs, truth)]
     train(optimizer, range(3))
     loaded = second(params, lr=77.0)
     loaded.load_state_dict(through_a_file(optimizer.state_dict()))
@@ -214,10 +214,10 @@ def test_checkpoints_of_torch_both_ways(device, family, options, way):
     assert_within_rule(loaded if second is family else optimizer, params, theirs, truth)
 
 
-@families
+@optimizers
 def test_what_a_checkpoint_lacks_is_defaulted(device, family):
     params = parameters([torch.float32], device)
-    theirs = TORCH[family](params, **FULL[family])
+    theirs = OF_TORCH[family](params, **FULL[family])
     train(theirs, range(2))
     saved = theirs.state_dict()
     for group in saved["param_groups"]:
@@ -232,11 +232,11 @@ def test_what_a_checkpoint_lacks_is_defaulted(device, family):
     assert all(torch.isfinite(p).all() for p in params)
 
 
-@families
+@optimizers
 def test_torch_checkpoint_for_a_16_bit_model(device, family):
     """No masters in it: they come from the parameters, and the states are used as they are."""
     params = parameters([torch.float32], device)
-    theirs = TORCH[family](params, **FULL[family])
+    theirs = OF_TORCH[family](params, **FULL[family])
     train(theirs, range(2))
     low = copies(params, torch.bfloat16)
     ours = family(low, **FULL[family])
@@ -247,7 +247,7 @@ def test_torch_checkpoint_for_a_16_bit_model(device, family):
             assert torch.equal(ours.state[p][name], theirs.state[q][name])
 
 
-@families
+@optimizers
 def test_checkpoint_with_other_parameter_ids(device, family):
     """torch matches them by their order in param_groups, whatever they are."""
     params = parameters(ALL, device)
@@ -262,7 +262,7 @@ def test_checkpoint_with_other_parameter_ids(device, family):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@families
+@optimizers
 def test_several_groups(device, family):
     def groups(ps: list[Tensor]) -> list[dict[str, Any]]:
         return [{"params": ps[2:]}, {"params": ps[:2], "lr": 0.03}]
@@ -279,7 +279,7 @@ def test_several_groups(device, family):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@families
+@optimizers
 def test_a_tensor_lr_travels(device, family):
     params = parameters(ALL, device)
     optimizer = family(params, lr=torch.tensor(0.05, device=device))
@@ -292,7 +292,7 @@ def test_a_tensor_lr_travels(device, family):
 
 
 # ----------------------------------------------------------------------------------------------------- errors and hooks
-@families
+@optimizers
 def test_a_shape_that_does_not_fit_changes_nothing(device, family):
     params = parameters([torch.float16], device)
     optimizer = family(params, **FULL[family])
@@ -314,7 +314,7 @@ def test_a_shape_that_does_not_fit_changes_nothing(device, family):
     optimizer.load_state_dict(optimizer.state_dict())  # and no hook of the failed ones is left
 
 
-@families
+@optimizers
 def test_load_hooks(device, family):
     params = parameters(ALL, device)
     optimizer = family(params, **FULL[family])
@@ -338,7 +338,7 @@ def test_load_hooks(device, family):
     assert torch.equal(fp32(resumed, fresh[0]), fp32(optimizer, params[0]))
 
 
-@families
+@optimizers
 def test_state_dict_hooks(device, family):
     params = parameters(ALL, device)
     optimizer = family(params, **FULL[family])
@@ -355,7 +355,7 @@ def test_state_dict_hooks(device, family):
     assert seen == ["pre", (torch.float32, 2.0)]
 
 
-@families
+@optimizers
 def test_state_of_the_users_own(device, family):
     params = parameters(ALL, device)
     optimizer = family(params, **FULL[family])
@@ -386,7 +386,7 @@ def saved_whole(objects: Any) -> Any:
     return torch.load(file, weights_only=False)
 
 
-@families
+@optimizers
 @pytest.mark.parametrize("how", [copied, pickled, saved_whole])
 @pytest.mark.parametrize("at", [0, 3])
 def test_copies_of_optimizer_and_scaler_continue_bit_for_bit(device, family, how, at):
@@ -404,7 +404,7 @@ def test_copies_of_optimizer_and_scaler_continue_bit_for_bit(device, family, how
     assert torch.equal(twin.grad_norm.isnan(), optimizer.grad_norm.isnan())
 
 
-@families
+@optimizers
 def test_distributed_checkpoint_state_dicts(device, family, tmp_path):
     """torch.distributed.checkpoint names parameters, and makes state by a step with lr 0."""
     from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
@@ -425,7 +425,7 @@ def test_distributed_checkpoint_state_dicts(device, family, tmp_path):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
-@families
+@optimizers
 @low_dtypes
 def test_flattened_state_dicts_lose_no_master_unseen(device, family, dtype, tmp_path):
     """torch takes from one what `optimizer.state` has, which is no master. The file has it."""

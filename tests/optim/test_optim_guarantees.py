@@ -25,6 +25,7 @@ from optim_cases import (
 from torch import Tensor
 
 import amp_kernels
+from amp_kernels.optim import FusedSGD, ema_
 
 
 # ------------------------------------------------------------------------------------------------------------- defaults
@@ -66,15 +67,25 @@ WAITS = ("item", "tolist", "__bool__", "cpu", "__int__", "__float__", "__index__
 
 
 @contextlib.contextmanager
-def waits_raise(device: torch.device, active: bool) -> Iterator[None]:
-    """Those on a GPU of torch's own too."""
-    if device.type == "cuda" and active:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("default")
+def waits_raise(device: torch.device, monkeypatch: pytest.MonkeyPatch, first: bool = False) -> Iterator[None]:
+    """On a GPU also those inside of torch. The first step may make its table of Python numbers."""
+
+    def wait(*_: Any, **__: Any) -> None:
+        raise AssertionError("waits for the device")
+
+    with monkeypatch.context() as patch:
+        for name in WAITS:
+            if not (first and name == "tolist"):
+                patch.setattr(torch.Tensor, name, wait)
+        if device.type == "cpu":  # Here the scaler reads a flag that is on the host already, to warn of skips.
+            patch.setattr(amp_kernels.GradScaler, "_warn_of_skips", lambda *_: None)
+        if device.type == "cuda" and not first:
+            torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            if device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
 
 
 @families
@@ -83,21 +94,39 @@ def test_a_step_does_not_wait(device, family, use_scaler, monkeypatch):
     params = parameters(ALL, device)
     optimizer = family(params, **FULL[family], max_grad_norm=1.0)
     scaler = started(device, enabled=use_scaler, hysteresis=2, min_scale=1.0)
-
-    def wait(*_: Any, **__: Any) -> None:
-        raise AssertionError("waits for the device")
-
     for step in range(4):
         set_grads(params, step, scale=torch.inf if step == 1 else 1.0)
-        with monkeypatch.context() as patch, waits_raise(device, step > 0):
-            for name in WAITS:
-                # The table is made of Python numbers, once; only what the device computed must not be asked for.
-                if step or name != "tolist":
-                    patch.setattr(torch.Tensor, name, wait)
-            if device.type == "cpu":  # Here the scaler reads a flag that is on the host already, to warn of skips.
-                patch.setattr(amp_kernels.GradScaler, "_warn_of_skips", lambda *_: None)
+        with waits_raise(device, monkeypatch, first=step == 0):
             scaler.step(optimizer)
             scaler.update()
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+def test_ranks_that_agree_do_not_wait(device, unscale, mesh, monkeypatch):
+    if device.type != mesh.device_type:
+        pytest.skip("gloo and its mesh are on the CPU")
+    params = parameters(ALL, device)
+    optimizer = FusedSGD(params, lr=0.1, momentum=0.9)
+    scaler = started(device, process_group=torch.distributed.group.WORLD)
+    for step in range(4):
+        set_grads(params, step, scale=torch.inf if step == 1 else 1.0)
+        with waits_raise(device, monkeypatch, first=step == 0):
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+    assert scaler.skipped_steps == 1
+
+
+def test_an_average_does_not_wait(device, monkeypatch):
+    params = parameters(ALL, device)
+    optimizer = FusedSGD(params, lr=0.1, momentum=0.9)
+    averages = [optimizer.master(p) for p in params]
+    for step, found_inf in enumerate((0.0, 1.0, 0.0)):
+        set_grads(params, step)
+        step_under(optimizer, found_inf)
+        with waits_raise(device, monkeypatch):
+            ema_(averages, optimizer, 0.9)
 
 
 @families

@@ -13,8 +13,8 @@ from optim_cases import (
     FULL,
     Pair,
     assert_same,
-    families,
     fp32,
+    optimizers,
     parameters,
     randn,
     set_grads,
@@ -30,7 +30,7 @@ from amp_kernels.optim import FusedRMSprop, FusedSGD
 
 
 # --------------------------------------------------------------------------------------------------- closures and hooks
-@families
+@optimizers
 def test_closure(device, family):
     p = torch.nn.Parameter(torch.ones(3, device=device))
     optimizer = family([p], lr=0.1)
@@ -45,7 +45,7 @@ def test_closure(device, family):
     assert optimizer.step(closure) < 3
 
 
-@families
+@optimizers
 def test_step_hooks(device, family):
     params = parameters(ALL, device)
     optimizer = family(params, lr=0.1)
@@ -57,7 +57,7 @@ def test_step_hooks(device, family):
     assert calls == ["pre", "post"]
 
 
-@families
+@optimizers
 @pytest.mark.parametrize("max_grad_norm", [None, 0.5])
 def test_a_pre_hook_that_replaces_the_gradients(device, family, max_grad_norm):
     def double(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -96,7 +96,7 @@ SCHEDULERS = {
 }
 
 
-@families
+@optimizers
 @pytest.mark.parametrize("tensor_lr", [False, True], ids=["float", "tensor"])
 @pytest.mark.parametrize("make", SCHEDULERS.values(), ids=SCHEDULERS)
 def test_schedulers(device, family, make, tensor_lr):
@@ -116,7 +116,7 @@ def test_schedulers(device, family, make, tensor_lr):
         pair.check()
 
 
-@families
+@optimizers
 @pytest.mark.parametrize("lrs", [(0.5, 0.0), (0.0, 0.5)], ids=str)
 @pytest.mark.parametrize("kind", ["float", "in place", "float to tensor", "tensor to tensor"])
 def test_a_changed_lr_takes_effect_at_once(device, family, lrs, kind):
@@ -136,7 +136,7 @@ def test_a_changed_lr_takes_effect_at_once(device, family, lrs, kind):
 
 
 # --------------------------------------------------------------------------------------------------- groups and options
-@families
+@optimizers
 def test_add_param_group_after_steps(device, family):
     params = parameters(ALL, device)
     pair = Pair(family, params[:2], **DAMPENED[family])
@@ -188,7 +188,7 @@ def test_rmsprop_options_turned_on_while_training(device):
 
 
 # -------------------------------------------------------------------------------------------------------------- DTensor
-@families
+@optimizers
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 def test_dtensor(device, family, dtype, mesh):
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor

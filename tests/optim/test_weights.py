@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from optim_cases import FULL, TORCH, assert_same, families, low_dtypes, randn
+from optim_cases import FULL, OF_TORCH, assert_same, low_dtypes, optimizers, randn
 
 from amp_kernels.optim import FusedSGD, fp32_state_dict, load_fp32_state_dict
 from amp_kernels.reference._master import join, split
@@ -47,7 +47,7 @@ def train(net: Model, optimizer: torch.optim.Optimizer, steps: range) -> None:
         optimizer.step()
 
 
-@families
+@optimizers
 @low_dtypes
 def test_from_16_bits_to_fp32_and_back(device, family, dtype):
     net = model(dtype, device)
@@ -83,7 +83,7 @@ def test_from_16_bits_to_fp32_and_back(device, family, dtype):
     train(back, resumed, range(5, 6))
 
 
-@families
+@optimizers
 @low_dtypes
 @pytest.mark.parametrize("weights_first", [False, True])
 def test_training_goes_on_bit_for_bit(device, family, dtype, weights_first):
@@ -107,10 +107,10 @@ def test_training_goes_on_bit_for_bit(device, family, dtype, weights_first):
     assert_same([found[name] for name in tensors], [expected[name] for name in tensors])
 
 
-@families
+@optimizers
 def test_with_torchs_optimizer(device, family):
     net = model(torch.float32, device)
-    theirs = TORCH[family](net.parameters(), **FULL[family])
+    theirs = OF_TORCH[family](net.parameters(), **FULL[family])
     train(net, theirs, range(2))
     saved = fp32_state_dict(net, theirs)
     assert torch.equal(saved["head.bias"], net.head.bias)
@@ -135,7 +135,7 @@ def test_what_does_not_fit_raises_before_masters_change(device):
     assert_same([optimizer.master(p) for p in net.parameters()], masters)
 
 
-@families
+@optimizers
 @low_dtypes
 def test_bits_that_would_be_lost_warn(device, family, dtype):
     """The state of a 16-bit optimizer in fp32 parameters that hold 16-bit weights."""
@@ -152,13 +152,13 @@ def test_bits_that_would_be_lost_warn(device, family, dtype):
         other.load_state_dict(optimizer.state_dict())
 
 
-@families
+@optimizers
 @low_dtypes
 @pytest.mark.parametrize("weights_first", [False, True])
 def test_an_fp32_state_keeps_loaded_masters(device, family, dtype, weights_first):
     """It has none of its own: neither ours of fp32 parameters nor torch's."""
     wide = model(torch.float32, device)
-    theirs = TORCH[family](wide.parameters(), **FULL[family])
+    theirs = OF_TORCH[family](wide.parameters(), **FULL[family])
     train(wide, theirs, range(2))
     low = model(dtype, device, seed=1)
     ours = family(low.parameters(), **FULL[family])

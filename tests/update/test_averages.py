@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import _places
-from optim_cases import ALL, parameters, randn, set_grads, started
+from optim_cases import ALL, parameters, randn, set_grads, started, step_under
 from torch import Tensor
 from torch.profiler import profile
 
 import amp_kernels
 from amp_kernels import testing
-from amp_kernels.optim import FusedAdamW, FusedSGD, average_, ema_
+from amp_kernels.optim import FusedAdamW, FusedSGD, average_, ema_, fp32_state_dict, load_fp32_state_dict
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -117,6 +117,16 @@ def test_a_skipped_step_leaves_the_average_alone(device, found):
     optimizer.step()
     ema_(averages, optimizer, 0.5)
     assert all(a.any() for a in averages)
+
+
+def test_loading_forgets_a_skipped_step(device):
+    optimizer = trained(device, *ALL)
+    saved = optimizer.state_dict()
+    step_under(optimizer, found_inf=1.0)
+    optimizer.load_state_dict(saved)
+    averages = [torch.zeros_like(m) for m in masters(optimizer)]
+    ema_(averages, optimizer, 0.5)
+    assert_followed(averages, [torch.zeros_like(a) for a in averages], optimizer, 0.5)
 
 
 class Overridden(FusedSGD):
@@ -244,12 +254,48 @@ def test_a_soup_of_several_dtypes(device):
     torch.testing.assert_close(models[0].head.bias.detach().double(), mean, rtol=0, atol=1e-6)
 
 
-def test_an_optimizer_goes_on_from_the_soup(device):
-    models = [Model(seed, torch.bfloat16, device) for seed in range(2)]
-    optimizer = FusedSGD(models[0].parameters(), lr=0.1)
-    average_(models)
-    bias = models[0].head.bias
-    assert torch.equal(optimizer.master(bias), bias.detach().float())
+def trained_models(device: torch.device, dtype: torch.dtype) -> list[tuple[Model, FusedSGD]]:
+    """With masters that have more bits than their weights."""
+    pairs = []
+    for seed in range(2):
+        model = Model(seed, dtype, device)
+        optimizer = FusedSGD(model.parameters(), lr=0.1)
+        set_grads(list(model.parameters()), seed)
+        optimizer.step()
+        pairs.append((model, optimizer))
+    return pairs
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_an_optimizer_goes_on_from_the_soup(device, dtype):
+    """Its remainders stay, so its masters are near the rounded mean, not equal to it."""
+    (soup, optimizer), (other, _) = trained_models(device, dtype)
+    remainders = [optimizer.state[p]["remainder"].clone() for p in soup.parameters()]
+    average_([soup, other])
+    for p, remainder in zip(soup.parameters(), remainders, strict=True):
+        assert torch.equal(optimizer.state[p]["remainder"], remainder) and remainder.any()
+        master, weight = optimizer.master(p), p.detach()
+        half_a_unit = weight.float().abs() * torch.finfo(dtype).eps / 2 + torch.finfo(dtype).smallest_normal
+        assert torch.equal(master.to(dtype), weight)
+        assert ((master - weight.float()).abs() <= half_a_unit).all()
+    set_grads(list(soup.parameters()), 7)
+    expected = [optimizer.master(p) - 0.1 * p.grad.float() for p in soup.parameters()]
+    optimizer.step()
+    for p, value in zip(soup.parameters(), expected, strict=True):
+        torch.testing.assert_close(optimizer.master(p), value, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_masters_are_averaged_in_fp32_models(device, dtype):
+    """As the docstring says."""
+    pairs = trained_models(device, dtype)
+    mean = torch.stack([optimizer.master(model.head.bias).double() for model, optimizer in pairs]).mean(0)
+    copies = [Model(0, torch.float32, device) for _ in pairs]
+    for (model, optimizer), wide in zip(pairs, copies, strict=True):
+        wide.load_state_dict(fp32_state_dict(model, optimizer))
+    (model, optimizer), _ = pairs
+    load_fp32_state_dict(model, optimizer, average_(copies).state_dict())
+    torch.testing.assert_close(optimizer.master(model.head.bias).double(), mean, rtol=0, atol=1e-7)
 
 
 def test_models_that_do_not_fit(device):
