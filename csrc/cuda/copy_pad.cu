@@ -35,12 +35,11 @@ struct Grid {
     across = 1;
     while (across < packs && across < kMostAcross) across *= 2;
     column_tiles = (packs + across - 1) / across;
-    const int64_t round = kMostRows * kThreads / across;
-    const Pieces pieces((pass.rows + round - 1) / round, column_tiles,
-                        static_cast<int64_t>(multiprocessor_count()) * kResident);
-    rows = pieces.rounds * round;
-    row_tiles = pieces.count;
     const int64_t down = kThreads / across;
+    const Pieces pieces((pass.rows + down - 1) / down, column_tiles, int64_t{multiprocessor_count()} * kResident,
+                        kMostRows);
+    rows = pieces.steps * down;
+    row_tiles = pieces.count;
     x_step = down * pass.x_strides[0];
     pre_step = down * pass.pre_strides[0];
     out_step = down * pass.pitch;

@@ -240,7 +240,7 @@ struct ExtremesPlan {
       rows.outer[1] = axes[Int8Layout::kInnerGroup];
       rows.outer[2] = axes[Int8Layout::kOuterGroup];
       pieces = Pieces(ceil_div(rows.outer[0].size * rows.segments, rows.teams), groups,
-                      int64_t{multiprocessor_count()} * kResidentExtremes)
+                      int64_t{multiprocessor_count()} * kResidentExtremes, 1)
                    .count;
     }
   }

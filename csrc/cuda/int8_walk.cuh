@@ -366,12 +366,12 @@ inline ColumnWalk column_walk(const Axes& axes, int pack, int each, int resident
   while (walk.shift < 5 && int64_t{1} << walk.shift < packs) ++walk.shift;
   walk.lanes = 1 << walk.shift;
   walk.bands = ceil_div(packs, walk.lanes);
-  const int64_t down = kThreads / walk.lanes, round = each * down;  // rows that a block has in flight
+  const int64_t down = kThreads / walk.lanes;
   walk.step_x = down * walk.rows.x;
   walk.step_out = down * walk.rows.out;
   const int64_t bands = walk.bands * walk.outer.size;
-  const Pieces pieces(ceil_div(walk.rows.size, round), bands, int64_t{multiprocessor_count()} * resident);
-  walk.piece_rows = pieces.rounds * round;
+  const Pieces pieces(ceil_div(walk.rows.size, down), bands, int64_t{multiprocessor_count()} * resident, each);
+  walk.piece_rows = pieces.steps * down;
   walk.pieces = pieces.count;
   walk.items = bands * walk.pieces;
   return walk;
