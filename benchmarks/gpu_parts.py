@@ -21,12 +21,8 @@ from amp_kernels import testing
 from amp_kernels.testing.updates import UPDATES
 
 UPDATE_CASES = (
-    "fp16-sizes",
-    "bf16-misaligned",
-    "fp32/fp16-options",
-    "fp16-many_tensors",
-    "fp16/bf16-split",
-    "bf16-split_full",
+    *("fp16-sizes", "bf16-misaligned", "fp32/fp16-options", "fp16-many_tensors", "fp16/bf16-split"),
+    *("bf16-plain", "fp16-full", "fp16-split_plain", "bf16-split_full"),
 )
 PAIRS = ("padded_padded", "padded_padded_column", "padded_column_padded", "padded_column_padded_column")
 # Cases that reach every kernel, every tile and every way to load it once the launchers believe in 3 multiprocessors,

@@ -230,7 +230,8 @@ def _update_cases(op: str) -> Iterator[Case]:
         for grad_name, grad_dtype in DTYPES.items():
             if grad_name != dtype_name:
                 others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
-                yield case(f"{dtype_name}/{grad_name}", "options", most, params, others, scale=3.0)
+                for name, options in (("options", most), ("plain", every["plain"]), ("full", every["full"])):
+                    yield case(f"{dtype_name}/{grad_name}", name, options, params, others, scale=3.0)
         yield case(dtype_name, "scaled", most, params, grads, scale=65536.0)
         yield case(dtype_name, "scaled_by_3", most, params, grads, scale=3.0)
         yield case(dtype_name, "tensor_lr", most, params, grads, tensor_lr=True)
@@ -266,7 +267,8 @@ def _update_cases(op: str) -> Iterator[Case]:
         for grad_name, grad_dtype in DTYPES.items():
             if grad_name != dtype_name:
                 others = [partial(of_sizes, grad_dtype, few, 10 * k + 5) for k in range(2)]
-                yield case(f"{dtype_name}/{grad_name}", "split", most, params, others, scale=3.0, **rest)
+                for name, options in (("", most), ("_plain", every["plain"]), ("_full", every["full"])):
+                    yield case(f"{dtype_name}/{grad_name}", f"split{name}", options, params, others, scale=3.0, **rest)
         yield case(
             dtype_name, "split_sizes", most, partial(of_sizes, dtype), [partial(of_sizes, dtype, seed=5)], **rest
         )
