@@ -51,7 +51,11 @@ struct Variant {
   // As many as there are registers for without a spill. What a thread asks for before it waits is 80 bytes (SGD with
   // momentum, 16 bits) to 160 (three states): 74 KB and more on a multiprocessor. 4.8 TB/s over 132 multiprocessors, a
   // little more than half of it read, take 24 KB at a latency of 1.1 us.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   static constexpr int kResidentBlocks = kStates < 2 ? 4 : kStates < 3 ? 3 : 2;
+#else  // sm_86, sm_89 and sm_100 spill up to 104 bytes with one more
+  static constexpr int kResidentBlocks = kStates < 2 ? 3 : 2;
+#endif
 };
 
 // Where an element stands in a pack that is aligned to its size.
