@@ -133,23 +133,23 @@ def test_a_level_is_its_handwritten_counterpart(device, ours, level):
 
 
 @pytest.mark.parametrize(
-    ("options", "dtypes"),
+    ("options", "layers", "norms"),
     [
-        ({"opt_level": "O2", "keep_batchnorm_fp32": False}, {torch.float16}),
-        ({"opt_level": "O2", "keep_batchnorm_fp32": "True"}, {torch.float16, torch.float32}),
-        ({"opt_level": "O3", "keep_batchnorm_fp32": True}, {torch.float16, torch.float32}),
-        ({"opt_level": "O3", "keep_batchnorm_fp32": "False"}, {torch.float16}),
-        ({"opt_level": "O1"}, {torch.float32}),
+        ({"opt_level": "O2"}, torch.float16, torch.float32),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": False}, torch.float16, torch.float16),
+        ({"opt_level": "O2", "keep_batchnorm_fp32": "True"}, torch.float16, torch.float32),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": True}, torch.float16, torch.float32),
+        ({"opt_level": "O3", "keep_batchnorm_fp32": "False"}, torch.float16, torch.float16),
+        ({"opt_level": "O1"}, torch.float32, torch.float32),
     ],
     ids=str,
 )
-def test_dtypes_of_weights(options, dtypes):
+def test_dtypes_of_weights(options, layers, norms):
     net = network()
-    buffers = {name: b.dtype for name, b in net.named_buffers()}
     amp.initialize(net, FusedSGD(net.parameters()), verbosity=0, **options)
-    assert {p.dtype for p in net.parameters()} == dtypes
-    assert net[1].weight.dtype is net[1].running_mean.dtype
-    assert net[1].num_batches_tracked.dtype is buffers["1.num_batches_tracked"]
+    assert {p.dtype for layer in (net[0], net[3]) for p in layer.parameters()} == {layers}
+    assert net[1].weight.dtype is net[1].bias.dtype is net[1].running_mean.dtype is norms
+    assert net[1].num_batches_tracked.dtype is torch.int64
     assert net(batch(0)[0]).dtype is torch.float32
 
 
