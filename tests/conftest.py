@@ -10,7 +10,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import shutil
-import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -55,8 +54,9 @@ def _nvcc() -> str | None:
     return None if found else "there is no nvcc in CUDA_HOME or on PATH"
 
 
-# The first version that we support, in a folder of its own beside the one that torch brings (Makefile).
-OLDEST_TRITON = Path(sys.prefix) / "oldest_triton"
+# The first version that we support, in a folder of its own beside the one that torch brings (Makefile). Not in
+# sys.prefix: make test-clients runs in another venv, .venv/clients.
+OLDEST_TRITON = Path(__file__).parents[1] / ".venv" / "oldest_triton"
 
 
 def _oldest_triton() -> str | None:
