@@ -103,11 +103,15 @@ template <class To, class From>
 #endif
 }
 
-[[gnu::always_inline]] inline void store_lanes(const Lanes& lanes, BFloat16* to) {
+// The 16 bits of each lane.
+[[gnu::always_inline]] inline Words rounded_to_bf16(const Lanes& lanes) {
   const Words bits = as<Words>(lanes);
   // A NaN whose payload sits in the low bits would round to inf.
   const Words nan = Words{} + 0x7fc0u, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
-  const Words high = lanes == lanes ? rounded : nan;
+  return lanes == lanes ? rounded : nan;
+}
+
+[[gnu::always_inline]] inline void store_bf16(const Words& high, BFloat16* to) {
 #if defined(__AVX2__)
   const __m256i words = as<__m256i>(high);
   const __m128i packed = _mm_packus_epi32(_mm256_castsi256_si128(words), _mm256_extracti128_si256(words, 1));
@@ -115,6 +119,10 @@ template <class To, class From>
 #else
   for (int i = 0; i < kLanes; ++i) to[i].x = static_cast<uint16_t>(high[i]);
 #endif
+}
+
+[[gnu::always_inline]] inline void store_lanes(const Lanes& lanes, BFloat16* to) {
+  store_bf16(rounded_to_bf16(lanes), to);
 }
 
 // As store_lanes, past the caches (see `stream`); `to` on a boundary of 16 bytes.
