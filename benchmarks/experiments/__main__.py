@@ -13,7 +13,8 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 import torch
 
 from ..common import results_folder
-from . import NAMES, __doc__ as usage
+from . import NAMES
+from . import __doc__ as usage
 from .harness import Experiment, Settings, carry_out, read
 
 
