@@ -1,0 +1,108 @@
+"""What we and others make of the encoder: 16 bits, int8 weights, int8 products."""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from amp_kernels.nn import convert_linear_
+from amp_kernels.quantization import convert_, prepare_, quantize_
+
+from .encoder import Pairs, embed, pretrained, tokens
+from .peers import first_line
+
+FP32, TORCH_AO = "fp32", "dynamic, torch.ao"
+WEIGHT_ONLY, DYNAMIC, STATIC = OURS = "weight-only, ours", "dynamic, ours", "static, ours"
+
+
+def embeddings_too(model: nn.Module) -> nn.Module:
+    """Embeddings to int8, which `quantize_(model, "dynamic")` and `convert_` leave as they are."""
+    return quantize_(model, "weight_only", filter_fn=lambda layer, _: isinstance(layer, nn.Embedding))
+
+
+def static(model: nn.Module, calibration: Pairs, longest: int, device: torch.device) -> nn.Module:
+    prepare_(model)
+    for texts in (calibration.queries, calibration.documents):
+        embed(model, texts, longest, device)
+    return convert_(model)
+
+
+def by_torch_ao(model: nn.Module) -> nn.Module:
+    return torch.ao.quantization.quantize_dynamic(model, {nn.Linear}, dtype=torch.qint8)
+
+
+def by_torchao(model: nn.Module, config: str) -> nn.Module:
+    import torchao.quantization
+
+    torchao.quantization.quantize_(model, getattr(torchao.quantization, config)())
+    return model
+
+
+def by_bitsandbytes(model: nn.Module, device: torch.device) -> nn.Module:
+    """LLM.int8: rows of weights and of inputs in int8."""
+    import bitsandbytes
+
+    for parent in list(model.modules()):
+        for name, layer in list(parent.named_children()):
+            if type(layer) is nn.Linear:
+                new = bitsandbytes.nn.Linear8bitLt(layer.in_features, layer.out_features, has_fp16_weights=False)
+                new.load_state_dict(layer.state_dict())
+                setattr(parent, name, new)
+    return model.to(device)  # which quantizes
+
+
+def by_flashoptim(model: nn.Module) -> nn.Module:
+    import flashoptim
+
+    others = [name for name in dir(flashoptim) if "quant" in name.lower() or "int8" in name.lower()]
+    assert not others, f"flashoptim quantizes models now, see {others}"
+    raise NotImplementedError("flashoptim has optimizers and a cast of models to 16 bits, no int8 layers")
+
+
+def makers(calibration: Pairs, longest: int, device: torch.device) -> dict[str, Callable[[nn.Module], nn.Module]]:
+    """What each does to the fp32 encoder."""
+    return {
+        FP32: lambda model: model,
+        "fp16, ours": lambda model: convert_linear_(model.half()),
+        WEIGHT_ONLY: lambda model: quantize_(model, "weight_only"),
+        DYNAMIC: lambda model: quantize_(embeddings_too(model), "dynamic"),
+        STATIC: lambda model: embeddings_too(static(model, calibration, longest, device)),
+        TORCH_AO: by_torch_ao,
+        "weight-only, torchao": lambda model: by_torchao(model, "Int8WeightOnlyConfig"),
+        "dynamic, torchao": lambda model: by_torchao(model, "Int8DynamicActivationInt8WeightConfig"),
+        "dynamic, bitsandbytes": lambda model: by_bitsandbytes(model, device),
+        "dynamic, flashoptim": by_flashoptim,
+    }
+
+
+def one_call(calibration: Pairs, longest: int, device: torch.device) -> dict[str, nn.Module]:
+    """Ours without the second call that takes embeddings to int8."""
+    return {
+        WEIGHT_ONLY: quantize_(pretrained(device), "weight_only"),
+        DYNAMIC: quantize_(pretrained(device), "dynamic"),
+        STATIC: static(pretrained(device), calibration, longest, device),
+    }
+
+
+@torch.no_grad()
+def make(name: str, calibration: Pairs, longest: int, device: torch.device) -> nn.Module | str:
+    """The contender, or why there is none: what it raised when it was made or first called."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of peers: what they deprecate
+            model = makers(calibration, longest, device)[name](pretrained(device))
+            model(tokens(calibration.queries[:2], longest, device))
+        return model
+    except Exception as error:  # whatever a peer raises is its reason
+        return first_line(error)
+
+
+def file_bytes(model: nn.Module) -> int:
+    """Of the saved state dict: tensors of torch.ao and torchao do not tell their own bytes."""
+    file = io.BytesIO()
+    torch.save(model.state_dict(), file)
+    return file.tell()
