@@ -12,7 +12,7 @@ from torch import nn
 from amp_kernels.nn import convert_linear_
 from amp_kernels.quantization import convert_, prepare_, quantize_
 
-from .encoder import Pairs, embed, pretrained, tokens
+from .encoder import embed, pairs, pretrained, tokens
 from .peers import first_line
 
 FP32, TORCH_AO = "fp32", "dynamic, torch.ao"
@@ -24,9 +24,11 @@ def embeddings_too(model: nn.Module) -> nn.Module:
     return quantize_(model, "weight_only", filter_fn=lambda layer, _: isinstance(layer, nn.Embedding))
 
 
-def static(model: nn.Module, calibration: Pairs, longest: int, device: torch.device) -> nn.Module:
+def static(model: nn.Module, calibrated: int, longest: int, device: torch.device) -> nn.Module:
+    """With the ranges of the first `calibrated` training pairs."""
     prepare_(model)
-    for texts in (calibration.queries, calibration.documents):
+    training = pairs()[0][:calibrated]
+    for texts in (training.queries, training.documents):
         embed(model, texts, longest, device)
     return convert_(model)
 
@@ -63,14 +65,14 @@ def by_flashoptim(model: nn.Module) -> nn.Module:
     raise NotImplementedError("flashoptim has optimizers and a cast of models to 16 bits, no int8 layers")
 
 
-def makers(calibration: Pairs, longest: int, device: torch.device) -> dict[str, Callable[[nn.Module], nn.Module]]:
+def makers(calibrated: int, longest: int, device: torch.device) -> dict[str, Callable[[nn.Module], nn.Module]]:
     """What each does to the fp32 encoder."""
     return {
         FP32: lambda model: model,
         "fp16, ours": lambda model: convert_linear_(model.half()),
         WEIGHT_ONLY: lambda model: quantize_(model, "weight_only"),
         DYNAMIC: lambda model: quantize_(embeddings_too(model), "dynamic"),
-        STATIC: lambda model: embeddings_too(static(model, calibration, longest, device)),
+        STATIC: lambda model: embeddings_too(static(model, calibrated, longest, device)),
         TORCH_AO: by_torch_ao,
         "weight-only, torchao": lambda model: by_torchao(model, "Int8WeightOnlyConfig"),
         "dynamic, torchao": lambda model: by_torchao(model, "Int8DynamicActivationInt8WeightConfig"),
@@ -79,23 +81,23 @@ def makers(calibration: Pairs, longest: int, device: torch.device) -> dict[str, 
     }
 
 
-def one_call(calibration: Pairs, longest: int, device: torch.device) -> dict[str, nn.Module]:
+def one_call(calibrated: int, longest: int, device: torch.device) -> dict[str, nn.Module]:
     """Ours without the second call that takes embeddings to int8."""
     return {
         WEIGHT_ONLY: quantize_(pretrained(device), "weight_only"),
         DYNAMIC: quantize_(pretrained(device), "dynamic"),
-        STATIC: static(pretrained(device), calibration, longest, device),
+        STATIC: static(pretrained(device), calibrated, longest, device),
     }
 
 
 @torch.no_grad()
-def make(name: str, calibration: Pairs, longest: int, device: torch.device) -> nn.Module | str:
+def make(name: str, calibrated: int, longest: int, device: torch.device) -> nn.Module | str:
     """The contender, or why there is none: what it raised when it was made or first called."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of peers: what they deprecate
-            model = makers(calibration, longest, device)[name](pretrained(device))
-            model(tokens(calibration.queries[:2], longest, device))
+            model = makers(calibrated, longest, device)[name](pretrained(device))
+            model(tokens(pairs()[0].queries[:2], longest, device))
         return model
     except Exception as error:  # whatever a peer raises is its reason
         return first_line(error)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from amp_kernels.optim import FusedAdamW
 from amp_kernels.quantization import convert_, prepare_qat_
 
-from .encoder import PACKAGE, Pairs, pairs, pretrained, ranks, tokens
+from .encoder import PACKAGE, pairs, pretrained, ranks, tokens
 from .encoder_int8 import (
     DYNAMIC,
     FP32,
@@ -63,19 +63,15 @@ class Work:
     device: torch.device
     longest: int  # tokens of a text; at 64 half of the documents are whole
     calibrated: int  # training pairs that static ranges are taken from
-    tested: int  # pairs of the test
+    tested: int  # pairs of the test, all at most
     tested_seeds: int  # of them after fine-tuning
     steps: int
     batch: int  # of fine-tuning
     texts: int  # of the larger latency
     rounds: int
 
-    @property
-    def calibration(self) -> Pairs:
-        return pairs()[0][: self.calibrated]
-
     def make(self, name: str) -> nn.Module | str:
-        return make(name, self.calibration, self.longest, self.device)
+        return make(name, self.calibrated, self.longest, self.device)
 
     def reciprocal_ranks(self, model: nn.Module, tested: int) -> Tensor:
         return 1 / ranks(model, pairs()[1][:tested], self.longest, self.device).double()
@@ -111,14 +107,14 @@ def accuracy(name: str, work: Work) -> list[Row]:
 
 
 def bytes_after_one_call(work: Work) -> list[Row]:
-    models = one_call(work.calibration, work.longest, work.device)
+    models = one_call(work.calibrated, work.longest, work.device)
     return [{"part": "one call", "contender": name, "bytes": file_bytes(model)} for name, model in models.items()]
 
 
 def latency(texts: int, rounds: int, work: Work) -> list[Row]:
     """Of texts that are all `longest` tokens long, so that nothing is padded."""
     x = tokens(sorted(pairs()[1].documents, key=len)[-texts:], work.longest, work.device)
-    models = {name: work.make(name) for name in makers(work.calibration, work.longest, work.device)}
+    models = {name: work.make(name) for name in makers(work.calibrated, work.longest, work.device)}
     calls = {name: functools.partial(model, x) for name, model in models.items() if not isinstance(model, str)}
     with torch.inference_mode():
         times = seconds_side_by_side(calls, rounds, work.device)
@@ -155,7 +151,7 @@ def trained(model: nn.Module, seed: int, work: Work) -> nn.Module:
 def fine_tuning(seed: int, work: Work) -> list[Row]:
     """fp32 and QAT from the same weights on the same batches, and that fp32 model quantized."""
     fp32 = trained(pretrained(work.device), seed, work)
-    quantized = static(copy.deepcopy(fp32), work.calibration, work.longest, work.device)
+    quantized = static(copy.deepcopy(fp32), work.calibrated, work.longest, work.device)
     qat = convert_(trained(prepare_qat_(pretrained(work.device), "static"), seed, work))
     models = {FINE_TUNED: fp32, THEN_STATIC: embeddings_too(quantized), QAT: embeddings_too(qat)}
     return [
@@ -179,14 +175,14 @@ def runs(settings: Settings) -> list[Run]:
         device=settings.device,
         longest=pick(cpu=64, cuda=64, quick=16),
         calibrated=pick(cpu=64, cuda=64, quick=4),
-        tested=pick(cpu=1500, cuda=len(pairs()[1]), quick=16),
-        tested_seeds=pick(cpu=500, cuda=len(pairs()[1]), quick=16),
+        tested=pick(cpu=1500, cuda=10_000, quick=16),
+        tested_seeds=pick(cpu=500, cuda=10_000, quick=16),
         steps=pick(cpu=12, cuda=16, quick=1),
         batch=pick(cpu=32, cuda=32, quick=4),
         texts=pick(cpu=32, cuda=32, quick=2),
         rounds=pick(cpu=7, cuda=50, quick=1),
     )
-    names = makers(work.calibration, work.longest, work.device)
+    names = makers(work.calibrated, work.longest, work.device)
     return [
         *(Run(f"accuracy, {name}", functools.partial(accuracy, name, work)) for name in names),
         Run("one call", functools.partial(bytes_after_one_call, work)),
@@ -271,25 +267,25 @@ def spread(row: Row) -> str:
 
 
 WITHIN = (
-    "Rule: holds if the difference of the mean reciprocal rank (MRR) to fp32, less two standard errors over the "
+    "Holds if the difference of the mean reciprocal rank (MRR) to fp32, less two standard errors over the "
     "queries, is at least -1% of fp32's MRR; falsified if the difference plus two standard errors is below that; else, "
     f"and with fewer than {LEAST_QUERIES} queries, undecided."
 )
 FASTER = (
-    "Rule: holds if the 80th percentile of the ratios within a round is below 1 for one text and for 32; falsified if "
+    "Holds if the 80th percentile of the ratios within a round is below 1 for one text and for 32; falsified if "
     f"the 20th percentile is above 1 for one of them; else, and with fewer than {LEAST_ROUNDS} rounds, undecided."
 )
 CLAIMS = (
     Claim(
         "torch.ao's dynamic quantization leaves embeddings in fp32, so that its file is 2.55 times one that is int8 "
         "throughout (58.7 MB against 23.0).",
-        "Rule: holds if the file of torch.ao's dynamic model over that of our weight-only one is within 5% of the "
+        "Holds if the file of torch.ao's dynamic model over that of our weight-only one is within 5% of the "
         "published ratio, else falsified; undecided where one is missing. Bytes have no spread.",
         judge_bytes,
     ),
     Claim(
         "One call of each of our modes takes embeddings to int8 too.",
-        "Rule: holds if after one call of weight-only, dynamic and static quantization no file is more than 10% larger "
+        "Holds if after one call of weight-only, dynamic and static quantization no file is more than 10% larger "
         "than that of weight-only, else falsified; undecided where one is missing. Bytes have no spread.",
         judge_one_call,
     ),
@@ -299,7 +295,7 @@ CLAIMS = (
     ),
     Claim(
         "Quantization-aware training is better than the same training followed by static quantization.",
-        "Rule: over three seeds, holds if the mean difference of their MRR is above two standard errors, falsified if "
+        "Over three seeds, holds if the mean difference of their MRR is above two standard errors, falsified if "
         "it is below minus two; else undecided.",
         judge_qat,
     ),
@@ -330,7 +326,7 @@ def retrieval(rows: Sequence[Row]) -> Table:
             cells.append(f"{number(row, score):.2f}")
             cells.append("" if row["contender"] == FP32 else with_error(difference, error, "+"))
         lines.append(tuple(cells))
-    sizes = ", ".join(f"{name} {one(rows, 'one call', name, 'bytes') / whole:.3f}" for name in OURS)
+    sizes = ", ".join(f"{row['contender']} {number(row, 'bytes') / whole:.3f}" for row in select(rows, "one call"))
     queries = next((int(number(row, "queries")) for row in mine if row.get("queries")), 0)
     return Table(
         f"File size relative to fp32, and retrieval among {queries} documents, in percent",
