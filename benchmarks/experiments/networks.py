@@ -165,10 +165,10 @@ def task(name: str, settings: Settings) -> Task:
         rounds = settings.pick(cpu=300, cuda=300, quick=8)
         return Task(feed_forward, partial(some_digits, 64), cross_entropy, 1e-3, rounds)
     if name == U_NET:
-        sizes = settings.pick(cpu=(16, 3, 8, 32, 120), cuda=(64, 4, 32, 128, 60), quick=(4, 2, 1, 16, 2))
+        sizes = settings.pick(cpu=(16, 3, 8, 32, 200), cuda=(64, 4, 32, 128, 60), quick=(4, 2, 1, 16, 2))
         width, levels, batch, size, rounds = sizes
         return Task(partial(UNet, width, levels), partial(some_patches, batch, size), squared_error, 1e-3, rounds)
-    sizes = settings.pick(cpu=(2, 512, 64, 4, 70), cuda=(12, 768, 128, 32, 60), quick=(1, 64, 16, 2, 2))
+    sizes = settings.pick(cpu=(2, 512, 64, 4, 90), cuda=(12, 768, 128, 32, 60), quick=(1, 64, 16, 2, 2))
     layers, width, context, batch, rounds = sizes
     make, draw = partial(Encoder, layers, width, context), partial(some_text, batch, context)
     return Task(make, draw, cross_entropy, 3e-4, rounds)
