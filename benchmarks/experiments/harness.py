@@ -155,8 +155,10 @@ def ratio(times: Sequence[float], of: Sequence[float]) -> tuple[float, float, fl
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:
-    """Mean and its standard error; NaN for the error of a single value."""
+    """Mean and its standard error; NaN for the error of a single value, and for both where a value is NaN."""
     values = list(values)
+    if any(map(math.isnan, values)):  # `statistics.stdev` raises AttributeError
+        return math.nan, math.nan
     error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else math.nan
     return statistics.mean(values), error
 
