@@ -60,7 +60,7 @@ COLOURS = {WHOLE: "tab:gray", IN_16: "tab:orange", IN_32: "tab:blue"}
 
 def plan(settings: Settings) -> tuple[int, int, range]:
     """Epochs of the fp32 networks, steps of those in 16 bits, seeds of the former, which take a second each."""
-    epochs, steps, seeds = settings.pick(cpu=(12, 40, 10), cuda=(10, 20, 6), quick=(1, 1, 1))
+    epochs, steps, seeds = settings.pick(cpu=(12, 40, 10), cuda=(10, 15, 4), quick=(1, 1, 1))
     return epochs, steps, range(seeds)
 
 

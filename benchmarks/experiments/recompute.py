@@ -190,7 +190,10 @@ def largest(way: Way, of: Plan, device: torch.device) -> int:
     """The largest batch whose peak is within the budget, at least 1."""
 
     def fits(batch: int) -> bool:
-        return Training(way, batch, of, device).memory().peak <= 1e6 * of.budget
+        try:
+            return Training(way, batch, of, device).memory().peak <= 1e6 * of.budget
+        except torch.OutOfMemoryError:  # of a GPU that has little more than the budget
+            return False
 
     low = 1
     while fits(2 * low):
