@@ -267,11 +267,7 @@ class Int8Embedding(_Int8Weight):
         Raises:
             ValueError: `embedding` has `max_norm`, which rewrites the rows looked up.
         """
-        if embedding.max_norm is not None:
-            raise ValueError(
-                f"Int8Embedding: max_norm must be None, got {embedding.max_norm}: it rewrites rows at every look-up; "
-                "renormalize the table once and set it to None"
-            )
+        check_table(embedding)
         rows, width, dtype = embedding.num_embeddings, embedding.embedding_dim, embedding.weight.dtype
         layer = cls(rows, width, embedding.padding_idx, device="meta", dtype=dtype)
         codes = codes_of_weight(embedding) if weight is None else weight
@@ -313,6 +309,14 @@ def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8
     if scale is None:
         return quantize_int8(x, dim=-1, symmetric=False)
     return quantize_int8(x, scale=scale, zero_point=zero_point)
+
+
+def check_table(embedding: nn.Embedding) -> None:
+    if embedding.max_norm is not None:
+        raise ValueError(
+            f"Int8Embedding: max_norm must be None, got {embedding.max_norm}: it rewrites rows at every look-up; "
+            "renormalize the table once and set it to None"
+        )
 
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:

@@ -5,10 +5,10 @@
 - `prepare_qat_`, training, `convert_`: dynamic or static layers from weights that were trained for them.
 - `int8_saved_activations`: training with less memory.
 
-What is converted is `nn.Linear`, transformers' `Conv1D` and, for weights alone, `nn.Embedding`. Every conversion says
-what it converted and what it left, by name and share of the bytes, to the logger "amp_kernels": an INFO, or a WARNING,
-which Python shows unasked, if more than a tenth of the bytes is left in matrices that neither embeddings nor
-`filter_fn` explain.
+What is converted is `nn.Linear`, transformers' `Conv1D` and `nn.Embedding`: without its embeddings a small sentence
+transformer would keep two thirds of its bytes. Every conversion says what it converted and what it left, by name and
+share of the bytes, to the logger "amp_kernels": an INFO, or a WARNING, which Python shows unasked, if more than a tenth
+of the bytes is left in matrices that neither embeddings nor `filter_fn` explain.
 
 Ranges are those from the smallest to the largest value. Percentiles are not offered: on a small pretrained sentence
 transformer clipping at 99.9% cost 6.2 points of R@1, where the range from minimum to maximum cost less than 0.5, since
@@ -26,10 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..functional import Int8Tensor, quantize_int8
+from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
 from ..nn import Int8Embedding, Int8Linear, Linear
 from ..nn.conversion import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, matrix, shares
-from ..nn.int8 import FixedDtypes, codes_of_weight, compute_dtype, w8a8
+from ..nn.int8 import FixedDtypes, check_table, codes_of_weight, compute_dtype, w8a8
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
 from .saved_activations import int8_saved_activations
@@ -51,7 +51,7 @@ FilterFn = Callable[[nn.Module, str], bool]
 def quantize_(
     model: nn.Module, mode: Literal["weight_only", "dynamic"] = "weight_only", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Puts int8 layers in the place of `nn.Linear`, transformers' `Conv1D` and, for ``"weight_only"``, `nn.Embedding`.
+    """Puts int8 layers in the place of `nn.Linear`, transformers' `Conv1D` and `nn.Embedding`.
 
     Only these very classes: a subclass may do something else (that of `nn.MultiheadAttention` is never called). A
     weight that several layers share is quantized once and stays shared; where a layer that is not replaced shares it,
@@ -59,15 +59,16 @@ def quantize_(
 
     Args:
         model: changed in place. To load a checkpoint, call this on a new model and then `load_state_dict`.
-        mode: see `Int8Linear`.
-        filter_fn: called with a layer and its name in the model; False leaves it as it is.
+        mode: see `Int8Linear`. Embeddings are the same in both.
+        filter_fn: called with a layer and its name in the model; False leaves it as it is:
+            ``lambda layer, _: not isinstance(layer, torch.nn.Embedding)``.
 
     Returns:
         `model`, or the new layer if the model is itself one.
 
     Raises:
         ValueError: another mode, no layer to replace, or one with hooks or a `forward` of its own (as accelerate gives
-            it), which a new layer would lose.
+            it), which a new layer would lose; an embedding with `max_norm`.
         TypeError: a weight of another dtype than fp16, bf16 or fp32; `model` is no `nn.Module`.
     """
     if mode not in ("weight_only", "dynamic"):
@@ -75,10 +76,9 @@ def quantize_(
             f"quantize_: mode must be 'weight_only' or 'dynamic', got {mode!r}; static layers come of prepare_, some "
             "batches and convert_"
         )
-    kinds = (nn.Linear, nn.Embedding) if mode == "weight_only" else (nn.Linear,)
     codes = _SharedCodes()
     new: dict[nn.Module, nn.Module] = {}
-    found, spared = _find("quantize_", model, kinds, filter_fn, needs_int8_input=mode == "dynamic")
+    found, spared = _find("quantize_", model, filter_fn, needs_int8_input=mode == "dynamic")
     for layer in found:
         if isinstance(layer, nn.Embedding):
             new[layer] = Int8Embedding.from_embedding(layer, weight=codes.of(layer))
@@ -90,17 +90,23 @@ def quantize_(
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
     """Makes every `nn.Linear` and `Conv1D` record the range of its inputs, for `convert_`.
 
-    Run some batches next, in eval mode. Outputs do not change; the ranges stay on the device. Arguments, result and
-    errors are those of `quantize_`.
+    Run some batches next, in eval mode. Outputs do not change; the ranges stay on the device. Embeddings, whose indices
+    have no range, are marked for `convert_`. Arguments, result and errors are those of `quantize_`.
     """
-    found, spared = _find("prepare_", model, (nn.Linear,), filter_fn, needs_int8_input=True)
-    return _replaced("prepare_", model, {layer: ObservedLinear.from_linear(layer) for layer in found}, spared)
+    found, spared = _find("prepare_", model, filter_fn, needs_int8_input=True)
+    new = {
+        layer: PreparedEmbedding.from_embedding(layer)
+        if isinstance(layer, nn.Embedding)
+        else ObservedLinear.from_linear(layer)
+        for layer in found
+    }
+    return _replaced("prepare_", model, new, spared)
 
 
 def prepare_qat_(
     model: nn.Module, mode: Literal["dynamic", "static"] = "dynamic", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Makes every `nn.Linear` and `Conv1D` compute as the int8 layer that `convert_` will make of it, to train for it.
+    """Makes every `nn.Linear`, `Conv1D` and `nn.Embedding` compute as the int8 layer that `convert_` will make of it.
 
     The forward pass is the deployed arithmetic, codes of inputs and weights and `int8_matmul`: predictions before and
     after `convert_` are bit for bit the same. The backward pass takes products with the quantized operands and passes
@@ -109,7 +115,8 @@ def prepare_qat_(
 
     Args:
         model: changed in place.
-        mode: of the layers to come. For ``"static"`` the range of inputs grows with every batch in training mode.
+        mode: of the linear layers to come. For ``"static"`` the range of inputs grows with every batch in training
+            mode.
         filter_fn: as in `quantize_`.
 
     Returns, Raises: as `quantize_`.
@@ -118,12 +125,18 @@ def prepare_qat_(
         raise ValueError(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
-    found, spared = _find("prepare_qat_", model, (nn.Linear,), filter_fn, needs_int8_input=True)
-    return _replaced("prepare_qat_", model, {layer: QATLinear.from_linear(layer, mode) for layer in found}, spared)
+    found, spared = _find("prepare_qat_", model, filter_fn, needs_int8_input=True)
+    new = {
+        layer: QATEmbedding.from_embedding(layer)
+        if isinstance(layer, nn.Embedding)
+        else QATLinear.from_linear(layer, mode)
+        for layer in found
+    }
+    return _replaced("prepare_qat_", model, new, spared)
 
 
 def convert_(model: nn.Module) -> nn.Module:
-    """Puts `Int8Linear` in the place of the layers that `prepare_` or `prepare_qat_` made.
+    """Puts `Int8Linear` and `Int8Embedding` in the place of the layers that `prepare_` or `prepare_qat_` made.
 
     After `prepare_`, a layer that is directly followed by another in an `nn.Sequential`, or with an `nn.ReLU` in
     between, returns the codes which that one would make: in fp32 the results are bit for bit those without. The ReLU
@@ -142,16 +155,16 @@ def convert_(model: nn.Module) -> nn.Module:
     """
     check_model("convert_", model)
     prepared = {
-        module: name for name, module in model.named_modules() if isinstance(module, ObservedLinear | QATLinear)
+        module: name for name, module in model.named_modules() if isinstance(module, _Prepared | PreparedEmbedding)
     }
     if not prepared:
         raise ValueError("convert_: model must have been prepared, got none of its layers; call prepare_ first")
     for layer, name in prepared.items():
         _check_carries_nothing("convert_", name, layer)
-        if layer.observer is not None:
+        if isinstance(layer, _Prepared) and layer.observer is not None:
             layer.observer.check(name)
     codes = _SharedCodes()
-    new = {layer: layer.convert(codes.of(layer)) for layer in prepared}
+    new: dict[Any, Any] = {layer: layer.convert(codes.of(layer)) for layer in prepared}
     result = _replaced("convert_", model, new, model.modules())  # of what is left preparing it has warned
     _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
     return result
@@ -251,6 +264,36 @@ class QATLinear(_Prepared):
         return result.reshape(*x.shape[:-1], self.out_features)
 
 
+class PreparedEmbedding(LoadsItsKind, nn.Embedding):
+    """`nn.Embedding` with the parameter of another, which `convert_` makes an `Int8Embedding`."""
+
+    @classmethod
+    def from_embedding(cls, embedding: nn.Embedding) -> PreparedEmbedding:
+        """Raises ValueError as `Int8Embedding.from_embedding`."""
+        check_table(embedding)
+        layer = cls(
+            embedding.num_embeddings,
+            embedding.embedding_dim,
+            embedding.padding_idx,
+            scale_grad_by_freq=embedding.scale_grad_by_freq,
+            sparse=embedding.sparse,
+            device="meta",
+        )
+        layer.weight = embedding.weight
+        return layer.train(embedding.training)
+
+    def convert(self, weight: Int8Tensor) -> Int8Embedding:
+        """The int8 layer with these codes of the table."""
+        return Int8Embedding.from_embedding(self, weight=weight)
+
+
+class QATEmbedding(PreparedEmbedding):
+    """`nn.Embedding` that computes as `Int8Embedding` and trains its table; see `prepare_qat_`."""
+
+    def forward(self, index: Tensor) -> Tensor:
+        return fake_quantize_int8(super().forward(index), dim=-1)
+
+
 # -------------------------------------------------------------------------------------------------------- the parts
 class _SharedCodes:
     """Codes of weights; a parameter in several layers has one set of them."""
@@ -265,15 +308,13 @@ class _SharedCodes:
         return self._codes[key]
 
 
-def _find(
-    op: str, model: nn.Module, kinds: tuple[type, ...], filter_fn: FilterFn | None, needs_int8_input: bool
-) -> tuple[list[Any], list[Any]]:
+def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
     """Layers to replace, each checked before any is, and those that `filter_fn` left out."""
     check_model(op, model)
     found: list[Any] = []
     spared: list[Any] = []
     for name, layer in model.named_modules():
-        if not _is_of(layer, kinds):
+        if not _is_known(layer):
             continue
         if filter_fn is not None and not filter_fn(layer, name):
             spared.append(layer)
@@ -285,22 +326,23 @@ def _find(
                 f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {weight.dtype}; "
                 "leave the layer out by filter_fn"
             )
-        if needs_int8_input and weight.shape[1] > MAX_K:
+        if needs_int8_input and weight.shape[1] > MAX_K and not isinstance(layer, nn.Embedding):
             raise ValueError(
                 f"{op}: {name!r} must have at most {MAX_K} inputs, got {weight.shape[1]}; leave it out by filter_fn"
             )
         _check_carries_nothing(op, name, layer)
     if not found:
-        names = " or ".join(f"nn.{kind.__name__}" for kind in kinds)
-        raise ValueError(f"{op}: model must have an {names} to replace, got {type(model).__name__} without any")
+        raise ValueError(
+            f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__} without any"
+        )
     return found, spared
 
 
-def _is_of(layer: nn.Module, kinds: tuple[type, ...]) -> bool:
-    """Exactly of one of these classes, or what is the same: our `nn.Linear` without an activation, a Conv1D."""
+def _is_known(layer: nn.Module) -> bool:
+    """Exactly of a class that is replaced, or what is the same: our `nn.Linear` without an activation, a Conv1D."""
     if type(layer) is Linear:
-        return nn.Linear in kinds and layer.activation is None
-    return type(layer) in kinds or (nn.Linear in kinds and is_conv1d(layer))
+        return layer.activation is None
+    return type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)
 
 
 def _check_carries_nothing(op: str, name: str, layer: nn.Module) -> None:

@@ -7,6 +7,13 @@
 
 namespace amp_kernels::cpu {
 
+using Shorts = int16_t __attribute__((vector_size(2 * kLanes)));
+
+inline bool is_full(const Shorts& shorts) {
+  const Shorts full = Shorts{} - 1;
+  return std::memcmp(&shorts, &full, sizeof(full)) == 0;
+}
+
 [[gnu::always_inline]] inline Integers load_integers(const int16_t* from) {
 #if defined(__AVX2__)
   return as<Integers>(_mm256_cvtepi16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
@@ -39,24 +46,44 @@ namespace amp_kernels::cpu {
 #endif
 }
 
+// The second where the first is NaN. g++ 12 makes a comparison and a choice of `?`.
+[[gnu::always_inline]] inline Lanes larger(const Lanes& lanes, const Lanes& others) {
+#if defined(__AVX2__)
+  return as<Lanes>(_mm256_max_ps(as<__m256>(lanes), as<__m256>(others)));
+#else
+  return lanes > others ? lanes : others;
+#endif
+}
+
 // Of fp16 numbers, where fp32 has it.
 [[gnu::always_inline]] inline Words fp16_exponent(const Lanes& weight) {
   const Integers e = as<Integers>(weight) & 0x7f800000, least = Integers{} + (113 << 23);
   return as<Words>(e > least ? e : least);
 }
 
+// The master that `remainder` was split from, if the weight is still the one of then.
 template <class P>
-[[gnu::always_inline]] inline Lanes joined(const P* weight, const int16_t* remainder) {
+[[gnu::always_inline]] inline Lanes sum(const P* weight, const int16_t* remainder) {
   const Lanes widened = load_lanes(weight);
-  Lanes master;
-  if constexpr (std::is_same_v<P, BFloat16>) {
-    master = as<Lanes>(as<Integers>(widened) + load_integers(remainder));
-  } else {
-    master = widened + as_floats(load_integers(remainder)) * as<Lanes>(fp16_exponent(widened) - (26u << 23));
-  }
+  if constexpr (std::is_same_v<P, BFloat16>) return as<Lanes>(as<Integers>(widened) + load_integers(remainder));
+  return widened + as_floats(load_integers(remainder)) * as<Lanes>(fp16_exponent(widened) - (26u << 23));
+}
+
+// All bits where a master is rounded to its weight, else none.
+template <class P>
+[[gnu::always_inline]] inline Shorts belongs(const Lanes& master, const P* weight) {
   P rounded[kLanes];
   store_lanes(master, rounded);
-  return as<Integers>(load_lanes(rounded)) == as<Integers>(widened) ? master : widened;
+  Shorts ours, theirs;
+  std::memcpy(&ours, rounded, sizeof(ours));
+  std::memcpy(&theirs, weight, sizeof(theirs));
+  return ours == theirs;
+}
+
+template <class P>
+[[gnu::always_inline]] inline Lanes joined(const P* weight, const int16_t* remainder) {
+  const Lanes master = sum(weight, remainder);
+  return __builtin_convertvector(belongs(master, weight), Integers) ? master : load_lanes(weight);
 }
 
 template <class P>
@@ -69,7 +96,7 @@ template <class P>
   } else {
     const Words e = fp16_exponent(widened);
     const Lanes units = (master - widened) * as<Lanes>((280u << 23) - e), least = Lanes{} - 32767.0f;
-    const Lanes bounded = units > least ? units : least;
+    const Lanes bounded = larger(units, least);
     store_integers(e == (255u << 23) ? Integers{} : as_integers(bounded), remainder);
   }
 }
@@ -77,9 +104,19 @@ template <class P>
 // Of n elements.
 template <class P>
 void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) store_lanes(joined(weight + i, remainder + i), master + i);
-  if (i == n) return;
+  const int64_t whole = n / kLanes * kLanes;
+  Shorts all = Shorts{} - 1;
+  for (int64_t i = 0; i < whole; i += kLanes) {
+    const Lanes lanes = sum(weight + i, remainder + i);
+    all &= belongs(lanes, weight + i);
+    store_lanes(lanes, master + i);
+  }
+  // Somebody has written weights, which is rare. With this choice in the loop above, RMSprop of fp16 weights in a cache
+  // takes 7 % longer.
+  if (!is_full(all))
+    for (int64_t i = 0; i < whole; i += kLanes) store_lanes(joined(weight + i, remainder + i), master + i);
+  if (whole == n) return;
+  const int64_t i = whole;
   P weights[kLanes] = {};
   int16_t remainders[kLanes] = {};
   float masters[kLanes];

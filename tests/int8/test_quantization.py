@@ -75,19 +75,60 @@ def test_a_layer_used_twice_stays_one():
     assert model[0] is model[2] and type(model[0]) is Int8Linear
 
 
-def test_shared_weights_are_quantized_once():
-    model = quantize_(Tied())
+def in_int8(model, kind, *inputs, filter_fn=None):
+    """In the way that `kind` names; after `inputs`, where ranges are needed."""
+    if kind in ("weight_only", "dynamic"):
+        return quantize_(model, kind, filter_fn)
+    prepare_(model, filter_fn) if kind == "static" else prepare_qat_(model, kind.removeprefix("qat "), filter_fn)
+    model(*inputs)
+    return convert_(model)
+
+
+KINDS = ("weight_only", "dynamic", "static", "qat dynamic", "qat static")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_shared_weights_are_quantized_once(kind):
+    model = in_int8(Tied(), kind, torch.arange(50))
     assert model.table.weight is model.head.weight and model.table.weight_scale is model.head.weight_scale
-    assert sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values()) == 50 * 20 + 16 * 20 + 16 * 4
+    ranges = 2 * (4 + 4) if "static" in kind else 0
+    parameters = 50 * 20 + 16 * 20 + 16 * 4
+    assert sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values()) == parameters + ranges
     model(torch.arange(50))
-    # an embedding is not replaced by the others, and keeps its parameter
-    table = Tied()
-    weight = table.table.weight
-    quantize_(table, "dynamic")
-    assert table.table.weight is weight and type(table.head) is Int8Linear
-    trained = prepare_qat_(Tied())
-    assert trained.table.weight is trained.head.weight
-    assert type(convert_(trained).head) is Int8Linear
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_embeddings_are_int8_in_every_mode_unless_told_otherwise(kind, device):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(50, 16, padding_idx=3), nn.Linear(16, 5)).to(device)
+    index = torch.arange(50, device=device)
+    expected = Int8Embedding.from_embedding(model[0])
+    spared = in_int8(copy.deepcopy(model), kind, index, filter_fn=lambda layer, _: type(layer) is not nn.Embedding)
+    assert type(spared[0]) is nn.Embedding and torch.equal(spared[0].weight, model[0].weight)
+    table = in_int8(model, kind, index)[0]
+    assert type(table) is Int8Embedding and table.padding_idx == 3
+    assert torch.equal(table(index), expected(index))
+
+
+def test_a_model_of_embeddings_alone_needs_no_batch():
+    model = convert_(prepare_(nn.Embedding(4, 4)))
+    assert type(model) is Int8Embedding
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+def test_qat_trains_a_table(sparse, device):
+    """Straight through the rounding: the gradient is that of the float table, where nothing is clamped."""
+    table = nn.Embedding(20, 8, padding_idx=2, sparse=sparse).to(device)
+    index, weights = torch.tensor([[1, 2, 1], [5, 19, 0]], device=device), randn(2, 3, 8).to(device)
+    (table(index) * weights).sum().backward()
+    expected, table.weight.grad = table.weight.grad, None
+    trained = prepare_qat_(table)
+    assert trained.weight is table.weight
+    found = trained(index)
+    (found * weights).sum().backward()
+    assert trained.weight.grad.is_sparse == sparse
+    assert torch.equal(trained.weight.grad.to_dense(), expected.to_dense())
+    assert torch.equal(convert_(trained)(index), found)
 
 
 def test_attention_and_transformer_layers(device):
@@ -103,18 +144,13 @@ def test_attention_and_transformer_layers(device):
     assert 0 < (found - expected).abs().max() < 0.03
 
 
-@pytest.mark.parametrize("kind", ["weight_only", "dynamic", "static", "qat"])
+@pytest.mark.parametrize("kind", ["weight_only", "dynamic", "static", "qat static"])
 def test_a_checkpoint_fits_a_new_model(kind, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
     x = randn(8, 16)
 
     def made(seed):
-        model = mlp(seed=seed)
-        if kind in ("weight_only", "dynamic"):
-            return quantize_(model, kind)
-        prepare_(model) if kind == "static" else prepare_qat_(model, "static")
-        model(randn(8, 16, seed=seed))
-        return convert_(model)
+        return in_int8(mlp(seed=seed), kind, randn(8, 16, seed=seed))
 
     model, new = made(0), made(1)
     expected = model(x)
@@ -198,7 +234,7 @@ def test_a_subclass_of_conv1d_and_other_classes_of_the_name_are_left_alone():
 
     Other.__name__ = "Conv1D"
     for layer in (Sub(4, 4), Other()):
-        with pytest.raises(ValueError, match=r"model must have an nn\.Linear to replace"):
+        with pytest.raises(ValueError, match=r"model must have an nn\.Linear or nn\.Embedding to replace"):
             prepare_(nn.Sequential(layer))
 
 
@@ -219,19 +255,20 @@ def test_what_was_converted_and_left_is_said(caplog):
     blocks = f"h.*.c_fc.weight {matrices / 2 / total:.1%}, h.*.c_proj.weight {matrices / 2 / total:.1%}"
     both = f"{blocks}, wte.weight {table / total:.1%}"
     biases = f"h.*.c_fc.bias {2 * 128 * 4 / total:.1%}"
-    line = said(caplog, lambda: quantize_(GPT2()))[1:]
-    assert line == (
-        f"quantize_: converted {(matrices + table) / total:.1%} ({both}) of the parameters' bytes; "
-        f"left {vectors / total:.1%} ({biases})",
-        False,
+    expected = (
+        f"converted {(matrices + table) / total:.1%} ({both}) of the parameters' bytes; "
+        f"left {vectors / total:.1%} ({biases})"
     )
-    # The weight that the last layer shares stays for the embedding.
-    for call in (lambda: quantize_(GPT2(), "dynamic"), lambda: prepare_(GPT2()), lambda: prepare_qat_(GPT2())):
-        model, text, warns = said(caplog, call)
-        assert f"converted {matrices / total:.1%} ({blocks})" in text and f"(wte.weight {table / total:.1%}" in text
-        assert not warns
-    text, warns = said(caplog, lambda: convert_(model))[1:]
-    assert text.startswith(f"convert_: converted {matrices / total:.1%} ({blocks})") and not warns
+    calls = (quantize_, functools.partial(quantize_, mode="dynamic"), prepare_, prepare_qat_)
+    for call, name in zip(calls, ("quantize_", "quantize_", "prepare_", "prepare_qat_"), strict=True):
+        model, text, warns = said(caplog, lambda call=call: call(GPT2()))
+        assert (text, warns) == (f"{name}: {expected}", False)
+    assert said(caplog, lambda: convert_(model))[1:] == (f"convert_: {expected}", False)
+    # The weight that the last layer shares stays for an embedding that is left.
+    spares = functools.partial(quantize_, filter_fn=lambda layer, _: type(layer) is not nn.Embedding)
+    _, text, warns = said(caplog, lambda: spares(GPT2()))
+    assert f"converted {matrices / total:.1%} ({blocks})" in text and f"(wte.weight {table / total:.1%}" in text
+    assert not warns
 
 
 def test_a_sizable_part_that_is_left_is_a_warning(caplog):
@@ -428,7 +465,9 @@ def test_errors_are_sentences_and_change_nothing():
         quantize_(mlp(), "static")
     with pytest.raises(ValueError, match="mode must be 'dynamic' or 'static', got 'weight_only'"):
         prepare_qat_(mlp(), "weight_only")
-    with pytest.raises(ValueError, match=r"model must have an nn\.Linear to replace, got Conv2d without any"):
+    with pytest.raises(
+        ValueError, match=r"model must have an nn\.Linear or nn\.Embedding to replace, got Conv2d without any"
+    ):
         quantize_(nn.Conv2d(3, 3, 3), "dynamic")
     with pytest.raises(ValueError, match="model must have been prepared"):
         convert_(mlp())
@@ -466,8 +505,9 @@ def test_errors_are_sentences_and_change_nothing():
     with pytest.raises(ValueError, match="'1' must have at most 131071 inputs, got 131072"):
         quantize_(model, "dynamic")
     model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4, max_norm=1.0))
-    with pytest.raises(ValueError, match="max_norm must be None"):
-        quantize_(model)
+    for convert in (quantize_, prepare_, prepare_qat_):
+        with pytest.raises(ValueError, match="max_norm must be None"):
+            convert(model)
     assert type(model[0]) is nn.Linear
 
 
