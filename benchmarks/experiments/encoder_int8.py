@@ -19,11 +19,6 @@ FP32, TORCH_AO = "fp32", "dynamic, torch.ao"
 WEIGHT_ONLY, DYNAMIC, STATIC = OURS = "weight-only, ours", "dynamic, ours", "static, ours"
 
 
-def embeddings_too(model: nn.Module) -> nn.Module:
-    """Embeddings to int8, which `quantize_(model, "dynamic")` and `convert_` leave as they are."""
-    return quantize_(model, "weight_only", filter_fn=lambda layer, _: isinstance(layer, nn.Embedding))
-
-
 def static(model: nn.Module, calibrated: int, longest: int, device: torch.device) -> nn.Module:
     """With the ranges of the first `calibrated` training pairs."""
     prepare_(model)
@@ -71,22 +66,13 @@ def makers(calibrated: int, longest: int, device: torch.device) -> dict[str, Cal
         FP32: lambda model: model,
         "fp16, ours": lambda model: convert_linear_(model.half()),
         WEIGHT_ONLY: lambda model: quantize_(model, "weight_only"),
-        DYNAMIC: lambda model: quantize_(embeddings_too(model), "dynamic"),
-        STATIC: lambda model: embeddings_too(static(model, calibrated, longest, device)),
+        DYNAMIC: lambda model: quantize_(model, "dynamic"),
+        STATIC: lambda model: static(model, calibrated, longest, device),
         TORCH_AO: by_torch_ao,
         "weight-only, torchao": lambda model: by_torchao(model, "Int8WeightOnlyConfig"),
         "dynamic, torchao": lambda model: by_torchao(model, "Int8DynamicActivationInt8WeightConfig"),
         "dynamic, bitsandbytes": lambda model: by_bitsandbytes(model, device),
         "dynamic, flashoptim": by_flashoptim,
-    }
-
-
-def one_call(calibrated: int, longest: int, device: torch.device) -> dict[str, nn.Module]:
-    """Ours without the second call that takes embeddings to int8."""
-    return {
-        WEIGHT_ONLY: quantize_(pretrained(device), "weight_only"),
-        DYNAMIC: quantize_(pretrained(device), "dynamic"),
-        STATIC: static(pretrained(device), calibrated, longest, device),
     }
 
 

@@ -286,14 +286,14 @@ def accumulation():
 def quantization():
     q = of("quantization")
 
-    def files(part, sizes):
-        return [{"part": part, "contender": name, "bytes": size} for name, size in sizes.items() if size]
+    def files(sizes):
+        return [{"part": "accuracy", "contender": name, "bytes": size} for name, size in sizes.items() if size]
 
     def two_files(size):
-        return files("accuracy", {q.TORCH_AO: size, q.WEIGHT_ONLY: 23.0})
+        return files({q.TORCH_AO: size, q.WEIGHT_ONLY: 23.0})
 
-    def one_call(size):
-        return files("one call", dict(zip(q.OURS, (23.0, size, 23.1), strict=True)))
+    def of_each_mode(size):
+        return files(dict(zip(q.OURS, (23.0, size, 23.1), strict=True)))
 
     def mrr(contender):
         def rows(values):
@@ -318,7 +318,7 @@ def quantization():
         return rows
 
     yield two_files, (58.7, 23.0, None)
-    yield one_call, (23.2, 58.7, None)
+    yield of_each_mode, (23.2, 58.7, None)
     for name in q.OURS:
         yield mrr(name), ((0.0, 0.1, 1500), (-2.0, 0.1, 1500), (-0.4, 0.3, 1500))
         yield mrr(name), ((0.0, 0.1, 1500), (-2.0, 0.1, 1500), (0.0, 0.0, 16))  # too few queries
