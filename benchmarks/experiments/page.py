@@ -1,4 +1,4 @@
-"""Renders benchmarks/RESULTS.md from the committed CSVs: `python -m benchmarks.experiments.page`."""
+"""Renders benchmarks/RESULTS.md and its quotation in README.md from the committed CSVs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ..summary import HERE, RESULTS
+from ..summary import HERE, README, RESULTS
 from . import NAMES
 from .__main__ import load
 from .harness import Experiment, Table, read
 
 PAGE = HERE / "RESULTS.md"
+BEGIN, END = "<!-- experiments: python -m benchmarks.experiments.page -->\n", "<!-- end of experiments -->"
 INTRODUCTION = """# The published experiments, rerun
 
 What the literature of mixed-precision training measured, measured again with our kernels and those of others side by
@@ -71,6 +72,28 @@ def page() -> str:
     return "\n".join((INTRODUCTION, *sections)).rstrip() + "\n"
 
 
+def quotation() -> Iterator[str]:
+    """A line for each experiment: its first claim, as every machine's CSV decides it."""
+    for name in NAMES:
+        experiment = load(name)
+        for path in sorted(RESULTS.glob(f"*/experiments/{name}.csv")):
+            rows = read(path)
+            claim = experiment.claims[0]
+            verdict = claim.judge(rows)
+            yield f"- {rows[0]['device_name']}: {claim.statement} **{verdict.word.capitalize()}**: {verdict.because}\n"
+
+
+def with_quotation(readme: str) -> str:
+    """README.md with the lines between BEGIN and END written anew."""
+    before, rest = readme.split(BEGIN)
+    return "".join([before, BEGIN, *quotation(), rest[rest.index(END) :]])
+
+
+def main() -> None:
+    for path, text in ((PAGE, page()), (README, with_quotation(README.read_text()))):
+        path.write_text(text)
+        print(path)
+
+
 if __name__ == "__main__":
-    PAGE.write_text(page())
-    print(PAGE)
+    main()
