@@ -119,6 +119,14 @@ def test_section_of_a_measured_experiment(tmp_path, monkeypatch):
     assert "(results/machine/experiments/fake.png)" in text
 
 
+def test_what_is_committed_is_what_the_csvs_say():
+    """In a clone: an installed package has neither page nor README."""
+    if not page.PAGE.exists():
+        pytest.skip("no RESULTS.md beside this package")
+    assert page.PAGE.read_text() == page.page()
+    assert page.README.read_text() == page.with_quotation(page.README.read_text())
+
+
 # ------------------------------------------------------------------------------------------------------------ the rules
 @pytest.mark.parametrize("name", NAMES)
 def test_experiments_are_whole(name):
