@@ -59,11 +59,11 @@ BATCH = 64  # digits
 # A step of 1024 micro-batches of 8 x 64 bytes has half a million tokens, as the reproductions of GPT-2 do. Whoever
 # accumulates divides each loss by the number of micro-batches. One of them is computed: AdamW's step does not depend on
 # a factor of all gradients, if eps is small beside them.
-DIVISORS = (1, 2**7, 2**10, 2**13)
+DIVISORS = (1, 2**7, 2**10)
 DIVISOR = 2**10
 SCALED_ADAMW = {"lr": 1e-3, "eps": 1e-15}
 # Of plain SGD: so small that most updates are below half a unit in the last place of a 16-bit weight
-SMALL_LR, SMALL_BATCH = 0.01, 32
+SMALL_LR, SMALL_BATCH = 0.003, 32
 
 SAME, SCALING, RANGE, MASTERS = "same hyper-parameters", "loss scaling", "histogram", "masters"
 AS_FP32, AS_AUTOCAST, AS_FP16, AS_BF16 = "fp32, torch", "fp16 autocast, torch", "fp16, ours", "bf16, ours"
@@ -82,7 +82,7 @@ class Plan:
 
 def plan(settings: Settings) -> Plan:
     return settings.pick(
-        cpu=Plan(Size(2, 64, 64, 8), 250, 20, 200),
+        cpu=Plan(Size(2, 64, 64, 8), 200, 20, 200),
         cuda=Plan(Size(4, 256, 128, 16), 150, 10, 60),
         quick=Plan(Size(1, 32, 32, 2), 2, 1, 1),
     )
