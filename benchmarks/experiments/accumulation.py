@@ -238,8 +238,8 @@ def paired(a: dict[str, float], b: dict[str, float]) -> list[float]:
 
 
 def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
-    """The distance of 16 x 2 beside the largest that another order within the batches makes."""
-    found, control = (column(rows, norm, SPLIT, "distance"), column(rows, NO_NORM, REORDERED, "distance"))
+    """The distance of 16 x 2 beside the largest that another order within the batches makes of the same network."""
+    found, control = (column(rows, norm, SPLIT, "distance"), column(rows, norm, REORDERED, "distance"))
     if not found or not control:
         return Verdict(UNDECIDED, "Not measured.")
     limit = FEW * max(control.values())
@@ -302,8 +302,8 @@ CLAIMS = (
     ),
     Claim(
         "With batch norm the loss curves differ.",
-        f"Holds if the largest relative difference is more than {FEW} times that of rounding alone in every seed, "
-        "falsified if it is in none; else undecided.",
+        f"Holds if the largest relative difference is more than {FEW} times the largest that another order makes with "
+        "batch norm, in every seed; falsified if it is in none; else undecided.",
         partial(beside_rounding, NORM, True),
     ),
     Claim(
@@ -340,7 +340,7 @@ def shown(values: Sequence[float], digits: int = 2) -> str:
     if not values:
         return ""
     mean, error = mean_and_error(values)
-    return f"{mean:.{digits}f} ± {error:.{digits}f}"
+    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -398,7 +398,7 @@ bf16 weights, or gives the reason why it does not.
 def draw(rows: Sequence[Row], path: Path) -> None:
     figure, (left, right) = plt.subplots(1, 2, figsize=(9, 4.5), layout="constrained", width_ratios=(4, 3))
     lines = ((NORM, SPLIT, "tab:red", "16 x 2, batch norm"), (NO_NORM, SPLIT, "tab:green", "16 x 2, no batch norm"))
-    for norm, way, colour, label in (*lines, (NO_NORM, REORDERED, "black", "32 x 1 in another order (rounding)")):
+    for norm, way, colour, label in (*lines, (NO_NORM, REORDERED, "black", "32 x 1 in another order, no batch norm")):
         for k, row in enumerate(row for row in rows if (row["model"], row["way"]) == (norm, way)):
             points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
             left.plot(*zip(*points, strict=True), color=colour, alpha=0.7, linewidth=1, label="" if k else label)
