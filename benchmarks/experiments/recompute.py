@@ -263,6 +263,7 @@ def within(row: Row, column: str) -> tuple[float, float, float]:
 
 def halves_memory(rows: Sequence[Row]) -> Verdict:
     found = {row["batch"]: number(row, "peak_ratio") for row in picked(rows, STEP, CHECKPOINTS)}
+    found = {batch: value for batch, value in found.items() if not math.isnan(value)}
     if not found:
         return Verdict(UNDECIDED, "Not measured.")
     count = sum(value <= 0.5 for value in found.values())
@@ -272,7 +273,7 @@ def halves_memory(rows: Sequence[Row]) -> Verdict:
 
 def compared_time(part: str, way: Way, column: str, low: float, high: float, rows: Sequence[Row]) -> Verdict:
     """The ratio lies between `low` and `high`."""
-    found = picked(rows, part, way)
+    found = [row for row in picked(rows, part, way) if not math.isnan(number(row, column))]
     if not found:
         return Verdict(UNDECIDED, "Not measured.")
     yes = [within(row, column)[1] >= low and within(row, column)[2] <= high for row in found]
