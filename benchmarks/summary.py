@@ -155,7 +155,6 @@ sizes, and needs no clone. On a GPU `make gpu-check` builds for it, tests, measu
 # Where each is explained is its script's docstring.
 OTHERS = {
     "digits": "Accuracy of int8 on the digits of scikit-learn (`benchmarks/digits.py`)",
-    "recompute": "Activations: kept, recomputed, in int8 (`benchmarks/recompute.py`)",
 }
 MACHINE_COLUMNS = ("device_name", "torch_version", "amp_kernels_version")
 

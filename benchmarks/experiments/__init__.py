@@ -1,0 +1,9 @@
+"""The published experiments of mixed precision, rerun with our kernels beside every peer.
+
+    python -m benchmarks.experiments [names] [--quick] [--device cuda] [--fresh] [--out folder]
+    python -m benchmarks.experiments.page      # writes benchmarks/RESULTS.md from the committed CSVs
+
+Each file holds one experiment: its runs, its claims and the rule that decides each of them (harness.py).
+"""
+
+NAMES = ("accuracy", "time_memory", "recompute", "accumulation", "quantization", "multiples_of_8", "foreach_fused")

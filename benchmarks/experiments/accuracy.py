@@ -1,0 +1,566 @@
+"""The same accuracy as fp32 with the same hyper-parameters, and what loss scaling and fp32 masters protect."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import matplotlib
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+
+import amp_kernels
+from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
+
+from ..demo_training import Size, Transformer, batches
+from ..digits import Split, network
+from . import images, text
+from .harness import (
+    FALSIFIED,
+    HOLDS,
+    UNDECIDED,
+    Claim,
+    Experiment,
+    Row,
+    Run,
+    Settings,
+    Table,
+    Verdict,
+    mean_and_error,
+    number,
+)
+from .peers import first_line, reasons_below
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+CNN, TRANSFORMER, MLP = "CNN", "Transformer", "MLP"
+OURS = {"SGD": FusedSGD, "RMSprop": FusedRMSprop, "AdamW": FusedAdamW}
+OPTIONS = {
+    (CNN, "SGD"): {"lr": 0.05, "momentum": 0.9},
+    (CNN, "RMSprop"): {"lr": 1e-3},
+    (CNN, "AdamW"): {"lr": 2e-3},
+    (TRANSFORMER, "SGD"): {"lr": 0.1, "momentum": 0.9},
+    (TRANSFORMER, "RMSprop"): {"lr": 3e-4},  # at 1e-3 rounding grows to 4 % of the loss (demo_training.py)
+    (TRANSFORMER, "AdamW"): {"lr": 1e-3},
+}
+FIRST_SCALE = 2.0**12  # from the default of 2^16 most runs of the Transformer lose their first step
+MARGIN = 0.3  # points: the published accuracies of fp32 and mixed precision differ by at most 0.28
+BATCH = 64  # digits
+
+# A step of 1024 micro-batches of 8 x 64 bytes has half a million tokens, as the reproductions of GPT-2 do. Whoever
+# accumulates divides each loss by the number of micro-batches. One of them is computed: AdamW's step does not depend on
+# a factor of all gradients, if eps is small beside them.
+DIVISORS = (1, 2**7, 2**10)
+DIVISOR = 2**10
+SCALED_ADAMW = {"lr": 1e-3, "eps": 1e-15}
+# Of plain SGD: so small that most updates are below half a unit in the last place of a 16-bit weight
+SMALL_LR, SMALL_BATCH = 0.003, 32
+
+SAME, SCALING, RANGE, MASTERS = "same hyper-parameters", "loss scaling", "histogram", "masters"
+AS_FP32, AS_AUTOCAST, AS_FP16, AS_BF16 = "fp32, torch", "fp16 autocast, torch", "fp16, ours", "bf16, ours"
+WITHOUT_SCALER = "fp16 without a scaler, ours"
+COLOURS = {AS_FP32: "tab:gray", AS_AUTOCAST: "tab:purple", AS_FP16: "tab:blue", AS_BF16: "tab:green"}
+PEER_COLOUR, WITHOUT_COLOUR = "tab:brown", "tab:orange"
+
+
+@dataclass(frozen=True)
+class Plan:
+    size: Size
+    steps: int  # of the Transformer
+    epochs: int  # of the CNN
+    small_epochs: int  # of the MLP with a small learning rate
+
+
+def plan(settings: Settings) -> Plan:
+    return settings.pick(
+        cpu=Plan(Size(2, 64, 64, 8), 200, 20, 200),
+        cuda=Plan(Size(4, 256, 128, 16), 150, 10, 60),
+        quick=Plan(Size(1, 32, 32, 2), 2, 1, 1),
+    )
+
+
+# ------------------------------------------------------------------------------------------------------ the contenders
+Make = Callable[..., Optimizer]
+
+
+def _bitsandbytes(optimizer: str) -> Make:
+    import bitsandbytes
+
+    return getattr(bitsandbytes.optim, f"{optimizer}8bit")
+
+
+def _torchao(optimizer: str) -> Make:
+    import torchao.optim
+
+    return partial(getattr(torchao.optim, f"{optimizer}8bit"), bf16_stochastic_round=True)
+
+
+def _flashoptim(optimizer: str) -> Make:
+    import flashoptim
+
+    return getattr(flashoptim, f"Flash{optimizer}")
+
+
+@dataclass(frozen=True)
+class Way:
+    name: str
+    find: Callable[[str], Make]  # the class of optimizers for a name; raises where there is none
+    weights: torch.dtype = FP32
+    autocast: torch.dtype | None = None
+    scaler: Callable[..., torch.amp.GradScaler] | None = None
+
+
+def torch_optimizer(name: str) -> Make:
+    return getattr(torch.optim, name)
+
+
+WAYS = (
+    Way(AS_FP32, torch_optimizer),
+    Way(AS_AUTOCAST, torch_optimizer, autocast=FP16, scaler=torch.amp.GradScaler),
+    Way(AS_FP16, OURS.__getitem__, FP16, scaler=amp_kernels.GradScaler),
+    Way(AS_BF16, OURS.__getitem__, BF16),
+)
+PEERS = (
+    Way("bf16 autocast, bitsandbytes 8-bit", _bitsandbytes, autocast=BF16),
+    Way("bf16 stochastic, torchao 8-bit", _torchao, BF16),
+    Way("bf16, flashoptim", _flashoptim, BF16),
+)
+
+
+class Training:
+    """A model that learns in one way, with warm-up over a tenth of the steps and half a cosine down to 0."""
+
+    def __init__(self, model: nn.Module, way: Way, optimizer: str, options: dict, steps: int, device: torch.device):
+        self.way, self.device = way, device
+        self.model = images.in_16_bits(model.to(device), way.weights)
+        if way.weights is not FP32:
+            amp_kernels.nn.convert_linear_(self.model)
+        self.optimizer = way.find(optimizer)(self.model.parameters(), **options)
+        scaler, is_scaled = way.scaler or torch.amp.GradScaler, way.scaler is not None
+        self.scaler = scaler(device.type, init_scale=FIRST_SCALE, enabled=is_scaled)
+        warm_up = 1 + steps // 10
+        self.schedule = LambdaLR(
+            self.optimizer, lambda k: min((k + 1) / warm_up, (1 + math.cos(math.pi * k / steps)) / 2)
+        )
+
+    def step(self, loss: Callable[[], Tensor], divisor: int = 1) -> None:
+        self.optimizer.zero_grad()
+        with torch.autocast(self.device.type, self.way.autocast, enabled=self.way.autocast is not None):
+            value = loss()
+        self.scaler.scale(value / divisor).backward()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        self.schedule.step()
+
+
+# ---------------------------------------------------------------------------------------------------------- trainings
+def picks(count: int, size: int, epochs: int, seed: int, device: torch.device) -> Iterator[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(epochs):
+        yield from torch.randperm(count, generator=generator).to(device).split(size)
+
+
+def cnn(way: Way, optimizer: str, seed: int, of: Plan, device: torch.device) -> tuple[float, float]:
+    torch.manual_seed(seed)
+    split = Split(seed, device)
+    x, y = split.train
+    order = list(picks(len(y), BATCH, of.epochs, seed, device))
+    training = Training(images.cnn(), way, optimizer, OPTIONS[CNN, optimizer], len(order), device)
+    for batch in order:
+        training.step(lambda batch=batch: F.cross_entropy(training.model(x[batch].to(way.weights)).float(), y[batch]))
+    return images.evaluate(training.model, split, way.weights)
+
+
+def transformer(
+    way: Way, optimizer: str, seed: int, of: Plan, device: torch.device, options: dict | None = None, divisor: int = 1
+) -> Training:
+    torch.manual_seed(seed)
+    options = options or OPTIONS[TRANSFORMER, optimizer]
+    training = Training(Transformer(of.size), way, optimizer, options, of.steps, device)
+    for batch in islice(batches(text.text(device)[0], of.size, seed), of.steps):
+        training.step(lambda batch=batch: training.model(batch), divisor)
+    return training
+
+
+def result(loss: float, accuracy: float) -> Row:
+    return {"loss": f"{loss:.5f}", "accuracy": f"{accuracy:.4f}"}
+
+
+def same(model: str, optimizer: str, way: Way, seed: int, of: Plan, device: torch.device) -> list[Row]:
+    row = {"part": SAME, "model": model, "optimizer": optimizer, "way": way.name, "seed": seed}
+    try:
+        # torchao compiles its step for each shape, which takes longer than this training
+        with torch.compiler.set_stance("force_eager"):
+            if model == CNN:
+                return [row | result(*cnn(way, optimizer, seed, of, device))]
+            training = transformer(way, optimizer, seed, of, device)
+            return [row | result(*text.evaluate(training.model, of.size.context, device))]
+    except Exception as error:  # whatever a peer raises is its reason
+        if way in WAYS:
+            raise
+        return [row | {"note": first_line(error)}]
+
+
+def scaling(divisor: int, seed: int, of: Plan, device: torch.device) -> list[Row]:
+    """fp32, and fp16 with and without a scaler, of losses divided by the number of micro-batches."""
+    by_name = {way.name: way for way in WAYS}
+    without = replace(by_name[AS_FP16], name=WITHOUT_SCALER, scaler=None)
+    rows = []
+    for way in (by_name[AS_FP32], by_name[AS_FP16], without):
+        training = transformer(way, "AdamW", seed, of, device, SCALED_ADAMW, divisor)
+        row = {"part": SCALING, "model": TRANSFORMER, "optimizer": "AdamW", "way": way.name, "seed": seed}
+        row |= result(*text.evaluate(training.model, of.size.context, device))
+        rows.append(row | {"divisor": divisor})
+        if way.name == AS_FP32:
+            rows.append(
+                {"part": RANGE, "model": TRANSFORMER, "seed": seed, "divisor": divisor} | _range(training, of, divisor)
+            )
+    return rows
+
+
+def _range(training: Training, of: Plan, divisor: int) -> Row:
+    """The gradients of the linear layers' outputs after training in fp32: how large, and which are 0 in fp16."""
+    found: list[Tensor] = []
+    linear = (layer for layer in training.model.modules() if isinstance(layer, nn.Linear))
+    hooks = [
+        layer.register_full_backward_hook(lambda _, __, grads: found.append(grads[0].flatten())) for layer in linear
+    ]
+    (training.model(next(batches(text.text(training.device)[0], of.size, seed=1))) / divisor).backward()
+    for hook in hooks:
+        hook.remove()
+    values = torch.cat(found).abs()
+    values = values[values > 0]
+    exponents, counts = values.log2().floor().int().unique(return_counts=True)
+    shares = zip(exponents.tolist(), (100 * counts / len(values)).tolist(), strict=True)
+    zeros = {
+        name: 100 * ((scale * values).half() == 0).double().mean().item()
+        for name, scale in (("zeros", 1), ("zeros_scaled", FIRST_SCALE))
+    }
+    return {"histogram": " ".join(f"{e}:{share:.4g}" for e, share in shares)} | {
+        k: f"{v:.4g}" for k, v in zeros.items()
+    }
+
+
+MASTERS_OF = {"masters, ours": FusedSGD, "no masters, torch": torch.optim.SGD}
+
+
+def masters(seed: int, of: Plan, device: torch.device) -> list[Row]:
+    """Plain SGD with a small learning rate; our optimizer keeps fp32 masters of 16-bit weights, torch's does not."""
+    rows = []
+    for name, dtype in (("fp32", FP32), ("fp16", FP16), ("bf16", BF16)):
+        for way, kind in MASTERS_OF.items():
+            if dtype is not FP32 or kind is torch.optim.SGD:
+                label = "fp32, torch" if dtype is FP32 else f"{name}, {way}"
+                rows.append({"part": MASTERS, "model": MLP, "optimizer": "SGD", "way": label, "seed": seed})
+                rows[-1] |= small_updates(kind, dtype, seed, of, device)
+    return rows
+
+
+def small_updates(kind: Make, dtype: torch.dtype, seed: int, of: Plan, device: torch.device) -> Row:
+    split = Split(seed, device)
+    x, y = split.train
+    model = network(seed, device).to(dtype)
+    parameters = list(model.parameters())
+    optimizer = kind(parameters, lr=SMALL_LR)
+    scaler = amp_kernels.GradScaler(device.type, init_scale=2.0**10, enabled=dtype is FP16)
+    order = list(picks(len(y), SMALL_BATCH, of.small_epochs, seed, device))
+    lost = math.nan
+    for step, batch in enumerate(order):
+        optimizer.zero_grad()
+        scaler.scale(F.cross_entropy(model(x[batch].to(dtype)).float(), y[batch])).backward()
+        before = [p.detach().clone() for p in parameters] if step == len(order) // 2 else None
+        scaler.step(optimizer)
+        scaler.update()
+        if before:
+            moved = sum(int((p != old).sum()) for p, old in zip(parameters, before, strict=True))
+            lost = 100 - 100 * moved / sum(int((p.grad != 0).sum()) for p in parameters)
+    return result(*images.evaluate(model, split, dtype)) | {"unchanged": f"{lost:.4g}"}
+
+
+def runs(settings: Settings) -> list[Run]:
+    of, device = plan(settings), settings.device
+    parts = []
+    for seed in settings.seeds:
+        for model in (CNN, TRANSFORMER):
+            for optimizer in OURS:
+                for way in (*WAYS, *PEERS):
+                    key = f"{model}, {optimizer}, {way.name}, seed {seed}"
+                    parts.append(Run(key, partial(same, model, optimizer, way, seed, of, device)))
+        parts += [Run(f"loss / {d}, seed {seed}", partial(scaling, d, seed, of, device)) for d in DIVISORS]
+        parts.append(Run(f"masters, seed {seed}", partial(masters, seed, of, device)))
+    return parts
+
+
+# ---------------------------------------------------------------------------------------------------------- the claims
+def accuracies(rows: Sequence[Row], **picked: object) -> dict[tuple[str, str], float]:
+    """By optimizer and seed."""
+    found = [row for row in rows if all(row[name] == str(value) for name, value in picked.items()) and not row["note"]]
+    return {(row["optimizer"], row["seed"]): number(row, "accuracy") for row in found}
+
+
+def differences(rows: Sequence[Row], way: str, **picked: object) -> list[float]:
+    """Points beside fp32, of the same optimizer and seed."""
+    found, base = (accuracies(rows, way=name, **picked) for name in (way, AS_FP32))
+    return [value - base[key] for key, value in found.items() if key in base]
+
+
+def no_worse(mean: float, error: float) -> str:
+    return HOLDS if mean - 2 * error >= -MARGIN else FALSIFIED if mean + 2 * error < -MARGIN else UNDECIDED
+
+
+def worse(mean: float, error: float) -> str:
+    return {HOLDS: FALSIFIED, FALSIFIED: HOLDS, UNDECIDED: UNDECIDED}[no_worse(mean, error)]
+
+
+def sentence(values: Sequence[float]) -> str:
+    mean, error = mean_and_error(values)
+    return f"{mean:+.2f} points, standard error {error:.2f}, {len(values)} runs"
+
+
+def as_accurate(way: str, rows: Sequence[Row]) -> Verdict:
+    found = {model: differences(rows, way, part=SAME, model=model) for model in (CNN, TRANSFORMER)}
+    if any(len(values) < 2 for values in found.values()):
+        return Verdict(UNDECIDED, "Fewer than two runs of a model.")
+    words = [no_worse(*mean_and_error(values)) for values in found.values()]
+    word = FALSIFIED if FALSIFIED in words else HOLDS if set(words) == {HOLDS} else UNDECIDED
+    return Verdict(word, "; ".join(f"{model}: {sentence(values)}" for model, values in found.items()) + ".")
+
+
+def protected(part: str, way: str, rule: Callable[[float, float], str], rows: Sequence[Row]) -> Verdict:
+    picked = {"divisor": DIVISOR} if part == SCALING else {}
+    values = differences(rows, way, part=part, **picked)
+    if len(values) < 2:
+        return Verdict(UNDECIDED, "Fewer than two seeds.")
+    return Verdict(rule(*mean_and_error(values)), sentence(values) + ".")
+
+
+NO_WORSE = (
+    f"falsified if the mean plus 2 standard errors is below -{MARGIN}; else undecided. (The published accuracies "
+    "differ by up to 0.28 points.)"
+)
+WORSE = (
+    f"Holds if the mean difference to fp32 over seeds plus 2 standard errors is below -{MARGIN} points, falsified if "
+    f"the mean less 2 standard errors is at least -{MARGIN}; else undecided."
+)
+RESTORED = (
+    f"Holds if the mean difference to fp32 over seeds less 2 standard errors is at least -{MARGIN} points, falsified "
+    f"if the mean plus 2 standard errors is below -{MARGIN}; else undecided."
+)
+CLAIMS = (
+    *(
+        Claim(
+            f"Training in {way} ends as accurate as in fp32, with the same hyper-parameters.",
+            "Differences are taken between runs of one optimizer and seed. Holds if for both models the mean over "
+            f"optimizers and seeds less 2 standard errors is at least -{MARGIN} points; for either, " + NO_WORSE,
+            partial(as_accurate, way),
+        )
+        for way in (AS_AUTOCAST, AS_FP16, AS_BF16)
+    ),
+    Claim(
+        f"Without loss scaling training in fp16 loses accuracy, where a step averages over {DIVISOR} micro-batches.",
+        WORSE,
+        partial(protected, SCALING, WITHOUT_SCALER, worse),
+    ),
+    Claim(
+        "With our GradScaler fp16 loses none there.",
+        RESTORED,
+        partial(protected, SCALING, AS_FP16, no_worse),
+    ),
+    *(
+        Claim(
+            f"Without fp32 masters {dtype} weights lose accuracy, where the learning rate is small.",
+            WORSE,
+            partial(protected, MASTERS, f"{dtype}, no masters, torch", worse),
+        )
+        for dtype in ("fp16", "bf16")
+    ),
+    *(
+        Claim(
+            f"With the masters of our optimizer {dtype} weights lose none there.",
+            RESTORED,
+            partial(protected, MASTERS, f"{dtype}, masters, ours", no_worse),
+        )
+        for dtype in ("fp16", "bf16")
+    ),
+)
+
+
+# ---------------------------------------------------------------------------------------------------------- the tables
+def shown(values: Sequence[float], sign: str = "") -> str:
+    if not values:
+        return ""
+    mean, error = mean_and_error(values)
+    return f"{mean:{sign}.2f}" + ("" if math.isnan(error) else f" ± {error:.2f}")
+
+
+def names(rows: Sequence[Row], part: str) -> list[str]:
+    return list(dict.fromkeys(row["way"] for row in rows if row["part"] == part))
+
+
+def tables(rows: Sequence[Row]) -> list[Table]:
+    ways = names(rows, SAME)
+    cells = {
+        (model, optimizer, way): list(accuracies(rows, part=SAME, model=model, optimizer=optimizer, way=way).values())
+        for model in (CNN, TRANSFORMER)
+        for optimizer in OURS
+        for way in ways
+    }
+    lines = (
+        (model, optimizer, *(shown(cells[model, optimizer, way]) for way in ways))
+        for model in (CNN, TRANSFORMER)
+        for optimizer in OURS
+    )
+    main = Table(
+        "Accuracy in % (digits recognized, bytes of held-out text predicted), mean ± standard error over seeds",
+        ("model", "optimizer", *ways),
+        tuple(lines),
+        reasons_below(rows, "way"),
+    )
+    lines = []
+    for divisor in DIVISORS:
+        found = (accuracies(rows, part=SCALING, divisor=divisor, way=way) for way in names(rows, SCALING))
+        zeros = [number(row, "zeros") for row in rows if (row["part"], row["divisor"]) == (RANGE, str(divisor))]
+        lines.append((f"{divisor}", *(shown(list(values.values())) for values in found), shown(zeros)))
+    scaled = Table(
+        "Transformer, AdamW: accuracy in % where each loss is divided by the micro-batches of a step, and the share of "
+        "the gradients of the linear layers' outputs that are 0 in fp16 without scaling",
+        ("divided by", *names(rows, SCALING), "become 0, %"),
+        tuple(lines),
+    )
+    lines = []
+    for way in names(rows, MASTERS):
+        unchanged = [number(row, "unchanged") for row in rows if (row["part"], row["way"]) == (MASTERS, way)]
+        lines.append((way, shown(list(accuracies(rows, part=MASTERS, way=way).values())), shown(unchanged)))
+    small = Table(
+        f"MLP, plain SGD with a learning rate of {SMALL_LR}: accuracy in %, and the share of weights with a gradient "
+        "that a step in the middle of the training leaves as they are (with masters the remainder is kept)",
+        ("weights", "accuracy", "weights left as they are, %"),
+        tuple(lines),
+    )
+    return [main, scaled, small]
+
+
+PUBLISHED = (
+    Table(
+        "Accuracy in % of fp32 and of mixed precision with the same hyper-parameters (Micikevicius et al. 2017, table "
+        "1, and BERT, as quoted in our issue 22)",
+        ("model", "fp32", "mixed precision", "difference"),
+        tuple(
+            (model, f"{a:.2f}", f"{b:.2f}", f"{b - a:+.2f}")
+            for model, a, b in (
+                ("AlexNet", 56.77, 56.93),
+                ("VGG-D", 65.40, 65.43),
+                ("GoogLeNet", 68.33, 68.43),
+                ("Inception v2", 70.03, 70.02),
+                ("Inception v3", 73.85, 74.13),
+                ("ResNet-50", 75.92, 76.04),
+                ("BERT", 91.18, 91.24),
+            )
+        ),
+    ),
+)
+ABOUT = f"""
+A CNN with batch norm learns scikit-learn's digits, from one random half for the other, and a Transformer the source of
+Python's standard library, byte by byte. Each starts from the same weights and sees the same batches in every precision:
+fp32, torch's autocast with its GradScaler, and ours with 16-bit weights, fp32 masters inside the optimizer and, for
+fp16, our GradScaler. The peers' optimizers train with their own way of saving memory. fp16 convolutions on a CPU take
+up to 20 times as long as in fp32, which is why the CNN is small.
+
+Two cases show what the parts protect. First, who accumulates gradients divides each loss by the number of
+micro-batches; {DIVISOR} of 512 tokens make a step of half a million. One of them is computed for each step, since a
+factor of all gradients does not change AdamW's update: in fp16 without a scaler its gradients become 0. Second, plain
+SGD with a small learning rate makes updates that are smaller than half a unit in the last place of a 16-bit weight,
+which is 2^-11 of the weight or less in fp16 and 2^-8 or less in bf16: without masters they are lost.
+"""
+
+
+# --------------------------------------------------------------------------------------------------------- the picture
+def draw(rows: Sequence[Row], path: Path) -> None:
+    figure = plt.figure(figsize=(9, 5), layout="constrained")
+    grid = figure.add_gridspec(2, 2)
+    _draw_differences(figure.add_subplot(grid[:, 0]), rows)
+    _draw_range(figure.add_subplot(grid[0, 1]), rows)
+    _draw_masters(figure.add_subplot(grid[1, 1]), rows)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _draw_differences(axes: plt.Axes, rows: Sequence[Row]) -> None:
+    ways = [way for way in names(rows, SAME) if way != AS_FP32]
+    for model, marker, shift in ((CNN, "s", -0.15), (TRANSFORMER, "o", 0.15)):
+        for place, way in enumerate(ways):
+            if values := differences(rows, way, part=SAME, model=model):
+                mean, error = mean_and_error(values)
+                error = 0 if math.isnan(error) else 2 * error
+                colour = COLOURS.get(way, PEER_COLOUR)
+                axes.errorbar(mean, place + shift, xerr=error, color=colour, marker=marker, capsize=3)
+            else:
+                axes.text(0, place + shift, "not trained" if shift < 0 else "", fontsize=8, ha="center", va="center")
+    span = axes.axvspan(-MARGIN, MARGIN, color="tab:gray", alpha=0.15, linewidth=0)
+    axes.axvline(0, color="tab:gray", linewidth=0.8)
+    axes.set_yticks(range(len(ways)), [way.replace(", ", "\n") for way in ways], fontsize=8)
+    axes.set_ylim(len(ways) - 0.5, -0.5)
+    axes.set_xlabel("points of accuracy beside fp32, ± 2 standard errors")
+    axes.set_title("Same hyper-parameters as fp32", fontsize=11)
+    markers = [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in "so"]
+    axes.legend([*markers, span], [CNN, TRANSFORMER, f"± {MARGIN} points"], fontsize=8, loc="lower left")
+
+
+def _draw_range(axes: plt.Axes, rows: Sequence[Row]) -> None:
+    row = next((row for row in rows if (row["part"], row["divisor"]) == (RANGE, str(DIVISOR))), None)
+    pairs = [tuple(map(float, pair.split(":"))) for pair in row["histogram"].split()] if row else []
+    shift = int(math.log2(FIRST_SCALE))
+    for add, colour, label in (
+        (0, WITHOUT_COLOUR, "loss as it is"),
+        (shift, COLOURS[AS_FP16], f"loss times 2^{shift}"),
+    ):
+        if pairs:
+            exponents, shares = zip(*((e + add, share) for e, share in pairs), strict=True)
+            axes.step(exponents, shares, where="mid", color=colour, label=label)
+    axes.axvspan(-60, -25, color="black", alpha=0.12, linewidth=0, label="0 in fp16")
+    axes.margins(y=0.3)
+    axes.set(xlim=(-48, 2), xlabel="log2 of a gradient", ylabel="% of gradients")
+    axes.set_ylim(bottom=0)
+    axes.set_title(f"Gradients of one of {DIVISOR} micro-batches", fontsize=11)
+    axes.legend(fontsize=8, loc="upper center", ncols=3)
+
+
+def _draw_masters(axes: plt.Axes, rows: Sequence[Row]) -> None:
+    ways = names(rows, MASTERS)
+    for place, way in enumerate(ways):
+        values = list(accuracies(rows, part=MASTERS, way=way).values())
+        mean, error = mean_and_error(values)
+        colour = (
+            WITHOUT_COLOUR if "no masters" in way else COLOURS.get(way, COLOURS[AS_FP16 if "fp16" in way else AS_BF16])
+        )
+        bar = axes.bar(place, mean, yerr=0 if math.isnan(error) else 2 * error, color=colour, capsize=3)
+        axes.bar_label(bar, fmt="%.1f", fontsize=8, padding=2)
+    labels = [way.rsplit(", ", 1)[0].replace(", ", "\n").replace("no masters", "without\nmasters") for way in ways]
+    axes.set_xticks(range(len(ways)), labels, fontsize=8)
+    axes.set(ylabel="accuracy, %", ylim=(0, 119))
+    axes.set_title("Small learning rate, with and without masters", fontsize=11)
+
+
+EXPERIMENT = Experiment(
+    name="accuracy",
+    title="Same accuracy as fp32 with the same hyper-parameters",
+    about=ABOUT,
+    columns=(
+        "part", "model", "optimizer", "way", "seed", "divisor", "accuracy", "loss", "zeros", "zeros_scaled",
+        "unchanged", "histogram",
+    ),
+    runs=runs,
+    claims=CLAIMS,
+    tables=tables,
+    draw=draw,
+    published=PUBLISHED,
+)  # fmt: skip

@@ -1,0 +1,99 @@
+"""Renders benchmarks/RESULTS.md and its quotation in README.md from the committed CSVs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from tabulate import tabulate
+
+from ..summary import HERE, README, RESULTS
+from . import NAMES
+from .__main__ import load
+from .harness import Experiment, Table, read
+
+PAGE = HERE / "RESULTS.md"
+BEGIN, END = "<!-- experiments: python -m benchmarks.experiments.page -->\n", "<!-- end of experiments -->"
+INTRODUCTION = """# The published experiments, rerun
+
+What the literature of mixed-precision training measured, measured again with our kernels and those of others side by
+side. This page is made of the committed CSVs: `make experiments` measures them again on another machine, and
+`python -m benchmarks.experiments.page` writes this page.
+
+- Published figures stand in tables of their own. Ours are ratios taken side by side in one process: seconds of two
+  machines say nothing beside each other.
+- Each claim was written down with the rule that decides it before its data was measured. A claim **holds**, is
+  **falsified**, or stays **undecided** where the spread is larger than the difference.
+"""
+
+
+def table(of: Table) -> Iterator[str]:
+    yield f"{of.title}:\n"
+    yield tabulate(of.rows, of.columns, tablefmt="github", disable_numparse=True) + "\n"
+    yield from (f"- {note}" for note in of.notes)
+    if of.notes:
+        yield ""
+
+
+def measured(experiment: Experiment, path: Path) -> Iterator[str]:
+    """What one machine's CSV says."""
+    rows = read(path)
+    first = rows[0]
+    seconds = sum({row["run"]: float(row["seconds"]) for row in rows}.values())
+    yield f"### Ours: {first['device_name']}\n"
+    yield f"torch {first['torch_version']}, amp_kernels {first['amp_kernels_version']}, {first['date']}, " + (
+        f"measured in {seconds / 60:.0f} min: [CSV]({path.relative_to(HERE)})\n"
+    )
+    for claim in experiment.claims:
+        verdict = claim.judge(rows)
+        yield f"- **{verdict.word}**: {claim.statement} {verdict.because}"
+    yield ""
+    for each in experiment.tables(rows):
+        yield from table(each)
+    yield f"![{experiment.title}]({path.with_suffix('.png').relative_to(HERE)})\n"
+
+
+def section(position: int, experiment: Experiment) -> Iterator[str]:
+    yield f"## {position}. {experiment.title}\n"
+    yield experiment.about.strip() + "\n"
+    yield "Rules:\n"
+    yield from (f"- {claim.statement} {claim.rule}" for claim in experiment.claims)
+    yield ""
+    if experiment.published:
+        yield "### Published\n"
+        for each in experiment.published:
+            yield from table(each)
+    for path in sorted(RESULTS.glob(f"*/experiments/{experiment.name}.csv")):
+        yield from measured(experiment, path)
+
+
+def page() -> str:
+    sections = ("\n".join(section(k, load(name))) for k, name in enumerate(NAMES, start=1))
+    return "\n".join((INTRODUCTION, *sections)).rstrip() + "\n"
+
+
+def quotation() -> Iterator[str]:
+    """A line for each experiment: its first claim, as every machine's CSV decides it."""
+    for name in NAMES:
+        experiment = load(name)
+        for path in sorted(RESULTS.glob(f"*/experiments/{name}.csv")):
+            rows = read(path)
+            claim = experiment.claims[0]
+            verdict = claim.judge(rows)
+            yield f"- {rows[0]['device_name']}: {claim.statement} **{verdict.word.capitalize()}**: {verdict.because}\n"
+
+
+def with_quotation(readme: str) -> str:
+    """README.md with the lines between BEGIN and END written anew."""
+    before, rest = readme.split(BEGIN)
+    return "".join([before, BEGIN, *quotation(), rest[rest.index(END) :]])
+
+
+def main() -> None:
+    for path, text in ((PAGE, page()), (README, with_quotation(README.read_text()))):
+        path.write_text(text)
+        print(path)
+
+
+if __name__ == "__main__":
+    main()

