@@ -32,6 +32,7 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    decided,
     mean_and_error,
     number,
 )
@@ -248,8 +249,7 @@ def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
     far = [value > limit for value in found.values()]
     yes, no = (all(far), not any(far)) if is_far else (not any(far), all(far))
     told = f"At most {max(found.values()):.2g} and at least {min(found.values()):.2g} in {len(found)} seeds; "
-    word = HOLDS if yes else FALSIFIED if no else UNDECIDED
-    return Verdict(word, told + f"another order alone makes up to {max(control):.2g}.")
+    return decided(yes, no, told + f"another order alone makes up to {max(control):.2g}.")
 
 
 def accuracies(
@@ -261,8 +261,7 @@ def accuracies(
         return Verdict(UNDECIDED, "Fewer than two seeds.")
     mean, error = mean_and_error(values)
     yes, no = rule(values, mean, error)
-    word = HOLDS if yes else FALSIFIED if no else UNDECIDED
-    return Verdict(word, f"{mean:+.3f} points, standard error {error:.3f}, {len(values)} seeds.")
+    return decided(yes, no, f"{mean:+.3f} points, standard error {error:.3f}, {len(values)} seeds.")
 
 
 def drift(dtype: str, rows: Sequence[Row]) -> Verdict:
@@ -284,8 +283,11 @@ def no_drift(dtype: str, rows: Sequence[Row]) -> Verdict:
     if len(ratios) < 2:
         return Verdict(UNDECIDED, "Fewer than two seeds.")
     mean, error = mean_and_error(ratios)
-    word = HOLDS if mean + 2 * error <= AS_GOOD else FALSIFIED if mean - 2 * error > AS_GOOD else UNDECIDED
-    return Verdict(word, f"{mean:.2f} times, standard error {error:.2f}, {len(ratios)} seeds.")
+    return decided(
+        mean + 2 * error <= AS_GOOD,
+        mean - 2 * error > AS_GOOD,
+        f"{mean:.2f} times, standard error {error:.2f}, {len(ratios)} seeds.",
+    )
 
 
 CLAIMS = (

@@ -26,6 +26,7 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    figures,
     number,
     ratio,
     seconds_side_by_side,
@@ -113,8 +114,8 @@ def cell(settings: Settings, name: str, numbers: int, size: int, seconds: float)
     for contender in (*times, *reasons):
         row = {**shared, "contender": contender, "calls": calls.get(contender, ""), "note": reasons.get(contender, "")}
         if taken := times.get(contender):
-            row |= _figures("of_loop", taken, times[LOOP]) | _figures("of_foreach", taken, times[FOREACH])
-            row |= _figures("of_best_torch", taken, times[best])
+            for column, of in (("of_loop", LOOP), ("of_foreach", FOREACH), ("of_best_torch", best)):
+                row |= figures(column, ratio(taken, times[of]))
         rows.append(row)
     return rows
 
@@ -122,11 +123,6 @@ def cell(settings: Settings, name: str, numbers: int, size: int, seconds: float)
 def _repeat(run: Callable[[], object], calls: int) -> None:
     for _ in range(calls):
         run()
-
-
-def _figures(name: str, times: Sequence[float], of: Sequence[float]) -> dict[str, str]:
-    ends = ("", "_low", "_high")
-    return {f"{name}{end}": f"{value:.4g}" for end, value in zip(ends, ratio(times, of), strict=True)}
 
 
 def runs(settings: Settings) -> list[Run]:

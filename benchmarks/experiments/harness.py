@@ -59,6 +59,10 @@ class Verdict:
     because: str  # a sentence with the figure and its spread
 
 
+def decided(holds: bool, is_false: bool, because: str) -> Verdict:
+    return Verdict(HOLDS if holds else FALSIFIED if is_false else UNDECIDED, because)
+
+
 @dataclass(frozen=True)
 class Claim:
     """What others have published or what we say, and the rule that decides, committed before the data."""
@@ -152,6 +156,19 @@ def ratio(times: Sequence[float], of: Sequence[float]) -> tuple[float, float, fl
     ratios = sorted(a / b for a, b in zip(times, of, strict=True))
     low, high = (ratios[min(len(ratios) - 1, int(share * len(ratios)))] for share in (0.2, 0.8))
     return statistics.median(ratios), low, high
+
+
+ENDS = "", "_low", "_high"  # of three columns, for what `ratio` returns
+
+
+def figures(column: str, values: Sequence[float]) -> Row:
+    return {f"{column}{end}": f"{value:.4g}" for end, value in zip(ENDS, values, strict=True)}
+
+
+def spread(row: Row, column: str) -> tuple[float, float, float]:
+    """What `figures` wrote; NaN where it was not measured."""
+    median, low, high = (number(row, f"{column}{end}") for end in ENDS)
+    return median, low, high
 
 
 def mean_and_error(values: Iterable[float]) -> tuple[float, float]:

@@ -28,9 +28,12 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    decided,
+    figures,
     number,
     ratio,
     seconds_side_by_side,
+    spread,
 )
 from .peers import Build, ready, reasons_below
 
@@ -171,11 +174,6 @@ def _flashoptim() -> Callable:
     return flashoptim.matmul  # it has optimizers alone: the exception says so
 
 
-def figures(name: str, values: Sequence[float]) -> dict[str, str]:
-    """Columns of a median and its 20th and 80th percentile."""
-    return {f"{name}{end}": f"{value:.4g}" for end, value in zip(("", "_low", "_high"), values, strict=True)}
-
-
 def runs(settings: Settings) -> list[Run]:
     # torch's fp16 product on a CPU took 100 ms for 32 rows, where bf16 took 0.4. With 16 rows or fewer ours leaves it
     # to torch, but they are enough to show that it runs.
@@ -221,9 +219,8 @@ def as_fast_as(factor: float, column: str, rows: Sequence[Row]) -> Verdict:
     found = [row for row in rows if (row["part"], row["contender"], row["dtype"]) == (PRECISION, TORCH, "fp16")]
     if not found or math.isnan(number(found[0], column)):
         return Verdict(UNDECIDED, "Not measured.")
-    median, low, high = (number(found[0], f"{column}{end}") for end in ("", "_low", "_high"))
-    word = HOLDS if low >= factor else FALSIFIED if high < factor else UNDECIDED
-    return Verdict(word, f"It is {median:.3g} times as fast ({low:.3g} to {high:.3g}).")
+    median, low, high = spread(found[0], column)
+    return decided(low >= factor, high < factor, f"It is {median:.3g} times as fast ({low:.3g} to {high:.3g}).")
 
 
 COUNTED = (
@@ -271,9 +268,9 @@ def of_sizes(rows: Sequence[Row], divides: Callable[[int], bool]) -> str:
     return f"{statistics.median(found):.3g} ({min(found):.3g} to {max(found):.3g})" if found else ""
 
 
-def spread(row: Row, column: str) -> str:
-    values = [number(row, f"{column}{end}") for end in ("", "_low", "_high")]
-    return "" if math.isnan(values[0]) else f"{values[0]:.3g} ({values[1]:.3g} to {values[2]:.3g})"
+def told(row: Row, column: str) -> str:
+    median, low, high = spread(row, column)
+    return "" if math.isnan(median) else f"{median:.3g} ({low:.3g} to {high:.3g})"
 
 
 def tables(rows: Sequence[Row]) -> list[Table]:
@@ -288,7 +285,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     columns = ("product", "varied", "contender", "multiples of 8", "other even sizes", "odd sizes")
     title = "Time per multiplication, of torch's mean over the multiples of 8: median over the sizes (least to most)"
     found = [row for row in rows if row["part"] == PRECISION]
-    times = tuple((row["contender"], row["dtype"], spread(row, "speed"), spread(row, "speed_of_fp64")) for row in found)
+    times = tuple((row["contender"], row["dtype"], told(row, "speed"), told(row, "speed_of_fp64")) for row in found)
     size = f"{found[0]['rows']} x {found[0]['size']} x {found[0]['size']}" if found else "none"
     speeds = Table(
         f"One product, {size}: times as fast as torch in fp32 and in fp64, median (20th to 80th percentile)",
@@ -328,7 +325,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             found = [row for row in rows if (row["part"], row["dtype"], row["dimension"], row["contender"]) == key]
             found.sort(key=lambda row: int(row["size"]))
             sizes = [int(row["size"]) for row in found]
-            low, middle, high = ([number(row, f"ratio{end}") for row in found] for end in ("_low", "", "_high"))
+            middle, low, high = zip(*(spread(row, "ratio") for row in found), strict=True)
             axes.plot(sizes, middle, marker="o", markersize=4, color=colour, label=contender)
             axes.fill_between(sizes, low, high, color=colour, alpha=0.2, linewidth=0)
         axes.axhline(1, color="grey", linewidth=0.8, linestyle="--")

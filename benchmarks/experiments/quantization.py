@@ -40,10 +40,13 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    decided,
+    figures,
     mean_and_error,
     number,
     ratio,
     seconds_side_by_side,
+    spread,
 )
 from .peers import reasons_below
 
@@ -118,7 +121,7 @@ def latency(texts: int, rounds: int, work: Work) -> list[Row]:
             if isinstance(model, str):
                 row["note"] = model
             elif beside in times:
-                row |= dict(zip(("ratio", "low", "high"), ratio(times[name], times[beside]), strict=True))
+                row |= figures("ratio", ratio(times[name], times[beside]))
             rows.append(row)
     return rows
 
@@ -235,7 +238,7 @@ def judge_qat(rows: Sequence[Row]) -> Verdict:
         return Verdict(UNDECIDED, f"{len(gains)} of three seeds are there.")
     mean, error = mean_and_error(gains)
     told = f"MRR with QAT less MRR without it: {mean:+.2f} ± {error:.2f} points."
-    return Verdict(HOLDS if mean > 2 * error else FALSIFIED if mean < -2 * error else UNDECIDED, told)
+    return decided(mean > 2 * error, mean < -2 * error, told)
 
 
 def judge_time(rows: Sequence[Row], beside: str) -> Verdict:
@@ -243,10 +246,10 @@ def judge_time(rows: Sequence[Row], beside: str) -> Verdict:
     known = [row for row in mine if number(row, "ratio") > 0 and number(row, "rounds") >= LEAST_ROUNDS]
     if len({row["texts"] for row in known}) < 2:
         return Verdict(UNDECIDED, f"Times of at least {LEAST_ROUNDS} rounds beside {beside} are missing.")
-    said = f"Our time, {beside} = 1: {'; '.join(f'{size(row)} {spread(row)}' for row in known)}."
-    if all(number(row, "high") < 1 for row in known):
+    said = f"Our time, {beside} = 1: {'; '.join(f'{size(row)} {told(row)}' for row in known)}."
+    if all(number(row, "ratio_high") < 1 for row in known):
         return Verdict(HOLDS, said)
-    return Verdict(FALSIFIED if any(number(row, "low") > 1 for row in known) else UNDECIDED, said)
+    return Verdict(FALSIFIED if any(number(row, "ratio_low") > 1 for row in known) else UNDECIDED, said)
 
 
 def size(row: Row) -> str:
@@ -254,8 +257,8 @@ def size(row: Row) -> str:
     return f"{texts} text{'s' * (texts > 1)}"
 
 
-def spread(row: Row) -> str:
-    return f"{number(row, 'ratio'):.2f} ({number(row, 'low'):.2f} to {number(row, 'high'):.2f})"
+def told(row: Row) -> str:
+    return "{:.2f} ({:.2f} to {:.2f})".format(*spread(row, "ratio"))
 
 
 WITHIN = (
@@ -335,7 +338,7 @@ def times(rows: Sequence[Row]) -> Table:
     found: dict[str, dict[str, str]] = {}
     for row in mine:
         if row.get("beside") == FP32 and row.get("ratio"):
-            found.setdefault(row["contender"], {})[size(row)] = spread(row)
+            found.setdefault(row["contender"], {})[size(row)] = told(row)
     sizes = tuple(dict.fromkeys(size(row) for row in mine))
     return Table(
         "Time relative to fp32: median of the rounds (20th to 80th percentile)",
@@ -384,7 +387,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         loss.errorbar(difference, y, xerr=2 * error, fmt="o", **style)
         timed = [row for row in select(rows, "latency", name) if row.get("beside") == FP32 and row.get("ratio")]
         for row, marker, shift in zip(timed, "os", (-0.15, 0.15), strict=False):
-            low, middle, high = (number(row, column) for column in ("low", "ratio", "high"))
+            middle, low, high = spread(row, "ratio")
             time.errorbar(middle, y + shift, xerr=[[middle - low], [high - middle]], fmt=marker, **style)
             marks[size(row)] = plt.Line2D([], [], color="0.3", marker=marker, linestyle="")
     bytes_.set_yticks(range(len(names)), names)
@@ -418,7 +421,7 @@ and of 32, of 64 tokens each, all models in turn in one process. QAT trains the 
 batches, and fp32 trains on the same batches beside it.""",
     columns=(
         "part", "contender", "seed", "texts", "beside", "queries", "mrr", "mrr_difference", "mrr_error", "top1",
-        "top1_difference", "top1_error", "bytes", "rounds", "ratio", "low", "high",
+        "top1_difference", "top1_error", "bytes", "rounds", "ratio", "ratio_low", "ratio_high",
     ),
     runs=runs,
     claims=CLAIMS,

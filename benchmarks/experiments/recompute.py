@@ -28,10 +28,13 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    decided,
+    figures,
     mean_and_error,
     number,
     ratio,
     seconds_side_by_side,
+    spread,
 )
 from .memory import Bytes, of_both_passes
 from .peers import first_line, reasons_below
@@ -151,10 +154,6 @@ class Training:
 
 
 # ------------------------------------------------------------------------------------------------------------ the runs
-def times(name: str, values: tuple[float, float, float]) -> Row:
-    return {f"{name}{end}": f"{value:.4g}" for end, value in zip(("", "_low", "_high"), values, strict=True)}
-
-
 def megabytes(found: Bytes) -> Row:
     return {"held_mb": f"{found.held / 1e6:.4g}", "peak_mb": f"{found.peak / 1e6:.4g}"}
 
@@ -179,9 +178,9 @@ def side_by_side(of: Plan, batch: int, device: torch.device, ways: Sequence[Way]
             row = {"part": STEP, "way": name, "batch": batch, **megabytes(found)}
             row |= {"peak_ratio": f"{found.peak / memory[ALL.name].peak:.4g}"}
             row |= {"held_ratio": f"{found.held / memory[ALL.name].held:.4g}"}
-            row |= times("time", ratio(seconds[name], seconds[ALL.name]))
+            row |= figures("time", ratio(seconds[name], seconds[ALL.name]))
             if CHECKPOINTS.name in seconds:
-                row |= times("of_checkpoints", ratio(seconds[name], seconds[CHECKPOINTS.name]))
+                row |= figures("of_checkpoints", ratio(seconds[name], seconds[CHECKPOINTS.name]))
             rows.append(row)
     return rows
 
@@ -214,7 +213,7 @@ def within_budget(of: Plan, device: torch.device) -> list[Row]:
     each = {way: [time / batch for time in seconds[way.name]] for way, batch in sizes.items()}
     return [
         {"part": LARGEST, "way": way.name, "batch": batch, **megabytes(peaks[way])}
-        | times("time", ratio(each[way], each[ALL]))
+        | figures("time", ratio(each[way], each[ALL]))
         for way, batch in sizes.items()
     ]
 
@@ -257,18 +256,17 @@ def picked(rows: Sequence[Row], part: str, way: Way | None = None) -> list[Row]:
     return [row for row in found if way is None or row["way"] == way.name]
 
 
-def within(row: Row, column: str) -> tuple[float, float, float]:
-    return number(row, column), number(row, f"{column}_low"), number(row, f"{column}_high")
-
-
 def halves_memory(rows: Sequence[Row]) -> Verdict:
     found = {row["batch"]: number(row, "peak_ratio") for row in picked(rows, STEP, CHECKPOINTS)}
     found = {batch: value for batch, value in found.items() if not math.isnan(value)}
     if not found:
         return Verdict(UNDECIDED, "Not measured.")
     count = sum(value <= 0.5 for value in found.values())
-    word = HOLDS if count == len(found) else FALSIFIED if count == 0 else UNDECIDED
-    return Verdict(word, "; ".join(f"batch {batch}: {value:.2f} of the peak" for batch, value in found.items()) + ".")
+    return decided(
+        count == len(found),
+        count == 0,
+        "; ".join(f"batch {batch}: {value:.2f} of the peak" for batch, value in found.items()) + ".",
+    )
 
 
 def compared_time(part: str, way: Way, column: str, low: float, high: float, rows: Sequence[Row]) -> Verdict:
@@ -276,13 +274,13 @@ def compared_time(part: str, way: Way, column: str, low: float, high: float, row
     found = [row for row in picked(rows, part, way) if not math.isnan(number(row, column))]
     if not found:
         return Verdict(UNDECIDED, "Not measured.")
-    yes = [within(row, column)[1] >= low and within(row, column)[2] <= high for row in found]
-    no = [within(row, column)[2] < low or within(row, column)[1] > high for row in found]
+    yes = [spread(row, column)[1] >= low and spread(row, column)[2] <= high for row in found]
+    no = [spread(row, column)[2] < low or spread(row, column)[1] > high for row in found]
     word = HOLDS if all(yes) else FALSIFIED if any(no) else UNDECIDED
     told = (
         f"batch {row['batch']}: {middle:.2f} ({a:.2f} to {b:.2f})"
         for row in found
-        for middle, a, b in [within(row, column)]
+        for middle, a, b in [spread(row, column)]
     )
     return Verdict(word, "; ".join(told) + ".")
 
@@ -304,8 +302,7 @@ def equal_accuracy(rows: Sequence[Row]) -> Verdict:
     if len(values) < 2:
         return Verdict(UNDECIDED, "Fewer than two seeds.")
     mean, error, words = told(values)
-    word = HOLDS if all(abs(v) < 0.005 for v in values) else FALSIFIED if abs(mean) > 2 * error else UNDECIDED
-    return Verdict(word, words)
+    return decided(all(abs(v) < 0.005 for v in values), abs(mean) > 2 * error, words)
 
 
 def lower_accuracy(rows: Sequence[Row]) -> Verdict:
@@ -313,7 +310,7 @@ def lower_accuracy(rows: Sequence[Row]) -> Verdict:
     if len(values) < 2:
         return Verdict(UNDECIDED, "Fewer than two seeds.")
     mean, error, words = told(values)
-    return Verdict(HOLDS if mean + 2 * error < 0 else FALSIFIED if mean - 2 * error > 0 else UNDECIDED, words)
+    return decided(mean + 2 * error < 0, mean - 2 * error > 0, words)
 
 
 def no_worse(way: Way, rows: Sequence[Row]) -> Verdict:
@@ -321,8 +318,7 @@ def no_worse(way: Way, rows: Sequence[Row]) -> Verdict:
     if len(values) < 2:
         return Verdict(UNDECIDED, "Fewer than two seeds.")
     mean, error, words = told(values)
-    word = HOLDS if mean - 2 * error >= -MARGIN else FALSIFIED if mean + 2 * error < -MARGIN else UNDECIDED
-    return Verdict(word, words)
+    return decided(mean - 2 * error >= -MARGIN, mean + 2 * error < -MARGIN, words)
 
 
 PERCENTILES = "of the rounds at the 20th and 80th percentile"
@@ -386,7 +382,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         return []
     of = rows[0]
     model = f"{of['layers']} layers of width {of['width']}, context {of['context']}, {of['precision']}"
-    spread = "{:.2f} ({:.2f} to {:.2f})"
+    told_as = "{:.2f} ({:.2f} to {:.2f})"
     steps = [row for row in rows if row["part"] == STEP and not row["note"]]
     seen: dict[tuple[str, str], Row] = {}
     for row in steps:  # those of the peers come last, with everything kept once more
@@ -394,7 +390,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     lines = sorted(seen.values(), key=lambda row: int(row["batch"]))
     columns = "batch", "way", "held for the backward pass", "peak", "time (20th to 80th percentile)"
     cells = (
-        (row["batch"], row["way"], row["held_ratio"], row["peak_ratio"], spread.format(*within(row, "time")))
+        (row["batch"], row["way"], row["held_ratio"], row["peak_ratio"], told_as.format(*spread(row, "time")))
         for row in lines
     )
     first = Table(
@@ -404,7 +400,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         reasons_below(rows, "way"),
     )
     full = (
-        (row["way"], row["batch"], row["peak_mb"], spread.format(*within(row, "time"))) for row in picked(rows, LARGEST)
+        (row["way"], row["batch"], row["peak_mb"], told_as.format(*spread(row, "time")))
+        for row in picked(rows, LARGEST)
     )
     title = f"Largest batch whose activations and gradients fit {of['budget_mb']} MB"
     columns = "way", "batch", "peak, MB", "time per sequence, of everything kept = 1"
@@ -462,10 +459,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     markers = dict(zip(sorted({row["batch"] for row in picked(rows, STEP)}, key=int), "o^sDv", strict=False))
     aside = {CHECKPOINTS.name: -0.01, BOTH.name: 0.01}  # both have nearly the same peak
     for row in picked(rows, STEP):
-        middle, low, high = within(row, "time")
-        spread = [[middle - low], [high - middle]]
+        middle, low, high = spread(row, "time")
+        bars = [[middle - low], [high - middle]]
         style = {"color": COLOURS[row["way"]], "marker": markers[row["batch"]], "markersize": 8, "capsize": 3}
-        left.errorbar(number(row, "peak_ratio") + aside.get(row["way"], 0), middle, yerr=spread, **style)
+        left.errorbar(number(row, "peak_ratio") + aside.get(row["way"], 0), middle, yerr=bars, **style)
     handles = [plt.Line2D([], [], color=colour, marker="s", linestyle="") for colour in COLOURS.values()]
     handles += [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in markers.values()]
     labels = [*COLOURS, *(f"batch {batch}" for batch in markers)]

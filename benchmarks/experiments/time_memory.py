@@ -30,10 +30,13 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    decided,
+    figures,
     mean_and_error,
     number,
     ratio,
     seconds_side_by_side,
+    spread,
 )
 from .memory import of_both_passes
 from .networks import ENCODER, FEED_FORWARD, TASKS, U_NET, Batch, Task, task
@@ -222,8 +225,7 @@ def time_of(settings: Settings, name: str, ways: Sequence[str], seed: int, round
     rows = []
     for way, training in trainings.items():
         row = {"part": TIME, "task": name, "way": way, "seed": seed, "rounds": rounds}
-        figures = ratio(times[way], times[FP32])
-        row |= {f"time{end}": f"{value:.4g}" for end, value in zip(("", "_low", "_high"), figures, strict=True)}
+        row |= figures("time", ratio(times[way], times[FP32]))
         row |= {"loss": f"{training.held_out_loss():.4g}"} if learns else {}
         rows.append(row)
     return rows
@@ -254,17 +256,13 @@ def times(rows: Sequence[Row], name: str, way: str) -> Spread:
     found = [row for row in rows if (row["part"], row["task"], row["way"]) == (TIME, name, way)]
     if not found:
         return math.nan, math.nan, math.nan
-    medians, lows, highs = ([number(row, f"time{end}") for row in found] for end in ("", "_low", "_high"))
+    medians, lows, highs = zip(*(spread(row, "time") for row in found), strict=True)
     return statistics.mean(medians), min(lows), max(highs)
 
 
 def memory(rows: Sequence[Row], name: str, way: str) -> float:
     found = [row for row in rows if (row["part"], row["task"], row["way"]) == (MEMORY, name, way)]
     return number(found[0], "memory") if found else math.nan
-
-
-def decided(holds: bool, falsified: bool, because: str) -> Verdict:
-    return Verdict(HOLDS if holds else FALSIFIED if falsified else UNDECIDED, because)
 
 
 def saves_time(name: str, limit: float, rows: Sequence[Row]) -> Verdict:

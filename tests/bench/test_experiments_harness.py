@@ -321,7 +321,7 @@ def quantization():
         def rows(values):
             low, high = values
             row = {"part": "latency", "contender": q.DYNAMIC, "beside": beside, "rounds": 7, "ratio": (low + high) / 2}
-            return [{**row, "texts": texts, "low": low, "high": high} for texts in (1, 32)]
+            return [{**row, "texts": texts, "ratio_low": low, "ratio_high": high} for texts in (1, 32)]
 
         return rows
 
