@@ -378,7 +378,10 @@ void with_states(int states, const F& f) {
                                 " lacks a state that it cannot do without");
   if constexpr (Formula::kRequired < Formula::kStates)
     if (states == kRequired) return f(Variant<Formula, Formula::kRequired, P, M, G>{});
-  f(Variant<Formula, Formula::kStates, P, M, G>{});
+  if constexpr (kJoinsGrad<P, M>)
+    throw std::invalid_argument("amp_kernels: an average has no state");
+  else
+    f(Variant<Formula, Formula::kStates, P, M, G>{});
 }
 
 // Calls f with the kernel of this form, and the bytes of shared memory that it takes.
@@ -386,7 +389,7 @@ template <class Formula, class F>
 void with_kernel(const Form& form, const F& f) {
   with_dtype(form.param_dtype, [&](auto param) {
     with_dtype(form.grad_dtype, [&](auto grad) {
-      with_master<decltype(param), decltype(grad)>(form.split, [&](auto master) {
+      with_master<Formula, decltype(param), decltype(grad)>(form.split, [&](auto master) {
         with_states<Formula, decltype(param), decltype(master), decltype(grad)>(form.states, [&](auto variant) {
           using V = decltype(variant);
           f(update_kernel<V>, UpdateWalk<V>::kWords * sizeof(int64_t));

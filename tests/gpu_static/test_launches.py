@@ -56,7 +56,6 @@ ELSEWHERE = {
     "plain_kernel$": "bf16 products before sm_80",
     "plain_kernel<__nv_bfloat16>": "products of bf16 and int8 before sm_80",
     "plain_kernel<__half>": "fp16 has tensor cores everywhere: with_dtype makes a kernel that nothing launches",
-    r"update_kernel<Variant<(SgdFormula, 1|(Rmsprop|Adam)Formula, \d), float, short": "averages are steps of plain SGD",
 }
 
 
