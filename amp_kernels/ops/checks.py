@@ -149,9 +149,15 @@ def check_update(
 
 
 def check_grad_remainders(
-    op: str, params: Sequence[Tensor], grads: Sequence[Tensor], remainders: Sequence[Tensor]
+    op: str,
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    states: Mapping[str, Sequence[Tensor]],
+    remainders: Sequence[Tensor],
 ) -> None:
-    """Of 16-bit weights in the place of gradients, in their order, which fp32 parameters follow."""
+    """Of 16-bit weights in the place of gradients, in their order, which fp32 parameters without states follow."""
+    if states:
+        raise ValueError(f"{op}: grad_remainders must be None where there are states, got {', '.join(states)} too")
     check_tensors(op, "params", params, [torch.float32])
     check_tensors(op, "grad_remainders", remainders, [torch.int16])
     check_same_shapes(op, "grad_remainders", remainders, [g for g in grads if g.dtype is not torch.float32])

@@ -28,7 +28,7 @@ def _check(family: str, *rest: Any) -> None:
     scalars = {"lr": given.tensor_lr, "grad_scale": given.grad_scale, "found_inf": given.found_inf}
     check_update(op, given.params, given.grads, states, masters, scalars)
     if given.grad_remainders is not None:
-        check_grad_remainders(op, given.params, given.grads, given.grad_remainders)
+        check_grad_remainders(op, given.params, given.grads, states, given.grad_remainders)
     if not lists.are_fake(given.params):  # which have no memory
         check_memory(op, {"params": given.params, "masters": masters, **states})
 

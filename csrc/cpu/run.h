@@ -38,7 +38,7 @@ void run_update(const Update& update) {
                        (Formula::kStates == 1 || !is_intel()) && size >= 1 << 22;
   with_dtype(update.form.param_dtype, [&](auto param) {
     with_dtype(update.form.grad_dtype, [&](auto grad) {
-      with_master<decltype(param), decltype(grad)>(update.form.split, [&](auto master) {
+      with_master<Formula, decltype(param), decltype(grad)>(update.form.split, [&](auto master) {
         for_each_chunk(update.table, size, [&](int64_t c) {
           update_chunk<Formula, decltype(param), decltype(master), decltype(grad)>(update, factor, streams, c);
         });

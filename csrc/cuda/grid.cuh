@@ -27,8 +27,8 @@ void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, S
   launch(kernel, static_cast<unsigned>((chunks + rounds - 1) / rounds), kThreads, shared_bytes, stream, pass);
 }
 
-// How elements are divided: aligned packs of neighbours, and the others, which go one by one. These are less than a
-// pack before and behind all packs of a tensor, if its chunks take packs as they lie, and begin and end where they do:
+// How elements are divided: aligned packs of neighbours, and the others beside them. These are less than a pack before
+// and behind all packs of a tensor, if its chunks take packs as they lie, and begin and end where they do:
 //
 //   tensor:  | head | pack | pack | ... | pack | pack | ... | pack | tail |
 //            | chunk 0 ..................| chunk 1 ...................... |
@@ -91,8 +91,6 @@ class ChunkWalk {
   __device__ int32_t count() const { return static_cast<int32_t>(header_[kRows + 1]); }
   __device__ int64_t begin() const { return (header_[kRows] >> 32) * table_.chunk_size; }
   __device__ int64_t rest() const { return row(kNumel) - begin(); }  // elements of the tensor from `begin` on
-
-  __device__ int64_t size() const { return rest() < table_.chunk_size ? rest() : table_.chunk_size; }
 
   // By packs as they lie in the tensor.
   template <int kPack>

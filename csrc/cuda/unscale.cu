@@ -11,8 +11,10 @@
 //   chunk:  | head | pack of thread 0 | thread 1 | ... | thread 255 | thread 0 | ... | tail |
 //             fp32 sum of a pack -> fp64 sum of a thread -> fp64 sum of the block -> partials[chunk]
 //
-// Packs begin where the gradient is aligned to 16 bytes; head and tail of a chunk, less than a pack each, are the last
-// warp's, one element a thread. What is written comes from the registers that the sum was taken of.
+// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do: head and tail of a tensor are
+// less than a pack each. Of 16 bits, four elements beside the packs are half a pack, which a thread of the last warp
+// but one takes; what is left, at most three elements at either end, is the last warp's, one a thread. What is written
+// comes from the registers that the sum was taken of.
 //
 // The block that finishes last adds all partials in the order of the chunks, whatever block wrote them, so that the
 // same gradients give the same bits on one machine. Where a GPU has another number of multiprocessors the plan cuts
@@ -62,21 +64,52 @@ __device__ __forceinline__ double square(T x) {
   return wide * wide;
 }
 
-// The sum of squares of a chunk's elements that this thread has; with `write` it multiplies them.
-template <class T>
-__device__ double pass_over(T* grad, int64_t size, float factor, bool write) {
-  constexpr int kPack = 16 / sizeof(T);
-  assume_global(grad);
-  const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(grad) / sizeof(T) % kPack);
-  const Division<kPack> division(0, size, size, phase);  // of the chunk alone, for its sum is one of the results
-  const int packs = division.packs;
+// The sum of squares of N neighbours that were loaded from `at`; with `write` it multiplies them there.
+template <class T, int N>
+__device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float factor, bool write) {
+  const Vector<float, N> x = floats(loaded);
+  if (write) {
+    Vector<T, N> products;
+#pragma unroll
+    for (int i = 0; i < N; ++i) products.data[i] = from_float<T>(x.data[i] * factor);
+    store_wide(at, products);
+  }
+  return sum_of_squares<T>(x);
+}
+
+// The elements of a chunk that this thread takes beside packs.
+template <class T, int kPack>
+__device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& division, float factor, bool write) {
+  // Half packs are aligned, but for a head that ends before the first pack, with its tensor.
+  const int last = division.first + division.packs * kPack, behind = division.others - division.lead;
+  const int half_head = division.lead == division.first ? division.lead & 4 : 0, half_tail = behind & 4;
+  const int head = division.lead - half_head, others = division.others - half_head - half_tail;
   double sum = 0.0;
-  if (const int k = (threadIdx.x + 32) % kThreads; k < division.others) {
-    T* const at = grad + division.other(k);
+  if (const int k = (threadIdx.x + 32) % kThreads; k < others) {
+    T* const at = grad + (k < head ? k : k - head + last + half_tail);
     const T x = *at;
     sum = square(x);
     if (write) *at = from_float<T>(to_float(x) * factor);
   }
+  if constexpr (kPack == 8) {
+    const int k = (threadIdx.x + 64) % kThreads;
+    if (k == 0 ? half_head > 0 : k == 1 && half_tail > 0) {
+      T* const at = grad + (k == 0 ? division.first - 4 : last);
+      sum = take(load_wide<4>(at).unpacked(), at, factor, write);
+    }
+  }
+  return sum;
+}
+
+// The sum of squares of a chunk's elements that this thread has; with `write` it multiplies them.
+template <class T>
+__device__ double pass_over(T* grad, const GradientWalk& walk, float factor, bool write) {
+  constexpr int kPack = 16 / sizeof(T);
+  assume_global(grad);
+  const int phase = static_cast<int>(reinterpret_cast<uintptr_t>(grad) / sizeof(T) % kPack);
+  const Division<kPack> division = walk.divide<kPack>(phase);
+  const int packs = division.packs;
+  double sum = take_ends(grad, division, factor, write);
   T* const first = grad + division.first;
   for (int k = threadIdx.x; k < packs; k += kPacks * kThreads) {
     Packed<T, kPack> packed[kPacks];
@@ -89,13 +122,7 @@ __device__ double pass_over(T* grad, int64_t size, float factor, bool write) {
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       if (j > 0 && k + j * kThreads >= packs) continue;
-      const Vector<float, kPack> x = floats(packed[j].unpacked());
-      sum += sum_of_squares<T>(x);
-      if (!write) continue;
-      Vector<T, kPack> products;
-#pragma unroll
-      for (int i = 0; i < kPack; ++i) products.data[i] = from_float<T>(x.data[i] * factor);
-      store_wide(first + (k + j * kThreads) * kPack, products);
+      sum += take(packed[j].unpacked(), first + (k + j * kThreads) * kPack, factor, write);
     }
   }
   return sum;
@@ -130,7 +157,7 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks) unscale_kernel(cons
   for (; walk.has_chunk(); walk.advance()) {
     const auto pass_over_chunk = [&](auto type) {
       auto* const grad = walk.in<decltype(type)>(kGrad);
-      return grad == nullptr ? 0.0 : pass_over(grad, walk.size(), factor, pass.write);
+      return grad == nullptr ? 0.0 : pass_over(grad, walk, factor, pass.write);
     };
     double sum;
     switch (walk.row(kGradDtype)) {

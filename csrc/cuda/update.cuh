@@ -13,8 +13,9 @@
 //
 // Packs begin where the states are aligned to 16 bytes. Head and tail of a tensor, at most three elements each, are
 // updated by the last warp, one by a thread: it has least to do where a tensor is short. A gradient or weight that is
-// aligned otherwise than the states, a view into a bucket, is read in the aligned words around each pack (Straddling);
-// then up to ten elements go one by one, for no word is read that reaches out of a tensor.
+// aligned otherwise than the states, a view into a bucket, is read in the aligned words around each pack (Straddling).
+// Of a word that reaches out of the tensor, around its first or last pack, the elements inside go one by one. With head
+// and tail these are at most three at either end again.
 #pragma once
 
 #include <utility>
@@ -48,6 +49,7 @@ struct Variant {
   static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins;
   static constexpr bool kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
+  static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // whether it reads 16 bits that may lie otherwise
   // As many as there are registers for without a spill. What a thread asks for before it waits is 80 bytes (SGD with
   // momentum, 16 bits) to 160 (three states): 74 KB and more on a multiprocessor. 4.8 TB/s over 132 multiprocessors, a
   // little more than half of it read, take 24 KB at a latency of 1.1 us.
@@ -86,10 +88,17 @@ struct Arrays {
   }
 };
 
+// How many elements of a tensor lie before a pack and behind it.
+struct Around {
+  int64_t before, behind;
+};
+constexpr Around kInside{kPack, kPack};  // as many as there are in a word of four, or more
+
 // The packs of a chunk, which are aligned where its states and its master are.
 template <class V>
 struct Packs : Division<kPack> {
   bool is_aligned;  // whether gradient and weight are, too
+  int from, to;     // of the packs those whose words lie in the tensor: all, but for its first and its last one
 
   template <class Walk>
   __device__ __forceinline__ Packs(const Walk& walk, const Arrays<V>& arrays)
@@ -106,33 +115,24 @@ struct Packs : Division<kPack> {
     is_aligned = phase(arrays.grad) == own && phase(arrays.weight) == own;
     if (!is_one) {  // as in no allocation of the optimizer's
       lead = others += packs * kPack;
-      packs = 0;
+      packs = from = to = 0;
       return;
     }
     if (own != 0) *static_cast<Division<kPack>*>(this) = walk.template divide<kPack>(own);
-    if (is_aligned || packs == 0) return;
-    // The words around the first and the last pack of a tensor may hold what lies beside it.
-    const int before_grad = words_before(arrays.grad, own);
-    const int before_weight = V::kReadsWeight ? words_before(arrays.weight, own) : 0;
-    if (walk.begin() + first < (before_grad > before_weight ? before_grad : before_weight)) {
-      first += kPack;
-      lead += kPack;
-      others += kPack;
-      --packs;
-    }
-    const int64_t behind = walk.rest() - first - packs * kPack;  // elements that follow the packs
-    const auto reaches_out = [&](int before) { return before > 0 && behind + before < kPack; };
-    if (packs > 0 && (reaches_out(before_grad) || reaches_out(before_weight))) {
-      others += kPack;
-      --packs;
-    }
+    from = 0;
+    to = packs;
+    if (!V::kStraddles || is_aligned || packs == 0) return;
+    const bool reaches_before = walk.begin() + first < kPack, reaches_behind = around(walk, packs - 1).behind < kPack;
+    if (reaches_before) from = 1;
+    if (reaches_behind && to > from) --to;
   }
 
- private:
-  // How many elements before a pack its aligned words begin (Straddling).
-  template <class T>
-  __device__ __forceinline__ static int words_before(const T* p, int own) {
-    return sizeof(T) == 2 ? (phase(p) - own) & (kPack - 1) : 0;
+  // The first element of a pack.
+  __device__ __forceinline__ int at(int pack) const { return first + pack * kPack; }
+
+  template <class Walk>
+  __device__ __forceinline__ Around around(const Walk& walk, int pack) const {
+    return {walk.begin() + at(pack), walk.rest() - at(pack) - kPack};
   }
 };
 
@@ -141,7 +141,7 @@ template <class T, int N>
 struct Aligned {
   Packed<T, N> packed;
 
-  __device__ __forceinline__ void load(const T* p) { packed = load_wide<N>(p); }
+  __device__ __forceinline__ void load(const T* p, Around) { packed = load_wide<N>(p); }
   __device__ __forceinline__ Vector<T, N> get() const { return packed.unpacked(); }
 };
 
@@ -149,24 +149,26 @@ template <class T, int N>
 struct OneByOne {
   Vector<T, N> elements;
 
-  __device__ __forceinline__ void load(const T* p) { elements = load_elements<N>(p, false); }
+  __device__ __forceinline__ void load(const T* p, Around) { elements = load_elements<N>(p, false); }
   __device__ __forceinline__ Vector<T, N> get() const { return elements; }
 };
 
-// A pack of 16 bits in the one or two aligned words of 8 bytes that hold it.
+// A pack of 16 bits in the one or two aligned words of 8 bytes that hold it. Of a word that reaches out of the tensor
+// only the elements of the pack are read.
 template <class T>
 struct Straddling {
   static_assert(sizeof(T) == 2);
   uint64_t low, high;
   int shift;  // in bits
 
-  __device__ __forceinline__ void load(const T* p) {
-    shift = phase(p) * 16;
-    const auto* const words = reinterpret_cast<const uint64_t*>(p - phase(p));
+  __device__ __forceinline__ void load(const T* p, Around around) {
+    const int here = phase(p), next = kPack - here;  // elements of the pack in the second word, and in the first one
+    shift = here * 16;
+    const auto* const words = reinterpret_cast<const uint64_t*>(p - here);
     assume_global(words);
     assume_global(words + 1);
-    low = words[0];
-    high = shift == 0 ? 0 : words[1];
+    low = around.before >= here ? words[0] : bits(p, next) << shift;
+    high = here == 0 ? 0 : around.behind >= next ? words[1] : bits(p + next, here);
   }
 
   __device__ __forceinline__ Vector<T, kPack> get() const {
@@ -174,6 +176,14 @@ struct Straddling {
     Vector<T, kPack> elements;
     memcpy(elements.data, &bits, sizeof(bits));
     return elements;
+  }
+
+ private:
+  __device__ __forceinline__ static uint64_t bits(const T* p, int count) {
+    const Vector<T, kPack> elements = load_each<kPack>(p, 1, count);
+    uint64_t bits;
+    memcpy(&bits, elements.data, sizeof(bits));
+    return bits;
   }
 };
 
@@ -221,14 +231,14 @@ struct Pack {
   Loading<typename V::M, N, true> master;
   Loading<float, N, true> state[V::kStates > 0 ? V::kStates : 1];
 
-  __device__ __forceinline__ void load(const Arrays<V>& arrays, int i) {
-    grad.load(arrays.grad + i);
-    if constexpr (V::kReadsWeight) weight.load(arrays.weight + i);
-    if constexpr (!V::kIsFp32) master.load(arrays.master + i);
+  __device__ __forceinline__ void load(const Arrays<V>& arrays, int i, Around around = kInside) {
+    grad.load(arrays.grad + i, around);
+    if constexpr (V::kReadsWeight) weight.load(arrays.weight + i, around);
+    if constexpr (!V::kIsFp32) master.load(arrays.master + i, around);
 #pragma unroll
     for (int k = 0; k < V::kStates; ++k) {
       state[k] = {};
-      if (arrays.has(k)) state[k].load(arrays.state[k] + i);
+      if (arrays.has(k)) state[k].load(arrays.state[k] + i, around);
     }
   }
 
@@ -292,16 +302,28 @@ struct Pack {
 template <class V, bool kAligned>
 __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Packs<V>& packs,
                                              const typename V::Formula& formula) {
-  for (int k = threadIdx.x; k < packs.packs; k += 2 * kThreads) {
+  for (int k = packs.from + threadIdx.x; k < packs.to; k += 2 * kThreads) {
     // A thread without a second pack loads its first one twice: a branch would have the compiler wait before it.
-    const bool has_second = k + kThreads < packs.packs;
-    const int i = packs.first + k * kPack, j = has_second ? i + kThreads * kPack : i;
+    const bool has_second = k + kThreads < packs.to;
+    const int i = packs.at(k), j = has_second ? i + kThreads * kPack : i;
     Pack<V, kPack, kAligned> first, second;
     first.load(arrays, i);
     second.load(arrays, j);
     first.update(arrays, formula, i);
     if (has_second) second.update(arrays, formula, j);
   }
+}
+
+// The packs around whose words the tensor ends: two threads of the last warp but one.
+template <class V, class Walk>
+__device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs<V>& packs, const Walk& walk,
+                                            const typename V::Formula& formula) {
+  const int end = (threadIdx.x + 64) % kThreads;
+  if (end == 0 ? packs.from == 0 : end > 1 || packs.to == packs.packs) return;
+  const int k = end == 0 ? 0 : packs.to;
+  Pack<V, kPack, false> pack;
+  pack.load(arrays, packs.at(k), packs.around(walk, k));
+  pack.update(arrays, formula, packs.at(k));
 }
 
 template <class V>
@@ -337,10 +359,12 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
     const Formula formula(update.hyper + group * kHyperColumns, lr, factor, walk.count(), has);
     const Packs<V> packs(walk, arrays);
     update_others(arrays, packs, formula);
-    if (packs.is_aligned)
+    if (packs.is_aligned) {
       update_packs<V, true>(arrays, packs, formula);
-    else
+    } else {
+      if constexpr (V::kStraddles) update_ends(arrays, packs, walk, formula);
       update_packs<V, false>(arrays, packs, formula);
+    }
     if (threadIdx.x == 0) update.steps[walk.index()] = walk.count() + 1;
   }
 }
@@ -354,7 +378,10 @@ void with_states(int states, const F& f) {
                                 " lacks a state that it cannot do without");
   if constexpr (Formula::kRequired < Formula::kStates)
     if (states == kRequired) return f(Variant<Formula, Formula::kRequired, P, M, G>{});
-  f(Variant<Formula, Formula::kStates, P, M, G>{});
+  if constexpr (kJoinsGrad<P, M>)
+    throw std::invalid_argument("amp_kernels: an average has no state");
+  else
+    f(Variant<Formula, Formula::kStates, P, M, G>{});
 }
 
 // Calls f with the kernel of this form, and the bytes of shared memory that it takes.
@@ -362,7 +389,7 @@ template <class Formula, class F>
 void with_kernel(const Form& form, const F& f) {
   with_dtype(form.param_dtype, [&](auto param) {
     with_dtype(form.grad_dtype, [&](auto grad) {
-      with_master<decltype(param), decltype(grad)>(form.split, [&](auto master) {
+      with_master<Formula, decltype(param), decltype(grad)>(form.split, [&](auto master) {
         with_states<Formula, decltype(param), decltype(master), decltype(grad)>(form.states, [&](auto variant) {
           using V = decltype(variant);
           f(update_kernel<V>, UpdateWalk<V>::kWords * sizeof(int64_t));

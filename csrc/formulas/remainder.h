@@ -18,6 +18,8 @@
 
 #include <cmath>
 #include <cstring>
+#include <stdexcept>
+#include <string>
 #include <type_traits>
 
 #include "../table.h"
@@ -75,12 +77,16 @@ struct Remainder<kHalf> {
   }
 };
 
-// Calls f with a value of the type of row kMaster, for parameters of type P and gradients of type G.
-template <class P, class G, class F>
+// Calls f with a value of the type of row kMaster, for parameters of type P and gradients of type G. Averages, the only
+// ones that join a gradient, have no states: no kernel joins one for a formula that cannot do without.
+template <class Formula, class P, class G, class F>
 void with_master(bool split, const F& f) {
-  if constexpr (!std::is_same_v<P, float> || !std::is_same_v<G, float>)
-    if (split) return f(int16_t{});
-  f(float{});
+  if (!split) return f(float{});
+  constexpr bool kFollows = !std::is_same_v<G, float> && Formula::kRequired == 0;
+  if constexpr (!std::is_same_v<P, float> || kFollows)
+    f(int16_t{});
+  else
+    throw std::invalid_argument(std::string("amp_kernels: no average is made by ") + Formula::kName);
 }
 
 // Whether row kMaster, of type M, holds the remainders of the gradients: an average follows a weight of 16 bits.

@@ -87,6 +87,7 @@ class UpdateTable {
 
   void check_remainders() const {
     require(grads_.size() == params_.size());
+    for (const Operands& state : states_) require(state.empty());
     size_t low = 0;
     for (size_t t = 0; t < params_.size(); ++t) {
       require(params_[t].is_fp32());

@@ -17,6 +17,8 @@ from torch.profiler import profile
 
 import amp_kernels
 from amp_kernels import testing
+from amp_kernels.families import SGD
+from amp_kernels.functional.update import update
 from amp_kernels.optim import FusedAdamW, FusedSGD, average_, ema_, fp32_state_dict, load_fp32_state_dict
 
 # NumPy, underneath Triton's interpreter, warns where IEEE arithmetic overflows.
@@ -199,6 +201,17 @@ def test_what_does_not_fit(device):
         with pytest.raises(error, match=f"^ema_: .*{sentence}"):
             ema_(*arguments)
     assert sum(map(testing.changed, before, averages)) == 0
+
+
+def test_what_has_a_state_follows_no_remainders(device: torch.device) -> None:
+    average, weight = torch.zeros(4, device=device), torch.zeros(4, dtype=torch.float16, device=device)
+    states, remainders = {"momentum_buffers": [torch.zeros_like(average)]}, [weight.to(torch.int16)]
+    options = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 1.0, "nesterov": False, "maximize": True}
+    with pytest.raises(ValueError, match=r"^sgd_: grad_remainders must be None where there are states, got momentum_b"):
+        update(
+            SGD, [average], [weight], states, (), options, 0.1, steps_taken=0, grad_scale=None, found_inf=None,
+            grad_remainders=remainders,
+        )  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------- soups

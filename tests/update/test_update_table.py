@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from itertools import chain
@@ -34,6 +33,8 @@ FORMS = {name: (dtype, False) for name, dtype in DTYPES.items()} | {
     "bf16-split": (BF16, True),
 }
 FEW = (9, CHUNK, 2 * CHUNK + 1)
+AROUND = (*range(1, 24), 2 * CHUNK - 1, *(2 * CHUNK + n for n in range(9)))  # packs and chunks
+AVERAGE = {"weight_decay": 1.0, "maximize": True}  # of the steps that averages are
 
 
 class Step:
@@ -213,15 +214,12 @@ def test_every_pair_of_dtypes(
     Step(launcher, family, None, SIZES, param_dtype, grad_dtype, split=split, offset=offset).run().check()
 
 
-@pytest.mark.parametrize(
-    ("family", "offset", "sizes"),
-    [*((family, offset, SIZES) for family, offset in zip(FAMILIES, itertools.cycle((0, 1, 3)))), ("sgd", 0, (LARGE,))],
-)
+@pytest.mark.parametrize(("offset", "sizes"), [(0, SIZES), (1, SIZES), (3, SIZES), (0, (LARGE,))])
 @low_dtypes
 def test_gradients_that_are_weights_with_remainders(
-    family: str, dtype: torch.dtype, sizes: tuple[int, ...], offset: int, launcher: Launcher
+    dtype: torch.dtype, sizes: tuple[int, ...], offset: int, launcher: Launcher
 ) -> None:
-    step = Step(launcher, family, None, sizes, FP32, dtype, grad_split=True, offset=offset)
+    step = Step(launcher, "sgd", AVERAGE, sizes, FP32, dtype, grad_split=True, offset=offset)
     read = [*(grad for grad in step.grads if grad is not None), *(step.grad_remainders or ())]
     before = [x.clone() for x in read]
     step.run(grad_scale=3.0).check(1 / 3)
@@ -271,7 +269,7 @@ def test_one_misaligned_array(family: str, split: bool, array: str, launcher: La
 @pytest.mark.parametrize("offset", range(4))
 @low_dtypes
 def test_few_elements_go_one_by_one(dtype: torch.dtype, offset: int, rest: int) -> None:
-    """The rest goes in packs of 8 bytes, at odd addresses too, whether the states are there as well or not."""
+    """At most three at either end of a tensor; the rest goes in words of 8 bytes."""
     launcher, size = Launcher("cuda", order="shuffled"), 6 * CHUNK + rest
     for family in FAMILIES:
         step = Step(launcher, family, None, (size,), dtype, dtype, offset=offset)
@@ -279,12 +277,25 @@ def test_few_elements_go_one_by_one(dtype: torch.dtype, offset: int, rest: int) 
         head = -offset % 4
         assert reads.get(2, 0) == head + (size - head) % 4
         step.check()
-        step = Step(launcher, family, None, (size,), dtype, dtype)
-        step.grads[0] = step.arena.place(step.grads[0], offset)
-        reads = emulator.reads_of(step.grads[0], step.run)
-        assert reads.get(2, 0) <= (10 if offset else 3)
-        assert reads[8] >= (size - 10) // 4
+
+
+@emulated
+@pytest.mark.parametrize("rest", range(4))
+@pytest.mark.parametrize("offset", range(4))
+@low_dtypes
+def test_few_elements_go_one_by_one_wherever_arrays_lie(dtype: torch.dtype, offset: int, rest: int) -> None:
+    """`offset`: of the states and the remainder. Gradient and weight lie otherwise, and as the other does or not."""
+    launcher, size = Launcher("cuda", order="shuffled"), 4 * CHUNK + rest
+    for of_grad in range(4):
+        step = Step(launcher, "sgd", None, (size,), dtype, dtype, offset=offset)
+        step.grads[0] = step.arena.place(step.grads[0], of_grad)
+        step.params[0] = step.arena.place(step.params[0], (of_grad + rest) % 4)
+        reads = [emulator.reads_of(step.grads[0], step.run)]
         step.check()
+        reads += [emulator.reads_of(step.params[0], step.run)]
+        for of_array in reads:
+            assert of_array.get(2, 0) <= 6
+            assert set(of_array) <= {2, 8} and of_array[8] >= (size - 6) // 4
 
 
 @low_dtypes
@@ -293,16 +304,20 @@ def test_few_elements_go_one_by_one(dtype: torch.dtype, offset: int, rest: int) 
 def test_gradients_and_weights_that_lie_otherwise_than_states(
     family: str, offset: int, dtype: torch.dtype, launcher: Launcher
 ) -> None:
-    """Of every size around packs and chunks: no byte beside a tensor is read."""
-    sizes = (*range(1, 24), 2 * CHUNK - 1, *(2 * CHUNK + n for n in range(9)))
-    step = Step(launcher, family, None, sizes, dtype, dtype)
+    """No byte beside a tensor is read."""
+    step = Step(launcher, family, None, AROUND, dtype, dtype)
     step.grads[:] = [step.arena.place(x, offset) for x in step.grads]
     if offset > 1:
         step.params[:] = [step.arena.place(x, 5 - offset) for x in step.params]
     step.run().check()
-    average = Step(launcher, family, None, sizes, FP32, dtype, grad_split=True)
-    average.grads[:] = [average.arena.place(x, offset) for x in average.grads]
-    average.run().check()
+
+
+@low_dtypes
+@pytest.mark.parametrize("offset", [1, 2, 3])
+def test_averages_of_weights_that_lie_otherwise(offset: int, dtype: torch.dtype, launcher: Launcher) -> None:
+    step = Step(launcher, "sgd", AVERAGE, AROUND, FP32, dtype, grad_split=True)
+    step.grads[:] = [step.arena.place(x, offset) for x in step.grads]
+    step.run().check()
 
 
 @families

@@ -20,7 +20,9 @@ BUILD = ROOT / "build" / "cuda_on_cpu"
 # results must not depend on the host. No -g, which takes a third of the time. The emulator's header comes first, as
 # nvcc's own does.
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-class-memaccess"]
-SANITIZERS = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize=vptr"]
+# An access through a null pointer ends the process anyway, and the size of an object is known of arrays alone, whose
+# bounds are checked: without these two g++ takes a third less time.
+SANITIZERS = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize=vptr,null,object-size"]
 # A call before each read (emulator.cpp has it); nothing else of the address sanitizer.
 READS = ["-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0"]
 READS += [f"--param=asan-{what}=0" for what in ("stack", "globals")]

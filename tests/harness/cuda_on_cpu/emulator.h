@@ -11,6 +11,10 @@
 #include <set>
 #include <tuple>
 
+// Inlined wherever nvcc inlines it, the code of 92 updates, with a check of each access, takes g++ 100 s in place
+// of 25.
+#undef __forceinline__
+#define __forceinline__ inline
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 // A variable declared __shared__ would silently become one variable per thread.
