@@ -405,10 +405,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     for norm, way, colour, label in (*lines, (NO_NORM, REORDERED, "black", "32 x 1 in another order, no batch norm")):
         for k, row in enumerate(row for row in rows if (row["model"], row["way"]) == (norm, way)):
             points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
+            points = [(step, distance) for step, distance in points if distance > 0]  # a logarithm has no 0
             left.plot(*zip(*points, strict=True), color=colour, alpha=0.7, linewidth=1, label="" if k else label)
     left.set(yscale="log", xlabel="step; a line for each seed", ylabel="largest relative distance so far")
     left.set_title("fp32: distance of the loss from that of 32 x 1", fontsize=11)
-    left.legend(fontsize=8, loc="center right")
+    left.legend(fontsize=8, loc="center left", bbox_to_anchor=(0, 0.62))
     left.grid(alpha=0.3)
     for k, (way, colour) in enumerate(COLOURS.items()):
         for place, dtype in enumerate(SIXTEEN):

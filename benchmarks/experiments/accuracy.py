@@ -512,7 +512,7 @@ def _draw_differences(axes: plt.Axes, rows: Sequence[Row]) -> None:
     axes.set_xlabel("points of accuracy beside fp32, ± 2 standard errors")
     axes.set_title("Same hyper-parameters as fp32", fontsize=11)
     markers = [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in "so"]
-    axes.legend([*markers, span], [CNN, TRANSFORMER, f"± {MARGIN} points"], fontsize=8, loc="lower left")
+    axes.legend([*markers, span], [CNN, TRANSFORMER, f"± {MARGIN} points"], fontsize=8, loc="upper right")
 
 
 def _draw_range(axes: plt.Axes, rows: Sequence[Row]) -> None:

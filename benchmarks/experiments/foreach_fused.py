@@ -16,8 +16,6 @@ import torch
 from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
 from .harness import (
-    FALSIFIED,
-    HOLDS,
     UNDECIDED,
     Claim,
     Experiment,
@@ -26,6 +24,7 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    decided,
     figures,
     number,
     ratio,
@@ -149,14 +148,12 @@ def in_general(contender: str, column: str, optimizers: Sequence[str], rows: Seq
         return Verdict(UNDECIDED, "Not measured.")
     won = [row for row in found if number(row, f"{column}_high") < 1]
     lost = [row for row in found if number(row, f"{column}_low") > 1]
-    word = HOLDS if len(won) >= MOST * len(found) else FALSIFIED if len(lost) >= len(found) / 2 else UNDECIDED
     gains = sorted(1 / number(row, column) for row in found)
     because = (
         f"It wins {len(won)} of {len(found)} cells and loses {len(lost)}; in the median cell it is "
         f"{statistics.median(gains):.2f} times as fast ({gains[0]:.2f} to {gains[-1]:.2f})."
     )
-    shown = ", ".join(f"{row['optimizer']} {row['numbers']} x {row['size']}" for row in lost)
-    return Verdict(word, because + (f" Lost: {shown}." if shown else ""))
+    return decided(len(won) >= MOST * len(found), len(lost) >= len(found) / 2, because)
 
 
 RULE = (
