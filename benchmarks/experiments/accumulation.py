@@ -380,7 +380,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 PUBLISHED = (
     Table(
-        "Accuracy by batch x accumulated batches (as quoted in our issue 22)",
+        "Accuracy by batch x accumulated batches (source not recorded)",
         ("network", "32 x 1", "16 x 2", "16 x 1"),
         (("with batch norm, %", "73.85", "73.25", "73.19"), ("without batch norm", "0.3770", "0.3770", "0.3660")),
     ),

@@ -429,7 +429,7 @@ batches, and fp32 trains on the same batches beside it.""",
     draw=draw,
     published=(
         Table(
-            "Bytes of a small sentence transformer in int8 (issue 22, source not named there)",
+            "Bytes of a small sentence transformer in int8 (source not recorded)",
             ("embeddings", "MB"),
             (("fp32, as dynamic quantization leaves them", "58.7"), ("int8", "23.0")),
         ),

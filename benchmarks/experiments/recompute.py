@@ -429,7 +429,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 PUBLISHED = (
     Table(
-        "Fine-tuning with and without checkpoints (as quoted in our issue 22)",
+        "Fine-tuning with and without checkpoints (source not recorded)",
         ("way", "batch", "memory, MB", "time", "accuracy"),
         (
             ("everything kept", "24", "10972", "27m05s", "0.7997"),

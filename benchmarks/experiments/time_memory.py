@@ -393,7 +393,7 @@ def _loss_cell(rows: Sequence[Row], name: str, way: str) -> str:
 
 PUBLISHED = (
     Table(
-        "Training time without and with mixed precision (as quoted in our issue 22)",
+        "Training time without and with mixed precision (source not recorded)",
         ("network", "V100, without", "V100, with", "ratio", "T4, without", "T4, with", "ratio"),
         (
             ("tiny feed-forward", "10m10s", "10m55s", "1.07", "8m43s", "8m39s", "0.99"),
@@ -402,7 +402,7 @@ PUBLISHED = (
         ),
     ),
     Table(
-        "Memory without and with mixed precision, GB (as quoted in our issue 22)",
+        "Memory without and with mixed precision, GB (source not recorded)",
         ("network", "without", "with", "ratio"),
         (
             ("tiny feed-forward", "1.19", "1.19", "1.00"),
