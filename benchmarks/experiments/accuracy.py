@@ -473,7 +473,7 @@ A CNN with batch norm learns scikit-learn's digits, from one random half for the
 Python's standard library, byte by byte. Each starts from the same weights and sees the same batches in every precision:
 fp32, torch's autocast with its GradScaler, and ours with 16-bit weights, fp32 masters inside the optimizer and, for
 fp16, our GradScaler. The peers' optimizers train with their own way of saving memory. fp16 convolutions on a CPU take
-up to 20 times as long as in fp32, which is why the CNN is small.
+several times as long as in fp32, which is why the CNN is small.
 
 Two cases show what the parts protect. First, who accumulates gradients divides each loss by the number of
 micro-batches; {DIVISOR} of 512 tokens make a step of half a million. One of them is computed for each step, since a

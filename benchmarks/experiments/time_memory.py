@@ -179,7 +179,7 @@ def step_bytes(task: Task, way: Way, device: torch.device) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ the parts
 def is_slow(way: str, name: str, settings: Settings) -> bool:
-    """On a CPU torch's convolutions and products in fp16 take 20 to 100 times as long as in fp32. We leave the first
+    """On a CPU torch's convolutions and products in fp16 take 6 to 40 times as long as in fp32. We leave the first
     to torch and multiply in fp32."""
     if settings.device.type == "cuda" or name == FEED_FORWARD:
         return False
@@ -420,9 +420,8 @@ GradScaler in fp16; by autocast to bf16 with the 8-bit AdamW of bitsandbytes and
 
 All ways take their steps in turn in one process, and each time is divided by that of the fp32 step of the same round.
 On a GPU, memory is the most that the allocator held during a step. On a CPU, it is the bytes of weights, gradients and
-optimizer state, and of what the forward pass leaves for the backward pass. On a CPU torch's fp16 convolutions take
-about 20 times as long as fp32 ones, its products up to 100 times: there such steps are timed for 4 rounds, with no
-loss.
+optimizer state, and of what the forward pass leaves for the backward pass. On a CPU torch's fp16 convolutions and
+products take many times as long as its fp32 ones: there such steps are timed for 4 rounds, with no loss.
 """
 
 
