@@ -7,7 +7,7 @@
 
 namespace amp_kernels::cpu {
 
-using Shorts = int16_t __attribute__((vector_size(2 * kLanes)));
+using LaneShorts = int16_t __attribute__((vector_size(2 * kLanes)));
 
 template <class Mask>
 bool is_full(const Mask& mask) {
@@ -71,10 +71,10 @@ template <class P>
 }
 
 // All bits where the sum of a weight and a remainder is rounded to that weight, else none.
-[[gnu::always_inline]] inline Shorts belongs(const Lanes& sum, const Half* weight, const int16_t*) {
+[[gnu::always_inline]] inline LaneShorts belongs(const Lanes& sum, const Half* weight, const int16_t*) {
   Half rounded[kLanes];
   store_lanes(sum, rounded);
-  Shorts ours, theirs;
+  LaneShorts ours, theirs;
   std::memcpy(&ours, rounded, sizeof(ours));
   std::memcpy(&theirs, weight, sizeof(theirs));
   return ours == theirs;
