@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import nvcc
@@ -51,7 +52,9 @@ STREAMING = {row.source for row in TABLE}
 @pytest.fixture(scope="module")
 def kernels() -> Mapping[str, list[nvcc.Kernel]]:
     """By source."""
-    return {name: nvcc.kernels(compiled) for name, compiled in nvcc.compile_sources(nvcc.HOPPER).items()}
+    compiled = nvcc.compile_sources(nvcc.HOPPER)
+    with ThreadPoolExecutor() as pool:  # a disassembler is a process, and a cold one takes 4 s for update.cu
+        return dict(zip(compiled, pool.map(nvcc.kernels, compiled.values()), strict=True))
 
 
 def in_flight(code: str, width: int) -> list[int]:

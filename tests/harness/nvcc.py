@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from cuda_on_cpu.build import longest_first
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
@@ -109,8 +110,7 @@ def compile_sources(targets: Targets, sources: Sequence[Path] = SOURCES) -> dict
                 refused = 0
                 done[source.stem] = result
 
-    # The longest first, so that no core is idle at the end: size is a good guess.
-    waiting = deque(sorted(sources, key=lambda source: -source.stat().st_size))
+    waiting = deque(longest_first(sources))
     workers = os.cpu_count() or 1
     with ThreadPoolExecutor(workers) as pool:
         for future in [pool.submit(compile_next, waiting) for _ in range(workers)]:

@@ -9,7 +9,7 @@ import importlib.util
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -95,16 +95,24 @@ def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
     return ctypes.CDLL(str(library))
 
 
+def longest_first(sources: Iterable[Path]) -> list[Path]:
+    """In an order to compile them that leaves no core idle at the end.
+
+    update.cu is the shortest to read and the longest to compile: nvcc takes 37 s for its 92 kernels, and 13 s for
+    matmul.cu, the next. Of the others, size is a good guess.
+    """
+    return sorted(sources, key=lambda source: (source.stem != "update", -source.stat().st_size))
+
+
 def _compile(commands: dict[Path, list[str]], work: Path, library: Path) -> None:
     """Links the library; an object is compiled unless its preprocessed text was compiled before."""
     work.mkdir(exist_ok=True)
-    # The longest first, so that no core is idle at the end: size is a good guess.
-    ordered = sorted(commands.items(), key=lambda item: -item[0].stat().st_size)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda item: _object(*item, work), ordered))
+        objects = list(pool.map(lambda source: _object(source, commands[source], work), longest_first(commands)))
     linked = work / library.name
+    compiler = next(iter(commands.values()))[0]
     # No sanitizer here: emulator.cpp has its run-time library.
-    _run([ordered[0][1][0], "-shared", "-Wl,-z,defs", *objects, "-o", str(linked)])
+    _run([compiler, "-shared", "-Wl,-z,defs", *objects, "-o", str(linked)])
     os.replace(linked, library)
     shutil.rmtree(work)
 
