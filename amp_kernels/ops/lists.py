@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from ..backends import Kernels
 
 
-# A model is cut the same way at every step: a millisecond or two of a billion elements, which a GPU reads in one.
+# A model is cut the same way at every step, and a billion elements take a millisecond or two of Python.
 _cut = functools.lru_cache(maxsize=8)(cut)
 
 

@@ -45,7 +45,7 @@ class Chunks(NamedTuple):
 UNIT = 128  # what a warp updates at a time: at most an eighth of a chunk is there to round its size up
 LEAST = 1024
 MOST = 1 << 16  # the chunks of 10^9 elements are then 15,000, which the last block folds in microseconds
-OVERHEAD = 1024  # estimate: a chunk's header, barriers and last loads take as long as so many elements of an update
+OVERHEAD = 1024  # assumed: a chunk's header, barriers and last loads take as long as so many elements of an update
 
 
 def chunk_size(total: int, tensors: int, blocks: int) -> int:

@@ -27,7 +27,7 @@ struct QuantizeOp {
   // Fake quantization moves more bytes: there a second way to round would only cost registers.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static_assert(kHasInside || kKnown != kInside);
-  static constexpr int kEach = 4;  // 64 bytes: 64 KB in flight on a multiprocessor, of which an H200 needs 36 to 44
+  static constexpr int kEach = 4;  // 64 bytes: 64 KB in flight on a multiprocessor
   // Blocks on a multiprocessor. Random bits take up to 80 registers a thread by rows and 112 by columns, where bounds
   // for each column take 80 and inverses alone 56.
   static constexpr int kResidentRows = kStochastic ? 3 : 4;

@@ -396,11 +396,10 @@ Layout layout_of(const void* first, int64_t rows, int64_t k, int64_t batch_strid
 enum Size { kLarge, kMedium, kSmall };
 
 // How tiled_kernel does a product: in the least time, in eighths of cycles, if each multiprocessor takes as many tiles
-// as any. Of two that take the same it is the larger tile, which needs less of shared memory and of L2: at 4096^3, a
-// tie on 108 and on 132 multiprocessors, shared memory is busy for 69% of the time of Large's products, 100% of
-// Medium's.
+// as any. Of two that take the same it is the larger tile, which needs less of shared memory and of L2: 4096^3 is a tie
+// on 108 and on 132 multiprocessors. The two constants are assumed, not measured.
 struct Tiled {
-  static constexpr int64_t kFoldTime = 8 * 4000;  // a launch: 2.5 us
+  static constexpr int64_t kFoldTime = 8 * 4000;  // of a launch
   static constexpr int kBytesACycle = 32;         // of a multiprocessor to L2 or from it
 
   Layout a, b;

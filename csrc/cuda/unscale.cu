@@ -26,8 +26,8 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// Of 16 bytes, that a thread has under way: with five resident blocks of 256 threads 80 KB on a multiprocessor. 4.8
-// TB/s over 132 multiprocessors take 40 KB at a latency of 1.1 us. One of sm_75 holds four blocks.
+// Of 16 bytes, that a thread has under way: with five resident blocks of 256 threads 80 KB on a multiprocessor. One
+// of sm_75 holds four blocks.
 constexpr int kPacks = 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 4;

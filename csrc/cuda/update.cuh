@@ -51,8 +51,7 @@ struct Variant {
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
   static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // whether it reads 16 bits that may lie otherwise
   // As many as there are registers for without a spill. What a thread asks for before it waits is 80 bytes (SGD with
-  // momentum, 16 bits) to 160 (three states): 74 KB and more on a multiprocessor. 4.8 TB/s over 132 multiprocessors, a
-  // little more than half of it read, take 24 KB at a latency of 1.1 us.
+  // momentum, 16 bits) to 160 (three states): 74 KB and more on a multiprocessor.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   static constexpr int kResidentBlocks = kStates < 2 ? 4 : kStates < 3 ? 3 : 2;
 #else  // sm_86, sm_89 and sm_100 spill up to 104 bytes with one more

@@ -1,8 +1,8 @@
 """A streaming kernel asks for all that an iteration needs before it waits for any of it.
 
-Memory answers after about 700 ns, whatever was asked. So a multiprocessor of an H200 has to have 24 KB under way at
-every moment, and a kernel that waits between its loads has a part of that. nvcc decides where the waits are, and only
-the machine code shows it (tests/harness/sass.py).
+Memory answers late, whatever was asked, so that a multiprocessor has to have many bytes under way at every moment
+(CONTRIBUTING.md estimates how many). A kernel that waits between its loads has a part of them. nvcc decides where the
+waits are, and only the machine code shows it (tests/harness/sass.py).
 """
 
 from __future__ import annotations

@@ -28,6 +28,7 @@ from amp_kernels.families import FAMILIES
 from amp_kernels.optim import FusedSGD, ema_
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+from gpu_check import SHAPES
 from gpu_parts import TILES
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
@@ -136,7 +137,7 @@ def way_of(launches: set[Launch]) -> str:
     return way + " in parts" * any(name.startswith("fold_kernel") for name in kernels_of(launches))
 
 
-# The shapes of `gpu_check.py` and some between: what does them on 108, 132 and 144 multiprocessors.
+# What does a product on 108, 132 and 144 multiprocessors: those that `gpu_check.py` times, and some between.
 WAYS = {
     (matmul, 4096, 4096, 4096): ("128x256",) * 3,
     (matmul, 8192, 8192, 8192): ("128x256", "128x256", "128x128"),
@@ -153,6 +154,8 @@ WAYS = {
     (int8_matmul, 8192, 8192, 8192): ("128x256", "128x256", "128x128"),
     (int8_matmul, 1, 4096, 4096): ("few rows",) * 3,
     (int8_matmul, 4096, 4095, 4095): ("64x64 by element",) * 3,
+    (int8_matmul, 8192, 1023, 1023): ("64x64 by element",) * 3,
+    (int8_matmul, 16, 4095, 4095): ("64x64 by element",) * 3,
     (int8_matmul, 2048, 2048, 2048): ("128x128", "128x256", "128x256"),
     (int8_matmul, 1024, 1024, 1024): ("64x64",) * 3,
     (int8_matmul, 32, 4096, 4096): ("64x64", "few rows", "few rows"),
@@ -164,6 +167,11 @@ WAYS = {
 }
 
 
+def test_shapes_that_a_gpu_times_are_listed() -> None:
+    shapes = [tuple(map(int, shape.split("x"))) for shape in SHAPES.split(",")]
+    assert {(make, *shape) for make in (matmul, int8_matmul) for shape in shapes} <= set(WAYS)
+
+
 @pytest.mark.parametrize("shape", WAYS, ids=lambda shape: f"{shape[0].__name__}-{'x'.join(map(str, shape[1:]))}")
 def test_what_does_a_product(shape: tuple[Callable[..., Callable[[], None]], int, int, int]) -> None:
     make, *sizes = shape
@@ -173,7 +181,8 @@ def test_what_does_a_product(shape: tuple[Callable[..., Callable[[], None]], int
 
 # ------------------------------------------------------------------------------------------------------ what it takes
 class Budget(NamedTuple):
-    """So many blocks, at least, of each kernel whose name matches, on a multiprocessor of sm_90."""
+    """So many blocks of 256 threads, at least, of each kernel whose name matches, on a multiprocessor of sm_90. Larger
+    blocks count as several."""
 
     source: str
     kernels: str
@@ -224,7 +233,7 @@ _COUNTED = 1024
 
 class Taken(NamedTuple):
     usage: nvcc.Usage
-    blocks: int  # the fewest, of all ways to launch it
+    blocks: int  # the fewest, of all ways to launch it; one of 512 threads counts as two
 
 
 @pytest.fixture(scope="module")
@@ -240,7 +249,10 @@ def taken() -> dict[tuple[str, str], Taken]:
             usage = usages[mangled]
             own = max(usage.shared - _COUNTED, 0)
             ways = shapes.get(name, {(256, 0)})
-            blocks = min(resident_blocks(usage.registers, threads, shared + own) for threads, shared in ways)
+            blocks = min(
+                resident_blocks(usage.registers, threads, shared + own) * max(1, threads // 256)
+                for threads, shared in ways
+            )
             found[source, name] = Taken(usage, blocks)
     return found
 

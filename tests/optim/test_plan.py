@@ -12,8 +12,10 @@ from cuda_on_cpu import backend as emulator
 from table_kernels import why_not_emulated
 from torch import Tensor
 
+from amp_kernels import sgd_
 from amp_kernels.ops import table as tables
 from amp_kernels.ops.table import (
+    DTYPE_CODES,
     Row,
     chunk_size,
     cut,
@@ -23,6 +25,7 @@ from amp_kernels.ops.table import (
     same_layout,
     shares_memory,
 )
+from amp_kernels.optim import FusedSGD
 
 SMALL, LARGE = 1 << 14, 1 << 16
 
@@ -124,6 +127,30 @@ def test_chunks_of_lists_are_those_of_plans():
     for _ in range(2000):
         given = int(2 ** rng.uniform(0, 31)), int(2 ** rng.uniform(0, 12)), rng.choice([0, 1, 24, 216, 396, 528, 864])
         assert emulator.library().chunk_size_of(*given) == chunk_size(*given)
+
+
+@pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
+@pytest.mark.parametrize("low", [20_000, 9_000])
+def test_plans_and_lists_are_cut_for_the_kernels_that_run_them(monkeypatch, low):
+    """A plan, which has one length of chunks, for the update of most elements; lists for that of each dtype."""
+    fp16, fp32 = DTYPE_CODES[torch.float16], DTYPE_CODES[torch.float32]
+    blocks, lengths = {fp16: 5, fp32: 3}, []
+    run = emulator._update_table_
+    monkeypatch.setattr(emulator, "_load_update", lambda beside, family, param, *rest: blocks[param])
+    monkeypatch.setattr(emulator, "_update_table_", lambda *given: (lengths.append(given[3]), run(*given)))
+    params = [torch.nn.Parameter(torch.zeros(low).half()), torch.nn.Parameter(torch.zeros(10_000))]
+    grads = [torch.ones_like(p) for p in params]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    with emulator.serving():
+        FusedSGD(params, lr=0.1).step()
+        weights, momenta = [p.detach() for p in params], [torch.zeros(p.shape) for p in params]
+        options = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+        sgd_(weights, grads, momenta, [weights[0].float()], lr=0.1, momentum=0.9, **options)
+    most = blocks[fp16 if low > 10_000 else fp32]
+    of_plan = chunk_size(low + 10_000, 2, most)
+    assert lengths == [of_plan, of_plan, chunk_size(10_000, 1, 3), chunk_size(low, 1, 5)]
+    assert of_plan not in (chunk_size(low + 10_000, 2, 8 - most), chunk_size(low + 10_000, 2, 0))
 
 
 def test_order():
