@@ -13,8 +13,8 @@ namespace {
 template <class T>
 struct DequantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  // 64 bytes of codes a thread: 64 KB in flight on a multiprocessor, 48 by columns. For fp32, where a fifth of all bytes
-  // are reads, 36 and 30.
+  // 64 bytes of codes a thread: 64 KB in flight on a multiprocessor, 48 by columns. For fp32, where a fifth of all
+  // bytes are reads, 36 and 30.
   static constexpr int kEach = sizeof(T) == 4 ? 6 : 8;
   static constexpr int kResidentRows = sizeof(T) == 4 ? 6 : 4, kResidentColumns = sizeof(T) == 4 ? 5 : 3;
   using Raw = Packed<int8_t, kPack>;
