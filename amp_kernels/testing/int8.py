@@ -31,8 +31,9 @@ GROUPS: dict[str, dict[str, Any]] = {
 KINDS: dict[str, dict[str, Any]] = {"symmetric": {"symmetric": True}, "asymmetric": {"symmetric": False}}
 # Zero points given by a user are not checked. From 384 on the formulas' bound of 512 steps is within the clamp.
 NO_CODES = (-2_000_000_000, -600, -385, 300, 384, 65_536)
+# Bytes of the longest row that a block of the CUDA kernels holds in registers, from its only read to its codes.
+ON_CHIP = 1 << 16
 # Around 4, 8, 16 and 32 elements, a block of 1024, and 4096.
-ON_CHIP = 1 << 16  # bytes of the longest row that a block holds
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 1023, 1025, 4099)
 
 
@@ -299,8 +300,8 @@ def _quantize_cases() -> Iterator[Case]:
         for length in ROWS:
             yield case(dtype_name, f"rows_of_{length}", partial(randn, 5, length, dtype=dtype), "contiguous", _BY_ROW)
         for length in (ON_CHIP // dtype.itemsize, ON_CHIP // dtype.itemsize + 1):
-            long = partial(randn, 2, length, dtype=dtype)
-            yield case(dtype_name, f"rows_of_{length}", long, "contiguous", _BY_ROW[:2])
+            longest = partial(randn, 2, length, dtype=dtype)
+            yield case(dtype_name, f"rows_of_{length}", longest, "contiguous", _BY_ROW[:2])
         long = partial(randn, 2, 70001, dtype=dtype)
         options = [*_BY_ROW, *KINDS.values(), _BLOCKS, {"block_size": 70000}]
         yield case(dtype_name, "long_rows", long, "contiguous", options)

@@ -397,7 +397,7 @@ enum Size { kLarge, kMedium, kSmall };
 
 // How tiled_kernel does a product: in the least time, in eighths of cycles, if each multiprocessor takes as many tiles
 // as any. Of two that take the same it is the larger tile, which needs less of shared memory and of L2: 4096^3 is a tie
-// on 108 and on 132 multiprocessors. The two constants are assumed, not measured.
+// on 108 and on 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
 struct Tiled {
   static constexpr int64_t kFoldTime = 8 * 4000;  // of a launch
   static constexpr int kBytesACycle = 32;         // of a multiprocessor to L2 or from it
