@@ -386,8 +386,9 @@ void launch_int8_linear(const Int8Linear& linear, Stream stream) {
     if constexpr (std::is_same_v<T, float>) {
       launch_plain<T>(linear, wide, stream);
     } else {
-      const bool no_tensor_cores = std::is_same_v<T, __nv_bfloat16> && compute_capability() < 80;
-      if (no_tensor_cores || (!wide && linear.m <= 2 * kVectorRows)) {
+      const bool has_tensor_cores =
+          std::is_same_v<T, __half> || multiplies_bf16(compiled_for<few_rows_kernel<__nv_bfloat16, 1>>());
+      if (!has_tensor_cores || (!wide && linear.m <= 2 * kVectorRows)) {
         launch_plain<T>(linear, wide, stream);
       } else {
         launch_on_tensor_cores<T>(linear, wide, stream);

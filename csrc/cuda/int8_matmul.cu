@@ -296,7 +296,8 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
                   matmul.a_strides[1]};
   const Operand b{reinterpret_cast<const char*>(matmul.b), matmul.n, matmul.k, matmul.b_strides[1],
                   matmul.b_strides[0]};
-  const bool a_is_direct = a.is_direct(1), b_is_direct = b.is_direct(1);
+  const int sm = compiled_for<few_rows_kernel<1>>();
+  const bool a_is_direct = a.is_direct(1, sm), b_is_direct = b.is_direct(1, sm);
   if (a_is_direct && b_is_direct) {
     const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
     const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
@@ -308,8 +309,7 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
       });
     } else if (medium < count) {
       launch_tiled<64, 64, DirectLoader<64>, DirectLoader<64>>(matmul, a, b, stream);
-    } else if (2 * large_rounds <= (medium + count - 1) / count &&
-               compute_capability() >= 80) {  // before, a block has less shared memory
+    } else if (2 * large_rounds <= (medium + count - 1) / count && Tile<128, 256>::kSharedBytes <= block_memory()) {
       launch_tiled<128, 256, DirectLoader<128>, DirectLoader<256>>(matmul, a, b, stream);
     } else {
       launch_tiled<128, 128, DirectLoader<128>, DirectLoader<128>>(matmul, a, b, stream);

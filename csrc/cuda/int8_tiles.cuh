@@ -17,8 +17,9 @@ struct Operand {
   int64_t rows, k;
   int64_t row_stride, k_stride;
 
-  bool is_direct(int element_size) const {
-    return k_stride == element_size && is_aligned16(first) && row_stride % 16 == 0 && (k % 16 == 0 || copies_parts());
+  // Whether code that was compiled for `sm` can copy rows 16 bytes at a time.
+  bool is_direct(int element_size, int sm) const {
+    return k_stride == element_size && is_aligned16(first) && row_stride % 16 == 0 && (k % 16 == 0 || copies_parts(sm));
   }
 };
 
@@ -53,6 +54,7 @@ struct DirectLoader {
     to = line * kBytes + Swizzle::at(line, chunk) * 16;
     lines = clamp(operand.rows - first_row - line, kRows);
     last_bytes = clamp(operand.k - (operand.k - 1) / kBytes * kBytes - chunk * 16, 16);
+    expect_whole_copies(last_bytes);
   }
 
   __device__ __forceinline__ void fetch(char* tile, bool is_last) {

@@ -105,6 +105,7 @@ struct WideLoader {
     to = offset(line, chunk);
     k = kAcross ? line : chunk * 8;
     rows = clamp(operand.rows - first_row - (kAcross ? chunk * 8 : line), kRows);
+    expect_whole_copies((kAcross ? operand.rows : operand.k) * 2);
   }
 
   __device__ __forceinline__ void fetch(char* tile, int left) {
@@ -383,12 +384,18 @@ Matmul normalized(Matmul matmul) {
   return matmul;
 }
 
+// What the code here was compiled for. It is asked with every product, so that a product before a graph capture has
+// loaded the kernel.
+int compiled_for_sm() {
+  return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
+}
+
 // How an operand can be loaded.
 enum Layout { kAlong, kAcross, kNeither };
 
 Layout layout_of(const void* first, int64_t rows, int64_t k, int64_t batch_stride, int64_t row_stride,
                  int64_t k_stride) {
-  const auto ends_with_a_chunk = [](int64_t size) { return size % 8 == 0 || copies_parts(); };
+  const auto ends_with_a_chunk = [](int64_t size) { return size % 8 == 0 || copies_parts(compiled_for_sm()); };
   if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && ends_with_a_chunk(k)) return kAlong;
   return is_wide(first, rows, row_stride, {batch_stride, k_stride}) && ends_with_a_chunk(rows) ? kAcross : kNeither;
 }
@@ -412,7 +419,7 @@ struct Tiled {
     b = layout_of(matmul.b, matmul.n, matmul.k, bs[0], bs[2], bs[1]);
     const int64_t multiprocessors = multiprocessor_count();
     if (is_wide()) {
-      if (compute_capability() >= 80) consider<Large>(kLarge, matmul, multiprocessors);  // sm_75 has 64 KB of memory
+      if (Large::kSharedBytes <= block_memory()) consider<Large>(kLarge, matmul, multiprocessors);
       consider<Medium>(kMedium, matmul, multiprocessors);
     }
     consider<Small>(kSmall, matmul, multiprocessors);
@@ -487,7 +494,7 @@ Matmul partial(Matmul matmul, float* partials) {
 }
 
 bool is_empty(const Matmul& matmul) { return matmul.batch == 0 || matmul.m == 0 || matmul.n == 0; }
-bool has_tensor_cores(const Matmul& matmul) { return matmul.dtype == kHalf || compute_capability() >= 80; }
+bool has_tensor_cores(const Matmul& matmul) { return multiplies_bf16(compiled_for_sm()) || matmul.dtype == kHalf; }
 
 }  // namespace
 

@@ -6,6 +6,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <atomic>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -273,6 +274,28 @@ __device__ __forceinline__ void store_each(T* p, const Vector<T, N>& elements, i
     if (i < count) p[i * stride] = elements.data[i];
 }
 
+// ---------------------------------------------------------------------------------- architectures
+
+// Whether this code is compiled for an architecture before `sm`, 80 as in sm_80: a constant for nvcc.
+__device__ __forceinline__ bool compiled_before(int sm) {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  return emulator::compiled_for < sm;
+#elif defined(__CUDA_ARCH__)
+  return __CUDA_ARCH__ < 10 * sm;
+#else
+  return false;
+#endif
+}
+
+// Ends the kernel, and later calls of CUDA return an error. For branches that cannot compute what they should.
+__device__ __forceinline__ void trap() {
+#ifdef AMP_KERNELS_CUDA_ON_CPU
+  emulator::trap();
+#elif defined(__CUDA_ARCH__)
+  __trap();
+#endif
+}
+
 // ------------------------------------------------------------------------------- block cooperation
 // blockDim.x is a multiple of 32, at most 1024, and blocks are one-dimensional; every thread of the block
 // calls.
@@ -374,10 +397,47 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 
 // --------------------------------------------------------------------------------------- host side
 
-#ifdef AMP_KERNELS_CUDA_ON_CPU
+inline void check(cudaError_t error) {
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch, which may be torch's, would report it again
+  throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
+}
 
-inline int device_multiprocessors() { return emulator::multiprocessors; }
-inline int compute_capability() { return emulator::compute_capability; }
+inline int current_device() {
+  int device = 0;
+  check(cudaGetDevice(&device));
+  return device;
+}
+
+inline int device_attribute(cudaDeviceAttr attribute) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, current_device()));
+  return value;
+}
+
+inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
+
+// Bytes of shared memory that a block can ask for: 64 KB on sm_75, 99 KB or more since sm_80.
+inline int block_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
+
+// The architecture (75 to 120, as in sm_75) for which nvcc compiled the code of kKernel that the current device runs.
+// __CUDA_ARCH__ was ten times that when it chose among the branches of the kernel. A device is newer than its code
+// where the binary holds PTX for it and no machine code: the driver compiles that PTX, and its branches stay. Asking
+// loads the kernel and may wait for a lock of the driver. The answer never changes, so it is kept for each device.
+template <auto kKernel>
+int compiled_for() {
+  static std::atomic<int> known[64];  // 0: not asked yet; devices beyond are asked each time
+  const int device = current_device();
+  std::atomic<int>* const kept = device < 64 ? &known[device] : nullptr;
+  if (kept != nullptr && *kept != 0) return *kept;
+  cudaFuncAttributes attributes;
+  check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)));
+  const int answer = attributes.ptxVersion;  // binaryVersion is the device's
+  if (kept != nullptr) *kept = answer;
+  return answer;
+}
+
+#ifdef AMP_KERNELS_CUDA_ON_CPU
 
 template <class Kernel>
 int resident_blocks(Kernel* kernel, unsigned, size_t) {
@@ -392,25 +452,6 @@ void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t
 }
 
 #else
-
-inline void check(cudaError_t error) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
-}
-
-inline int device_attribute(cudaDeviceAttr attribute) {
-  int device = 0;
-  int value = 0;
-  check(cudaGetDevice(&device));
-  check(cudaDeviceGetAttribute(&value, attribute, device));
-  return value;
-}
-
-inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
-
-// 75 to 120, as in sm_75.
-inline int compute_capability() {
-  return 10 * device_attribute(cudaDevAttrComputeCapabilityMajor) + device_attribute(cudaDevAttrComputeCapabilityMinor);
-}
 
 // How many blocks of a kernel a multiprocessor holds at a time. The question loads the kernel.
 template <class Kernel>

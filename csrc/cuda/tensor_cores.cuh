@@ -36,9 +36,14 @@ __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[
 #endif
 }
 
-// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word.
+// Whether code that was compiled for `sm` multiplies bf16 on tensor cores. sm_75 has them for fp16 and codes alone.
+inline bool multiplies_bf16(int sm) { return sm >= 80; }
+
+// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word. bf16 kernels are compiled for sm_75 too. Launching one
+// there is a mistake, which the trap turns into an error: without it their results are zeros.
 template <class T>
 __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  if (std::is_same_v<T, __nv_bfloat16> && compiled_before(80)) return trap();
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::multiply_numbers(c, a, b, [](uint16_t bits) {
     T value;
@@ -56,7 +61,6 @@ __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
   }
 #else
-  // sm_75 has no bf16 here: such kernels are compiled for it and not launched.
   if constexpr (std::is_same_v<T, __half>) {
 #pragma unroll
     for (int i = 0; i < 2; ++i)
@@ -91,8 +95,16 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char
 #endif
 }
 
-// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros: 0 or 16 of them unless copies_parts(). They
-// are there after a wait_copies that covers them, for this thread; for the others after the next barrier.
+// Whether code that was compiled for `sm` copies parts of 16 bytes from global to shared memory.
+inline bool copies_parts(int sm) { return sm >= 80; }
+
+// Traps where a thread's copies would be of parts, and parts cannot be copied: `bytes` is no multiple of 16.
+__device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
+  if (compiled_before(80) && bytes % 16 != 0) trap();
+}
+
+// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros: 0 or 16 unless copies_parts(). They are
+// there after a wait_copies that covers them, for this thread; for the others after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::copy_async(shared, global, bytes);
@@ -112,8 +124,6 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
   *reinterpret_cast<int4*>(shared) = chunk;
 #endif
 }
-
-inline bool copies_parts() { return compute_capability() >= 80; }
 
 __device__ __forceinline__ void commit_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU

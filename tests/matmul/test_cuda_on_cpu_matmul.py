@@ -236,9 +236,11 @@ def test_tiles_in_splits_of_k(batch: int, m: int, n: int, k: int, layouts: tuple
 
 
 # ---------------------------------------------------------------------------------------------- sm_75
+# A newer GPU runs that code too: it compiles the PTX in a binary for TORCH_CUDA_ARCH_LIST=7.5+PTX.
 @dtypes
-def test_where_tensor_cores_have_no_bf16(dtype: torch.dtype) -> None:
-    with backend.compute_capability(75):
+@pytest.mark.parametrize("capability", [75, 90])
+def test_where_tensor_cores_have_no_bf16(capability: int, dtype: torch.dtype) -> None:
+    with backend.compute_capability(capability, compiled_for=75):
         for i, layouts in enumerate(itertools.product(("padded_row", "odd_column", "every_other"), repeat=2)):
             product((1 + i % 2, (3, 70)[i % 2], 67, 33), layouts, dtype, activation=i % 4, pre=True, input="row")
         product((3, 121, 250, 40), WIDE, dtype)

@@ -124,13 +124,14 @@ def scheduled(order: str, seed: int = 0) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def compute_capability(value: int) -> Iterator[None]:
-    """Makes the launchers choose as for a GPU of ``sm_<value>``."""
-    library().set_compute_capability(value)
+def compute_capability(value: int, compiled_for: int | None = None) -> Iterator[None]:
+    """Makes the launchers choose as on a GPU of ``sm_<value>``, which runs code that was compiled for that, or for an
+    older one: PTX in the binary."""
+    library().set_device(value, compiled_for or value)
     try:
         yield
     finally:
-        library().set_compute_capability(90)
+        library().set_device(90, 90)
 
 
 @contextlib.contextmanager

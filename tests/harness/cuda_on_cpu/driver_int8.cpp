@@ -7,7 +7,7 @@ using namespace amp_kernels;  // NOLINT: this file is nothing but an interface t
 
 extern "C" {
 
-void set_compute_capability(int value) { emulator::compute_capability = value; }
+void set_device(int compute_capability, int compiled_for) { emulator::set_device(compute_capability, compiled_for); }
 
 const char* quantize_int8(const Quantize* quantize) {
   return guarded([&] {

@@ -7,6 +7,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <random>
 #include <stdexcept>
@@ -23,7 +24,7 @@ dim3 gridDim;
 
 namespace emulator {
 
-int multiprocessors = 3, compute_capability = 90;
+int multiprocessors = 3, compute_capability = 90, compiled_for = 90, device = 0;
 std::set<std::tuple<const void*, unsigned, size_t>> launched;
 std::set<const void*> loaded, loaded_late;
 bool is_capturing = false;
@@ -31,7 +32,7 @@ bool is_capturing = false;
 namespace {
 
 constexpr size_t kStackBytes = 256 * 1024;
-constexpr size_t kSharedLimit = 99 * 1024;  // what a block gets on sm_86, sm_89 and sm_120, which have least
+constexpr size_t kSharedLimit = 99 * 1024;  // of a block on sm_86, sm_89 and sm_120: since sm_80 none has less
 constexpr size_t kGuardBytes = 1024;
 constexpr unsigned kMaxThreads = 1024;
 // As a float, a double or an int: NaN, NaN, -1.
@@ -186,8 +187,23 @@ void set_order(Order new_order, unsigned seed) {
 
 void set_planning(bool planning) { is_planning = planning; }
 
+void set_device(int new_capability, int new_compiled_for) {
+  static std::map<std::pair<int, int>, int> numbers{{{90, 90}, 0}};
+  compute_capability = new_capability;
+  compiled_for = new_compiled_for;
+  device = numbers.try_emplace({new_capability, new_compiled_for}, static_cast<int>(numbers.size())).first->second;
+}
+
+size_t block_memory() { return compute_capability < 80 ? 64 * 1024 : kSharedLimit; }
+
+void trap() {
+  fail(thread_name(current) + ": trap, in code compiled for sm_" + std::to_string(compiled_for));
+  suspend();
+  std::abort();  // the block is over
+}
+
 void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel) {
-  if (grid == 0 || block == 0 || block > kMaxThreads || shared_bytes > kSharedLimit)
+  if (grid == 0 || block == 0 || block > kMaxThreads || shared_bytes > block_memory())
     throw std::runtime_error("invalid launch: grid " + std::to_string(grid) + ", block " + std::to_string(block) +
                              ", " + std::to_string(shared_bytes) + " bytes of shared memory");
   launched.insert({address, block, shared_bytes});
@@ -359,7 +375,7 @@ static void carry_out(const Copy& copy) {
 
 void copy_async(char* shared_address, const char* global, int bytes) {
   const Copy copy{shared_address, global, bytes};
-  if (compute_capability < 80 && bytes % 16 != 0) {
+  if (compiled_for < 80 && bytes % 16 != 0) {
     fail(thread_name(current) + ": before sm_80 a copy is of 16 bytes or of none, not of " + std::to_string(bytes));
     suspend();
   }

@@ -2,6 +2,7 @@
 // a time; a barrier releases its threads only when all of them have arrived, as on a GPU.
 #pragma once
 
+#include <driver_types.h>
 #include <vector_functions.h>
 #include <vector_types.h>
 
@@ -21,8 +22,6 @@
 #undef __shared__
 #define __shared__ _Pragma("GCC error \"take shared memory from amp_kernels::shared_memory()\"")
 
-using cudaStream_t = struct CUstream_st*;
-
 extern uint3 threadIdx;
 extern uint3 blockIdx;
 extern dim3 blockDim;
@@ -31,7 +30,14 @@ extern dim3 gridDim;
 namespace emulator {
 
 constexpr int kResidentBlocks = 8;
-extern int multiprocessors, compute_capability;
+extern int multiprocessors;
+// The GPU, and what the code that it runs was compiled for: 90 and 75 where it compiled the PTX of sm_75. Each such
+// pair is a device with a number of its own, for portable.h keeps what a device answered.
+extern int compute_capability, compiled_for, device;
+void set_device(int compute_capability, int compiled_for);
+size_t block_memory();  // that a block can ask for
+[[noreturn]] void trap();
+
 extern std::set<std::tuple<const void*, unsigned, size_t>> launched;  // (kernel, block, bytes of shared memory)
 
 // A question about a kernel loads it (resident_blocks), if no earlier one did; a graph capture is too late for that.
@@ -122,6 +128,30 @@ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)
 }
 
 }  // namespace emulator
+
+inline const char* cudaGetErrorString(cudaError_t) { return "the emulator does not know this attribute"; }
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = emulator::device;
+  return cudaSuccess;
+}
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute == cudaDevAttrMultiProcessorCount) {
+    *value = emulator::multiprocessors;
+  } else if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) {
+    *value = static_cast<int>(emulator::block_memory());
+  } else {
+    return cudaErrorInvalidValue;
+  }
+  return cudaSuccess;
+}
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  emulator::load(kernel);
+  *attributes = {};
+  attributes->ptxVersion = emulator::compiled_for;
+  attributes->binaryVersion = emulator::compute_capability;
+  return cudaSuccess;
+}
 
 inline void __syncthreads() { emulator::block_barrier(false, "__syncthreads"); }
 inline int __syncthreads_or(int value) { return emulator::block_barrier(value != 0, "__syncthreads_or"); }
