@@ -60,6 +60,17 @@ def decide(wanted):
     return what, f"{missing} because {why}, then run `pip install --no-build-isolation -e .`", ()
 
 
+def architectures(version):
+    """TORCH_CUDA_ARCH_LIST for nvcc of this version, so that the binary serves every GPU since 7.5.
+
+    Machine code runs on GPUs of the same major version whose minor is not lower. PTX runs on every later GPU: that of
+    9.0 on those whose own code this nvcc cannot make, that of the newest on those to come. 11.0 needs its own because
+    the PTX of 12.0 is too new for it; before CUDA 13 it was called 10.1, which torch's list does not take.
+    """
+    newer = ";10.0;11.0;12.0+PTX" if version >= (13, 0) else ";10.0;12.0+PTX" if version >= (12, 8) else ""
+    return "7.5;8.0;8.6;8.9;9.0+PTX" + newer
+
+
 def extension(version=None, toolkit=None):
     from torch.utils import cpp_extension
 
@@ -75,8 +86,7 @@ def extension(version=None, toolkit=None):
     ext.depends, ext.py_limited_api = glob("csrc/**/*.*h", recursive=True), bool(LIMITED_API)
     if toolkit:
         cpp_extension.CUDA_HOME = str(toolkit)  # torch looks beside the wrapper, where there are no headers
-        archs = "7.5;8.0;8.6;8.9;9.0a;" + ("10.0;12.0+PTX" if version >= (12, 8) else "9.0+PTX")
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", archs)
+        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(version))
         folders = [toolkit, *toolkit.glob("targets/*")]
         ext.include_dirs += [f"{f}/include" for f in folders]
         ext.library_dirs += [f"{f}/{lib}" for f in folders for lib in ("lib64", "lib")]

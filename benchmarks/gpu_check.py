@@ -322,8 +322,6 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
     def build(name: str, what: str, after: str = "") -> Part:
         command = [python, "setup.py", "build", f"--build-base={work}", f"--build-lib={lib}"]
         arch = {} if capability is None else {"TORCH_CUDA_ARCH_LIST": "{}.{}".format(*capability)}
-        if capability == (9, 0):
-            arch["TORCH_CUDA_ARCH_LIST"] += "a"
         note = "the Python files alone" if rehearsal else ""
         return Part(name, command, {"AMP_KERNELS_BUILD": what, **arch}, ROOT, after=after, note=note)
 

@@ -34,10 +34,11 @@ FLAGS = ["-O3", "-std=c++17", "--expt-relaxed-constexpr", *(f"-D__CUDA_NO_{name}
 FLAGS += ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]
 
 # setup.py's default architectures, by the one whose PTX they are compiled from here. The sources ask only whether
-# __CUDA_ARCH__ is 800 or more, and nvcc's front end takes more than half of the time.
+# __CUDA_ARCH__ is below 800 and whether it is 900, and nvcc's front end takes more than half of the time.
 Targets = Mapping[str, Sequence[str]]
-HOPPER: Targets = {"90a": ("90a",)}
-OTHERS: Targets = {"75": ("75",), "80": ("80", "86", "89", "100", "120")}
+HOPPER: Targets = {"90": ("90",)}
+TURING: Targets = {"75": ("75",)}
+OTHERS: Targets = {"80": ("80", "86", "89", "100", "110", "120")}
 
 
 class Compiled(NamedTuple):
@@ -91,7 +92,7 @@ def run(*command: str | Path) -> str:
 def compile_sources(targets: Targets, sources: Sequence[Path] = SOURCES) -> dict[str, Compiled]:
     """Every source by its stem. Processes that compile the same ones at the same time share the work."""
     compiler = nvcc()
-    known = run(compiler, "--list-gpu-code").split()  # nvcc before 12.8 has no sm_100
+    known = run(compiler, "--list-gpu-code").split()  # nvcc before 12.8 has no sm_100, before 13.0 no sm_110
     commands = {source: _command(compiler, source, targets, known) for source in sources}
     done: dict[str, Compiled] = {}
 
@@ -119,9 +120,9 @@ def compile_sources(targets: Targets, sources: Sequence[Path] = SOURCES) -> dict
 
 
 def _command(compiler: str, source: Path, targets: Targets, known: Sequence[str]) -> tuple[list[str], list[str]]:
-    of_ptx = {ptx: [arch for arch in archs if f"sm_{arch.rstrip('a')}" in known] for ptx, archs in targets.items()}
+    of_ptx = {ptx: [arch for arch in archs if f"sm_{arch}" in known] for ptx, archs in targets.items()}
     if source.stem.startswith("matmul"):  # by far the longest to compile
-        of_ptx = {ptx: [arch for arch in archs if arch in ("80", "90a")] for ptx, archs in of_ptx.items()}
+        of_ptx = {ptx: [arch for arch in archs if arch in ("75", "80", "90")] for ptx, archs in of_ptx.items()}
     gencode = []
     for ptx, archs in of_ptx.items():
         codes = [*(f"sm_{arch}" for arch in archs), f"compute_{ptx}"] if archs else []
@@ -199,6 +200,11 @@ def kernels(compiled: Compiled) -> list[Kernel]:
         for arch, of_arch in zip(parts[::2], parts[1::2], strict=True)
         for function in re.split(r"^\s*Function : ", of_arch, flags=re.MULTILINE)[1:]
     ]
+
+
+def has_no_tensor_cores(kernel: Kernel) -> bool:
+    """Whether it is a product of bf16 for sm_75, which is compiled and ends in a trap."""
+    return kernel.arch == "sm_75" and re.match(r"(tiled|few_rows)_kernel<__nv_bfloat16\b", kernel.name) is not None
 
 
 def short_names(mangled: Sequence[str]) -> dict[str, str]:

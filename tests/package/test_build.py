@@ -49,7 +49,9 @@ INSTRUCTIONS = [
 
 
 @pytest.fixture(
-    scope="module", params=[nvcc.HOPPER, pytest.param(nvcc.OTHERS, marks=pytest.mark.slow)], ids=["usual", "others"]
+    scope="module",
+    params=[nvcc.HOPPER, *(pytest.param(targets, marks=pytest.mark.slow) for targets in (nvcc.TURING, nvcc.OTHERS))],
+    ids=["usual", "turing", "others"],
 )
 def compiled(request: pytest.FixtureRequest) -> dict[str, nvcc.Compiled]:
     """Every source, for these architectures."""
@@ -82,7 +84,7 @@ def test_kernels_have_their_instructions(
 ) -> None:
     found = set()
     for kernel in nvcc.kernels(compiled[source]):
-        if re.search(kernels, kernel.mangled):
+        if re.search(kernels, kernel.mangled) and not nvcc.has_no_tensor_cores(kernel):
             found.add(kernel.arch)
             assert re.search(instruction, kernel.code), f"{kernel.arch}: no {instruction} in {kernel.mangled}"
     assert found == {f"sm_{arch}" for arch in compiled[source].archs}
