@@ -61,11 +61,12 @@ def decide(wanted):
 
 
 def architectures(version):
-    """TORCH_CUDA_ARCH_LIST for nvcc of this version, so that the binary serves every GPU since 7.5.
+    """Return TORCH_CUDA_ARCH_LIST for nvcc of this version. The binary serves every GPU from 7.5 on.
 
-    Machine code runs on GPUs of the same major version whose minor is not lower. PTX runs on every later GPU: that of
-    9.0 on those whose own code this nvcc cannot make, that of the newest on those to come. 11.0 needs its own because
-    the PTX of 12.0 is too new for it; before CUDA 13 it was called 10.1, which torch's list does not take.
+    Machine code runs on GPUs with the same major version and the same or a higher minor one. PTX runs on every later
+    GPU. The PTX of 9.0 serves GPUs for which this nvcc cannot make machine code, and the PTX of 12.0 serves GPUs to
+    come. 11.0 needs machine code of its own, because the PTX of 12.0 is too new for it. CUDA 12 calls it 10.1, which
+    torch's list does not accept.
     """
     newer = ";10.0;11.0;12.0+PTX" if version >= (13, 0) else ";10.0;12.0+PTX" if version >= (12, 8) else ""
     return "7.5;8.0;8.6;8.9;9.0+PTX" + newer

@@ -31,8 +31,8 @@ namespace emulator {
 
 constexpr int kResidentBlocks = 8;
 extern int multiprocessors;
-// The GPU, and what the code that it runs was compiled for: 90 and 75 where it compiled the PTX of sm_75. Each such
-// pair is a device with a number of its own, for portable.h keeps what a device answered.
+// The GPU, and the architecture for which its code was compiled: 90 and 75 if the driver compiled the PTX of sm_75.
+// Each such pair has a device number of its own, because portable.h keeps what a device answered.
 extern int compute_capability, compiled_for, device;
 void set_device(int compute_capability, int compiled_for);
 size_t block_memory();  // that a block can ask for
