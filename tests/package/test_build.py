@@ -39,7 +39,7 @@ INSTRUCTIONS = [
     ("matmul", "tiled_kernelI6__half", r"\bHMMA\."),
     ("matmul", "tiled_kernel", r"\bLDSM\.16\."),
     ("matmul", "tiled_kernel.*ELb1E", r"\bLDSM\.16\.MT88\."),  # an operand is transposed
-    ("matmul", "tiled_kernel", r"\bLDS\.128\b"),
+    ("matmul", "tiled_kernel", r"\bLDS\.(U\.)?128\b"),  # U: on sm_75
     ("matmul", "tiled_kernel", WIDE_STORE),
     ("matmul_few_rows", "few_rows_kernelI6__half", WIDE_LOAD),
     ("matmul_few_rows", "few_rows_kernelI6__half", r"\bHMMA\."),
