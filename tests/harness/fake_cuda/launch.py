@@ -1,76 +1,25 @@
-"""Launches every Triton kernel by Triton's own launcher on libcuda.cpp, a GPU that runs nothing. The last line is JSON.
+"""Launches every Triton kernel by Triton's own launcher, on a GPU that runs nothing. The last line is JSON.
 
-A process of its own, started by tests/gpu_static/test_triton_launch.py with this libcuda first in LD_LIBRARY_PATH.
+Its argument is the compute capability, 90 for 9.0.
 """
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
-import importlib
 import json
-import os
-import pkgutil
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import torch
 import triton
-from triton.backends.nvidia.driver import CudaDriver, CudaLauncher, CudaUtils
-from triton.runtime import driver
+from gpus import gpus, kernels, libcuda, name_of
 from triton.runtime.jit import JITFunction
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from served import served_by
-
 import amp_kernels
-from amp_kernels import triton_kernels
 from amp_kernels.families import FAMILIES
 from amp_kernels.testing.updates import UPDATES
 
-HOPPER = (9, 0)
 FP16, BF16 = torch.float16, torch.bfloat16
-
-
-class FakeDriver(CudaDriver):
-    """Triton's, but for what it asks torch, which sees no GPU."""
-
-    def __init__(self) -> None:
-        self.utils = CudaUtils()
-        self.launcher_cls = CudaLauncher
-        self.get_current_device = lambda: 0
-        self.set_current_device = lambda device: None
-        self.get_current_stream = lambda device=None: 0
-        self.get_device_capability = lambda device=None: HOPPER
-
-
-@contextlib.contextmanager
-def hopper() -> Iterator[None]:
-    """Kernels are chosen as for an H100; CPU tensors are its memory."""
-    driver.set_active(FakeDriver())
-    os.environ["AMP_KERNELS_MULTIPROCESSORS"] = "132"
-    for module in modules():
-        if hasattr(module, "capability_of"):
-            module.capability_of = lambda device: HOPPER  # type: ignore[attr-defined]
-    with served_by(triton_kernels):
-        yield
-
-
-def modules() -> list[Any]:
-    package = triton_kernels.__name__
-    return [importlib.import_module(f"{package}.{info.name}") for info in pkgutil.iter_modules(triton_kernels.__path__)]
-
-
-def name_of(kernel: JITFunction) -> str:
-    return f"{kernel.fn.__module__.rpartition('.')[2]}.{kernel.fn.__name__}"
-
-
-def kernels() -> set[str]:
-    """Those of all modules. A function that kernels call is not launched, and not called so."""
-    found = (value for module in modules() for value in vars(module).values() if isinstance(value, JITFunction))
-    return {name_of(kernel) for kernel in found if kernel.fn.__name__.endswith("_kernel")}
 
 
 # ------------------------------------------------------------------------------------------------- what is launched
@@ -126,25 +75,25 @@ CALLS: dict[str, Callable[[], object]] = {
 
 
 def main() -> None:
-    fake = ctypes.CDLL("libcuda.so.1")
     launched: set[str] = set()
     run = JITFunction.run
 
-    def noted(self: JITFunction, *arguments: Any, **options: Any) -> Any:
-        before = fake.fake_launches()
-        result = run(self, *arguments, **options)
-        assert fake.fake_launches() == before + 1, f"{name_of(self)} was not launched once"
-        launched.add(name_of(self))
+    def noted(self: JITFunction, *arguments: Any, warmup: bool, **options: Any) -> Any:
+        before = libcuda.fake_launches()
+        result = run(self, *arguments, warmup=warmup, **options)
+        assert libcuda.fake_launches() == before + (not warmup), f"{name_of(self)} was not launched once"
+        if not warmup:
+            launched.add(name_of(self))
         return result
 
     JITFunction.run = noted
-    with hopper():
+    with gpus(int(sys.argv[1])):
         for name, call in CALLS.items():
             print(name, end=": ", flush=True)  # before it runs: it may crash
             call()
             call()  # as it is found in the launcher's cache
-            print(f"{fake.fake_launches()} launches, {fake.fake_maps()} tensor maps so far", flush=True)
-    print(json.dumps({"triton": triton.__version__, "missing": sorted(kernels() - launched)}))
+            print(f"{libcuda.fake_launches()} launches, {libcuda.fake_maps()} tensor maps so far", flush=True)
+    print(json.dumps({"triton": triton.__version__, "missing": sorted(kernels().keys() - launched)}))
 
 
 if __name__ == "__main__":
