@@ -54,6 +54,13 @@ def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE:
     return tl.where(address == 0, 0, address + begin * (4 if DTYPE == FP32 else 2))
 
 
+@triton.jit
+def optional_scalar(address, absent):
+    """The fp32 scalar at an int64 address; `absent` if the address is 0. A mask costs no branch."""
+    pointer = address.to(tl.int64).to(tl.pointer_type(tl.float32))
+    return tl.load(pointer, mask=address != 0, other=absent)
+
+
 # --------------------------------------------------------------------------------------------- element access
 # VEC is how many neighbours one access of a thread covers. Callers take VEC > 1 only in a branch where the
 # address and the count are multiples of it; both are rounded down to it there, which changes nothing and
@@ -144,20 +151,48 @@ def programs_at_a_time(beside: torch.Tensor) -> int:
     return _PROGRAMS * torch.cuda.get_device_properties(beside.device).multi_processor_count
 
 
+def address_of(scalar: torch.Tensor | None) -> int:
+    """What a kernel takes for an optional fp32 scalar: an address, 0 without the scalar.
+
+    Triton compiles a variant for None and another one for a tensor.
+    """
+    return 0 if scalar is None else scalar.data_ptr()
+
+
+def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes `device` the current one, for which Triton loads and launches kernels."""
+    if device.type == "cuda" and device.index != torch.cuda.current_device():
+        return torch.cuda.device(device)
+    return contextlib.nullcontext()
+
+
+def load(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> None:
+    """Compiles a variant and loads it on `device`, which a graph capture forbids.
+
+    `args` are those of the kernel, a dtype for each tensor. The values of numbers do not matter, since kernels
+    specialise on none.
+    """
+    if isinstance(kernel, triton.JITFunction):  # the interpreter compiles nothing
+        with current(device):
+            # `warmup` compiles. The driver loads a kernel when its launcher is first asked for.
+            _ = kernel.warmup(*args, **constants, **_OPTIONS, grid=(1,)).run
+
+
+# Fused multiply-add as nvcc has it: the default changes with Triton 3.10.
+_OPTIONS = {"enable_fp_fusion": True}
+
+
 def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **constants: Any) -> None:
     """Runs one program per chunk on the table's device and its current stream.
 
-    Kernels specialise on no argument ("is 1", "is a multiple of 16"): it would gain nothing, and a new value
-    could then compile a variant in the middle of a graph capture.
+    Kernels specialise on no argument ("is 1", "is a multiple of 16"), and every number has an annotated type: Triton
+    would type a Python int by its value. Specialising would gain nothing, and a new value could then compile a
+    variant in the middle of a graph capture.
 
     The hardware hands out chunks as blocks retire, which evens out short tails and skipped tensors. A
     persistent grid would divide the work beforehand, by the multiprocessor count of the right device.
     """
     if n_programs == 0:
         return
-    guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if table.is_cuda and table.device.index != torch.cuda.current_device():
-        guard = torch.cuda.device(table.device)
-    with guard:
-        # Fused multiply-add as nvcc has it: the default changes with Triton 3.10.
-        kernel[(n_programs,)](table, *args, **constants, enable_fp_fusion=True)
+    with current(table.device):
+        kernel[(n_programs,)](table, *args, **constants, **_OPTIONS)

@@ -19,6 +19,9 @@ bits.
 
 from __future__ import annotations
 
+import functools
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -29,9 +32,12 @@ from .common import (
     FP32,
     GRAD,
     GRAD_DTYPE,
+    address_of,
     chunk_bounds,
     launch,
+    load,
     load_elements,
+    optional_scalar,
     programs_at_a_time,
     store_elements,
     table_entry,
@@ -90,7 +96,7 @@ def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr
 
 
 @triton.jit
-def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, CLEAR: tl.constexpr):
+def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, clear):
     # Fixed order: same inputs, same bits, whichever block is the last. .cg because other blocks wrote these.
     lanes = tl.full((_FOLD,), 0.0, tl.float64)
     for i in range(0, n_chunks, _FOLD):
@@ -99,7 +105,7 @@ def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm
     total = tl.sum(lanes)
     bad = total - total != 0.0
     tl.store(norm_ptr, (tl.sqrt(total) * factor.to(tl.float64)).to(tl.float32))
-    if CLEAR:
+    if clear != 0:
         tl.store(found_inf_ptr, tl.where(bad, 1.0, 0.0))
         passes = tl.load(record_ptr + 1) + 1
         tl.debug_barrier()  # every thread has read the count before one of them stores the next
@@ -118,27 +124,25 @@ def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm
         tl.store(found_inf_ptr, 1.0)
 
 
-@triton.jit(do_not_specialize=list(range(10)))
+@triton.jit(do_not_specialize=list(range(12)))
 def _unscale_kernel(
     table_ptr,  # int64 [rows, n_tensors]
     chunks_ptr,  # int32 [n_chunks, 2]
-    n_tensors,
-    n_chunks,
-    chunk_size,
-    scale_ptr,  # fp32 scalar, or None: factor 1
+    n_tensors: tl.int32,
+    n_chunks: tl.int32,
+    chunk_size: tl.int32,
+    scale: tl.int64,  # address of an fp32 scalar; 0: factor 1
+    divide: tl.int32,  # not 0: by the scale
+    clear: tl.int32,  # not 0: the verdict and the record are those of this pass
     partials_ptr,  # fp64 [n_chunks]
     found_inf_ptr,  # fp32 scalar
     norm_ptr,  # fp32 scalar
     record_ptr,  # int64 [4]: ticket, passes, pass and tensor of the last overflow
-    DIVIDE: tl.constexpr,
     WRITE: tl.constexpr,
-    CLEAR: tl.constexpr,
 ):
-    factor = tl.full((), 1.0, tl.float32)
-    if scale_ptr is not None:
-        factor = tl.load(scale_ptr)
-        if DIVIDE:
-            factor = tl.div_rn(1.0, factor)
+    factor = optional_scalar(scale, 1.0)
+    if divide != 0:
+        factor = tl.div_rn(1.0, factor)
     chunk = tl.program_id(0).to(tl.int64)
     if chunk < n_chunks:  # without any chunk the one program that runs has only to finish
         tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
@@ -158,7 +162,11 @@ def _unscale_kernel(
     ticket_ptr = record_ptr.to(tl.pointer_type(tl.int32))
     if tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
         tl.store(ticket_ptr, 0)
-        _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, CLEAR)
+        _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, clear)
+
+
+def _options(write: bool) -> dict[str, Any]:
+    return {"WRITE": write, "num_warps": _NUM_WARPS}
 
 
 def _unscale_table_(
@@ -183,17 +191,24 @@ def _unscale_table_(
         table.shape[1],
         n_chunks,
         chunk_size,
-        scale,
+        address_of(scale),
+        int(divide),
+        int(clear),
         partials,
         found_inf,
         norm,
         record,
-        DIVIDE=divide,
-        WRITE=write,
-        CLEAR=clear,
-        num_warps=_NUM_WARPS,
+        **_options(write),
     )
 
 
 def _load_unscale(beside: torch.Tensor) -> int:
+    _load(beside.device)
     return programs_at_a_time(beside)
+
+
+@functools.cache  # every call of `unscale_` comes here
+def _load(device: torch.device) -> None:
+    fp32, fp64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
+    for write in (False, True):
+        load(_unscale_kernel, device, int64, int32, 0, 0, 0, 0, 0, 0, fp64, fp32, fp32, int64, **_options(write))

@@ -32,6 +32,7 @@ states), or 32 of 80 bytes a thread first (SGD of 16-bit weights, of which eight
 # ruff: noqa: RUF005 (Triton does not unpack a tuple inside of another)
 from __future__ import annotations
 
+import functools
 import importlib
 from typing import Any
 
@@ -49,11 +50,14 @@ from .common import (
     MASTER,
     PARAM,
     STATE,
+    address_of,
     chunk_address,
     chunk_bounds,
     is_aligned,
     launch,
+    load,
     load_elements,
+    optional_scalar,
     programs_at_a_time,
     store_elements,
     table_entry,
@@ -73,25 +77,18 @@ _REGISTERS = 96
 
 
 @triton.jit
-def _is_skipped(found_inf_ptr):
-    skipped = False
-    if found_inf_ptr is not None:
-        skipped = tl.load(found_inf_ptr) != 0.0  # 2.0 skips too: a sum over devices or ranks
-    return skipped
+def _is_skipped(found_inf):
+    return optional_scalar(found_inf, 0.0) != 0.0  # 2.0 skips too: a sum over devices or ranks
 
 
 @triton.jit
-def _factor(grad_scale_ptr, grad_norm_ptr, max_norm):
+def _factor(grad_scale, grad_norm, max_norm):
     """What a gradient is multiplied by on its way into an update: unscaling and clipping."""
-    factor = tl.full((), 1.0, tl.float32)
-    if grad_scale_ptr is not None:
-        factor = tl.div_rn(factor, tl.load(grad_scale_ptr))
-    if grad_norm_ptr is not None:
-        # Eager Triton types a Python float fp32, Inductor fp64; 1e-6 is clip_grad_norm_'s.
-        limit = tl.full((), max_norm, tl.float32)
-        coefficient = tl.div_rn(limit, tl.load(grad_norm_ptr) + 1e-6)
-        factor *= tl.where(coefficient > 1.0, 1.0, coefficient)  # written so that a NaN norm stays visible
-    return factor
+    factor = tl.div_rn(tl.full((), 1.0, tl.float32), optional_scalar(grad_scale, 1.0))
+    # 1e-6 is clip_grad_norm_'s.
+    coefficient = tl.div_rn(tl.full((), max_norm, tl.float32), optional_scalar(grad_norm, 0.0) + 1e-6)
+    # Written so that a NaN norm stays visible.
+    return factor * tl.where((grad_norm == 0) | (coefficient > 1.0), 1.0, coefficient)
 
 
 @triton.jit
@@ -171,15 +168,15 @@ def _update_chunk(
 def _update_kernel(
     table_ptr,  # int64 [rows, n_tensors]
     chunks_ptr,  # int32 [n_chunks, 2]
-    n_tensors,
-    chunk_size,
+    n_tensors: tl.int32,
+    chunk_size: tl.int32,
     steps_ptr,  # int32 [n_chunks]: updates applied so far
     hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
     lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a tensor lr stays live
-    grad_scale_ptr,  # fp32 scalars, or None
-    found_inf_ptr,
-    grad_norm_ptr,
-    max_norm,
+    grad_scale: tl.int64,  # addresses of fp32 scalars; 0 where there is none
+    found_inf: tl.int64,
+    grad_norm: tl.int64,
+    max_norm: tl.float32,
     FORMULA: tl.constexpr,
     N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
     N_OPTIONAL: tl.constexpr,  # how many of the last ones a tensor may lack
@@ -192,7 +189,7 @@ def _update_kernel(
     chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
     grad = chunk_address(table_ptr, n_tensors, GRAD, tensor, begin, GRAD_DTYPE)
-    if (grad != 0) & (not _is_skipped(found_inf_ptr)):
+    if (grad != 0) & (not _is_skipped(found_inf)):
         param = chunk_address(table_ptr, n_tensors, PARAM, tensor, begin, PARAM_DTYPE)
         master = param
         if PARAM_DTYPE != FP32 or MASTER_DTYPE == INT16:
@@ -211,7 +208,7 @@ def _update_kernel(
         group = table_entry(table_ptr, n_tensors, GROUP, tensor)
         hyper = _hyper_parameters(hyper_ptr, group)
         lr = tl.load(tl.load(lr_ptr + group).to(tl.pointer_type(tl.float32)))
-        factor = _factor(grad_scale_ptr, grad_norm_ptr, max_norm)
+        factor = _factor(grad_scale, grad_norm, max_norm)
         step = tl.load(steps_ptr + chunk)
         whole = tl.where(aligned, n // _VEC * _VEC, 0)
         # The rest goes first: afterwards it would keep registers that the tiles need.
@@ -266,6 +263,18 @@ def formula_of(family: str) -> dict[str, Any]:
     return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": known.optional}
 
 
+def _options(family: str, param_dtype: int, split: bool, grad_dtype: int, states: int) -> dict[str, Any]:
+    return {
+        "PARAM_DTYPE": param_dtype,
+        "MASTER_DTYPE": INT16.value if split else FP32.value,
+        "GRAD_DTYPE": grad_dtype,
+        "STATES": states,
+        **formula_of(family),
+        "num_warps": _WARPS,
+        "maxnreg": _REGISTERS,
+    }
+
+
 def _update_table_(
     family: str,
     table: torch.Tensor,
@@ -293,19 +302,20 @@ def _update_table_(
         steps,
         hyper,
         lr,
-        grad_scale,
-        found_inf,
-        grad_norm,
+        address_of(grad_scale),
+        address_of(found_inf),
+        address_of(grad_norm),
         max_norm,
-        PARAM_DTYPE=param_dtype,
-        MASTER_DTYPE=INT16.value if split else FP32.value,
-        GRAD_DTYPE=grad_dtype,
-        STATES=states,
-        **formula_of(family),
-        num_warps=_WARPS,
-        maxnreg=_REGISTERS,
+        **_options(family, param_dtype, split, grad_dtype, states),
     )
 
 
 def _load_update(beside: torch.Tensor, family: str, param_dtype: int, split: bool, grad_dtype: int, states: int) -> int:
+    _load(beside.device, family, param_dtype, split, grad_dtype, states)
     return programs_at_a_time(beside)
+
+
+@functools.cache  # every call of `update_` comes here
+def _load(device: torch.device, *form: Any) -> None:
+    fp32, int32, int64 = torch.float32, torch.int32, torch.int64
+    load(_update_kernel, device, int64, int32, 0, 0, int32, fp32, int64, 0, 0, 0, 0.0, **_options(*form))

@@ -1,17 +1,21 @@
-"""Triton's own launcher on a libcuda that runs nothing (tests/harness/fake_cuda).
+"""Triton's own launcher on a libcuda that runs nothing (tests/harness/fake_cuda): every kernel, and captures.
 
 Compiling a kernel for a GPU that is not there leaves out all that comes behind: binding arguments, the launcher in C,
-tensor maps, shared memory that a kernel asks for. Triton changes these from version to
+tensor maps, shared memory that a kernel asks for, and when a kernel is loaded. Triton changes these from version to
 version, so the oldest version that we support launches too.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import fake_cuda
 import pytest
 from conftest import OLDEST_TRITON
+
+from amp_kernels.families import FAMILIES
 
 VERSIONS: dict[str, Path | None] = {"today": None, "oldest": OLDEST_TRITON}
 TODAY = pytest.param(
@@ -38,6 +42,34 @@ def test_every_kernel_is_launched(version: str, capability: int) -> None:
     result = fake_cuda.run("launch.py", str(capability), first=VERSIONS[version])
     assert result["missing"] == MISSING.get(capability, [])
     assert result["triton"].startswith("3.6.") == (version == "oldest")
+
+
+@functools.cache
+def captured(version: str) -> Any:
+    return fake_cuda.run("capture.py", first=VERSIONS[version])
+
+
+# The modules before a capture: the gradient pass that writes and the one that does not, and an update for each of two
+# combinations of dtypes. An option that needed another variant would make them more.
+def counts(passes: int) -> dict[str, object]:
+    return {"loads before": 4, "loads": 0, "passes": passes, "updates": 2, "raised": None}
+
+
+CHECKS = {"step": 0, "max_grad_norm": 1, "scaler": 1, "unscale_": 1, "tensor lr": 0}
+
+
+@versions
+@pytest.mark.parametrize("call", CHECKS)
+@pytest.mark.parametrize("before", ["init_state", "step"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_captured_step_loads_nothing(version: str, family: str, before: str, call: str) -> None:
+    """CUDA refuses to load a kernel inside a capture."""
+    assert captured(version)[f"{family}: {before}, {call}"] == counts(CHECKS[call])
+
+
+@versions
+def test_kernels_are_loaded_on_the_device_of_their_tensors(version: str) -> None:
+    assert captured(version)["another device"] == counts(1)
 
 
 @versions

@@ -30,7 +30,6 @@ CODES = {"fp32": DTYPE_CODES[torch.float32], "fp16": DTYPE_CODES[torch.float16],
 POINTERS = {
     "table_ptr": "*i64",
     "chunks_ptr": "*i32",
-    "scale_ptr": "*fp32",
     "partials_ptr": "*fp64",
     "found_inf_ptr": "*fp32",
     "norm_ptr": "*fp32",
@@ -38,10 +37,7 @@ POINTERS = {
     "steps_ptr": "*i32",
     "hyper_ptr": "*fp32",
     "lr_ptr": "*i64",
-    "grad_scale_ptr": "*fp32",
-    "grad_norm_ptr": "*fp32",
 }
-TYPES = POINTERS | {"n_tensors": "i32", "n_chunks": "i32", "chunk_size": "i32", "max_norm": "fp32"}
 
 UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
 FORMULAS = {
@@ -87,7 +83,7 @@ class Compiled:
         fp_fusion: bool = True,
         **constants: object,
     ) -> None:
-        types = TYPES if types is None else types | {p.name: p.annotation_type for p in kernel.params[len(types) :]}
+        types = (types or POINTERS) | {p.name: p.annotation_type for p in kernel.params if p.annotation_type}
         signature = {arg: "constexpr" if arg in constants else types[arg] for arg in kernel.arg_names}
         source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
         binary = triton.compile(
@@ -159,13 +155,6 @@ def test_update_without_optional_states(formula: dict[str, Any], tmp_path: Path)
     check_accesses(compiled, required + 2, required + 1, 0, 0)
 
 
-@formulas
-def test_update_without_scalars(formula: dict[str, Any], tmp_path: Path) -> None:
-    absent = dict.fromkeys(["grad_scale_ptr", "found_inf_ptr", "grad_norm_ptr"])
-    dtypes = {"PARAM_DTYPE": CODES["bf16"], "MASTER_DTYPE": INT16.value, "GRAD_DTYPE": CODES["bf16"]}
-    Compiled(update._update_kernel, 90, UPDATE, tmp_path, **formula, **dtypes, **absent).check()
-
-
 INT8_KERNELS = [
     int8_quantize._extremes_kernel,
     int8_quantize._quantize_kernel,
@@ -193,18 +182,14 @@ def test_values_and_alignment_make_no_variants(kernel: Any) -> None:
     """A new variant would be compiled in the middle of a graph capture."""
     assert all(p.is_constexpr or p.do_not_specialize for p in kernel.params)
     assert not any(p.is_constexpr and p.do_not_specialize for p in kernel.params)
+    # Triton types a number without an annotation by its value.
+    untyped = {p.name for p in kernel.params if not (p.is_constexpr or p.annotation_type)}
+    assert {name for name in untyped if not name.endswith("_ptr")} <= {"a", "b"}  # descriptors
 
 
-flags = [(90, *f) for f in itertools.product([False, True], ["1", "scale", "1/scale"], [False, True])]
-flags += [(arch, write, "1/scale", True) for arch in ARCHITECTURES for write in (False, True)]
-
-
-@pytest.mark.parametrize(("arch", "write", "factor", "clear"), by_arch(flags))
-def test_unscale(arch: int, write: bool, factor: str, clear: bool, tmp_path: Path) -> None:
-    constants: dict[str, object] = {"WRITE": write, "DIVIDE": factor == "1/scale", "CLEAR": clear}
-    if factor == "1":
-        constants["scale_ptr"] = None
-    compiled = Compiled(_unscale_kernel, arch, {"num_warps": _NUM_WARPS}, tmp_path, **constants)
+@pytest.mark.parametrize(("arch", "write"), by_arch(itertools.product((90, *ARCHITECTURES), [False, True])))
+def test_unscale(arch: int, write: bool, tmp_path: Path) -> None:
+    compiled = Compiled(_unscale_kernel, arch, {"num_warps": _NUM_WARPS}, tmp_path, WRITE=write)
     compiled.check()
     # 64 bytes a thread, once for each of three dtypes.
     assert compiled.count("ld.v4.b32") == 4 * 3
