@@ -17,7 +17,7 @@ FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -nam
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test test-slow test-clients test-matrix wheel lint format bench experiments asan-events gpu-check build venv clean
+.PHONY: demo test nightly test-slow test-clients test-matrix wheel lint format bench experiments asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
@@ -31,6 +31,13 @@ test-slow: build $(VENV)/toolkit $(VENV)/oldest_triton
 test test-slow:
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(SLOW) $(PYTEST_ARGS)
+
+# What CI has no time for: every test of a device on the emulator's GPUs, the planted faults, random programs under
+# AddressSanitizer. About two hours on two cores; tests/faults/run alone takes one.
+nightly: SLOW := -m nightly
+nightly: test
+	$(BIN)/python tests/faults/run --trust
+	$(MAKE) asan-events EVENTS_ARGS='--seconds 1800'
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made

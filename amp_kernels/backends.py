@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from . import _loader
+from . import _loader, torch_private
 from .ops.library import DEFINITIONS, triton_kernels
 
 # Automatic choice, first that runs.
@@ -49,8 +49,19 @@ class DeviceKernels(Kernels, Protocol):
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may be no memory at all
-_forced: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
-forced = _forced.get  # the name of the backend that the caller's `use_backend` forces, or None
+_entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
+
+
+def forced() -> str | None:
+    """The backend that the caller's `use_backend` forces, or None.
+
+    The mode itself is looked for: a thread of autograd, which runs the backward pass on a GPU, inherits torch's modes and
+    no context variable.
+    """
+    modes = torch_private.dispatch_modes()
+    if modes is None:
+        return _entered.get()
+    return next((mode.backend for mode in reversed(modes) if isinstance(mode, _Interceptor)), None)
 
 
 @contextlib.contextmanager
@@ -67,15 +78,17 @@ def use_backend(name: str) -> Iterator[None]:
     """
     if name not in BACKENDS:
         raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
-    reasons = [backend_reasons(device)[name] for device in PREFERENCE]
-    if all(reasons):
-        raise RuntimeError(f"use_backend: {name} cannot run here: {reasons[0 if name != 'cpu' else 1]}")
-    token = _forced.set(name)
+    reasons = {device: _reason(name, device) for device in _devices()}
+    if all(reasons.values()):
+        own = "cpu" if name == "cpu" else "cuda"
+        why = next(reason for device, reason in reasons.items() if device.type == own)
+        raise RuntimeError(f"use_backend: {name} cannot run here: {why}")
+    token = _entered.set(name)
     try:
         with _Interceptor(name):
             yield
     finally:
-        _forced.reset(token)
+        _entered.reset(token)
 
 
 class _Interceptor(TorchDispatchMode):
@@ -97,7 +110,7 @@ class _Interceptor(TorchDispatchMode):
         arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)
         device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
         if device is not None:
-            _refuse(self.backend, device.type)
+            _refuse(self.backend, device)
         if self.backend == "reference":
             return definition.reference(*args, **kwargs)
         if self.backend == "triton" and definition.launch is not None:
@@ -105,45 +118,59 @@ class _Interceptor(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
-def backend_reasons(device_type: str) -> dict[str, str | None]:
-    """For each backend None if it can run on tensors of this device type here, else why not."""
-    return {backend: _reason(backend, device_type) for backend in BACKENDS}
+def backend_reasons(device: str | torch.device) -> dict[str, str | None]:
+    """For each backend None if it can run on tensors of this device here, else why not. ``"cuda"``: the current GPU."""
+    return {backend: _reason(backend, torch.device(device)) for backend in BACKENDS}
 
 
-def _reason(backend: str, device_type: str) -> str | None:
+def _reason(backend: str, device: torch.device) -> str | None:
     if backend == "reference":
         return None
     if backend == "triton":
-        return _why_not_triton(device_type)
-    if backend != device_type:
+        return _why_not_triton(device.type)
+    if backend != device.type:
         return f"it serves {backend.upper()} tensors only"
-    return _why_not_compiled(backend.upper()) or (_why_not_on_this_gpu() if backend == "cuda" else None)
+    return _why_not_compiled(backend.upper()) or (_why_not_on(_gpu(device)) if backend == "cuda" else None)
+
+
+def _devices() -> list[torch.device]:
+    """Where tensors can be: the CPU and each GPU. Without one, "cuda" says why nothing runs there."""
+    count = torch.cuda.device_count()
+    return [torch.device("cpu"), *([torch.device("cuda", i) for i in range(count)] or [torch.device("cuda")])]
+
+
+def _gpu(device: torch.device) -> int | None:
+    """The index of a GPU; None where there is none, so that no tensor can be on it."""
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def select(device: torch.device) -> str:
     """The backend that serves tensors of `device` now."""
     name = forced()
     if name is None:
-        return _automatic(device.type)
-    _refuse(name, device.type)
+        return _automatic(device)
+    _refuse(name, device)
     return name
 
 
-def _refuse(backend: str, device_type: str) -> None:
+def _refuse(backend: str, device: torch.device) -> None:
     """If it cannot serve such tensors."""
-    reason = _reason(backend, device_type)
+    reason = _reason(backend, device)
     if reason is not None:
-        raise RuntimeError(f"amp_kernels: the backend {backend!r} cannot serve {device_type} tensors: {reason}")
+        raise RuntimeError(f"amp_kernels: the backend {backend!r} cannot serve {device.type} tensors: {reason}")
 
 
 @functools.cache
-def _automatic(device_type: str) -> str:
+def _automatic(device: torch.device) -> str:
+    """For a tensor's device, whose index is known."""
     reasons = {}
-    for name in PREFERENCE.get(device_type, ()):
-        reasons[name] = _reason(name, device_type)
+    for name in PREFERENCE.get(device.type, ()):
+        reasons[name] = _reason(name, device)
         if reasons[name] is None:
             return name
-    if device_type == "cuda":
+    if device.type == "cuda":
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors, since {why}", stacklevel=2)
     return "reference"
@@ -168,14 +195,13 @@ def _why_not_compiled(key: str) -> str | None:
 
 
 @functools.cache
-def _why_not_on_this_gpu() -> str | None:
-    """Of the current GPU; where there is none, tensors cannot be on it either."""
-    ask = getattr(importlib.import_module("amp_kernels._C"), "why_no_kernel", None)
-    error = ask() if ask and torch.cuda.is_available() else ""
+def _why_not_on(gpu: int | None) -> str | None:
+    """`amp_kernels._C` may hold kernels for some of a machine's GPUs only."""
+    error = "" if gpu is None else importlib.import_module("amp_kernels._C").why_no_kernel(gpu)
     if not error:
         return None
     return (
-        f"amp_kernels._C cannot run on {torch.cuda.get_device_name()} ({error}); build it where that GPU is, or with "
+        f"amp_kernels._C cannot run on {torch.cuda.get_device_name(gpu)} ({error}); build it where that GPU is, or with "
         "its compute capability in TORCH_CUDA_ARCH_LIST"
     )
 

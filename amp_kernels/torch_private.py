@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 
 def tensor_exchange_api() -> Any:
@@ -23,3 +24,12 @@ def are_functorch_transforms_active() -> bool:
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return ask is None or ask()
+
+
+def dispatch_modes() -> list[Any] | None:
+    """The modes of this thread, the innermost last, in which `amp_kernels.use_backend` is found.
+
+    None for a torch that cannot say: threads of autograd then know of no backend that is forced.
+    """
+    ask = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
+    return None if ask is None else ask()

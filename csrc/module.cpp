@@ -2,15 +2,17 @@
 // itself holds what takes Python objects.
 #include "ops/observe.h"
 #ifdef USE_CUDA
-#include "cuda/kernels.h"
+#include "ops/on_gpu.h"
 #endif
 
 #ifdef USE_CUDA
 namespace {
 
-// Why nothing of this binary runs on the current device; "" if it does.
-PyObject* why_no_kernel(PyObject*, PyObject*) {
-  return PyUnicode_FromString(amp_kernels::cuda::why_no_kernel().c_str());
+// Why nothing of this binary runs on a GPU, by its index; "" if it does.
+PyObject* why_no_kernel(PyObject*, PyObject* gpu) {
+  const long index = PyLong_AsLong(gpu);
+  if (index == -1 && PyErr_Occurred() != nullptr) return nullptr;
+  return PyUnicode_FromString(amp_kernels::cuda::why_not_on(static_cast<int32_t>(index)).c_str());
 }
 
 }  // namespace
@@ -20,7 +22,7 @@ PyMODINIT_FUNC PyInit__C(void) {
   using namespace amp_kernels;
   static PyMethodDef methods[] = {{"observe", observe, METH_VARARGS, nullptr},
 #ifdef USE_CUDA
-                                  {"why_no_kernel", why_no_kernel, METH_NOARGS, nullptr},
+                                  {"why_no_kernel", why_no_kernel, METH_O, nullptr},
 #endif
                                   {}};
   static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, methods, nullptr, nullptr, nullptr, nullptr};

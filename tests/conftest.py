@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Generator, Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -20,6 +23,16 @@ import pytest
 # Each process of `make test` has a thread for every core: a thread that waits by spinning takes the time of one that
 # works. OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+# A process with FAKE_GPUS has two CUDA devices that the emulator plays. torch looks for devices while it is imported.
+FAKE_GPUS = os.environ.get("AMP_KERNELS_FAKE_GPUS") == "1"
+if FAKE_GPUS:
+    from cuda_on_cpu import torch_device
+    from cuda_on_cpu.build import build_gpus
+
+    torch_device.install(build_gpus())
+    if os.environ.get("AMP_KERNELS_WITHOUT_TRITON") == "1":
+        torch_device.hide("triton")
 
 import torch
 
@@ -59,6 +72,24 @@ def _nvcc() -> str | None:
 OLDEST_TRITON = Path(__file__).parents[1] / ".venv" / "oldest_triton"
 
 
+def _fake_gpus() -> str | None:
+    if torch.version.cuda is not None:
+        return "a torch with CUDA has devices of its own"
+    return _cuda_on_cpu()
+
+
+TESTS = Path(__file__).parent
+
+
+def run_pytest(*arguments: str, **environment: str) -> None:
+    """In a process of its own, whose output is that of the failure."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
+    of_backends = ("TRITON_INTERPRET", "AMP_KERNELS_FAKE_GPUS")
+    inherited = {key: value for key, value in os.environ.items() if key not in of_backends}
+    result = subprocess.run(command, env=inherited | environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
 def _oldest_triton() -> str | None:
     there = (OLDEST_TRITON / "triton").exists()
     return None if there else f"there is no Triton in {OLDEST_TRITON}: make test installs it"
@@ -70,6 +101,7 @@ WHY_NOT: dict[str, Callable[[], str | None]] = {
     "triton": lambda: _reasons("cuda")["triton"],
     "triton-interpret": _interpreter,
     "cuda-on-cpu": _cuda_on_cpu,
+    "fake-gpus": _fake_gpus,
     "nvcc": _nvcc,
     "oldest-triton": _oldest_triton,
 }
@@ -85,7 +117,18 @@ def pytest_sessionstart() -> None:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no process is idle while another has one of them left at the end."""
+    if FAKE_GPUS:
+        items[:] = filter(_runs_on_fake_gpus, items)
     items.sort(key=lambda item: item.path.parent.name not in ("package", "harness", "gpu_static"))
+
+
+def _runs_on_fake_gpus(item: pytest.Item) -> bool:
+    """Whether a test chooses a device, and needs nothing that these GPUs lack: compiled graphs, sparse tensors, and autocast of
+    `log_softmax`, which a torch without CUDA leaves in 16 bits."""
+    if item.path.name in ("fake_gpus_cases.py", "mixed_gpus_cases.py"):
+        return True
+    chooses = {"place", "launcher"} & set(item.fixturenames)
+    return bool(chooses) and not re.search("compile|inductor|sparse|trains_a_table|O1-Fused", item.name)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -137,6 +180,8 @@ INTERPRETED = {"triton-interpret": ("triton", "cpu")}
 def _places() -> list[str]:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return list(INTERPRETED)
+    if FAKE_GPUS:
+        return ["cuda", "default-on-cuda"]
     usable = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     reasons = {on: _reasons(on) for on in usable}
     return [name for name, (backend, on) in PLACES.items() if on in usable and reasons[on].get(backend) is None]
@@ -173,6 +218,17 @@ def backend(place: str) -> Iterator[str]:
 def device(place: str, backend: str) -> torch.device:
     """Where the tensors of this backend's tests are; what they call runs on it."""
     return torch.device({**PLACES, **INTERPRETED}[place][1])
+
+
+@pytest.fixture(autouse=FAKE_GPUS)
+def fake_gpus() -> Iterator[Any]:
+    """Those of a process that has them, as they were made; what a test does to their memory is looked at."""
+    if not FAKE_GPUS:
+        pytest.skip("needs AMP_KERNELS_FAKE_GPUS=1")
+    torch_device.reset()
+    yield torch_device
+    torch_device.reset()
+    assert torch_device.damage() is None
 
 
 @pytest.fixture

@@ -9,6 +9,9 @@ CompositeExplicitAutograd  the reference, which serves every device that has no 
 Autograd                   nothing: the call falls through, unless the operator is differentiable
 =========================  ===========================================================================================
 
+If ``_C`` has CUDA kernels, but none for the GPU of a call, its kernel calls the operator ``_uncompiled_<name>``
+(csrc/ops/on_gpu.h): Triton, or without it the reference. Each GPU of a machine is looked at by itself.
+
 torch's dispatcher chooses; `amp_kernels.use_backend` intercepts the call before it does.
 """
 
@@ -70,8 +73,15 @@ def operator(
     LIBRARY.define(schema)
     LIBRARY.impl(name, _reported(reference), "CompositeExplicitAutograd")
     torch.library.register_fake(f"amp_kernels::{name}", _after(check, fake), lib=LIBRARY)
-    if launch is not None and not _loader.has_cuda() and importlib.util.find_spec("triton"):
-        LIBRARY.impl(name, lambda *args, **kwargs: launch(triton_kernels(), *args, **kwargs), "CUDA")
+    by_triton = None
+    if launch is not None and importlib.util.find_spec("triton"):
+        by_triton = lambda *args, **kwargs: launch(triton_kernels(), *args, **kwargs)  # noqa: E731
+    if _loader.has_cuda():
+        LIBRARY.define(f"_uncompiled_{schema}")
+        LIBRARY.impl(f"_uncompiled_{name}", by_triton or _reported(reference), "CUDA")
+        LIBRARY.impl(f"_uncompiled_{name}", torch.library.fallthrough_kernel, "Autograd")
+    elif by_triton is not None:
+        LIBRARY.impl(name, by_triton, "CUDA")
     if not is_differentiable:
         LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
     op = getattr(torch.ops.amp_kernels, name).default
@@ -135,7 +145,7 @@ def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
 
 @functools.cache
 def _warn_of_reference() -> None:
-    why = _loader.load_error() or _loader.build_note() or "amp_kernels._C was built without CUDA"
+    why = _loader.load_error() or _loader.build_note() or "amp_kernels._C holds no CUDA kernels for them"
     warnings.warn(
         f"amp_kernels runs its slow reference on CUDA tensors, since {why}, and there is no triton", stacklevel=4
     )

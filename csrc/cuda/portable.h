@@ -446,9 +446,10 @@ int resident_blocks(Kernel* kernel, unsigned, size_t) {
 }
 
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream,
+void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream stream,
             Arguments... arguments) {
-  emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, [&] { kernel(arguments...); });
+  const auto call = [&] { kernel(arguments...); };  // on the stack, where a kernel finds its arguments
+  emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, std::ref(call));
 }
 
 #else

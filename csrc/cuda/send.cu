@@ -44,15 +44,11 @@ void load_send() {
 }
 
 std::string why_no_kernel() {
-#ifndef AMP_KERNELS_CUDA_ON_CPU
   cudaFuncAttributes attributes;
-  const cudaError_t error = cudaFuncGetAttributes(&attributes, send_kernel<kFew>);
-  if (error != cudaSuccess) {
-    cudaGetLastError();  // or the next launch would report it
-    return cudaGetErrorString(error);
-  }
-#endif
-  return "";
+  const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(send_kernel<kFew>));
+  if (error == cudaSuccess) return "";
+  cudaGetLastError();  // or the next launch would report it
+  return cudaGetErrorString(error);
 }
 
 }  // namespace amp_kernels::cuda

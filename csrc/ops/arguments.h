@@ -30,6 +30,15 @@ T* data(std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
+// Registers a function with the library `m` as an operator's kernel on the device of class D.
+#define AMP_KERNELS_IMPL(m, D, operator_, ...)                                          \
+  do {                                                                                  \
+    struct Name {                                                                       \
+      static const char* uncompiled() { return "amp_kernels::_uncompiled_" operator_; } \
+    };                                                                                  \
+    m.impl(operator_, TORCH_BOX((D::template kernel<Name, &__VA_ARGS__>)));             \
+  } while (false)
+
 inline Dtype dtype_of(const Tensor& tensor) {
   switch (tensor.scalar_type()) {
     case torch::headeronly::ScalarType::Half:

@@ -9,6 +9,7 @@
 //                          load the kernels that `send` and `run` will take, and say how many blocks of the latter run
 //                          at a time: 0 on a CPU, whose kernels have none
 //   run(args)              the int8 kernel that takes these arguments
+//   kernel<Name, f>        what is registered for an operator of which f is the kernel (AMP_KERNELS_IMPL)
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -19,13 +20,16 @@
 #include "../cpu/run.h"
 #include "arguments.h"
 #ifdef USE_CUDA
-#include "cuda_device.h"
+#include "on_gpu.h"
 #endif
 
 namespace amp_kernels {
 
 class Cpu {
  public:
+  template <class Name, auto kFunction>
+  static constexpr auto kernel = kFunction;
+
   explicit Cpu(const Tensor&) {}
 
   int64_t* send(std::vector<int64_t>& words, int64_t spare = 0) {
@@ -51,7 +55,7 @@ class Cpu {
 };
 
 #ifdef USE_CUDA
-class Cuda {
+class Cuda : public cuda::Dispatch {
  public:
   explicit Cuda(const Tensor& tensor)
       : tensor_(tensor), guard_(tensor.get_device_index()), stream_(cuda::current_stream(tensor)) {}

@@ -337,12 +337,12 @@ Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
 
 template <class Device, class Library>
 void register_kernels(Library& m) {
-  m.impl("quantize_int8", TORCH_BOX(&quantize_int8<Device>));
-  m.impl("fake_quantize_int8", TORCH_BOX(&fake_quantize_int8<Device>));
-  m.impl("dequantize_int8", TORCH_BOX(&dequantize_int8<Device>));
-  m.impl("straight_through_int8", TORCH_BOX(&straight_through_int8<Device>));
-  m.impl("int8_matmul", TORCH_BOX(&int8_matmul<Device>));
-  m.impl("int8_linear", TORCH_BOX(&int8_linear<Device>));
+  AMP_KERNELS_IMPL(m, Device, "quantize_int8", quantize_int8<Device>);
+  AMP_KERNELS_IMPL(m, Device, "fake_quantize_int8", fake_quantize_int8<Device>);
+  AMP_KERNELS_IMPL(m, Device, "dequantize_int8", dequantize_int8<Device>);
+  AMP_KERNELS_IMPL(m, Device, "straight_through_int8", straight_through_int8<Device>);
+  AMP_KERNELS_IMPL(m, Device, "int8_matmul", int8_matmul<Device>);
+  AMP_KERNELS_IMPL(m, Device, "int8_linear", int8_linear<Device>);
 }
 
 }  // namespace

@@ -7,7 +7,7 @@
 #include <string_view>
 #include <tuple>
 
-#include "cuda_device.h"
+#include "on_gpu.h"
 #include "operand.h"
 
 namespace amp_kernels::cuda {
@@ -140,8 +140,8 @@ std::tuple<Tensor, Tensor> copy_pad(Tensor x, std::optional<Tensor> saved, std::
 }  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) {
-  m.impl("matmul", TORCH_BOX(&matmul));
-  m.impl("copy_pad", TORCH_BOX(&copy_pad));
+  AMP_KERNELS_IMPL(m, Dispatch, "matmul", matmul);
+  AMP_KERNELS_IMPL(m, Dispatch, "copy_pad", copy_pad);
 }
 
 }  // namespace amp_kernels::cuda

@@ -70,8 +70,8 @@ int64_t load_unscale(Tensor beside) {
 
 template <class Device, class Library>
 void register_kernels(Library& m) {
-  m.impl("unscale_", TORCH_BOX(&unscale<Device>));
-  m.impl("grad_norm", TORCH_BOX(&grad_norm<Device>));
+  AMP_KERNELS_IMPL(m, Device, "unscale_", unscale<Device>);
+  AMP_KERNELS_IMPL(m, Device, "grad_norm", grad_norm<Device>);
   m.impl("_unscale_table_", TORCH_BOX(&unscale_table<Device>));
   m.impl("_load_unscale", TORCH_BOX(&load_unscale<Device>));
 }

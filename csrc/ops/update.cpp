@@ -178,7 +178,7 @@ int64_t load_update(Tensor beside, std::string family, int64_t param_dtype, bool
 
 template <class Device, class Library>
 void register_kernels(Library& m) {
-  m.impl("update_", TORCH_BOX(&update<Device>));
+  AMP_KERNELS_IMPL(m, Device, "update_", update<Device>);
   m.impl("_update_table_", TORCH_BOX(&update_table<Device>));
   m.impl("_load_update", TORCH_BOX(&load_update<Device>));
 }

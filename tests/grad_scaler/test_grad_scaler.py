@@ -53,7 +53,7 @@ def test_training_with_overflows(device, family, make, max_grad_norm, unscale):
         for ps, optimizer, scaler in zip(sets, optimizers, scalers, strict=True):
             scale = scaler.get_scale()
             for i, (p, q) in enumerate(zip(ps, params, strict=True)):
-                p.grad = (scale * randn(*p.shape, seed=100 * step + i)).to(q.dtype).to(p.dtype)
+                p.grad = (scale * randn(*p.shape, seed=100 * step + i)).to(p.device, q.dtype).to(p.dtype)
                 if step % 4 == 0 and i == 2:
                     p.grad.view(-1)[-1] = torch.nan if step else torch.inf
             if unscale or optimizer is not ours:

@@ -359,19 +359,21 @@ def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPat
 @pytest.mark.skipif(backends.backend_reasons("cpu")["cpu"] is not None, reason="nothing was compiled here")
 def test_a_gpu_that_nothing_was_compiled_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = importlib.import_module("amp_kernels._C")
-    monkeypatch.setattr(compiled, "why_no_kernel", lambda: "no kernel image is available", raising=False)
+    answers = ["", "no kernel image is available"]
+    monkeypatch.setattr(compiled, "why_no_kernel", answers.__getitem__, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla V100")
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_name", ["H100", "Tesla V100"].__getitem__)
     monkeypatch.setattr(backends, "_why_not_compiled", lambda _: None)
-    backends._why_not_on_this_gpu.cache_clear()
+    backends._why_not_on.cache_clear()
     try:
-        reasons = backends.backend_reasons("cuda")
-        assert reasons["cuda"].startswith(
-            "amp_kernels._C cannot run on Tesla V100 (no kernel image is available); build"
-        )
+        for device in ("cuda", "cuda:1"):
+            reason = backends.backend_reasons(device)["cuda"]
+            assert reason.startswith("amp_kernels._C cannot run on Tesla V100 (no kernel image is available); build")
+        assert backends.backend_reasons("cuda:0")["cuda"] is None
         assert backends.backend_reasons("cpu")["cpu"] is None
     finally:
-        backends._why_not_on_this_gpu.cache_clear()
+        backends._why_not_on.cache_clear()
 
 
 def test_use_backend_is_undone_also_by_an_error() -> None:

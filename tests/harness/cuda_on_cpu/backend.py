@@ -163,11 +163,17 @@ class Launch(NamedTuple):
 
 @functools.cache
 def kernels() -> dict[int, str]:
-    """Every kernel in the library by its address: most are in anonymous namespaces, so that only nm knows them."""
-    says = subprocess.run(["nm", "--demangle", library()._name], capture_output=True, text=True, check=True).stdout
+    """Every kernel in the library by its address."""
+    return kernels_of(library(), "set_order")
+
+
+def kernels_of(lib: ctypes.CDLL, function: str) -> dict[int, str]:
+    """Every kernel of a library that has this C function, by its address. Most kernels are in anonymous namespaces, so
+    that only nm knows them."""
+    says = subprocess.run(["nm", "--demangle", lib._name], capture_output=True, text=True, check=True).stdout
     symbols = {int(line[:16], 16): line[19:] for line in says.splitlines() if line[:16].strip()}
-    known = next(address for address, name in symbols.items() if name == "set_order")
-    shift = (ctypes.cast(library().set_order, _POINTER).value or 0) - known
+    known = next(address for address, name in symbols.items() if name == function)
+    shift = (ctypes.cast(getattr(lib, function), _POINTER).value or 0) - known
     names = {address + shift: shortened(name) for address, name in symbols.items()}
     return {address: name for address, name in names.items() if re.fullmatch(r"\w+_kernel(<.*>)?", name)}
 

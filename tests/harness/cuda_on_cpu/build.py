@@ -7,8 +7,10 @@ import fcntl
 import hashlib
 import importlib.util
 import os
+import platform
 import shutil
 import subprocess
+import sysconfig
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -29,6 +31,7 @@ READS += [f"--param=asan-{what}=0" for what in ("stack", "globals")]
 # And before each write, in sources that use shared memory for more than sums. Elsewhere guards around tensors do.
 NO_WRITES = ["--param=asan-instrument-writes=0"]
 WITH_WRITES = ("cases.cu", "matmul.cu", "matmul_few_rows.cu", "int8_matmul.cu", "int8_linear.cu")
+NOT_WATCHED = ("emulator.cpp", "gpus.cpp")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
 FLAGS += [*WARNINGS, *SANITIZERS, "-DAMP_KERNELS_CUDA_ON_CPU", "-include", str(HERE / "emulator.h")]
 
@@ -70,20 +73,56 @@ def _candidates() -> Iterator[Path]:
 
 
 def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
-    """The library of `sources` and the emulator, compiled unless this very text was compiled before."""
+    """The library of `sources` and the emulator."""
+    return ctypes.CDLL(str(_library(name, _for_emulator([*sources, HERE / "emulator.cpp"]), ["-Wl,-z,defs"])))
+
+
+def build_gpus() -> Path:
+    """The library of ``amp_kernels._C`` as it is built for CUDA, its kernels for the emulator, and of torch's device
+    (torch_device.cpp). Does not import torch, which has to be imported after this library is loaded."""
+    found = importlib.util.find_spec("torch")
+    assert found is not None and found.origin is not None
+    torch = Path(found.origin).parent
+    includes = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))]
+    command = [_compiler(), "-O1", "-fPIC", "-w", "-ffp-contract=off", *_system(includes)]
+    csrc = ROOT / "csrc"
+    device = {HERE / "torch_device.cpp": [*command, "-std=c++20"]}  # torch's own headers want it
+    command += ["-std=c++17", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # as setup.py
+    command += ["-fno-math-errno", "-fno-trapping-math"]
+    command += ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+    operators = [csrc / "module.cpp", *(csrc / "ops").glob("*.cpp"), *(csrc / "cpu").glob("*.cpp")]
+    kernels = [*(csrc / "cuda").glob("*.cu"), HERE / "emulator.cpp", HERE / "gpus.cpp"]
+    # Inline functions that both have are those of the kernels, whose reads are watched: the linker takes the first.
+    commands = _for_emulator(kernels) | dict.fromkeys(operators, command) | device
+    # What it has of torch's C interface comes before what torch has of it.
+    link = ["-Wl,-Bsymbolic-functions", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return _library("_C", commands, link)
+
+
+def _for_emulator(sources: Iterable[Path]) -> dict[Path, list[str]]:
+    """The command that compiles each of them, up to its name."""
+    command = [_compiler(), *FLAGS, *_system(header_folders())]
+    watched = {True: [*command, *READS], False: [*command, *READS, *NO_WRITES]}
+    return {s: command if s.name in NOT_WATCHED else watched[s.name in WITH_WRITES] for s in sources}
+
+
+def _system(folders: Iterable[Path]) -> list[str]:
+    return [argument for folder in folders for argument in ("-isystem", str(folder))]
+
+
+def _compiler() -> str:
     compiler = os.environ.get("CXX", "g++")
     if shutil.which(compiler) is None:
         raise RuntimeError(f"cuda_on_cpu: the C++ compiler {compiler!r} must be on PATH; install g++ or set CXX")
-    include = header_folders()
-    emulator = HERE / "emulator.cpp"
-    command = [compiler, *FLAGS, *(argument for folder in include for argument in ("-isystem", str(folder)))]
-    reads = {source: READS if source.name in WITH_WRITES else [*READS, *NO_WRITES] for source in sources}
-    commands = {source: [*command, *reads[source]] for source in sources} | {emulator: command}
+    return compiler
 
-    digest = hashlib.sha256(repr(commands).encode())
-    digest.update(subprocess.run([compiler, "--version"], capture_output=True, check=True).stdout)
+
+def _library(name: str, commands: dict[Path, list[str]], link: Sequence[str]) -> Path:
+    """Compiled unless this very text was compiled before."""
+    digest = hashlib.sha256(repr((commands, link)).encode())
+    digest.update(subprocess.run([_compiler(), "--version"], capture_output=True, check=True).stdout)
     read = {path for folder in (ROOT / "csrc", HERE) for path in folder.rglob("*.*") if path.suffix != ".pyc"}
-    for path in sorted(read):
+    for path in sorted(read | set(commands)):
         digest.update(path.read_bytes())
     folder = BUILD / digest.hexdigest()[:16]
     library = folder / f"{name}.so"
@@ -91,8 +130,8 @@ def build(name: str, sources: Sequence[Path]) -> ctypes.CDLL:
     with (folder / f"{name}.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one process compiles, on all cores; the others wait for it
         if not library.exists():
-            _compile(commands, folder / f"{name}.o", library)
-    return ctypes.CDLL(str(library))
+            _compile(commands, link, folder / f"{name}.o", library)
+    return library
 
 
 def longest_first(sources: Iterable[Path]) -> list[Path]:
@@ -104,21 +143,22 @@ def longest_first(sources: Iterable[Path]) -> list[Path]:
     return sorted(sources, key=lambda source: (source.stem != "update", -source.stat().st_size))
 
 
-def _compile(commands: dict[Path, list[str]], work: Path, library: Path) -> None:
+def _compile(commands: dict[Path, list[str]], link: Sequence[str], work: Path, library: Path) -> None:
     """Links the library; an object is compiled unless its preprocessed text was compiled before."""
     work.mkdir(exist_ok=True)
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        objects = list(pool.map(lambda source: _object(source, commands[source], work), longest_first(commands)))
+        compiled = {source: pool.submit(_object, source, commands[source], work) for source in longest_first(commands)}
+        objects = [compiled[source].result() for source in commands]
     linked = work / library.name
-    compiler = next(iter(commands.values()))[0]
     # No sanitizer here: emulator.cpp has its run-time library.
-    _run([compiler, "-shared", "-Wl,-z,defs", *objects, "-o", str(linked)])
+    _run([_compiler(), "-shared", *objects, *link, "-o", str(linked)])
     os.replace(linked, library)
     shutil.rmtree(work)
 
 
 def _object(source: Path, command: list[str], work: Path) -> str:
-    text, object_ = work / f"{source.stem}.ii", work / f"{source.stem}.o"
+    stem = f"{source.parent.name}_{source.stem}"
+    text, object_ = work / f"{stem}.ii", work / f"{stem}.o"
     _run([*command, "-E", "-P", "-x", "c++", str(source), "-o", str(text)])
     flags = repr(command).replace(str(ROOT), "")  # so that a copy of the clone finds its objects
     key = hashlib.sha256(flags.encode() + text.read_bytes()).hexdigest()

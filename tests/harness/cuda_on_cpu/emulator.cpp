@@ -28,6 +28,10 @@ int multiprocessors = 3, compute_capability = 90, compiled_for = 90, device = 0;
 std::set<std::tuple<const void*, unsigned, size_t>> launched;
 std::set<const void*> loaded, loaded_late;
 bool is_capturing = false;
+void (*on_load)(const void*) = nullptr;
+void (*on_launch)(const void*, cudaStream_t) = nullptr;
+const char* (*why_not_readable)(uintptr_t, uintptr_t) = nullptr;
+bool has_kernels = true;
 
 namespace {
 
@@ -202,10 +206,12 @@ void trap() {
   std::abort();  // the block is over
 }
 
-void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel) {
+void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes, cudaStream_t stream,
+         const std::function<void()>& kernel) {
   if (grid == 0 || block == 0 || block > kMaxThreads || shared_bytes > block_memory())
     throw std::runtime_error("invalid launch: grid " + std::to_string(grid) + ", block " + std::to_string(block) +
                              ", " + std::to_string(shared_bytes) + " bytes of shared memory");
+  if (on_launch != nullptr) on_launch(address, stream);
   launched.insert({address, block, shared_bytes});
   if (is_planning) return;
   gridDim = dim3(grid);
@@ -244,12 +250,24 @@ static bool is_shared(const void* address, size_t bytes, AccessKind kind, const 
   return true;
 }
 
+static bool is_on_stack_of_fiber(uintptr_t address) {
+  const auto begin = reinterpret_cast<uintptr_t>(fibers[current].stack.get());
+  return begin <= address && address < begin + kStackBytes;
+}
+
 // Each read of a kernel, by the compiler's own calls (below), and each asynchronous copy.
 static void check_read(const void* address, size_t bytes) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(address), last = first + bytes - 1;
   if (running != nullptr && bytes <= 16 && watched.first <= last && first < watched.second) ++watched_reads[bytes];
+  if (running == nullptr) return;
+  if (why_not_readable != nullptr && !is_on_stack_of_fiber(first)) {
+    if (const char* const reason = why_not_readable(first, last)) {
+      fail(thread_name(current) + " reads " + std::to_string(bytes) + " bytes: " + reason);
+      suspend();
+    }
+  }
   const auto range = std::upper_bound(forbidden.begin(), forbidden.end(), Range{last, UINTPTR_MAX});
-  if (running == nullptr || range == forbidden.begin() || std::prev(range)->second <= first) return;
+  if (range == forbidden.begin() || std::prev(range)->second <= first) return;
   fail(thread_name(current) + " reads " + std::to_string(bytes) + " bytes, some of them outside a tensor");
   suspend();
 }

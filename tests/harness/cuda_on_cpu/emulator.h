@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <set>
+#include <string>
 #include <tuple>
 
 // Inlined wherever nvcc inlines it, the code of 92 updates, with a check of each access, takes g++ 100 s in place
@@ -43,7 +44,17 @@ extern std::set<std::tuple<const void*, unsigned, size_t>> launched;  // (kernel
 // A question about a kernel loads it (resident_blocks), if no earlier one did; a graph capture is too late for that.
 extern std::set<const void*> loaded, loaded_late;
 extern bool is_capturing;
+
+extern bool has_kernels;  // whether the binary holds code that the GPU can run
+
+// What gpus.cpp adds where it is linked. The first two throw what CUDA would return. The third says why a kernel may not
+// read the bytes from `first` to `last`; nullptr if it may.
+extern void (*on_load)(const void* kernel);
+extern void (*on_launch)(const void* kernel, cudaStream_t stream);
+extern const char* (*why_not_readable)(uintptr_t first, uintptr_t last);
+
 inline void load(const void* kernel) {
+  if (on_load != nullptr) on_load(kernel);
   if (loaded.insert(kernel).second && is_capturing) loaded_late.insert(kernel);
 }
 
@@ -57,7 +68,8 @@ void set_planning(bool planning);  // launches are noted, and nothing runs
 // Runs `kernel` once for every thread of the grid. Throws std::runtime_error for a launch CUDA would refuse
 // and for whatever would hang, or be undefined, on a GPU. `address`: of the kernel, for `launched`. While planning,
 // it ends there.
-void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes, const std::function<void()>& kernel);
+void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes, cudaStream_t stream,
+         const std::function<void()>& kernel);
 
 char* shared_memory();
 bool block_barrier(bool value, const char* name);  // whether any thread gave true
@@ -129,7 +141,10 @@ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)
 
 }  // namespace emulator
 
-inline const char* cudaGetErrorString(cudaError_t) { return "the emulator does not know this attribute"; }
+inline const char* cudaGetErrorString(cudaError_t error) {
+  return error == cudaErrorNoKernelImageForDevice ? "no kernel image is available for execution on the device"
+                                                  : "the emulator does not know this attribute";
+}
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) {
   *device = emulator::device;
@@ -146,6 +161,7 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
   return cudaSuccess;
 }
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
+  if (!emulator::has_kernels) return cudaErrorNoKernelImageForDevice;
   emulator::load(kernel);
   *attributes = {};
   attributes->ptxVersion = emulator::compiled_for;

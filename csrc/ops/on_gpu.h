@@ -1,0 +1,91 @@
+// How an operator on CUDA tensors finds its kernel: on a GPU that this binary holds code for it is the one here, on any
+// other the one that Python registered as `_uncompiled_<operator>` (amp_kernels/ops/library.py), Triton's.
+#pragma once
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/stableivalue_conversions.h>
+
+#include <array>
+#include <atomic>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cuda_device.h"
+
+namespace amp_kernels::cuda {
+
+// Why this binary holds no code for a GPU; "" if it does.
+inline std::string why_not_on(int32_t gpu) {
+  const Guard guard(gpu);
+  return why_no_kernel();
+}
+
+// The same as yes or no. The answer never changes, and is kept for each GPU.
+inline bool has_kernels_for(int32_t gpu) {
+  enum Answer : signed char { kUnknown, kYes, kNo };
+  static std::atomic<Answer> known[64];
+  if (gpu < 0 || gpu >= 64) return why_not_on(gpu).empty();
+  if (known[gpu] == kUnknown) known[gpu] = why_not_on(gpu).empty() ? kYes : kNo;
+  return known[gpu] == kYes;
+}
+
+// The GPU of the first tensor among the arguments, -1 if there is none.
+template <class T>
+int32_t gpu_of(const T&) {
+  return -1;
+}
+inline int32_t gpu_of(const Tensor& tensor) { return tensor.get_device_index(); }
+inline int32_t gpu_of(const std::vector<Tensor>& tensors) { return tensors.empty() ? -1 : gpu_of(tensors[0]); }
+
+template <class T, class... Rest>
+int32_t gpu_of(const T& first, const Rest&... rest) {
+  const int32_t gpu = gpu_of(first);
+  if constexpr (sizeof...(Rest) > 0) {
+    return gpu >= 0 ? gpu : gpu_of(rest...);
+  }
+  return gpu;
+}
+
+template <class Result, size_t... kIndices>
+Result results_of(const StableIValue* stack, std::index_sequence<kIndices...>) {
+  using torch::stable::detail::to;
+  return {to<std::tuple_element_t<kIndices, Result>>(stack[kIndices])...};
+}
+
+template <class T>
+struct IsTuple : std::false_type {};
+template <class... T>
+struct IsTuple<std::tuple<T...>> : std::true_type {};
+
+// What the operator `name` returns for these arguments.
+template <class Result, class... Arguments>
+Result call(const char* name, const Arguments&... arguments) {
+  constexpr size_t kResults = 3;  // the most that an operator has
+  std::array<StableIValue, std::max(sizeof...(Arguments), kResults)> stack{torch::stable::detail::from(arguments)...};
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  if constexpr (IsTuple<Result>::value) {
+    return results_of<Result>(stack.data(), std::make_index_sequence<std::tuple_size_v<Result>>());
+  } else if constexpr (!std::is_void_v<Result>) {
+    return torch::stable::detail::to<Result>(stack[0]);
+  }
+}
+
+template <class Name, auto kFunction>
+struct OnGpu;
+template <class Name, class Result, class... Arguments, Result (*kFunction)(Arguments...)>
+struct OnGpu<Name, kFunction> {
+  static Result run(Arguments... arguments) {
+    const int32_t gpu = gpu_of(arguments...);
+    if (gpu < 0 || has_kernels_for(gpu)) return kFunction(std::move(arguments)...);
+    return call<Result>(Name::uncompiled(), arguments...);
+  }
+};
+
+// What runs for an operator on CUDA tensors, of which kFunction is the kernel here.
+struct Dispatch {
+  template <class Name, auto kFunction>
+  static constexpr auto kernel = &OnGpu<Name, kFunction>::run;
+};
+
+}  // namespace amp_kernels::cuda

@@ -1,0 +1,219 @@
+"""What no test on a device asks: streams, a second GPU, captures and counts, on the GPUs of cuda_on_cpu/torch_device.py."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from optim_cases import FULL, TORCH
+from torch import Tensor
+
+import amp_kernels
+from amp_kernels import GradScaler, backends
+from amp_kernels.testing import DTYPES
+from amp_kernels.testing.updates import UPDATES
+
+OPS = torch.ops.amp_kernels
+families = pytest.mark.parametrize("family", TORCH, ids=UPDATES)
+
+
+# ------------------------------------------------------------------------------------------------ the GPUs themselves
+def test_memory_is_watched(fake_gpus: Any) -> None:
+    x = torch.zeros(10, device="cuda")
+    assert fake_gpus.damage() is None
+    ctypes.memset(x.data_ptr() + 40, 0, 4)
+    assert fake_gpus.damage() == "memory behind an allocation of 40 bytes was written"
+    ctypes.memset(x.data_ptr() + 40, 0xFF, 4)
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        (lambda x: torch.zeros(10).data_ptr(), "memory of the host"),
+        (lambda x: x.to("cuda:1").data_ptr(), "outside of every tensor|memory of another GPU"),
+        (lambda x: (x + 1).data_ptr(), "in one that was freed"),
+        (lambda x: x.data_ptr() + 36, "outside of every tensor"),
+    ],
+    ids=["host", "other GPU", "freed", "past the end"],
+)
+def test_kernels_read_tensors_of_their_gpu_alone(address: Callable[[Tensor], int], reason: str) -> None:
+    x = torch.zeros(10, device="cuda")
+    table = torch.tensor([[10], [address(x)], [0]], device="cuda")
+    chunks = torch.zeros(1, 2, dtype=torch.int32, device="cuda")
+    scalars = [torch.zeros((), device="cuda") for _ in range(2)]
+    partials, record = (torch.zeros(n, dtype=d, device="cuda") for n, d in ((1, torch.float64), (4, torch.int64)))
+    with pytest.raises(RuntimeError, match=reason):
+        OPS._unscale_table_(table, chunks, 1024, None, False, False, True, partials, *scalars, record)
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.cpu(),
+        lambda x: x.copy_(torch.ones(3)),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.current_stream().synchronize(),
+        lambda x: amp_kernels.quantize_int8(x, dim=-1),  # which no earlier call has loaded
+    ],
+    ids=["item", "cpu", "copy", "synchronize", "stream", "load"],
+)
+def test_a_capture_refuses(fake_gpus: Any, refused: Callable[[Tensor], object]) -> None:
+    x = torch.zeros(3, device="cuda")
+    fake_gpus.unload(0)
+    with fake_gpus.capture(), pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
+        refused(x)
+    refused(x)
+
+
+# ---------------------------------------------------------------------------------------------- streams, a second GPU
+def parameters(device: str, dtypes: Any = DTYPES.values()) -> list[torch.nn.Parameter]:
+    made = []
+    for i, dtype in enumerate(dtypes):
+        values = torch.randn(37 + i, 5, generator=torch.Generator().manual_seed(i)).to(dtype)
+        made.append(torch.nn.Parameter(values.to(device)))
+        made[-1].grad = (made[-1].detach() + 1).clone()
+    return made
+
+
+CALLS: dict[str, Callable[[str], Any]] = {
+    "unscale_": lambda on: unscaled([p.grad for p in parameters(on)], on),
+    "grad_norm": lambda on: amp_kernels.grad_norm([p.grad for p in parameters(on)], found_inf=torch.zeros((), device=on)),
+    "quantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=-1, symmetric=False).values,
+    "dequantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=0).dequantize(),
+    "fake_quantize_int8": lambda on: amp_kernels.fake_quantize_int8(matrix(on), dim=-1),
+    "int8_matmul": lambda on: amp_kernels.int8_matmul(codes(on), codes(on).t()),
+    "int8_linear": lambda on: OPS.int8_linear(matrix(on), codes(on).values, codes(on).scale.view(-1), None),
+    "matmul": lambda on: OPS.matmul(matrix(on), matrix(on).t(), None, 1.0, 0.0, None, torch.float32, True, False)[0],
+    "copy_pad": lambda on: OPS.copy_pad(matrix(on), None, None, True)[0],
+    "step": lambda on: stepped(on),
+    "sgd_": lambda on: updated(on),
+}
+
+
+def matrix(device: str) -> Tensor:
+    return torch.randn(40, 33, generator=torch.Generator().manual_seed(7)).half().to(device)
+
+
+def codes(device: str) -> amp_kernels.Int8Tensor:
+    return amp_kernels.quantize_int8(matrix(device), dim=-1)
+
+
+def unscaled(grads: list[Tensor], device: str) -> Tensor:
+    amp_kernels.unscale_(grads, inv_scale=torch.tensor(0.5, device=device), found_inf=torch.zeros((), device=device))
+    return torch.cat([g.float().flatten() for g in grads])
+
+
+def stepped(device: str) -> Tensor:
+    params = parameters(device)
+    amp_kernels.optim.FusedAdamW(params, lr=0.1, max_grad_norm=1.0).step()
+    return torch.cat([p.detach().float().flatten() for p in params])
+
+
+def updated(device: str) -> Tensor:
+    params = [p.detach() for p in parameters(device)]
+    momenta, masters = [torch.zeros_like(p).float() for p in params], [p.float() for p in params if p.dtype.itemsize == 2]
+    options = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "is_first_step": True}
+    amp_kernels.sgd_(params, [p + 1 for p in params], momenta, masters, lr=0.1, momentum=0.9, **options)
+    return torch.cat([p.float().flatten() for p in params])
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_the_second_gpu(fake_gpus: Any, name: str) -> None:
+    """Kernels run where the tensors are, on the stream that is current there; the caller's device stays current."""
+    first = CALLS[name]("cuda:0")
+    fake_gpus.reset()
+    stream = torch.cuda.Stream("cuda:1")
+    with torch.cuda.stream(stream), torch.cuda.device(0):
+        second = CALLS[name]("cuda:1")
+        assert torch.cuda.current_device() == 0
+    assert second.device == torch.device("cuda:1") and torch.equal(first.cpu(), second.cpu())
+    assert fake_gpus.launches(0) == {} and fake_gpus.launches(1) != {}
+    assert fake_gpus.last_stream(1) == stream.cuda_stream != 1000
+
+
+def test_lists_of_both_gpus(fake_gpus: Any) -> None:
+    params = [*parameters("cuda:1"), *parameters("cuda:0")]
+    alone = stepped("cuda:0")
+    optimizer = amp_kernels.optim.FusedAdamW(params, lr=0.1)
+    scaler = GradScaler("cuda", init_scale=1.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    scaler.step(optimizer)
+    half = len(params) // 2
+    for a, b in zip(params[:half], params[half:], strict=True):
+        assert torch.equal(a.cpu(), b.cpu())
+    assert alone.numel() == sum(p.numel() for p in params[:half])
+
+
+def test_threads_of_autograd_inherit_a_forced_backend() -> None:
+    """torch runs the backward pass of CUDA tensors in a thread of its own."""
+    seen: list[str | None] = []
+    x = torch.ones(3, device="cuda", requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: seen.append(backends.forced()))
+    with amp_kernels.use_backend("reference"):
+        y.sum().backward()
+    y = x * 2
+    y.register_hook(lambda _: seen.append(backends.forced()))
+    y.sum().backward()
+    assert seen == ["reference", None]
+
+
+# ----------------------------------------------------------------------------------------------------------- captures
+def plain(optimizer: Any) -> None:
+    optimizer.step()
+
+
+def scaled(optimizer: Any) -> None:
+    scaler = GradScaler("cuda", init_scale=2.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    scaler.step(optimizer)
+
+
+def clipped(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["max_grad_norm"] = 1.0
+    optimizer.step()
+
+
+def with_tensor_lr(optimizer: Any) -> None:
+    for group in optimizer.param_groups:
+        group["lr"] = optimizer.rate
+    optimizer.step()
+
+
+@families
+@pytest.mark.parametrize("prepare", [lambda optimizer: optimizer.init_state(), plain], ids=["init_state", "step"])
+@pytest.mark.parametrize("captured", [plain, scaled, clipped, with_tensor_lr], ids=lambda f: f.__name__)
+def test_a_capture_loads_and_waits_for_nothing(fake_gpus: Any, family: Any, prepare: Any, captured: Any) -> None:
+    optimizer = family(parameters("cuda"), **FULL[family])
+    optimizer.rate = torch.tensor(0.1, device="cuda")
+    fake_gpus.unload(0)
+    prepare(optimizer)
+    scaler = GradScaler("cuda", init_scale=2.0)
+    scaler.scale(torch.ones((), device="cuda"))
+    before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
+    with fake_gpus.capture():
+        captured(optimizer) if captured is not scaled else scaler.step(optimizer)
+    assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
+# ------------------------------------------------------------------------------------------------------------- counts
+def test_launches_of_a_step(fake_gpus: Any) -> None:
+    """The update of each combination of dtypes, and what sends the table; the gradient pass where somebody wants it."""
+    optimizer = amp_kernels.optim.FusedSGD(parameters("cuda"), lr=0.1, momentum=0.9, max_grad_norm=1.0)
+    optimizer.step()
+    fake_gpus.reset()
+    optimizer.step()
+    steady = fake_gpus.launches(0)
+    assert sum(count for name, count in steady.items() if name.startswith("unscale_kernel")) == 1
+    assert sum(count for name, count in steady.items() if name.startswith("update_kernel")) == len(DTYPES)
+    assert not any(name.startswith("send_kernel") for name in steady)
+    for p in optimizer.param_groups[0]["params"]:
+        p.grad = p.grad.clone()
+    fake_gpus.reset()
+    optimizer.step()
+    assert sum(count for name, count in fake_gpus.launches(0).items() if name.startswith("send_kernel")) == 1

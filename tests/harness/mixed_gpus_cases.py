@@ -1,0 +1,95 @@
+"""A machine whose second GPU is one that `amp_kernels._C` holds no code for. Triton launches on fake_cuda's libcuda.
+
+A process of its own (test_fake_gpus.py): which GPUs have kernels is asked once in a process. What Triton launches runs
+nothing, so that results are not looked at.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from typing import Any
+
+import fake_gpus_cases as cases
+import pytest
+import torch
+from cuda_on_cpu import torch_device
+
+import amp_kernels
+from amp_kernels import backends
+
+HAS_TRITON = os.environ.get("AMP_KERNELS_WITHOUT_TRITON") != "1"
+FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
+
+
+@pytest.fixture(scope="module")
+def libcuda() -> Any:
+    library = ctypes.CDLL("libcuda.so.1")
+    library.fake_launches.restype = ctypes.c_long
+    library.fake_set_devices(2, (ctypes.c_int * 2)(90, 75))
+    torch_device.follow(library)
+    return library
+
+
+def reset() -> None:
+    torch_device.reset()
+    torch_device.describe(1, compute_capability=75, has_kernels=False)
+
+
+@pytest.fixture(autouse=True)
+def mixed(fake_gpus: Any) -> None:
+    reset()
+
+
+def test_reasons() -> None:
+    assert backends.backend_reasons(FIRST)["cuda"] is None
+    reason = backends.backend_reasons(SECOND)["cuda"]
+    assert reason is not None and reason.startswith("amp_kernels._C cannot run on fake GPU 1 (no kernel image is")
+    assert backends.select(FIRST) == "cuda"
+    with amp_kernels.use_backend("cuda"), pytest.raises(RuntimeError, match="cannot run on fake GPU 1"):
+        amp_kernels.quantize_int8(cases.matrix("cuda:1"))
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is hidden")
+@pytest.mark.parametrize("name", cases.CALLS)
+def test_every_operator_runs_on_triton_where_nothing_was_compiled(fake_gpus: Any, libcuda: Any, name: str) -> None:
+    assert backends.select(SECOND) == "triton"
+    before = libcuda.fake_launches()
+    cases.CALLS[name]("cuda:0")
+    assert libcuda.fake_launches() == before and fake_gpus.launches(0) != {}
+    reset()
+    cases.CALLS[name]("cuda:1")
+    assert libcuda.fake_launches() > before and fake_gpus.launches(0) == fake_gpus.launches(1) == {}
+    assert torch.cuda.current_device() == 0
+
+
+@pytest.mark.skipif(HAS_TRITON, reason="triton is there")
+@pytest.mark.parametrize("name", cases.CALLS)
+@pytest.mark.filterwarnings("ignore:amp_kernels runs its slow reference")
+def test_every_operator_runs_on_the_reference_without_triton(fake_gpus: Any, name: str) -> None:
+    assert backends.select(SECOND) == "reference"
+    cases.CALLS[name]("cuda:1")
+    assert fake_gpus.launches(0) == fake_gpus.launches(1) == {}
+
+
+@pytest.mark.skipif(HAS_TRITON, reason="triton is there")
+@pytest.mark.parametrize("call", ["unscale_", "step"])
+def test_the_reference_says_why(call: str) -> None:
+    backends._automatic.cache_clear()
+    amp_kernels.ops.library._warn_of_reference.cache_clear()
+    with pytest.warns(UserWarning, match="slow reference on CUDA tensors"):
+        cases.CALLS[call]("cuda:1")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is hidden")
+@cases.families
+@pytest.mark.parametrize("prepare", [lambda optimizer: optimizer.init_state(), cases.plain], ids=["init_state", "step"])
+@pytest.mark.parametrize("captured", [cases.plain, cases.clipped, cases.with_tensor_lr], ids=lambda f: f.__name__)
+def test_a_captured_step_of_triton(fake_gpus: Any, libcuda: Any, family: Any, prepare: Any, captured: Any) -> None:
+    optimizer = family(cases.parameters("cuda:1"), **cases.FULL[family])
+    optimizer.rate = torch.tensor(0.1, device="cuda:1")
+    prepare(optimizer)
+    before = libcuda.fake_launches()
+    with fake_gpus.capture():
+        captured(optimizer)
+    assert libcuda.fake_launches() > before
