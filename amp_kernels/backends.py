@@ -55,7 +55,7 @@ _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kerne
 def forced() -> str | None:
     """The backend that the caller's `use_backend` forces, or None.
 
-    The mode itself is looked for: a thread of autograd, which runs the backward pass on a GPU, inherits torch's modes and
+    The mode itself is looked for. On a GPU a thread of autograd runs the backward pass: it inherits torch's modes, but
     no context variable.
     """
     modes = torch_private.dispatch_modes()
@@ -201,8 +201,8 @@ def _why_not_on(gpu: int | None) -> str | None:
     if not error:
         return None
     return (
-        f"amp_kernels._C cannot run on {torch.cuda.get_device_name(gpu)} ({error}); build it where that GPU is, or with "
-        "its compute capability in TORCH_CUDA_ARCH_LIST"
+        f"amp_kernels._C cannot run on {torch.cuda.get_device_name(gpu)} ({error}); build it where that GPU is, or "
+        "with its compute capability in TORCH_CUDA_ARCH_LIST"
     )
 
 

@@ -24,7 +24,7 @@ import pytest
 # works. OpenMP reads this when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-# A process with FAKE_GPUS has two CUDA devices that the emulator plays. torch looks for devices while it is imported.
+# Such a process has two CUDA devices that the emulator plays. torch looks for devices when it is imported.
 FAKE_GPUS = os.environ.get("AMP_KERNELS_FAKE_GPUS") == "1"
 if FAKE_GPUS:
     from cuda_on_cpu import torch_device
@@ -34,7 +34,7 @@ if FAKE_GPUS:
     if os.environ.get("AMP_KERNELS_WITHOUT_TRITON") == "1":
         torch_device.hide("triton")
 
-import torch
+import torch  # noqa: E402
 
 
 def _reasons(device_type: str) -> dict[str, str | None]:
@@ -123,8 +123,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _runs_on_fake_gpus(item: pytest.Item) -> bool:
-    """Whether a test chooses a device, and needs nothing that these GPUs lack: compiled graphs, sparse tensors, and autocast of
-    `log_softmax`, which a torch without CUDA leaves in 16 bits."""
+    """Whether a test chooses a device, and needs nothing that these GPUs lack.
+
+    They have no compiled graphs, no sparse tensors, and no autocast of `log_softmax`: a torch without CUDA leaves it in
+    16 bits.
+    """
     if item.path.name in ("fake_gpus_cases.py", "mixed_gpus_cases.py"):
         return True
     chooses = {"place", "launcher"} & set(item.fixturenames)
@@ -222,7 +225,7 @@ def device(place: str, backend: str) -> torch.device:
 
 @pytest.fixture(autouse=FAKE_GPUS)
 def fake_gpus() -> Iterator[Any]:
-    """Those of a process that has them, as they were made; what a test does to their memory is looked at."""
+    """The module cuda_on_cpu.torch_device, its GPUs as new. A write outside of an allocation fails the test."""
     if not FAKE_GPUS:
         pytest.skip("needs AMP_KERNELS_FAKE_GPUS=1")
     torch_device.reset()

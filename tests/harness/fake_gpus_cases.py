@@ -1,4 +1,7 @@
-"""What no test on a device asks: streams, a second GPU, captures and counts, on the GPUs of cuda_on_cpu/torch_device.py."""
+"""Streams, a second GPU, captures and counts of launches, on the GPUs of cuda_on_cpu/torch_device.py.
+
+Every other test of a device runs there too (test_fake_gpus.py).
+"""
 
 from __future__ import annotations
 
@@ -70,9 +73,9 @@ def test_a_capture_refuses(fake_gpus: Any, refused: Callable[[Tensor], object]) 
 
 
 # ---------------------------------------------------------------------------------------------- streams, a second GPU
-def parameters(device: str, dtypes: Any = DTYPES.values()) -> list[torch.nn.Parameter]:
+def parameters(device: str) -> list[torch.nn.Parameter]:
     made = []
-    for i, dtype in enumerate(dtypes):
+    for i, dtype in enumerate(DTYPES.values()):
         values = torch.randn(37 + i, 5, generator=torch.Generator().manual_seed(i)).to(dtype)
         made.append(torch.nn.Parameter(values.to(device)))
         made[-1].grad = (made[-1].detach() + 1).clone()
@@ -81,7 +84,9 @@ def parameters(device: str, dtypes: Any = DTYPES.values()) -> list[torch.nn.Para
 
 CALLS: dict[str, Callable[[str], Any]] = {
     "unscale_": lambda on: unscaled([p.grad for p in parameters(on)], on),
-    "grad_norm": lambda on: amp_kernels.grad_norm([p.grad for p in parameters(on)], found_inf=torch.zeros((), device=on)),
+    "grad_norm": lambda on: amp_kernels.grad_norm(
+        [p.grad for p in parameters(on)], found_inf=torch.zeros((), device=on)
+    ),
     "quantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=-1, symmetric=False).values,
     "dequantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=0).dequantize(),
     "fake_quantize_int8": lambda on: amp_kernels.fake_quantize_int8(matrix(on), dim=-1),
@@ -115,7 +120,10 @@ def stepped(device: str) -> Tensor:
 
 def updated(device: str) -> Tensor:
     params = [p.detach() for p in parameters(device)]
-    momenta, masters = [torch.zeros_like(p).float() for p in params], [p.float() for p in params if p.dtype.itemsize == 2]
+    momenta, masters = (
+        [torch.zeros_like(p).float() for p in params],
+        [p.float() for p in params if p.dtype.itemsize == 2],
+    )
     options = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "is_first_step": True}
     amp_kernels.sgd_(params, [p + 1 for p in params], momenta, masters, lr=0.1, momentum=0.9, **options)
     return torch.cat([p.float().flatten() for p in params])
@@ -168,9 +176,7 @@ def plain(optimizer: Any) -> None:
 
 
 def scaled(optimizer: Any) -> None:
-    scaler = GradScaler("cuda", init_scale=2.0)
-    scaler.scale(torch.ones((), device="cuda"))
-    scaler.step(optimizer)
+    optimizer.scaler.step(optimizer)
 
 
 def clipped(optimizer: Any) -> None:
@@ -193,11 +199,11 @@ def test_a_capture_loads_and_waits_for_nothing(fake_gpus: Any, family: Any, prep
     optimizer.rate = torch.tensor(0.1, device="cuda")
     fake_gpus.unload(0)
     prepare(optimizer)
-    scaler = GradScaler("cuda", init_scale=2.0)
-    scaler.scale(torch.ones((), device="cuda"))
+    optimizer.scaler = GradScaler("cuda", init_scale=2.0)
+    optimizer.scaler.scale(torch.ones((), device="cuda"))
     before = [p.detach().clone() for p in optimizer.param_groups[0]["params"]]
     with fake_gpus.capture():
-        captured(optimizer) if captured is not scaled else scaler.step(optimizer)
+        captured(optimizer)
     assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
 
 

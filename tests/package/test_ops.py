@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils import _python_dispatch
 
 import amp_kernels
 from amp_kernels import backends, testing
@@ -348,7 +349,7 @@ def test_a_backend_that_cannot_run_says_why(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(backends, "_reason", lambda _, device: {"cpu": "no CPU", "cuda": None}[device])
+    monkeypatch.setattr(backends, "_reason", lambda _, device: {"cpu": "no CPU", "cuda": None}[device.type])
     with (
         amp_kernels.use_backend("cuda"),
         pytest.raises(RuntimeError, match="'cuda' cannot serve cpu tensors: no CPU"),
@@ -376,7 +377,10 @@ def test_a_gpu_that_nothing_was_compiled_for_says_so(monkeypatch: pytest.MonkeyP
         backends._why_not_on.cache_clear()
 
 
-def test_use_backend_is_undone_also_by_an_error() -> None:
+@pytest.mark.parametrize("says", [True, False], ids=["", "a torch that names no modes"])
+def test_use_backend_is_undone_also_by_an_error(says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not says:
+        monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
     before = backends.select(torch.device("cpu"))
     with pytest.raises(KeyError), amp_kernels.use_backend("reference"):
         assert backends.select(torch.device("cpu")) == "reference"

@@ -47,8 +47,8 @@ extern bool is_capturing;
 
 extern bool has_kernels;  // whether the binary holds code that the GPU can run
 
-// What gpus.cpp adds where it is linked. The first two throw what CUDA would return. The third says why a kernel may not
-// read the bytes from `first` to `last`; nullptr if it may.
+// What gpus.cpp adds where it is linked. The first two throw what CUDA would return. The third says why a kernel may
+// not read the bytes from `first` to `last`; nullptr if it may.
 extern void (*on_load)(const void* kernel);
 extern void (*on_launch)(const void* kernel, cudaStream_t stream);
 extern const char* (*why_not_readable)(uintptr_t first, uintptr_t last);

@@ -32,8 +32,7 @@ struct Gpu {
   void* last_stream = nullptr;
 };
 
-Gpu all[kMost];
-int how_many = 1;
+Gpu all[kCount];
 thread_local int used_here = 0;
 void (*follower)(int) = nullptr;     // is told which GPU a thread uses
 std::mutex mutex;                    // of what follows
@@ -103,7 +102,7 @@ void on_launch(const void* kernel, cudaStream_t stream) {
   Gpu& gpu = all[used_here];
   if (!gpu.has_kernels)
     throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(cudaErrorNoKernelImageForDevice));
-  if (reinterpret_cast<uintptr_t>(stream) / 1000 != static_cast<uintptr_t>(used_here))
+  if (reinterpret_cast<uintptr_t>(stream) / kStreams != static_cast<uintptr_t>(used_here))
     throw std::runtime_error("CUDA: a launch on a stream of another device than the current one");
   on_load(kernel);
   ++gpu.launches[kernel];
@@ -119,13 +118,11 @@ const bool is_registered = [] {
 
 }  // namespace
 
-int count() { return how_many; }
-void set_count(int count) { how_many = count; }
 int current() { return used_here; }
 
 // The emulator runs one operator at a time, on the GPU that its thread chose last.
 void use(int gpu) {
-  if (gpu < 0 || gpu >= how_many) throw std::runtime_error("CUDA: invalid device ordinal");
+  if (gpu < 0 || gpu >= kCount) throw std::runtime_error("CUDA: invalid device ordinal");
   used_here = gpu;
   if (follower != nullptr) follower(gpu);
   emulator::set_device(all[gpu].compute_capability, all[gpu].compiled_for);
@@ -165,12 +162,12 @@ void release(void* memory) {
 }
 
 int allocated_in(const void* address) {
-  for (int gpu = 0; gpu < kMost; ++gpu)
+  for (int gpu = 0; gpu < kCount; ++gpu)
     if (all[gpu].space != nullptr && all[gpu].space <= address && address < all[gpu].space + kSpace) return gpu;
   return -1;
 }
 
-void* stream(int gpu, int64_t id) { return reinterpret_cast<void*>(static_cast<uintptr_t>(gpu) * 1000 + id); }
+void* stream(int gpu, int64_t id) { return reinterpret_cast<void*>(static_cast<uintptr_t>(gpu) * kStreams + id); }
 
 void refuse_in_capture(const char* what) {
   if (emulator::is_capturing)
@@ -182,12 +179,13 @@ void refuse_in_capture(const char* what) {
 // For tests, by ctypes.
 extern "C" {
 
-void gpu_set_count(int count) { gpus::set_count(count); }
+void gpu_set_capturing(bool on) { emulator::is_capturing = on; }
+bool gpu_is_capturing() { return emulator::is_capturing; }
 void gpu_set_order(int order, unsigned seed) { emulator::set_order(static_cast<emulator::Order>(order), seed); }
 void gpu_use(int gpu) { gpus::use(gpu); }
 void gpu_follow(void (*follower)(int)) { gpus::follower = follower; }
 int gpu_current() { return gpus::current(); }
-int gpu_count() { return gpus::count(); }
+int gpu_count() { return gpus::kCount; }
 void gpu_visit_launches(int gpu, void (*visit)(const void*, int64_t)) {
   for (const auto& [kernel, count] : gpus::all[gpu].launches) visit(kernel, count);
 }

@@ -10,10 +10,7 @@
 
 namespace gpus {
 
-constexpr int kMost = 2;
-
-int count();
-void set_count(int count);
+constexpr int kCount = 2;
 
 int current();  // of this thread
 void use(int gpu);
@@ -23,7 +20,8 @@ void* allocate(size_t bytes, int gpu);
 void release(void* memory);
 int allocated_in(const void* address);
 
-// The stream `id` of a GPU as kernels' launches take it; 0 is the default stream.
+// The stream `id` of a GPU as launches take it; 0 is the default stream.
+constexpr int kStreams = 1000;  // of a GPU
 void* stream(int gpu, int64_t id);
 
 // Throws what CUDA says of a call that waits, or that loads a kernel, while a stream captures.

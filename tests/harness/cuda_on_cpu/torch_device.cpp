@@ -4,10 +4,10 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/unfold_native.h>
 #include <ATen/ops/view_native.h>
-#include <ATen/ops/_reshape_alias_native.h>
 #include <c10/core/Allocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -24,7 +24,7 @@ namespace {
 using at::Tensor;
 
 // ------------------------------------------------------------------------------------------ devices and streams
-thread_local int64_t streams[gpus::kMost] = {};  // the current one of each GPU, in this thread
+thread_local int64_t streams[gpus::kCount] = {};  // the current one of each GPU, in this thread
 
 int gpu_of(c10::Device device) { return device.has_index() ? device.index() : gpus::current(); }
 
@@ -38,7 +38,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     setDevice(device);
     return before;
   }
-  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(gpus::count()); }
+  c10::DeviceIndex deviceCount() const noexcept override { return static_cast<c10::DeviceIndex>(gpus::kCount); }
 
   c10::Stream getStream(c10::Device device) const override {
     const int gpu = gpu_of(device);
@@ -68,8 +68,8 @@ struct CUDAHooks final : at::CUDAHooksInterface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return true; }
   void init() const override {}
-  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(gpus::count()); }
-  int getNumGPUs() const override { return gpus::count(); }
+  c10::DeviceIndex deviceCount() const override { return static_cast<c10::DeviceIndex>(gpus::kCount); }
+  int getNumGPUs() const override { return gpus::kCount; }
   c10::DeviceIndex current_device() const override { return getCurrentDevice(); }
   c10::DeviceIndex getCurrentDevice() const override { return static_cast<c10::DeviceIndex>(gpus::current()); }
   void setCurrentDevice(c10::DeviceIndex gpu) const override { gpus::use(gpu); }

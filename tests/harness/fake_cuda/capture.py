@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from amp_kernels.triton_kernels import common
 from gpus import device, forget_kernels, gpus, libcuda
 
 import amp_kernels
@@ -20,7 +21,6 @@ from amp_kernels import grad_scaler
 from amp_kernels.families import FAMILIES
 from amp_kernels.optim import _base, _plan
 from amp_kernels.testing.updates import UPDATES
-from amp_kernels.triton_kernels import common
 
 
 class Training:
