@@ -15,8 +15,8 @@ from optim_cases import FULL, TORCH
 from torch import Tensor
 
 import amp_kernels
-from amp_kernels import GradScaler, backends
-from amp_kernels.testing import DTYPES
+from amp_kernels import GradScaler, backends, testing
+from amp_kernels.testing import DTYPES, verify
 from amp_kernels.testing.updates import UPDATES
 
 OPS = torch.ops.amp_kernels
@@ -70,6 +70,16 @@ def test_a_capture_refuses(fake_gpus: Any, refused: Callable[[Tensor], object]) 
     with fake_gpus.capture(), pytest.raises(RuntimeError, match="not permitted when stream is capturing"):
         refused(x)
     refused(x)
+
+
+# ------------------------------------------------------------------------------------------------------------- verify
+@pytest.mark.parametrize(
+    "op", [op if op == "unscale_" else pytest.param(op, marks=pytest.mark.nightly) for op in testing.CASES]
+)
+@pytest.mark.parametrize("backend", ["cuda", "reference"])
+def test_verify(op: str, backend: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert verify.verify(backend, "cuda", [op]) == 0
+    assert capsys.readouterr().out.strip().endswith("cases passed")
 
 
 # ---------------------------------------------------------------------------------------------- streams, a second GPU

@@ -35,6 +35,13 @@ def test_a_gpu_without_kernels_and_triton_runs_the_reference() -> None:
 
 
 @pytest.mark.nightly
+@pytest.mark.timeout(3600)
+def test_verify() -> None:
+    run("-m", "nightly", str(TESTS / "harness" / "fake_gpus_cases.py"))
+
+
+@pytest.mark.nightly
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_all(folder: str) -> None:
     run(str(TESTS / folder))
