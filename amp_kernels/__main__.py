@@ -29,8 +29,9 @@ def info() -> int:
     for note in _platform_notes():
         print(note)
 
-    for device, order in backends.PREFERENCE.items():
-        reasons = backends.backend_reasons(device)
+    gpus = [f"cuda:{index}" for index in range(torch.cuda.device_count())]
+    for device in [*(gpus if len(gpus) > 1 else ["cuda"]), "cpu"]:
+        order, reasons = backends.PREFERENCE[device.partition(":")[0]], backends.backend_reasons(device)
         serving = next((name for name in order if reasons[name] is None), "reference")
         absent = "" if device == "cpu" or torch.cuda.is_available() else " (there are none here)"
         print(f"\nOperators on {device} tensors{absent}: {serving}")

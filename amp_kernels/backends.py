@@ -49,15 +49,18 @@ class DeviceKernels(Kernels, Protocol):
 
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may be no memory at all
+_entries = 0  # of `use_backend` in all threads
 _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
 
 
 def forced() -> str | None:
     """The backend that the caller's `use_backend` forces, or None.
 
-    The mode itself is looked for. On a GPU a thread of autograd runs the backward pass: it inherits torch's modes, but
-    no context variable.
+    Searches torch's modes, not a context variable: the backward pass on a GPU runs in a thread of autograd, which inherits
+    modes but no context variables.
     """
+    if _entries == 0:  # the usual case, in 0.05 us
+        return None
     modes = torch_private.dispatch_modes()
     if modes is None:
         return _entered.get()
@@ -78,16 +81,16 @@ def use_backend(name: str) -> Iterator[None]:
     """
     if name not in BACKENDS:
         raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")
-    reasons = {device: _reason(name, device) for device in _devices()}
-    if all(reasons.values()):
-        own = "cpu" if name == "cpu" else "cuda"
-        why = next(reason for device, reason in reasons.items() if device.type == own)
-        raise RuntimeError(f"use_backend: {name} cannot run here: {why}")
+    if reason := _why_nowhere(name):
+        raise RuntimeError(f"use_backend: {name} cannot run here: {reason}")
+    global _entries
     token = _entered.set(name)
+    _entries += 1
     try:
         with _Interceptor(name):
             yield
     finally:
+        _entries -= 1
         _entered.reset(token)
 
 
@@ -133,14 +136,20 @@ def _reason(backend: str, device: torch.device) -> str | None:
     return _why_not_compiled(backend.upper()) or (_why_not_on(_gpu(device)) if backend == "cuda" else None)
 
 
-def _devices() -> list[torch.device]:
-    """Where tensors can be: the CPU and each GPU. Without one, "cuda" says why nothing runs there."""
-    count = torch.cuda.device_count()
-    return [torch.device("cpu"), *([torch.device("cuda", i) for i in range(count)] or [torch.device("cuda")])]
+def _why_nowhere(backend: str) -> str | None:
+    """Why no tensor can be served; None if some can. Asks the current GPU before the others, which get a context by it."""
+    current = torch.device("cuda")
+    others = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
+    reasons = []
+    for device in itertools.chain([torch.device("cpu"), current], others):
+        reasons.append(_reason(backend, device))
+        if reasons[-1] is None:
+            return None
+    return reasons[0 if backend == "cpu" else 1]
 
 
 def _gpu(device: torch.device) -> int | None:
-    """The index of a GPU; None where there is none, so that no tensor can be on it."""
+    """The index of a GPU; None if there is none."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.current_device() if device.index is None else device.index
@@ -150,7 +159,7 @@ def select(device: torch.device) -> str:
     """The backend that serves tensors of `device` now."""
     name = forced()
     if name is None:
-        return _automatic(device)
+        return automatic(device)
     _refuse(name, device)
     return name
 
@@ -163,7 +172,7 @@ def _refuse(backend: str, device: torch.device) -> None:
 
 
 @functools.cache
-def _automatic(device: torch.device) -> str:
+def automatic(device: torch.device) -> str:
     """For a tensor's device, whose index is known."""
     reasons = {}
     for name in PREFERENCE.get(device.type, ()):
@@ -196,7 +205,7 @@ def _why_not_compiled(key: str) -> str | None:
 
 @functools.cache
 def _why_not_on(gpu: int | None) -> str | None:
-    """`amp_kernels._C` may hold kernels for some of a machine's GPUs only."""
+    """Why `amp_kernels._C`, which is compiled for CUDA, cannot run on this GPU; None if it can."""
     error = "" if gpu is None else importlib.import_module("amp_kernels._C").why_no_kernel(gpu)
     if not error:
         return None

@@ -29,7 +29,7 @@ def are_functorch_transforms_active() -> bool:
 def dispatch_modes() -> list[Any] | None:
     """The modes of this thread, the innermost last, in which `amp_kernels.use_backend` is found.
 
-    None for a torch that cannot say: threads of autograd then know of no backend that is forced.
+    None if this torch lacks the function. A forced backend then does not reach autograd's threads.
     """
     ask = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
     return None if ask is None else ask()

@@ -12,7 +12,12 @@ namespace {
 PyObject* why_no_kernel(PyObject*, PyObject* gpu) {
   const long index = PyLong_AsLong(gpu);
   if (index == -1 && PyErr_Occurred() != nullptr) return nullptr;
-  return PyUnicode_FromString(amp_kernels::cuda::why_not_on(static_cast<int32_t>(index)).c_str());
+  try {
+    return PyUnicode_FromString(amp_kernels::cuda::why_not_on(static_cast<int32_t>(index)).c_str());
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
+  }
 }
 
 }  // namespace

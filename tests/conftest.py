@@ -87,7 +87,7 @@ def run_pytest(*arguments: str, **environment: str) -> None:
     of_backends = ("TRITON_INTERPRET", "AMP_KERNELS_FAKE_GPUS")
     inherited = {key: value for key, value in os.environ.items() if key not in of_backends}
     result = subprocess.run(command, env=inherited | environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout + result.stderr
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
 
 
 def _oldest_triton() -> str | None:

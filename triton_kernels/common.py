@@ -152,10 +152,7 @@ def programs_at_a_time(beside: torch.Tensor) -> int:
 
 
 def address_of(scalar: torch.Tensor | None) -> int:
-    """What a kernel takes for an optional fp32 scalar: an address, 0 without the scalar.
-
-    Triton compiles a variant for None and another one for a tensor.
-    """
+    """The address of an optional fp32 scalar, or 0. For None Triton would compile another variant."""
     return 0 if scalar is None else scalar.data_ptr()
 
 
@@ -167,9 +164,9 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def load(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Compiles a variant and loads it on `device`, which a graph capture forbids.
+    """Compiles a variant and loads it on `device`. A graph capture forbids loading, so this comes before.
 
-    `args` are those of the kernel, a dtype for each tensor. The values of numbers do not matter, since kernels
+    `args` are the kernel's arguments, with a dtype for each tensor. The values of numbers do not matter, since kernels
     specialise on none.
     """
     if isinstance(kernel, triton.JITFunction):  # the interpreter compiles nothing

@@ -133,7 +133,7 @@ def _unscale_kernel(
     chunk_size: tl.int32,
     scale: tl.int64,  # address of an fp32 scalar; 0: factor 1
     divide: tl.int32,  # not 0: by the scale
-    clear: tl.int32,  # not 0: the verdict and the record are those of this pass
+    clear: tl.int32,  # not 0: this pass overwrites the verdict and the record
     partials_ptr,  # fp64 [n_chunks]
     found_inf_ptr,  # fp32 scalar
     norm_ptr,  # fp32 scalar

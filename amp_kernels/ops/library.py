@@ -9,8 +9,8 @@ CompositeExplicitAutograd  the reference, which serves every device that has no 
 Autograd                   nothing: the call falls through, unless the operator is differentiable
 =========================  ===========================================================================================
 
-If ``_C`` has CUDA kernels, but none for the GPU of a call, its kernel calls the operator ``_uncompiled_<name>``
-(csrc/ops/on_gpu.h): Triton, or without it the reference. Each GPU of a machine is looked at by itself.
+If ``_C`` has CUDA kernels, but none for the GPU of a call, the CUDA kernel calls ``_uncompiled_<name>``: Triton if it is
+installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
 
 torch's dispatcher chooses; `amp_kernels.use_backend` intercepts the call before it does.
 """
@@ -20,7 +20,7 @@ from __future__ import annotations
 import functools
 import importlib
 import importlib.util
-import warnings
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -78,7 +78,7 @@ def operator(
         by_triton = lambda *args, **kwargs: launch(triton_kernels(), *args, **kwargs)  # noqa: E731
     if _loader.has_cuda():
         LIBRARY.define(f"_uncompiled_{schema}")
-        LIBRARY.impl(f"_uncompiled_{name}", by_triton or _reported(reference), "CUDA")
+        LIBRARY.impl(f"_uncompiled_{name}", _remembered(by_triton or _reported(reference)), "CUDA")
         LIBRARY.impl(f"_uncompiled_{name}", torch.library.fallthrough_kernel, "Autograd")
     elif by_triton is not None:
         LIBRARY.impl(name, by_triton, "CUDA")
@@ -98,9 +98,28 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     """The operator's result, or where it refuses an argument a sentence."""
     try:
         return op(*args, **kwargs)
-    except (RuntimeError, TypeError, ValueError):
+    except (RuntimeError, TypeError, ValueError) as error:
         DEFINITIONS[op].check(*args, **kwargs)
+        if "torch_call_dispatcher" in str(error):  # all that C++ can say of an error in an uncompiled operator
+            raise _last_error.value from None
         raise
+
+
+_last_error = threading.local()
+
+
+def _remembered(kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """`kernel` for C++ to call, which loses the type and the words of an error on its way."""
+
+    @functools.wraps(kernel)
+    def run(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return kernel(*args, **kwargs)
+        except Exception as error:
+            _last_error.value = error
+            raise
+
+    return run
 
 
 def note_written(*lists: Sequence[Tensor]) -> None:
@@ -131,8 +150,9 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
-        if any(tensor.is_cuda for tensor in _tensors((*args, *kwargs.values()))):
-            _warn_of_reference()
+        gpu = next((t.device for t in _tensors((*args, *kwargs.values())) if t.is_cuda), None)
+        if gpu is not None:
+            importlib.import_module("amp_kernels.backends").automatic(gpu)  # warns, once for each GPU
         return reference(*args, **kwargs)
 
     return run
@@ -141,11 +161,3 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
 def _tensors(arguments: tuple[Any, ...]) -> list[Tensor]:
     lists = [argument if isinstance(argument, (list, tuple)) else [argument] for argument in arguments]
     return [element for elements in lists for element in elements if isinstance(element, Tensor)]
-
-
-@functools.cache
-def _warn_of_reference() -> None:
-    why = _loader.load_error() or _loader.build_note() or "amp_kernels._C holds no CUDA kernels for them"
-    warnings.warn(
-        f"amp_kernels runs its slow reference on CUDA tensors, since {why}, and there is no triton", stacklevel=4
-    )

@@ -384,8 +384,8 @@ Matmul normalized(Matmul matmul) {
   return matmul;
 }
 
-// What the code here was compiled for. It is asked with every product, so that a product before a graph capture has
-// loaded the kernel.
+// The architecture that this file was compiled for. Every product asks, so that a product before a graph capture loads
+// the kernel that the question needs.
 int compiled_for_sm() {
   return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
 }

@@ -1,5 +1,5 @@
 // All that our kernels use beyond plain C++, for nvcc and, with AMP_KERNELS_CUDA_ON_CPU, for a host compiler,
-// which gets tests/cuda_on_cpu/emulator.h first, as nvcc gets its own header: the same kernels run without a
+// which gets tests/harness/cuda_on_cpu/emulator.h first, as nvcc gets its own header: the same kernels run without a
 // GPU. No torch header.
 #pragma once
 
@@ -421,9 +421,9 @@ inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiPr
 inline int block_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 // The architecture (75 to 120, as in sm_75) for which nvcc compiled the code of kKernel that the current device runs.
-// __CUDA_ARCH__ was ten times that when it chose among the branches of the kernel. A device is newer than its code
-// where the binary holds PTX for it and no machine code: the driver compiles that PTX, and its branches stay. Asking
-// loads the kernel and may wait for a lock of the driver. The answer never changes, so it is kept for each device.
+// __CUDA_ARCH__ was ten times that when it chose among the branches of the kernel. If a binary has only older PTX for a
+// device, the driver compiles that PTX, and the older branches apply. Asking loads the kernel and may wait for a lock
+// of the driver. The answer never changes, so it is kept for each device.
 template <auto kKernel>
 int compiled_for() {
   static std::atomic<int> known[64];  // 0: not asked yet; devices beyond are asked each time

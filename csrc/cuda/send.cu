@@ -46,9 +46,19 @@ void load_send() {
 std::string why_no_kernel() {
   cudaFuncAttributes attributes;
   const cudaError_t error = cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(send_kernel<kFew>));
-  if (error == cudaSuccess) return "";
-  cudaGetLastError();  // or the next launch would report it
-  return cudaGetErrorString(error);
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorInvalidPtx:
+    case cudaErrorJitCompilationDisabled:
+    case cudaErrorJitCompilerNotFound:
+      cudaGetLastError();  // or the next launch would report it
+      return cudaGetErrorString(error);
+    default:
+      check(error);  // out of memory, a capture: the answer may be another one next time
+      return "";
+  }
 }
 
 }  // namespace amp_kernels::cuda

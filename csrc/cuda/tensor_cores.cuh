@@ -39,8 +39,8 @@ __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[
 // Whether code that was compiled for `sm` multiplies bf16 on tensor cores. sm_75 has them for fp16 and codes alone.
 inline bool multiplies_bf16(int sm) { return sm >= 80; }
 
-// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word. bf16 kernels are compiled for sm_75 too. Launching one
-// there is a mistake, which the trap turns into an error: without it their results are zeros.
+// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word. bf16 kernels are compiled for sm_75 too, but must
+// not be launched there. Without the trap they would return zeros.
 template <class T>
 __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if (std::is_same_v<T, __nv_bfloat16> && compiled_before(80)) return trap();
@@ -98,7 +98,7 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char
 // Whether code that was compiled for `sm` copies parts of 16 bytes from global to shared memory.
 inline bool copies_parts(int sm) { return sm >= 80; }
 
-// Traps where a thread's copies would be of parts, and parts cannot be copied: `bytes` is no multiple of 16.
+// On sm_75, traps unless `bytes` is a multiple of 16, since it cannot copy a part of 16 bytes.
 __device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
   if (compiled_before(80) && bytes % 16 != 0) trap();
 }

@@ -9,7 +9,7 @@
 //                          load the kernels that `send` and `run` will take, and say how many blocks of the latter run
 //                          at a time: 0 on a CPU, whose kernels have none
 //   run(args)              the int8 kernel that takes these arguments
-//   kernel<Name, f>        what is registered for an operator of which f is the kernel (AMP_KERNELS_IMPL)
+//   kernel<Name, f>        the function to register for an operator whose kernel is f (AMP_KERNELS_IMPL)
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>

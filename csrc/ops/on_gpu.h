@@ -1,13 +1,16 @@
-// How an operator on CUDA tensors finds its kernel: on a GPU that this binary holds code for it is the one here, on any
-// other the one that Python registered as `_uncompiled_<operator>` (amp_kernels/ops/library.py), Triton's.
+// If this binary has code for the GPU of a call, the kernel in csrc/ops runs. Otherwise the call goes to the operator
+// `_uncompiled_<name>`, which Python registers (amp_kernels/ops/library.py): Triton, or without it the reference.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/stableivalue_conversions.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <string>
+#include <tuple>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -15,13 +18,13 @@
 
 namespace amp_kernels::cuda {
 
-// Why this binary holds no code for a GPU; "" if it does.
+// Why this binary has no code for a GPU; "" if it has.
 inline std::string why_not_on(int32_t gpu) {
   const Guard guard(gpu);
   return why_no_kernel();
 }
 
-// The same as yes or no. The answer never changes, and is kept for each GPU.
+// Whether this binary has code for a GPU. The answer is kept for each GPU; an error that says something else is not.
 inline bool has_kernels_for(int32_t gpu) {
   enum Answer : signed char { kUnknown, kYes, kNo };
   static std::atomic<Answer> known[64];
@@ -58,11 +61,16 @@ struct IsTuple : std::false_type {};
 template <class... T>
 struct IsTuple<std::tuple<T...>> : std::true_type {};
 
+template <class T>
+constexpr size_t kResults = 1;
+template <class... T>
+constexpr size_t kResults<std::tuple<T...>> = sizeof...(T);
+
 // What the operator `name` returns for these arguments.
 template <class Result, class... Arguments>
 Result call(const char* name, const Arguments&... arguments) {
-  constexpr size_t kResults = 3;  // the most that an operator has
-  std::array<StableIValue, std::max(sizeof...(Arguments), kResults)> stack{torch::stable::detail::from(arguments)...};
+  constexpr size_t kSize = std::max(sizeof...(Arguments), kResults<Result>);
+  std::array<StableIValue, kSize> stack{torch::stable::detail::from(arguments)...};
   TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
   if constexpr (IsTuple<Result>::value) {
     return results_of<Result>(stack.data(), std::make_index_sequence<std::tuple_size_v<Result>>());
@@ -82,7 +90,7 @@ struct OnGpu<Name, kFunction> {
   }
 };
 
-// What runs for an operator on CUDA tensors, of which kFunction is the kernel here.
+// Wraps a kernel so that a GPU without code calls the uncompiled operator.
 struct Dispatch {
   template <class Name, auto kFunction>
   static constexpr auto kernel = &OnGpu<Name, kFunction>::run;

@@ -6,16 +6,21 @@ Every other test of a device runs there too (test_fake_gpus.py).
 from __future__ import annotations
 
 import ctypes
+import subprocess
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from optim_cases import FULL, TORCH
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_kernels
 from amp_kernels import GradScaler, backends, testing
+from amp_kernels.ops.library import DEFINITIONS
 from amp_kernels.testing import DTYPES, verify
 from amp_kernels.testing.updates import UPDATES
 
@@ -100,6 +105,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "quantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=-1, symmetric=False).values,
     "dequantize_int8": lambda on: amp_kernels.quantize_int8(matrix(on), dim=0).dequantize(),
     "fake_quantize_int8": lambda on: amp_kernels.fake_quantize_int8(matrix(on), dim=-1),
+    "straight_through_int8": lambda on: straight_through(on),
     "int8_matmul": lambda on: amp_kernels.int8_matmul(codes(on), codes(on).t()),
     "int8_linear": lambda on: OPS.int8_linear(matrix(on), codes(on).values, codes(on).scale.view(-1), None),
     "matmul": lambda on: OPS.matmul(matrix(on), matrix(on).t(), None, 1.0, 0.0, None, torch.float32, True, False)[0],
@@ -111,6 +117,13 @@ CALLS: dict[str, Callable[[str], Any]] = {
 
 def matrix(device: str) -> Tensor:
     return torch.randn(40, 33, generator=torch.Generator().manual_seed(7)).half().to(device)
+
+
+def straight_through(device: str) -> Tensor:
+    leaf = matrix(device).requires_grad_()
+    amp_kernels.fake_quantize_int8(leaf, scale=torch.full((40, 1), 0.01, device=device)).sum().backward()
+    assert leaf.grad is not None
+    return leaf.grad
 
 
 def codes(device: str) -> amp_kernels.Int8Tensor:
@@ -153,17 +166,59 @@ def test_the_second_gpu(fake_gpus: Any, name: str) -> None:
     assert fake_gpus.last_stream(1) == stream.cuda_stream != 1000
 
 
-def test_lists_of_both_gpus(fake_gpus: Any) -> None:
-    params = [*parameters("cuda:1"), *parameters("cuda:0")]
-    alone = stepped("cuda:0")
-    optimizer = amp_kernels.optim.FusedAdamW(params, lr=0.1)
-    scaler = GradScaler("cuda", init_scale=1.0)
-    scaler.scale(torch.ones((), device="cuda"))
-    scaler.step(optimizer)
-    half = len(params) // 2
-    for a, b in zip(params[:half], params[half:], strict=True):
-        assert torch.equal(a.cpu(), b.cpu())
-    assert alone.numel() == sum(p.numel() for p in params[:half])
+def test_lists_of_both_gpus() -> None:
+    params, alone = [*parameters("cuda:1"), *parameters("cuda:0")], parameters("cuda:0")
+    for group in (params, alone):
+        scaler = GradScaler("cuda", init_scale=1.0)
+        scaler.scale(torch.ones((), device="cuda"))
+        scaler.step(amp_kernels.optim.FusedAdamW(group, lr=0.1))
+    for p, expected, before in zip(params, [*alone, *alone], [*parameters("cuda:0")] * 2, strict=True):
+        assert torch.equal(p.cpu(), expected.cpu()) and not torch.equal(p.cpu(), before.cpu())
+
+
+def test_every_operator_is_called() -> None:
+    called = set()
+
+    class Note(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            called.add(func)
+            return func(*args, **(kwargs or {}))
+
+    with Note():
+        for call in CALLS.values():
+            call("cuda:0")
+    assert set(DEFINITIONS) <= called
+
+
+def test_forcing_a_backend_asks_the_current_gpu_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Asking a GPU gives it a context of hundreds of MB, in every process of a machine."""
+    asked = []
+    monkeypatch.setattr(backends, "_why_not_on", asked.append)
+    with torch.cuda.device(1), amp_kernels.use_backend("cuda"):
+        assert asked == [1]
+
+
+def test_the_first_operator_inside_a_capture_settles_nothing(fake_gpus: Any) -> None:
+    """In a process of its own: whether a GPU has kernels could not be asked, and is asked again."""
+    script = (
+        "import sys; sys.path[:0] = sys.argv[2:]; from cuda_on_cpu import torch_device as gpus; from pathlib import Path;"
+        "gpus.install(Path(sys.argv[1])); import torch, amp_kernels; x = torch.ones(8, 8, device='cuda');"
+        "gpus.set_capturing(True)\n"
+        "try: amp_kernels.quantize_int8(x, dim=-1)\n"
+        "except RuntimeError as error: assert 'stream is capturing' in str(error)\n"
+        "else: raise AssertionError\n"
+        "gpus.set_capturing(False); amp_kernels.quantize_int8(x, dim=-1)\n"
+        "assert gpus.launches(0) and amp_kernels.backends.select(x.device) == 'cuda'"
+    )
+    path = [str(Path(__file__).parent), str(Path(amp_kernels.__file__).parents[1])]
+    command = [sys.executable, "-W", "error", "-c", script, fake_gpus._library._name, *path]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_index_that_no_gpu_has() -> None:
+    with pytest.raises(RuntimeError, match="invalid device ordinal"):
+        backends.backend_reasons("cuda:7")
 
 
 def test_threads_of_autograd_inherit_a_forced_backend() -> None:

@@ -68,26 +68,45 @@ def test_every_operator_runs_on_triton_where_nothing_was_compiled(fake_gpus: Any
 @pytest.mark.filterwarnings("ignore:amp_kernels runs its slow reference")
 def test_every_operator_runs_on_the_reference_without_triton(fake_gpus: Any, name: str) -> None:
     assert backends.select(SECOND) == "reference"
-    cases.CALLS[name]("cuda:1")
+    result = cases.CALLS[name]("cuda:1")
     assert fake_gpus.launches(0) == fake_gpus.launches(1) == {}
+    expected = cases.CALLS[name]("cuda:0")
+    torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=2e-3, atol=1e-5)
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="triton is there")
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_the_reference_says_why(call: str) -> None:
-    backends._automatic.cache_clear()
-    amp_kernels.ops.library._warn_of_reference.cache_clear()
-    with pytest.warns(UserWarning, match="slow reference on CUDA tensors"):
+    backends.automatic.cache_clear()
+    with pytest.warns(
+        UserWarning, match="slow reference on CUDA tensors, since cuda: .* cannot run on fake GPU 1 .*triton"
+    ):
         cases.CALLS[call]("cuda:1")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is hidden")
+def test_errors_keep_their_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    """C++, which is between a call and its kernel, would lose them."""
+
+    def fails(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("there is no memory left")
+
+    monkeypatch.setattr(amp_kernels.ops.library.triton_kernels(), "_quantize_int8_", fails)
+    with pytest.raises(torch.OutOfMemoryError, match="there is no memory left"):
+        amp_kernels.quantize_int8(cases.matrix("cuda:1"), dim=-1)
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="triton is hidden")
 @cases.families
 @pytest.mark.parametrize("prepare", [lambda optimizer: optimizer.init_state(), cases.plain], ids=["init_state", "step"])
-@pytest.mark.parametrize("captured", [cases.plain, cases.clipped, cases.with_tensor_lr], ids=lambda f: f.__name__)
+@pytest.mark.parametrize(
+    "captured", [cases.plain, cases.scaled, cases.clipped, cases.with_tensor_lr], ids=lambda f: f.__name__
+)
 def test_a_captured_step_of_triton(fake_gpus: Any, libcuda: Any, family: Any, prepare: Any, captured: Any) -> None:
     optimizer = family(cases.parameters("cuda:1"), **cases.FULL[family])
     optimizer.rate = torch.tensor(0.1, device="cuda:1")
+    optimizer.scaler = amp_kernels.GradScaler("cuda", init_scale=2.0)
+    optimizer.scaler.scale(torch.ones((), device="cuda:1"))
     prepare(optimizer)
     before = libcuda.fake_launches()
     with fake_gpus.capture():

@@ -1,4 +1,4 @@
-"""Runs tests in processes of their own that have CUDA devices which the emulator plays (cuda_on_cpu/torch_device.py).
+"""Runs tests in processes of their own that have two CUDA devices, simulated by the emulator (cuda_on_cpu/torch_device.py).
 
 torch's dispatcher takes their tensors to the operators of csrc/ops with class Cuda. `make test` runs a part of the
 tests that choose a device, `make nightly` all of them.

@@ -12,7 +12,7 @@ from torch.utils import cpp_extension
 
 GPUS = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
 # The first nvcc of CUDA 12, those that brought 10.0 and 12.0, and 11.0, and one to come.
-VERSIONS = ((12, 0), (12, 8), (13, 0), (14, 0))
+VERSIONS = ((12, 0), (12, 8), (13, 0))
 
 
 def architectures(version: tuple[int, int]) -> str:

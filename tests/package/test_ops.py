@@ -398,7 +398,7 @@ def test_the_reference_runs_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) 
 
 def test_cuda_tensors_on_the_reference_warn_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backends, "_reason", lambda *_: "it is off")
-    backends._automatic.cache_clear()
+    backends.automatic.cache_clear()
     try:
         with pytest.warns(
             UserWarning, match="slow reference on CUDA tensors, since cuda: it is off; triton: it is off"
@@ -406,7 +406,7 @@ def test_cuda_tensors_on_the_reference_warn_once(monkeypatch: pytest.MonkeyPatch
             assert backends.select(torch.device("cuda")) == "reference"
         assert backends.select(torch.device("cuda")) == "reference"  # a second warning would be an error
     finally:
-        backends._automatic.cache_clear()
+        backends.automatic.cache_clear()
 
 
 # ---------------------------------------------------------------------------------------------------- compile

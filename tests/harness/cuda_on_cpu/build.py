@@ -94,7 +94,7 @@ def build_gpus() -> Path:
     kernels = [*(csrc / "cuda").glob("*.cu"), HERE / "emulator.cpp", HERE / "gpus.cpp"]
     # Inline functions that both have are those of the kernels, whose reads are watched: the linker takes the first.
     commands = _for_emulator(kernels) | dict.fromkeys(operators, command) | device
-    # What it has of torch's C interface comes before what torch has of it.
+    # The definitions here of torch's C interface take precedence over those of torch.
     link = ["-Wl,-Bsymbolic-functions", f"-L{torch / 'lib'}", "-ltorch_cpu", "-lc10"]
     return _library("_C", commands, link)
 

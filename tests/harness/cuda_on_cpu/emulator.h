@@ -10,6 +10,7 @@
 #include <cstring>
 #include <functional>
 #include <set>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 
@@ -142,8 +143,14 @@ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)
 }  // namespace emulator
 
 inline const char* cudaGetErrorString(cudaError_t error) {
-  return error == cudaErrorNoKernelImageForDevice ? "no kernel image is available for execution on the device"
-                                                  : "the emulator does not know this attribute";
+  switch (error) {
+    case cudaErrorNoKernelImageForDevice:
+      return "no kernel image is available for execution on the device";
+    case cudaErrorStreamCaptureUnsupported:
+      return "operation not permitted when stream is capturing";
+    default:
+      return "the emulator does not know this attribute";
+  }
 }
 inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 inline cudaError_t cudaGetDevice(int* device) {
@@ -162,7 +169,11 @@ inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, 
 }
 inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void* kernel) {
   if (!emulator::has_kernels) return cudaErrorNoKernelImageForDevice;
-  emulator::load(kernel);
+  try {
+    emulator::load(kernel);
+  } catch (const std::runtime_error&) {
+    return cudaErrorStreamCaptureUnsupported;
+  }
   *attributes = {};
   attributes->ptxVersion = emulator::compiled_for;
   attributes->binaryVersion = emulator::compute_capability;

@@ -22,7 +22,7 @@ from typing import Any
 _library: Any = None
 _libcuda: Any = None  # of ../fake_cuda, if Triton launches kernels on it
 torch: Any = None
-STREAMS = 1000  # of a GPU: the number of a stream is that of its GPU times this, and its own (gpus.cpp)
+STREAMS = 1000  # a stream's number is its GPU's index times this, plus its own (gpus.h)
 
 
 def install(path: Path) -> None:
