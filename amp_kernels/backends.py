@@ -56,8 +56,8 @@ _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kerne
 def forced() -> str | None:
     """The backend that the caller's `use_backend` forces, or None.
 
-    Searches torch's modes, not a context variable: the backward pass on a GPU runs in a thread of autograd, which inherits
-    modes but no context variables.
+    Searches torch's modes, not a context variable: the backward pass on a GPU runs in a thread of autograd, which
+    inherits modes but no context variables.
     """
     if _entries == 0:  # the usual case, in 0.05 us
         return None
@@ -137,7 +137,10 @@ def _reason(backend: str, device: torch.device) -> str | None:
 
 
 def _why_nowhere(backend: str) -> str | None:
-    """Why no tensor can be served; None if some can. Asks the current GPU before the others, which get a context by it."""
+    """Why no tensor can be served; None if some can.
+
+    The current GPU is asked first: asking makes a context, which takes hundreds of MB of a GPU.
+    """
     current = torch.device("cuda")
     others = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
     reasons = []

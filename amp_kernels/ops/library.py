@@ -9,8 +9,8 @@ CompositeExplicitAutograd  the reference, which serves every device that has no 
 Autograd                   nothing: the call falls through, unless the operator is differentiable
 =========================  ===========================================================================================
 
-If ``_C`` has CUDA kernels, but none for the GPU of a call, the CUDA kernel calls ``_uncompiled_<name>``: Triton if it is
-installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
+If ``_C`` has CUDA kernels, but none for the GPU of a call, the CUDA kernel calls ``_uncompiled_<name>``: Triton if it
+is installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
 
 torch's dispatcher chooses; `amp_kernels.use_backend` intercepts the call before it does.
 """

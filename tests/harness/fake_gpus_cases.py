@@ -201,7 +201,8 @@ def test_forcing_a_backend_asks_the_current_gpu_alone(monkeypatch: pytest.Monkey
 def test_the_first_operator_inside_a_capture_settles_nothing(fake_gpus: Any) -> None:
     """In a process of its own: whether a GPU has kernels could not be asked, and is asked again."""
     script = (
-        "import sys; sys.path[:0] = sys.argv[2:]; from cuda_on_cpu import torch_device as gpus; from pathlib import Path;"
+        "import sys; from pathlib import Path; sys.path[:0] = sys.argv[2:]\n"
+        "from cuda_on_cpu import torch_device as gpus\n"
         "gpus.install(Path(sys.argv[1])); import torch, amp_kernels; x = torch.ones(8, 8, device='cuda');"
         "gpus.set_capturing(True)\n"
         "try: amp_kernels.quantize_int8(x, dim=-1)\n"

@@ -1,6 +1,6 @@
-"""Runs tests in processes of their own that have two CUDA devices, simulated by the emulator (cuda_on_cpu/torch_device.py).
+"""Runs tests in processes of their own that have two CUDA devices, simulated by the emulator.
 
-torch's dispatcher takes their tensors to the operators of csrc/ops with class Cuda. `make test` runs a part of the
+See cuda_on_cpu/torch_device.py. torch's dispatcher takes their tensors to the operators of csrc/ops with class Cuda. `make test` runs a part of the
 tests that choose a device, `make nightly` all of them.
 """
 
