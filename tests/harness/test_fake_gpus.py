@@ -1,7 +1,7 @@
 """Runs tests in processes of their own that have two CUDA devices, simulated by the emulator.
 
-See cuda_on_cpu/torch_device.py. torch's dispatcher takes their tensors to the operators of csrc/ops with class Cuda. `make test` runs a part of the
-tests that choose a device, `make nightly` all of them.
+cuda_on_cpu/torch_device.py makes them. torch's dispatcher takes their tensors to the operators of csrc/ops with class
+Cuda. `make test` runs a part of the tests that choose a device, `make nightly` all of them.
 """
 
 from __future__ import annotations
