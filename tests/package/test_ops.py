@@ -381,11 +381,13 @@ def test_a_gpu_that_nothing_was_compiled_for_says_so(monkeypatch: pytest.MonkeyP
 def test_use_backend_is_undone_also_by_an_error(says: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not says:
         monkeypatch.delattr(_python_dispatch, "_get_current_dispatch_mode_stack")
-    before = backends.select(torch.device("cpu"))
-    with pytest.raises(KeyError), amp_kernels.use_backend("reference"):
+    monkeypatch.setattr(backends, "_reason", lambda *_: None)
+    with amp_kernels.use_backend("reference"):
+        with pytest.raises(KeyError), amp_kernels.use_backend("cpu"):
+            assert backends.select(torch.device("cpu")) == "cpu"
+            raise KeyError
         assert backends.select(torch.device("cpu")) == "reference"
-        raise KeyError
-    assert backends.select(torch.device("cpu")) == before
+    assert backends.forced() is None
 
 
 def test_the_reference_runs_where_it_is_forced(monkeypatch: pytest.MonkeyPatch) -> None:
