@@ -240,6 +240,16 @@ def test_what_does_not_fit_is_refused(fake_gpus: Any, argument: str) -> None:
     assert fake_gpus.launches(0) == {}
 
 
+def test_copies_are_written_back_below_autograd() -> None:
+    """No backend is forced: `use_backend` would run the operators below autograd in any case."""
+    grad, param, momentum = (fp32(3, 4)[:, ::2].requires_grad_() for _ in range(3))
+    amp_kernels.unscale_([grad], inv_scale=fp32() / 2, found_inf=torch.zeros((), device="cuda"))
+    options = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    amp_kernels.sgd_([param], [fp32(3, 2)], [momentum], [], lr=0.25, momentum=0.5, **options)
+    assert torch.is_grad_enabled() and all(x.is_leaf for x in (grad, param, momentum))
+    assert [x.unique().tolist() for x in (grad, param, momentum)] == [[0.5], [0.625], [1.5]]
+
+
 def test_lists_of_both_gpus(fake_gpus: Any) -> None:
     params = [*parameters("cuda:1"), *parameters("cuda:0")]
     alone = stepped("cuda:0")
@@ -304,6 +314,19 @@ def test_a_capture_loads_and_waits_for_nothing(fake_gpus: Any, family: Any, prep
     with fake_gpus.capture():
         captured(optimizer) if captured is not scaled else scaler.step(optimizer)
     assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
+def test_a_capture_sends_a_long_table(fake_gpus: Any) -> None:
+    """Words of more than 500 parameters travel by another kernel than those of a few (csrc/cuda/send.cu)."""
+    params = [torch.nn.Parameter(fp32(1)) for _ in range(600)]
+    for i, p in enumerate(params):
+        p.grad = torch.full_like(p, i % 7)
+    optimizer = amp_kernels.optim.FusedSGD(params, lr=0.5)
+    fake_gpus.unload(0)
+    optimizer.init_state()
+    with fake_gpus.capture():
+        optimizer.step()
+    assert torch.cat(params).tolist() == [1.0 - 0.5 * (i % 7) for i in range(600)]
 
 
 # ------------------------------------------------------------------------------------------------------------- counts

@@ -185,19 +185,6 @@ def test_parameters_that_require_grad(op: str, device: torch.device) -> None:
 
 
 @ops
-def test_parameters_with_gaps_that_require_grad(op: str, device: torch.device) -> None:
-    """Kernels update copies, which torch copies back."""
-    values = [testing.randn(50, dtype=dtype) for dtype in (torch.float32, torch.float16)]
-    ours = testing.UpdateInputs(op, values, OPTIONS[op]["full"], device, layout="every_other")
-    before = [p.clone() for p in ours.params]
-    for x in ours.written():
-        x.requires_grad_()
-    ours.step([p.detach().clone() for p in ours.params])
-    assert torch.is_grad_enabled() and all(x.is_leaf for x in ours.written())
-    assert not any(torch.equal(p, old) for p, old in zip(ours.params, before, strict=True))
-
-
-@ops
 def test_inference_tensors(op: str, device: torch.device) -> None:
     with torch.inference_mode():
         ours, grads = inputs(op, device, torch.float32, torch.float16)
