@@ -116,7 +116,8 @@ class UpdateInputs:
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
-        is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False]}[masters])
+        # Of three: where fp16 and bf16 alternate, each has masters of both kinds.
+        is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False, False]}[masters])
         kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
         self.masters = place(kept, device, layout)
         self.states: dict[str, list[Tensor]] = {name: [] for name in self._update.family.states}

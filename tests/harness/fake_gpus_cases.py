@@ -222,6 +222,121 @@ def test_an_index_that_no_gpu_has() -> None:
         backends.backend_reasons("cuda:7")
 
 
+def ones(*shape: int, dtype: torch.dtype = torch.float16, on: str = "cuda:0") -> Tensor:
+    return torch.ones(shape, dtype=dtype, device=on)
+
+
+def fp32(*shape: int, on: str = "cuda:0") -> Tensor:
+    return ones(*shape, dtype=torch.float32, on=on)
+
+
+def int8(*shape: int, on: str = "cuda:0") -> Tensor:
+    return ones(*shape, dtype=torch.int8, on=on)
+
+
+def int32(*shape: int, on: str = "cuda:0") -> Tensor:
+    return ones(*shape, dtype=torch.int32, on=on)
+
+
+def sgd(param: Tensor, grad: Tensor, momentum: Tensor, master: Tensor, *scalars: Tensor | None) -> None:
+    hyper = [0.9, 0.0, 0.0, 0.0, 0.0, 1.0]
+    lr, grad_scale, found_inf = scalars or (None, None, None)
+    OPS.update_("sgd", [param], [grad], [momentum], None, None, [master], hyper, 0.1, lr, 0, grad_scale, found_inf)
+
+
+def average(average: Tensor, weight: Tensor, remainder: Tensor) -> None:
+    hyper = [0.0, 0.0, 0.5, 0.0, 1.0, 1.0]
+    OPS.update_("sgd", [average], [weight], None, None, None, [], hyper, 1.0, None, 0, None, None, [remainder])
+
+
+def product(a: Tensor, b: Tensor, input: Tensor | None = None) -> None:
+    OPS.matmul(a, b, input, 1.0, 1.0, None, torch.float32, True, False)
+
+
+def codes_product(*sides: Tensor | None, bias: Tensor | None = None, out_scale: Tensor | None = None) -> None:
+    OPS.int8_matmul(*sides, bias, torch.float32, out_scale, None)
+
+
+ELSEWHERE = ["cuda:1", "cpu"]
+# What kernels would read or write outside of tensors. `on` is where one of the arguments is.
+REFUSED: dict[str, Callable[[str], object]] = {
+    "grads": lambda on: OPS.unscale_([fp32(5), fp32(5, on=on)], fp32(), fp32()),
+    "inv_scale": lambda on: OPS.unscale_([fp32(5)], fp32(on=on), fp32()),
+    "param": lambda on: sgd(ones(5), ones(5, on=on), fp32(5), fp32(5)),
+    "momentum": lambda on: sgd(ones(5), ones(5), fp32(5, on=on), fp32(5)),
+    "master": lambda on: sgd(ones(5), ones(5), fp32(5), fp32(5, on=on)),
+    "lr": lambda on: sgd(ones(5), ones(5), fp32(5), fp32(5), fp32(on=on), None, None),
+    "grad_scale": lambda on: sgd(ones(5), ones(5), fp32(5), fp32(5), None, fp32(on=on), None),
+    "found_inf": lambda on: sgd(ones(5), ones(5), fp32(5), fp32(5), None, None, fp32(on=on)),
+    "remainder": lambda on: average(fp32(5), ones(5), ones(5, dtype=torch.int16, on=on)),
+    "static scale": lambda on: OPS.quantize_int8(ones(4, 6), fp32(4, 1, on=on), None, None, None, True, None),
+    "static zero_point": lambda on: OPS.quantize_int8(ones(4), fp32(), int32(on=on), None, None, False, None),
+    "scale of codes": lambda on: OPS.dequantize_int8(int8(4, 6), fp32(4, 1, on=on), None, None, torch.float16),
+    "incoming gradient": lambda on: OPS.straight_through_int8(ones(4, on=on), ones(4), fp32(), None, None),
+    "b of codes": lambda on: codes_product(int8(4, 6), int8(6, 5, on=on), fp32(), None, fp32(), None),
+    "scale of b": lambda on: codes_product(int8(4, 6), int8(6, 5), fp32(), None, fp32(on=on), None),
+    "zero_point of a": lambda on: codes_product(int8(4, 6), int8(6, 5), fp32(), int32(on=on), fp32(), None),
+    "bias of codes": lambda on: codes_product(int8(4, 6), int8(6, 5), fp32(), None, fp32(), None, bias=fp32(5, on=on)),
+    "out_scale": lambda on: codes_product(int8(4, 6), int8(6, 5), fp32(), None, fp32(), None, out_scale=fp32(on=on)),
+    "weight of codes": lambda on: OPS.int8_linear(ones(4, 6), int8(5, 6, on=on), fp32(), None),
+    "bias of linear": lambda on: OPS.int8_linear(ones(4, 6), int8(5, 6), fp32(), ones(5, on=on)),
+    "b": lambda on: product(ones(4, 6), ones(6, 5, on=on)),
+    "input": lambda on: product(ones(4, 6), ones(6, 5), ones(4, 5, on=on)),
+    "saved": lambda on: OPS.copy_pad(ones(4, 6), ones(4, 6, on=on), "relu", True),
+}  # fmt: skip
+MISSHAPEN: dict[str, Callable[[], object]] = {
+    "gradient": lambda: sgd(ones(500), ones(501), fp32(500), fp32(500)),
+    "momentum": lambda: sgd(ones(500), ones(500), fp32(499), fp32(500)),
+    "master": lambda: sgd(ones(500), ones(500), fp32(500), fp32(499)),
+    "no master": lambda: average(ones(5), ones(5), ones(5, dtype=torch.int16)),
+    "dtype of a momentum": lambda: sgd(ones(500), ones(500), ones(500), fp32(500)),
+    "remainder": lambda: average(fp32(500), ones(500), ones(499, dtype=torch.int16)),
+    "static scale": lambda: OPS.quantize_int8(ones(40, 60), fp32(39, 1), None, None, None, True, None),
+    "scales of blocks": lambda: OPS.quantize_int8(ones(40, 60), fp32(40, 3), None, None, 16, True, None),
+    "zero_point": lambda: OPS.quantize_int8(ones(40, 60), fp32(40, 1), int32(39, 1), None, None, False, None),
+    "incoming gradient": lambda: OPS.straight_through_int8(ones(39, 60), ones(40, 60), fp32(), None, None),
+    "b of codes": lambda: codes_product(int8(40, 60), int8(59, 50), fp32(), None, fp32(), None),
+    "scale of a": lambda: codes_product(int8(40, 60), int8(60, 50), fp32(39, 1), None, fp32(), None),
+    "zero_point of b": lambda: codes_product(int8(40, 60), int8(60, 50), fp32(), None, fp32(1, 50), int32(1, 49)),
+    "bias of codes": lambda: codes_product(int8(40, 60), int8(60, 50), fp32(), None, fp32(), None, bias=fp32(49)),
+    "weight of linear": lambda: OPS.int8_linear(ones(40, 60), int8(50, 59), fp32(), None),
+    "bias of linear": lambda: OPS.int8_linear(ones(40, 60), int8(50, 60), fp32(), ones(49)),
+    "b": lambda: product(ones(40, 60), ones(59, 50)),
+    "batches": lambda: product(ones(3, 40, 60), ones(2, 60, 50)),
+    "input": lambda: product(ones(40, 60), ones(60, 50), ones(39, 50)),
+    "dtype of b": lambda: product(ones(40, 60), fp32(60, 50)),
+    "saved": lambda: OPS.copy_pad(ones(40, 60), ones(39, 60), "relu", True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("on", ELSEWHERE)
+@pytest.mark.parametrize("argument", REFUSED)
+def test_what_is_elsewhere_is_refused(fake_gpus: Any, argument: str, on: str) -> None:
+    """Before any kernel runs: torch's dispatcher looks at one of the tensors."""
+    REFUSED[argument]("cuda:0")
+    fake_gpus.reset()
+    with pytest.raises(ValueError, match="an argument does not fit"):
+        REFUSED[argument](on)
+    assert fake_gpus.launches(0) == fake_gpus.launches(1) == {}
+
+
+@pytest.mark.parametrize("argument", MISSHAPEN)
+def test_what_does_not_fit_is_refused(fake_gpus: Any, argument: str) -> None:
+    with pytest.raises(ValueError, match="an argument does not fit"):
+        MISSHAPEN[argument]()
+    assert fake_gpus.launches(0) == {}
+
+
+def test_copies_are_written_back_below_autograd() -> None:
+    """No backend is forced: `use_backend` would run the operators below autograd in any case."""
+    grad, param, momentum = (fp32(3, 4)[:, ::2].requires_grad_() for _ in range(3))
+    amp_kernels.unscale_([grad], inv_scale=fp32() / 2, found_inf=torch.zeros((), device="cuda"))
+    options = {"dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False, "is_first_step": False}
+    amp_kernels.sgd_([param], [fp32(3, 2)], [momentum], [], lr=0.25, momentum=0.5, **options)
+    assert torch.is_grad_enabled() and all(x.is_leaf for x in (grad, param, momentum))
+    assert [x.unique().tolist() for x in (grad, param, momentum)] == [[0.5], [0.625], [1.5]]
+
+
 def test_threads_of_autograd_inherit_a_forced_backend() -> None:
     """torch runs the backward pass of CUDA tensors in a thread of its own."""
     seen: list[str | None] = []
@@ -271,6 +386,19 @@ def test_a_capture_loads_and_waits_for_nothing(fake_gpus: Any, family: Any, prep
     with fake_gpus.capture():
         captured(optimizer)
     assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
+
+
+def test_a_capture_sends_a_long_table(fake_gpus: Any) -> None:
+    """Words of more than 500 parameters travel by another kernel than those of a few (csrc/cuda/send.cu)."""
+    params = [torch.nn.Parameter(fp32(1)) for _ in range(600)]
+    for i, p in enumerate(params):
+        p.grad = torch.full_like(p, i % 7)
+    optimizer = amp_kernels.optim.FusedSGD(params, lr=0.5)
+    fake_gpus.unload(0)
+    optimizer.init_state()
+    with fake_gpus.capture():
+        optimizer.step()
+    assert torch.cat(params).tolist() == [1.0 - 0.5 * (i % 7) for i in range(600)]
 
 
 # ------------------------------------------------------------------------------------------------------------- counts

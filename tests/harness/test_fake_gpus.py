@@ -6,6 +6,8 @@ Cuda. `make test` runs a part of the tests that choose a device, `make nightly` 
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import fake_cuda
 import pytest
 from conftest import TESTS, WHY_NOT, run_pytest
@@ -13,6 +15,27 @@ from conftest import TESTS, WHY_NOT, run_pytest
 pytestmark = pytest.mark.skipif(WHY_NOT["fake-gpus"]() is not None, reason=str(WHY_NOT["fake-gpus"]()))
 
 FOLDERS = ("unscale", "update", "grad_scaler", "optim", "int8", "matmul", "clients", "amp", "package")
+
+
+# What `make test` has time for: each operator once for each class of dtypes and of layouts, and what notices the
+# planted faults of csrc/ops (tests/faults/operator_*). The words are those of pytest -k.
+PART = {
+    "unscale/test_unscale.py": "not bf16 and not 100_million",
+    "update/test_updates.py": """(mixed or fp32 or fp16-split or empty_lists) and not grads_with and not negative
+        and not denormals""",
+    "update/test_averages.py": "follows_masters or skipped_step or under_scalers or layouts",
+    "int8/test_int8.py": """((int8-fp32 or int8_matmul-fp16 or int8_matmul-int8 or 17x33x65 or int8_linear-bf16)
+        and not long_rows and not many_rows and not stochastic-)
+        or (int8-fp16 and (transposed or channels_last or sliced or misaligned or empty or static_tensor))
+        or gaps or keep_the_layout or another_order""",
+    "matmul/test_matmul.py": """(matmul-fp16-row or matmul-fp16-padded or batched or aligned or medium_in_splits
+        or matmul-fp16-0x or addmm or linear-fp16 or their_reference) and not 65x130""",
+    "matmul/test_nn_linear.py": "shapes_of_x or leading_dimension",
+    "optim/test_optim.py": "one_dtype or max_grad_norm or another_dtype or test_tensor_lr",
+    "optim/test_optim_layouts.py": "test_layouts and sgd",
+    "grad_scaler/test_grad_scaler.py": "(overflows or same_bits) and not bf16",
+    "clients/test_states.py": "overlap and sgd_",
+}
 
 
 def run(*arguments: str, **environment: str) -> None:
@@ -32,6 +55,11 @@ def test_a_gpu_without_kernels_runs_triton() -> None:
 
 def test_a_gpu_without_kernels_and_triton_runs_the_reference() -> None:
     run(str(TESTS / "harness" / "mixed_gpus_cases.py"), AMP_KERNELS_WITHOUT_TRITON="1")
+
+
+def test_each_operator_and_layout() -> None:
+    words = " or ".join(f"({Path(file).name} and ({chosen}))" for file, chosen in PART.items())
+    run(*(str(TESTS / file) for file in PART), "-k", " ".join(words.split()))
 
 
 @pytest.mark.nightly

@@ -545,6 +545,34 @@ def test_blocks_with_scales_in_another_order(backend: str, device: torch.device)
     assert torch.equal(ours.dequantize(), plain.dequantize())
 
 
+@pytest.mark.parametrize("apart", ["bias", "scales", "zero points"])
+def test_products_by_vectors_with_gaps(backend: str, device: torch.device, apart: str) -> None:
+    a, b = (cases.integers(*shape, seed=i).to(device) for i, shape in enumerate(((20, 33), (33, 17))))
+    bias, rows, columns = (testing.randn(n, seed=n).abs().to(device) + 0.1 for n in (17, 20, 17))
+    row, column = (cases.integers(n, seed=n).int().to(device) for n in (20, 17))
+
+    def laid_out(x: Tensor, name: str) -> Tensor:
+        return torch.stack([x, torch.full_like(x, 99)], 1)[:, 0] if apart == name else x
+
+    def product(lay: Callable[[Tensor, str], Tensor]) -> Tensor:
+        left = Int8Tensor(a, lay(rows, "scales")[:, None], lay(row, "zero points")[:, None])
+        right = Int8Tensor(b, lay(columns, "scales")[None], lay(column, "zero points")[None])
+        return amp_kernels.int8_matmul(left, right, bias=lay(bias, "bias"))
+
+    assert torch.equal(product(laid_out), product(lambda x, _: x))
+
+
+@pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
+@pytest.mark.parametrize("apart", range(4), ids=["x", "weight", "scale", "bias"])
+def test_linear_of_operands_with_gaps(backend: str, device: torch.device, apart: int, dtype: torch.dtype) -> None:
+    x, bias = testing.randn(20, 33, dtype=dtype).to(device), testing.randn(17, dtype=dtype).to(device)
+    weight, scale = cases.integers(17, 33).to(device), testing.randn(17).abs().to(device) + 0.1
+    arguments = [x, weight, scale, bias]
+    expected = ops.int8_linear(*arguments)
+    arguments[apart] = torch.stack([arguments[apart], torch.full_like(arguments[apart], 99)], -1)[..., 0]
+    assert torch.equal(ops.int8_linear(*arguments), expected)
+
+
 def test_modes_see_the_operators() -> None:
     seen: list[str] = []
 

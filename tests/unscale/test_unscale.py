@@ -134,6 +134,14 @@ def test_a_leaf_that_requires_grad_can_be_unscaled(device: torch.device) -> None
     assert grad.tolist() == [0.5] * 3 and grad.requires_grad and grad.grad_fn is None
 
 
+def test_an_expanded_gradient_is_refused(device: torch.device) -> None:
+    """Before anything is written."""
+    grad, found_inf = torch.full((1,), math.inf, device=device).expand(5), scalar(0.0, device)
+    with pytest.raises(ValueError, match=r"unscale_: grads\[0\] must not be an expanded tensor"):
+        unscale_([grad], inv_scale=scalar(0.5, device), found_inf=found_inf)
+    assert found_inf.item() == 0.0
+
+
 def test_grad_norm_is_not_differentiable(device: torch.device) -> None:
     assert not grad_norm([torch.ones(3, device=device, requires_grad=True)]).requires_grad
 

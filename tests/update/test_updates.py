@@ -152,6 +152,7 @@ def test_generators(op: str, device: torch.device) -> None:
 @ops
 def test_empty_lists(op: str, device: torch.device) -> None:
     testing.UpdateInputs(op, [], {}, device).step([])
+    testing.UpdateInputs(op, [], {}, device).step([], lr=torch.tensor(0.1, device=device))  # which names a device
 
 
 # --------------------------------------------------------------------------------------------------- autograd
