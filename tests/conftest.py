@@ -25,13 +25,13 @@ import pytest
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 # Such a process has two CUDA devices that the emulator plays. torch looks for devices when it is imported.
-FAKE_GPUS = os.environ.get("AMP_KERNELS_FAKE_GPUS") == "1"
+FAKE_GPUS = os.environ.get("AMP_KERNELS_FAKE_GPUS", "")
 if FAKE_GPUS:
     from cuda_on_cpu import torch_device
     from cuda_on_cpu.build import build_gpus
 
     torch_device.install(build_gpus())
-    if os.environ.get("AMP_KERNELS_WITHOUT_TRITON") == "1":
+    if FAKE_GPUS == "without-triton":
         torch_device.hide("triton")
 
 import torch  # noqa: E402
@@ -84,8 +84,8 @@ TESTS = Path(__file__).parent
 def run_pytest(*arguments: str, **environment: str) -> None:
     """In a process of its own, whose output is that of the failure."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments]
-    of_backends = ("TRITON_INTERPRET", "AMP_KERNELS_FAKE_GPUS")
-    inherited = {key: value for key, value in os.environ.items() if key not in of_backends}
+    of_this_process = ("AMP_KERNELS_EXPECT", "AMP_KERNELS_FAKE_GPUS", "TRITON_INTERPRET")
+    inherited = {key: value for key, value in os.environ.items() if key not in of_this_process}
     result = subprocess.run(command, env=inherited | environment, capture_output=True, text=True)
     assert result.returncode == 0 and " passed" in result.stdout, result.stdout + result.stderr
 
@@ -223,7 +223,7 @@ def device(place: str, backend: str) -> torch.device:
     return torch.device({**PLACES, **INTERPRETED}[place][1])
 
 
-@pytest.fixture(autouse=FAKE_GPUS)
+@pytest.fixture(autouse=bool(FAKE_GPUS))
 def fake_gpus() -> Iterator[Any]:
     """The module cuda_on_cpu.torch_device, its GPUs as new. A write outside of an allocation fails the test."""
     if not FAKE_GPUS:

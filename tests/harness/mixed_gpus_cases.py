@@ -18,7 +18,7 @@ from cuda_on_cpu import torch_device
 import amp_kernels
 from amp_kernels import backends
 
-HAS_TRITON = os.environ.get("AMP_KERNELS_WITHOUT_TRITON") != "1"
+HAS_TRITON = os.environ["AMP_KERNELS_FAKE_GPUS"] != "without-triton"
 FIRST, SECOND = torch.device("cuda", 0), torch.device("cuda", 1)
 
 

@@ -64,7 +64,7 @@ def launchers() -> list[Launcher]:
     """Those that work in this process."""
     if os.environ.get("TRITON_INTERPRET") == "1":
         return [Launcher("triton")]
-    if os.environ.get("AMP_KERNELS_FAKE_GPUS") == "1":
+    if os.environ.get("AMP_KERNELS_FAKE_GPUS"):
         return [Launcher("cuda", "cuda")]
     found = [Launcher("cpu")] if backend_reasons("cpu")["cpu"] is None else []
     if why_not_emulated() is None:

@@ -21,9 +21,8 @@ FOLDERS = ("unscale", "update", "grad_scaler", "optim", "int8", "matmul", "clien
 # planted faults of csrc/ops (tests/faults/operator_*). The words are those of pytest -k.
 PART = {
     "unscale/test_unscale.py": "not bf16 and not 100_million",
-    "update/test_updates.py": """(mixed or fp32 or fp16-split or fp16-sliced or empty_lists or tensor_lr) and not grads_with
-        and not negative
-        and not denormals""",
+    "update/test_updates.py": """(mixed or fp32 or fp16-split or fp16-sliced or empty_lists or tensor_lr)
+        and not grads_with and not negative and not denormals""",
     "update/test_averages.py": "follows_masters or skipped_step or under_scalers or layouts",
     "int8/test_int8.py": """((int8-fp32 or int8_matmul-fp16 or int8_matmul-int8 or 17x33x65 or int8_linear-bf16)
         and not long_rows and not many_rows and not stochastic-)
@@ -40,7 +39,7 @@ PART = {
 
 
 def run(*arguments: str, **environment: str) -> None:
-    run_pytest(*arguments, AMP_KERNELS_FAKE_GPUS="1", **environment)
+    run_pytest(*arguments, **{"AMP_KERNELS_FAKE_GPUS": "1", **environment})
 
 
 def test_streams_captures_and_a_second_gpu() -> None:
@@ -55,7 +54,7 @@ def test_a_gpu_without_kernels_runs_triton() -> None:
 
 
 def test_a_gpu_without_kernels_and_triton_runs_the_reference() -> None:
-    run(str(TESTS / "harness" / "mixed_gpus_cases.py"), AMP_KERNELS_WITHOUT_TRITON="1")
+    run(str(TESTS / "harness" / "mixed_gpus_cases.py"), AMP_KERNELS_FAKE_GPUS="without-triton")
 
 
 def test_each_operator_and_layout() -> None:

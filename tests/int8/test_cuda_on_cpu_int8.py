@@ -6,7 +6,6 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ from cuda_on_cpu import backend
 from cuda_on_cpu.build import missing_headers
 from torch import Tensor
 
-from amp_kernels import reference, testing
+from amp_kernels import reference
 from amp_kernels.ops import int8 as ops
 from amp_kernels.reference.int8 import philox
 from amp_kernels.testing import DTYPES, differing, error_and_allowed
@@ -431,18 +430,3 @@ def test_linear_does_not_overflow_inside() -> None:
     out = torch.empty(20, 8, dtype=torch.float16)
     backend._int8_linear_(x, weight, torch.tensor([2.0**-10]), None, out)
     assert torch.equal(out, torch.full_like(out, 1000 * 127 * 64 * 2.0**-10))
-
-
-# -------------------------------------------------------------------------------------------------------- shared cases
-# Rows and sums of these lengths are slow here, and in tests of their own above.
-@pytest.mark.parametrize(
-    "case",
-    [
-        case
-        for case in backend.in_one_low_dtype(chain(*testing.int8.CASES.values()))
-        if case.name not in ("long_rows", "largest_sums")
-    ],
-    ids=lambda case: f"{case.op}-{case}",
-)
-def test_shared_case(case: testing.Case) -> None:
-    assert all(result.passed for result in backend.run(case))
