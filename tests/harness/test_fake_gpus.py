@@ -12,7 +12,10 @@ import fake_cuda
 import pytest
 from conftest import TESTS, WHY_NOT, run_pytest
 
-pytestmark = pytest.mark.skipif(WHY_NOT["fake-gpus"]() is not None, reason=str(WHY_NOT["fake-gpus"]()))
+pytestmark = [
+    pytest.mark.skipif(WHY_NOT["fake-gpus"]() is not None, reason=str(WHY_NOT["fake-gpus"]())),
+    pytest.mark.timeout(3600),  # the first of them compiles the kernels, beside other compilers
+]
 
 FOLDERS = ("unscale", "update", "grad_scaler", "optim", "int8", "matmul", "clients", "amp", "package")
 
@@ -63,13 +66,11 @@ def test_each_operator_and_layout() -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
 def test_verify() -> None:
     run("-m", "nightly", str(TESTS / "harness" / "fake_gpus_cases.py"))
 
 
 @pytest.mark.nightly
-@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_all(folder: str) -> None:
     run(str(TESTS / folder))
