@@ -1,4 +1,4 @@
-"""A machine whose second GPU is one that `amp_kernels._C` holds no code for. Triton launches on fake_cuda's libcuda.
+"""`amp_kernels._C` has no code for the second GPU of this machine. Triton launches on fake_cuda's libcuda.
 
 A process of its own (test_fake_gpus.py): which GPUs have kernels is asked once in a process. What Triton launches runs
 nothing, so that results are not looked at.

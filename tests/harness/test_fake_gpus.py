@@ -14,14 +14,14 @@ from conftest import TESTS, WHY_NOT, run_pytest
 
 pytestmark = [
     pytest.mark.skipif(WHY_NOT["fake-gpus"]() is not None, reason=str(WHY_NOT["fake-gpus"]())),
-    pytest.mark.timeout(3600),  # the first of them compiles the kernels, beside other compilers
+    pytest.mark.timeout(3600),  # the first of them compiles the kernels, while other processes compile too
 ]
 
 FOLDERS = ("unscale", "update", "grad_scaler", "optim", "int8", "matmul", "clients", "amp", "package")
 
 
 # What `make test` has time for: each operator once for each class of dtypes and of layouts, and what notices the
-# planted faults of csrc/ops (tests/faults/operator_*). The words are those of pytest -k.
+# planted faults of csrc/ops (tests/faults/operator_*). The expressions are for pytest -k.
 PART = {
     "unscale/test_unscale.py": "not bf16 and not 100_million",
     "update/test_updates.py": """(mixed or fp32 or fp16-split or fp16-sliced or empty_lists or tensor_lr)

@@ -11,7 +11,7 @@ import pytest
 from torch.utils import cpp_extension
 
 GPUS = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1")
-# The first nvcc of CUDA 12, those that brought 10.0 and 12.0, and 11.0, and one to come.
+# The first nvcc of CUDA 12, the one that brought 10.0 and 12.0, and the one that brought 11.0.
 VERSIONS = ((12, 0), (12, 8), (13, 0))
 
 
