@@ -99,9 +99,10 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
+        remembered = vars(_last_error).pop("value", None)  # its traceback keeps the caller's tensors alive
         DEFINITIONS[op].check(*args, **kwargs)
-        if "torch_call_dispatcher" in str(error):  # all that C++ can say of an error in an uncompiled operator
-            raise _last_error.value from None
+        if remembered is not None and "torch_call_dispatcher" in str(error):  # all that C++ says of such an error
+            raise remembered from None
         raise
 
 

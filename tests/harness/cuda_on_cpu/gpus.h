@@ -15,7 +15,7 @@ constexpr int kCount = 2;
 int current();  // of this thread
 void use(int gpu);
 
-// What cudaMalloc and cudaFree do. `allocated_in` is -1 for memory of the host.
+// Like cudaMalloc and cudaFree. `allocated_in` is -1 for memory of the host.
 void* allocate(size_t bytes, int gpu);
 void release(void* memory);
 int allocated_in(const void* address);

@@ -1,6 +1,6 @@
 // torch's CUDA device, on the GPUs of the emulator (gpus.h): a torch without CUDA gets tensors on
 // "cuda:0" and "cuda:1" whose memory lies in this process. Operators of amp_kernels run as they are; those of torch run
-// on copies in memory of the CPU.
+// on the CPU, on the same memory.
 #include <ATen/EmptyTensor.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -50,7 +50,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return before;
   }
 
-  // Everything is done in order: events say nothing.
+  // Every operation is finished when it returns, so that events do nothing.
   void record(void**, const c10::Stream&, c10::DeviceIndex, c10::EventFlag) const override {}
   void destroyEvent(void*, c10::DeviceIndex) const noexcept override {}
   void block(void*, const c10::Stream&) const override {}
@@ -294,7 +294,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("set_.source_Storage_storage_offset", TORCH_FN(set_storage));
 }
 
-// What libtorch_cuda offers to csrc/ops.
+// csrc/ops takes these functions from libtorch_cuda, which is not there.
 extern "C" AOTITorchError aoti_torch_get_current_cuda_stream(int32_t device, void** stream) {
   const int gpu = device < 0 ? gpus::current() : device;
   *stream = gpus::stream(gpu, streams[gpu]);

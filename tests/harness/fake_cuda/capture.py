@@ -35,7 +35,7 @@ class Training:
         self.scaler.scale(torch.ones(()))
 
     def clip(self) -> None:
-        self.optimizer.max_grad_norm = 1  # an int: Triton would type it otherwise than a float
+        self.optimizer.max_grad_norm = 1  # an int: Triton would give it another type than a float
         self.optimizer.step()
 
     def scaler_step(self) -> None:
