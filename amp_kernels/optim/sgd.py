@@ -59,8 +59,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     ) -> None:
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False)
-        self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, max_grad_norm=max_grad_norm,
+            foreach=foreach, fused=fused,
+        )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] != 0 else None,)

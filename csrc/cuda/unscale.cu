@@ -35,7 +35,7 @@ constexpr int kResidentBlocks = 4;
 constexpr int kResidentBlocks = 5;
 #endif
 
-using GradientWalk = ChunkWalk<kGradDtype + 1, /*kBackwards=*/false>;
+using GradientWalk = ChunkWalk<kGrad + 1, /*kBackwards=*/false>;
 constexpr int kReduced = 32;  // words of shared memory that a block's reductions take, before those of the header
 
 // fp64 runs at 1/64 of the fp32 rate on consumer GPUs: squares are added in fp32 within a pack and in fp64
@@ -152,7 +152,7 @@ __device__ void finish_pass(const GradientPass& pass, float factor, double* shar
 
 __global__ void __launch_bounds__(kThreads, kResidentBlocks) unscale_kernel(const GradientPass pass) {
   double* shared = reinterpret_cast<double*>(shared_memory());
-  GradientWalk walk(pass.table, nullptr, reinterpret_cast<int64_t*>(shared + kReduced));
+  GradientWalk walk(pass.table, reinterpret_cast<int64_t*>(shared + kReduced));
   const float factor = unscale_factor(pass);
   for (; walk.has_chunk(); walk.advance()) {
     const auto pass_over_chunk = [&](auto type) {
