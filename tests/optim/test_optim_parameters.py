@@ -108,6 +108,17 @@ def test_a_shape_that_changes_raises_a_sentence(device, family):
     optimizer.step()
 
 
+def test_a_parameter_that_grows_is_updated_whole(device):
+    """Without a state of its shape nothing is lost by it."""
+    p = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = FusedSGD([p], lr=0.5)
+    for size in (4, 100_000, 30_000):  # of several chunks
+        p.grad, p.data = None, torch.ones(size, device=device)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert (p == 0.5).all()
+
+
 @families
 def test_inference_tensors_raise(family, device):
     with torch.inference_mode():
