@@ -61,6 +61,7 @@ def test_a_model_that_changes_its_dtype(device, family, before, path):
         for p, expect, state in zip(params, expected, states, strict=True):
             assert not torch.equal(p, expect)
             assert state is None or optimizer.state[p]["momentum_buffer"] is state
+            assert int(optimizer.state[p]["step"]) == step + 1
 
 
 @families
