@@ -205,9 +205,7 @@ def test_shared_codes_that_are_moved_one_by_one(writes):
     """They stay shared, unless somebody wrote to one of them in between; `.data` raises no version."""
     original = linear()
     one = Int8Linear.from_linear(original)
-    two = Int8Linear.from_linear(
-        original, weight=amp_kernels.Int8Tensor(one.weight, one.weight_scale, None, (1,))
-    )
+    two = Int8Linear.from_linear(original, weight=amp_kernels.Int8Tensor(one.weight, one.weight_scale, None, (1,)))
     codes = two.weight.clone()
     one._apply(lambda t: t.clone())
     if writes:

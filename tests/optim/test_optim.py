@@ -205,3 +205,17 @@ def test_a_parameter_of_another_dtype_is_refused(device, family):
     p.grad = torch.ones_like(p)
     with pytest.raises(TypeError, match=r"params.*must be float32, float16 or bfloat16, got torch.float64"):
         family([p]).step()
+
+
+@families
+def test_an_infinite_max_grad_norm_measures_and_clips_nothing(device, family):
+    measured, plain = (
+        family(parameters(ALL, device), **FULL[family], max_grad_norm=norm) for norm in (float("inf"), None)
+    )
+    for optimizer in (measured, plain):
+        params = optimizer.param_groups[0]["params"]
+        set_grads(params, 0)
+        optimizer.step()
+    norm = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    assert measured.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6) and plain.grad_norm is None
+    assert_same(snapshot(measured), snapshot(plain))
