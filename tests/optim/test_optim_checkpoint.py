@@ -293,15 +293,17 @@ def test_a_tensor_lr_travels(device, family):
 
 # ----------------------------------------------------------------------------------------------------- errors and hooks
 @optimizers
-def test_a_shape_that_does_not_fit_changes_nothing(device, family):
+@pytest.mark.parametrize("key", ["momentum_buffer", "master"])
+@pytest.mark.parametrize("shape", [(3,), (129,)], ids=["", "broadcast"])  # the second one could be copied
+def test_a_shape_that_does_not_fit_changes_nothing(device, family, key, shape):
     params = parameters([torch.float16], device)
     optimizer = family(params, **FULL[family])
     train(optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
-    saved["state"][2]["momentum_buffer"] = torch.zeros(3)
+    saved["state"][2][key] = torch.zeros(shape)
     saved["param_groups"][0]["lr"] = 99.0
     before = snapshot(optimizer)
-    message = r"load_state_dict: momentum_buffer of param.*\[2\] must have shape \(33, 129\), got \(3,\)"
+    message = rf"load_state_dict: {key} of param.*\[2\] must have shape \(33, 129\), got \({shape[0]},\)"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == FULL[family]["lr"]
