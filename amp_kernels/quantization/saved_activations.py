@@ -115,7 +115,9 @@ class int8_saved_activations(contextlib.ContextDecorator):
         return _Packed(codes, torch.Size(sizes), strides, tensor.shape)
 
     def _codes_of(self, x: Tensor, version: int) -> _Codes:
-        # As long as there is a weak reference no other storage gets its address, so that the key is unique.
+        # As long as there is a weak reference no other storage gets its address, so that the key is unique. If two
+        # operators save one activation, and a write between them raises no version (`.data`), the second one gets the
+        # codes of before. torch is silently wrong there too: the first one gets the values of after.
         storage = StorageWeakRef(x.untyped_storage())
         key = (storage.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version)
         codes = self._codes.get(key)
