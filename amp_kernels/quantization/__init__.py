@@ -365,10 +365,21 @@ def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: I
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
-                if isinstance(parent, nn.TransformerEncoderLayer):
-                    parent.activation_relu_or_gelu = 0  # else its fused kernel reads the codes as if they were floats
+    _leave_fused_kernels(model, set(new.values()))
     LOG.log(logging.WARNING if is_unexpected else logging.INFO, "%s: %s", op, said)
     return new.get(model, model)
+
+
+def _leave_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
+    """In eval mode torch's transformer layers would not call their linear layers, but read the weights themselves."""
+    for parent in model.modules():
+        if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerEncoder) and not new.isdisjoint(
+            parent.modules()
+        ):
+            if isinstance(parent, nn.TransformerEncoderLayer):
+                parent.activation_relu_or_gelu = 0
+            else:  # given a padding mask, it would make a nested tensor, which only the fused kernel takes
+                parent.use_nested_tensor = False
 
 
 def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
