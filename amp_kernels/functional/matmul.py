@@ -18,7 +18,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import reference, torch_private
@@ -119,6 +118,9 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
 
     The view has x's shape (a [N, 1023] view of [N, 1024]); the padding is zero. Of any dtype; differentiable.
     """
+    _check_are_tensors("pad_to_multiple", x=x)
+    if not isinstance(multiple, (int, torch.SymInt)):
+        raise TypeError(f"pad_to_multiple: multiple must be an int, got {multiple!r}")
     if multiple < 1:
         raise ValueError(f"pad_to_multiple: multiple must be at least 1, got {multiple}")
     if x.dim() == 0:
@@ -182,10 +184,8 @@ def _is_special(*tensors: Tensor) -> bool:
     Subclasses may be anything; of fake tensors of a GPU nothing is there to be padded; in forward-mode differentiation
     these functions would return a derivative of 0, and in transforms of `torch.func` fail.
     """
-    return (
-        any(t.is_meta or is_traceable_wrapper_subclass(t) or (t.is_cuda and type(t) not in PLAIN) for t in tensors)
-        or torch_private.are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+    return torch_private.is_transformed() or any(
+        t.is_meta or is_traceable_wrapper_subclass(t) or (t.is_cuda and type(t) not in PLAIN) for t in tensors
     )
 
 

@@ -411,6 +411,9 @@ def test_compiled_is_eager_to_the_bit_where_torch_multiplies(rows: int, dtype: t
         (lambda x, w: amp_kernels.linear(x, None), TypeError, "linear: weight must be a Tensor, got NoneType"),
         (lambda x, w: amp_kernels.linear(x, w, 1.0), TypeError, "linear: bias must be a Tensor, got float"),
         (lambda x, w: amp_kernels.pad_to_multiple(x, 0), ValueError, "multiple must be at least 1, got 0"),
+        (lambda x, w: amp_kernels.pad_to_multiple(None), TypeError, "x must be a Tensor, got NoneType"),
+        (lambda x, w: amp_kernels.pad_to_multiple(x, None), TypeError, "multiple must be an int, got None"),
+        (lambda x, w: amp_kernels.pad_to_multiple(x, 2.5), TypeError, "multiple must be an int, got 2.5"),
         (lambda x, w: amp_kernels.pad_to_multiple(x[0, 0]), ValueError, "must have a last dimension to pad"),
     ],
 )
