@@ -403,6 +403,21 @@ def test_a_capture_sends_a_long_table(fake_gpus: Any) -> None:
     assert torch.cat(params).tolist() == [1.0 - 0.5 * (i % 7) for i in range(600)]
 
 
+# ------------------------------------------------------------------------------------------------------------- tables
+def test_a_step_follows_rates_and_addresses(fake_gpus: Any) -> None:
+    """A table on a device has what was sent there; on a CPU kernels read the host's."""
+    param, kept, expected = torch.nn.Parameter(fp32(3)), [], 1.0
+    optimizer = amp_kernels.optim.FusedSGD([param], lr=1.0)
+    on_device = [torch.tensor(lr, device="cuda") for lr in (0.5, 0.25)]
+    for i, lr in enumerate((1.0, 0.5, *on_device, 2.0, 0.25), start=1):
+        optimizer.param_groups[0]["lr"] = lr
+        kept += [param.data, param.grad]  # old values are still there
+        param.data, param.grad = param.data.clone(), torch.full_like(param, i)
+        optimizer.step()
+        expected -= float(lr) * i
+    assert param.tolist() == [expected] * 3
+
+
 # ------------------------------------------------------------------------------------------------------------- counts
 def test_launches_of_a_step(fake_gpus: Any) -> None:
     """The update of each combination of dtypes, what sends the table, and the gradient pass if the norm is clipped."""

@@ -42,8 +42,10 @@ def test_captured_step_has_tables_of_its_own(capture):
     eager = optimizer._plans[0]._block.words
     capture(True)
     optimizer.step()
-    captured = optimizer._plans[0]._block.words
+    block = optimizer._plans[0]._block
+    captured = block.words
     assert eager.data_ptr() != captured.data_ptr()
+    assert block.rates.tolist() == [block.hyper[0, _plan.LR_COLUMN].data_ptr()]  # a later lr is not the graph's
     before = captured.clone()
     capture(False)
     old_gradient, param.grad = param.grad, torch.randn(33).half()  # both live: another address
