@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 from torch.utils import _python_dispatch
 
 
@@ -24,6 +25,14 @@ def are_functorch_transforms_active() -> bool:
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return ask is None or ask()
+
+
+def is_transformed() -> bool:
+    """Whether a transform of `torch.func` or forward-mode differentiation runs.
+
+    Autograd functions without rules for them fail there, or return a derivative of 0.
+    """
+    return are_functorch_transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def dispatch_modes() -> list[Any] | None:

@@ -10,7 +10,9 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
+from .. import torch_private
 from ..ops import int8 as ops
+from ..ops.checks import check_are_tensors, check_are_tensors_or_none
 from ..ops.library import call
 
 
@@ -32,6 +34,10 @@ class Int8Tensor:
     zero_point: Tensor | None = None
     dim: tuple[int, ...] | None = None
     block_size: int | None = None
+
+    def __post_init__(self) -> None:
+        check_are_tensors("Int8Tensor", values=self.values, scale=self.scale)
+        check_are_tensors_or_none("Int8Tensor", zero_point=self.zero_point)
 
     @property
     def shape(self) -> torch.Size:
@@ -176,7 +182,13 @@ def fake_quantize_int8(
         A tensor of x's shape and dtype.
     """
     _check_is_bool(symmetric)
-    return call(ops.fake_quantize_int8, x, scale, zero_point, _dims(dim), block_size, symmetric)[0]
+    if not torch_private.is_transformed():
+        return call(ops.fake_quantize_int8, x, scale, zero_point, _dims(dim), block_size, symmetric)[0]
+    # Autograd functions have no rule for transforms: the same value and derivative by torch's operators.
+    values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, _dims(dim), block_size, symmetric)
+    if scale is None:
+        scale, zero_point = own[0], None if symmetric else own[1]
+    return values + ops.straight_through(x - x.detach(), x, scale, zero_point, block_size)
 
 
 def int8_matmul(

@@ -18,14 +18,13 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import reference, torch_private
 from ..backends import PLAIN, forced
 from ..ops import matmul as ops
 from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_low, check_product, new_result
-from ..padding import is_aligned, padded, weights
+from ..padding import is_aligned, padded
 from ..reference.matmul import activate
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
@@ -119,6 +118,9 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
 
     The view has x's shape (a [N, 1023] view of [N, 1024]); the padding is zero. Of any dtype; differentiable.
     """
+    _check_are_tensors("pad_to_multiple", x=x)
+    if not isinstance(multiple, (int, torch.SymInt)):
+        raise TypeError(f"pad_to_multiple: multiple must be an int, got {multiple!r}")
     if multiple < 1:
         raise ValueError(f"pad_to_multiple: multiple must be at least 1, got {multiple}")
     if x.dim() == 0:
@@ -182,10 +184,8 @@ def _is_special(*tensors: Tensor) -> bool:
     Subclasses may be anything; of fake tensors of a GPU nothing is there to be padded; in forward-mode differentiation
     these functions would return a derivative of 0, and in transforms of `torch.func` fail.
     """
-    return (
-        any(t.is_meta or is_traceable_wrapper_subclass(t) or (t.is_cuda and type(t) not in PLAIN) for t in tensors)
-        or torch_private.are_functorch_transforms_active()
-        or forward_ad._current_level >= 0
+    return torch_private.is_transformed() or any(
+        t.is_meta or is_traceable_wrapper_subclass(t) or (t.is_cuda and type(t) not in PLAIN) for t in tensors
     )
 
 
@@ -342,7 +342,8 @@ def _linear_forward(
     one."""
     pads_x, pads_weight = _pads(engine, x, weight)  # a matrix is aligned if its transpose is
     x_padded = padded(x) if pads_x else None
-    weight_padded = weights.padded(weight, is_training=is_training) if pads_weight else None
+    # A weight is copied at every call: no version or address shows all writes to it (`.data`, a CUDA graph, FSDP).
+    weight_padded = padded(weight) if pads_weight else None
     left, right = x if x_padded is None else x_padded, weight if weight_padded is None else weight_padded
     input = None if bias is None else bias.expand(x.shape[0], weight.shape[0])
     needs_pre = is_training and activation in ("gelu", "gelu_tanh")

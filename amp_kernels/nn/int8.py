@@ -8,14 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ..functional import Int8Tensor, dequantize_int8, int8_matmul, quantize_int8
+from .. import reference, torch_private
+from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
 from ..ops import int8 as ops
 from ..ops.checks import why_not_loaded
 from ..ops.int8 import MAX_K
@@ -27,15 +28,15 @@ MODES = ("weight_only", "dynamic", "static")
 # Backward passes expand so many weights at a time: 8 MB in 16 bits, and panels wide enough for a fast product.
 PANEL = 2**22
 
-_Place = tuple[Tensor, ReferenceType[Tensor], int]
-# A buffer that two layers share -> where `_apply` put it.
+_Fn = Callable[[Tensor], Tensor]
+# A buffer that two layers share -> where `_apply` put it, and the function that it applied.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class FixedDtypes(LoadsItsKind):
     """A module whose buffers keep their dtypes, and are still shared by those who shared them, after `.to()`."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
+    def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -43,21 +44,28 @@ class FixedDtypes(LoadsItsKind):
             assert new is not None
             if new.dtype != old.dtype:
                 new = old.to(new.device)
-            self._buffers[name] = _same_place(old, new)
+            self._buffers[name] = _same_place(old, new, fn)
         return self
 
 
-def _same_place(old: Tensor, new: Tensor) -> Tensor:
-    """`new`, or what another module that shares `old` has moved it to."""
-    if new is old or old.is_inference() or new.is_inference():
+def _same_place(old: Tensor, new: Tensor, fn: _Fn) -> Tensor:
+    """`new`, or what another module that shares `old` has moved it to.
+
+    Modules that are moved by one call, as of `model.to()`, share `fn`. If each was moved by a call of its own, somebody
+    may have written to one of them in between, by ways that raise no version: contents are compared.
+    """
+    if new is old:
         return new
-    if old in _moved:
-        place, versions = _moved[old]
-        other = place()
-        if other is not None and other.device == new.device and versions == (old._version, other._version):
-            return other
-    _moved[old] = ref(new), (old._version, new._version)
+    place, applied = _moved.get(old, (lambda: None, None))
+    other = place()
+    if other is not None and other.device == new.device and (fn is applied or _is_equal(other, new)):
+        return other
+    _moved[old] = ref(new), fn
     return new
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return a.is_meta or torch.equal(a, b)
 
 
 class _Int8Weight(FixedDtypes):
@@ -73,7 +81,7 @@ class _Int8Weight(FixedDtypes):
     weight: Tensor
     dtype: torch.dtype
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
+    def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         after = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         self.dtype = after if after.is_floating_point else self.dtype
         return super()._apply(fn, recurse)
@@ -182,7 +190,7 @@ class Int8Linear(_Int8Weight):
                 "Int8Linear.from_linear: input_scale and input_zero_point must be given for mode='static' and for no "
                 f"other, got mode={mode!r}; prepare_, some batches and convert_ find them"
             )
-        codes = codes_of_weight(linear) if weight is None else weight
+        codes = _codes_to_share("Int8Linear.from_linear", weight, linear)
         outputs, inputs = codes.shape
         layer = cls(inputs, outputs, False, mode, device="meta", dtype=matrix(linear).dtype)
         layer.weight, layer.weight_scale, layer.bias = codes.values, codes.scale, linear.bias
@@ -191,6 +199,12 @@ class Int8Linear(_Int8Weight):
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """[..., in_features] -> [..., out_features]; an `Int8Tensor` (of one scale) only unless ``"weight_only"``."""
+        if self.output_scale is not None and torch_private.is_transformed():
+            raise RuntimeError(
+                "Int8Linear: a layer that returns codes must be outside of torch.func's transforms and of forward-mode "
+                "differentiation, since codes have no derivative; use a model in another mode than 'static'"
+            )
+        check_is_not_nested("Int8Linear", x)
         shape = x.shape
         if not shape or shape[-1] != self.in_features:
             raise ValueError(f"Int8Linear: x must have shape (..., {self.in_features}), got {tuple(shape)}")
@@ -201,7 +215,9 @@ class Int8Linear(_Int8Weight):
         elif self.mode == "weight_only":
             x = x.to(compute_dtype(x))
             bias = None if self.bias is None else self.bias.to(x.dtype)
-            result = _WeightOnly.apply(_rows(x), self.weight, self.weight_scale, bias)
+            # The specification is torch's operators: it serves transforms, for which autograd functions have no rule.
+            multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
+            result = multiply(_rows(x), self.weight, self.weight_scale, bias)
         else:
             scales = self.input_scale, self.input_zero_point
             result = w8a8(_rows(x), self.weight, self.weight_scale, self.bias, *scales, compute_dtype(x))
@@ -213,7 +229,7 @@ class Int8Linear(_Int8Weight):
     def _of_codes(self, x: Int8Tensor) -> Tensor:
         if self.mode == "weight_only":
             raise TypeError("Int8Linear: x must be a Tensor with mode='weight_only', got an Int8Tensor; dequantize it")
-        rows = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim)
+        rows = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
         weight = Int8Tensor(self.weight, self.weight_scale, None, (1,)).t()
         bias = None if self.bias is None else self.bias.detach().float()
         dtype = autocast_dtype(self.weight.device) or self.dtype
@@ -270,7 +286,7 @@ class Int8Embedding(_Int8Weight):
         check_table(embedding)
         rows, width, dtype = embedding.num_embeddings, embedding.embedding_dim, embedding.weight.dtype
         layer = cls(rows, width, embedding.padding_idx, device="meta", dtype=dtype)
-        codes = codes_of_weight(embedding) if weight is None else weight
+        codes = _codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         layer.weight, layer.weight_scale = codes.values, codes.scale
         return layer.train(embedding.training)
 
@@ -301,6 +317,8 @@ def w8a8(
         weight_scale: of the codes; None for floats.
         scale, zero_point: of `x`, one element each; None for those of its rows.
     """
+    if torch_private.is_transformed():
+        return _w8a8_by_torch(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
     return _W8A8.apply(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
 
 
@@ -309,6 +327,15 @@ def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8
     if scale is None:
         return quantize_int8(x, dim=-1, symmetric=False)
     return quantize_int8(x, scale=scale, zero_point=zero_point)
+
+
+def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
+    """An `nn.TransformerEncoder` passes nested tensors on, if its layers were converted without the encoder itself."""
+    if getattr(x, "is_nested", False):
+        raise TypeError(
+            f"{op}: x must be a dense tensor, got a nested one; pad it, or if an nn.TransformerEncoder made it, set "
+            "its use_nested_tensor to False"
+        )
 
 
 def check_table(embedding: nn.Embedding) -> None:
@@ -322,6 +349,24 @@ def check_table(embedding: nn.Embedding) -> None:
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
     """Contiguous codes [out_features, in_features], symmetric by row."""
     return quantize_int8(matrix(layer).detach().contiguous(), dim=-1)
+
+
+def _codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
+    """The given codes of the weight, checked, or those that `codes_of_weight` makes."""
+    if codes is None:
+        return codes_of_weight(layer)
+    shape = matrix(layer).shape
+    expected = torch.int8, shape, torch.float32, (shape[0], 1), codes.values.device
+    values, scale = codes.values, codes.scale
+    is_by_row = codes.zero_point is None and codes.block_size is None
+    if not is_by_row or (values.dtype, values.shape, scale.dtype, scale.shape, scale.device) != expected:
+        raise ValueError(
+            f"{op}: weight must be what quantize_int8(weight, dim=-1) makes of {tuple(shape)}, codes and scales on one "
+            f"device, got {values.dtype} {tuple(values.shape)} on {values.device} with scales {scale.dtype} "
+            f"{tuple(scale.shape)} on {scale.device}, {'no' if codes.zero_point is None else 'a'} zero point and "
+            f"block_size {codes.block_size}"
+        )
+    return codes
 
 
 def _weight_codes(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
@@ -352,6 +397,8 @@ class _W8A8(torch.autograd.Function):
         x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
         needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
         grad_x = grad_weight = grad_bias = None
+        if torch.is_grad_enabled():  # this gradient will be differentiated
+            return _w8a8_backward_by_torch(ctx, grad)
         inputs, codes = codes_of(x, scale, zero_point), _weight_codes(weight, weight_scale)
         if needs_x:
             grad_x = times_codes(grad, codes).to(x.dtype)
@@ -362,6 +409,49 @@ class _W8A8(torch.autograd.Function):
         if needs_bias:
             grad_bias = grad.sum(0).to(ctx.bias_dtype)
         return grad_x, grad_weight, None, grad_bias, None, None, None
+
+
+def _w8a8_by_torch(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """`w8a8` as a product of dequantized values in fp32, by operators that transforms know."""
+    with torch.autocast(x.device.type, enabled=False):
+        inputs, values = _fake_inputs(x, scale, zero_point), _fake_weight(weight, weight_scale)
+        return F.linear(inputs, values, None if bias is None else bias.float()).to(out_dtype)
+
+
+def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The gradients of `_W8A8`, by operators that can be differentiated again."""
+    x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
+    needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+    grad_x = grad_weight = None
+    if needs_x:
+        codes = codes_of(x.detach(), scale, zero_point)
+        grad_x = (grad.float() @ _fake_weight(weight, weight_scale)).to(x.dtype)
+        grad_x = ops.straight_through(grad_x, x, codes.scale, codes.zero_point)
+    if needs_weight:
+        grad_weight = (grad.float().t() @ _fake_inputs(x, scale, zero_point)).to(weight.dtype)
+    return grad_x, grad_weight, None, grad.sum(0).to(ctx.bias_dtype) if needs_bias else None, None, None, None
+
+
+def _fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    """The dequantized `codes_of`, fp32 and differentiable."""
+    if scale is None:
+        return fake_quantize_int8(x.float(), dim=-1, symmetric=False)
+    return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
+
+
+def _fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """The dequantized weight, fp32, and differentiable if it is given as floats."""
+    if scale is None:
+        return fake_quantize_int8(weight.float(), dim=-1)
+    return dequantize_int8(Int8Tensor(weight, scale, None, (1,)))
 
 
 class _WeightOnly(torch.autograd.Function):

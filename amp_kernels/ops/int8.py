@@ -616,6 +616,20 @@ int8_linear = operator(
 )
 
 
+def straight_through(
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None = None
+) -> Tensor:
+    """`straight_through_int8`; where autograd records it, as torch's operators, which can be differentiated again.
+
+    The operator itself has no gradient, so that a second derivative through it would be silently 0.
+    """
+    if not torch.is_grad_enabled():
+        return straight_through_int8(grad, x, scale, zero_point, block_size)
+    x = x.detach()
+    inside = straight_through_int8(torch.ones_like(x), x, scale, zero_point, block_size) != 0
+    return torch.where(inside, grad, 0)
+
+
 def _save_for_straight_through(ctx: Any, inputs: tuple[Any, ...], output: Quantized) -> None:
     x, scale, zero_point, _, ctx.block_size, symmetric = inputs
     _, own_scale, own_zero_point = output
@@ -627,7 +641,7 @@ def _save_for_straight_through(ctx: Any, inputs: tuple[Any, ...], output: Quanti
 
 def _fake_quantize_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
-    return straight_through_int8(grad, x, scale, zero_point, ctx.block_size), *([None] * 5)
+    return straight_through(grad, x, scale, zero_point, ctx.block_size), *([None] * 5)
 
 
 torch.library.register_autograd(

@@ -33,7 +33,8 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 @dataclass(eq=False)
 class OverflowLog:
-    """Where a scaler's checks met NaN or inf. A scaler keeps it longer than the optimizer."""
+    """Where a scaler's checks met NaN or inf. A scaler keeps it until the update after the optimizer's
+    death."""
 
     records: dict[torch.device, Tensor] = field(default_factory=dict)  # the `Record` of csrc/table.h
     names: dict[torch.device, list[str]] = field(default_factory=dict)  # of the parameters there
@@ -71,6 +72,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     # The parameters and the entries of `state` that the plans are made of: the same objects, in the same order.
     _plan_params: list[list[Tensor]]
     _plan_state: tuple[list[Any], list[Any]]
+    _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # the states that the options asked for
     _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
     # The verdict on the step under way: torch's scaler sets the first two, `_step_under` all three.
     grad_scale: Tensor | None
@@ -297,7 +299,21 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _refresh(self, writes: bool) -> bool:
         keys = tuple(self._state_names(group) for group in self.param_groups)
+        if keys != self._plan_keys:
+            self._drop_unset_states()
+            self._plan_keys = keys
         return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
+
+    def _drop_unset_states(self) -> None:
+        """If options no longer ask for the state that the first step sets, and no step has set it: once it is asked for
+        again, a step has to. Waits for the device where there is such a state."""
+        first = self._set_at_first_step
+        for _, index, param in self._named_parameters():
+            state = self.state.get(param)
+            if first is None or not isinstance(state, dict) or first not in state or "step" not in state:
+                continue
+            if first not in self._state_names(self.param_groups[index]) and int(state["step"]) == 0:
+                del state[first]
 
     def _follow(self) -> None:
         """Has the plans made of the parameters and states that there are, for the backends of now."""
@@ -421,9 +437,6 @@ class FusedOptimizer(torch.optim.Optimizer):
             names.append("remainder")
         self._check_before_fitting(name, param, state, names)
         state["step"] = _as_count(state.get("step", 0), target.device)
-        first = self._set_at_first_step
-        if first in state and first not in names and int(state["step"]) == 0:
-            del state[first]  # no step has set it; once it is asked for again, the first one has to
         master = state.pop("master", None)  # of an earlier release, or of a state dict
         if param.dtype is torch.float32:
             state.pop("remainder", None)
@@ -434,7 +447,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         for key in names:
             if state.get(key) is None:
                 state[key] = _zeros_like(param, _dtype_of(key))
-                if key == first:
+                if key == self._set_at_first_step:
                     state["step"].zero_()
             elif not _is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device, a memory format
                 state[key] = _zeros_like(param, _dtype_of(key)).copy_(state[key])
@@ -545,14 +558,14 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dict["format"] = FusedOptimizer._format
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         params = {key: (name, p) for key, (name, _, p) in zip(keys, optimizer._named_parameters(), strict=True)}
-        low = optimizer._dtype_before_fp32()
+        low = optimizer._dtypes_before_fp32()
         for key, state in state_dict["state"].items():
             if not isinstance(state, dict) or key not in params:
                 continue
             ours: dict[str, Tensor | None] = {}
             if "remainder" in state:
                 name, param = params[key]
-                master = optimizer._master(name, param, low)
+                master = optimizer._master(name, param, low.get(param))
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
                 ours = {"remainder": None, "master": master if is_needed else None}
             if "step" in state:
@@ -560,15 +573,20 @@ class FusedOptimizer(torch.optim.Optimizer):
                 ours |= {"step": step} if step > 0 else dict.fromkeys({"step", *optimizer._family.states})
             state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
 
-    def _dtype_before_fp32(self) -> torch.dtype:
-        """That of the weights whose remainders are still in the state of fp32 parameters: bf16 if all of them are bf16
-        numbers. Remainders of both dtypes mean the same but for weights below 2^-14."""
-        for _, _, param in self._named_parameters():
-            if param.dtype is torch.float32 and "remainder" in self.state.get(param, ()):
-                plain = local(param)
-                if not torch.equal(plain.bfloat16().float(), plain) and torch.equal(plain.half().float(), plain):
-                    return torch.float16
-        return torch.bfloat16
+    def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
+        """What the fp32 parameters that still have remainders were cast from: bf16 if all elements are bf16 numbers, as
+        one in eight fp16 numbers is. Too few elements to tell follow the other parameters."""
+        params = [
+            p
+            for _, _, p in self._named_parameters()
+            if p.dtype is torch.float32 and "remainder" in self.state.get(p, ())
+        ]
+        are_bf16 = {p: _holds(local(p), torch.bfloat16) for p in params}
+        usual = torch.bfloat16 if all(are_bf16.values()) else torch.float16
+        return {
+            p: (torch.bfloat16 if int(local(p).count_nonzero()) >= 16 else usual) if is_bf16 else torch.float16
+            for p, is_bf16 in are_bf16.items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -763,15 +781,6 @@ def _is_ours(step: Any) -> bool:
     return step is _OUR_STEP
 
 
-def wrapped(optimizer: Any) -> Any:
-    """The optimizer in the wrappers of torch (``.optim``: ZeRO, PostLocalSGD) and of trainers (``.optimizer``)."""
-    for name in ("optim", "optimizer"):
-        inner = getattr(optimizer, name, None)
-        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
-            return wrapped(inner)
-    return optimizer
-
-
 def _is_called_by(module: str) -> bool:
     """Whether a function of `module` waits for this one to return."""
     frame = sys._getframe()
@@ -808,6 +817,11 @@ def _exported(step: Any) -> Tensor:
     """As torch keeps it."""
     is_count = isinstance(step, Tensor) and step.dtype is torch.int32
     return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
+
+
+def _holds(plain: Tensor, dtype: torch.dtype) -> bool:
+    """Whether all elements are numbers of `dtype`, or NaN."""
+    return bool(((plain.to(dtype).float() == plain) | plain.isnan()).all())
 
 
 def _dtype_of(key: str) -> torch.dtype:

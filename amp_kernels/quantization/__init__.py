@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
 from ..nn import Int8Embedding, Int8Linear, Linear
 from ..nn.conversion import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, matrix, shares
-from ..nn.int8 import FixedDtypes, check_table, codes_of_weight, compute_dtype, w8a8
+from ..nn.int8 import FixedDtypes, check_is_not_nested, check_table, codes_of_weight, compute_dtype, w8a8
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
 from .saved_activations import int8_saved_activations
@@ -115,8 +116,9 @@ def prepare_qat_(
 
     Args:
         model: changed in place.
-        mode: of the linear layers to come. For ``"static"`` the range of inputs grows with every batch in training
-            mode.
+        mode: of the linear layers to come. With ``"static"``, a batch in training mode is quantized by its own range,
+            so that activation checkpointing repeats it exactly. The range of all these batches is the one that eval
+            mode and the int8 layer use.
         filter_fn: as in `quantize_`.
 
     Returns, Raises: as `quantize_`.
@@ -158,7 +160,10 @@ def convert_(model: nn.Module) -> nn.Module:
         module: name for name, module in model.named_modules() if isinstance(module, _Prepared | PreparedEmbedding)
     }
     if not prepared:
-        raise ValueError("convert_: model must have been prepared, got none of its layers; call prepare_ first")
+        raise ValueError(
+            "convert_: model must have been prepared, got none of its layers; "
+            + (_what_was_done(model).removeprefix("; ") or "call prepare_ first")
+        )
     for layer, name in prepared.items():
         _check_carries_nothing("convert_", name, layer)
         if isinstance(layer, _Prepared) and layer.observer is not None:
@@ -172,7 +177,10 @@ def convert_(model: nn.Module) -> nn.Module:
 
 # -------------------------------------------------------------------------------------------------- prepared layers
 class MinMaxObserver(FixedDtypes):
-    """The smallest and largest value of all batches, fp32 on the device; nothing waits for it."""
+    """The smallest and largest value of all batches, fp32 on the device; nothing waits for it.
+
+    Called with a batch, it returns the smallest and largest value of that batch alone.
+    """
 
     low: Tensor
     high: Tensor
@@ -183,17 +191,25 @@ class MinMaxObserver(FixedDtypes):
         self.register_buffer("high", torch.full((), -torch.inf, device=device))
 
     @torch.no_grad()
-    def forward(self, x: Tensor) -> None:
-        if x.numel():
-            low, high = torch.aminmax(x.detach())
-            self.low.copy_(torch.minimum(self.low, low.float()))
-            self.high.copy_(torch.maximum(self.high, high.float()))
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        if not x.numel():
+            return self.low, self.high
+        low, high = (end.float() for end in torch.aminmax(x.detach()))
+        try:
+            self.low.copy_(torch.minimum(self.low, low))
+            self.high.copy_(torch.maximum(self.high, high))
+        except RuntimeError as error:
+            if not torch_private.is_transformed():
+                raise
+            raise RuntimeError(
+                "MinMaxObserver: x must not be a batch inside of a transform of torch.func, which can not record its "
+                "range; call eval() on the model first"
+            ) from error
+        return low, high
 
     def affine(self) -> tuple[Tensor, Tensor]:
         """fp32 scale and int32 zero point, [1] each; the scale is NaN before the first batch."""
-        both = quantize_int8(torch.stack([self.low, self.high]), symmetric=False)
-        assert both.zero_point is not None
-        return both.scale, both.zero_point
+        return _affine(self.low, self.high)
 
     def check(self, name: str) -> None:
         """That a range was seen, and a finite one; waits for the device."""
@@ -206,6 +222,12 @@ class MinMaxObserver(FixedDtypes):
             )
         if not (abs(low) < torch.inf and abs(high) < torch.inf):
             raise ValueError(f"convert_: inputs of layer {name!r} must be finite, got a range from {low} to {high}")
+
+
+def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
+    both = quantize_int8(torch.stack([low, high]), symmetric=False)
+    assert both.zero_point is not None
+    return both.scale, both.zero_point
 
 
 class _Prepared(LoadsItsKind, nn.Linear):
@@ -242,6 +264,7 @@ class ObservedLinear(_Prepared):
 
     def forward(self, x: Tensor) -> Tensor:
         assert self.observer is not None
+        check_is_not_nested("ObservedLinear", x)
         self.observer(x)
         return F.linear(x, matrix(self), self.bias)
 
@@ -254,11 +277,14 @@ class QATLinear(_Prepared):
         return cls._adopt(linear, observes=mode == "static")  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
+        check_is_not_nested("QATLinear", x)
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
         scale = zero_point = None
-        if self.observer is not None:
-            if self.training:
-                self.observer(rows)
+        if self.observer is not None and self.training:
+            # The range of this batch alone: activation checkpointing runs this forward pass a second time in the
+            # backward pass, when later batches may have widened the range of all batches.
+            scale, zero_point = _affine(*self.observer(rows))
+        elif self.observer is not None:
             scale, zero_point = self.observer.affine()
         result = w8a8(rows, matrix(self), None, self.bias, scale, zero_point, compute_dtype(x))
         return result.reshape(*x.shape[:-1], self.out_features)
@@ -334,8 +360,18 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
     if not found:
         raise ValueError(
             f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__} without any"
+            + _what_was_done(model)
         )
     return found, spared
+
+
+def _what_was_done(model: nn.Module) -> str:
+    """Why a model has no layers to replace, if they were replaced earlier."""
+    if any(isinstance(layer, Int8Linear | Int8Embedding) for layer in model.modules()):
+        return "; it is int8 already: for another mode convert the float model"
+    if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
+        return "; it is prepared already: convert_ makes it int8"
+    return ""
 
 
 def _is_known(layer: nn.Module) -> bool:
@@ -365,10 +401,21 @@ def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: I
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
-                if isinstance(parent, nn.TransformerEncoderLayer):
-                    parent.activation_relu_or_gelu = 0  # else its fused kernel reads the codes as if they were floats
+    _leave_fused_kernels(model, set(new.values()))
     LOG.log(logging.WARNING if is_unexpected else logging.INFO, "%s: %s", op, said)
     return new.get(model, model)
+
+
+def _leave_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
+    """In eval mode torch's transformer layers would not call their linear layers, but read the weights themselves."""
+    for parent in model.modules():
+        if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerEncoder) and not new.isdisjoint(
+            parent.modules()
+        ):
+            if isinstance(parent, nn.TransformerEncoderLayer):
+                parent.activation_relu_or_gelu = 0
+            else:  # given a padding mask, it would make a nested tensor, which only the fused kernel takes
+                parent.use_nested_tensor = False
 
 
 def _chain(model: nn.Module, static: set[Int8Linear]) -> None:

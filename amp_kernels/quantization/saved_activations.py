@@ -35,9 +35,10 @@ class int8_saved_activations(contextlib.ContextDecorator):
       statistics of norms and attention), parameters, their views, and what autocast makes of them;
     - other dtypes than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses.
 
-    A tensor that several operators save is stored once, also through views. Dense tensors come back with their strides,
-    views with gaps contiguous, expanded ones expanded. A block that holds NaN or inf comes back as NaN, so that the
-    gradient shows it and a GradScaler skips the step.
+    A tensor that several operators save is stored once, also through views. As everywhere in autograd, activations must
+    not be written through `.data`, NumPy or DLPack between operators that save them. Dense tensors come back with their
+    strides, views with gaps contiguous, expanded ones expanded. A block that holds NaN or inf comes back as NaN, so
+    that the gradient shows it and a GradScaler skips the step.
 
     Put the loss outside: `log_softmax` keeps logarithms, where half a step of the codes is a factor on the gradient.
     Under `torch.utils.checkpoint` (``use_reentrant=False``) the inputs of the checkpointed parts are what is quantized.
@@ -103,7 +104,7 @@ class int8_saved_activations(contextlib.ContextDecorator):
     @torch.no_grad()
     def _pack(self, tensor: Tensor) -> _Alone | _Packed:
         if not _is_activation(tensor):
-            return _Alone(tensor.detach(), tensor._version)
+            return _Alone(tensor.detach(), tensor._version)  # for the check of `_unpack`
         # An expanded dimension is one element.
         sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         core = tensor.detach().as_strided(sizes, tensor.stride())
@@ -115,7 +116,13 @@ class int8_saved_activations(contextlib.ContextDecorator):
         return _Packed(codes, torch.Size(sizes), strides, tensor.shape)
 
     def _codes_of(self, x: Tensor, version: int) -> _Codes:
-        # As long as there is a weak reference no other storage gets its address, so that the key is unique.
+        # While a weak reference to a storage exists, no other storage gets its address: the key is unique.
+        # The version is in the key because an operator in place (`x.relu_()`) between two saves makes another tensor of
+        # the same memory. An entry lives as long as the graph nodes that saved it, and is never looked up after a
+        # forward pass, so that it outlives no step. A write that counts no version (`.data`, numpy, DLPack) between two
+        # saves goes unseen, as torch's own check of saved tensors misses it: there the first operator gets the gradient
+        # of values that it never saw. Noticing it would take a read of every shared tensor and a wait for the device;
+        # without sharing, codes of the input of q, k and v would be held three times.
         storage = StorageWeakRef(x.untyped_storage())
         key = (storage.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version)
         codes = self._codes.get(key)
@@ -152,7 +159,9 @@ class _Packed(NamedTuple):
 @torch.compiler.disable
 def _unpack(saved: _Alone | _Packed) -> Tensor:
     if isinstance(saved, _Alone):
-        if saved.tensor._version != saved.version:  # torch does not check this beside hooks
+        # torch makes this check of what it saves, but not of what hooks return. `detach()` shares the counter of the
+        # user's tensor: nothing is compared but a number from the forward pass with the number that it has now.
+        if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "int8_saved_activations: a tensor needed for the gradient was modified by an inplace operation: "
                 f"{saved.tensor.dtype} of shape {tuple(saved.tensor.shape)} is at version {saved.tensor._version}, "

@@ -200,6 +200,20 @@ def test_shared_codes_stay_shared_when_moved():
     assert model[2].weight is not model[0].weight and alone.device.type == "cpu"
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_shared_codes_that_are_moved_one_by_one(writes):
+    """They stay shared, unless somebody wrote to one of them in between; `.data` raises no version."""
+    original = linear()
+    one = Int8Linear.from_linear(original)
+    two = Int8Linear.from_linear(original, weight=amp_kernels.Int8Tensor(one.weight, one.weight_scale, None, (1,)))
+    codes = two.weight.clone()
+    one._apply(lambda t: t.clone())
+    if writes:
+        one.weight.data.zero_()
+    two._apply(lambda t: t.clone())
+    assert torch.equal(two.weight, codes) and (two.weight is one.weight) is not writes
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast(mode, device):
     layer = int8_layer(mode, linear(device=device))
@@ -335,3 +349,28 @@ def test_errors_are_sentences():
         Int8Linear.from_linear(linear())(torch.zeros(2, 37, dtype=torch.float64))
     with pytest.raises(ValueError, match=r"max_norm must be None, got 1\.0"):
         Int8Embedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0))
+
+
+# ------------------------------------------------------------------------------------------------------------ forgeries
+def test_codes_that_do_not_fit_a_layer_are_refused():
+    good = amp_kernels.quantize_int8(randn(5, 4), dim=-1)
+    shifted = amp_kernels.quantize_int8(randn(5, 4), dim=-1, symmetric=False)
+    Codes = amp_kernels.Int8Tensor
+    forged = {
+        "float codes": Codes(good.values.float(), good.scale),
+        "other shape": Codes(good.values.t(), good.scale),
+        "one scale": amp_kernels.quantize_int8(randn(5, 4)),
+        "too few scales": Codes(good.values, good.scale[:3]),
+        "fp64 scales": Codes(good.values, good.scale.double()),
+        "scales elsewhere": Codes(good.values, good.scale.to("meta")),
+        "zero points": shifted,
+        "blocks": amp_kernels.quantize_int8(randn(5, 4), block_size=4),
+    }
+    for name, codes in forged.items():
+        with pytest.raises(ValueError, match=r"Int8Linear\.from_linear: weight must be what .*\(5, 4\).*, got torch"):
+            Int8Linear.from_linear(linear(4, 5), "dynamic", weight=codes), name
+        with pytest.raises(ValueError, match=r"Int8Embedding\.from_embedding: weight must be what .*, got torch"):
+            Int8Embedding.from_embedding(nn.Embedding(5, 4), weight=codes), name
+    layer = Int8Linear.from_linear(linear(4, 5), "dynamic")
+    with pytest.raises(ValueError, match="int8_matmul: a must not be quantized in blocks, got block_size 4"):
+        layer(amp_kernels.quantize_int8(randn(3, 4), block_size=4))

@@ -144,6 +144,63 @@ def test_attention_and_transformer_layers(device):
     assert 0 < (found - expected).abs().max() < 0.03
 
 
+class Classifier(nn.Module):
+    """An encoder deep inside, whose layers torch's fused kernel takes."""
+
+    def __init__(self, activation):
+        super().__init__()
+        layer = nn.TransformerEncoderLayer(32, 2, 64, batch_first=True, activation=activation)
+        self.body = nn.ModuleList([nn.TransformerEncoder(layer, 2, norm=nn.LayerNorm(32))])
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, x, mask):
+        return self.head(self.body[0](x, src_key_padding_mask=mask))
+
+
+@pytest.mark.parametrize("activation", ["relu", "gelu"])
+@pytest.mark.parametrize("kind", [*KINDS, "prepared", "second layer alone"])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_padding_mask_of_a_transformer(kind, activation, device):
+    """torch makes nested tensors of the batch in eval mode without gradients, for its fused kernel alone."""
+    torch.manual_seed(0)
+    model, x = Classifier(activation).eval().to(device), randn(3, 5, 32).to(device)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2, [False] * 4 + [True]], device=device)
+    with torch.no_grad():
+        expected = model(x, mask)  # torch's fused kernel
+        if kind == "prepared":
+            prepare_(model)
+        elif kind == "second layer alone":
+            quantize_(model, filter_fn=lambda _, name: name.startswith("body.0.layers.1"))
+        else:
+            if kind == "qat static":
+                prepare_qat_(model, "static").train()(x, mask)
+                model.eval()
+            elif kind == "static":
+                prepare_(model)(x, mask)
+            convert_(model) if "static" in kind else in_int8(model, kind, x, mask)
+        found = model(x, mask)
+    error = (found - expected)[~mask].abs().max()  # what is made of padding is nobody's
+    assert error < 1e-6 if kind == "prepared" else 0 < error < 0.06
+    for sentence, length in zip(range(3), (5, 3, 4), strict=True):  # as without padding
+        with torch.no_grad():
+            alone = model(x[sentence : sentence + 1, :length], torch.zeros(1, length, dtype=torch.bool, device=device))
+        torch.testing.assert_close(found[sentence, :length], alone[0], rtol=1e-3, atol=0.02)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_nested_tensors_are_refused_in_words():
+    """As an encoder makes them whose layers were converted without it."""
+    x, mask = randn(1, 5, 32), torch.tensor([[False, False, False, True, True]])
+    for convert in (quantize_, prepare_, prepare_qat_):
+        encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 2, 64, batch_first=True), 2).eval()
+        convert(encoder.layers)
+        with torch.no_grad(), pytest.raises(TypeError, match=r"x must be a dense tensor, got a nested one; .*_nested"):
+            encoder(x, src_key_padding_mask=mask)
+        encoder.use_nested_tensor = False
+        with torch.no_grad():
+            encoder(x, src_key_padding_mask=mask)
+
+
 @pytest.mark.parametrize("kind", ["weight_only", "dynamic", "static", "qat static"])
 def test_a_checkpoint_fits_a_new_model(kind, tmp_path):
     safetensors = pytest.importorskip("safetensors.torch")
@@ -509,6 +566,28 @@ def test_errors_are_sentences_and_change_nothing():
         with pytest.raises(ValueError, match="max_norm must be None"):
             convert(model)
     assert type(model[0]) is nn.Linear
+
+
+def test_a_model_that_was_converted_is_named_as_such():
+    """Nothing is left to replace: the message says why, and a model with float layers is converted further."""
+    for convert in (quantize_, prepare_, prepare_qat_, convert_):
+        with pytest.raises(
+            ValueError, match=rf"{convert.__name__}: model must .*; it is int8 already: for another mode"
+        ):
+            convert(quantize_(nn.Sequential(nn.Embedding(4, 4))))
+    for convert in (quantize_, prepare_, prepare_qat_):
+        for prepare in (prepare_, prepare_qat_):
+            for model in (mlp(), nn.Sequential(nn.Embedding(4, 4))):
+                prepare(model)
+                before = list(model)
+                with pytest.raises(
+                    ValueError, match=rf"{convert.__name__}: .*; it is prepared already: convert_ makes"
+                ):
+                    convert(model)
+                assert list(model) == before
+    mixed = quantize_(mlp(), filter_fn=lambda _, name: name == "0")
+    first = mixed[0]
+    assert quantize_(mixed, "dynamic")[0] is first and mixed[2].mode == "dynamic"
 
 
 # ------------------------------------------------------------------------------------------------------------- digits

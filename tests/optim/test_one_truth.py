@@ -15,11 +15,12 @@ from optim_cases import FULL, OF_TORCH
 from torch import Tensor
 from torch.testing import assert_close
 
-from amp_kernels import amp, use_backend
+from amp_kernels import GradScaler, amp, use_backend
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedSGD, fp32_state_dict
 from amp_kernels.optim._base import FusedOptimizer
 
 optimizers = pytest.mark.parametrize("family", OF_TORCH, ids=lambda family: family.__name__)
+DTYPES = (torch.float16, torch.bfloat16)
 MANY = 3 * 65536 + 5  # elements in several chunks of any kernel
 
 
@@ -151,6 +152,37 @@ def test_a_read_in_fp32_changes_nothing(family, dtype):
             model.to(dtype)
     for p, q in zip(model.parameters(), twin.parameters(), strict=True):
         assert torch.equal(optimizer.master(p), control.master(q))
+
+
+@pytest.mark.parametrize("odd", [0.3, math.nan])
+def test_a_read_in_fp32_of_two_dtypes(odd):
+    """fp16 and bf16 in one optimizer, and a weight that is no number."""
+    params = [torch.nn.Parameter(torch.cat([leaf(99).detach(), torch.tensor([odd])]).to(dtype)) for dtype in DTYPES]
+    optimizer = FusedSGD(params, lr=0.1)
+    step(optimizer, 0.7)
+    masters = [optimizer.master(p) for p in params]
+    for p in params:
+        p.grad, p.data = None, p.data.float()
+    saved = optimizer.state_dict()["state"]
+    for i, master in enumerate(masters):
+        assert torch.equal(saved[i]["master"][:99], master[:99])
+
+
+def test_momentum_that_no_step_has_set_is_set_by_the_next():
+    """The first step is skipped, the second has no momentum."""
+    results = []
+    for family in (FusedSGD, torch.optim.SGD):
+        p = torch.nn.Parameter(torch.zeros(1))
+        optimizer = family([p], lr=1.0, momentum=0.9, dampening=0.5)
+        scaler = GradScaler("cpu", init_scale=1.0)
+        scaler.scale(torch.zeros(()))
+        for grad, momentum in ((math.inf, 0.9), (1.0, 0.0), (1.0, 0.9)):
+            optimizer.param_groups[0]["momentum"] = momentum
+            p.grad = torch.full_like(p, grad)
+            scaler.step(optimizer)
+            scaler.update()
+        results.append(p.item())
+    assert results[0] == results[1]
 
 
 def test_what_was_written_in_fp32_is_the_master():

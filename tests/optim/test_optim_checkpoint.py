@@ -290,16 +290,18 @@ def test_a_tensor_lr_travels(device, family):
 
 # ----------------------------------------------------------------------------------------------------- errors and hooks
 @optimizers
-def test_a_shape_that_does_not_fit_changes_nothing(device, family):
+@pytest.mark.parametrize("which", ["state", "master"])
+@pytest.mark.parametrize("shape", [(3,), (129,)], ids=["", "broadcast"])  # the second one could be copied
+def test_a_shape_that_does_not_fit_changes_nothing(device, family, which, shape):
     params = parameters([torch.float16], device)
     optimizer = family(params, **FULL[family])
     train(optimizer, range(2))
     saved = copy.deepcopy(optimizer.state_dict())
-    key = family._family.states[0]
-    saved["state"][2][key] = torch.zeros(3)
+    key = "master" if which == "master" else family._family.states[0]
+    saved["state"][2][key] = torch.zeros(shape)
     saved["param_groups"][0]["lr"] = 99.0
     before = snapshot(optimizer)
-    message = rf"load_state_dict: {key} of param.*\[2\] must have shape \(33, 129\), got \(3,\)"
+    message = rf"load_state_dict: {key} of param.*\[2\] must have shape \(33, 129\), got \({shape[0]},\)"
     with pytest.raises(ValueError, match=message):
         optimizer.load_state_dict(saved)
     assert optimizer.param_groups[0]["lr"] == FULL[family]["lr"]
