@@ -317,7 +317,8 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     def _follow(self) -> None:
         """Has the plans made of the parameters and states that there are, for the backends of now."""
-        lists, same = list(self._params_by_group()), sweep().same
+        lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
+        same = sweep().same
         if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
             self._make_plans()
         elif not same(lists, self._plan_params, self.state, *self._plan_state):
@@ -574,14 +575,14 @@ class FusedOptimizer(torch.optim.Optimizer):
             state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
 
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
-        """What the fp32 parameters that still have remainders were cast from: bf16 if all elements are bf16 numbers, as
-        one in eight fp16 numbers is. Too few elements to tell follow the other parameters."""
+        """What the fp32 parameters that still have remainders were cast from: bf16 if most elements are bf16 numbers,
+        as one in eight fp16 numbers is. Too few elements to tell follow the other parameters."""
         params = [
             p
             for _, _, p in self._named_parameters()
             if p.dtype is torch.float32 and "remainder" in self.state.get(p, ())
         ]
-        are_bf16 = {p: _holds(local(p), torch.bfloat16) for p in params}
+        are_bf16 = {p: _is_mostly(local(p), torch.bfloat16) for p in params}
         usual = torch.bfloat16 if all(are_bf16.values()) else torch.float16
         return {
             p: (torch.bfloat16 if int(local(p).count_nonzero()) >= 16 else usual) if is_bf16 else torch.float16
@@ -819,9 +820,10 @@ def _exported(step: Any) -> Tensor:
     return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
 
 
-def _holds(plain: Tensor, dtype: torch.dtype) -> bool:
-    """Whether all elements are numbers of `dtype`, or NaN."""
-    return bool(((plain.to(dtype).float() == plain) | plain.isnan()).all())
+def _is_mostly(plain: Tensor, dtype: torch.dtype) -> bool:
+    """Whether more than half of the elements that are not 0 are numbers of `dtype`."""
+    numbers = plain[plain != 0]
+    return 2 * int((numbers.to(dtype).float() == numbers).sum()) >= numbers.numel()
 
 
 def _dtype_of(key: str) -> torch.dtype:

@@ -197,7 +197,8 @@ class Columns {
   }
 
   // Whether memory holds the negative of a parameter or state. To ask each at every step would take a sixth of the
-  // sweep: tensors are asked that are new or have moved. No public function negates a dense tensor where it lies.
+  // sweep: tensors are asked that are new or have moved. Of dense tensors only views of one element are negated by a
+  // public function (`z.conj().imag`).
   bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
     PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
     if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;

@@ -132,6 +132,16 @@ def test_lookahead_resumes_where_it_was():
     assert torch.equal(*whole)
 
 
+def test_parameters_of_a_group_may_be_a_tuple():
+    p = leaf(5)
+    optimizer = FusedSGD([p], lr=0.5)
+    before = p.detach().clone()
+    step(optimizer)
+    optimizer.param_groups[0]["params"] = (p,)
+    step(optimizer)
+    assert torch.equal(p.detach(), before - 0.5 - 0.5)
+
+
 # ------------------------------------------------------------------------------------------ row 2: reads change nothing
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
 @optimizers
