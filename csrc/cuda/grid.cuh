@@ -57,8 +57,8 @@ struct Division {
 // Every gridDim.x-th chunk of a table, from the first or (kBackwards) from the last one on.
 //
 // What a block has to know of a chunk is three loads deep: its entry names a tensor, the tensor's column holds
-// addresses, and they lead to the elements. A header is the entry and the column's first kRows rows. It lies in shared
-// memory; thread r fetches row r of the next one while this chunk is worked on:
+// addresses, and they lead to the elements. A header is the entry, the column's first kRows rows and a count. It lies
+// in shared memory; thread r fetches row r of the next one while this chunk is worked on:
 //
 //   chunk c:   [ elements of c;  header of c + 1 to registers;  tensor of c + 2 ]  [ header of c + 1 to shared memory ]
 //
@@ -66,11 +66,13 @@ struct Division {
 template <int kRows, bool kBackwards>
 class ChunkWalk {
  public:
-  static constexpr int kWords = kRows + 1;
+  static constexpr int kWords = kRows + 2;
 
-  // `shared` is for kWords words. All threads of the block call.
-  __device__ ChunkWalk(const Table& table, int64_t* shared)
-      : table_(table), header_(shared), at_(static_cast<int>(blockIdx.x)) {
+  // `counts` are one for each chunk, or nullptr; `shared` is for kWords words. All threads of the block call. No kernel
+  // passes counts. They stay because nvcc 13.0, without this load, asks for 32 bytes in place of 64 before it waits, in
+  // one of the three loops of unscale_kernel (tests/gpu_static/test_bytes_in_flight.py).
+  __device__ ChunkWalk(const Table& table, const int32_t* counts, int64_t* shared)
+      : table_(table), counts_(counts), header_(shared), at_(static_cast<int>(blockIdx.x)) {
     if (!has_chunk()) return;
     look_up(at_);
     fetch(at_);
@@ -88,6 +90,7 @@ class ChunkWalk {
 
   __device__ int index() const { return index_of(at_); }
   __device__ int64_t row(int row) const { return header_[row]; }
+  __device__ int32_t count() const { return static_cast<int32_t>(header_[kRows + 1]); }
   __device__ int64_t begin() const { return (header_[kRows] >> 32) * table_.chunk_size; }
   __device__ int64_t rest() const { return row(kNumel) - begin(); }  // elements of the tensor from `begin` on
 
@@ -122,20 +125,24 @@ class ChunkWalk {
     const int64_t* const from =
         word < kRows ? table_.data + word * table_.tensors + tensor_ : reinterpret_cast<const int64_t*>(entry(at));
     word_ = *from;
+    if (counts_ != nullptr && word == kRows + 1) count_ = counts_[index_of(at)];
     look_up(at + gridDim.x);
   }
 
   __device__ void publish() {
-    if (threadIdx.x < kWords) header_[threadIdx.x] = word_;
+    if (threadIdx.x <= kRows) header_[threadIdx.x] = word_;
+    if (threadIdx.x == kRows + 1) header_[kRows + 1] = count_;
     barrier();
     fetch(at_ + gridDim.x);
   }
 
   const Table& table_;
+  const int32_t* counts_;
   int64_t* header_;
   int at_;
   int tensor_ = 0;    // of the chunk behind the one that is fetched
   int64_t word_ = 0;  // of the next header
+  int count_ = 0;
 };
 
 template <class T, int N>

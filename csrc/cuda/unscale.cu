@@ -152,7 +152,7 @@ __device__ void finish_pass(const GradientPass& pass, float factor, double* shar
 
 __global__ void __launch_bounds__(kThreads, kResidentBlocks) unscale_kernel(const GradientPass pass) {
   double* shared = reinterpret_cast<double*>(shared_memory());
-  GradientWalk walk(pass.table, reinterpret_cast<int64_t*>(shared + kReduced));
+  GradientWalk walk(pass.table, nullptr, reinterpret_cast<int64_t*>(shared + kReduced));
   const float factor = unscale_factor(pass);
   for (; walk.has_chunk(); walk.advance()) {
     const auto pass_over_chunk = [&](auto type) {

@@ -344,7 +344,7 @@ using UpdateWalk = ChunkWalk<kState + V::kStates, /*kBackwards=*/true>;
 template <class V>
 __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(const Update update) {
   using Formula = typename V::Formula;
-  UpdateWalk<V> walk(update.table, reinterpret_cast<int64_t*>(shared_memory()));
+  UpdateWalk<V> walk(update.table, nullptr, reinterpret_cast<int64_t*>(shared_memory()));
   if (is_skipped(update)) return;
   const float factor = update_factor(update);
   for (; walk.has_chunk(); walk.advance()) {
