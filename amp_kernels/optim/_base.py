@@ -69,7 +69,8 @@ class FusedOptimizer(torch.optim.Optimizer):
     _format = 1  # of state dicts; a higher one is for what earlier releases would misread
 
     _plans: list[Plan] | None = None
-    # The parameters and the entries of `state` that the plans are made of: the same objects, in the same order.
+    # The parameters and the entries of `state` that the plans use. Each step compares them with `param_groups` and
+    # `state`, object by object.
     _plan_params: list[list[Tensor]]
     _plan_state: tuple[list[Any], list[Any]]
     _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # the states that the options asked for
@@ -100,7 +101,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
-        """Makes one of ours of what torch's constructor has made."""
+        """Adds the options and attributes of a fused optimizer to what torch's constructor has set up."""
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
         self.defaults["max_grad_norm"] = max_grad_norm
@@ -278,8 +279,12 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
-        """The plans, which have read the tensors of this step; those without any gradient are left out unless `of_all`.
-        `writes`: gradients will be written."""
+        """Lets the plans read the tensors of this step, and returns them.
+
+        Args:
+            writes: gradients will be written.
+            of_all: return plans without any gradient too.
+        """
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
                 f"{type(self).__name__}.step: must run outside of a mode that makes fake tensors, which have no "
@@ -305,8 +310,11 @@ class FusedOptimizer(torch.optim.Optimizer):
         return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
 
     def _drop_unset_states(self) -> None:
-        """If options no longer ask for the state that the first step sets, and no step has set it: once it is asked for
-        again, a step has to. Waits for the device where there is such a state."""
+        """Deletes momentum buffers that no step has set, if the options no longer ask for momentum.
+
+        The first step with momentum sets the buffer, and a kept buffer of zeros would count as set. Reading the count
+        waits for the device; only parameters with such a buffer are read.
+        """
         first = self._set_at_first_step
         for _, index, param in self._named_parameters():
             state = self.state.get(param)
@@ -316,7 +324,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 del state[first]
 
     def _follow(self) -> None:
-        """Has the plans made of the parameters and states that there are, for the backends of now."""
+        """Makes new plans if parameters or backends changed, and passes them changed entries of `state`."""
         lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
         same = sweep().same
         if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
@@ -454,7 +462,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 state[key] = _zeros_like(param, _dtype_of(key)).copy_(state[key])
 
     def _check_before_fitting(self, name: str, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
-        """That state can be fitted, and that what does not fit may be replaced."""
+        """Raises an error if `_fit_state` could not fit the state; nothing was modified."""
         target, step = _dense(local(param)), state.get("step", 0)
         if not _is_count(step, target.device):
             if not isinstance(step, Tensor) or step.device.type == "cpu":
@@ -469,7 +477,8 @@ class FusedOptimizer(torch.optim.Optimizer):
                 self._check_own(name, key, value)
 
     def _check_own(self, name: str, key: str, state: Any) -> None:
-        """That a state which does not fit may be replaced: other processes would go on with the old one."""
+        """Raises RuntimeError if a state that has to be replaced is in shared memory: other processes would keep the
+        old one."""
         if isinstance(state, Tensor) and has_memory(state) and local(state).device.type == "cpu" and state.is_shared():
             raise RuntimeError(
                 f"{type(self).__name__}: {key} of {name} must be as init_state() makes it, since it is in shared "
@@ -492,7 +501,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         self._check_state(name, "remainder", param, state["remainder"])
         weight = local(param).to(low) if is_fp32 else local(param)
         local(master).copy_(join(weight, local(state["remainder"]).to(param.device)))
-        if is_fp32:  # the rest was written since
+        if is_fp32:  # other elements were written after the cast
             local(master).copy_(torch.where(weight.float() == local(param), local(master), local(param)))
         return master
 
@@ -575,8 +584,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
 
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
-        """What the fp32 parameters that still have remainders were cast from: bf16 if most elements are bf16 numbers,
-        as one in eight fp16 numbers is. Too few elements to tell follow the other parameters."""
+        """The 16-bit dtypes that fp32 parameters with a remainder had before a cast, as ``model.float()``.
+
+        A remainder does not say its dtype, so the weights have to: a parameter was bf16 if at least half of its
+        elements are bf16 numbers. Of random fp16 numbers one in eight is. With fewer than 16 elements other than 0, the
+        other parameters decide.
+        """
         params = [
             p
             for _, _, p in self._named_parameters()
@@ -636,7 +649,7 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def _keys(self) -> set[str]:
-        """Those of a parameter's state that are not somebody else's, in a state dict and here."""
+        """The keys of a parameter's state that belong to the optimizer; all other keys are passed through."""
         return {"step", "master", "remainder", *self._family.states}
 
     def _check_family(self, group: dict[str, Any]) -> None:
@@ -648,7 +661,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             )
 
     def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
-        """That a saved state can be loaded; `what` is the beginning of a sentence, with a place for the key."""
+        """Raises ValueError if a saved state cannot be loaded. `what` begins the message, with a place for the key."""
         if "remainder" in entry and entry.get("master") is None:
             # torch fills a flattened state dict by the names in `optimizer.state`, and so drops the masters.
             raise ValueError(
@@ -757,7 +770,7 @@ def check_step(what: str, value: Any) -> int:
 
 @contextlib.contextmanager
 def _restored(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Gives dicts back as they were if an error leaves the block: torch writes its defaults into them."""
+    """Restores the caller's parameter groups after an error: torch writes its defaults into them."""
     before = [(group, dict(group)) for group in groups]
     try:
         yield

@@ -1,7 +1,7 @@
-"""The step on one device: a table of what it finds, and the launches that read the table.
+"""The step on one device: it writes a table of the tensors that it finds, and launches the kernels that read the table.
 
-A plan remembers nothing of a tensor. It owns its scratch memory, and chunk entries, which depend on sizes and dtypes
-alone. See csrc/table.h for the table.
+A plan remembers nothing about a tensor. It owns scratch memory, and chunk entries, which depend on sizes and dtypes
+alone. csrc/table.h describes the table.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words that a group's fp32 hyper-parameters take
-LAYOUTS = 4  # kept of a plan, for gradients whose dtypes or parameters alternate
+LAYOUTS = 4  # that a plan keeps, for steps that alternate between sets of gradients or their dtypes
 
 
 def capturing(device: torch.device) -> bool:
@@ -113,7 +113,7 @@ def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
 
 
 def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence[Tensor]) -> None:
-    """That what a step writes shares no memory, and no gradient lies in it."""
+    """Raises RuntimeError if tensors that a step writes share memory, or a gradient lies in one of them."""
     named = [(name, tensor) for name, column in zip(names, columns, strict=True) for tensor in column.written()]
     position = shares_memory([tensor for _, tensor in named])
     if position is not None:
@@ -287,7 +287,7 @@ class NativePlan(Plan):
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
         self._forms, self._table = self._host.forms, self._host.table
         self._key = self._host.words[: (1 + FIXED_ROWS) * self._count]
-        # For `Sweep.apart`: its last question, and the stretches of memory that it found.
+        # For `Sweep.apart`: the table and forms that it saw last, and the memory that is written by them.
         self._checked = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
         self._spans = _host(2 * self._count * (rows - Row.PARAM))
         self._hyper_key: list[Any] = []
@@ -295,7 +295,7 @@ class NativePlan(Plan):
         self._layouts = []
 
     def _row(self, row: int) -> Sequence[int]:
-        """Of the table on the host; row -1 are the forms."""
+        """A row of the table on the host; row -1 holds the forms."""
         return self._words[(1 + row) * self._count : (2 + row) * self._count]
 
     def _read_columns(self, read: Read) -> bool:
@@ -344,7 +344,7 @@ class NativePlan(Plan):
 
     # ------------------------------------------------------------------------------------------------------ memory
     def _check_memory(self, read: Read) -> None:
-        """That what a step writes shares no memory, and no gradient lies in it."""
+        """Raises RuntimeError if tensors that a step writes share memory, or a gradient lies in one of them."""
         met = sweep().apart(self._table, self._forms, self._checked, self._spans)
         if met >= 0:
             refuse_gradient(self.members.names[met])

@@ -725,7 +725,7 @@ def test_sentences_of_load_state_dict():
     ids=str,
 )
 def test_a_refused_scale_changes_none(wrong):
-    """Neither that of the loss that it is for nor that of another one."""
+    """A bad scale for one loss leaves the scales of all losses as they were."""
     prepared("O1", num_losses=2)
     before = amp.state_dict()
     with pytest.raises((TypeError, ValueError), match=r"amp\.load_state_dict: loss_scaler1: \w+ must be"):

@@ -415,7 +415,7 @@ class Training:
         self.theirs.state[q]["step"].fill_(steps)
 
     def attach(self, i: int, key: str) -> None:
-        """What others keep in the state: Lookahead's slow weights, counters, notes. torch casts floats as it loads."""
+        """Adds a key of another library to the state, as Lookahead's slow weights. torch casts floats on loading."""
         i %= len(self.params)
         p = self.params[i]
         value = FOREIGN[key]
@@ -507,7 +507,8 @@ class Training:
         if how != "same":
             groups = [{"params": group["params"]} for group in self.ours.param_groups]
             self.ours = self.kind(groups, **self.options)
-        has_steps = all("step" in entry for entry in state["state"].values())  # torch expects it beside foreign keys
+        # torch needs a step where there are other keys.
+        has_steps = all("step" in entry for entry in state["state"].values())
         if how == "torch" and has_steps and all(p.dtype is torch.float32 for p in self.params):
             groups = [{"params": [self._copy(p, p.dtype) for p in group["params"]]} for group in self.ours.param_groups]
             between = type(self.theirs)(groups, lr=0.1)

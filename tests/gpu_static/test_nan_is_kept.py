@@ -1,8 +1,8 @@
 """Minima and maxima in the Triton kernels: on a GPU they drop NaN, in the interpreter they keep it.
 
-A test under the interpreter cannot see the difference. So no formula and no norm may take one of floats, unless
-``propagate_nan`` says what becomes of NaN: every use is in the list below, as it stands in the source, with the reason
-that no NaN gets there. A use that is gone leaves the list, so that it does not cover a later one.
+The interpreter hides the difference from every other test. So a formula or a norm may use a minimum or maximum of
+floats only with ``propagate_nan``. Every other use is in the list below, as the source has it, with the reason why no
+NaN reaches it. An entry whose use is gone fails: it could cover a later use.
 """
 
 from __future__ import annotations

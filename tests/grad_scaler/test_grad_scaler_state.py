@@ -175,7 +175,7 @@ def test_an_eps_that_is_0_in_fp16_warns_once(device, kind):
 
 
 def steps_in(optimizer: torch.optim.Optimizer) -> list[str]:
-    """What a step with gradients of 1 warns of."""
+    """Returns the warnings of a step whose gradients are 1."""
     scaler = started(torch.device("cpu"))
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -217,7 +217,7 @@ def test_an_eps_within_a_wrapper(name, depth):
 
 
 def test_an_eps_warns_for_each_optimizer(device):
-    """Also for one that has the id of an earlier one, which is gone."""
+    """A new optimizer may have the id of a deleted one, and still gets its warning."""
     scaler = started(device)
     p = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.float16))
     with warnings.catch_warnings(record=True) as caught:
@@ -535,7 +535,7 @@ REFUSED = [
 @pytest.mark.parametrize("is_running", [False, True])
 @pytest.mark.parametrize("saved_by", ["ours", "torch's"])
 def test_a_refused_state_dict_changes_nothing(device, is_running, saved_by):
-    """By the rules of the constructor, whose options most of these are; counts are those that a scaler can reach."""
+    """Options have to pass the constructor's checks. Counts have to be numbers that a scaler can reach."""
     options = {"min_scale": 0.5, "max_scale": 2.0**12, "hysteresis": 2}
     scaler = started(device, **options) if is_running else amp_kernels.GradScaler(device.type, **options)
     if is_running:

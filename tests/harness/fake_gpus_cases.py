@@ -420,7 +420,7 @@ def test_a_step_follows_rates_and_addresses(fake_gpus: Any) -> None:
 
 # ------------------------------------------------------------------------------------------------------------- counts
 def test_launches_of_a_step(fake_gpus: Any) -> None:
-    """The update of each combination of dtypes, what sends the table, and the gradient pass if the norm is clipped."""
+    """A clipped step launches one gradient pass, one send and an update for each combination of dtypes."""
     optimizer = amp_kernels.optim.FusedSGD(parameters("cuda"), lr=0.1, momentum=0.9, max_grad_norm=1.0)
     optimizer.step()
     for _ in range(2):

@@ -178,7 +178,7 @@ def transforms(function: Callable[[Tensor], Tensor], expected: Callable[[Tensor]
 def test_transforms_of_fake_quantization(options):
     x = 2 * randn(4, 16)
     transforms(lambda x: amp_kernels.fake_quantize_int8(x, **options), lambda x: StraightThrough.apply(x, options), x)
-    # The value is that of the operator, to the bit, also where x is not finite.
+    # Under a transform the values are bit for bit the operator's, inf and NaN included.
     x[0, 0], x[1, 0] = torch.inf, torch.nan
     found = vmap(lambda x: amp_kernels.fake_quantize_int8(x, **options))(x)
     torch.testing.assert_close(found, amp_kernels.fake_quantize_int8(x, **options), rtol=0, atol=0, equal_nan=True)

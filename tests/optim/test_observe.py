@@ -1,4 +1,4 @@
-"""What a step reads of its parameters: compiled code reads what Python reads, or leaves it to Python."""
+"""The sweep of a step: compiled code reads the same as Python, or leaves a parameter to Python."""
 
 from __future__ import annotations
 

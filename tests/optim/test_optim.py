@@ -70,7 +70,7 @@ def test_tensor_lr(device, family, shape):
 @pytest.mark.parametrize("lr", [torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.02)], ids=["fp64", "cpu"])
 def test_a_tensor_lr_that_kernels_cannot_read(device, family, lr):
     run_against_torch(family, device, {"lr": lr}, [torch.float32])
-    p = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16, device=device))  # beside it an fp64 number is no scalar
+    p = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16, device=device))  # 0-dim: fp64 lr would promote it
     optimizer = family([p], lr=lr)
     p.grad = torch.ones_like(p)
     optimizer.step()
