@@ -303,7 +303,7 @@ class NativePlan(Plan):
         for t in [t for t, form in enumerate(self._row(-1)) if form == UNREAD]:
             param, name = self.members.params[t], self.members.names[t]
             column = read(name, self.members.groups[t], param)
-            self._clear(t)
+            self._write(t, ABSENT, [0] * len(self._table))
             if column is None or (column.is_mirrored and param.grad is None):  # a mirror would be written back
                 continue
             if column.param.device != self.device:
@@ -313,9 +313,9 @@ class NativePlan(Plan):
             self._put(t, column, grad)
         return True
 
-    def _clear(self, t: int) -> None:
-        self._table[:, t] = 0
-        self._forms[t] = ABSENT
+    def _write(self, t: int, form: int, rows: Sequence[int]) -> None:
+        # Through the array: two assignments to tensors take 11 us more for each column.
+        self._words[t : (1 + len(self._table)) * self._count : self._count] = array("q", (form, *rows))
 
     def _laid_out(self, grad: Tensor, column: Column) -> Tensor:
         if same_layout(grad, column.param):
@@ -330,11 +330,9 @@ class NativePlan(Plan):
         # Kernels pass over a tensor whose gradient has no address, but the updates of an empty tensor count.
         where = 0 if grad is None else grad.data_ptr() or column.step.data_ptr()
         arrays = (column.param, column.remainder, column.step, *column.states[: len(self._table) - Row.STATE])
-        self._table[:, t] = int64_tensor(
-            (column.param.numel(), grad_code, self.members.groups[t], where, *map(_address, arrays))
-        )
         kept = sum((state is not None) << k for k, state in enumerate(column.states))
-        self._forms[t] = code | grad_code << 2 | kept << 4
+        rows = column.param.numel(), grad_code, self.members.groups[t], where, *map(_address, arrays)
+        self._write(t, code | grad_code << 2 | kept << 4, rows)
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
         """Those that kernels may write, and their parameters' names."""
