@@ -40,13 +40,18 @@ _MODE_OF_LENGTH = {len(mode): mode for mode in MODES}
 class FixedDtypes(LoadsItsKind):
     """A module whose buffers keep their dtypes, and stay shared with other modules, in `.to()`."""
 
+    _dtype_of = ""  # the buffer that has the dtype of the layer
+
     def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            if old is not None and new is not None:
-                self._buffers[name] = _moved(old, new if new.dtype == old.dtype else old.to(new.device))
+            if old is None or new is None:
+                continue
+            if new.dtype != old.dtype and not (name == self._dtype_of and new.is_floating_point()):
+                new = old.to(new.device)
+            self._buffers[name] = _moved(old, new)
         return self
 
 
@@ -73,6 +78,7 @@ class DequantizedWeight(Tensor):
     """
 
     codes: Int8Tensor
+    dtype_of: Tensor
     is_transposed: bool
     _elements: Tensor | None
 
@@ -80,15 +86,16 @@ class DequantizedWeight(Tensor):
     __dlpack_c_exchange_api__ = None  # it would export the memory that this tensor does not have
 
     @staticmethod
-    def of(codes: Int8Tensor, is_transposed: bool, dtype: torch.dtype) -> Tensor:
+    def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor) -> Tensor:
         """The weight with these codes by row, perhaps of the transposed matrix; at once where torch has no wrappers."""
+        dtype = dtype_of.dtype
         oriented = codes.t() if is_transposed else codes
         self = None
         if not torch.compiler.is_compiling():  # the compiler drops an operator whose result is not needed
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
             return oriented.dequantize(dtype)
-        self.codes, self.is_transposed, self._elements = codes, is_transposed, None
+        self.codes, self.dtype_of, self.is_transposed, self._elements = codes, dtype_of, is_transposed, None
         return self
 
     def dequantized(self) -> Tensor:
@@ -124,7 +131,7 @@ class DequantizedWeight(Tensor):
 
 def _of_elements(name: str) -> Callable[..., Any]:
     def method(self: DequantizedWeight, *args: Any, **kwargs: Any) -> Any:
-        return getattr(self.elements(), name)(*args, **kwargs)
+        return getattr(nn.Parameter(self.elements(), self.requires_grad), name)(*args, **kwargs)
 
     return method
 
@@ -146,6 +153,7 @@ class _Int8Weight(FixedDtypes):
     weight_codes: Tensor
     weight_scale: Tensor
     weight_dtype: Tensor
+    _dtype_of = "weight_dtype"
     is_transposed = False  # whether `weight` is [K, N], as that of the Conv1D which the layer stands in for
 
     def __init__(self, rows: int, columns: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -161,7 +169,7 @@ class _Int8Weight(FixedDtypes):
 
     @property
     def weight(self) -> Tensor:
-        return DequantizedWeight.of(self._codes(), self.is_transposed, self.dtype)
+        return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Not a setter of the property: nn.Module registers a Parameter before it looks for one.
@@ -191,19 +199,12 @@ class _Int8Weight(FixedDtypes):
                 "values load a state dict, or assign to the float layer and convert it"
             )
         self.weight_codes, self.weight_scale = weight.codes.values, weight.codes.scale
-        self.weight_dtype = self.weight_dtype.to(weight.dtype)
+        self.weight_dtype = weight.dtype_of
 
     def _share(self, codes: Int8Tensor, dtype: torch.dtype) -> None:
         """Takes the place of a float layer with these codes and this dtype."""
         self.weight_codes, self.weight_scale = codes.values, codes.scale
         self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
-
-    def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
-        after = fn(self.weight_dtype)
-        super()._apply(fn, recurse)
-        if after.is_floating_point():
-            self.weight_dtype = after
-        return self
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         newer = why_not_loaded(type(self).__name__, local_metadata.get("version"), self._version)

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -82,9 +83,9 @@ def quantize_(
     found, spared = _find("quantize_", model, filter_fn, needs_int8_input=mode == "dynamic")
     for layer in found:
         if isinstance(layer, nn.Embedding):
-            new[layer] = Int8Embedding.from_embedding(layer, weight=codes.of(layer))
+            new[layer] = codes.give(layer, partial(Int8Embedding.from_embedding, layer))
         else:
-            new[layer] = Int8Linear.from_linear(layer, mode, weight=codes.of(layer))
+            new[layer] = codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
     return _replaced("quantize_", model, new, spared)
 
 
@@ -176,7 +177,7 @@ def convert_(model: nn.Module) -> nn.Module:
         if isinstance(layer, _Prepared) and layer.observer is not None:
             layer.observer.check(name)
     codes = _SharedCodes()
-    new: dict[Any, Any] = {layer: layer.convert(codes.of(layer)) for layer in prepared}
+    new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     result = _replaced("convert_", model, new, model.modules())  # of what is left preparing it has warned
     _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
     return result
@@ -329,16 +330,18 @@ class QATEmbedding(PreparedEmbedding):
 
 # -------------------------------------------------------------------------------------------------------- the parts
 class _SharedCodes:
-    """Codes of weights; a parameter in several layers has one set of them."""
+    """Codes of weights; layers that shared a parameter share one set of them, and the tensor of their dtype."""
 
     def __init__(self) -> None:
-        self._codes: dict[tuple[Tensor, bool], Int8Tensor] = {}
+        self._first: dict[tuple[Tensor, bool], Any] = {}
 
-    def of(self, layer: Any) -> Int8Tensor:
+    def give(self, layer: Any, convert: Callable[..., Any]) -> Any:
+        """What `convert` makes of `layer`, with the codes that it is called with."""
         key = layer.weight, is_transposed(layer)
-        if key not in self._codes:
-            self._codes[key] = codes_of_weight(layer)
-        return self._codes[key]
+        first = self._first.get(key)
+        made = convert(weight=codes_of_weight(layer) if first is None else first._codes())
+        made.weight_dtype = self._first.setdefault(key, made).weight_dtype
+        return made
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:

@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -216,7 +217,9 @@ def test_layers_that_share_codes_follow_when_one_of_them_is_moved():
     original = linear()
     one = Int8Linear.from_linear(original)
     two = Int8Linear.from_linear(original, weight=codes_of(one))
+    held = weakref.ref(one.weight_codes)  # as torch.compile holds what it has seen
     one._apply(lambda t: t.clone())
+    assert held() is two.weight_codes
     one.weight_codes.data.zero_()
     two._apply(lambda t: t.clone())
     assert shared(one, two) and not two.weight_codes.any()

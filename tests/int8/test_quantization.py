@@ -95,11 +95,12 @@ def test_shared_weights_are_quantized_once(kind):
     for _ in range(2):
         assert model.table.weight_codes is model.head.weight_codes
         assert model.table.weight_scale is model.head.weight_scale
+        assert model.table.weight_dtype is model.head.weight_dtype
         assert torch.equal(model(torch.arange(50)), expected)
         model.head.weight = model.table.weight  # tie_weights of transformers, which may come at any time
     ranges = 2 * (4 + 4) if "static" in kind else 0
     parameters = 50 * 20 + 16 * 20 + 16 * 4
-    kinds = 3 * 4 + 2 * len(model.head.mode)
+    kinds = 2 * 4 + 2 * len(model.head.mode)
     assert sum({t.data_ptr(): t.nbytes for t in state.values()}.values()) == parameters + ranges + kinds
     with pytest.raises(TypeError, match="Int8Linear: weight must be the unchanged weight of another"):
         model.head.weight = nn.Embedding(50, 16).weight
