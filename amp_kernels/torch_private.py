@@ -49,7 +49,7 @@ no_torch_function = getattr(torch._C, "_disabled_torch_function_impl", None)
 
 
 def wrapper_tensor(kind: type[Any], like: Tensor, dtype: torch.dtype) -> Any:
-    """An `nn.Parameter` by its `isinstance`, of class `kind` with the shape, strides and device of `like`, without memory.
+    """A tensor of class `kind` with the shape, strides and device of `like`, and without memory.
 
     C code that would read its memory raises an error, where torch has the function for it; else it would read from
     address 0. None for a torch without wrappers: the weight of an int8 layer is then dequantized whenever it is read.
@@ -59,5 +59,7 @@ def wrapper_tensor(kind: type[Any], like: Tensor, dtype: torch.dtype) -> Any:
         return None
     made = make(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
     getattr(torch._C, "_set_throw_on_mutable_data_ptr", bool)(made)
-    made._is_param = True  # transformers' tie_weights takes nothing else; without it that raises an error
+    # By this attribute it is an instance of nn.Parameter: transformers' tie_weights takes nothing else, and raises an
+    # error for a torch that looks for another attribute.
+    made._is_param = True
     return made

@@ -103,7 +103,8 @@ class DequantizedWeight(Tensor):
 
     def elements(self) -> Tensor:
         if self._elements is None:
-            self._elements = self.dequantized()
+            with torch.inference_mode(False):  # a weight first used inside of it may be used outside of it
+                self._elements = self.dequantized()
         return self._elements
 
     def is_as_read(self) -> bool:
@@ -147,7 +148,7 @@ for _name in (
 class _Int8Weight(FixedDtypes):
     """A layer with int8 codes [N, K] for a weight, and a dtype, which follows `.half()`."""
 
-    # Of torch, which saves it beside the tensors: 1 and 2, which no release wrote, had codes under the name `weight`.
+    # torch saves this number with the tensors. In formats 1 and 2, which no release wrote, `weight` was the codes.
     _version = 3
 
     weight_codes: Tensor
@@ -383,7 +384,7 @@ class Int8Embedding(_Int8Weight):
     are dequantized and then scaled down to this norm if theirs is larger, in the result alone.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, max_norm, norm_type, device, dtype: as of `nn.Embedding`; a new
+        num_embeddings, embedding_dim, padding_idx, device, dtype, max_norm, norm_type: as of `nn.Embedding`; a new
             table is 0.
 
     Attributes:
@@ -395,17 +396,18 @@ class Int8Embedding(_Int8Weight):
         dtype: of the result; follows `.half()`.
     """
 
-    scale_grad_by_freq = sparse = False  # of gradients, which a frozen table has none of
+    scale_grad_by_freq = sparse = False  # for code that passes them on to F.embedding; a frozen table has no gradient
 
     def __init__(
         self,
         num_embeddings: int,
         embedding_dim: int,
         padding_idx: int | None = None,
-        max_norm: float | None = None,
-        norm_type: float = 2.0,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
     ) -> None:
         super().__init__(num_embeddings, embedding_dim, device, dtype)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
@@ -416,8 +418,9 @@ class Int8Embedding(_Int8Weight):
         """The layer that stands in for `embedding`; `weight` as in `Int8Linear.from_linear`."""
         codes = _codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
-        options = embedding.padding_idx, embedding.max_norm, embedding.norm_type
-        layer = cls(rows, width, *options, device="meta")
+        layer = cls(
+            rows, width, embedding.padding_idx, "meta", max_norm=embedding.max_norm, norm_type=embedding.norm_type
+        )
         layer._share(codes, embedding.weight.dtype)
         return layer.train(embedding.training)
 
@@ -429,7 +432,8 @@ class Int8Embedding(_Int8Weight):
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+        norm = "" if self.max_norm is None else f", max_norm={self.max_norm}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{norm}"
 
 
 # ------------------------------------------------------------------------------------------------------ the product

@@ -426,9 +426,11 @@ def test_weight_is_the_dequantized_tensor(dtype):
             lambda w: torch.stack(list(w)),
         ):
             assert torch.equal(read(layer.weight), read(expected.clone()))
-        w = x.clone().requires_grad_()
-        F.linear(w, layer.weight).sum().backward()
-        torch.testing.assert_close(w.grad, torch.ones(5, 13, dtype=dtype) @ expected)
+        weight, inputs = layer.weight, x.clone().requires_grad_()
+        with torch.inference_mode():
+            assert torch.equal(weight[:2], expected[:2])
+        F.linear(inputs, weight).sum().backward()
+        torch.testing.assert_close(inputs.grad, torch.ones(5, 13, dtype=dtype) @ expected)
 
 
 def test_properties_of_a_weight_compute_nothing():
@@ -515,6 +517,21 @@ def test_the_weight_of_another_layer_ties_both():
     assert torch.equal(head.weight, other.weight)
     head.weight = head.weight  # changes nothing
     assert shared(head, table)
+
+
+def test_a_weight_is_found_where_parameters_are_looked_for():
+    """By transformers' tie_weights since 5.0; a float layer that gets it has a float parameter of these values."""
+    model = nn.ModuleDict(dict(zip(("head", "table"), both_layers(), strict=True)))
+    assert isinstance(model["head"].weight, nn.Parameter) and len(list(model.parameters())) == 1
+    model["head"].weight = model.get_parameter("table.weight")
+    assert shared(model["head"], model["table"])
+    floats, x = nn.Linear(37, 13, bias=False), randn(3, 37)
+    floats.weight = model["table"].weight
+    expected = F.linear(x, model["table"].weight)
+    pickled = pickle.loads(pickle.dumps(floats))
+    for layer in (floats, copy.deepcopy(floats), pickled, copy.deepcopy(floats).double().float()):
+        assert isinstance(layer.weight, nn.Parameter) and torch.equal(layer(x), expected)
+        assert torch.equal(layer.state_dict()["weight"], model["table"].weight)
 
 
 class ReadsWeights(nn.Module):
