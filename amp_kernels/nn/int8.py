@@ -32,8 +32,8 @@ MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
 PANEL = 2**22
 
 _Fn = Callable[[Tensor], Tensor]
-# The names differ in length: the mode of a layer is known without a wait for the device that has its name, and whatever
-# loads a checkpoint refuses another mode as a tensor of another shape.
+# A layer holds the name of its mode in a tensor. The names differ in length, so that the mode is read from the shape,
+# without a wait for the device, and every loader of checkpoints refuses another mode as a tensor of another shape.
 _MODE_OF_LENGTH = {len(mode): mode for mode in MODES}
 
 
@@ -56,7 +56,7 @@ class FixedDtypes(LoadsItsKind):
 
 
 def _moved(old: Tensor, new: Tensor) -> Tensor:
-    """`old`, which has become `new`, as a parameter does: modules that share it follow the first that is moved."""
+    """Turn `old` into `new` in place, as torch moves parameters: modules that share it follow the first of them."""
     if new is old:
         return old
     try:
@@ -184,20 +184,17 @@ class _Int8Weight(FixedDtypes):
 
     def _tie(self, weight: object) -> None:
         """Shares the codes of another layer, and takes its dtype; nothing else can be assigned."""
-        mine = self.weight
-        expected = mine.shape, mine.device, self.is_transposed
+        shape = self.weight.shape
         if not (
             isinstance(weight, DequantizedWeight)
-            and (weight.shape, weight.device, weight.is_transposed) == expected
+            and (weight.shape, weight.is_transposed) == (shape, self.is_transposed)
             and weight.is_as_read()
         ):
-            got = type(weight).__name__
-            if isinstance(weight, Tensor):
-                got += f" {tuple(weight.shape)} on {weight.device}"
+            got = type(weight).__name__ + (f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "")
             raise TypeError(
-                f"{type(self).__name__}: weight must be the unchanged weight of another int8 layer, "
-                f"{tuple(mine.shape)} on {mine.device}, whose codes this layer then shares, got a {got}; for other "
-                "values load a state dict, or assign to the float layer and convert it"
+                f"{type(self).__name__}: weight must be the unchanged weight of another int8 layer of shape "
+                f"{tuple(shape)}, whose codes this layer then shares, got a {got}; for other values load a state dict, "
+                "or assign to the float layer and convert it"
             )
         self.weight_codes, self.weight_scale = weight.codes.values, weight.codes.scale
         self.weight_dtype = weight.dtype_of
@@ -361,7 +358,7 @@ class Int8Linear(_Int8Weight):
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
         name, codes = (state_dict.get(prefix + key) for key in ("mode_name", "weight_codes"))
-        given = None if name is None else _of_ascii(name)
+        given = None if name is None else _MODE_OF_LENGTH.get(name.numel())
         if given == self.mode or (name is None and codes is None):
             return reasons
         return reasons or [
@@ -622,11 +619,6 @@ def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
 # -------------------------------------------------------------------------------------------------------- the parts
 def _ascii(text: str, device: torch.device | str | None) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
-
-
-def _of_ascii(text: Tensor) -> str | None:
-    """What `_ascii` wrote; None for a meta tensor, which holds nothing."""
-    return None if text.is_meta else bytes(text.flatten().byte().tolist()).decode(errors="replace")
 
 
 def _rows(x: Tensor) -> Tensor:

@@ -460,6 +460,7 @@ def test_int8_layers():
     whole = Net(0)
     expected = [*gradients(whole, index), whole.first.weight.clone(), whole.table.weight.clone()]
     assert [name for name, _ in whole.named_parameters()] == ["first.bias", "last.bias"]
+    assert torch.equal(whole.table.weight[index], whole.table(index))
 
     def body(rank: int) -> list[list[Tensor]]:
         mesh, sharded = mesh_of(2), Net(0)

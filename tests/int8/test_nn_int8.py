@@ -324,6 +324,8 @@ def test_assigning_a_checkpoint_brings_its_dtype(bias):
         other = Int8Linear(37, 13, bias) if type(made) is nn.Linear else Int8Embedding(5, 4)
         other.load_state_dict(saved.state_dict(), strict=False)
         assert other.dtype == torch.float32  # copied into a layer, as torch does it
+        other.load_state_dict(saved.to("meta").state_dict(), assign=True)
+        assert other.dtype == torch.bfloat16 and other.weight_codes.is_meta
 
 
 def test_repr_and_training_flag():
@@ -490,7 +492,7 @@ def test_assigning_to_a_weight_raises():
         for value in (nn.Parameter(torch.zeros(13, 37)), torch.zeros(13, 37), None, weight, Int8Linear(3, 4).weight):
             with pytest.raises(TypeError, match=r"weight must be the unchanged weight of another .*; for other values"):
                 layer.weight = value
-        with pytest.raises(TypeError, match=r"got a DequantizedWeight \(13, 37\) on cpu"):
+        with pytest.raises(TypeError, match=r"got a DequantizedWeight of shape \(13, 37\); for other values load"):
             layer.weight += 1
         with pytest.raises(RuntimeError, match="got an assignment to its data; load a state dict"):
             layer.weight.data = torch.zeros(13, 37)
@@ -517,6 +519,10 @@ def test_the_weight_of_another_layer_ties_both():
     assert torch.equal(head.weight, other.weight)
     head.weight = head.weight  # changes nothing
     assert shared(head, table)
+    with torch.device("meta"):
+        empty = Int8Linear(37, 13)
+    empty.weight = table.weight  # of a model on the meta device, whose checkpoint holds a tied weight once
+    assert shared(empty, table) and empty.dtype == torch.bfloat16
 
 
 def test_a_weight_is_found_where_parameters_are_looked_for():
