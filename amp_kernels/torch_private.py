@@ -42,3 +42,24 @@ def dispatch_modes() -> list[Any] | None:
     """
     ask = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
     return None if ask is None else ask()
+
+
+# Of a tensor subclass: its operators run without a wrapper around every result. Documented for authors of subclasses.
+no_torch_function = getattr(torch._C, "_disabled_torch_function_impl", None)
+
+
+def wrapper_tensor(kind: type[Any], like: Tensor, dtype: torch.dtype) -> Any:
+    """A tensor of class `kind` with the shape, strides and device of `like`, and without memory.
+
+    C code that would read its memory raises an error, where torch has the function for it; else it would read from
+    address 0. None for a torch without wrappers: the weight of an int8 layer is then dequantized whenever it is read.
+    """
+    make = getattr(Tensor, "_make_wrapper_subclass", None)
+    if make is None or no_torch_function is None:
+        return None
+    made = make(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
+    getattr(torch._C, "_set_throw_on_mutable_data_ptr", bool)(made)
+    # By this attribute it is an instance of nn.Parameter: transformers' tie_weights takes nothing else, and raises an
+    # error for a torch that looks for another attribute.
+    made._is_param = True
+    return made

@@ -41,6 +41,10 @@ def matrix(layer: Any) -> Tensor:
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
+# A float layer's weight, and the codes of an int8 layer.
+_OTHER_KIND = {"weight": "weight_codes", "weight_codes": "weight"}
+
+
 class LoadsItsKind(nn.Module):
     """A module that loads floats into floats and codes into codes.
 
@@ -57,24 +61,41 @@ class LoadsItsKind(nn.Module):
         unexpected_keys: list[str],
         error_msgs: list[str],
     ) -> None:
-        wrong = []
-        for name, own in (*self._parameters.items(), *self._buffers.items()):
-            given = state_dict.get(prefix + name)
-            if own is None or not isinstance(given, Tensor) or own.is_floating_point() == given.is_floating_point():
-                continue
-            expected, remedy = "codes", "load floats first and quantize the model then"
-            if own.is_floating_point():
-                expected, remedy = "floats", "make the model int8 first, as that of the checkpoint was"
-            wrong.append(f"load_state_dict: {prefix}{name} must be {expected}, got {given.dtype}; {remedy}")
-        if wrong:
+        if wrong := self._why_not_loaded(state_dict, prefix, local_metadata):
             error_msgs += wrong  # load_state_dict raises them all, whatever `strict` is
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
         )
 
+    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
+        """Sentences; none if the state dict has what this module loads."""
+        reasons = []
+        for name, own in (*self._parameters.items(), *self._buffers.items()):
+            for key in (name, _OTHER_KIND.get(name)):
+                given = state_dict.get(f"{prefix}{key}")
+                if own is None or not isinstance(given, Tensor):
+                    continue
+                if key == name and own.is_floating_point() == given.is_floating_point():
+                    continue
+                expected = "floats" if own.is_floating_point() else "codes"
+                expected += "" if key == name else f" called {name}"
+                if own.is_floating_point():
+                    remedy = "make the model int8 first, as that of the checkpoint was"
+                elif given.is_floating_point():
+                    remedy = "load floats first and quantize the model then"
+                else:
+                    remedy = "no release wrote this format: convert the float model again"
+                reasons.append(f"load_state_dict: {prefix}{key} must be {expected}, got {given.dtype}; {remedy}")
+        return reasons
+
 
 # ------------------------------------------------------------------------------------------------------ what is said
+def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
+    """Ids of the parameters that layers of the model other than `taken` hold."""
+    return {id(p) for m in model.modules() if m not in taken for p in m.parameters(recurse=False)}
+
+
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
     """What is converted of a model and what is left, by name and share of the parameters' bytes, in a line.
 
@@ -88,8 +109,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
     Returns:
         The line, and whether more than `SIZABLE` is left in matrices that neither embeddings nor `spared` hold.
     """
-    kept = {id(p) for m in model.modules() if m not in taken for p in m.parameters(recurse=False)}
-    done = {id(layer.weight) for layer in taken} - kept
+    done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     owners = [*spared, *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     excused = {id(p) for owner in owners for p in owner.parameters(recurse=False)}
     converted: Counter[str] = Counter()

@@ -2,18 +2,21 @@
 
 `amp_kernels.quantization` puts them into a model. Their codes and scales are buffers: `.half()` and `.to(dtype)` change
 the dtype they compute in, never codes or scales.
+
+`layer.weight` is the weight, as models that read it expect: a dequantized tensor in the layer's dtype. Each read makes
+another tensor, whose elements are computed when an operator first needs them; what is written to it does not reach the
+layer. The weight of one int8 layer can be assigned to another, to tie them; nothing else can be assigned.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils._pytree import tree_map_only
 
 from .. import reference, torch_private
 from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
@@ -21,84 +24,189 @@ from ..ops import int8 as ops
 from ..ops.checks import why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
-from .conversion import LoadsItsKind, matrix
+from .conversion import LoadsItsKind, is_transposed, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
-MODES = ("weight_only", "dynamic", "static")
+MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
 # Backward passes expand so many weights at a time: 8 MB in 16 bits, and panels wide enough for a fast product.
 PANEL = 2**22
 
 _Fn = Callable[[Tensor], Tensor]
-# A buffer that two layers share -> where `_apply` put it, and the function that it applied.
-_moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# A layer holds the name of its mode in a tensor. The names differ in length, so that the mode is read from the shape,
+# without a wait for the device, and every loader of checkpoints refuses another mode as a tensor of another shape.
+_MODE_OF_LENGTH = {len(mode): mode for mode in MODES}
 
 
 class FixedDtypes(LoadsItsKind):
-    """A module whose buffers keep their dtypes, and are still shared by those who shared them, after `.to()`."""
+    """A module whose buffers keep their dtypes, and stay shared with other modules, in `.to()`."""
+
+    _dtype_of = ""  # the buffer that has the dtype of the layer
 
     def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
-        before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+        before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, old in before.items():
             new = self._buffers[name]
-            assert new is not None
-            if new.dtype != old.dtype:
+            if old is None or new is None:
+                continue
+            if new.dtype != old.dtype and not (name == self._dtype_of and new.is_floating_point()):
                 new = old.to(new.device)
-            self._buffers[name] = _same_place(old, new, fn)
+            self._buffers[name] = _moved(old, new)
         return self
 
 
-def _same_place(old: Tensor, new: Tensor, fn: _Fn) -> Tensor:
-    """`new`, or what another module that shares `old` has moved it to.
-
-    Modules that are moved by one call, as of `model.to()`, share `fn`. If each was moved by a call of its own, somebody
-    may have written to one of them in between, by ways that raise no version: contents are compared.
-    """
+def _moved(old: Tensor, new: Tensor) -> Tensor:
+    """Turn `old` into `new` in place, as torch moves parameters: modules that share it follow the first of them."""
     if new is old:
-        return new
-    place, applied = _moved.get(old, (lambda: None, None))
-    other = place()
-    if other is not None and other.device == new.device and (fn is applied or _is_equal(other, new)):
-        return other
-    _moved[old] = ref(new), fn
-    return new
+        return old
+    try:
+        old.data = new
+    except RuntimeError:  # of another kind, such as a meta tensor
+        try:
+            torch.utils.swap_tensors(old, new)
+        except RuntimeError:  # an autograd graph or a weak reference holds it: the modules part
+            return new
+    return old
 
 
-def _is_equal(a: Tensor, b: Tensor) -> bool:
-    return a.is_meta or torch.equal(a, b)
+class DequantizedWeight(Tensor):
+    """The dequantized weight of an int8 layer, computed when the first operator needs its elements.
+
+    Its dtype, shape and device cost nothing: T5 reads `wo.weight.dtype` in every forward pass, and the elements of a
+    large head are a gigabyte. Each read of `layer.weight` makes another of these tensors. Writes go to its elements,
+    never to the codes.
+    """
+
+    codes: Int8Tensor
+    dtype_of: Tensor
+    is_transposed: bool
+    _elements: Tensor | None
+
+    __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
+    __dlpack_c_exchange_api__ = None  # it would export the memory that this tensor does not have
+
+    @staticmethod
+    def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor) -> Tensor:
+        """The weight with these codes by row, perhaps of the transposed matrix; at once where torch has no wrappers."""
+        dtype = dtype_of.dtype
+        oriented = codes.t() if is_transposed else codes
+        self = None
+        if not torch.compiler.is_compiling():  # the compiler drops an operator whose result is not needed
+            self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
+        if self is None:
+            return oriented.dequantize(dtype)
+        self.codes, self.dtype_of, self.is_transposed, self._elements = codes, dtype_of, is_transposed, None
+        return self
+
+    def dequantized(self) -> Tensor:
+        return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
+
+    def elements(self) -> Tensor:
+        if self._elements is None:
+            with torch.inference_mode(False):  # a weight first used inside of it may be used outside of it
+                self._elements = self.dequantized()
+        return self._elements
+
+    def is_as_read(self) -> bool:
+        """Whether nobody has written to it."""
+        return self._elements is None or torch.equal(self._elements, self.dequantized())
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        args, kwargs = tree_map_only(DequantizedWeight, DequantizedWeight.elements, (args, kwargs or {}))
+        return func(*args, **kwargs)
+
+    @property
+    def data(self) -> Tensor:
+        return self.detach()
+
+    @data.setter
+    def data(self, value: object) -> None:
+        raise RuntimeError(
+            "the weight of an int8 layer must stay what its codes are, got an assignment to its data; load a state "
+            "dict into the layer, or convert a float layer"
+        )
+
+
+def _of_elements(name: str) -> Callable[..., Any]:
+    def method(self: DequantizedWeight, *args: Any, **kwargs: Any) -> Any:
+        return getattr(nn.Parameter(self.elements(), self.requires_grad), name)(*args, **kwargs)
+
+    return method
+
+
+# What torch answers from memory, without an operator.
+for _name in (
+    "__deepcopy__", "__dlpack__", "__reduce_ex__", "data_ptr", "numpy", "share_memory_", "storage", "tolist",
+    "untyped_storage",
+):  # fmt: skip
+    setattr(DequantizedWeight, _name, _of_elements(_name))
 
 
 class _Int8Weight(FixedDtypes):
-    """A layer with codes [N, K] for a weight and a dtype of its own, which follows `.half()`.
+    """A layer with int8 codes [N, K] for a weight, and a dtype, which follows `.half()`."""
 
-    A state dict has the codes as [1, N, K]. The other keys are those of the float layer, and whatever loads that, be it
-    torch or `from_pretrained` of transformers, would take codes for floats; it refuses another shape.
-    """
+    # torch saves this number with the tensors. In formats 1 and 2, which no release wrote, `weight` was the codes.
+    _version = 3
 
-    # Of torch, which saves it beside the tensors: 1 had codes as [N, K]. safetensors keep tensors alone.
-    _version = 2
+    weight_codes: Tensor
+    weight_scale: Tensor
+    weight_dtype: Tensor
+    _dtype_of = "weight_dtype"
+    is_transposed = False  # whether `weight` is [K, N], as that of the Conv1D which the layer stands in for
 
-    weight: Tensor
-    dtype: torch.dtype
+    def __init__(self, rows: int, columns: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.register_buffer("weight_codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
+        self.register_buffer("weight_scale", torch.ones(rows, 1, dtype=torch.float32, device=device))
+        # A tensor, since state dicts hold nothing else: `load_state_dict(assign=True)` brings the dtype along.
+        self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device))
 
-    def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
-        after = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
-        self.dtype = after if after.is_floating_point else self.dtype
-        return super()._apply(fn, recurse)
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight_dtype.dtype
 
-    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, prefix, keep_vars)
-        destination[prefix + "weight"] = destination[prefix + "weight"].unsqueeze(0)
+    @property
+    def weight(self) -> Tensor:
+        return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype)
 
-    def _load_from_state_dict(self, state_dict: Any, prefix: str, local_metadata: Any, *rest: Any) -> None:
-        if reason := why_not_loaded(type(self).__name__, local_metadata.get("version"), self._version):
-            *_, error_msgs = rest  # load_state_dict raises them all
-            error_msgs.append(reason)
-            return
-        codes = state_dict.get(prefix + "weight")
-        if isinstance(codes, Tensor) and codes.dim() == 3:
-            state_dict[prefix + "weight"] = codes.squeeze(0)
-        super()._load_from_state_dict(state_dict, prefix, local_metadata, *rest)
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Not a setter of the property: nn.Module registers a Parameter before it looks for one.
+        if name == "weight":
+            self._tie(value)
+        else:
+            super().__setattr__(name, value)
+
+    def _codes(self) -> Int8Tensor:
+        return Int8Tensor(self.weight_codes, self.weight_scale, None, (1,))
+
+    def _tie(self, weight: object) -> None:
+        """Shares the codes of another layer, and takes its dtype; nothing else can be assigned."""
+        shape = self.weight.shape
+        if not (
+            isinstance(weight, DequantizedWeight)
+            and (weight.shape, weight.is_transposed) == (shape, self.is_transposed)
+            and weight.is_as_read()
+        ):
+            got = type(weight).__name__ + (f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "")
+            raise TypeError(
+                f"{type(self).__name__}: weight must be the unchanged weight of another int8 layer of shape "
+                f"{tuple(shape)}, whose codes this layer then shares, got a {got}; for other values load a state dict, "
+                "or assign to the float layer and convert it"
+            )
+        self.weight_codes, self.weight_scale = weight.codes.values, weight.codes.scale
+        self.weight_dtype = weight.dtype_of
+
+    def _share(self, codes: Int8Tensor, dtype: torch.dtype) -> None:
+        """Takes the place of a float layer with these codes and this dtype."""
+        self.weight_codes, self.weight_scale = codes.values, codes.scale
+        self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
+
+    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
+        newer = why_not_loaded(type(self).__name__, local_metadata.get("version"), self._version)
+        return [newer] if newer else super()._why_not_loaded(state_dict, prefix, local_metadata)
 
 
 class Int8Linear(_Int8Weight):
@@ -122,17 +230,22 @@ class Int8Linear(_Int8Weight):
         mode: one of the three.
 
     Attributes:
-        weight: int8 [out_features, in_features].
+        weight: the dequantized weight in `dtype`, [out_features, in_features] or, for a Conv1D, its transpose; made at
+            each read, so that writes to it do not reach the layer.
+        weight_codes: int8 [out_features, in_features].
         weight_scale: fp32 [out_features, 1].
+        weight_dtype: a 0 in `dtype`, which a state dict carries.
+        mode_name: the mode in ASCII, uint8, which a state dict carries.
         input_scale, input_zero_point: fp32 and int32 [1] of a static layer, else None.
         output_scale, output_zero_point: the same, None unless the layer returns codes.
         dtype: of the original weight; follows `.half()`.
+        mode: one of the three.
 
     Raises:
         ValueError: an unknown mode, or more than 131071 inputs in another mode than ``"weight_only"``.
     """
 
-    weight_scale: Tensor
+    mode_name: Tensor
     bias: nn.Parameter | None
     input_scale: Tensor | None
     input_zero_point: Tensor | None
@@ -148,7 +261,6 @@ class Int8Linear(_Int8Weight):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        super().__init__()
         if mode not in MODES:
             raise ValueError(f"Int8Linear: mode must be one of {', '.join(MODES)}, got {mode!r}")
         if mode != "weight_only" and in_features > MAX_K:
@@ -156,10 +268,9 @@ class Int8Linear(_Int8Weight):
                 f"Int8Linear: in_features must be at most {MAX_K} with int8 activations, got {in_features}; "
                 "use mode='weight_only'"
             )
-        self.in_features, self.out_features, self.mode = in_features, out_features, mode
-        self.dtype = dtype or torch.get_default_dtype()
-        self.register_buffer("weight", torch.zeros(out_features, in_features, dtype=torch.int8, device=device))
-        self.register_buffer("weight_scale", torch.ones(out_features, 1, dtype=torch.float32, device=device))
+        super().__init__(out_features, in_features, device, dtype)
+        self.in_features, self.out_features = in_features, out_features
+        self.register_buffer("mode_name", _ascii(mode, device))
         values = torch.zeros(out_features, dtype=self.dtype, device=device) if bias else None
         self.bias = None if values is None else nn.Parameter(values)
         for name in ("input", "output"):
@@ -193,9 +304,14 @@ class Int8Linear(_Int8Weight):
         codes = _codes_to_share("Int8Linear.from_linear", weight, linear)
         outputs, inputs = codes.shape
         layer = cls(inputs, outputs, False, mode, device="meta", dtype=matrix(linear).dtype)
-        layer.weight, layer.weight_scale, layer.bias = codes.values, codes.scale, linear.bias
-        layer.input_scale, layer.input_zero_point = input_scale, input_zero_point
+        layer._share(codes, layer.dtype)
+        layer.mode_name, layer.is_transposed = _ascii(mode, codes.values.device), is_transposed(linear)
+        layer.bias, layer.input_scale, layer.input_zero_point = linear.bias, input_scale, input_zero_point
         return layer.train(linear.training)
+
+    @property
+    def mode(self) -> Mode:
+        return _MODE_OF_LENGTH[self.mode_name.numel()]
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """[..., in_features] -> [..., out_features]; an `Int8Tensor` (of one scale) only unless ``"weight_only"``."""
@@ -217,10 +333,11 @@ class Int8Linear(_Int8Weight):
             bias = None if self.bias is None else self.bias.to(x.dtype)
             # The specification is torch's operators: it serves transforms, for which autograd functions have no rule.
             multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
-            result = multiply(_rows(x), self.weight, self.weight_scale, bias)
+            result = multiply(_rows(x), self.weight_codes, self.weight_scale, bias)
         else:
             scales = self.input_scale, self.input_zero_point
-            result = w8a8(_rows(x), self.weight, self.weight_scale, self.bias, *scales, compute_dtype(x))
+            codes = self.weight_codes, self.weight_scale
+            result = w8a8(_rows(x), *codes, self.bias, *scales, compute_dtype(x))
         if self.output_scale is None:
             return result.reshape(*shape[:-1], self.out_features)
         values = result.reshape(*shape[:-1], self.out_features)
@@ -230,13 +347,24 @@ class Int8Linear(_Int8Weight):
         if self.mode == "weight_only":
             raise TypeError("Int8Linear: x must be a Tensor with mode='weight_only', got an Int8Tensor; dequantize it")
         rows = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
-        weight = Int8Tensor(self.weight, self.weight_scale, None, (1,)).t()
+        weight = self._codes().t()
         bias = None if self.bias is None else self.bias.detach().float()
-        dtype = autocast_dtype(self.weight.device) or self.dtype
+        dtype = autocast_dtype(self.weight_codes.device) or self.dtype
         return int8_matmul(
             rows, weight, bias=bias, out_dtype=dtype, out_scale=self.output_scale,
             out_zero_point=self.output_zero_point,
         )  # fmt: skip
+
+    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
+        reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
+        name, codes = (state_dict.get(prefix + key) for key in ("mode_name", "weight_codes"))
+        given = None if name is None else _MODE_OF_LENGTH.get(name.numel())
+        if given == self.mode or (name is None and codes is None):
+            return reasons
+        return reasons or [
+            f"load_state_dict: {prefix}mode_name must be {self.mode!r}, got {given!r}; convert the model in the mode "
+            "that its checkpoint has"
+        ]
 
     def extra_repr(self) -> str:
         out = ", int8 out" if self.output_scale is not None else ""
@@ -249,18 +377,23 @@ class Int8Linear(_Int8Weight):
 class Int8Embedding(_Int8Weight):
     """`nn.Embedding` with int8 weights, a symmetric scale for each row; only rows looked up are dequantized.
 
-    The table is frozen: it has no gradient, so `padding_idx` is merely kept.
+    The table is frozen: it has no gradient, so `padding_idx` is merely kept. With `max_norm`, rows that are looked up
+    are dequantized and then scaled down to this norm if theirs is larger, in the result alone.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype: as of `nn.Embedding`; a new table is 0.
+        num_embeddings, embedding_dim, padding_idx, device, dtype, max_norm, norm_type: as of `nn.Embedding`; a new
+            table is 0.
 
     Attributes:
-        weight: int8 [num_embeddings, embedding_dim].
+        weight: the dequantized table in `dtype`, [num_embeddings, embedding_dim], before any `max_norm`; made at each
+            read, so that writes to it do not reach the layer.
+        weight_codes: int8 [num_embeddings, embedding_dim].
         weight_scale: fp32 [num_embeddings, 1].
+        weight_dtype: a 0 in `dtype`, which a state dict carries.
         dtype: of the result; follows `.half()`.
     """
 
-    weight_scale: Tensor
+    scale_grad_by_freq = sparse = False  # for code that passes them on to F.embedding; a frozen table has no gradient
 
     def __init__(
         self,
@@ -269,35 +402,35 @@ class Int8Embedding(_Int8Weight):
         padding_idx: int | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
+        *,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
     ) -> None:
-        super().__init__()
+        super().__init__(num_embeddings, embedding_dim, device, dtype)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
-        self.dtype = dtype or torch.get_default_dtype()
-        self.register_buffer("weight", torch.zeros(num_embeddings, embedding_dim, dtype=torch.int8, device=device))
-        self.register_buffer("weight_scale", torch.ones(num_embeddings, 1, dtype=torch.float32, device=device))
+        self.max_norm, self.norm_type = max_norm, norm_type
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, weight: Int8Tensor | None = None) -> Int8Embedding:
-        """The layer that stands in for `embedding`; `weight` as in `Int8Linear.from_linear`.
-
-        Raises:
-            ValueError: `embedding` has `max_norm`, which rewrites the rows looked up.
-        """
-        check_table(embedding)
-        rows, width, dtype = embedding.num_embeddings, embedding.embedding_dim, embedding.weight.dtype
-        layer = cls(rows, width, embedding.padding_idx, device="meta", dtype=dtype)
+        """The layer that stands in for `embedding`; `weight` as in `Int8Linear.from_linear`."""
         codes = _codes_to_share("Int8Embedding.from_embedding", weight, embedding)
-        layer.weight, layer.weight_scale = codes.values, codes.scale
+        rows, width = codes.shape
+        layer = cls(
+            rows, width, embedding.padding_idx, "meta", max_norm=embedding.max_norm, norm_type=embedding.norm_type
+        )
+        layer._share(codes, embedding.weight.dtype)
         return layer.train(embedding.training)
 
     def forward(self, index: Tensor) -> Tensor:
         """int32 or int64 [...] -> [..., embedding_dim] of `dtype`."""
-        rows = Int8Tensor(F.embedding(index, self.weight), F.embedding(index, self.weight_scale), None, (-1,))
-        return dequantize_int8(rows, self.dtype)
+        codes, scale = F.embedding(index, self.weight_codes), F.embedding(index, self.weight_scale)
+        rows = dequantize_int8(Int8Tensor(codes, scale, None, (-1,)), self.dtype)
+        return renormalized(rows, self.max_norm, self.norm_type)
 
     def extra_repr(self) -> str:
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
-        return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
+        norm = "" if self.max_norm is None else f", max_norm={self.max_norm}"
+        return f"{self.num_embeddings}, {self.embedding_dim}{padding}{norm}"
 
 
 # ------------------------------------------------------------------------------------------------------ the product
@@ -338,12 +471,14 @@ def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
         )
 
 
-def check_table(embedding: nn.Embedding) -> None:
-    if embedding.max_norm is not None:
-        raise ValueError(
-            f"Int8Embedding: max_norm must be None, got {embedding.max_norm}: it rewrites rows at every look-up; "
-            "renormalize the table once and set it to None"
-        )
+def renormalized(rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
+    """Rows [..., N] with `nn.Embedding`'s `max_norm`; as there, the factor is a constant to the gradient."""
+    if max_norm is None:
+        return rows
+    values = rows.float()
+    norms = torch.linalg.vector_norm(values.detach(), norm_type, -1, keepdim=True)
+    factors = torch.where(norms > max_norm, max_norm / (norms + 1e-7), torch.ones_like(norms))
+    return (values * factors).to(rows.dtype)
 
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
@@ -482,6 +617,10 @@ def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
 
 
 # -------------------------------------------------------------------------------------------------------- the parts
+def _ascii(text: str, device: torch.device | str | None) -> Tensor:
+    return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
+
+
 def _rows(x: Tensor) -> Tensor:
     return x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
 

@@ -20,6 +20,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -29,8 +30,8 @@ from torch import Tensor, nn
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
 from ..nn import Int8Embedding, Int8Linear, Linear
-from ..nn.conversion import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, matrix, shares
-from ..nn.int8 import FixedDtypes, check_is_not_nested, check_table, codes_of_weight, compute_dtype, w8a8
+from ..nn.conversion import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, kept_weights, matrix, shares
+from ..nn.int8 import FixedDtypes, check_is_not_nested, codes_of_weight, compute_dtype, renormalized, w8a8
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
 from .saved_activations import int8_saved_activations
@@ -55,8 +56,8 @@ def quantize_(
     """Puts int8 layers in the place of `nn.Linear`, transformers' `Conv1D` and `nn.Embedding`.
 
     Only these very classes: a subclass may do something else (that of `nn.MultiheadAttention` is never called). A
-    weight that several layers share is quantized once and stays shared; where a layer that is not replaced shares it,
-    that one keeps it as it is.
+    weight that several layers share is quantized once and stays shared. If a layer that is not replaced shares it, all
+    of them are left as they are: else tied layers would part.
 
     Args:
         model: changed in place. To load a checkpoint, call this on a new model and then `load_state_dict`.
@@ -69,7 +70,7 @@ def quantize_(
 
     Raises:
         ValueError: another mode, no layer to replace, or one with hooks or a `forward` of its own (as accelerate gives
-            it), which a new layer would lose; an embedding with `max_norm`.
+            it), which a new layer would lose.
         TypeError: a weight of another dtype than fp16, bf16 or fp32; `model` is no `nn.Module`.
     """
     if mode not in ("weight_only", "dynamic"):
@@ -82,9 +83,9 @@ def quantize_(
     found, spared = _find("quantize_", model, filter_fn, needs_int8_input=mode == "dynamic")
     for layer in found:
         if isinstance(layer, nn.Embedding):
-            new[layer] = Int8Embedding.from_embedding(layer, weight=codes.of(layer))
+            new[layer] = codes.give(layer, partial(Int8Embedding.from_embedding, layer))
         else:
-            new[layer] = Int8Linear.from_linear(layer, mode, weight=codes.of(layer))
+            new[layer] = codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
     return _replaced("quantize_", model, new, spared)
 
 
@@ -112,7 +113,8 @@ def prepare_qat_(
     The forward pass is the deployed arithmetic, codes of inputs and weights and `int8_matmul`: predictions before and
     after `convert_` are bit for bit the same. The backward pass takes products with the quantized operands and passes
     straight through where a value was inside its range (Jacob et al. 2018). Parameters stay the same objects, so that
-    an optimizer may exist already.
+    an optimizer may exist already. Code that reads a layer's `weight` itself gets the float parameter here, and the
+    dequantized weight after `convert_`.
 
     Args:
         model: changed in place.
@@ -152,7 +154,8 @@ def convert_(model: nn.Module) -> nn.Module:
         `model`, or the new layer if the model is itself one.
 
     Raises:
-        ValueError: nothing was prepared; a layer has seen no batch, or NaN or inf, or has hooks as in `quantize_`.
+        ValueError: nothing was prepared; a layer has seen no batch, or NaN or inf, or has hooks as in `quantize_`, or
+            shares its weight with one that was not prepared.
         TypeError: `model` is no `nn.Module`.
     """
     check_model("convert_", model)
@@ -164,12 +167,18 @@ def convert_(model: nn.Module) -> nn.Module:
             "convert_: model must have been prepared, got none of its layers; "
             + (_what_was_done(model).removeprefix("; ") or "call prepare_ first")
         )
+    kept = kept_weights(model, prepared)
     for layer, name in prepared.items():
         _check_carries_nothing("convert_", name, layer)
+        if id(layer.weight) in kept:
+            raise ValueError(
+                f"convert_: {name!r} must share its weight with prepared layers alone, got one that was not prepared; "
+                "tie layers before preparing the model"
+            )
         if isinstance(layer, _Prepared) and layer.observer is not None:
             layer.observer.check(name)
     codes = _SharedCodes()
-    new: dict[Any, Any] = {layer: layer.convert(codes.of(layer)) for layer in prepared}
+    new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     result = _replaced("convert_", model, new, model.modules())  # of what is left preparing it has warned
     _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
     return result
@@ -295,12 +304,12 @@ class PreparedEmbedding(LoadsItsKind, nn.Embedding):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding) -> PreparedEmbedding:
-        """Raises ValueError as `Int8Embedding.from_embedding`."""
-        check_table(embedding)
         layer = cls(
             embedding.num_embeddings,
             embedding.embedding_dim,
             embedding.padding_idx,
+            embedding.max_norm,
+            embedding.norm_type,
             scale_grad_by_freq=embedding.scale_grad_by_freq,
             sparse=embedding.sparse,
             device="meta",
@@ -317,35 +326,33 @@ class QATEmbedding(PreparedEmbedding):
     """`nn.Embedding` that computes as `Int8Embedding` and trains its table; see `prepare_qat_`."""
 
     def forward(self, index: Tensor) -> Tensor:
-        return fake_quantize_int8(super().forward(index), dim=-1)
+        return renormalized(fake_quantize_int8(super().forward(index), dim=-1), self.max_norm, self.norm_type)
 
 
 # -------------------------------------------------------------------------------------------------------- the parts
 class _SharedCodes:
-    """Codes of weights; a parameter in several layers has one set of them."""
+    """Codes of weights; layers that shared a parameter share one set of them, and the tensor of their dtype."""
 
     def __init__(self) -> None:
-        self._codes: dict[tuple[Tensor, bool], Int8Tensor] = {}
+        self._first: dict[tuple[Tensor, bool], Any] = {}
 
-    def of(self, layer: Any) -> Int8Tensor:
+    def give(self, layer: Any, convert: Callable[..., Any]) -> Any:
+        """What `convert` makes of `layer`, with the codes that it is called with."""
         key = layer.weight, is_transposed(layer)
-        if key not in self._codes:
-            self._codes[key] = codes_of_weight(layer)
-        return self._codes[key]
+        first = self._first.get(key)
+        made = convert(weight=codes_of_weight(layer) if first is None else first._codes())
+        made.weight_dtype = self._first.setdefault(key, made).weight_dtype
+        return made
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
     """Layers to replace, each checked before any is, and those that `filter_fn` left out."""
     check_model(op, model)
-    found: list[Any] = []
-    spared: list[Any] = []
-    for name, layer in model.named_modules():
-        if not _is_known(layer):
-            continue
-        if filter_fn is not None and not filter_fn(layer, name):
-            spared.append(layer)
-            continue
-        found.append(layer)
+    known = {layer: name for name, layer in model.named_modules() if _is_known(layer)}
+    taken = {layer: name for layer, name in known.items() if filter_fn is None or filter_fn(layer, name)}
+    kept = kept_weights(model, taken)
+    found = {layer: name for layer, name in taken.items() if id(layer.weight) not in kept}
+    for layer, name in found.items():
         weight = matrix(layer)
         if weight.dtype not in DTYPE_CODES:
             raise TypeError(
@@ -360,9 +367,10 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
     if not found:
         raise ValueError(
             f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__} without any"
+            + (" that shares no weight with a layer that is left" if taken else "")
             + _what_was_done(model)
         )
-    return found, spared
+    return list(found), [layer for layer in known if layer not in taken]
 
 
 def _what_was_done(model: nn.Module) -> str:

@@ -52,6 +52,7 @@ from torch.nn.parallel import DistributedDataParallel
 import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD
+from amp_kernels.quantization import quantize_
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="no gloo")
 CPU = torch.device("cpu")
@@ -435,6 +436,46 @@ def test_fsdp2(with_scaler):
         return [full(p) for p in net.parameters()]
 
     check_models(body, skips=with_scaler)
+
+
+@isolated
+def test_int8_layers():
+    """Their parameters are biases. DDP sends codes of rank 0 to the others; FSDP2 shards the biases alone."""
+
+    class Net(torch.nn.Module):
+        def __init__(self, seed: int) -> None:
+            super().__init__()
+            torch.manual_seed(seed)
+            self.table, self.first, self.last = torch.nn.Embedding(20, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+            quantize_(self)
+
+        def forward(self, index: Tensor) -> Tensor:
+            return self.last(self.first(self.table(index) + self.table.weight[: index.shape[-1]]))
+
+    def gradients(net: torch.nn.Module, index: Tensor) -> list[Tensor]:
+        net(index).square().mean().backward()
+        return [full(p.grad) for p in net.parameters()]
+
+    index = torch.arange(16).view(4, 4)
+    whole = Net(0)
+    expected = [*gradients(whole, index), whole.first.weight.clone(), whole.table.weight.clone()]
+    assert [name for name, _ in whole.named_parameters()] == ["first.bias", "last.bias"]
+    assert torch.equal(whole.table.weight[index], whole.table(index))
+
+    def body(rank: int) -> list[list[Tensor]]:
+        mesh, sharded = mesh_of(2), Net(0)
+        for layer in (sharded.first, sharded):
+            fully_shard(layer, mesh=mesh)
+        assert all(isinstance(p, DTensor) for p in sharded.parameters())
+        nets = Net(rank), sharded
+        results = []
+        for inside, net in zip(nets, (DistributedDataParallel(nets[0]), sharded), strict=True):
+            mine = gradients(net, index[2 * rank : 2 * rank + 2])
+            results.append([*mine, inside.first.weight.clone(), inside.table.weight.clone()])
+        return results
+
+    for result in (result for results in ranks(2, body) for result in results):
+        torch.testing.assert_close(result, expected)
 
 
 def fsdp1(use_orig_params: bool) -> FullyShardedDataParallel:

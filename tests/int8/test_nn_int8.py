@@ -3,6 +3,7 @@
 import copy
 import io
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -48,7 +49,7 @@ def w8a8(layer, x):
     """int8 times int8, by the specification."""
     values, scale, zero_point = codes(layer, x)
     bias = None if layer.bias is None else layer.bias.detach().float()
-    weight = layer.weight.t(), scale, zero_point, layer.weight_scale.t(), None
+    weight = layer.weight_codes.t(), scale, zero_point, layer.weight_scale.t(), None
     return reference.int8_matmul(values, *weight, bias=bias, out_dtype=x.dtype)
 
 
@@ -76,7 +77,7 @@ def test_weight_only_is_the_product_with_dequantized_weights(shape, bias, dtype,
     y = layer(x)
     assert y.shape == original(x).shape and y.dtype == dtype
     expected = amp_kernels.quantize_int8(original.weight.detach(), dim=-1)
-    assert torch.equal(layer.weight, expected.values) and torch.equal(layer.weight_scale, expected.scale)
+    assert torch.equal(layer.weight_codes, expected.values) and torch.equal(layer.weight_scale, expected.scale)
     weight = expected.dequantize()
     values = None if not bias else original.bias.detach()
     theirs = F.linear(x.float(), weight, None if values is None else values.float()).to(dtype)
@@ -129,7 +130,7 @@ def test_gradient_of_weight_only(dtype, device):
     x = randn(64, 37, dtype=DTYPES[dtype]).to(device).requires_grad_()
     grad = randn(64, 13, dtype=DTYPES[dtype], seed=3).to(device)
     layer(x).backward(grad)
-    weight = amp_kernels.Int8Tensor(layer.weight, layer.weight_scale, None, (1,)).dequantize()
+    weight = layer.weight.float()
     error, allowed = error_and_allowed(x.grad, grad @ weight.to(grad.dtype), grad.double() @ weight.double())
     assert error <= allowed
     error, allowed = error_and_allowed(layer.bias.grad, grad.sum(0), grad.double().sum(0))
@@ -146,7 +147,7 @@ def test_gradient_passes_straight_through_codes(mode, device):
     scales = {"scale": layer.input_scale, "zero_point": layer.input_zero_point} if mode == "static" else {}
     options = scales or {"dim": -1, "symmetric": False}
     other = x.detach().clone().requires_grad_()
-    weight = amp_kernels.Int8Tensor(layer.weight, layer.weight_scale, None, (1,)).dequantize()
+    weight = layer.weight.float()
     (amp_kernels.fake_quantize_int8(other, **options) @ weight.t()).backward(grad)
     assert torch.equal(x.grad == 0, other.grad == 0)
     assert bool((x.grad == 0).any()) == (mode == "static")
@@ -168,7 +169,7 @@ def test_the_weight_is_never_expanded_as_a_whole(device, monkeypatch):
 @pytest.mark.parametrize("mode", MODES)
 def test_dtype_changes_leave_codes_and_scales(mode):
     layer = int8_layer(mode, linear())
-    before = {name: (buffer, buffer.clone()) for name, buffer in layer.named_buffers()}
+    before = {name: (buffer, buffer.clone()) for name, buffer in layer.named_buffers() if name != "weight_dtype"}
     for change, dtype in (
         (lambda m: m.half(), torch.float16),
         (lambda m: m.to(torch.bfloat16), torch.bfloat16),
@@ -185,33 +186,43 @@ def test_dtype_changes_leave_codes_and_scales(mode):
     assert all(buffer.is_meta for buffer in layer.buffers()) and layer.weight_scale.dtype == torch.float32
 
 
-def test_shared_codes_stay_shared_when_moved():
+def shared(one, two):
+    return one.weight_codes is two.weight_codes and one.weight_scale is two.weight_scale
+
+
+def codes_of(layer):
+    return amp_kernels.Int8Tensor(layer.weight_codes, layer.weight_scale, None, (1,))
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_shared_codes_stay_shared_when_moved(inference):
     original = linear()
-    one = Int8Linear.from_linear(original)
-    weight = amp_kernels.Int8Tensor(one.weight, one.weight_scale, None, (1,))
-    model = nn.ModuleList([one, Int8Linear.from_linear(original, weight=weight), Int8Linear.from_linear(original)])
+    with torch.inference_mode(inference):
+        one = Int8Linear.from_linear(original)
+        alone = Int8Linear.from_linear(original)
+        model = nn.ModuleList([one, Int8Linear.from_linear(original, weight=codes_of(one)), alone])
     model.half()
-    assert model[0].weight is model[1].weight and model[0].weight_scale is model[1].weight_scale
+    assert shared(model[0], model[1])
     copied = copy.deepcopy(model)
-    assert copied[0].weight is copied[1].weight and copied[0].weight is not model[0].weight
-    alone = model[0].weight.clone()
+    assert shared(copied[0], copied[1]) and not shared(copied[0], model[0])
+    clone = model[0].weight_codes.clone()
     model.to("meta")
-    assert model[0].weight is model[1].weight and model[0].weight_scale is model[1].weight_scale
-    assert model[2].weight is not model[0].weight and alone.device.type == "cpu"
+    assert shared(model[0], model[1]) and model[0].weight_codes.is_meta
+    assert not shared(model[0], model[2]) and clone.device.type == "cpu"
+    assert shared(*model.to_empty(device="cpu")[:2]) and model[0].weight_codes.device.type == "cpu"
 
 
-@pytest.mark.parametrize("writes", [False, True])
-def test_shared_codes_that_are_moved_one_by_one(writes):
-    """They stay shared, unless somebody wrote to one of them in between; `.data` raises no version."""
+def test_layers_that_share_codes_follow_when_one_of_them_is_moved():
+    """As layers that share a parameter do; nothing is remembered, so that no write in between is lost."""
     original = linear()
     one = Int8Linear.from_linear(original)
-    two = Int8Linear.from_linear(original, weight=amp_kernels.Int8Tensor(one.weight, one.weight_scale, None, (1,)))
-    codes = two.weight.clone()
+    two = Int8Linear.from_linear(original, weight=codes_of(one))
+    held = weakref.ref(one.weight_codes)  # as torch.compile holds what it has seen
     one._apply(lambda t: t.clone())
-    if writes:
-        one.weight.data.zero_()
+    assert held() is two.weight_codes
+    one.weight_codes.data.zero_()
     two._apply(lambda t: t.clone())
-    assert torch.equal(two.weight, codes) and (two.weight is one.weight) is not writes
+    assert shared(one, two) and not two.weight_codes.any()
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -247,38 +258,74 @@ def test_copies_and_checkpoints(mode, tmp_path):
         assert not torch.equal(new(x), expected)
         new.load_state_dict(state)
         assert torch.equal(new(x), expected)
-    names = {"weight", "weight_scale", "bias"}
+    names = {"weight_codes", "weight_scale", "weight_dtype", "mode_name", "bias"}
     assert set(layer.state_dict()) == names | ({"input_scale", "input_zero_point"} if mode == "static" else set())
-
-
-def test_codes_have_another_shape_in_a_state_dict_than_floats():
-    """So that what loads the float model, torch's layers too, refuses codes whatever `strict` is."""
-    for int8, floats in (
-        (Int8Linear.from_linear(linear()), linear()),
-        (Int8Embedding.from_embedding(nn.Embedding(5, 4)), nn.Embedding(5, 4)),
-    ):
-        before = floats.weight.detach().clone()
-        state = int8.state_dict()
-        assert state["weight"].shape == (1, *int8.weight.shape) and state["weight"].data_ptr() == int8.weight.data_ptr()
-        for assign in (False, True):
-            with pytest.raises(RuntimeError, match="size mismatch for weight"):
-                floats.load_state_dict(state, strict=False, assign=assign)
-        assert torch.equal(floats.weight, before)
-        new = copy.deepcopy(int8)
-        new.weight.zero_()
-        new.load_state_dict({**state, "weight": state["weight"][0]})  # as before they had a shape of their own
-        assert torch.equal(new.weight, int8.weight)
 
 
 @pytest.mark.parametrize("assign", [False, True])
 @pytest.mark.parametrize("strict", [False, True])
-def test_floats_are_not_loaded_as_codes(strict, assign):
+def test_floats_and_the_format_of_before_are_refused(strict, assign):
     layer, table = Int8Linear.from_linear(linear()), Int8Embedding.from_embedding(nn.Embedding(5, 4))
     for int8, floats in ((layer, linear()), (table, nn.Embedding(5, 4))):
         before = copy.deepcopy(int8.state_dict())
-        with pytest.raises(RuntimeError, match=r"load_state_dict: weight must be codes, got torch\.float32; load"):
-            int8.load_state_dict(floats.state_dict(), strict=strict, assign=assign)
+        former = {"weight": int8.weight_codes.unsqueeze(0) + 1, "weight_scale": int8.weight_scale * 2}
+        for state, why in (
+            (floats.state_dict(), r"got torch\.float32; load floats first"),
+            (former, r"got torch\.int8; no release wrote this format: convert the float model again"),
+        ):
+            with pytest.raises(RuntimeError, match="load_state_dict: weight must be codes called weight_codes, " + why):
+                int8.load_state_dict(state, strict=strict, assign=assign)
         assert all(torch.equal(tensor, before[name]) for name, tensor in int8.state_dict().items())
+        prepared = amp_kernels.nn.Linear(4, 5)
+        with pytest.raises(RuntimeError, match=r"weight_codes must be floats called weight, got torch\.int8; make"):
+            prepared.load_state_dict(int8.state_dict(), strict=strict, assign=assign)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+@pytest.mark.parametrize("saved", MODES)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_loads_its_own_mode_alone(mode, saved, strict):
+    state = int8_layer(saved, linear()).state_dict()
+    layer = int8_layer(mode, nn.Linear(37, 13))
+    before = copy.deepcopy(layer.state_dict())
+    if mode == saved:
+        layer.load_state_dict(state, strict=strict)
+        assert torch.equal(layer.weight_codes, state["weight_codes"])
+        del state["mode_name"]
+        saved = None
+    for assign in (False, True):
+        layer = layer if saved else int8_layer(mode, linear())
+        with pytest.raises(RuntimeError, match="mode_name" if strict else f"mode_name must be {mode!r}, got {saved!r}"):
+            layer.load_state_dict(state, strict=strict, assign=assign)
+    if saved:
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_another_mode_has_a_name_of_another_length():
+    """So that loaders which set one tensor after another refuse it too, and a layer knows its mode without a wait."""
+    assert len({len(mode) for mode in MODES}) == len(MODES)
+    for mode in MODES:
+        layer = int8_layer(mode, linear())
+        assert bytes(layer.state_dict()["mode_name"].tolist()).decode() == layer.mode == layer.to("meta").mode == mode
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_assigning_a_checkpoint_brings_its_dtype(bias):
+    """As torch's layers: a model on the meta device in fp32, a checkpoint in bf16."""
+    x, index = randn(4, 37, dtype=torch.bfloat16), torch.tensor([1, 3])
+    for made, inputs in ((linear(bias=bias).bfloat16(), x), (nn.Embedding(5, 4).bfloat16(), index)):
+        saved = (Int8Linear.from_linear if type(made) is nn.Linear else Int8Embedding.from_embedding)(made)
+        with torch.device("meta"):
+            layer = Int8Linear(37, 13, bias) if type(made) is nn.Linear else Int8Embedding(5, 4)
+        assert layer.dtype == torch.float32
+        layer.load_state_dict(saved.state_dict(), assign=True)
+        assert layer.dtype == layer.weight.dtype == layer(inputs).dtype == torch.bfloat16
+        assert torch.equal(layer(inputs), saved(inputs)) and torch.equal(layer.weight, saved.weight)
+        other = Int8Linear(37, 13, bias) if type(made) is nn.Linear else Int8Embedding(5, 4)
+        other.load_state_dict(saved.state_dict(), strict=False)
+        assert other.dtype == torch.float32  # copied into a layer, as torch does it
+        other.load_state_dict(saved.to("meta").state_dict(), assign=True)
+        assert other.dtype == torch.bfloat16 and other.weight_codes.is_meta
 
 
 def test_repr_and_training_flag():
@@ -330,6 +377,190 @@ def test_embedding_dequantizes_the_rows_looked_up(dtype, device):
                 table(torch.tensor([wrong]))
 
 
+@pytest.mark.parametrize("norm_type", [2.0, 1.0])
+def test_rows_of_a_table_with_max_norm(norm_type, device):
+    """Those of nn.Embedding on the dequantized table, at the first look-up and at the next."""
+    torch.manual_seed(0)
+    original = nn.Embedding(20, 8, max_norm=2.5, norm_type=norm_type).to(device)
+    table, index = Int8Embedding.from_embedding(original), torch.tensor([[1, 2, 1], [5, 19, 0]], device=device)
+    original.weight.data = table.weight.clone()
+    expected = original(index)
+    assert not torch.equal(expected, table.weight[index]) and expected.norm(norm_type, -1).max() <= 2.5001
+    for _ in range(2):
+        torch.testing.assert_close(table(index), expected, rtol=1e-6, atol=1e-7)
+    assert table(index[:0]).shape == (0, 3, 8)
+
+
+# ------------------------------------------------------------------------------------------------- what `weight` reads
+class Operators(TorchDispatchMode):
+    """How many operators ran."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def both_layers(dtype=torch.float32):
+    table = nn.Embedding(13, 37).to(dtype)
+    return Int8Linear.from_linear(linear(dtype=dtype)), Int8Embedding.from_embedding(table)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_weight_is_the_dequantized_tensor(dtype):
+    dtype = DTYPES[dtype]
+    x, index = randn(5, 37, dtype=dtype), torch.tensor([3, 0, 3])
+    for layer in both_layers(dtype):
+        expected = codes_of(layer).dequantize(dtype)
+        for read in (
+            lambda w: w,
+            lambda w: w[:5],
+            lambda w: x + w[:5],
+            lambda w: F.linear(x, w),
+            lambda w: F.embedding(index, w, max_norm=0.5),
+            lambda w: w.norm(),
+            lambda w: w.to(torch.float64),
+            lambda w: w.to(w.dtype).t(),
+            lambda w: w.data.view(-1),
+            lambda w: w.detach().clone(),
+            lambda w: torch.cat([w, w[:1]]),
+            lambda w: torch.stack(list(w)),
+        ):
+            assert torch.equal(read(layer.weight), read(expected.clone()))
+        weight, inputs = layer.weight, x.clone().requires_grad_()
+        with torch.inference_mode():
+            assert torch.equal(weight[:2], expected[:2])
+        F.linear(inputs, weight).sum().backward()
+        torch.testing.assert_close(inputs.grad, torch.ones(5, 13, dtype=dtype) @ expected)
+
+
+def test_properties_of_a_weight_compute_nothing():
+    for layer in both_layers(torch.float16):
+        with Operators() as operators:
+            weight = layer.weight
+            assert weight.dtype == layer.dtype == torch.float16 and weight.device.type == "cpu"
+            assert weight.shape == weight.size() == (13, 37) and weight.numel() == 481 and weight.nbytes == 962
+            assert weight.is_contiguous() and weight.stride() == (37, 1) and weight.is_floating_point()
+            assert weight.dim() == 2 and not weight.requires_grad and len(weight) == 13 and weight.element_size() == 2
+            assert weight.to(torch.float16) is weight
+        assert operators.count == 0
+        with Operators() as operators:
+            weight.sum(), weight.norm()
+        assert operators.count > 0
+
+
+def test_writes_do_not_reach_the_codes():
+    for layer in both_layers():
+        before, expected = copy.deepcopy(layer.state_dict()), layer.weight.clone()
+        weight = layer.weight
+        assert weight.mul_(2) is weight
+        weight[0] = 0
+        weight[1:3].data.add_(1)
+        nn.init.zeros_(layer.weight)
+        expected.mul_(2)[0] = 0
+        expected[1:3] += 1
+        assert torch.equal(weight, expected) and not torch.equal(layer.weight, expected)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+
+
+def test_memory_of_a_weight_is_that_of_any_tensor(tmp_path):
+    """What torch reads without an operator."""
+    for layer in both_layers():
+        expected = layer.weight.clone()
+        torch.save(layer.weight, tmp_path / "weight.pt")
+        assert torch.equal(torch.load(tmp_path / "weight.pt"), expected)
+        assert torch.equal(copy.deepcopy(layer.weight), expected)
+        assert torch.equal(pickle.loads(pickle.dumps(layer.weight)), expected)
+        assert torch.equal(torch.from_dlpack(layer.weight), expected)
+        assert layer.weight.tolist() == expected.tolist()
+        assert (layer.weight.numpy() == expected.numpy()).all()
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):  # rather than a read of address 0
+            torch.utils.dlpack.to_dlpack(layer.weight)
+
+
+def test_a_torch_without_wrappers_dequantizes_at_every_read(monkeypatch):
+    monkeypatch.setattr(amp_kernels.torch_private, "no_torch_function", None)
+    for layer in both_layers():
+        assert type(layer.weight) is torch.Tensor and torch.equal(layer.weight, codes_of(layer).dequantize())
+
+
+def test_assigning_to_a_weight_raises():
+    for layer in both_layers():
+        before, weight = copy.deepcopy(layer.state_dict()), layer.weight
+        weight.mul_(2)
+        for value in (nn.Parameter(torch.zeros(13, 37)), torch.zeros(13, 37), None, weight, Int8Linear(3, 4).weight):
+            with pytest.raises(TypeError, match=r"weight must be the unchanged weight of another .*; for other values"):
+                layer.weight = value
+        with pytest.raises(TypeError, match=r"got a DequantizedWeight of shape \(13, 37\); for other values load"):
+            layer.weight += 1
+        with pytest.raises(RuntimeError, match="got an assignment to its data; load a state dict"):
+            layer.weight.data = torch.zeros(13, 37)
+        with pytest.raises(KeyError, match="already exists"):
+            layer.register_parameter("weight", nn.Parameter(torch.zeros(13, 37)))
+        assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
+        assert "weight" not in dict(layer.named_parameters()) | dict(layer.named_buffers())
+
+
+def test_the_weight_of_another_layer_ties_both():
+    head, table = both_layers()
+    head.half()
+    index = torch.tensor([2, 12])
+    weight = table.weight
+    weight.norm()  # a read is no change
+    head.weight = weight
+    assert shared(head, table) and head.dtype == torch.float32
+    assert torch.equal(head.weight, table.weight)
+    torch.testing.assert_close(head(table(index)), F.linear(table(index), table.weight, head.bias.float()))
+    nn.ModuleList([head, table]).bfloat16()
+    assert shared(head, table) and head.dtype == table.dtype == torch.bfloat16
+    other = both_layers(torch.bfloat16)[1]
+    table.load_state_dict(other.state_dict())
+    assert torch.equal(head.weight, other.weight)
+    head.weight = head.weight  # changes nothing
+    assert shared(head, table)
+    with torch.device("meta"):
+        empty = Int8Linear(37, 13)
+    empty.weight = table.weight  # of a model on the meta device, whose checkpoint holds a tied weight once
+    assert shared(empty, table) and empty.dtype == torch.bfloat16
+
+
+def test_a_weight_is_found_where_parameters_are_looked_for():
+    """By transformers' tie_weights since 5.0; a float layer that gets it has a float parameter of these values."""
+    model = nn.ModuleDict(dict(zip(("head", "table"), both_layers(), strict=True)))
+    assert isinstance(model["head"].weight, nn.Parameter) and len(list(model.parameters())) == 1
+    model["head"].weight = model.get_parameter("table.weight")
+    assert shared(model["head"], model["table"])
+    floats, x = nn.Linear(37, 13, bias=False), randn(3, 37)
+    floats.weight = model["table"].weight
+    expected = F.linear(x, model["table"].weight)
+    pickled = pickle.loads(pickle.dumps(floats))
+    for layer in (floats, copy.deepcopy(floats), pickled, copy.deepcopy(floats).double().float()):
+        assert isinstance(layer.weight, nn.Parameter) and torch.equal(layer(x), expected)
+        assert torch.equal(layer.state_dict()["weight"], model["table"].weight)
+
+
+class ReadsWeights(nn.Module):
+    """Positions added as a slice of a table, and a layer applied by hand."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.positions = nn.Embedding(50, 16), nn.Embedding(40, 16)
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16, bias=False)
+
+    def forward(self, index):
+        x = self.table(index).to(self.last.weight.dtype) + self.positions.weight[: index.shape[-1]]
+        return F.linear(self.first(x), self.last.weight)
+
+
+def test_compiling_and_exporting_what_reads_weights():
+    model, index = amp_kernels.quantization.quantize_(ReadsWeights()), torch.arange(12).view(2, 6)
+    expected = model(index)
+    assert torch.equal(torch.compile(model, fullgraph=True)(index), expected)
+    assert torch.equal(torch.export.export(model, (index,)).module()(index), expected)
+
+
 # ----------------------------------------------------------------------------------------------------------- errors
 def test_errors_are_sentences():
     with pytest.raises(ValueError, match="mode must be one of weight_only, dynamic, static, got 'int4'"):
@@ -347,8 +578,8 @@ def test_errors_are_sentences():
         Int8Linear.from_linear(linear())(amp_kernels.quantize_int8(torch.ones(2, 37)))
     with pytest.raises(TypeError, match=r"got torch\.float64"):
         Int8Linear.from_linear(linear())(torch.zeros(2, 37, dtype=torch.float64))
-    with pytest.raises(ValueError, match=r"max_norm must be None, got 1\.0"):
-        Int8Embedding.from_embedding(nn.Embedding(4, 4, max_norm=1.0))
+    with pytest.raises(AttributeError, match="mode"):
+        Int8Linear.from_linear(linear()).mode = "dynamic"
 
 
 # ------------------------------------------------------------------------------------------------------------ forgeries

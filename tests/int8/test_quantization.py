@@ -52,7 +52,8 @@ def test_a_weight_only_model_takes_half_of_fp16():
     int8 = sum(tensor.nbytes for tensor in model.state_dict().values())
     assert [type(layer) for layer in model] == [Int8Embedding, Int8Linear, nn.ReLU, Int8Linear]
     scales = 4 * (1000 + 1024 + 256) + 1024 + 256  # scales; and biases have two bytes in both
-    assert int8 == fp16 / 2 + scales and int8 < 0.51 * fp16
+    kinds = 3 * 2 + 2 * len("weight_only")  # dtypes and modes
+    assert int8 == fp16 / 2 + scales + kinds and int8 < 0.51 * fp16
     assert model(torch.arange(10)).dtype == torch.float16
 
 
@@ -90,11 +91,106 @@ KINDS = ("weight_only", "dynamic", "static", "qat dynamic", "qat static")
 @pytest.mark.parametrize("kind", KINDS)
 def test_shared_weights_are_quantized_once(kind):
     model = in_int8(Tied(), kind, torch.arange(50))
-    assert model.table.weight is model.head.weight and model.table.weight_scale is model.head.weight_scale
+    expected, state = model(torch.arange(50)), model.state_dict()
+    for _ in range(2):
+        assert model.table.weight_codes is model.head.weight_codes
+        assert model.table.weight_scale is model.head.weight_scale
+        assert model.table.weight_dtype is model.head.weight_dtype
+        assert torch.equal(model(torch.arange(50)), expected)
+        model.head.weight = model.table.weight  # tie_weights of transformers, which may come at any time
     ranges = 2 * (4 + 4) if "static" in kind else 0
     parameters = 50 * 20 + 16 * 20 + 16 * 4
-    assert sum({t.data_ptr(): t.nbytes for t in model.state_dict().values()}.values()) == parameters + ranges
-    model(torch.arange(50))
+    kinds = 2 * 4 + 2 * len(model.head.mode)
+    assert sum({t.data_ptr(): t.nbytes for t in state.values()}.values()) == parameters + ranges + kinds
+    with pytest.raises(TypeError, match="Int8Linear: weight must be the unchanged weight of another"):
+        model.head.weight = nn.Embedding(50, 16).weight
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tied_layers_are_converted_both_or_neither(kind):
+    class Scaled(nn.Embedding):
+        """As transformers have them: a class that is not converted."""
+
+    index = torch.arange(50)
+    for spared in (nn.Embedding, nn.Linear):
+        model = in_int8(Tied(), kind, index, filter_fn=lambda m, n, s=spared: n == "middle" or type(m) is not s)
+        assert type(model.middle) is Int8Linear
+        assert model.head.weight is model.table.weight and type(model.head.weight) is nn.Parameter
+        model.head.weight = model.table.weight
+        assert model(index).isfinite().all()
+    model = Tied()
+    model.table = Scaled(50, 16)
+    model.head.weight = model.table.weight
+    assert type(in_int8(model, kind, index).head.weight) is nn.Parameter and type(model.middle) is Int8Linear
+    with pytest.raises(ValueError, match="without any that shares no weight with a layer that is left"):
+        quantize_(nn.ModuleList([model.table, model.head]))
+    model = prepare_(Tied(), lambda layer, name: name == "middle" or type(layer) is nn.Linear)
+    model(index)
+    prepared = prepare_(nn.Linear(16, 50))
+    prepared(torch.ones(1, 16))
+    prepared.weight, model.head = model.table.weight, prepared  # tied after it was prepared
+    with pytest.raises(ValueError, match="convert_: 'head' must share its weight with prepared layers alone, got one"):
+        convert_(model)
+    assert isinstance(model.middle, ObservedLinear)
+
+
+class ReadsWeights(nn.Module):
+    """Reads weights next to calling layers: positions as CLIP, a dtype as T5, a product by hand as RWKV."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.positions = nn.Embedding(50, 16), nn.Embedding(60, 16)
+        self.wi, self.wo = nn.Linear(16, 32), Conv1D(16, 32)
+        self.head = nn.Linear(16, 50, bias=False)
+
+    def forward(self, index):
+        x = self.table(index) + self.positions.weight[: index.shape[-1]]
+        hidden = self.wi(x).relu().to(self.wo.weight.dtype)
+        x = x + hidden @ self.wo.weight + self.wo(hidden)
+        return F.linear(x, self.head.weight) + self.head(x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_models_that_read_weights(kind):
+    """By hand, as if each weight was a rounded float; the layers that are called compute as they did."""
+    model, index = ReadsWeights(), torch.arange(50).view(2, 25)
+    rounded = copy.deepcopy(model)
+    for layer in (rounded.table, rounded.positions, rounded.wi, rounded.head):
+        layer.weight.data = amp_kernels.quantize_int8(layer.weight.detach(), dim=-1).dequantize()
+    rounded.wo.weight.data = amp_kernels.quantize_int8(rounded.wo.weight.detach(), dim=0).dequantize()
+    floats, expected = model(index), rounded(index)
+    found = in_int8(model, kind, index)(index)
+    for name in ("table", "positions", "wi", "wo", "head"):
+        assert torch.equal(getattr(model, name).weight, getattr(rounded, name).weight), name
+        assert getattr(model, name).weight.shape == getattr(rounded, name).weight.shape
+    if kind == "weight_only":
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    else:  # inputs have codes too
+        assert (found - floats).abs().max() < 4 * (expected - floats).abs().max()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_tables_with_max_norm(kind):
+    """Rows that are looked up have this norm at most in every mode, and QAT's are those of the int8 table."""
+    torch.manual_seed(0)
+    index = torch.arange(25).view(5, 5)
+    table = nn.Embedding(50, 16, max_norm=3.0, norm_type=2.0)
+    model = nn.Sequential(table, nn.Linear(16, 4))
+    exact = copy.deepcopy(model)[0]
+    expected = exact(index)
+    if kind.startswith("qat"):
+        prepare_qat_(model, kind.removeprefix("qat "))(index)
+        before = model[0](index)
+        (before * randn(5, 5, 16, seed=1)).sum().backward()
+        assert table.weight.grad[:25].ne(0).all() and not table.weight.grad[25:].any()
+        found = convert_(model)[0](index)
+        assert torch.equal(found, before)
+    else:
+        found = in_int8(model, kind, index)[0](index)
+    step = model[0].weight_scale[index]
+    assert found.norm(2, -1).max() < 3.0001 and ((found - expected).abs() < 2 * step).all()
+    assert not torch.equal(model[0].weight[index], found)  # the weight is that of rows as they were
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -259,9 +355,9 @@ def test_conv1d_is_converted_as_linear(mode, device):
             convert_(changed)
             assert torch.equal(changed(index), predicted)
         layers = [changed.h[0].c_fc, changed.h[1].c_proj, changed.lm_head]
-        assert all(type(layer) is Int8Linear and layer.weight.is_contiguous() for layer in layers)
-        assert layers[0].weight.shape == (128, 32) and layers[0].in_features == 32
-        results.append((changed(index), layers[0].weight))
+        assert all(type(layer) is Int8Linear and layer.weight_codes.is_contiguous() for layer in layers)
+        assert layers[0].weight_codes.shape == (128, 32) and layers[0].in_features == 32
+        results.append((changed(index), layers[0].weight_codes))
     assert torch.equal(results[0][1], results[1][1]) or mode.startswith("qat")
     torch.testing.assert_close(results[0][0], results[1][0], rtol=1e-5, atol=1e-5)
     assert torch.equal(results[0][1], results[1][1])
@@ -351,7 +447,7 @@ def test_the_two_lines_that_save_and_load(tmp_path):
     new = quantize_(GPT2())
     assert not torch.equal(new(index), expected)
     new.load_state_dict(torch.load(tmp_path / "int8.pt"))
-    assert torch.equal(new(index), expected) and new.lm_head.weight is new.wte.weight
+    assert torch.equal(new(index), expected) and new.lm_head.weight_codes is new.wte.weight_codes
     parameters = sum(p.nbytes for p in GPT2().parameters())
     assert (tmp_path / "int8.pt").stat().st_size < parameters / 4 + 4 * (50 + 2 * (128 + 32)) + 2 * 224 * 4 + 8192
     safetensors = pytest.importorskip("safetensors.torch")
@@ -367,10 +463,14 @@ def test_int8_and_float_checkpoints_are_not_mixed(strict):
     for prepare in (lambda model: model, prepare_, prepare_qat_):
         floats, int8 = prepare(GPT2()), quantize_(GPT2())
         table, weight = int8.wte(index), floats.lm_head.weight.clone()
-        with pytest.raises(RuntimeError, match=r"wte\.weight must be codes, got torch\.float32"):
+        with pytest.raises(RuntimeError, match=r"wte\.weight must be codes called weight_codes, got torch\.float32"):
             int8.load_state_dict({k: v for k, v in floats.state_dict().items() if k.endswith("weight")}, strict=strict)
-        with pytest.raises(RuntimeError, match=r"h\.1\.c_fc\.weight"):
-            floats.load_state_dict({k: v for k, v in int8.state_dict().items() if "norm" not in k}, strict=strict)
+        codes = {k: v for k, v in int8.state_dict().items() if "norm" not in k}
+        if strict or prepare in (prepare_, prepare_qat_):
+            with pytest.raises(RuntimeError, match=r"h\.1\.c_fc\.weight"):
+                floats.load_state_dict(codes, strict=strict)
+        else:  # torch's own layers ignore keys that they do not know, and return them
+            assert "h.1.c_fc.weight_codes" in floats.load_state_dict(codes, strict=False).unexpected_keys
         assert torch.equal(int8.wte(index), table) and torch.equal(floats.lm_head.weight, weight)
 
 
@@ -561,11 +661,6 @@ def test_errors_are_sentences_and_change_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(131072, 1, device="meta"))
     with pytest.raises(ValueError, match="'1' must have at most 131071 inputs, got 131072"):
         quantize_(model, "dynamic")
-    model = nn.Sequential(nn.Linear(4, 4), nn.Embedding(4, 4, max_norm=1.0))
-    for convert in (quantize_, prepare_, prepare_qat_):
-        with pytest.raises(ValueError, match="max_norm must be None"):
-            convert(model)
-    assert type(model[0]) is nn.Linear
 
 
 def test_a_model_that_was_converted_is_named_as_such():
