@@ -4,8 +4,9 @@
 the dtype they compute in, never codes or scales.
 
 `layer.weight` is the weight, as models that read it expect: a dequantized tensor in the layer's dtype. Each read makes
-another tensor, whose elements are computed when an operator first needs them; what is written to it does not reach the
-layer. The weight of one int8 layer can be assigned to another, to tie them; nothing else can be assigned.
+another tensor, whose elements are computed when an operator first needs them. An operator that would change it in place
+raises an error; a write into a view or a copy does not reach the layer. The weight of one int8 layer can be assigned to
+another, to tie them; nothing else can be assigned.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from .. import reference, torch_private
 from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
@@ -73,8 +74,8 @@ class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer, computed when the first operator needs its elements.
 
     Its dtype, shape and device cost nothing: T5 reads `wo.weight.dtype` in every forward pass, and the elements of a
-    large head are a gigabyte. Each read of `layer.weight` makes another of these tensors. Writes go to its elements,
-    never to the codes.
+    large head are a gigabyte. Each read of `layer.weight` makes another of these tensors. An operator that changes it in
+    place raises an error, since the codes would not change. One that changes no element passes: RWKV divides by 1.
     """
 
     codes: Int8Tensor
@@ -111,12 +112,30 @@ class DequantizedWeight(Tensor):
         """Whether nobody has written to it."""
         return self._elements is None or torch.equal(self._elements, self.dequantized())
 
+    def _check_is_as_read(self, write: str) -> None:
+        if not self.is_as_read():
+            self._elements = None
+            raise _written(write)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        args, kwargs = tree_map_only(DequantizedWeight, DequantizedWeight.elements, (args, kwargs or {}))
-        return func(*args, **kwargs)
+        kwargs = kwargs or {}
+        if func is torch.ops.aten.detach.default:  # what `.data` returns: an operator in place changes it too
+            return DequantizedWeight.of(args[0].codes, args[0].is_transposed, args[0].dtype_of)
+        written = [tensor for tensor in _written_by(func, args, kwargs) if isinstance(tensor, DequantizedWeight)]
+        if any(tensor is not args[0] for tensor in written):
+            raise _written(func.__name__)
+        plain_args, plain_kwargs = tree_map_only(DequantizedWeight, DequantizedWeight.elements, (args, kwargs))
+        result = func(*plain_args, **plain_kwargs)
+        for tensor in written:
+            tensor._check_is_as_read(func.__name__)
+        return result
+
+    def __setitem__(self, index: Any, value: Any) -> None:
+        self.elements()[index] = value
+        self._check_is_as_read("an assignment to elements")
 
     @property
     def data(self) -> Tensor:
@@ -124,10 +143,23 @@ class DequantizedWeight(Tensor):
 
     @data.setter
     def data(self, value: object) -> None:
-        raise RuntimeError(
-            "the weight of an int8 layer must stay what its codes are, got an assignment to its data; load a state "
-            "dict into the layer, or convert a float layer"
-        )
+        raise _written("an assignment to its data")
+
+
+def _written(write: str) -> RuntimeError:
+    return RuntimeError(
+        f"the weight of an int8 layer must stay what its codes are, got {write}; change a clone, or change the float "
+        "layer before converting it (RWKV: rescale_every=0)"
+    )
+
+
+def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
+    """What an operator changes of its arguments."""
+    if not func._schema.is_mutable:
+        return []
+    arguments = func._schema.arguments
+    given = {**dict(zip((argument.name for argument in arguments), args, strict=False)), **kwargs}
+    return tree_leaves([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
 def _of_elements(name: str) -> Callable[..., Any]:
@@ -148,7 +180,7 @@ for _name in (
 class _Int8Weight(FixedDtypes):
     """A layer with int8 codes [N, K] for a weight, and a dtype, which follows `.half()`."""
 
-    # torch saves this number with the tensors. In formats 1 and 2, which no release wrote, `weight` was the codes.
+    # torch saves this number with the tensors.
     _version = 3
 
     weight_codes: Tensor
@@ -204,6 +236,22 @@ class _Int8Weight(FixedDtypes):
         self.weight_codes, self.weight_scale = codes.values, codes.scale
         self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
 
+    # State dicts hold `weight_dtype` under the name of the weight: a float layer refuses it as a tensor of another shape,
+    # also with strict=False, where it would miss its weight silently.
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        destination[f"{prefix}weight"] = destination.pop(f"{prefix}weight_dtype")
+
+    def _load_from_state_dict(
+        self, state_dict: Any, prefix: str, metadata: Any, strict: bool, missing: list[str], *others: list[str]
+    ) -> None:
+        saved, own = f"{prefix}weight", f"{prefix}weight_dtype"
+        given = state_dict.get(saved)
+        if isinstance(given, Tensor) and given.dim() == 0:
+            state_dict = {own if key == saved else key: value for key, value in state_dict.items()}
+        super()._load_from_state_dict(state_dict, prefix, metadata, strict, missing, *others)
+        missing[:] = [saved if key == own else key for key in missing]
+
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
         newer = why_not_loaded(type(self).__name__, local_metadata.get("version"), self._version)
         return [newer] if newer else super()._why_not_loaded(state_dict, prefix, local_metadata)
@@ -234,7 +282,7 @@ class Int8Linear(_Int8Weight):
             each read, so that writes to it do not reach the layer.
         weight_codes: int8 [out_features, in_features].
         weight_scale: fp32 [out_features, 1].
-        weight_dtype: a 0 in `dtype`, which a state dict carries.
+        weight_dtype: a 0 in `dtype`, which a state dict carries under the name `weight`.
         mode_name: the mode in ASCII, uint8, which a state dict carries.
         input_scale, input_zero_point: fp32 and int32 [1] of a static layer, else None.
         output_scale, output_zero_point: the same, None unless the layer returns codes.
@@ -389,7 +437,7 @@ class Int8Embedding(_Int8Weight):
             read, so that writes to it do not reach the layer.
         weight_codes: int8 [num_embeddings, embedding_dim].
         weight_scale: fp32 [num_embeddings, 1].
-        weight_dtype: a 0 in `dtype`, which a state dict carries.
+        weight_dtype: a 0 in `dtype`, which a state dict carries under the name `weight`.
         dtype: of the result; follows `.half()`.
     """
 
