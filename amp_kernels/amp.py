@@ -35,7 +35,7 @@ import functools
 import itertools
 import math
 import operator
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -57,6 +57,7 @@ _REPLACED: dict[type, type[FusedOptimizer]] = {
     torch.optim.AdamW: FusedAdamW,
 }
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
+_PLAIN_CLASS = "_amp_kernels_plain_class"  # of a class whose forward casts
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -80,7 +81,7 @@ class _SetUp(NamedTuple):
     scalers: list[GradScaler]  # one for each loss
 
 
-# What `initialize` set up. Apex's functions take no handle, so the module holds it, and `initialize` runs once.
+# What the last `initialize` set up. Apex's functions take no handle, so the module holds it.
 _set_up: _SetUp | None = None
 
 
@@ -97,14 +98,19 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     **unknown: Any,
 ) -> Any:
-    """Prepares models and optimizers for mixed precision, in place; call it once, before data parallelism.
+    """Prepares models and optimizers for mixed precision, in place; call it before data parallelism.
+
+    Pass all models and optimizers to one call. Another call, as of a notebook's cell, starts again with the models and
+    optimizers that it is given, at its own level and with new loss scales. They may be those of the call before, or new
+    ones. An optimizer that is given again keeps its state and masters; a new one over fp16 weights starts from the
+    rounded weights. `scale_loss` takes no optimizer of an earlier call.
 
     Weights are cast, and each model casts its inputs and outputs. An optimizer of torch becomes ours: the same object,
     with its groups and state, so that learning rate schedulers go on. (A scheduler that was made before warns once that
     ``optimizer.step()`` has been overridden.)
 
     Args:
-        models: a module, or a list of modules, of fp32 parameters and buffers.
+        models: a module, or a list of modules, of fp32 parameters and buffers, or what `initialize` made of them.
         optimizers: an SGD, RMSprop, Adam or AdamW of torch.optim, or one of amp_kernels.optim, or a list of them; None
             for inference.
         opt_level: "O0", "O1", "O2" or "O3"; see the table of this module.
@@ -121,16 +127,10 @@ def initialize(
         `models` and `optimizers`, lists for lists; `models` alone if `optimizers` is None.
 
     Raises:
-        RuntimeError: it was called before.
         TypeError, ValueError: an argument is not as above, a model or an optimizer's parameters are not fp32, a model
             is wrapped for data parallelism, or its forward or an optimizer's step was replaced; nothing was modified.
     """
     global _set_up
-    if _set_up is not None:
-        raise RuntimeError(
-            "amp.initialize: must be called once in a process, got a second call; pass all models and optimizers to "
-            "the first, as lists"
-        )
     if unknown:
         raise TypeError(
             "amp.initialize: arguments must be models, optimizers, opt_level, keep_batchnorm_fp32, loss_scale, "
@@ -146,21 +146,24 @@ def initialize(
     all_optimizers = [] if optimizers is None else _listed("optimizers", optimizers, torch.optim.Optimizer)
     for i, model in enumerate(all_models):
         _check_model(f"models[{i}]", model)
+    cast = {id(p) for model in all_models if _plain_class(model) is not type(model) for p in model.parameters()}
     for i, optimizer in enumerate(all_optimizers):
-        _check_optimizer(f"optimizers[{i}]", optimizer)
+        _check_optimizer(f"optimizers[{i}]", optimizer, cast)
     device = next((p.device.type for model in all_models for p in model.parameters()), "cpu")
     scalers = [_scaler(device, level.loss_scale, least, most) for _ in range(num_losses)]
     if verbosity > 0 and not (dist.is_available() and dist.is_initialized() and dist.get_rank() != 0):
         print(_summary(opt_level, level, all_optimizers))
 
+    earlier = [] if _set_up is None else _set_up.optimizers
+    kept = {id(p): o for o in (*all_optimizers, *earlier) if isinstance(o, FusedOptimizer) for p in master_params(o)}
     for model in all_models:
-        if level.dtype is torch.float16:
-            _cast_weights(model, level.keep_batchnorm_fp32)
-        model_class: Any = type(model)
-        model.__class__ = _casting(model_class, level.dtype, level.autocast)
+        _cast_weights(model, level, kept)
+        model.__class__ = _casting(_plain_class(model), level.dtype, level.autocast)
     ours = [_ours(optimizer) for optimizer in all_optimizers]
     for optimizer in ours:
-        optimizer.register_step_post_hook(_forget_verdict)
+        _forget_verdict(optimizer)
+        if all(optimizer is not other for other in earlier):
+            optimizer.register_step_post_hook(_forget_verdict)
     _set_up = _SetUp(ours, scalers)
     return models if optimizers is None else (models, optimizers)
 
@@ -230,8 +233,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
     Raises:
         RuntimeError: `initialize` was not called.
-        ValueError: the state dict is of other losses, or of a scale of 1 where another one is needed; nothing was
-            loaded.
+        TypeError, ValueError: the state dict is of other losses, or of a scale of 1 where another one is needed, or
+            `GradScaler` would not load a scale or a count in it; nothing was loaded.
     """
     scalers = {f"loss_scaler{i}": s for i, s in enumerate(_initialized("load_state_dict").scalers)}
     loaded = {name: _scale_and_counts(state_dict.get(name)) for name in scalers}
@@ -242,8 +245,13 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             f"{', '.join(name for name in state_dict if _scale_and_counts(state_dict[name])) or 'none'}; call "
             "amp.initialize with the loss_scale and num_losses of the run that saved it"
         )
-    for name, scaler in scalers.items():
-        scaler.load_state_dict({**scaler.state_dict(), **loaded[name]})
+    checked = [
+        (scaler, scaler._checked(f"amp.load_state_dict: {name}", {**scaler.state_dict(), **loaded[name]}))
+        for name, scaler in scalers.items()
+        if scaler.is_enabled()
+    ]
+    for scaler, values in checked:  # once all of them may be loaded
+        scaler._load(values)
 
 
 def _scale_and_counts(saved: Any) -> dict[str, Any]:
@@ -321,12 +329,16 @@ def _check_model(name: str, model: torch.nn.Module) -> None:
             f"amp.initialize: {name} must have the forward of its class, got one that was assigned to the object; call "
             "amp.initialize before whatever assigns it"
         )
+    is_cast = _plain_class(model) is not type(model)
     for tensors in (model.named_parameters(), model.named_buffers()):
         for key, t in tensors:
-            _check_fp32(f"{key} of {name}", t)
+            _check_fp32(f"{key} of {name}", t, is_cast)
 
 
-def _check_fp32(name: str, tensor: Tensor) -> None:
+def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
+    """`is_cast`: by an earlier `initialize`, whose fp16 is welcome."""
+    if is_cast and tensor.dtype is torch.float16:
+        return
     if tensor.is_floating_point() and tensor.dtype is not torch.float32:
         raise TypeError(
             f"amp.initialize: {name} must be float32 at every level, got {tensor.dtype}; leave the casts to "
@@ -334,7 +346,8 @@ def _check_fp32(name: str, tensor: Tensor) -> None:
         )
 
 
-def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
+def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collection[int]) -> None:
+    """`cast`: ids of the parameters that an earlier `initialize` may have cast."""
     if not isinstance(optimizer, FusedOptimizer) and type(optimizer) not in _REPLACED:
         raise TypeError(
             f"amp.initialize: {name} must be an SGD, RMSprop, Adam or AdamW of torch.optim or one of "
@@ -350,7 +363,7 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer) -> None:
         if group.get("differentiable"):
             raise ValueError(f"amp.initialize: {name} must not be differentiable, got differentiable=True")
         for i, p in enumerate(group["params"]):
-            _check_fp32(f"parameter {i} of {name}", p)
+            _check_fp32(f"parameter {i} of {name}", p, id(p) in cast)
 
 
 def _check_loss(
@@ -374,8 +387,8 @@ def _check_loss(
     for optimizer in ours:
         if not any(optimizer is other for other in known):
             raise TypeError(
-                "amp.scale_loss: optimizers must be some that amp.initialize returned, got another "
-                f"{type(optimizer).__name__}"
+                "amp.scale_loss: optimizers must be some that the last amp.initialize returned, got another "
+                f"{type(optimizer).__name__}; pass all models and optimizers to one call of it"
             )
     params = [p for optimizer in ours for p in master_params(optimizer)]
     if len(set(params)) < len(params):
@@ -405,18 +418,23 @@ def _summary(opt_level: str, level: _Level, optimizers: Sequence[torch.optim.Opt
     )
 
 
-def _cast_weights(model: torch.nn.Module, keep_batchnorm_fp32: bool) -> None:
-    """To fp16. Parameters keep their identity: optimizers hold them."""
+def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int, FusedOptimizer]) -> None:
+    """To the level's dtypes. Parameters keep their identity: optimizers hold them.
+
+    An earlier call may have made a parameter fp16; if it becomes fp32 again it is its master. `optimizers` has the one
+    that keeps the master, by the parameter's id.
+    """
     for module in model.modules():
-        if keep_batchnorm_fp32 and isinstance(module, _BATCH_NORMS):
-            continue
+        dtype = torch.float32 if level.keep_batchnorm_fp32 and isinstance(module, _BATCH_NORMS) else level.dtype
+        is_changed = False
         for p in module.parameters(recurse=False):
-            if p.is_floating_point():
-                p.grad, p.data = None, p.data.half()
+            if p.is_floating_point() and p.dtype is not dtype:
+                keeper = optimizers.get(id(p)) if p.dtype is torch.float16 else None
+                p.grad, p.data, is_changed = None, p.data.to(dtype) if keeper is None else keeper.master(p), True
         for name, buffer in module.named_buffers(recurse=False):
-            if buffer.is_floating_point():
-                setattr(module, name, buffer.half())
-        if isinstance(module, torch.nn.RNNBase):
+            if buffer.is_floating_point() and buffer.dtype is not dtype:
+                setattr(module, name, buffer.to(dtype))
+        if is_changed and isinstance(module, torch.nn.RNNBase):
             module.flatten_parameters()  # cuDNN wants weights in one piece, and each was cast by itself
 
 
@@ -458,9 +476,19 @@ def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
             made_by, arguments = _new_casting, (model_class, dtype, autocast)
         return made_by, arguments, *rest
 
-    members = {"forward": forward, "__reduce_ex__": reduced, "__module__": model_class.__module__}
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduced,
+        "__module__": model_class.__module__,
+        _PLAIN_CLASS: model_class,
+    }
     casting: Any = type(model_class.__name__, (model_class,), members)
     return casting
+
+
+def _plain_class(model: torch.nn.Module) -> Any:
+    """The class that a model had before `initialize`."""
+    return vars(type(model)).get(_PLAIN_CLASS, type(model))
 
 
 def _new_casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> torch.nn.Module:

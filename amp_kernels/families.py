@@ -19,6 +19,7 @@ class Family(NamedTuple):
 
     Attributes:
         name: of the formula.
+        option: of its optimizers, one that no other family has, which tells whose a checkpoint is.
         states: in the order of the table's rows.
         optional: how many of the last of them a parameter may lack, by its options.
         hyper: the type of its hyper-parameters without the learning rate, a NamedTuple in the order of their columns;
@@ -30,6 +31,7 @@ class Family(NamedTuple):
     """
 
     name: str
+    option: str
     states: tuple[str, ...]
     optional: int
     hyper: Any
@@ -80,6 +82,7 @@ def _sgd(
 
 SGD = Family(
     "sgd",
+    "dampening",
     ("momentum_buffer",),
     1,
     SgdHyper,
@@ -135,6 +138,7 @@ def _rmsprop(
 
 RMSPROP = Family(
     "rmsprop",
+    "alpha",
     ("square_avg", "momentum_buffer", "grad_avg"),
     2,
     RmspropHyper,
@@ -191,6 +195,7 @@ def _adam(
 
 ADAM = Family(
     "adam",
+    "betas",
     ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
     1,
     AdamHyper,

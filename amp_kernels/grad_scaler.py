@@ -6,19 +6,23 @@ import math
 import numbers
 import warnings
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple, TypeGuard
+from weakref import ReferenceType, ref
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .functional.unscale import moved, unscale_
 from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
-from .optim._base import FusedOptimizer, OverflowLog, Verdict, wrapped
+from .optim._base import FusedOptimizer, OverflowLog, Verdict
 from .optim._plan import capturing
+from .optim._wrappers import wrapped
 
 __all__ = ["GradScaler", "Overflow"]
 
@@ -75,11 +79,53 @@ def _check_group(group: Any, device_type: str) -> None:
         )
 
 
-def _check_number(name: str, value: Any, least: float) -> None:
-    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
-    if not (is_number and value >= least):
-        error = ValueError if is_number else TypeError
-        raise error(f"GradScaler: {name} must be a number of at least {least:g}, got {value!r}")
+class _Rule(NamedTuple):
+    """The numbers that an option or a count may be, in words and as bounds that belong to them."""
+
+    words: str
+    least: float
+    most: float
+    is_integer: bool = False
+
+
+_MAX_FP32 = torch.finfo(torch.float32).max
+_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_SCALE = "a finite number of at least 0"
+# Names are those of a state dict, and of the constructor. Scale and counts are kept as fp32, int32 and, skips, int64.
+_RULES = {
+    "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
+    "scale": _Rule(_SCALE, 0, _MAX_FP32),
+    "growth_factor": _Rule("a number above 1", math.nextafter(1, 2), math.inf),
+    "backoff_factor": _Rule("a number from 0 to below 1", 0, math.nextafter(1, 0)),
+    "growth_interval": _Rule("an integer", -_INT64, _INT64, True),
+    "_growth_tracker": _Rule("an integer of at least 0", 0, _INT32, True),
+    "min_scale": _Rule(_SCALE, 0, _MAX_FP32),
+    "max_scale": _Rule("a number above 0", math.ulp(0.0), math.inf),
+    "hysteresis": _Rule("an integer of at least 1", 1, _INT32, True),
+    "_hysteresis_tracker": _Rule("an integer", -_INT32, _INT32, True),
+    "skipped_steps": _Rule("an integer of at least 0", 0, _INT64, True),
+}
+# Keys of a state dict: torch's, which all have, and those that only amp_kernels.GradScaler saves.
+_BY_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_BY_US = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
+
+
+def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        rule = _RULES[name]
+        kind = numbers.Integral if rule.is_integer else numbers.Real
+        is_number = isinstance(value, kind) and not isinstance(value, bool)
+        if not (is_number and rule.least <= value <= rule.most):
+            error = ValueError if is_number else TypeError
+            raise error(f"{caller}: {name} must be {rule.words}, got {value!r}")
+    least, most = values["min_scale"], values["max_scale"]
+    if least > most:
+        raise ValueError(f"{caller}: max_scale must be a number of at least min_scale, {least:g}, got {most!r}")
+
+
+def _plain(value: Any) -> Any:
+    """The number in a tensor of one element, as some formats of checkpoints keep it."""
+    return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 class Overflow(NamedTuple):
@@ -112,15 +158,22 @@ class GradScaler(torch.amp.GradScaler):
             DTensor. A scaler with a group is neither copied nor pickled.
 
     Raises:
-        TypeError: `min_scale` or `max_scale` is no number, or `process_group` no group.
-        ValueError: `min_scale` is negative or above `max_scale`, `max_scale` is 0, `hysteresis` is below 1, or
-            `process_group` belongs to other ranks or reduces no tensors of `device`.
+        TypeError: a scale, a bound or a factor is no number, `growth_interval` or `hysteresis` no integer, or
+            `process_group` no group.
+        ValueError: `init_scale` or `min_scale` is negative or not finite, `min_scale` is above `max_scale`, `max_scale`
+            is 0, `hysteresis` is below 1, a factor is out of its range, or `process_group` belongs to other ranks or
+            reduces no tensors of `device`.
 
     Warns once after 50 skipped steps in a row, if the host knows of them: with the scale on the CPU, or on a GPU if the
     scaler waits for the device at the step of every optimizer, as above. For ours it does not wait, and does not warn.
+    It also warns at the first step in which no parameter of any optimizer has a gradient.
+
+    After `step` gradients stay scaled: to read them call `unscale_` before it, or `optimizer.grad_norm`.
     """
 
     _format = 1  # of state dicts; a higher one is for what earlier releases would misread
+    _has_warned_of_no_gradient = False
+    _last_of_gone: tuple[int, Overflow] | None = None  # overflow in an optimizer that is gone, and its iteration
 
     def __init__(
         self,
@@ -136,28 +189,28 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        _check_number("min_scale", min_scale, 0)
-        _check_number("max_scale", max_scale, min_scale)
-        if max_scale == 0:
-            raise ValueError("GradScaler: max_scale must be above 0, got 0: gradients would be divided by it")
-        if hysteresis < 1:
-            raise ValueError(f"GradScaler: hysteresis must be at least 1, got {hysteresis}")
+        ours = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
+        _check_numbers("GradScaler", ours)
         if process_group is not None:
             _check_group(process_group, torch.device(device).type)
         init_scale = min(max(init_scale, min_scale), max_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
+        if self._enabled:  # torch's checks come first, and let NaN pass
+            theirs = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+            _check_numbers("GradScaler", {**ours, **theirs, "growth_interval": growth_interval})
         self._min_scale = min_scale
         self._max_scale = max_scale
         self._process_group = process_group
         self._skips_in_a_row = 0
-        self._seen_optimizers: set[int] = set()  # their ids
+        self._seen_optimizers = WeakIdKeyDictionary()  # by themselves: ids are given again
         self._hysteresis = hysteresis
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        # For each log of an optimizer how far its count of checks lies behind the iterations, to tell which came last.
-        self._logs: dict[OverflowLog, int] = {}
+        # For each log how far its count of checks lies behind the iterations, to tell which overflow came last, and the
+        # optimizer that it belongs to.
+        self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
@@ -187,8 +240,26 @@ class GradScaler(torch.amp.GradScaler):
     @property
     def last_overflow(self) -> Overflow | None:
         """The last overflow in an optimizer of ours, also one that is gone; reading it waits for the device."""
-        found = [(last[0] + offset, Overflow(*last)) for log, offset in self._logs.items() for last in log.overflows()]
-        return max(found, key=lambda overflow: overflow[0])[1] if found else None
+        last = self._last_in(self._logs)
+        return None if last is None else last[1]
+
+    def _last_in(self, logs: Iterable[OverflowLog]) -> tuple[int, Overflow] | None:
+        """The last overflow, and the iteration that it happened in. Waits for the device."""
+        found = [(last[0] + self._logs[log][0], Overflow(*last)) for log in logs for last in log.overflows()]
+        if self._last_of_gone is not None:
+            found.append(self._last_of_gone)
+        return max(found, key=lambda overflow: overflow[0], default=None)
+
+    def _forget_the_gone(self) -> None:
+        """Drops the logs of optimizers that are gone, except for the last overflow in them.
+
+        This waits for the device, once after an optimizer died. A capture must not wait; a later iteration drops them.
+        """
+        gone = [log for log, (_, owner) in self._logs.items() if owner() is None]
+        if gone and not any(capturing(device) for log in gone for device in log.records):
+            self._last_of_gone = self._last_in(gone)
+            for log in gone:
+                del self._logs[log]
 
     # ------------------------------------------------------------------------------------------------ one iteration
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
@@ -209,8 +280,7 @@ class GradScaler(torch.amp.GradScaler):
         if self._enabled and _only_forwards(optimizer):
             return self._step_plainly(optimizer, *args, **kwargs)
         if not self._enabled or not _steps_by_itself(optimizer) or hasattr(optimizer, "grad_scale"):
-            if self._enabled and id(optimizer) not in self._seen_optimizers:
-                self._seen_optimizers.add(id(optimizer))
+            if self._enabled and self._is_new(optimizer):
                 _warn_of_eps(optimizer)
             return super().step(optimizer, *args, **kwargs)
         if (
@@ -229,6 +299,15 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.STEPPED
         return result
 
+    def _is_new(self, optimizer: Any) -> bool:
+        """Whether this is its first step; False for objects without weak references, as of classes with slots."""
+        try:
+            is_new = optimizer not in self._seen_optimizers
+            self._seen_optimizers[optimizer] = True
+        except TypeError:
+            return False
+        return is_new
+
     def _step_plainly(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """torch's protocol for those that know nothing of scalers: unscale, and step unless there was NaN or inf."""
         self._check_scale_growth_tracker("step")
@@ -244,7 +323,7 @@ class GradScaler(torch.amp.GradScaler):
     def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> Verdict:
         """The verdict of all ranks."""
         flag = verdict.found_inf
-        self._logs[optimizer._log] = self._iterations - optimizer._log.checks
+        self._logs[optimizer._log] = self._iterations - optimizer._log.checks, ref(optimizer)
         flags = self._agree({} if flag is None else {flag.device: flag})
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return verdict._replace(found_inf=next(iter(flags.values()), None))
@@ -295,7 +374,9 @@ class GradScaler(torch.amp.GradScaler):
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, then `min_scale`, `max_scale`, `hysteresis` and `skipped_steps`. Waits for no device.
+        """As torch's, then `min_scale`, `max_scale`, `hysteresis` and `skipped_steps`.
+
+        Waits for no device, except once after an optimizer was deleted, to keep its last overflow.
 
         `new_scale` is taken as given, outside the bounds too.
         """
@@ -313,8 +394,11 @@ class GradScaler(torch.amp.GradScaler):
         elif all(s["stage"] is not OptState.STEPPED for s in states):  # else stepped without any gradient
             raise AssertionError("No inf checks were recorded prior to update.")
         self._iterations += 1
-        if found_inf is not None:
+        if found_inf is None:
+            self._warn_of_no_gradient()
+        else:
             self._warn_of_skips(found_inf, states)
+        self._forget_the_gone()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _found_inf(self) -> Tensor | None:
@@ -356,6 +440,16 @@ class GradScaler(torch.amp.GradScaler):
                 stacklevel=3,
             )
 
+    def _warn_of_no_gradient(self) -> None:
+        """torch's scaler raises an AssertionError in `step`. Here another optimizer may still have gradients then."""
+        if not self._has_warned_of_no_gradient:
+            self._has_warned_of_no_gradient = True
+            warnings.warn(
+                "GradScaler: optimizers stepped, but no parameter of them has a gradient, so that nothing changed; "
+                "call backward() before step(), and look whether the loss depends on the optimizers' parameters",
+                stacklevel=3,
+            )
+
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
         """Overflows in a row still tolerated; full again after a step without one."""
         assert self._hysteresis_tracker is not None  # allocated with the scale
@@ -388,21 +482,39 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             RuntimeError: the state dict is empty, that of a scaler that was not enabled.
-            ValueError: a later release saved it in a newer format.
+            TypeError, ValueError: it holds what the constructor would refuse, a count that is none, or not all of
+                torch's keys, or a later release saved it in a newer format; nothing was loaded.
         """
-        if self._enabled and (reason := why_not_loaded("GradScaler", state_dict.get("format"), self._format)):
+        if self._enabled:
+            self._load(self._checked("GradScaler.load_state_dict", state_dict))
+
+    def _checked(self, caller: str, state_dict: Any) -> dict[str, Any]:
+        """All that `_load` needs: from `state_dict`, or from this scaler what torch's state dicts lack."""
+        if not isinstance(state_dict, Mapping):
+            raise TypeError(f"{caller}: state_dict must be a dict, got a {type(state_dict).__name__}")
+        if not state_dict:
+            raise RuntimeError(
+                f"{caller}: the source state dict is empty, possibly because it was saved from a scaler that was not "
+                "enabled"
+            )
+        if reason := why_not_loaded("GradScaler", state_dict.get("format"), self._format):
             raise ValueError(reason)
-        super().load_state_dict(state_dict)
-        if not self._enabled:
-            return
-        self._min_scale = state_dict.get("min_scale", self._min_scale)
-        self._max_scale = state_dict.get("max_scale", self._max_scale)
-        self._init_scale = min(max(self._init_scale, self._min_scale), self._max_scale)
-        if self._scale is not None:
-            self._scale.fill_(self._init_scale)
-        self._hysteresis = state_dict.get("hysteresis", self._hysteresis)
-        self._init_hysteresis_tracker = state_dict.get("_hysteresis_tracker", self._hysteresis)
-        self._init_skipped_steps = state_dict.get("skipped_steps", 0)
+        lacking = [name for name in _BY_TORCH if name not in state_dict]
+        if lacking:
+            raise ValueError(f"{caller}: state_dict must hold {', '.join(_BY_TORCH)}, got no {', '.join(lacking)}")
+        values = {"min_scale": self._min_scale, "max_scale": self._max_scale, "hysteresis": self._hysteresis}
+        values["skipped_steps"] = 0
+        values |= {name: _plain(state_dict[name]) for name in (*_BY_TORCH, *_BY_US) if name in state_dict}
+        values.setdefault("_hysteresis_tracker", values["hysteresis"])
+        _check_numbers(caller, values)
+        return values
+
+    def _load(self, values: dict[str, Any]) -> None:
+        self._min_scale, self._max_scale = values["min_scale"], values["max_scale"]
+        super().load_state_dict({**values, "scale": min(max(values["scale"], self._min_scale), self._max_scale)})
+        self._hysteresis = values["hysteresis"]
+        self._init_hysteresis_tracker = values["_hysteresis_tracker"]
+        self._init_skipped_steps = values["skipped_steps"]
         # In place, for a captured graph keeps their addresses.
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
@@ -421,6 +533,10 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_hysteresis_tracker"] = counts["_hysteresis_tracker"]
             state["_init_skipped_steps"] = counts["skipped_steps"]
             state["_hysteresis_tracker"] = state["_skipped_steps"] = None
-        state["_logs"] = {}
-        state["_seen_optimizers"] = set()
+        state["_logs"], state["_last_of_gone"] = {}, None
+        del state["_seen_optimizers"]  # which cannot be pickled
         return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._seen_optimizers = WeakIdKeyDictionary()

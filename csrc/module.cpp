@@ -25,7 +25,9 @@ PyObject* why_no_kernel(PyObject*, PyObject* gpu) {
 
 PyMODINIT_FUNC PyInit__C(void) {
   using namespace amp_kernels;
-  static PyMethodDef methods[] = {{"observe", observe, METH_VARARGS, nullptr},
+  static PyMethodDef methods[] = {{"sweep", sweep, METH_VARARGS, nullptr},
+                                  {"apart", apart, METH_VARARGS, nullptr},
+                                  {"same", same, METH_VARARGS, nullptr},
 #ifdef USE_CUDA
                                   {"why_no_kernel", why_no_kernel, METH_O, nullptr},
 #endif

@@ -1,7 +1,8 @@
 // The arguments of every kernel: a table of tensors, a list of chunks, and a few device scalars.
 //
-// The table is int64 [rows, tensors], built once by amp_kernels/ops/table.py; a step re-sends only the rows that
-// changed. Addresses point at dense memory, walked in storage order, and are aligned to their element only.
+// The table is int64 [rows, tensors]. Sizes, dtypes and groups come first: an optimizer keeps these rows on the device,
+// next to the chunks that follow from them, and sends the rows of addresses at every step. Addresses point at dense
+// memory, which is walked in storage order, and are aligned to their element only.
 #pragma once
 
 #include <cstdint>
@@ -15,9 +16,10 @@
 namespace amp_kernels {
 
 // kMaster: of a 16-bit parameter an fp32 master, or the remainder of one (formulas/remainder.h). Of an fp32 parameter
-// nothing, or where its 16-bit gradient is a weight (an average follows it) the remainder of that. kState + i is the
-// i-th state.
-enum Row { kNumel, kGrad, kGradDtype, kGroup, kParam, kMaster, kState };
+// nothing, or where its 16-bit gradient is a weight (an average follows it) the remainder of that. kStep: an int32
+// count of the updates so far, read by every chunk of the tensor and raised once all have read it. kState + i is the
+// i-th state; a table may end after the states that every tensor has.
+enum Row { kNumel, kGradDtype, kGroup, kGrad, kParam, kMaster, kStep, kState };
 
 enum Dtype { kFloat, kHalf, kBFloat16 };
 
@@ -26,7 +28,7 @@ constexpr int kHyperColumns = 8;
 struct Table {
   const int64_t* data;
   int64_t tensors;
-  const int32_t* chunks;  // [chunk_count, 2]: tensor, index of the chunk within it
+  const int32_t* chunks;  // [chunk_count, 2]: tensor, index of the chunk within it; every tensor has a chunk 0
   int64_t chunk_count;
   int64_t chunk_size;  // elements, at most 65536; a multiple of 128, so every chunk is as aligned as its tensor
 
@@ -53,9 +55,14 @@ struct Chunk {
   }
 };
 
+// The count of updates of a tensor (row kStep). Unsigned, so that a count beyond 2^31 is a number too.
+AMP_KERNELS_HD uint32_t& step_of(const Table& table, int64_t tensor) {
+  return *reinterpret_cast<uint32_t*>(table.at(kStep, tensor));
+}
+
 // What the gradient pass leaves for the host to read whenever it likes.
 struct Record {
-  int64_t ticket;  // blocks done; 0 between launches
+  int64_t ticket;  // blocks done, of this pass or of an update that shares the record; 0 between launches
   int64_t passes;
   int64_t overflow_pass;    // the last pass that met a NaN or inf
   int64_t overflow_tensor;  // and the first tensor that held one
@@ -83,7 +90,7 @@ struct Form {
 
 struct Update {
   Table table;
-  int32_t* steps;      // per chunk: updates applied so far, written by the one block that owns the chunk
+  int32_t* ticket;     // blocks done, on a GPU; 0 between launches
   const float* hyper;  // [groups, kHyperColumns]
   const int64_t* lr;   // [groups]: addresses, so that a tensor lr stays live
   const float* grad_scale;
@@ -92,5 +99,12 @@ struct Update {
   float max_norm;
   Form form;
 };
+
+// Counts an update of the tensor whose first chunk this is, if it has a gradient.
+AMP_KERNELS_HD void raise_step(const Table& table, int64_t chunk) {
+  if (table.chunks[2 * chunk + 1] != 0) return;
+  const int64_t tensor = table.chunks[2 * chunk];
+  if (table.at(kGrad, tensor) != 0) ++step_of(table, tensor);
+}
 
 }  // namespace amp_kernels

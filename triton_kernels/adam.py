@@ -41,7 +41,7 @@ def _correction(one_minus_beta, step):
     square = 1.0 - one_minus_beta.to(tl.float64)
     power = tl.full((), 1.0, tl.float64)
     t = step + 1
-    for _ in range(31):
+    for _ in range(33):
         power = tl.where(t & 1 != 0, power * square, power)
         square *= square
         t >>= 1

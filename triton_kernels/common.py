@@ -19,6 +19,7 @@ GRAD_DTYPE = tl.constexpr(Row.GRAD_DTYPE.value)
 GROUP = tl.constexpr(Row.GROUP.value)
 PARAM = tl.constexpr(Row.PARAM.value)
 MASTER = tl.constexpr(Row.MASTER.value)
+STEP = tl.constexpr(Row.STEP.value)
 STATE = tl.constexpr(Row.STATE.value)  # STATE + k is the k-th state
 HYPER_COLUMNS = tl.constexpr(table.HYPER_COLUMNS)
 
@@ -59,6 +60,20 @@ def optional_scalar(address, absent):
     """The fp32 scalar at an int64 address; `absent` if the address is 0. A mask costs no branch."""
     pointer = address.to(tl.int64).to(tl.pointer_type(tl.float32))
     return tl.load(pointer, mask=address != 0, other=absent)
+
+
+@triton.jit
+def is_last(ticket_ptr):
+    """Whether this program is the last to come here, with what all others wrote before it; puts the counter back to 0.
+
+    `ticket_ptr`: int64, 0 between launches.
+    """
+    tl.debug_barrier()
+    pointer = ticket_ptr.to(tl.pointer_type(tl.int32))
+    last = tl.atomic_add(pointer, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1
+    if last:
+        tl.store(pointer, 0)
+    return last
 
 
 # --------------------------------------------------------------------------------------------- element access

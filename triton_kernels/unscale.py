@@ -34,6 +34,7 @@ from .common import (
     GRAD_DTYPE,
     address_of,
     chunk_bounds,
+    is_last,
     launch,
     load,
     load_elements,
@@ -157,11 +158,7 @@ def _unscale_kernel(
             else:
                 total = _sum_of_squares(grad + begin * 2, n, factor, WRITE, BF16)
         tl.store(partials_ptr + chunk, total)
-    # The last block to draw a ticket has every partial sum before it, and puts the counter back to 0.
-    tl.debug_barrier()
-    ticket_ptr = record_ptr.to(tl.pointer_type(tl.int32))
-    if tl.atomic_add(ticket_ptr, 1, sem="acq_rel", scope="gpu") == tl.num_programs(0) - 1:
-        tl.store(ticket_ptr, 0)
+    if is_last(record_ptr):
         _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, clear)
 
 

@@ -11,7 +11,7 @@ csrc/formulas, in the file of the family's name (sgd.py, rmsprop.py):
     hyper     tuple of HYPER_COLUMNS fp32 scalars, those of the tensor's group
     lr        fp32 scalar
     factor    fp32 scalar: factor * g is the unscaled, clipped gradient
-    step      int32 scalar: updates applied so far, 0 at the first
+    step      int64 scalar: updates applied so far, 0 at the first
 
 Bytes per element, read and written: 8 for the parameter, in fp32 or as weight and remainder (remainder.py; with an fp32
 master beside the weight 10), and 8 for each state; 4 or 2 for the gradient, read. SGD with momentum moves 20 for fp32
@@ -50,10 +50,12 @@ from .common import (
     MASTER,
     PARAM,
     STATE,
+    STEP,
     address_of,
     chunk_address,
     chunk_bounds,
     is_aligned,
+    is_last,
     launch,
     load,
     load_elements,
@@ -74,6 +76,7 @@ _TILE = tl.constexpr(_WARPS * 32 * 8)
 _TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 2)
 # Left alone, ptxas takes 72 and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
 _REGISTERS = 96
+_FOLD = tl.constexpr(1024)  # chunks whose counts are raised at a time
 
 
 @triton.jit
@@ -164,13 +167,33 @@ def _update_chunk(
             store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
 
 
+@triton.jit
+def _step_address(table_ptr, n_tensors, tensor):
+    return table_entry(table_ptr, n_tensors, STEP, tensor).to(tl.pointer_type(tl.uint32))
+
+
+@triton.jit
+def _raise_steps(table_ptr, chunks_ptr, n_tensors):
+    """Counts an update of every tensor of this launch that has a gradient: once, with its first chunk."""
+    for i in range(0, tl.num_programs(0), _FOLD):
+        chunks = i + tl.arange(0, _FOLD)
+        entry = chunks_ptr + 2 * chunks.to(tl.int64)
+        is_first = (chunks < tl.num_programs(0)) & (tl.load(entry + 1, mask=chunks < tl.num_programs(0), other=1) == 0)
+        tensor = tl.load(entry, mask=is_first, other=0)
+        column = table_ptr + tensor.to(tl.int64)
+        row = n_tensors.to(tl.int64)
+        is_first = is_first & (tl.load(column + GRAD * row, mask=is_first, other=0) != 0)
+        step = tl.load(column + STEP * row, mask=is_first, other=0).to(tl.pointer_type(tl.uint32))
+        tl.store(step, tl.load(step, mask=is_first, other=0) + 1, mask=is_first)
+
+
 @triton.jit(do_not_specialize=list(range(11)))
 def _update_kernel(
     table_ptr,  # int64 [rows, n_tensors]
     chunks_ptr,  # int32 [n_chunks, 2]
     n_tensors: tl.int32,
     chunk_size: tl.int32,
-    steps_ptr,  # int32 [n_chunks]: updates applied so far
+    ticket_ptr,  # int64: programs done; 0 between launches
     hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
     lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a tensor lr stays live
     grad_scale: tl.int64,  # addresses of fp32 scalars; 0 where there is none
@@ -189,7 +212,8 @@ def _update_kernel(
     chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
     grad = chunk_address(table_ptr, n_tensors, GRAD, tensor, begin, GRAD_DTYPE)
-    if (grad != 0) & (not _is_skipped(found_inf)):
+    skipped = _is_skipped(found_inf)
+    if (grad != 0) & (not skipped):
         param = chunk_address(table_ptr, n_tensors, PARAM, tensor, begin, PARAM_DTYPE)
         master = param
         if PARAM_DTYPE != FP32 or MASTER_DTYPE == INT16:
@@ -209,7 +233,7 @@ def _update_kernel(
         hyper = _hyper_parameters(hyper_ptr, group)
         lr = tl.load(tl.load(lr_ptr + group).to(tl.pointer_type(tl.float32)))
         factor = _factor(grad_scale, grad_norm, max_norm)
-        step = tl.load(steps_ptr + chunk)
+        step = tl.load(_step_address(table_ptr, n_tensors, tensor)).to(tl.int64)
         whole = tl.where(aligned, n // _VEC * _VEC, 0)
         # The rest goes first: afterwards it would keep registers that the tiles need.
         _update_chunk(
@@ -252,8 +276,10 @@ def _update_kernel(
             GRAD_DTYPE,
             _VEC,
         )
-        tl.debug_barrier()  # every thread has read the count before one of them stores the next
-        tl.store(steps_ptr + chunk, step + 1)
+    if not skipped:  # noqa: SIM102
+        # Nested, since Triton evaluates both sides of an `and`. A count is raised once every program has read it.
+        if is_last(ticket_ptr):
+            _raise_steps(table_ptr, chunks_ptr, n_tensors)
 
 
 def formula_of(family: str) -> dict[str, Any]:
@@ -280,7 +306,7 @@ def _update_table_(
     table: torch.Tensor,
     chunks: torch.Tensor,
     chunk_size: int,
-    steps: torch.Tensor,
+    record: torch.Tensor,
     hyper: torch.Tensor,
     lr: torch.Tensor,
     param_dtype: int,
@@ -299,7 +325,7 @@ def _update_table_(
         chunks,
         table.shape[1],
         chunk_size,
-        steps,
+        record,
         hyper,
         lr,
         address_of(grad_scale),
@@ -318,4 +344,4 @@ def _load_update(beside: torch.Tensor, family: str, param_dtype: int, split: boo
 @functools.cache  # every call of `update_` comes here
 def _load(device: torch.device, *form: Any) -> None:
     fp32, int32, int64 = torch.float32, torch.int32, torch.int64
-    load(_update_kernel, device, int64, int32, 0, 0, int32, fp32, int64, 0, 0, 0, 0.0, **_options(*form))
+    load(_update_kernel, device, int64, int32, 0, 0, int64, fp32, int64, 0, 0, 0, 0.0, **_options(*form))

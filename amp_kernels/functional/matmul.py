@@ -24,7 +24,7 @@ from .. import reference, torch_private
 from ..backends import PLAIN, forced
 from ..ops import matmul as ops
 from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_low, check_product, new_result
-from ..padding import is_aligned, padded, weights
+from ..padding import is_aligned, padded
 from ..reference.matmul import activate
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
@@ -342,7 +342,8 @@ def _linear_forward(
     one."""
     pads_x, pads_weight = _pads(engine, x, weight)  # a matrix is aligned if its transpose is
     x_padded = padded(x) if pads_x else None
-    weight_padded = weights.padded(weight, is_training=is_training) if pads_weight else None
+    # A weight is copied at every call: no version or address shows all writes to it (`.data`, a CUDA graph, FSDP).
+    weight_padded = padded(weight) if pads_weight else None
     left, right = x if x_padded is None else x_padded, weight if weight_padded is None else weight_padded
     input = None if bias is None else bias.expand(x.shape[0], weight.shape[0])
     needs_pre = is_training and activation in ("gelu", "gelu_tanh")

@@ -6,8 +6,10 @@ a device.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Sequence
 from functools import partial
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -91,7 +93,8 @@ def clip_grad_norm_(
     optimizers instead: it clips inside the update and writes no gradient.
 
     Args:
-        parameters: tensors, or one; those without a gradient are passed over.
+        parameters: tensors, or one; those without a gradient are passed over. A generator that yields nothing, since it
+            was used before, gives torch's warning.
         max_norm: the norm to clip to.
         norm_type: other norms than 2 are left to torch.
         error_if_nonfinite: raise RuntimeError if the norm is NaN or inf (waits for the device).
@@ -100,7 +103,10 @@ def clip_grad_norm_(
     Returns:
         The norm before clipping, a 0-dim tensor.
     """
+    is_generator = isinstance(parameters, GeneratorType)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if is_generator and not parameters:
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)  # torch's
     grads = [p.grad for p in parameters if p.grad is not None]
     ours = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
     if float(norm_type) != 2.0 or not grads or not ours:

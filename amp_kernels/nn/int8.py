@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Literal
-from weakref import ReferenceType, ref
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -28,15 +28,15 @@ MODES = ("weight_only", "dynamic", "static")
 # Backward passes expand so many weights at a time: 8 MB in 16 bits, and panels wide enough for a fast product.
 PANEL = 2**22
 
-_Place = tuple[Tensor, ReferenceType[Tensor], int]
-# A buffer that two layers share -> where `_apply` put it.
+_Fn = Callable[[Tensor], Tensor]
+# A buffer that two layers share -> where `_apply` put it, and the function that it applied.
 _moved: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
 class FixedDtypes(LoadsItsKind):
     """A module whose buffers keep their dtypes, and are still shared by those who shared them, after `.to()`."""
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
+    def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         before = {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(fn, recurse)
         for name, old in before.items():
@@ -44,21 +44,28 @@ class FixedDtypes(LoadsItsKind):
             assert new is not None
             if new.dtype != old.dtype:
                 new = old.to(new.device)
-            self._buffers[name] = _same_place(old, new)
+            self._buffers[name] = _same_place(old, new, fn)
         return self
 
 
-def _same_place(old: Tensor, new: Tensor) -> Tensor:
-    """`new`, or what another module that shares `old` has moved it to."""
-    if new is old or old.is_inference() or new.is_inference():
+def _same_place(old: Tensor, new: Tensor, fn: _Fn) -> Tensor:
+    """`new`, or what another module that shares `old` has moved it to.
+
+    Modules that are moved by one call, as of `model.to()`, share `fn`. If each was moved by a call of its own, somebody
+    may have written to one of them in between, by ways that raise no version: contents are compared.
+    """
+    if new is old:
         return new
-    if old in _moved:
-        place, versions = _moved[old]
-        other = place()
-        if other is not None and other.device == new.device and versions == (old._version, other._version):
-            return other
-    _moved[old] = ref(new), (old._version, new._version)
+    place, applied = _moved.get(old, (lambda: None, None))
+    other = place()
+    if other is not None and other.device == new.device and (fn is applied or _is_equal(other, new)):
+        return other
+    _moved[old] = ref(new), fn
     return new
+
+
+def _is_equal(a: Tensor, b: Tensor) -> bool:
+    return a.is_meta or torch.equal(a, b)
 
 
 class _Int8Weight(FixedDtypes):
@@ -74,7 +81,7 @@ class _Int8Weight(FixedDtypes):
     weight: Tensor
     dtype: torch.dtype
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FixedDtypes:
+    def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         after = fn(torch.empty(0, dtype=self.dtype, device=self.weight.device)).dtype
         self.dtype = after if after.is_floating_point else self.dtype
         return super()._apply(fn, recurse)

@@ -13,7 +13,9 @@ from torch import Tensor
 from ..families import FAMILIES
 from .table import (
     DTYPE_CODES,
+    GRADIENT_ROWS,
     HYPER_COLUMNS,
+    RECORD,
     UPDATE_ROWS,
     Row,
     cut,
@@ -57,7 +59,7 @@ def gradient_pass(
         torch.empty(chunks.entries.shape[0], dtype=torch.float64, device=device),
         found_inf,
         norm,
-        torch.zeros(4, dtype=torch.int64, device=device),
+        torch.zeros(RECORD, dtype=torch.int64, device=device),
     )
     if write:
         _copy_back(grads, dense)
@@ -103,7 +105,9 @@ def update(ops: Kernels, *arguments: Any) -> None:
     beside = _of_low(grads, given.grad_remainders or ()) if is_average else _of_low(params, masters)
     dense_beside = [None if b is None else _as_laid_out(b, p) for b, p in zip(beside, dense_params, strict=True)]
 
-    table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_beside), device)
+    steps = torch.full((len(params),), given.steps_taken, dtype=torch.int32, device=device)
+    table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_beside, steps), device)
+    record = torch.zeros(RECORD, dtype=torch.int64, device=device)
     hyper_row = torch.tensor(
         [*given.hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(given.hyper))], dtype=torch.float32, device="cpu"
     )
@@ -122,7 +126,7 @@ def update(ops: Kernels, *arguments: Any) -> None:
             table,
             entries,
             chunks.size,
-            torch.full((entries.shape[0],), given.steps_taken, dtype=torch.int32, device=device),
+            record,
             send(ops, hyper_row, device),
             send(ops, int64_tensor([rate.data_ptr()]), device),
             *codes,
@@ -150,11 +154,13 @@ def _update_table(
     grads: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
     beside: Sequence[Tensor | None],
+    steps: Tensor,
 ) -> Tensor:
     table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64, device="cpu")
-    table[: Row.GROUP] = gradient_table(grads)
+    table[:GRADIENT_ROWS] = gradient_table(grads)
     table[Row.PARAM] = int64_tensor(p.data_ptr() for p in params)
     table[Row.MASTER] = int64_tensor(0 if b is None else b.data_ptr() for b in beside)
+    table[Row.STEP] = int64_tensor(steps.data_ptr() + t * steps.element_size() for t in range(len(params)))
     for k, state in enumerate(states):
         if state:
             table[Row.STATE + k] = int64_tensor(s.data_ptr() for s in state)

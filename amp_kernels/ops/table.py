@@ -16,22 +16,25 @@ if TYPE_CHECKING:
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 HYPER_COLUMNS = 8
+RECORD = 4  # int64 numbers of the `Record` of csrc/table.h
 
 
 class Row(IntEnum):
     """Rows of the table; the i-th state is row ``STATE + i``."""
 
     NUMEL = 0
-    GRAD = 1
-    GRAD_DTYPE = 2
-    GROUP = 3
+    GRAD_DTYPE = 1
+    GROUP = 2
+    GRAD = 3
     PARAM = 4
     MASTER = 5
-    STATE = 6
+    STEP = 6
+    STATE = 7
 
 
-GRADIENT_ROWS = 3
-UPDATE_ROWS = 9
+FIXED_ROWS = 3  # the rows of sizes, dtypes and groups, which come before those of addresses
+GRADIENT_ROWS = 4
+UPDATE_ROWS = 10
 
 
 class Chunks(NamedTuple):
@@ -195,5 +198,8 @@ def _first_meeting(tensors: Sequence[Tensor]) -> int | None:
 
 def gradient_table(grads: Sequence[Tensor]) -> Tensor:
     """Host table of the gradient pass for dense tensors."""
-    rows = ((g.numel() for g in grads), (g.data_ptr() for g in grads), (DTYPE_CODES[g.dtype] for g in grads))
-    return int64_tensor(itertools.chain(*rows)).view(GRADIENT_ROWS, len(grads))
+    table = torch.zeros(GRADIENT_ROWS, len(grads), dtype=torch.int64, device="cpu")
+    table[Row.NUMEL] = int64_tensor(g.numel() for g in grads)
+    table[Row.GRAD_DTYPE] = int64_tensor(DTYPE_CODES[g.dtype] for g in grads)
+    table[Row.GRAD] = int64_tensor(g.data_ptr() for g in grads)
+    return table

@@ -57,7 +57,7 @@ update_ = operator(
 )
 # Of the step plan: they write through addresses that their schema does not show, so that nothing may trace them.
 LIBRARY.define(
-    "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) steps, Tensor hyper, "
+    "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) record, Tensor hyper, "
     "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, Tensor? grad_scale, Tensor? found_inf, "
     "Tensor? grad_norm, float max_norm) -> ()"
 )

@@ -2,38 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
+import math
 import numbers
-import operator
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import _global_optimizer_pre_hooks
+from torch.optim.optimizer import ParamsT, _global_optimizer_pre_hooks
 
 from .. import backends
 from ..families import FAMILIES, Family
 from ..functional.unscale import moved, total_norm
 from ..ops.checks import why_not_loaded
-from ..ops.table import DTYPE_CODES, is_dense, same_layout, shares_memory
+from ..ops.table import DTYPE_CODES, RECORD, is_dense, same_layout, shares_memory
 from ..reference._master import join, split
-from ._observe import has_memory, is_held, kind, local
-from ._plan import Hyper, Member, NativePlan, Plan, capturing
-from ._reference_plan import ReferencePlan
-from ._state import States
+from ._observe import has_memory, is_held, kind, local, sweep
+from ._plan import Column, Hyper, Members, NativePlan, Plan, capturing
+from ._reference_plan import ReferencePlan, unsigned
 
-_STATES = {"master"}.union(*(family.states for family in FAMILIES.values()))  # of a parameter, in a state dict
 _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 
 @dataclass(eq=False)
 class OverflowLog:
-    """Where a scaler's checks met NaN or inf. A scaler keeps it longer than the optimizer."""
+    """Where a scaler's checks met NaN or inf. A scaler keeps it until the update after the optimizer's
+    death."""
 
     records: dict[torch.device, Tensor] = field(default_factory=dict)  # the `Record` of csrc/table.h
     names: dict[torch.device, list[str]] = field(default_factory=dict)  # of the parameters there
@@ -68,6 +69,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     _format = 1  # of state dicts; a higher one is for what earlier releases would misread
 
     _plans: list[Plan] | None = None
+    # The parameters and the entries of `state` that the plans are made of: the same objects, in the same order.
+    _plan_params: list[list[Tensor]]
+    _plan_state: tuple[list[Any], list[Any]]
+    _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # the states that the options asked for
     _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
     # The verdict on the step under way: torch's scaler sets the first two, `_step_under` all three.
     grad_scale: Tensor | None
@@ -76,22 +81,32 @@ class FusedOptimizer(torch.optim.Optimizer):
     # That of the last step, for averages; a scaler that skips a step on the host sets it too.
     _last_found_inf: Tensor | None = None
 
-    def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
-        """Called by the constructors once torch's has checked its arguments."""
+    def __init__(
+        self,
+        params: ParamsT,
+        *args: Any,
+        max_grad_norm: float | None,
+        foreach: bool | None,
+        fused: bool | None,
+        **options: Any,
+    ) -> None:
         name = type(self).__name__
         check_max_grad_norm(name, max_grad_norm)
         if foreach and fused:
             raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
+        given: Any = params if isinstance(params, Tensor) else list(params)  # torch has words for a Tensor
+        with _restored(group for group in given if isinstance(group, dict)):
+            super().__init__(given, *args, foreach=False, **options)  # type: ignore[call-arg]
+        self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
+
+    def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
+        """Makes one of ours of what torch's constructor has made."""
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
         self.defaults["max_grad_norm"] = max_grad_norm
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
-        self.state = States(self.state)
         self._norm: Tensor | None = None
-        self._plans = None
-        self._plan_key: list[object] = []
-        self._plan_params: list[list[Tensor]] = []
         self._log = OverflowLog()
 
     # ------------------------------------------------------------------------------------------- what users may read
@@ -262,73 +277,83 @@ class FusedOptimizer(torch.optim.Optimizer):
             del self.grad_scale, self.found_inf, self._checked
 
     # ------------------------------------------------------------------------------------------------------ plans
-    def _prepare(self, *, writes: bool = False) -> list[Plan]:
-        """The plans, following whatever changed; those without any gradient are left out. `writes`: gradients will be
-        written."""
+    def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
+        """The plans, which have read the tensors of this step; those without any gradient are left out unless `of_all`.
+        `writes`: gradients will be written."""
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
                 f"{type(self).__name__}.step: must run outside of a mode that makes fake tensors, which have no "
                 "memory; use torch.optim there"
             )
-        if self._plans is None or not self._plans_fit() or not self._refresh(self._plans, writes):
-            self._build_plans()
-            assert self._plans is not None
-            if not self._refresh(self._plans, writes):
+        self._follow()
+        if not self._refresh(writes):  # a parameter has moved to another device
+            self._make_plans()
+            if not self._refresh(writes):
                 raise RuntimeError(f"{type(self).__name__}.step: parameters changed while the step was prepared")
+        assert self._plans is not None
         hyper = [Hyper(self._family.hyper.of(group), group["lr"]) for group in self.param_groups]
-        plans = [plan for plan in self._plans if plan.written]
+        plans = [plan for plan in self._plans if of_all or plan.written]
         for plan in plans:
             plan.set_hyper(hyper)
         return plans
 
-    @staticmethod
-    def _refresh(plans: Sequence[Plan], writes: bool) -> bool:
-        fits = [plan.refresh(writes=writes) for plan in plans]  # every one, also after one that does not
-        return all(fits)
+    def _refresh(self, writes: bool) -> bool:
+        keys = tuple(self._state_names(group) for group in self.param_groups)
+        if keys != self._plan_keys:
+            self._drop_unset_states()
+            self._plan_keys = keys
+        return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
 
-    def _plans_fit(self) -> bool:
-        """Whether parameters, state, backends and options are those the plans were made for."""
-        assert self._plans is not None
-        return (
-            self._plan_key == self._current_plan_key()
-            and len(self._plan_params) == len(self.param_groups)
-            and all(map(_are_same, self._plan_params, self._params_by_group()))
-            and all(plan.backend == backends.select(plan.device) for plan in self._plans)
-        )
+    def _drop_unset_states(self) -> None:
+        """If options no longer ask for the state that the first step sets, and no step has set it: once it is asked for
+        again, a step has to. Waits for the device where there is such a state."""
+        first = self._set_at_first_step
+        for _, index, param in self._named_parameters():
+            state = self.state.get(param)
+            if first is None or not isinstance(state, dict) or first not in state or "step" not in state:
+                continue
+            if first not in self._state_names(self.param_groups[index]) and int(state["step"]) == 0:
+                del state[first]
+
+    def _follow(self) -> None:
+        """Has the plans made of the parameters and states that there are, for the backends of now."""
+        lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
+        same = sweep().same
+        if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
+            self._make_plans()
+        elif not same(lists, self._plan_params, self.state, *self._plan_state):
+            if same(lists, self._plan_params, {}, [], []):
+                self._take_states()
+            else:
+                self._make_plans()
 
     def _params_by_group(self) -> Iterator[list[Tensor]]:
         return (group["params"] for group in self.param_groups)
 
-    def _current_plan_key(self) -> list[object]:
-        # Who replaces or empties state is followed.
-        changes = self.state.changes.count if isinstance(self.state, States) else None
-        return [id(self.state), changes, [self._state_names(group) for group in self.param_groups]]
-
-    def _refuse_capture(self) -> None:
-        if any(capturing(param.device) for _, _, param in self._named_parameters()):
-            raise RuntimeError(
-                f"{type(self).__name__}: a capture must follow a step, or init_state(), since state and tables cannot "
-                "be allocated inside it"
-            )
-
-    def _build_plans(self) -> None:
-        self._refuse_capture()
+    def _make_plans(self) -> None:
         self._drop_plans()
-        if not isinstance(self.state, States):
-            self.state = States(self.state)
-        by_device: dict[torch.device, list[Member]] = {}
+        by_device: dict[torch.device, Members] = {}
         for name, index, param in self._named_parameters():
-            member = self._member(name, index, param)
-            by_device.setdefault(member.target.device, []).append(member)
-        by_device = {device: self._apart(members) for device, members in by_device.items()}
+            # What has no memory is on no device that has kernels; a gradient for it is refused in any plan.
+            device = torch.device("cpu") if param.is_meta else param.device
+            members = by_device.setdefault(device, Members([], [], [], []))
+            members.params.append(param)
+            members.names.append(name)
+            members.groups.append(index)
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
-        self._plan_key = self._current_plan_key()
         self._plan_params = [list(params) for params in self._params_by_group()]
+        self._take_states()
 
-    def _make_plan(self, device: torch.device, members: list[Member]) -> Plan:
+    def _take_states(self) -> None:
+        for plan in self._plans or ():
+            states = (self.state.get(param) for param in plan.members.params)
+            plan.members.states[:] = [state if isinstance(state, dict) else None for state in states]
+        self._plan_state = list(self.state), list(self.state.values())
+
+    def _make_plan(self, device: torch.device, members: Members) -> Plan:
         if device not in self._log.records:
-            self._log.records[device] = torch.zeros(4, dtype=torch.int64, device=device)
-        self._log.names[device] = [member.name for member in members]
+            self._log.records[device] = torch.zeros(RECORD, dtype=torch.int64, device=device)
+        self._log.names[device] = members.names
         record = self._log.records[device]
         backend = backends.select(device)
         ops = backends.kernels(backend)
@@ -336,48 +361,32 @@ class FusedOptimizer(torch.optim.Optimizer):
             return ReferencePlan(self._family, device, members, record)
         return NativePlan(backend, ops, self._family, device, members, record)
 
-    def _member(self, name: str, index: int, param: Tensor) -> Member:
+    def _column(self, name: str, index: int, param: Tensor) -> Column | None:
+        """The tensors of a parameter, in state that fits it; None if it has neither gradient nor a count of steps."""
         has_gradient = param.grad is not None
-        if not has_gradient and self.state.get(param, {}).keys() <= {"remainder"}:  # a frozen one may have that
-            return _idle(param, name, index)
+        if not has_gradient and "step" not in self.state.get(param, ()):
+            return None
+        group = self.param_groups[index]
+        names = self._state_names(group)
         try:
-            self._fit_state(name, param, self.param_groups[index])
-        except (TypeError, RuntimeError):
+            if not self._is_fitted(name, param, names):
+                self._refuse_capture(param.device)
+                self._fit_state(name, param, group)
+        except (TypeError, ValueError, RuntimeError):
             if has_gradient:
                 raise
-            return _idle(param, name, index)
-        state = self.state[param]
-        target = _dense(local(param))
-        names = self._state_names(self.param_groups[index])
+            return None
+        state, memory = self.state[param], local(param)
         states = tuple(None if n is None else local(state[n]) for n in names)
         remainder = local(state["remainder"]) if "remainder" in state else None
-        return Member(param, name, index, target, remainder, states, state)
+        return Column(memory, _dense(memory), remainder, state["step"], states)
 
-    def _apart(self, members: list[Member]) -> list[Member]:
-        """`members`, if what a step writes shares no memory; those without a gradient may, and are idle then."""
-        if self._shared(members) is None:
-            return members
-        members = [m if m.param.grad is not None else _idle(m.param, m.name, m.group) for m in members]
-        shared = self._shared(members)
-        if shared is not None:
+    def _refuse_capture(self, device: torch.device) -> None:
+        if capturing(device):
             raise RuntimeError(
-                f"{type(self).__name__}: {shared} must have memory of its own, since it is written, but some element "
-                "of it is one of another parameter or state too, or twice its own; make one Parameter of what is "
-                "shared, or clone() it"
+                f"{type(self).__name__}: a capture must follow a step, or init_state(), since state and tables cannot "
+                "be allocated inside it"
             )
-        return members
-
-    def _shared(self, members: Sequence[Member]) -> str | None:
-        """The name of a tensor that `shares_memory`."""
-        written: list[tuple[str, Tensor]] = []
-        for member in (m for m in members if m.states is not None):
-            written.append((member.name, local(member.param)))
-            names = ("remainder", *self._state_names(self.param_groups[member.group]))
-            for name, tensor in zip(names, (member.remainder, *(member.states or ())), strict=True):
-                if tensor is not None:
-                    written.append((f"{name} of {member.name}", tensor))
-        position = shares_memory([tensor for _, tensor in written])
-        return None if position is None else written[position][0]
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
         for g, group in enumerate(self.param_groups):
@@ -395,43 +404,77 @@ class FusedOptimizer(torch.optim.Optimizer):
         Call it before capturing a CUDA graph whose first replay is the first step. Gradients are expected in their
         parameters' dtypes.
         """
-        self._refuse_capture()
         for name, index, param in self._named_parameters():
             if param.requires_grad:
+                self._refuse_capture(param.device)
                 self._fit_state(name, param, self.param_groups[index])
-        self._build_plans()
-        self._refresh(self._plans or (), writes=False)
+        for plan in self._prepare(of_all=True):
+            plan.load()
 
     def reload_masters(self) -> None:
         """Does nothing: masters follow their weights by themselves. Kept for two releases, for loops that call it."""
+
+    def _is_fitted(self, name: str, param: Tensor, names: Sequence[str | None]) -> bool:
+        """Whether `_fit_state` would change nothing."""
+        self._check_parameter(name, param)
+        state, is_fp32 = self.state.get(param), param.dtype is torch.float32
+        if not isinstance(state, dict) or "master" in state or ("remainder" in state) == is_fp32:
+            return False
+        target, step = _dense(local(param)), state.get("step")
+        if not (_is_count(step, target.device) and step is not None and step.ndim == 0):
+            return False
+        return all(
+            isinstance(state.get(key), Tensor) and _is_laid_out(local(state[key]), target, _dtype_of(key))
+            for key in (*names, None if is_fp32 else "remainder")
+            if key is not None
+        )
 
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
         self._check_parameter(name, param)
         state, target = self.state[param], _dense(local(param))
-        none_yet = torch.zeros((), dtype=torch.int32, device=target.device)
-        step = state.get("step", none_yet)
-        step = step if isinstance(step, Tensor) else none_yet + int(step)
-        state["step"] = step.to(target.device, torch.int32).view(())
         names = [key for key in self._state_names(group) if key is not None]
-        first = self._set_at_first_step
-        if first in state and first not in names and int(state["step"]) == 0:
-            del state[first]  # no step has set it; once it is asked for again, the first one has to
+        if param.dtype is not torch.float32:
+            names.append("remainder")
+        self._check_before_fitting(name, param, state, names)
+        state["step"] = _as_count(state.get("step", 0), target.device)
         master = state.pop("master", None)  # of an earlier release, or of a state dict
         if param.dtype is torch.float32:
             state.pop("remainder", None)
-        else:
-            names.append("remainder")
-        if master is not None:
-            self._load_master(name, param, master)
+        elif master is not None:
+            state["remainder"] = _remainder(param, master)
+        elif "remainder" in state and state["remainder"].shape != param.shape:
+            del state["remainder"]  # a pruned parameter's: without it the master is the weight, half a unit away
         for key in names:
             if state.get(key) is None:
                 state[key] = _zeros_like(param, _dtype_of(key))
                 if key == self._set_at_first_step:
-                    state["step"] = none_yet
-            self._check_state(name, key, param, state[key])
-            if not _is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device or a memory format
+                    state["step"].zero_()
+            elif not _is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device, a memory format
                 state[key] = _zeros_like(param, _dtype_of(key)).copy_(state[key])
+
+    def _check_before_fitting(self, name: str, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
+        """That state can be fitted, and that what does not fit may be replaced."""
+        target, step = _dense(local(param)), state.get("step", 0)
+        if not _is_count(step, target.device):
+            if not isinstance(step, Tensor) or step.device.type == "cpu":
+                check_step(f"{type(self).__name__}: step of {name}", step)
+            self._check_own(name, "step", step)
+        for key in ("master", *names):
+            value = state.get(key)
+            if value is None or (key == "remainder" and value.shape != param.shape):
+                continue
+            self._check_state(name, key, param, value)
+            if key != "master" and not _is_laid_out(local(value), target, _dtype_of(key)):
+                self._check_own(name, key, value)
+
+    def _check_own(self, name: str, key: str, state: Any) -> None:
+        """That a state which does not fit may be replaced: other processes would go on with the old one."""
+        if isinstance(state, Tensor) and has_memory(state) and local(state).device.type == "cpu" and state.is_shared():
+            raise RuntimeError(
+                f"{type(self).__name__}: {key} of {name} must be as init_state() makes it, since it is in shared "
+                f"memory and cannot be replaced, got {kind(state)}; call init_state() before share_memory_()"
+            )
 
     def _load_master(self, name: str, param: Tensor, master: Tensor) -> None:
         """Into the state of a 16-bit parameter, which itself is `master`, rounded, or will be."""
@@ -439,12 +482,18 @@ class FusedOptimizer(torch.optim.Optimizer):
             self._check_state(name, "master", param, master)
             self.state[param]["remainder"] = _remainder(param, master)
 
-    def _master(self, name: str, param: Tensor) -> Tensor:
+    def _master(self, name: str, param: Tensor, low: torch.dtype | None = None) -> Tensor:
+        """The fp32 value of a parameter. `low`: the dtype that an fp32 one with a remainder was cast from, to have the
+        master that it had then; without it an fp32 parameter is its own master."""
         master, state = _zeros_like(param), self.state.get(param, {})
-        if param.dtype is torch.float32 or "remainder" not in state:
+        is_fp32 = param.dtype is torch.float32
+        if (is_fp32 and low is None) or "remainder" not in state:
             return master.copy_(state.get("master", param))
         self._check_state(name, "remainder", param, state["remainder"])
-        local(master).copy_(join(local(param), local(state["remainder"]).to(param.device)))
+        weight = local(param).to(low) if is_fp32 else local(param)
+        local(master).copy_(join(weight, local(state["remainder"]).to(param.device)))
+        if is_fp32:  # the rest was written since
+            local(master).copy_(torch.where(weight.float() == local(param), local(master), local(param)))
         return master
 
     def _remainder_of(self, param: Tensor) -> Tensor | None:
@@ -495,9 +544,6 @@ class FusedOptimizer(torch.optim.Optimizer):
 
         Without 16-bit parameters the matching torch optimizer loads it, which passes over the number of the format.
         """
-        for _, _, param in self._named_parameters():
-            if param.dtype is torch.float32 and "remainder" in self.state.get(param, ()):
-                del self.state[param]["remainder"]  # of before it became fp32
         handle = self.register_state_dict_post_hook(self._export, prepend=True)  # before the user's
         try:
             return super().state_dict()
@@ -513,16 +559,35 @@ class FusedOptimizer(torch.optim.Optimizer):
         state_dict["format"] = FusedOptimizer._format
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         params = {key: (name, p) for key, (name, _, p) in zip(keys, optimizer._named_parameters(), strict=True)}
+        low = optimizer._dtypes_before_fp32()
         for key, state in state_dict["state"].items():
-            if not isinstance(state, dict):
+            if not isinstance(state, dict) or key not in params:
                 continue
             ours: dict[str, Tensor | None] = {}
             if "remainder" in state:
-                ours = {"remainder": None, "master": optimizer._master(*params[key])}
+                name, param = params[key]
+                master = optimizer._master(name, param, low.get(param))
+                is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
+                ours = {"remainder": None, "master": master if is_needed else None}
             if "step" in state:
-                step = state["step"].to("cpu", torch.float32)
-                ours |= {"step": step} if step > 0 else dict.fromkeys({"step", *_STATES} - {"master"})
+                step = _exported(state["step"])
+                ours |= {"step": step} if step > 0 else dict.fromkeys({"step", *optimizer._family.states})
             state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
+
+    def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
+        """What the fp32 parameters that still have remainders were cast from: bf16 if most elements are bf16 numbers,
+        as one in eight fp16 numbers is. Too few elements to tell follow the other parameters."""
+        params = [
+            p
+            for _, _, p in self._named_parameters()
+            if p.dtype is torch.float32 and "remainder" in self.state.get(p, ())
+        ]
+        are_bf16 = {p: _is_mostly(local(p), torch.bfloat16) for p in params}
+        usual = torch.bfloat16 if all(are_bf16.values()) else torch.float16
+        return {
+            p: (torch.bfloat16 if int(local(p).count_nonzero()) >= 16 else usual) if is_bf16 else torch.float16
+            for p, is_bf16 in are_bf16.items()
+        }
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -534,30 +599,81 @@ class FusedOptimizer(torch.optim.Optimizer):
         keeps it.
 
         Raises:
-            ValueError: a state has another shape than its parameter, or lost its master, or a later release saved it in
-                a newer format.
+            ValueError: the state dict is another optimizer's; a state has another shape than its parameter, is no
+                tensor of floats, or is missing after the first step; a step is no whole number from 0 to 2^31 - 2; a
+                master is lost; or a later release saved it in a newer format. Nothing was modified.
         """
         saved: dict[int, dict[str, Any]] = {}
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
             if reason := why_not_loaded(type(self).__name__, loaded.get("format"), self._format):
                 raise ValueError(reason)
+            for group in loaded["param_groups"]:
+                self._check_family(group)
             rest = dict(loaded["state"])
-            for position, key in enumerate(key for group in loaded["param_groups"] for key in group["params"]):
-                if key in rest:
-                    saved[position] = rest.pop(key)
-            self._check_masters(saved)
-            self._check_shapes(saved)
-            return {**loaded, "state": rest}
+            keys = ((key, group) for group in loaded["param_groups"] for key in group["params"])
+            named = self._named_parameters()
+            for position, ((key, group), (name, _index, param)) in enumerate(zip(keys, named, strict=False)):
+                entry = rest.get(key)
+                if isinstance(entry, dict):
+                    saved[position] = {k: v for k, v in entry.items() if k in self._keys}
+                    rest[key] = {k: v for k, v in entry.items() if k not in self._keys}
+                    self._check_entry(f"{type(self).__name__}.load_state_dict: {{}} of {name}", param, group, entry)
+            return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
         handle = self.register_load_state_dict_pre_hook(set_aside)  # the last to run
         self._saved_state = saved
+        before = dict(self.__dict__)
         try:
             super().load_state_dict(state_dict)
+        except BaseException:
+            self.__dict__.update(before)  # whose state and groups are still what they were
+            raise
         finally:
             handle.remove()
             del self._saved_state
         self._warn_of_lost_bits(saved)
+
+    @property
+    def _keys(self) -> set[str]:
+        """Those of a parameter's state that are not somebody else's, in a state dict and here."""
+        return {"step", "master", "remainder", *self._family.states}
+
+    def _check_family(self, group: dict[str, Any]) -> None:
+        others = [family.name for family in FAMILIES.values() if family.option in group]
+        if others and self._family.name not in others:
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: the state dict must be one of {self._family.name}, got one of "
+                f"{others[0]} (its groups have {FAMILIES[others[0]].option!r}); load it into that optimizer"
+            )
+
+    def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
+        """That a saved state can be loaded; `what` is the beginning of a sentence, with a place for the key."""
+        if "remainder" in entry and entry.get("master") is None:
+            # torch fills a flattened state dict by the names in `optimizer.state`, and so drops the masters.
+            raise ValueError(
+                f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place, as "
+                "torch.distributed.checkpoint makes it with flatten_optimizer_state_dict=True; get, load and set state "
+                "dicts without that option"
+            )
+        for key in ("master", *self._family.states):
+            value = entry.get(key)
+            if value is None:
+                continue
+            if not (isinstance(value, Tensor) and has_memory(value) and value.is_floating_point()):
+                raise ValueError(f"{what.format(key)} must be a tensor of floats with memory, got {kind(value)}")
+            if value.shape != param.shape:
+                raise ValueError(f"{what.format(key)} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
+        steps = check_step(what.format("step"), entry["step"]) if "step" in entry else None
+        needed = {key for key in self._state_names({**self.defaults, **group}) if key is not None}
+        needed -= {self._set_at_first_step}  # torch.optim.SGD counts no steps, and may have no buffer yet
+        if self._set_at_first_step is None and steps is None and any(entry.get(key) is not None for key in needed):
+            raise ValueError(f"{what.format('step')} must be in the state dict with the other states; it has none")
+        missing = sorted(key for key in needed if entry.get(key) is None)
+        if steps and missing:
+            raise ValueError(
+                f"{what.format(missing[0])} must be in the state dict after the first of {steps} steps; it has none"
+            )
 
     def _warn_of_lost_bits(self, saved: dict[int, dict[str, Any]]) -> None:
         lacking = [
@@ -573,32 +689,15 @@ class FusedOptimizer(torch.optim.Optimizer):
                 stacklevel=4,
             )
 
-    def _check_masters(self, saved: dict[int, dict[str, Any]]) -> None:
-        """torch fills a flattened state dict by the names in `optimizer.state`, and so drops the masters."""
-        for position, (name, _, _) in enumerate(self._named_parameters()):
-            entry = saved.get(position, {})
-            if "remainder" in entry and entry.get("master") is None:
-                raise ValueError(
-                    f"{type(self).__name__}.load_state_dict: the state of {name} must hold its fp32 master, got a "
-                    "remainder in its place, as torch.distributed.checkpoint makes it with "
-                    "flatten_optimizer_state_dict=True; get, load and set state dicts without that option"
-                )
-
-    def _check_shapes(self, saved: dict[int, dict[str, Any]]) -> None:
-        """Before anything is changed."""
-        for position, (name, _, param) in enumerate(self._named_parameters()):
-            for key, value in saved.get(position, {}).items():
-                if key in _STATES and value is not None and value.shape != param.shape:
-                    raise ValueError(
-                        f"{type(self).__name__}.load_state_dict: {key} of {name} must have shape "
-                        f"{tuple(param.shape)}, got {tuple(value.shape)}"
-                    )
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         before = self.__dict__.get("state", {})
-        super().__setstate__(state)
-        self.state = States(self.state)
+        # torch expects a step in every entry that is not empty.
+        entries = state.get("state", {})
+        stepless = {p: entry for p, entry in entries.items() if isinstance(entry, dict) and "step" not in entry}
+        rest = defaultdict(dict, {p: entry for p, entry in entries.items() if p not in stepless})
+        super().__setstate__({**state, "state": rest})
+        self.state.update(stepless)
         self._plans = None
         self._last_found_inf = None  # of a step before what is loaded
         self.__dict__.setdefault("_log", OverflowLog())
@@ -611,7 +710,7 @@ class FusedOptimizer(torch.optim.Optimizer):
         keeps_masters = not any("master" in entry for entry in saved.values())
         for position, (name, index, param) in enumerate(self._named_parameters() if saved else ()):
             if keeps_masters and "remainder" in before.get(param, {}):
-                self.state[param] = {"remainder": before[param]["remainder"]}
+                self.state[param]["remainder"] = before[param]["remainder"]
             if position in saved:
                 self._load_parameter_state(name, param, self.param_groups[index], saved[position])
 
@@ -622,7 +721,7 @@ class FusedOptimizer(torch.optim.Optimizer):
             return
         self._fit_state(name, param, group)
         state = self.state[param]
-        for key in _STATES - {"master"}:
+        for key in self._family.states:
             if saved.get(key) is not None:
                 if key not in state:  # the options do without it now, but may ask for it again
                     state[key] = _zeros_like(param)
@@ -632,8 +731,10 @@ class FusedOptimizer(torch.optim.Optimizer):
         state["step"].fill_(int(step))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        super().add_param_group(param_group)
-        self._drop_plans()
+        if isinstance(param_group, dict):  # torch has words for others
+            check_max_grad_norm(type(self).__name__, param_group.get("max_grad_norm"))
+        with _restored([param_group] if isinstance(param_group, dict) else []):
+            super().add_param_group(param_group)
 
 
 def check_max_grad_norm(name: str, value: Any) -> float | None:
@@ -642,6 +743,29 @@ def check_max_grad_norm(name: str, value: Any) -> float | None:
         error = ValueError if is_number else TypeError
         raise error(f"{name}: max_grad_norm must be a positive number or None, got {value!r}")
     return value
+
+
+def check_step(what: str, value: Any) -> int:
+    """The number of steps that were taken; waits for the device of a tensor."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and has_memory(value) else value
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    if not (is_number and math.isfinite(number) and number == int(number) and 0 <= number < 2**31 - 1):
+        got = kind(value) if isinstance(value, Tensor) and value.numel() != 1 else repr(number)
+        raise ValueError(f"{what} must be a whole number from 0 to 2^31 - 2, got {got}")
+    return int(number)
+
+
+@contextlib.contextmanager
+def _restored(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Gives dicts back as they were if an error leaves the block: torch writes its defaults into them."""
+    before = [(group, dict(group)) for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, items in before:
+            group.clear()
+            group.update(items)
+        raise
 
 
 _OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])
@@ -658,31 +782,12 @@ def _is_ours(step: Any) -> bool:
     return step is _OUR_STEP
 
 
-def wrapped(optimizer: Any) -> Any:
-    """The optimizer in the wrappers of torch (``.optim``: ZeRO, PostLocalSGD) and of trainers (``.optimizer``)."""
-    for name in ("optim", "optimizer"):
-        inner = getattr(optimizer, name, None)
-        if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer:
-            return wrapped(inner)
-    return optimizer
-
-
 def _is_called_by(module: str) -> bool:
     """Whether a function of `module` waits for this one to return."""
     frame = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None
-
-
-def _are_same(a: list[Tensor], b: list[Tensor]) -> bool:
-    """Whether two lists hold the same objects."""
-    return len(a) == len(b) and all(map(operator.is_, a, b))
-
-
-def _idle(param: Tensor, name: str, index: int) -> Member:
-    device = "cpu" if param.is_meta else param.device
-    return Member(param, name, index, torch.empty(0, device=device), None, None, {})
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
@@ -692,6 +797,33 @@ def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
     plain, fp32 = local(param), local(_zeros_like(param).copy_(master))
     low = (torch.float16, torch.bfloat16)
     return not torch.equal(plain, fp32) and any(torch.equal(plain, fp32.to(dtype).float()) for dtype in low)
+
+
+def _is_count(step: Any, device: torch.device) -> bool:
+    """Whether kernels can count there."""
+    if not isinstance(step, Tensor) or step.dtype is not torch.int32 or step.numel() != 1 or not has_memory(step):
+        return False
+    return step.device == device and not isinstance(step, DTensor) and not step.is_inference()
+
+
+def _as_count(step: Any, device: torch.device) -> Tensor:
+    if _is_count(step, device):
+        return step.view(())
+    if isinstance(step, Tensor) and step.device.type != "cpu":
+        return step.detach().to(device, torch.int32).view(())
+    return torch.full((), int(step), dtype=torch.int32, device=device)
+
+
+def _exported(step: Any) -> Tensor:
+    """As torch keeps it."""
+    is_count = isinstance(step, Tensor) and step.dtype is torch.int32
+    return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
+
+
+def _is_mostly(plain: Tensor, dtype: torch.dtype) -> bool:
+    """Whether more than half of the elements that are not 0 are numbers of `dtype`."""
+    numbers = plain[plain != 0]
+    return 2 * int((numbers.to(dtype).float() == numbers).sum()) >= numbers.numel()
 
 
 def _dtype_of(key: str) -> torch.dtype:
@@ -715,8 +847,9 @@ def _dense(plain: Tensor) -> Tensor:
 
 
 def _is_laid_out(state: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
-    is_usable = state.dtype is dtype and is_held(state) and not state.is_inference()
-    return is_usable and state.device == target.device and same_layout(state, target)
+    is_usable = state.dtype is dtype and has_memory(state) and is_held(state) and not state.is_inference()
+    is_alike = state.device == target.device and state.shape == target.shape
+    return is_usable and is_alike and same_layout(state, target)
 
 
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:

@@ -1,15 +1,15 @@
-"""What a step has to know of tensors that anybody may have changed since the last one: where they lie, how they are
-laid out, and where the gradients are."""
+"""What a step reads of the tensors that it works on: where they lie, how they are laid out, which gradients there are.
+
+Nothing of it is kept for the next step, since anybody may write, move or replace them.
+"""
 
 from __future__ import annotations
 
-import bisect
 import functools
 import importlib
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from enum import IntEnum
-from typing import Any
+import operator
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,21 +18,9 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from .. import _loader, torch_private
-from ..ops.table import DTYPE_CODES, int64_tensor, is_dense
+from ..ops.table import DTYPE_CODES
 
-NO_GRADIENT, UNREADABLE = -2, -1
-
-
-class Seen(IntEnum):
-    """Rows of what is seen, an int64 host tensor with a column for each parameter; states have the first two."""
-
-    ADDRESS = 0
-    LAYOUT = 1  # a number for its dtype, shape and strides; UNREADABLE if kernels cannot walk it
-    GRAD = 2  # its address; 0 if kernels cannot read it
-    GRAD_LAYOUT = 3  # as LAYOUT; or NO_GRADIENT, UNREADABLE
-
-
-PLACE = 2  # the rows of a state
+ABSENT, UNREAD = -1, -2  # in place of a form: a column without gradient and state, and one that is left to Python
 
 
 def has_memory(tensor: Tensor) -> bool:
@@ -108,100 +96,78 @@ def is_held(plain: Tensor) -> bool:
     return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
-class Spans:
-    """The memory of dense tensors that share none: what a step writes."""
+class Sweep(NamedTuple):
+    """What reads the tensors of a step: `amp_kernels._C`, or where it cannot, Python.
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        spans = sorted((t.data_ptr(), _end(t)) for t in tensors if t.numel() > 0)
-        self.starts = array("q", (start for start, _ in spans))
-        self.ends = array("q", (end for _, end in spans))
-
-    def meet(self, tensor: Tensor) -> bool:
-        """Whether a dense tensor lies in it. One that has gaps is copied before anything is written."""
-        if tensor.numel() == 0 or not is_dense(tensor):
-            return False
-        i = bisect.bisect_right(self.ends, tensor.data_ptr())
-        return i < len(self.ends) and self.starts[i] < _end(tensor)
-
-
-def _end(tensor: Tensor) -> int:
-    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
-
-
-def are_plain(tensors: Iterable[Tensor]) -> bool:
-    """Whether the compiled sweep sees these; one that becomes another object later it calls UNREADABLE."""
-    return set(map(type, tensors)) <= {Tensor, Parameter}
-
-
-def observe(
-    params: list[Tensor],
-    states: list[Tensor],
-    written: Spans,
-    seen: Tensor,
-    places: Tensor,
-    *,
-    plain: bool,
-    writes: bool = False,
-) -> None:
-    """Looks at parameters and their gradients, and at states.
-
-    For a thousand parameters the compiled sweep takes a twelfth of the time of the one in Python, with cold caches a
-    fifth; it sees plain tensors only.
-
-    Args:
-        written: memory where gradients may not lie.
-        seen: int64 [4, number of parameters], see `Seen`.
-        places: int64 [2, number of states].
-        plain: whether all parameters and states were tensors of no subclass when the plan was built (`are_plain`).
-        writes: whether gradients will be written, which ends their sharing of memory with lazy clones; parameters
-            always do.
+    Attributes:
+        columns: ``(params, states, groups, keys, device, table, forms, checked, writes) -> (unread, gradients)``.
+            Writes the column of each parameter into `table`, int64 [rows, parameters] of the host (`ops.table.Row`),
+            and into `forms`, int64 [parameters], its dtypes and states, or `ABSENT`, or `UNREAD`. `states` are the
+            dicts of ``optimizer.state``, `groups` the parameters' group numbers, `keys` the names of each group's
+            states in the order of rows. `writes`: gradients will be written, which ends their sharing of memory with
+            lazy clones; parameters always do. For a thousand parameters it takes a twelfth of the time of Python.
+        apart: ``(table, forms, checked, spans) -> int``. -1 if no two of the tensors that a step writes share memory,
+            and no gradient lies in them; else the column of a gradient that does, or -2. It answers as the last time
+            if table and forms, of which it keeps a copy in `checked`, are bit for bit what they were.
+        same: ``(lists, copies, state, keys, values) -> bool``. Whether lists of parameters and the dict hold the same
+            objects in the same order.
     """
-    compiled = _compiled_sweep() if plain else None
-    if compiled is None:
-        seen.copy_(int64_tensor(_sweep(params, written)).view(len(params), len(Seen)).T)
-        places.copy_(int64_tensor(x for state in states for x in _place(state)).view(len(states), PLACE).T)
-    else:
-        spans = (written.starts.buffer_info()[0], *written.ends.buffer_info())
-        compiled(params, states, spans, seen.data_ptr(), places.data_ptr(), writes)
 
-
-def _sweep(params: Sequence[Tensor], written: Spans) -> Iterator[int]:
-    for param in params:
-        yield from _place(param)
-        yield from _gradient(param, written)
-
-
-def _place(tensor: Tensor) -> tuple[int, int]:
-    return (local(tensor).data_ptr(), _layout(local(tensor))) if has_memory(tensor) else (0, UNREADABLE)
-
-
-def _gradient(param: Tensor, written: Spans) -> tuple[int, int]:
-    grad = param.grad
-    if grad is None:
-        return 0, NO_GRADIENT
-    if isinstance(grad, DTensor) and not (isinstance(param, DTensor) and grad.placements == param.placements):
-        return 0, UNREADABLE
-    if not has_memory(grad) or grad.dtype not in DTYPE_CODES:
-        return 0, UNREADABLE
-    plain = local(grad)
-    if not is_held(plain) or written.meet(plain):
-        return 0, UNREADABLE
-    return plain.data_ptr(), _layout(plain)
-
-
-def _layout(tensor: Tensor) -> int:
-    return hash((tensor.dtype, tensor.shape, tensor.stride())) & (2**63 - 1)
+    columns: Callable[..., tuple[int, int]]
+    apart: Callable[..., int]
+    same: Callable[..., bool]
 
 
 @functools.cache
-def _compiled_sweep() -> Callable[..., None] | None:
+def sweep() -> Sweep:
     api = torch_private.tensor_exchange_api()
     if api is None or not _loader.load():
-        return None
+        return _IN_PYTHON
     torchs = (api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)
+    compiled = importlib.import_module("amp_kernels._C")
     try:
-        sweep = importlib.import_module("amp_kernels._C").observe
-        sweep([], [], (0, 0, 0), 0, 0, False, torchs)
+        compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, torchs)
+        compiled.same([], [], {}, [], [])
     except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version, of `_C` or of the interface
-        return None
-    return lambda *arguments: sweep(*arguments, torchs)
+        return _IN_PYTHON
+
+    def columns(
+        params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
+        forms: Tensor, checked: Tensor, writes: bool,
+    ) -> tuple[int, int]:  # fmt: skip
+        where = (1, 0) if device.type == "cpu" else (2, device.index)  # as DLPack numbers devices
+        pointers = table.data_ptr(), forms.data_ptr(), checked.data_ptr()
+        found: tuple[int, int] = compiled.sweep(params, states, groups, keys, where, *pointers, writes, torchs)
+        return found
+
+    def apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
+        rows, count = table.shape
+        answer: int = compiled.apart(
+            table.data_ptr(), forms.data_ptr(), count, rows, checked.data_ptr(), spans.data_ptr()
+        )
+        return answer
+
+    return Sweep(columns, apart, compiled.same)
+
+
+def _columns(
+    params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
+    forms: Tensor, checked: Tensor, writes: bool,
+) -> tuple[int, int]:  # fmt: skip
+    """Leaves all to the plan, which looks at each column in Python."""
+    table.zero_()
+    forms.fill_(UNREAD)
+    return len(params), sum(param.grad is not None for param in params)
+
+
+def _apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
+    """-2: the plan looks at the tensors themselves."""
+    return -2
+
+
+def _same(lists: list[Any], copies: list[Any], state: dict[Any, Any], keys: list[Any], values: list[Any]) -> bool:
+    pairs = [*zip(lists, copies, strict=False), (list(state), keys), (list(state.values()), values)]
+    return len(lists) == len(copies) and all(len(a) == len(b) and all(map(operator.is_, a, b)) for a, b in pairs)
+
+
+_IN_PYTHON = Sweep(_columns, _apart, _same)

@@ -1,14 +1,15 @@
-"""The step plan: everything a step needs on the device, built once, so that a step only looks for changes.
+"""The step on one device: a table of what it finds, and the launches that read the table.
 
-A plan owns tables, counters and scalars of one device; remainders and states belong to ``optimizer.state``, gradients
-to their parameters. See csrc/table.h for the table.
+A plan remembers nothing of a tensor. It owns its scratch memory, and chunk entries, which depend on sizes and dtypes
+alone. See csrc/table.h for the table.
 """
 
 from __future__ import annotations
 
+import bisect
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -17,83 +18,60 @@ from torch.distributed.tensor import DTensor
 
 from ..ops.table import (
     DTYPE_CODES,
+    FIXED_ROWS,
     HYPER_COLUMNS,
-    UPDATE_ROWS,
     Row,
     cut,
     int64_tensor,
+    is_dense,
     resend,
     same_layout,
     send,
     shares_memory,
 )
-from ._observe import PLACE, Seen, Spans, are_plain, local, observe, plain_gradient
+from ._observe import ABSENT, UNREAD, local, plain_gradient, sweep
 
 if TYPE_CHECKING:
     from ..backends import Kernels
     from ..families import Family
 
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
-
-
-def read_gradient(member: Member) -> Tensor | None:
-    """The gradient's memory on this rank, which kernels can read."""
-    if member.param.grad is None:
-        return None
-    grad = plain_gradient(member.param, member.name)
-    if grad.shape != member.target.shape:  # as one kept from before its parameter's .data was replaced
-        raise RuntimeError(
-            f"step: the gradient of {member.name} must have the parameter's shape {tuple(member.target.shape)}, got "
-            f"{tuple(grad.shape)}; set it to None when the parameter's .data is replaced"
-        )
-    if grad.device != member.target.device:
-        raise RuntimeError(
-            f"step: the gradient of {member.name} must be on {member.target.device} with the parameter, got "
-            f"{grad.device}; set it to None when the parameter is moved"
-        )
-    return grad
-
-
-def check_written(members: Sequence[Member], grads: Sequence[Tensor | None]) -> None:
-    """Before gradients are multiplied in place: each is written once, and autograd may know of it."""
-    names = [m.name for m, g in zip(members, grads, strict=True) if g is not None]
-    written = [g for g in grads if g is not None]
-    inference = next((name for name, g in zip(names, written, strict=True) if g.is_inference()), None)
-    if inference is not None:
-        raise RuntimeError(
-            f"unscale_: the gradient of {inference} must not be an inference tensor, since it is written; clone() it"
-        )
-    shared = shares_memory(written)
-    if shared is not None:
-        raise RuntimeError(
-            f"unscale_: the gradient of {names[shared]} must have memory of its own, since it is written, but some "
-            "element of it is one of another gradient too, or twice its own; clone() it"
-        )
-
-
-def _host(*shape: int, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(shape, dtype=dtype, device="cpu")  # whatever torch.set_default_device says
+HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words that a group's fp32 hyper-parameters take
+LAYOUTS = 4  # kept of a plan, for gradients whose dtypes or parameters alternate
 
 
 def capturing(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
-@dataclass(eq=False, slots=True)
-class Member:
-    """A parameter as a plan sees it. Without `states` (None) it is idle: it has no gradient, and `target` is empty."""
+class Members(NamedTuple):
+    """The parameters of one device, in the order of the groups."""
 
-    param: Tensor
-    name: str
-    group: int
-    target: Tensor  # what the kernel writes: the parameter's local memory, or a dense mirror of it
+    params: list[Tensor]
+    names: list[str]
+    groups: list[int]
+    states: list[dict[str, Any] | None]  # those of ``optimizer.state``
+
+
+class Column(NamedTuple):
+    """The tensors of one parameter on this rank."""
+
+    memory: Tensor  # the parameter's
+    param: Tensor  # what kernels write: the same, or a dense mirror of it
     remainder: Tensor | None  # of a 16-bit parameter's master
-    states: tuple[Tensor | None, ...] | None
-    state: dict[str, Any]  # optimizer.state[param]
+    step: Tensor
+    states: tuple[Tensor | None, ...]
 
     @property
     def is_mirrored(self) -> bool:
-        return self.target.data_ptr() != local(self.param).data_ptr()
+        return self.param is not self.memory
+
+    def written(self) -> list[Tensor]:
+        return [t for t in (self.memory, self.remainder, self.step, *self.states) if t is not None]
+
+
+# (name, number of the group, parameter) -> its column; None if it has neither gradient nor state.
+Read = Callable[[str, int, Tensor], Column | None]
 
 
 class Hyper(NamedTuple):
@@ -103,24 +81,86 @@ class Hyper(NamedTuple):
     lr: float | Tensor
 
 
+def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
+    """The gradient's memory on this rank, which kernels can read."""
+    grad = plain_gradient(param, name)
+    if grad.shape != target.shape:  # as one kept from before its parameter's .data was replaced
+        raise RuntimeError(
+            f"step: the gradient of {name} must have the parameter's shape {tuple(target.shape)}, got "
+            f"{tuple(grad.shape)}; set it to None when the parameter's .data is replaced"
+        )
+    if grad.device != target.device:
+        raise RuntimeError(
+            f"step: the gradient of {name} must be on {target.device} with the parameter, got {grad.device}; set it to "
+            "None when the parameter is moved"
+        )
+    return grad
+
+
+def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
+    """Before gradients are multiplied in place: each is written once, and autograd may know of it."""
+    inference = next((name for name, g in zip(names, grads, strict=True) if g.is_inference()), None)
+    if inference is not None:
+        raise RuntimeError(
+            f"unscale_: the gradient of {inference} must not be an inference tensor, since it is written; clone() it"
+        )
+    shared = shares_memory(grads)
+    if shared is not None:
+        raise RuntimeError(
+            f"unscale_: the gradient of {names[shared]} must have memory of its own, since it is written, but some "
+            "element of it is one of another gradient too, or twice its own; clone() it"
+        )
+
+
+def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence[Tensor]) -> None:
+    """That what a step writes shares no memory, and no gradient lies in it."""
+    named = [(name, tensor) for name, column in zip(names, columns, strict=True) for tensor in column.written()]
+    position = shares_memory([tensor for _, tensor in named])
+    if position is not None:
+        raise RuntimeError(
+            f"step: {named[position][0]} and its state must have memory of their own, since they are written, but some "
+            "element is one of another parameter or state too, or of the same one twice; make one Parameter of what "
+            "is shared, or clone() it"
+        )
+    # Nobody else has a mirror, and a parameter that has one may have gaps.
+    written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])
+    for name, grad in zip(names, grads, strict=True):
+        if written.meet(grad):
+            refuse_gradient(name)
+
+
+def refuse_gradient(name: str) -> None:
+    raise RuntimeError(
+        f"step: the gradient of {name} must share no memory with parameters or their states, which the step writes; "
+        "clone() it"
+    )
+
+
 class Plan:
     """What is common to the plan of the native kernels and the one of the reference."""
 
-    def __init__(self, backend: str, device: torch.device, members: Sequence[Member], record: Tensor) -> None:
+    def __init__(self, backend: str, device: torch.device, members: Members, record: Tensor) -> None:
         self.backend = backend
         self.device = device
         self.members = members
         # In the order of the parameters, which is the same on every rank.
-        self.meshes = list(dict.fromkeys(m.param.device_mesh for m in members if isinstance(m.param, DTensor)))
+        self.meshes = list(dict.fromkeys(p.device_mesh for p in members.params if isinstance(p, DTensor)))
         self.record = record  # int64: ticket, passes, pass and member of the last overflow (csrc/table.h)
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
 
-    def refresh(self, *, writes: bool) -> bool:
-        """Follows what changed since the last step; False if the plan has to be built anew. `writes`: gradients will be
-        written."""
+    def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
+        """Reads the tensors of the step to come; False if a parameter is on another device.
+
+        Args:
+            keys: for each group the names of its states, in the order of rows.
+            writes: gradients will be written.
+        """
         raise NotImplementedError
+
+    def load(self) -> None:
+        """Makes ready what a capture may not: scratch memory, chunk entries, kernels."""
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         raise NotImplementedError
@@ -145,15 +185,7 @@ class Plan:
         return False
 
 
-class _Tables(NamedTuple):
-    """Device copies of what the host knows; a capture gets its own, which no later step rewrites."""
-
-    table: Tensor
-    hyper: Tensor
-    lr: Tensor
-
-
-class _Form(NamedTuple):
+class Form(NamedTuple):
     """What the kernel of an update is compiled for (csrc/table.h)."""
 
     param_dtype: int
@@ -162,276 +194,291 @@ class _Form(NamedTuple):
     states: int
 
 
-class _Bucket(NamedTuple):
-    """The chunks of one combination of dtypes, and their counters."""
+class Block(NamedTuple):
+    """Words that a step sends, and their parts."""
 
-    form: _Form
+    words: Tensor
+    forms: Tensor
+    table: Tensor
+    rates: Tensor  # addresses
+    hyper: Tensor
+
+    @classmethod
+    def of(cls, words: Tensor, count: int, rows: int, groups: int) -> Block:
+        """For `count` parameters in so many groups."""
+        forms, table, rates, hyper = words.split([count, rows * count, groups, groups * HYPER_WORDS])
+        hyper = hyper.view(torch.float32).view(groups, HYPER_COLUMNS)
+        return cls(words, forms, table.view(rows, count), rates, hyper)
+
+
+class Layout(NamedTuple):
+    """What follows from sizes, dtypes and groups alone, on the device."""
+
+    key: Tensor  # host copy of those: the plan's forms and the fixed rows of its table
+    chunk_size: int
     entries: Tensor
-    steps: Tensor
+    buckets: list[tuple[Form, Tensor]]  # the entries of one combination of dtypes
+    partials: Tensor
+    block: Block  # as the plan's block on the host, of which it holds the key
 
 
 class NativePlan(Plan):
-    """Two launches a step: `check`, and `update` for each combination of dtypes."""
+    """Two launches a step: `check`, and `update` for each combination of dtypes, over a table that each step writes.
+
+    The table is a part of one block of int64 words. A step sends what follows the key:
+
+        | forms | sizes, dtypes, groups | addresses: a row for each array | addresses of rates | fp32 hyper-parameters |
+        |------------- key -------------|
+    """
 
     def __init__(
-        self,
-        backend: str,
-        ops: Kernels,
-        family: Family,
-        device: torch.device,
-        members: Sequence[Member],
-        record: Tensor,
+        self, backend: str, ops: Kernels, family: Family, device: torch.device, members: Members, record: Tensor
     ) -> None:
         super().__init__(backend, device, members, record)
         self._ops = ops
         self._family = family.name
-        self._rows = [t for t, m in enumerate(members) if m.states is not None]
-        self._row_index = int64_tensor(self._rows)
-        self._started = [members[t] for t in self._rows]
-        self._idle = [m for m in members if m.states is None]
-        self._targets = [m.target for m in self._started]
-        self._params = [m.param for m in self._started]
-        self._mirrored = [m for m in self._started if m.is_mirrored]
-        self._owned = [t for m in self._started for t in (m.remainder, *(m.states or ())) if t is not None]
-        self._is_plain = are_plain([*self._params, *self._owned])
-        self._observation = _host(len(Seen), len(self._started), dtype=torch.int64)
-        self._seen = self._observation.unbind()
-        self._known = torch.zeros_like(self._observation).unbind()
-        # A mirror is nobody else's.
-        self._written = Spans([m.target for m in self._started if not m.is_mirrored] + self._owned)
-        self._watched = self._owned
-        self._places = _host(PLACE, len(self._watched), dtype=torch.int64)
-        self._observe(writes=False)
-        for row in (Seen.ADDRESS, Seen.LAYOUT):
-            self._known[row].copy_(self._seen[row])
-        self._known_places = self._places.clone()
-
-        self._is_steady = False  # every started parameter has a gradient, laid out as it
+        self._required = len(family.states) - family.optional
+        self._count = len(members.params)
+        self._shape: tuple[int, int] | None = None  # rows of the table, and groups
+        self._layouts: list[Layout] = []  # the last used first
+        self._block: Block | None = None  # where the kernels of this step find theirs
+        self._columns: dict[int, Column] = {}  # those that Python read
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
-        self._grad_dtypes: list[torch.dtype] = []
-        self._codes: list[tuple[int, int]] = []
-        self._buckets: list[_Bucket] = []
-        self._host_table = self._make_table()
-        self._hyper_key: list[object] = []
-        self._host_hyper = _host(0, HYPER_COLUMNS, dtype=torch.float32)
-        self._tensor_lr: dict[int, Tensor] = {}
-        self._tables: _Tables | None = None
-        self._was_captured = False
+        self._rate_tensors: dict[int, Tensor] = {}
         self._kept: list[object] = []  # what captured graphs point to
 
-    # ------------------------------------------------------------------------------------------------ refreshing
-    def refresh(self, *, writes: bool) -> bool:
-        is_captured = capturing(self.device)
-        if is_captured or self._was_captured:
-            self._tables = None  # a captured step sends tables of its own, which no later step rewrites
-        self._was_captured = is_captured
-        self._observe(writes=writes)
-        if not (self._is_as_known(Seen.ADDRESS) and self._is_as_known(Seen.LAYOUT)):
+    # ------------------------------------------------------------------------------------------------ what a step finds
+    def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
+        self._block = None
+        self._columns, self._relaid = {}, []
+        if not any(name for names in keys for name in names[self._required :]):
+            keys = tuple(names[: self._required] for names in keys)
+        self._fit_block(keys)
+        members = self.members
+        unread, gradients = sweep().columns(
+            members.params,
+            members.states,
+            members.groups,
+            keys,
+            self.device,
+            self._table,
+            self._forms,
+            self._checked,
+            writes,
+        )
+        if unread and not self._read_columns(read):
             return False
-        if not torch.equal(self._places, self._known_places):
-            return False
-        if any(m.param.grad is not None for m in self._idle):
-            return False
-        if not self._same_gradients():
-            self._take_gradients()
+        self._check_memory(read)
+        self.written = members.params
+        if gradients < self._count:
+            self.written = [p for p, g in zip(members.params, self._row(Row.GRAD), strict=True) if g]
         if writes:
-            check_written(self._started, self._gradients())
-        self._follow_steps()
+            check_written(*self._gradients())
         return True
 
-    def _observe(self, *, writes: bool) -> None:
-        observe(
-            self._params, self._watched, self._written, self._observation, self._places,
-            plain=self._is_plain, writes=writes,
-        )  # fmt: skip
+    def _fit_block(self, keys: tuple[tuple[str | None, ...], ...]) -> None:
+        """Makes host memory for as many rows as `keys` has states: the kernels read all rows, or the required ones."""
+        shape = Row.STATE + len(keys[0]) if keys else Row.STATE, len(keys)
+        if shape == self._shape:
+            return
+        self._shape = rows, groups = shape
+        # Python reads the array: a look into a tensor could as well be one that waits for a device.
+        self._words = array("q", bytes(8 * ((1 + rows) * self._count + groups * (1 + HYPER_WORDS))))
+        self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
+        self._forms, self._table = self._host.forms, self._host.table
+        self._key = self._host.words[: (1 + FIXED_ROWS) * self._count]
+        # For `Sweep.apart`: its last question, and the stretches of memory that it found.
+        self._checked = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
+        self._spans = _host(2 * self._count * (rows - Row.PARAM))
+        self._hyper_key: list[Any] = []
+        self._rates: list[int] = []
+        self._layouts = []
 
-    def _is_as_known(self, row: Seen) -> bool:
-        return torch.equal(self._seen[row], self._known[row])
+    def _row(self, row: int) -> Sequence[int]:
+        """Of the table on the host; row -1 are the forms."""
+        return self._words[(1 + row) * self._count : (2 + row) * self._count]
 
-    def _gradients(self) -> list[Tensor | None]:
-        return [None if p.grad is None else local(p.grad) for p in self._params]
-
-    def _same_gradients(self) -> bool:
-        """The steady state: same dtypes and layout as in the last step."""
-        if not self._is_steady or not self._is_as_known(Seen.GRAD_LAYOUT):
-            return False
-        if not self._is_as_known(Seen.GRAD):
-            self._send_gradients(self._seen[Seen.GRAD])
-        return True
-
-    def _take_gradients(self) -> None:
-        """Any state of affairs: None, other dtypes, other strides."""
-        self._is_steady = False  # also if something below raises
-        targets = self._targets
-        self._relaid = []
-        grads = [read_gradient(member) for member in self._started]
-        for t, grad in enumerate(grads):
-            if grad is None:
+    def _read_columns(self, read: Read) -> bool:
+        """Fills in the columns that the sweep left. False if a parameter is on another device."""
+        for t in [t for t, form in enumerate(self._row(-1)) if form == UNREAD]:
+            param, name = self.members.params[t], self.members.names[t]
+            column = read(name, self.members.groups[t], param)
+            self._clear(t)
+            if column is None or (column.is_mirrored and param.grad is None):  # a mirror would be written back
                 continue
-            if self._written.meet(grad):
-                raise RuntimeError(
-                    f"step: the gradient of {self._started[t].name} must share no memory with parameters or their "
-                    "states, which the step writes; clone() it"
-                )
-            if not same_layout(grad, targets[t]):
-                grads[t] = copy = torch.empty_like(targets[t], dtype=grad.dtype).copy_(grad)
-                self._relaid.append((grad, copy))
-        before = self._grad_dtypes or [t.dtype for t in targets]
-        self._grad_dtypes = [d if g is None else g.dtype for d, g in zip(before, grads, strict=True)]
-        codes = [(DTYPE_CODES[t.dtype], DTYPE_CODES[d]) for t, d in zip(targets, self._grad_dtypes, strict=True)]
-        if codes != self._codes:
-            self._arrange(codes)
-        # Kernels pass over what has no address, but the updates of an empty tensor count.
-        nowhere = self.norm.data_ptr()
-        addresses = int64_tensor(0 if g is None else g.data_ptr() or nowhere for g in grads)
-        self._send_gradients(addresses)
-        self.written = [p for p, g in zip(self._params, grads, strict=True) if g is not None]
-        self._is_steady = len(self.written) == len(self._started) and torch.equal(addresses, self._seen[Seen.GRAD])
-        self._known[Seen.GRAD_LAYOUT].copy_(self._seen[Seen.GRAD_LAYOUT])
+            if column.param.device != self.device:
+                return False
+            self._columns[t] = column
+            grad = None if param.grad is None else self._laid_out(read_gradient(param, name, column.param), column)
+            self._put(t, column, grad)
+        return True
 
-    def _send_gradients(self, addresses: Tensor) -> None:
-        self._known[Seen.GRAD].copy_(addresses)
-        self._host_table[Row.GRAD].index_copy_(0, self._row_index, addresses)
-        if self._tables is not None:
-            resend(self._ops, self._host_table[Row.GRAD], self._tables.table[Row.GRAD])
+    def _clear(self, t: int) -> None:
+        self._table[:, t] = 0
+        self._forms[t] = ABSENT
 
-    # ---------------------------------------------------------------------------------------------------- tables
-    def _make_table(self) -> Tensor:
-        table = _host(UPDATE_ROWS, len(self.members), dtype=torch.int64)
-        for t, member in zip(self._rows, self._started, strict=True):
-            table[Row.NUMEL, t] = member.target.numel()
-            table[Row.GROUP, t] = member.group
-            table[Row.PARAM, t] = member.target.data_ptr()
-            table[Row.MASTER, t] = 0 if member.remainder is None else member.remainder.data_ptr()
-            for k, state in enumerate(member.states or ()):
-                table[Row.STATE + k, t] = 0 if state is None else state.data_ptr()
-        return table
+    def _laid_out(self, grad: Tensor, column: Column) -> Tensor:
+        if same_layout(grad, column.param):
+            return grad
+        copy = torch.empty_like(column.param, dtype=grad.dtype).copy_(grad)
+        self._relaid.append((grad, copy))
+        return copy
 
-    def _arrange(self, codes: list[tuple[int, int]]) -> None:
-        """Cuts the tensors into chunks, those of a combination of dtypes side by side."""
+    def _put(self, t: int, column: Column, grad: Tensor | None) -> None:
+        code = DTYPE_CODES[column.param.dtype]
+        grad_code = code if grad is None else DTYPE_CODES[grad.dtype]
+        # Kernels pass over a tensor whose gradient has no address, but the updates of an empty tensor count.
+        where = 0 if grad is None else grad.data_ptr() or column.step.data_ptr()
+        arrays = (column.param, column.remainder, column.step, *column.states[: len(self._table) - Row.STATE])
+        self._table[:, t] = int64_tensor(
+            (column.param.numel(), grad_code, self.members.groups[t], where, *map(_address, arrays))
+        )
+        kept = sum((state is not None) << k for k, state in enumerate(column.states))
+        self._forms[t] = code | grad_code << 2 | kept << 4
+
+    def _gradients(self) -> tuple[list[str], list[Tensor]]:
+        """Those that kernels may write, and their parameters' names."""
+        named = zip(self.members.names, self.members.params, strict=True)
+        found = [(name, local(p.grad)) for name, p in named if p.grad is not None]
+        return [name for name, _ in found], [grad for _, grad in found]
+
+    # ------------------------------------------------------------------------------------------------------ memory
+    def _check_memory(self, read: Read) -> None:
+        """That what a step writes shares no memory, and no gradient lies in it."""
+        met = sweep().apart(self._table, self._forms, self._checked, self._spans)
+        if met >= 0:
+            refuse_gradient(self.members.names[met])
+        if met == -2 or any(column.is_mirrored for column in self._columns.values()):
+            self._check_each(read)
+
+    def _check_each(self, read: Read) -> None:
+        """The same in Python, where views may be interleaved, and those without a gradient may share memory."""
+        members, columns = self.members, {}
+        for t in [t for t, grad in enumerate(self._row(Row.GRAD)) if grad]:
+            column = self._columns.get(t) or read(members.names[t], members.groups[t], members.params[t])
+            if column is not None:
+                columns[t] = column
+        check_apart([members.names[t] for t in columns], list(columns.values()), self._gradients()[1])
+
+    # ----------------------------------------------------------------------------------------------------- layouts
+    def load(self) -> None:
+        self._layout()
+
+    def _layout(self) -> Layout:
+        """That of this step."""
+        for i, layout in enumerate(self._layouts):
+            if torch.equal(layout.key, self._key):
+                if i > 0:
+                    self._layouts.insert(0, self._layouts.pop(i))
+                return layout
         if capturing(self.device):
             raise RuntimeError(
                 "step: a capture must follow a step with gradients of the same dtypes, since state cannot be "
                 "allocated inside it; run one step before capturing"
             )
-        form_of = self._forms(codes)
-        numels = [max(1, m.target.numel()) for m in self.members]  # an empty tensor has a chunk, to count its updates
-        chunks = cut(numels, sorted(self._rows, key=form_of.__getitem__), self._load_kernels(numels, form_of))
-        self._chunk_rows = chunks.entries[:, 0].tolist()
-        self._chunk_size = chunks.size
-        self._codes = codes
-        self._entries = send(self._ops, chunks.entries, self.device)
-        self._take_steps()
-        self._partials = torch.zeros(len(self._chunk_rows), dtype=torch.float64, device=self.device)
-        self._host_table[Row.GRAD_DTYPE, self._rows] = int64_tensor(grad for _, grad in codes)
-        self._tables = None
-        self._buckets = []
-        begin = 0
-        for form, rows in itertools.groupby(self._chunk_rows, key=form_of.__getitem__):
-            part = slice(begin, begin + len(list(rows)))
-            self._buckets.append(_Bucket(form, self._entries[part], self._steps[part]))
-            begin = part.stop
+        self._layouts = [self._make_layout(), *self._layouts][:LAYOUTS]
+        return self._layouts[0]
 
-    def _forms(self, codes: list[tuple[int, int]]) -> dict[int, _Form]:
-        """Of each row. Parameters of one combination of dtypes share a launch, with all states that one of them has."""
-        states: dict[tuple[int, int], int] = {}
-        for code, member in zip(codes, self._started, strict=True):
-            mine = sum((state is not None) << k for k, state in enumerate(member.states or ()))
-            states[code] = states.get(code, 0) | mine
-        return {
-            t: _Form(param, param != DTYPE_CODES[torch.float32], grad, states[param, grad])
-            for t, (param, grad) in zip(self._rows, codes, strict=True)
-        }
+    def _make_layout(self) -> Layout:
+        """Cuts the tensors into chunks, those of a combination of dtypes side by side."""
+        forms = self._kernel_forms()
+        numels = [max(1, n) for n in self._row(Row.NUMEL)]  # an empty tensor has a chunk, which counts updates
+        chunks = cut(numels, sorted(forms, key=forms.__getitem__), self._load_kernels(numels, forms))
+        rows = chunks.entries[:, 0].tolist()
+        entries = send(self._ops, chunks.entries, self.device)
+        buckets, begin = [], 0
+        for form, part in itertools.groupby(rows, key=forms.__getitem__):
+            end = begin + len(list(part))
+            buckets.append((form, entries[begin:end]))
+            begin = end
+        partials = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
+        block = self._host if self.device.type == "cpu" else self._block_on_device()
+        return Layout(self._key.clone(), chunks.size, entries, buckets, partials, block)
 
-    def _load_kernels(self, numels: Sequence[int], form_of: dict[int, _Form]) -> int:
+    def _block_on_device(self) -> Block:
+        """One with the words that the host's has now."""
+        assert self._shape is not None
+        return Block.of(send(self._ops, self._host.words, self.device), self._count, *self._shape)
+
+    def _kernel_forms(self) -> dict[int, Form]:
+        """Of each column that is there. Parameters of one combination of dtypes share a launch, with all states that
+        one of them has."""
+        present = {t: form for t, form in enumerate(self._row(-1)) if form >= 0}
+        states: dict[int, int] = {}
+        for form in present.values():
+            states[form & 15] = states.get(form & 15, 0) | form >> 4
+        fp32 = DTYPE_CODES[torch.float32]
+        return {t: Form(f & 3, f & 3 != fp32, f >> 2 & 3, states[f & 15]) for t, f in present.items()}
+
+    def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
         """Loads the kernels of a step, which a capture may not do. Returns how many blocks run at a time of the update
         that has most elements."""
         self._ops._load_unscale(self.norm)
-        blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(form_of.values())}
+        blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(forms.values())}
         elements = dict.fromkeys(blocks, 0)
-        for t, form in form_of.items():
+        for t, form in forms.items():
             elements[form] += numels[t]
         return max(blocks.items(), key=lambda item: elements[item[0]])[1] if blocks else 0
 
-    def _take_steps(self) -> None:
-        """Makes a counter for each chunk, and the first of a tensor its ``state["step"]``. Asks the device nothing."""
-        zero = torch.zeros((), dtype=torch.int32, device=self.device)
-        taken = torch.stack([zero if m.states is None else m.state["step"] for m in self.members])
-        self._steps = taken[send(self._ops, int64_tensor(self._chunk_rows), self.device)]
-        firsts: dict[int, int] = {}
-        for chunk, row in enumerate(self._chunk_rows):
-            firsts.setdefault(row, chunk)
-        self._first_chunks = int64_tensor(firsts[row] for row in self._chunk_rows)
-        for row, chunk in firsts.items():
-            # Past the count of changes (`ParameterState`), which would have the next step build a plan.
-            dict.__setitem__(self.members[row].state, "step", self._steps[chunk])
-        self._steps_version = self._steps._version
-        self._watched = self._owned + [m.state["step"] for m in self._started]  # its .data may be replaced too
-        self._places = _host(PLACE, len(self._watched), dtype=torch.int64)
-        self._observe(writes=False)
-        self._known_places = self._places.clone()
-
-    def _follow_steps(self) -> None:
-        """Somebody wrote a ``state["step"]`` in place: all chunks of the tensor count on from there."""
-        if self._codes and self._steps._version != self._steps_version:
-            self._steps.copy_(self._steps[send(self._ops, self._first_chunks, self.device)])
-            self._steps_version = self._steps._version
-
+    # ------------------------------------------------------------------------------------------------ hyper-parameters
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
-        key = [(h.values, self._lr_key(h.lr)) for h in hyper]
+        self._rate_tensors = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
+        key = [(h.values, 0.0 if g in self._rate_tensors else float(h.lr)) for g, h in enumerate(hyper)]
         if key == self._hyper_key:
             return
-        self._hyper_key = list(key)
-        self._host_hyper = _host(len(hyper), HYPER_COLUMNS, dtype=torch.float32)
-        for row, (values, lr) in enumerate(key):
-            self._host_hyper[row, : len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
-            self._host_hyper[row, LR_COLUMN] = lr if isinstance(lr, float) else 0.0
-        self._tensor_lr = {g: h.lr for g, h in enumerate(hyper) if isinstance(h.lr, Tensor) and self._is_live(h.lr)}
-        if self._tables is not None:
-            self._tables = self._tables._replace(**self._send_hyper())
+        self._hyper_key = key
+        for row, (values, lr) in zip(self._host.hyper, key, strict=True):
+            row[: len(values)] = torch.tensor(values, dtype=torch.float32, device="cpu")
+            row[LR_COLUMN] = lr
 
     def _is_live(self, lr: Tensor) -> bool:
+        """Whether kernels can read it; another one costs a look at its value a step."""
         return lr.device == self.device and lr.dtype is torch.float32
 
-    def _lr_key(self, lr: float | Tensor) -> float | int:
-        """A float, or the address of a tensor; one that kernels cannot read costs a look at its value a step."""
-        if isinstance(lr, Tensor):
-            return lr.data_ptr() if self._is_live(lr) else float(lr)
-        return float(lr)
-
-    def _send_hyper(self) -> dict[str, Tensor]:
-        hyper = send(self._ops, self._host_hyper, self.device)
-        own = hyper.data_ptr() + hyper.element_size() * LR_COLUMN
-        stride = hyper.element_size() * HYPER_COLUMNS
-        rates = (
-            self._tensor_lr[g].data_ptr() if g in self._tensor_lr else own + g * stride for g in range(hyper.shape[0])
-        )
-        return {"hyper": hyper, "lr": send(self._ops, int64_tensor(rates), self.device)}
-
-    def _device_tables(self) -> _Tables:
-        if self._tables is None:
-            self._tables = _Tables(send(self._ops, self._host_table, self.device), **self._send_hyper())
-            if self._was_captured:
-                self._kept += [self._tables, self._relaid, self._entries, self._steps, self._partials, self._tensor_lr]
-        return self._tables
-
     # --------------------------------------------------------------------------------------------------- launches
+    def _ready(self) -> tuple[Layout, Block]:
+        """The layout of this step, and the block on the device."""
+        layout = self._layout()
+        if self._block is None and capturing(self.device):
+            self._put_rates(layout.block)
+            self._block = self._block_on_device()
+            self._put_rates(self._block)
+            resend(self._ops, self._host.words, self._block.words)
+            self._kept += [layout, self._block, self._columns, self._relaid, self._rate_tensors]
+        elif self._block is None:
+            self._block = layout.block
+            self._put_rates(self._block)
+            if self._block is not self._host:
+                begin = len(layout.key)
+                resend(self._ops, self._host.words[begin:], self._block.words[begin:])
+        return layout, self._block
+
+    def _put_rates(self, block: Block) -> None:
+        """A float rate lies in the block itself."""
+        own, step = block.hyper.data_ptr() + 4 * LR_COLUMN, 4 * HYPER_COLUMNS
+        tensors = self._rate_tensors
+        rates = [tensors[g].data_ptr() if g in tensors else own + step * g for g in range(len(block.rates))]
+        if rates != self._rates:
+            self._rates = rates
+            self._host.rates.copy_(int64_tensor(rates))
+
     def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
+        layout, block = self._ready()
         self._ops._unscale_table_(
-            self._device_tables().table,
-            self._entries,
-            self._chunk_size,
+            block.table,
+            layout.entries,
+            layout.chunk_size,
             scale,
             divide,
             write,
             clear,
-            self._partials,
+            layout.partials,
             self.found_inf,
             self.norm,
             self.record,
         )
         if write:
-            torch.autograd.graph.increment_version([g for g in self._gradients() if g is not None])
+            torch.autograd.graph.increment_version(self._gradients()[1])
             for grad, copy in self._relaid:
                 grad.copy_(copy)
 
@@ -442,29 +489,58 @@ class NativePlan(Plan):
         grad_norm: Tensor | None,
         max_norm: float,
     ) -> None:
-        for member in self._mirrored:
-            member.target.copy_(local(member.param))
-        tables = self._device_tables()
-        for bucket in self._buckets:
+        layout, block = self._ready()
+        mirrored = [column for column in self._columns.values() if column.is_mirrored]
+        for column in mirrored:
+            column.param.copy_(column.memory)
+        for form, entries in layout.buckets:
             self._ops._update_table_(
                 self._family,
-                tables.table,
-                bucket.entries,
-                self._chunk_size,
-                bucket.steps,
-                tables.hyper,
-                tables.lr,
-                *bucket.form,
+                block.table,
+                entries,
+                layout.chunk_size,
+                self.record,
+                block.hyper,
+                block.rates,
+                *form,
                 grad_scale,
                 found_inf,
                 grad_norm,
                 max_norm,
             )
         torch.autograd.graph.increment_version(self.written)
-        for member in self._mirrored:
-            local(member.param).copy_(member.target)
-        self._relaid = []
+        for column in mirrored:
+            column.memory.copy_(column.param)
+        self._columns, self._relaid = {}, []  # gradients are not ours to keep
 
     @property
     def is_captured(self) -> bool:
         return bool(self._kept)
+
+
+class Spans:
+    """The memory of dense tensors that share none."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        spans = sorted((t.data_ptr(), _end(t)) for t in tensors if t.numel() > 0)
+        self.starts = [start for start, _ in spans]
+        self.ends = [end for _, end in spans]
+
+    def meet(self, tensor: Tensor) -> bool:
+        """Whether a dense tensor lies in it. One that has gaps is copied before anything is written."""
+        if tensor.numel() == 0 or not is_dense(tensor):
+            return False
+        i = bisect.bisect_right(self.ends, tensor.data_ptr())
+        return i < len(self.ends) and self.starts[i] < _end(tensor)
+
+
+def _end(tensor: Tensor) -> int:
+    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
+
+
+def _address(tensor: Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _host(size: int) -> Tensor:
+    return torch.zeros(size, dtype=torch.int64, device="cpu")  # whatever torch.set_default_device says

@@ -9,51 +9,49 @@ from torch import Tensor
 
 from .. import reference
 from ..families import Family
-from ._observe import local
-from ._plan import Hyper, Member, Plan, check_written, read_gradient
+from ._plan import Column, Hyper, Members, Plan, Read, check_apart, check_written, read_gradient
 
 
 class ReferencePlan(Plan):
     """Loops over the parameters; sync-free like the kernels, since every choice is a `torch.where`."""
 
-    def __init__(self, family: Family, device: torch.device, members: Sequence[Member], record: Tensor) -> None:
+    def __init__(self, family: Family, device: torch.device, members: Members, record: Tensor) -> None:
         super().__init__("reference", device, members, record)
         self._family = family
         self._hyper: Sequence[Hyper] = ()
-        self._pairs: list[tuple[int, Tensor]] = []
-        self._memory = self._parameter_memory()
+        self._found: dict[int, tuple[Column, Tensor]] = {}  # the columns of this step, and their gradients
 
-    def refresh(self, *, writes: bool) -> bool:
-        if self._parameter_memory() != self._memory:
-            return False
-        self._pairs = []
-        for t, member in enumerate(self.members):
-            if member.param.grad is None:
+    def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
+        self._found = {}
+        members = self.members
+        for t, (param, name, group) in enumerate(zip(members.params, members.names, members.groups, strict=True)):
+            column = None if param.grad is None else read(name, group, param)
+            if column is None:
                 continue
-            if member.states is None:
+            if column.param.device != self.device:
                 return False
-            grad = read_gradient(member)
-            assert grad is not None
-            self._pairs.append((t, grad))
-        self.written = [self.members[t].param for t, _ in self._pairs]
+            self._found[t] = column, read_gradient(param, name, column.param)
+        names = [members.names[t] for t in self._found]
+        check_apart(names, [column for column, _ in self._found.values()], self._gradients())
+        self.written = [members.params[t] for t in self._found]
         if writes:
-            check_written([self.members[t] for t, _ in self._pairs], [grad for _, grad in self._pairs])
+            check_written(names, self._gradients())
         return True
 
-    def _parameter_memory(self) -> list[object]:
-        return [(local(m.param).data_ptr(), m.param.dtype) for m in self.members if m.states is not None]
+    def _gradients(self) -> list[Tensor]:
+        return [grad for _, grad in self._found.values()]
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         self._hyper = [h._replace(lr=h.lr.view(())) if isinstance(h.lr, Tensor) else h for h in hyper]
 
     def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
         factor = scale.reciprocal() if scale is not None and divide else scale
-        flags = [torch.zeros_like(self.found_inf) for _ in self.members]
-        for t, grad in self._pairs:
+        flags = [torch.zeros_like(self.found_inf) for _ in self.members.params]
+        for t, (_, grad) in self._found.items():
             reference.grad_norm([grad], found_inf=flags[t])
-        grads = [grad for _, grad in self._pairs]
+        grads = self._gradients()
         self.norm.copy_(reference.grad_norm(grads, inv_scale=factor) if grads else torch.zeros_like(self.norm))
-        bad = torch.stack(flags) != 0 if flags else torch.zeros(1, dtype=torch.bool, device=self.device)
+        bad = torch.stack(flags) != 0
         self.found_inf.copy_(bad.any() if clear else (self.found_inf != 0) | bad.any())
         if clear:
             self.record[1] += 1
@@ -73,16 +71,18 @@ class ReferencePlan(Plan):
             coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             grad_scale = coefficient.reciprocal() if grad_scale is None else grad_scale / coefficient
         applied = 1 if found_inf is None else (found_inf == 0).to(torch.int32).view(())
-        for t, grad in self._pairs:
-            member = self.members[t]
-            param = local(member.param)
-            masters = [] if member.remainder is None else [member.remainder]
-            states = [[] if s is None else [s] for s in member.states or ()]
-            step = member.state["step"]
-            hyper = self._hyper[member.group]
+        for t, (column, grad) in self._found.items():
+            masters = [] if column.remainder is None else [column.remainder]
+            states = [[] if s is None else [s] for s in column.states]
+            hyper = self._hyper[self.members.groups[t]]
             self._family.reference(
-                [param], [grad], states, masters, hyper.values, lr=hyper.lr, steps_taken=step,
-                grad_scale=grad_scale, found_inf=found_inf,
+                [column.memory], [grad], states, masters, hyper.values, lr=hyper.lr,
+                steps_taken=unsigned(column.step), grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
-            step.add_(applied)
-        self._pairs = []  # gradients are not ours to keep
+            column.step.add_(applied)
+        self._found = {}  # gradients are not ours to keep
+
+
+def unsigned(step: Tensor) -> Tensor:
+    """What kernels read in an int32 count."""
+    return step.to(torch.int64) & 0xFFFFFFFF

@@ -12,10 +12,11 @@ from torch import Tensor
 from ..families import SGD
 from ..functional.unscale import moved
 from ..functional.update import update
-from ..ops.checks import as_list, check_memory, check_states, check_tensors
+from ..ops.checks import as_list, check_memory, check_same_shapes, check_states, check_tensors
 from ..ops.table import DTYPE_CODES
-from ._base import FusedOptimizer, wrapped
-from ._observe import kind, local
+from ._base import FusedOptimizer
+from ._observe import has_memory, kind, local
+from ._wrappers import wrapped
 
 # SGD whose gradient is what the average follows: average - lr * (average - weight).
 _FOLLOW = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 1.0, "nesterov": False, "maximize": True}
@@ -35,7 +36,8 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 
     Args:
         averages: an fp32 tensor for each parameter, in the order of the optimizer's groups, of its shape, device and,
-            if it is a DTensor, placement. ``[optimizer.master(p) for p in params]`` starts them.
+            if it is a DTensor, placement. ``[optimizer.master(p) for p in params]`` starts them. The average of a
+            parameter that the optimizer cannot train (an integer, for one) stays as it is.
         optimizer: ours.
         decay: from 0 to 1, as 0.9999.
 
@@ -53,11 +55,16 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
         raise (ValueError if is_number else TypeError)(f"ema_: decay must be a number from 0 to 1, got {decay!r}")
     params = [p for _, _, p in optimizer._named_parameters()]
     own, weights = [local(a) for a in as_list("ema_", "averages", averages)], [local(p) for p in params]
-    remainders = [optimizer._remainder_of(p) for p in params]
+    trainable = [t for t, p in enumerate(params) if p.dtype in DTYPE_CODES and has_memory(p)]
+    if len(own) != len(params):
+        check_same_shapes("ema_", "averages", own, weights)  # raises
+    followers, leaders = [own[t] for t in trainable], [weights[t] for t in trainable]
+    remainders = [optimizer._remainder_of(params[t]) for t in trainable]
     try:
-        _follow(own, weights, remainders, 1 - decay, optimizer._last_found_inf)
+        _follow(followers, leaders, remainders, 1 - decay, optimizer._last_found_inf)
     except (RuntimeError, TypeError, ValueError):  # C++ looks at its arguments without words
-        _check(own, weights)
+        check_same_shapes("ema_", "averages", own, weights)
+        _check(followers, leaders)
         raise
 
 
@@ -120,7 +127,7 @@ def _follow(
     by_device: dict[torch.device, list[int]] = {}
     for t, weight in enumerate(weights):
         by_device.setdefault(weight.device, []).append(t)
-    if len(averages) != len(weights) or len(by_device) > 1:  # before a device is done
+    if len(by_device) > 1:  # before a device is done
         _check(averages, weights)
     for device, members in by_device.items():
         kept = [r for t in members if (r := remainders[t]) is not None]

@@ -22,6 +22,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     either scaler a step pre-hook sees gradients as they are, scaled unless ``scaler.unscale_`` was called; a `step`
     that is overridden or wrapped sees them unscaled.
 
+    An optimizer that is created again over 16-bit weights starts from the rounded weights. `fp32_state_dict`, or the
+    optimizer's own state dict, keeps the bits below them.
+
     Args:
         params: parameters, groups or named parameters, as in torch.
         lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch; an fp32 tensor `lr` on the parameters'
@@ -29,8 +32,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         foreach, fused: accepted and ignored; the step is fused.
         differentiable: must be False.
         max_grad_norm: clip the global L2 norm of the gradients to this inside the step; nothing is written to the
-            gradients. The norm before clipping is then ``optimizer.grad_norm``. An option of every parameter group, the
-            same in all.
+            gradients. The norm before clipping is then ``optimizer.grad_norm``; `math.inf` measures it and clips
+            nothing. An option of every parameter group, the same in all. A checkpoint brings its own, as it brings lr.
 
     Raises:
         ValueError: an argument is out of its range.
@@ -59,8 +62,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     ) -> None:
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
-        super().__init__(params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, foreach=False)
-        self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
+        super().__init__(
+            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, max_grad_norm=max_grad_norm,
+            foreach=foreach, fused=fused,
+        )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         return ("momentum_buffer" if group["momentum"] != 0 else None,)

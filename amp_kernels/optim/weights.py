@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._base import FusedOptimizer, wrapped
+from ._base import FusedOptimizer
 from ._observe import kind
+from ._wrappers import wrapped
 
 _LOW = (torch.float16, torch.bfloat16)
 

@@ -36,9 +36,9 @@ class int8_saved_activations(contextlib.ContextDecorator):
     - other dtypes than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses.
 
     A tensor that several operators save is stored once, also through views. As everywhere in autograd, activations must
-    not be written through `.data`, NumPy or DLPack between operators that save them. Dense tensors come back with their strides,
-    views with gaps contiguous, expanded ones expanded. A block that holds NaN or inf comes back as NaN, so that the
-    gradient shows it and a GradScaler skips the step.
+    not be written through `.data`, NumPy or DLPack between operators that save them. Dense tensors come back with their
+    strides, views with gaps contiguous, expanded ones expanded. A block that holds NaN or inf comes back as NaN, so
+    that the gradient shows it and a GradScaler skips the step.
 
     Put the loss outside: `log_softmax` keeps logarithms, where half a step of the codes is a factor on the gradient.
     Under `torch.utils.checkpoint` (``use_reentrant=False``) the inputs of the checkpointed parts are what is quantized.

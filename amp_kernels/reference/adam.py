@@ -30,7 +30,7 @@ def adam_(
 ) -> None:
     """The formula of csrc/formulas/adam.h, AMSGrad iff `max_exp_avg_sqs` are given; `steps_taken` may be a 0-dim
     tensor."""
-    rate = lr.view(()) if isinstance(lr, Tensor) else lr
+    rate = lr.view(()).float() if isinstance(lr, Tensor) else lr
     added, taken = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
     for i, param in enumerate(parameters(params, masters)):
         fp32 = param.fp32()

@@ -27,7 +27,7 @@ def sgd_(
     found_inf: Tensor | None = None,
 ) -> None:
     """The formula of csrc/formulas/sgd.h; `is_first_step` may be a 0-dim bool tensor."""
-    rate = lr.view(()) if isinstance(lr, Tensor) else lr
+    rate = lr.view(()).float() if isinstance(lr, Tensor) else lr
     for i, param in enumerate(parameters(params, masters)):
         fp32 = param.fp32()
         g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)

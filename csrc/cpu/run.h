@@ -45,6 +45,7 @@ void run_update(const Update& update) {
       });
     });
   });
+  for (int64_t c = 0; c < update.table.chunk_count; ++c) raise_step(update.table, c);
 }
 
 }  // namespace amp_kernels::cpu

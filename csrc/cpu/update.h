@@ -87,7 +87,8 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
     prefetch_head<G>(update.table, later, kGrad);
     prefetch_head<M>(update.table, later, Params::kIsFp32 && !kJoins ? kParam : kMaster);
     if constexpr (std::is_same_v<M, int16_t>) prefetch_head<P>(update.table, later, kParam);
-    for (int k = 0; k < Formula::kStates; ++k) prefetch_head<float>(update.table, later, kState + k);
+    for (int k = 0; k < Formula::kStates; ++k)
+      if (update.form.states >> k & 1) prefetch_head<float>(update.table, later, kState + k);
   }
   const Params params(update.table, chunk);
   const int16_t* const rests = kJoins ? chunk.in<int16_t>(update.table, kMaster) : nullptr;
@@ -95,15 +96,14 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
   bool has[Formula::kStates];
   int present = 0;
   for (int k = 0; k < Formula::kStates; ++k) {
-    state[k] = chunk.in<float>(update.table, kState + k);
+    if (update.form.states >> k & 1) state[k] = chunk.in<float>(update.table, kState + k);
     has[k] = state[k] != nullptr;
     present |= has[k] << k;
   }
   const auto apply_here = apply_to<Formula>(present, std::make_integer_sequence<int, 1 << Formula::kStates>{});
   const int64_t group = update.table.at(kGroup, chunk.tensor);
   const Formula formula(update.hyper + group * kHyperColumns, *reinterpret_cast<const float*>(update.lr[group]), factor,
-                        update.steps[index], has);
-  ++update.steps[index];
+                        step_of(update.table, chunk.tensor), has);
 
   const bool ahead = asks_ahead();
   float staged[kUpdateBlock], joined[kUpdateBlock];

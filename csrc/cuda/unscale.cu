@@ -35,7 +35,7 @@ constexpr int kResidentBlocks = 4;
 constexpr int kResidentBlocks = 5;
 #endif
 
-using GradientWalk = ChunkWalk<kGradDtype + 1, /*kBackwards=*/false>;
+using GradientWalk = ChunkWalk<kGrad + 1, /*kBackwards=*/false>;
 constexpr int kReduced = 32;  // words of shared memory that a block's reductions take, before those of the header
 
 // fp64 runs at 1/64 of the fp32 rate on consumer GPUs: squares are added in fp32 within a pack and in fp64

@@ -344,7 +344,7 @@ using UpdateWalk = ChunkWalk<kState + V::kStates, /*kBackwards=*/true>;
 template <class V>
 __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(const Update update) {
   using Formula = typename V::Formula;
-  UpdateWalk<V> walk(update.table, update.steps, reinterpret_cast<int64_t*>(shared_memory()));
+  UpdateWalk<V> walk(update.table, nullptr, reinterpret_cast<int64_t*>(shared_memory()));
   if (is_skipped(update)) return;
   const float factor = update_factor(update);
   for (; walk.has_chunk(); walk.advance()) {
@@ -355,7 +355,8 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
     for (int k = 0; k < Formula::kStates; ++k) has[k] = arrays.has(k);
     const int64_t group = walk.row(kGroup);
     const float lr = *reinterpret_cast<const float*>(update.lr[group]);
-    const Formula formula(update.hyper + group * kHyperColumns, lr, factor, walk.count(), has);
+    const uint32_t step = *reinterpret_cast<const uint32_t*>(walk.row(kStep));
+    const Formula formula(update.hyper + group * kHyperColumns, lr, factor, step, has);
     const Packs<V> packs(walk, arrays);
     update_others(arrays, packs, formula);
     if (packs.is_aligned) {
@@ -364,8 +365,11 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
       if constexpr (V::kStraddles) update_ends(arrays, packs, walk, formula);
       update_packs<V, false>(arrays, packs, formula);
     }
-    if (threadIdx.x == 0) update.steps[walk.index()] = walk.count() + 1;
   }
+  // A count is raised once every thread of every block has read it.
+  barrier();
+  if (!is_last_block(reinterpret_cast<unsigned*>(update.ticket))) return;
+  for (int64_t c = threadIdx.x; c < update.table.chunk_count; c += kThreads) raise_step(update.table, c);
 }
 
 // Calls f with a Variant{} of the states: those that every parameter has, if no tensor has another, else all.

@@ -22,7 +22,7 @@ struct AdamFormula {
   float factor, one_minus_beta1, beta2, one_minus_beta2, eps, added_decay, shrinkage, rate, inverse_root;
   bool amsgrad;
 
-  AMP_KERNELS_HD AdamFormula(const float* hyper, float lr, float factor, int32_t step, const bool (&has)[kStates])
+  AMP_KERNELS_HD AdamFormula(const float* hyper, float lr, float factor, uint32_t step, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         one_minus_beta1(hyper[0]),
         beta2(1.0f - hyper[1]),
@@ -48,8 +48,8 @@ struct AdamFormula {
 
  private:
   // 1 - beta^t from 1 - beta: at the first step of beta = 0.999 the power itself, in fp32, would be 1e-5 off.
-  static AMP_KERNELS_HD float correction(float one_minus_beta, int32_t step) {
-    return -expm1f(static_cast<float>(step + 1) * log1pf(-one_minus_beta));
+  static AMP_KERNELS_HD float correction(float one_minus_beta, uint32_t step) {
+    return -expm1f((static_cast<float>(step) + 1.0f) * log1pf(-one_minus_beta));
   }
 };
 

@@ -19,7 +19,7 @@ struct RmspropFormula {
 
   float factor, lr, alpha, one_minus_alpha, centering, eps, weight_decay, momentum;
 
-  AMP_KERNELS_HD RmspropFormula(const float* hyper, float lr, float factor, int32_t, const bool (&has)[kStates])
+  AMP_KERNELS_HD RmspropFormula(const float* hyper, float lr, float factor, uint32_t, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         lr(lr),
         alpha(hyper[0]),

@@ -19,7 +19,7 @@ struct SgdFormula {
   bool first;
 
   // Without a momentum buffer every step is a first one: b = g.
-  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, int32_t step, const bool (&has)[kStates])
+  AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, uint32_t step, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         lr(lr),
         momentum(hyper[0]),

@@ -1,8 +1,10 @@
 // Where an operator runs: what a CPU and a GPU do differently around the same kernel arguments.
 //
 // Each class stands for one call on the device of a tensor:
-//   send(words, spare)     the words where its kernels read them, with memory for `spare` more behind them; both last
-//                          as long as this object and `words`
+//   send(words, spare, fill)
+//                          the words where its kernels read them, with memory for `spare` more behind them; both last
+//                          as long as this object and `words`. fill(address) may write words that hold addresses of
+//                          others
 //   run(pass)              the gradient pass
 //   run(family, update)    the update of one combination of dtypes
 //   load_send(), load_pass(), load_update(family, form)
@@ -32,8 +34,10 @@ class Cpu {
 
   explicit Cpu(const Tensor&) {}
 
-  int64_t* send(std::vector<int64_t>& words, int64_t spare = 0) {
+  template <class Fill>
+  int64_t* send(std::vector<int64_t>& words, int64_t spare, const Fill& fill) {
     words.resize(words.size() + spare);
+    fill(words.data());
     return words.data();
   }
 
@@ -61,10 +65,12 @@ class Cuda : public cuda::Dispatch {
       : tensor_(tensor), guard_(tensor.get_device_index()), stream_(cuda::current_stream(tensor)) {}
 
   // Bytes travel as kernel arguments: nothing waits, and a captured copy depends on no host memory.
-  int64_t* send(std::vector<int64_t>& words, int64_t spare = 0) {
+  template <class Fill>
+  int64_t* send(std::vector<int64_t>& words, int64_t spare, const Fill& fill) {
     const auto count = static_cast<int64_t>(words.size());
     memory_.push_back(cuda::workspace_beside(tensor_, (count + spare) * static_cast<int64_t>(sizeof(int64_t))));
     auto* const at = data<int64_t>(memory_.back());
+    fill(at);
     cuda::launch_send(words.data(), at, count, stream_);
     return at;
   }

@@ -1,14 +1,19 @@
-// What a step has to know of every parameter, as Python sees it: one call where Python's own getters take half a dozen
-// sweeps over objects that a step finds cold.
+// What a step reads of Python's objects, in compiled code: Python's own getters take half a dozen sweeps over objects
+// that a step finds cold. amp_kernels/optim/_observe.py says what the functions do.
 #pragma once
 
 #include "python.h"
 
 namespace amp_kernels {
 
-// observe(parameters: list, states: list, (starts: int, ends: int, count: int), seen: int, places: int, writes: bool,
-//         (dlpack_exchange_api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)), see
-// amp_kernels/optim/_observe.py.
-PyObject* observe(PyObject* module, PyObject* arguments);
+// sweep(parameters: list, states: list, groups: list, keys: tuple, device: tuple, table: int, forms: int, checked: int,
+//       writes: bool, torch: tuple) -> (columns left to Python, columns with a gradient)
+PyObject* sweep(PyObject* module, PyObject* arguments);
+
+// apart(table: int, forms: int, columns: int, rows: int, checked: int, spans: int) -> int
+PyObject* apart(PyObject* module, PyObject* arguments);
+
+// same(lists: list, copies: list, states: dict, keys: list, values: list) -> bool
+PyObject* same(PyObject* module, PyObject* arguments);
 
 }  // namespace amp_kernels

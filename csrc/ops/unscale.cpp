@@ -18,7 +18,7 @@ Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, b
   Device device(found_inf);
   Dense dense;
   const auto count = static_cast<int64_t>(grads.size());
-  HostTable table(kGradDtype + 1, count);
+  HostTable table(kGrad + 1, count);
   for (int64_t t = 0; t < count; ++t) table.put(t, dense(operands[t]));
   std::vector<int64_t> columns(count);
   std::iota(columns.begin(), columns.end(), 0);
@@ -29,7 +29,7 @@ Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, b
   const int64_t chunks_at = words.add(chunks.words);
   const int64_t record_at = words.add(std::vector<int64_t>(sizeof(Record) / sizeof(int64_t)));
   const auto partials_at = static_cast<int64_t>(words.get().size());
-  int64_t* const at = device.send(words.get(), chunks.count());
+  int64_t* const at = device.send(words.get(), chunks.count(), [](int64_t*) {});
   const Tensor norm = torch::stable::new_empty(found_inf, {});
   device.run({{at, count, reinterpret_cast<int32_t*>(at + chunks_at), chunks.count(), chunks.size},
               data<float>(scale),

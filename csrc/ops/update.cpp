@@ -135,38 +135,46 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
   std::vector<float> numbers(kHyperColumns + 1);
   std::copy(hyper.begin(), hyper.end(), numbers.begin());
   numbers[kHyperColumns] = static_cast<float>(lr);
-  const int64_t hyper_at = words.add(numbers);
-  int64_t* const at = device.send(words.get());
-  auto* const hyper_there = reinterpret_cast<float*>(at + hyper_at);
-  const float* const rate = tensor_lr.has_value() ? data<float>(tensor_lr) : hyper_there + kHyperColumns;
-
+  const int64_t hyper_at = words.add(numbers), rate_at = words.add(std::vector<int64_t>(2)), ticket_at = rate_at + 1;
+  const int64_t steps_at = words.add(std::vector<int64_t>((table.tensors() + 1) / 2, steps_taken | steps_taken << 32));
+  struct Launch {
+    Form form;
+    Chunks chunks;
+    int64_t at;
+  };
+  std::vector<Launch> launches;
   operands.each_form([&](const Form& form, const std::vector<int64_t>& columns) {
-    const Chunks chunks = table.cut(columns, device.load_update(family, form));
-    Words more;
-    more.add(std::vector<int64_t>{reinterpret_cast<int64_t>(rate)});
-    const int64_t chunks_at = more.add(chunks.words), count = chunks.count();
-    const int64_t steps_at = more.add(std::vector<int64_t>((count + 1) / 2, steps_taken | steps_taken << 32));
-    int64_t* const there = device.send(more.get());
-    device.run(family, {{at, table.tensors(), reinterpret_cast<int32_t*>(there + chunks_at), count, chunks.size},
-                        reinterpret_cast<int32_t*>(there + steps_at),
-                        hyper_there,
-                        there,
+    Chunks chunks = table.cut(columns, device.load_update(family, form));
+    const int64_t chunks_at = words.add(chunks.words);
+    launches.push_back({form, std::move(chunks), chunks_at});
+  });
+  int64_t* const at = device.send(words.get(), 0, [&](int64_t* there) {
+    const auto* const steps = reinterpret_cast<int32_t*>(there + steps_at);
+    for (int64_t t = 0; t < table.tensors(); ++t)
+      words.get()[kStep * table.tensors() + t] = reinterpret_cast<int64_t>(steps + t);
+    const float* const own = reinterpret_cast<float*>(there + hyper_at) + kHyperColumns;
+    words.get()[rate_at] = reinterpret_cast<int64_t>(tensor_lr.has_value() ? data<float>(tensor_lr) : own);
+  });
+  for (const auto& [form, chunks, chunks_at] : launches)
+    device.run(family, {{at, table.tensors(), reinterpret_cast<int32_t*>(at + chunks_at), chunks.count(), chunks.size},
+                        reinterpret_cast<int32_t*>(at + ticket_at),
+                        reinterpret_cast<float*>(at + hyper_at),
+                        at + rate_at,
                         data<float>(grad_scale),
                         data<float>(found_inf),
                         /*grad_norm=*/nullptr,
                         /*max_norm=*/0.0f,
                         form});
-  });
   operands.copy_back();
 }
 
 template <class Device>
-void update_table(std::string family, Tensor table, Tensor chunks, int64_t chunk_size, Tensor steps, Tensor hyper,
+void update_table(std::string family, Tensor table, Tensor chunks, int64_t chunk_size, Tensor record, Tensor hyper,
                   Tensor lr, int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states,
                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm,
                   double max_norm) {
   const Form form = make_form(param_dtype, split, grad_dtype, states);
-  Device(table).run(family, make_update(table, chunks, chunk_size, steps, hyper, lr, form, grad_scale, found_inf,
+  Device(table).run(family, make_update(table, chunks, chunk_size, record, hyper, lr, form, grad_scale, found_inf,
                                         grad_norm, max_norm));
 }
 

@@ -8,6 +8,7 @@ import dataclasses
 import functools
 import inspect
 import itertools
+import math
 import os
 import pickle
 import subprocess
@@ -32,7 +33,7 @@ STEPS, OVERFLOW = 20, 5
 
 @pytest.fixture(autouse=True)
 def once_a_test(monkeypatch):
-    """A process may call `initialize` once, and this one runs many tests."""
+    """Tests begin as a process does, before `initialize`."""
     monkeypatch.setattr(amp, "_set_up", None)
 
 
@@ -475,6 +476,82 @@ def test_containers_keep_their_classes_and_modules_their_weights():
     assert found["other"] == [] and largest.indices.dtype is torch.int64
 
 
+# ---------------------------------------------------------------------------------------------------------- once again
+@pytest.mark.parametrize("ours", [FusedSGD, FusedAdamW])
+@pytest.mark.parametrize("level", ["O0", "O1", "O2", "O3"])
+def test_a_cell_that_is_run_twice(ours, level):
+    """The same model and optimizer, trained a while: they go on bit for bit, under a new scale."""
+    options = {"opt_level": level, "verbosity": 0, "max_loss_scale": 64.0}
+    runs = []
+    for again in (False, True):
+        net = network()
+        net, optimizer = amp.initialize(net, CLASSES[ours](net.parameters(), **OPTIONS[ours]), **options)
+        for step in range(4):
+            if again and step == 2:
+                same = amp.initialize(net, optimizer, **options)
+                assert same[0] is net and same[1] is optimizer and type(optimizer) is ours
+            backward(net, optimizer, step)
+            optimizer.step(), optimizer.zero_grad()
+        runs.append((net, optimizer))
+    assert type(runs[0][0]).__mro__ == type(runs[1][0]).__mro__ and len(optimizer._optimizer_step_post_hooks) == 1
+    assert_same_training(*runs)
+
+
+@pytest.mark.parametrize("new", ["nothing", "model and optimizer", "optimizer"])
+def test_a_second_call_starts_again(new):
+    net, optimizer = prepared("O1", num_losses=2, max_loss_scale=64.0)
+    backward(net, optimizer, 0, torch.inf)  # a verdict that no step has taken
+    earlier = optimizer
+    if new == "model and optimizer":
+        net = network(seed=1)
+    if new != "nothing":
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer = amp.initialize(net, optimizer, opt_level="O2", max_loss_scale=512.0, verbosity=0)
+    assert amp.state_dict().keys() == {"loss_scaler0"} and scale_of() == 512
+    assert net[0].weight.dtype is torch.float16 and net[1].weight.dtype is torch.float32
+    seen = []
+    net[0].register_forward_pre_hook(lambda _, x: seen.append((x[0].dtype, torch.is_autocast_enabled("cpu"))))
+    optimizer.zero_grad()
+    before = net[3].weight.detach().clone()
+    backward(net, optimizer, 1)
+    optimizer.step()
+    assert seen == [(torch.float16, False)]  # cast once, and not by the level before
+    assert not torch.equal(net[3].weight, before)
+    if optimizer is not earlier:
+        with pytest.raises(TypeError, match=r"the last amp\.initialize returned, got another FusedSGD"):
+            backward(net, earlier, 2)
+
+
+@pytest.mark.parametrize("again", [True, False], ids=["same optimizer", "new optimizer"])
+@pytest.mark.parametrize("level", ["O0", "O1"])
+def test_weights_that_become_fp32_again_are_their_masters(level, again):
+    net, optimizer = prepared("O2", max_loss_scale=64.0)
+    for step in range(2):
+        backward(net, optimizer, step)
+        optimizer.step(), optimizer.zero_grad()
+    masters = [optimizer.master(p) for p in net.parameters()]
+    assert any(not torch.equal(m.half().float(), m) for m in masters)
+    if not again:
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    net, optimizer = amp.initialize(net, optimizer, opt_level=level, verbosity=0)
+    assert all(p.dtype is torch.float32 for p in net.parameters())
+    assert all(map(torch.equal, net.parameters(), masters))
+    backward(net, optimizer, 2)
+    optimizer.step()
+    assert not torch.equal(net[3].weight, masters[-2])
+
+
+def test_a_refused_second_call_changes_nothing():
+    net, optimizer = prepared("O2")
+    other = network(seed=1).double()
+    for arguments, message in (((net, 3), "optimizers must be"), (([net, other], optimizer), "0.weight of models.1.")):
+        with pytest.raises(TypeError, match=message):
+            amp.initialize(*arguments, opt_level="O1", verbosity=0)
+    assert net[0].weight.dtype is torch.float16
+    backward(net, optimizer, 0)  # still at O2
+    optimizer.step()
+
+
 # --------------------------------------------------------------------------------------------------------- checkpoints
 def test_checkpoints_go_on_bit_for_bit(monkeypatch):
     net, optimizer = prepared("O2", max_loss_scale=512.0)
@@ -602,12 +679,6 @@ def test_nothing_changes_before_an_error(bad):
         assert {p.dtype for p in model.parameters()} == {torch.float32} and "forward" not in vars(model)
 
 
-def test_a_second_call_raises():
-    bare()
-    with pytest.raises(RuntimeError, match="must be called once in a process, got a second call"):
-        bare()
-
-
 def test_sentences_of_scale_loss():
     net, optimizer = prepared("O2")
     loss = net(batch(0)[0]).sum()
@@ -621,7 +692,7 @@ def test_sentences_of_scale_loss():
             pass
     stranger = FusedSGD(network().parameters())
     with (
-        pytest.raises(TypeError, match=r"that amp\.initialize returned, got another FusedSGD"),
+        pytest.raises(TypeError, match=r"that the last amp\.initialize returned, got another FusedSGD"),
         amp.scale_loss(loss, stranger),
     ):
         pass
@@ -639,6 +710,27 @@ def test_sentences_of_load_state_dict():
     for wrong in ({}, {"loss_scaler0": {}}, {"loss_scaler0": {"x": 1}}, {"loss_scaler0": of_apex, "loss_scaler1": {}}):
         with pytest.raises(ValueError, match="state_dict must hold the scale of loss_scaler0, got"):
             amp.load_state_dict(wrong)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"loss_scale": math.inf, "unskipped": 0},
+        {"loss_scale": "64.0", "unskipped": 0},
+        {"loss_scale": 64.0, "unskipped": -1},
+        {"scale": math.nan, "_growth_tracker": 0},
+        {"scale": 64.0, "_growth_tracker": 1.5},
+        {"scale": 64.0, "_growth_tracker": 0, "skipped_steps": -1},
+    ],
+    ids=str,
+)
+def test_a_refused_scale_changes_none(wrong):
+    """Neither that of the loss that it is for nor that of another one."""
+    prepared("O1", num_losses=2)
+    before = amp.state_dict()
+    with pytest.raises((TypeError, ValueError), match=r"amp\.load_state_dict: loss_scaler1: \w+ must be"):
+        amp.load_state_dict({"loss_scaler0": {"loss_scale": 2.0, "unskipped": 7}, "loss_scaler1": wrong})
+    assert amp.state_dict() == before
 
 
 @pytest.mark.parametrize("verbosity", [0, 1])

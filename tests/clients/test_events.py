@@ -1,9 +1,9 @@
 """Whatever happens between steps, in whatever order: training ends where torch.optim ends on fp64 copies.
 
 A program is data: parameters, options and a list of events. `run` interprets it. After each step every parameter that
-was updated is compared with torch's, every other must have kept its bits; at the end so are the states. Not among the
-events, since no version counter shows them: writes into a 16-bit parameter's memory through ``.data``, and a new
-``.data`` at the old address.
+was updated is compared with torch's, every other must have kept its bits; at the end so are the states. After every
+event the keys in the state that are not the optimizer's must be what they were. A checkpoint that is refused must have
+changed nothing. Not among the events: a new ``.data`` at the old address.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import io
 import itertools
 import math
 import pickle
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -32,6 +33,23 @@ INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
 # Of the largest element, after up to a dozen steps of some 1e-2 each. test_updates.py holds the last bits of a step to
 # the error rule.
 TOLERANCE = 1e-5
+
+
+DOORS = ("by data", "by detach", "by dlpack", "by numpy")  # of writes in place
+# Keys in the state that others own. Not a string: torch loads "x" as "<generator object ...>".
+FOREIGN: dict[str, Any] = {"slow": None, "counter": 3, "flag": True, "times": [1, 2]}
+BAD_STEPS: dict[str, Any] = {
+    "step None": None, "step NaN": torch.tensor(math.nan), "step -5": torch.tensor(-5.0), "step 2^40": 2.0**40,
+    "step list": [3], "step vector": torch.ones(2), "step str": "3",
+}  # fmt: skip
+BAD_STATES: dict[str, Callable[[Any], Any]] = {
+    "of another shape": lambda shape: torch.zeros(*shape, 3),
+    "int": lambda shape: torch.zeros(shape, dtype=torch.int32),
+    "complex": lambda shape: torch.zeros(shape, dtype=torch.complex64),
+    "meta": lambda shape: torch.zeros(shape, device="meta"),
+    "no tensor": lambda _: 3,
+    "sparse": lambda shape: torch.sparse_coo_tensor(size=shape),
+}
 
 
 class Program(NamedTuple):
@@ -128,6 +146,31 @@ def assert_same(after: Tensor, before: Tensor, what: str) -> None:
     assert not testing.common.differing(after.detach(), before), f"{what} changed"
 
 
+@torch.no_grad()
+def write(x: Tensor, values: Tensor, door: str) -> None:
+    """In place, by ways that autograd's version counter shows or does not."""
+    if door == "by data":
+        x.data.copy_(values)
+    elif door == "by detach":
+        x.detach().copy_(values)
+    elif door == "by dlpack" and not x.is_neg():
+        torch.from_dlpack(x.detach().__dlpack__()).copy_(values)
+    elif door == "by numpy" and x.device.type == "cpu" and x.dtype is not torch.bfloat16:
+        x.detach().numpy()[...] = values.numpy()
+    else:
+        x.copy_(values)
+
+
+def bits(value: Any) -> Any:
+    """A copy that ``==`` compares, of a state dict or a part of it."""
+    if isinstance(value, Tensor):
+        flat = torch.empty(value.numel(), dtype=value.dtype).copy_(value.detach().reshape(-1))
+        return str(value.dtype), tuple(value.shape), flat.view(torch.uint8).tolist()
+    if isinstance(value, dict):
+        return {key: bits(v) for key, v in value.items()}
+    return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
+
+
 class Training:
     """A program under way. Methods without underscore are its events, on ours and on torch's.
 
@@ -152,6 +195,8 @@ class Training:
         self.scale, self.good_steps, self.skipped_steps = (INIT_SCALE if kind else 1.0), 0, 0
         self.meddles = program.family.startswith("meddling")
         self.saved: dict[str, Any] | None = None
+        self.foreign: list[dict[str, Any]] = [{} for _ in self.params]
+        self.is_shared = False  # a state lies in shared memory, where other processes expect it
         self.poison: list[Tensor] = []
 
     def _values(self, shape: Iterable[int]) -> Tensor:
@@ -302,6 +347,8 @@ class Training:
         """The same values in other memory, or new ones: plus 3, so that no remainder fits."""
         i %= len(self.params)
         p = self.params[i]
+        if self.is_shared and how not in ("share", "clone", "new", "in place", *DOORS):
+            return  # it would need another state
         if how == "share":
             p.share_memory_()
         elif how == "clone":
@@ -309,9 +356,8 @@ class Training:
         elif how in ("contiguous", "transposed", "gaps", "channels_last", "misaligned"):
             p.data = laid_out(p.data, how)
         else:
-            if how == "in place":
-                with torch.no_grad():
-                    p.add_(3)
+            if how == "in place" or how in DOORS:
+                write(p, p.detach() + 3, how)
             else:
                 p.data = (p.data + 3).to(DTYPES.get(how, p.dtype))
             master = self.ours.master(p)
@@ -321,9 +367,12 @@ class Training:
             self.saved = None
 
     def new_state(self, k: int, how: str) -> None:
-        """Other memory for one of all states, or half its values."""
+        """Other memory for one of all states, or half its values, by the door that is named."""
         found = [
-            (p, q, key) for p, q in zip(self.params, self.copies, strict=True) for key in self.ours.state.get(p, ())
+            (p, q, key)
+            for p, q in zip(self.params, self.copies, strict=True)
+            for key in self.ours.state.get(p, ())
+            if key not in FOREIGN and isinstance(self.ours.state[p][key], Tensor)  # a step may be an int for now
         ]
         if not found:
             return
@@ -334,6 +383,7 @@ class Training:
             value.data = value.data.clone()
         elif how == "share":
             value.share_memory_()
+            self.is_shared = True
         elif how == "set":
             value.set_(value.clone())
         elif how == "swap":
@@ -343,9 +393,69 @@ class Training:
         elif how == "dict":
             self.ours.state[p] = {**state, key: value.clone()}
         elif key not in ("remainder", "step"):
-            value.mul_(0.5)
+            write(value, value * 0.5, how)
             if self.theirs.state.get(q, {}).get(key) is not None:
                 self.theirs.state[q][key].mul_(0.5)
+
+    def count(self, k: int, steps: int, how: str) -> None:
+        """Another count of steps, written in place by a door or as an entry."""
+        found = [
+            (p, q) for p, q in zip(self.params, self.copies, strict=True) if self.theirs.state.get(q, {}).get("step")
+        ]
+        if not found:
+            return
+        p, q = found[k % len(found)]
+        state = self.ours.state[p]
+        if how == "int" or not isinstance(state["step"], Tensor):
+            state["step"] = steps
+        elif how == "float":
+            state["step"] = torch.tensor(float(steps))
+        else:
+            write(state["step"], torch.full_like(state["step"], steps), how)
+        self.theirs.state[q]["step"].fill_(steps)
+
+    def attach(self, i: int, key: str) -> None:
+        """What others keep in the state: Lookahead's slow weights, counters, notes. torch casts floats as it loads."""
+        i %= len(self.params)
+        p = self.params[i]
+        value = FOREIGN[key]
+        if key == "slow":
+            value = torch.full(p.shape, float(next(self.numbers) % 128), device=self.device)
+        self.ours.state[p][key] = value
+        self.foreign[i][key] = copy.deepcopy(value)
+
+    def _check_foreign(self) -> None:
+        for i, (p, expected) in enumerate(zip(self.params, self.foreign, strict=True)):
+            found = {key: value for key, value in self.ours.state.get(p, {}).items() if key in FOREIGN}
+            assert found.keys() == expected.keys(), f"keys of others in the state of parameter {i}"
+            for key, value in expected.items():
+                is_same = torch.equal(found[key].float(), value.float()) if key == "slow" else found[key] == value
+                assert is_same, f"{key} of parameter {i}"
+
+    def cast_around(self, reads: list[str]) -> None:
+        """Weights are cast to fp32, as for an evaluation, and back; what reads the optimizer meanwhile changes nothing.
+
+        A checkpoint made meanwhile has the masters if the weights tell which 16-bit dtype they had.
+        """
+        low = [(i, p, p.dtype) for i, p in enumerate(self.params) if p.dtype is not torch.float32]
+        dtypes = {dtype for _, _, dtype in low}
+        is_ambiguous = any(torch.equal(p.bfloat16().float(), p.float()) for _, p, _ in low)
+        is_told = dtypes <= {torch.bfloat16} or (dtypes == {torch.float16} and not is_ambiguous)
+        masters = [self.ours.master(p) for _, p, _ in low]
+        for _, p, _ in low:
+            p.data = p.data.float()
+        for read in reads:
+            if read == "save" and is_told:
+                self.save()
+            elif read == "master":
+                for p in self.params:
+                    self.ours.master(p)
+            else:
+                self.ours.state_dict()
+        for _, p, dtype in low:
+            p.data = p.data.to(dtype)
+        for (i, p, _), master in zip(low, masters, strict=True):
+            assert_same(self.ours.master(p), master, f"the master of parameter {i}")
 
     def add_group(self, spec: tuple[tuple[int, ...], str, str], lr: float) -> None:
         if len(self.params) > 6:
@@ -354,6 +464,7 @@ class Training:
         q = self._copy(p)
         self.params.append(p)
         self.copies.append(q)
+        self.foreign.append({})
         self.ours.add_param_group({"params": [p], "lr": lr})
         self.theirs.add_param_group({"params": [q], "lr": lr})
         self.saved = None
@@ -384,6 +495,7 @@ class Training:
                 "theirs": self.theirs.state_dict(),
                 "scaler": self.scaler and self.scaler.state_dict(),
                 "expected": (self.scale, self.good_steps, self.skipped_steps),
+                "foreign": self.foreign,
             }
         )
 
@@ -395,7 +507,8 @@ class Training:
         if how != "same":
             groups = [{"params": group["params"]} for group in self.ours.param_groups]
             self.ours = self.kind(groups, **self.options)
-        if how == "torch" and all(p.dtype is torch.float32 for p in self.params):
+        has_steps = all("step" in entry for entry in state["state"].values())  # torch expects it beside foreign keys
+        if how == "torch" and has_steps and all(p.dtype is torch.float32 for p in self.params):
             groups = [{"params": [self._copy(p, p.dtype) for p in group["params"]]} for group in self.ours.param_groups]
             between = type(self.theirs)(groups, lr=0.1)
             between.load_state_dict(state)
@@ -410,9 +523,59 @@ class Training:
         if weights_first:
             self.ours.load_state_dict(state)
         self.theirs.load_state_dict(saved["theirs"])
+        for i, (p, q) in enumerate(zip(self.params, self.copies, strict=True)):
+            if p.dtype is not torch.float32 and "master" not in state["state"].get(i, {}):
+                # Not stepped before it was saved. A checkpoint without any master leaves the remainders of now.
+                master = self.ours.master(p)
+                assert_same(p, master.to(p.dtype), f"parameter {i}, which its master rounds to,")
+                q.data.copy_(master)
         if self.scaler is not None:
             self.scaler.load_state_dict(saved["scaler"])
         self.scale, self.good_steps, self.skipped_steps = saved["expected"]
+        self.foreign = saved["foreign"]
+
+    def refused(self, k: int, how: str) -> None:
+        """A checkpoint with a fault in it."""
+        state = copy.deepcopy(self.ours.state_dict())
+        counted = [entry for entry in state["state"].values() if "step" in entry]
+        if not counted:
+            return
+        entry = counted[k % len(counted)]
+        needed = sorted(entry.keys() - {"step", "master", *FOREIGN})  # these are there after a step
+        tensors = sorted(entry.keys() - {"step", *FOREIGN})
+        shape = next((entry[key].shape for key in tensors), ())
+        if how == "missing" and needed and self.is_counted:
+            del entry[needed[k % len(needed)]]
+        elif how in BAD_STEPS:
+            entry["step"] = BAD_STEPS[how]
+        elif how in BAD_STATES and tensors:
+            entry[tensors[k % len(tensors)]] = BAD_STATES[how](shape)
+        elif how == "family":
+            other = next(kind for kind in TORCH if not issubclass(self.kind, kind))
+            state = other([p.detach().clone() for p in self.params], lr=99.0).state_dict()
+            assert len(state["param_groups"]) == 1
+            sizes = [len(group["params"]) for group in self.ours.param_groups]
+            numbers = iter(range(sum(sizes)))
+            groups = [{**state["param_groups"][0], "params": [next(numbers) for _ in range(n)]} for n in sizes]
+            state["param_groups"] = groups
+        else:
+            return
+        for group in state["param_groups"]:
+            group["lr"] = 99.0
+
+        def everything() -> Any:
+            states = [dict(self.ours.state.get(p, {})) for p in self.params]
+            groups = [{k: v for k, v in group.items() if k != "params"} for group in self.ours.param_groups]
+            return bits([self.params, states, groups, self.ours.state_dict()["state"]])
+
+        before = everything()
+        try:
+            self.ours.load_state_dict(state)
+        except (TypeError, ValueError) as error:
+            assert "load_state_dict" in str(error), error
+        else:
+            raise AssertionError(f"a wrong checkpoint ({how}) was loaded")
+        assert everything() == before, f"a refused checkpoint ({how}) changed something"
 
     def copied(self, how: str) -> None:
         """All that a training script holds; gradients, hooks and wrapped steps stay behind, as with torch."""
@@ -444,19 +607,26 @@ class Training:
     def _check_states(self) -> None:
         ours, theirs = self.ours.state_dict()["state"], self.theirs.state_dict()["state"]
         for i in range(len(self.params)):
-            mine = {k: v for k, v in ours.get(i, {}).items() if k != "master" and (self.is_counted or k != "step")}
+            ignored = {"master", *FOREIGN, *(() if self.is_counted else ("step",))}
+            mine = {k: v for k, v in ours.get(i, {}).items() if k not in ignored}
             other = {k: v for k, v in theirs.get(i, {}).items() if v is not None}
-            assert mine.keys() == other.keys(), f"states of parameter {i}"
+            assert mine.keys() == other.keys(), f"states of parameter {i}: {sorted(mine)} for {sorted(other)}"
             for key, value in other.items():
                 assert_close(torch.as_tensor(mine[key]), torch.as_tensor(value), f"{key} of parameter {i}")
 
 
 def run(program: Program, backend: str = "cpu", device: torch.device = CPU) -> None:
-    training = Training(program, backend, device)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "GradScaler: optimizers stepped, but no parameter")
+        _run(Training(program, backend, device), program)
+
+
+def _run(training: Training, program: Program) -> None:
     for name, *arguments in program.events:
         with amp_kernels.use_backend(training.backend):
             getattr(training, name)(*arguments)
         training._poison()
+        training._check_foreign()
     training._check_states()
 
 
@@ -500,10 +670,14 @@ OTHER = st.one_of(
     st.tuples(
         st.just("new_data"),
         SMALL,
-        choices("clone", "share", "contiguous", "transposed", "gaps", "misaligned", "new", "in place", *DTYPES),
+        choices("clone", "share", "contiguous", "transposed", "gaps", "misaligned", "new", "in place", *DOORS, *DTYPES),
     ),
     st.tuples(st.just("new_state"), st.integers(0, 11), choices("data", "share", "set", "swap")),
-    st.tuples(st.just("new_state"), st.integers(0, 11), choices("entry", "dict", "halve")),
+    st.tuples(st.just("new_state"), st.integers(0, 11), choices("entry", "dict", "halve", *DOORS)),
+    st.tuples(st.just("count"), SMALL, choices(1, 7, 100), choices("int", "float", "in place", *DOORS)),
+    st.tuples(st.just("attach"), SMALL, choices(*FOREIGN)),
+    st.tuples(st.just("cast_around"), st.lists(choices("state_dict", "master", "save"), min_size=1, max_size=2)),
+    st.tuples(st.just("refused"), SMALL, choices("missing", "missing", "family", *BAD_STEPS, *BAD_STATES)),
     st.tuples(st.just("save")),
     st.tuples(st.just("load"), choices("same", "new", "torch"), st.booleans()),
     st.tuples(st.just("copied"), choices("deepcopy", "pickle", "save")),

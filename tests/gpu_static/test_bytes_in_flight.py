@@ -93,6 +93,16 @@ def test_updates_ask_for_everything_before_they_wait(kernels: Mapping[str, list[
     assert short == {}
 
 
+def test_updates_draw_their_ticket_behind_a_barrier(kernels: Mapping[str, list[nvcc.Kernel]]) -> None:
+    """Else a thread of the block could read a count that the last block has raised. On the emulator, where blocks run
+    one by one, none could."""
+    for name, code in named(kernels["update"]).items():
+        opcodes = [instruction.opcode for instruction in sass.instructions(code)]
+        ticket = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("ATOM"))
+        before = [opcode for opcode in opcodes[:ticket] if opcode.startswith(("BAR.SYNC", "LDG.", "LD."))]
+        assert before[-1].startswith("BAR"), name
+
+
 @pytest.mark.parametrize("source", sorted(STREAMING))
 def test_every_streaming_kernel_is_in_the_table(source: str, kernels: Mapping[str, list[nvcc.Kernel]]) -> None:
     patterns = [row.kernels for row in TABLE if row.source == source] + [NO_STREAMS.get(source, "^$")]

@@ -52,7 +52,7 @@ def test_min_scale(device):
         assert bounded.get_scale() == 8.0
     with pytest.warns(UserWarning, match="50 steps in a row") if device.type == "cpu" else contextlib.nullcontext():
         assert run_scales(started(device), device, "x" * 160)[-1] == 0.0  # torch's way
-    with pytest.raises(ValueError, match="min_scale must be a number of at least 0, got -1"):
+    with pytest.raises(ValueError, match="min_scale must be a finite number of at least 0, got -1"):
         started(device, min_scale=-1)
 
 
@@ -72,14 +72,14 @@ def test_max_scale(device):
         assert bounded.get_scale() == 8.0
     scaler.update(64.0)
     assert scaler.get_scale() == 64.0  # as given
-    with pytest.raises(ValueError, match=r"max_scale must be a number of at least 2, got 1.0"):
+    with pytest.raises(ValueError, match=r"max_scale must be a number of at least min_scale, 2, got 1.0"):
         started(device, min_scale=2.0, max_scale=1.0)
-    with pytest.raises(ValueError, match=r"max_scale must be a number of at least 0, got nan"):
+    with pytest.raises(ValueError, match=r"max_scale must be a number above 0, got nan"):
         started(device, max_scale=math.nan)
-    with pytest.raises(ValueError, match=r"max_scale must be above 0, got 0"):
+    with pytest.raises(ValueError, match=r"max_scale must be a number above 0, got 0"):
         started(device, max_scale=0)
     for name, wrong in (("max_scale", None), ("max_scale", "8"), ("min_scale", "1"), ("min_scale", True)):
-        with pytest.raises(TypeError, match=f"{name} must be a number of at least 0, got {wrong!r}"):
+        with pytest.raises(TypeError, match=f"{name} must be a .*number .*, got {wrong!r}"):
             started(device, **{name: wrong})
 
 
@@ -174,29 +174,113 @@ def test_an_eps_that_is_0_in_fp16_warns_once(device, kind):
         assert steps(torch.float16, fused=True) == []  # its kernels compute in fp32
 
 
-@pytest.mark.parametrize("around", ["optim", "optimizer"])
-def test_an_eps_within_a_wrapper(around):
-    class Wrapper(torch.optim.Optimizer):
-        def __init__(self, inner: torch.optim.Optimizer) -> None:
-            super().__init__(inner.param_groups, {})
-            setattr(self, around, inner)
+def steps_in(optimizer: torch.optim.Optimizer) -> list[str]:
+    """What a step with gradients of 1 warns of."""
+    scaler = started(torch.device("cpu"))
+    for group in optimizer.param_groups:
+        for p in group["params"]:
+            p.grad = torch.ones_like(p)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        scaler.step(optimizer)
+        scaler.update()
+    return [str(w.message) for w in caught]
 
-        def step(self, closure: None = None) -> None:
-            getattr(self, around).step()
 
-    def steps(make: type[torch.optim.Optimizer]) -> list[str]:
-        p = torch.nn.Parameter(torch.ones(3).half())
-        optimizer, scaler = Wrapper(make([p], lr=0.1)), started(torch.device("cpu"))
-        p.grad = torch.ones_like(p)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
+class Around(torch.optim.Optimizer):
+    def __init__(self, name: str, inner: torch.optim.Optimizer) -> None:
+        super().__init__(inner.param_groups, {})
+        self.name = name
+        setattr(self, name, inner)
+
+    def step(self, closure: None = None) -> None:
+        getattr(self, self.name).step()
+
+
+NAMES = ("optim", "optimizer", "_base_optimizer", "base_optimizer", "opt", "inner", "_Around__hidden")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("depth", [1, 2])
+def test_an_eps_within_a_wrapper(name, depth):
+    def wrapper(make: type[torch.optim.Optimizer]) -> torch.optim.Optimizer:
+        optimizer = make([torch.nn.Parameter(torch.ones(3).half())], lr=0.1)
+        optimizer.other = FusedAdamW([torch.nn.Parameter(torch.ones(3).half())], lr=0.1)  # of other parameters
+        for _ in range(depth):
+            inner, optimizer = optimizer, Around(name, optimizer)
+            inner.holder = optimizer
+        return optimizer
+
+    assert steps_in(wrapper(FusedAdamW)) == []
+    (message,) = steps_in(wrapper(torch.optim.AdamW))
+    assert "AdamW computes in the dtype" in message
+
+
+def test_an_eps_warns_for_each_optimizer(device):
+    """Also for one that has the id of an earlier one, which is gone."""
+    scaler = started(device)
+    p = torch.nn.Parameter(torch.ones(3, device=device, dtype=torch.float16))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(10):
+            if step % 2 == 0:
+                optimizer = torch.optim.AdamW([p], lr=0.1)
+            p.grad = torch.ones_like(p)
             scaler.step(optimizer)
             scaler.update()
+            if step % 2:
+                del optimizer
+    assert len(caught) == 5
+
+
+def params_with_gradients(device: torch.device, *has_gradient: bool) -> list[torch.nn.Parameter]:
+    params = [torch.nn.Parameter(torch.ones(3, device=device)) for _ in has_gradient]
+    for p, has in zip(params, has_gradient, strict=True):
+        p.grad = torch.ones_like(p) if has else None
+    return params
+
+
+@pytest.mark.parametrize("unscale", [False, True], ids=["", "unscale_"])
+@pytest.mark.parametrize("make", [FusedSGD, FusedAdamW, "two of them", "of no parameters"])
+def test_no_gradient_at_all_warns_once(device, unscale, make):
+    """torch's scaler raises there."""
+    scaler = started(device)
+    if make == "of no parameters":
+        optimizers = [FusedSGD([{"params": []}], lr=0.1)]
+    else:
+        kinds = [FusedSGD, FusedAdamW] if make == "two of them" else [make]
+        optimizers = [kind(params_with_gradients(device, False, False), lr=0.1) for kind in kinds]
+
+    def iteration() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for optimizer in optimizers:
+                if unscale:
+                    scaler.unscale_(optimizer)
+                scaler.step(optimizer)
+            scaler.update()
+        assert all(w.filename == __file__ for w in caught)
         return [str(w.message) for w in caught]
 
-    assert steps(FusedAdamW) == []
-    (message,) = steps(torch.optim.AdamW)
-    assert "AdamW computes in the dtype" in message
+    (message,) = iteration()
+    assert "no parameter of them has a gradient" in message
+    assert iteration() == [] and scaler.get_scale() == 4.0
+    with pytest.raises(AssertionError, match="No inf checks"):
+        scaler.step(torch.optim.SGD(params_with_gradients(device, False), lr=0.1))
+
+
+def test_a_gradient_beside_others_without_one_does_not_warn(device):
+    """Frozen parameters, experts that no token was routed to, an optimizer that has none in this iteration."""
+    scaler = started(device)
+    some = FusedSGD(params_with_gradients(device, False, True), lr=0.1)
+    some.param_groups[0]["params"][0].requires_grad_(False)
+    none = FusedSGD(params_with_gradients(device, False), lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for optimizers in ([some], [none, some]):
+            for optimizer in optimizers:
+                scaler.step(optimizer)
+            scaler.update()
 
 
 def test_hysteresis(device):
@@ -205,7 +289,7 @@ def test_hysteresis(device):
     scaler = started(device, hysteresis=2, growth_interval=2)
     assert run_scales(scaler, device, ".x..") == [4, 4, 4, 8]  # a tolerated overflow restarts the wait for growth
     for wrong in (0, -1):
-        with pytest.raises(ValueError, match=f"hysteresis must be at least 1, got {wrong}"):
+        with pytest.raises(ValueError, match=f"hysteresis must be an integer of at least 1, got {wrong}"):
             started(device, hysteresis=wrong)
 
 
@@ -328,6 +412,62 @@ def test_an_optimizer_is_not_kept_alive(device):
     assert scaler.last_overflow is None
 
 
+def objects() -> int:
+    gc.collect()
+    return len(gc.get_objects()) + sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+
+
+@pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD])
+def test_what_belongs_to_an_optimizer_goes_with_it(device, via):
+    """Except for the last overflow in one."""
+    scaler = started(device, min_scale=1.0)
+    lives = FusedSGD([("lives", torch.nn.Parameter(torch.ones(3, device=device)))], lr=0.1)
+
+    def step(optimizer: Any, overflows: bool) -> None:
+        for p in optimizer.param_groups[0]["params"]:
+            p.grad = torch.full_like(p, torch.inf if overflows else 1.0)
+        scaler.step(optimizer)
+
+    def optimizers(count: int, overflow: int = -1) -> None:
+        for i in range(count):
+            named = [(f"parameter {j} of {i}", torch.nn.Parameter(torch.ones(3, device=device))) for j in range(9)]
+            step(via(named, lr=0.1), i == overflow)
+            step(lives, False)
+            scaler.update()
+
+    optimizers(5)
+    before = objects()
+    optimizers(40, overflow=3)
+    optimizers(2)
+    assert objects() - before < 40
+    last = (1, "parameter 0 of 3")
+    assert scaler.last_overflow == (None if via is torch.optim.SGD else last)
+    for name in ("lives", "parameter 0 of 0"):  # later ones
+        if name == "lives":
+            step(lives, True)
+            scaler.update()
+        else:
+            optimizers(1, overflow=0)
+        assert via is torch.optim.SGD or scaler.last_overflow.parameter == name
+    assert pickle.loads(pickle.dumps(scaler)).last_overflow is None
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="a capture needs a GPU, or a fake one")
+def test_a_capture_does_not_wait_for_what_is_gone(device, monkeypatch):
+    scaler = started(device)
+    p = torch.nn.Parameter(torch.ones(3, device=device))
+    optimizer = FusedSGD([("gone", p)], lr=0.1)
+    p.grad = torch.full_like(p, torch.inf)
+    scaler.step(optimizer)
+    del optimizer
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        scaler._forget_the_gone()
+    assert len(scaler._logs) == 1
+    scaler.update()
+    assert len(scaler._logs) == 0 and scaler.last_overflow == (1, "gone")
+
+
 # ---------------------------------------------------------------------------------------------------------- checkpoints
 def test_state_dicts_go_both_ways(device):
     options = {"init_scale": 16.0, "growth_interval": 3}
@@ -376,3 +516,66 @@ def test_resumed_in_the_middle(device, at):
             second.scale(torch.zeros((), device=device))
         assert begin + run_scales(second, device, pattern[at:]) == expected
         assert second.skipped_steps == whole.skipped_steps
+
+
+REFUSED = [
+    ("scale", math.inf), ("scale", -math.inf), ("scale", math.nan), ("scale", 1e39), ("scale", -1.0),
+    ("scale", "65536"), ("scale", None), ("scale", True), ("scale", 1 + 2j), ("scale", torch.ones(2)),
+    ("growth_factor", 1.0), ("growth_factor", math.nan), ("growth_factor", "2"),
+    ("backoff_factor", 1.0), ("backoff_factor", math.nan), ("backoff_factor", -0.5),
+    ("growth_interval", 2.5), ("growth_interval", 2**63), ("growth_interval", "2000"),
+    ("_growth_tracker", -1), ("_growth_tracker", 2**31), ("_growth_tracker", 0.5),
+    ("min_scale", math.inf), ("min_scale", math.nan), ("min_scale", -1), ("min_scale", 2.0**13),
+    ("max_scale", 0), ("max_scale", math.nan), ("max_scale", 0.25), ("max_scale", None),
+    ("hysteresis", 0), ("hysteresis", -1), ("hysteresis", 1.5), ("hysteresis", "2"), ("hysteresis", 2**31),
+    ("_hysteresis_tracker", 0.5), ("_hysteresis_tracker", 2**31), ("skipped_steps", -1), ("skipped_steps", 0.5),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+@pytest.mark.parametrize("saved_by", ["ours", "torch's"])
+def test_a_refused_state_dict_changes_nothing(device, is_running, saved_by):
+    """By the rules of the constructor, whose options most of these are; counts are those that a scaler can reach."""
+    options = {"min_scale": 0.5, "max_scale": 2.0**12, "hysteresis": 2}
+    scaler = started(device, **options) if is_running else amp_kernels.GradScaler(device.type, **options)
+    if is_running:
+        run_scales(scaler, device, "x.xx")
+    before = scaler.state_dict()
+    other = stock(device, init_scale=8.0) if saved_by == "torch's" else started(device, **options | {"init_scale": 8.0})
+    saved = other.state_dict()
+    for name, wrong in REFUSED:
+        if name in saved or name == "min_scale":
+            with pytest.raises((TypeError, ValueError), match=r"GradScaler\.load_state_dict: \w+ must be .*, got"):
+                scaler.load_state_dict({**saved, name: wrong})
+            assert scaler.state_dict() == before, (name, wrong)
+    for name in stock(device).state_dict():
+        with pytest.raises(ValueError, match=f"state_dict must hold scale, .*, got no {name}"):
+            scaler.load_state_dict({k: v for k, v in saved.items() if k != name})
+        assert scaler.state_dict() == before
+    for wrong in (None, [saved], 3):
+        with pytest.raises(TypeError, match="state_dict must be a dict, got a"):
+            scaler.load_state_dict(wrong)
+    assert scaler.state_dict() == before
+    scaler.load_state_dict({k: torch.tensor(v) for k, v in saved.items() if k != "format"})
+    after = {**before, **saved}
+    if saved_by == "torch's":
+        after |= {"skipped_steps": 0, "_hysteresis_tracker": 2}
+    assert scaler.state_dict() == after
+
+
+def test_the_constructor_refuses_the_same(device):
+    by_torch = r"must be [<>] 1|not supported between instances of 'str'"
+    for name, wrong in REFUSED:
+        if name != "skipped_steps" and not name.startswith("_"):
+            options = {"min_scale": 0.5, "max_scale": 2.0**12} | {"init_scale" if name == "scale" else name: wrong}
+            with pytest.raises((TypeError, ValueError, AssertionError), match=rf"GradScaler: \w+ must be|{by_torch}"):
+                amp_kernels.GradScaler(device.type, **options)
+
+
+@pytest.mark.parametrize("scale", [0.0, 2.0**100])
+def test_a_scale_that_is_reached_is_loaded(device, scale):
+    """160 overflows end at 0, as with torch's scaler."""
+    scaler, other = started(device), started(device)
+    scaler.update(scale)
+    other.load_state_dict(scaler.state_dict())
+    assert other.get_scale() == scale and other.state_dict() == scaler.state_dict()

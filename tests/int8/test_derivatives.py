@@ -1,4 +1,5 @@
-"""Derivatives of int8 and QAT layers beyond one backward pass: second ones, `torch.func`, forward mode, checkpointing."""
+"""Derivatives of int8 and QAT layers beyond one backward pass: second ones, `torch.func`, forward mode,
+checkpointing."""
 
 from __future__ import annotations
 
@@ -62,7 +63,9 @@ def test_a_gradient_penalty_through_fake_quantization(options, device):
     x, weight = (2 * randn(6, 16)).to(device).requires_grad_(), randn(5, 16, seed=1).to(device).requires_grad_()
     if "block_size" in options:
         blocks = {"dim": -1, "symmetric": False}
-        wanted = penalty(lambda x: F.linear(StraightThrough.apply(x.view(12, 8), blocks).view(6, 16), weight), x, [weight])
+        wanted = penalty(
+            lambda x: F.linear(StraightThrough.apply(x.view(12, 8), blocks).view(6, 16), weight), x, [weight]
+        )
     else:
         wanted = penalty(lambda x: F.linear(StraightThrough.apply(x, options), weight), x, [weight])
     ours = penalty(lambda x: F.linear(amp_kernels.fake_quantize_int8(x, **options), weight), x, [weight])
@@ -174,9 +177,7 @@ def transforms(function: Callable[[Tensor], Tensor], expected: Callable[[Tensor]
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
 def test_transforms_of_fake_quantization(options):
     x = 2 * randn(4, 16)
-    transforms(
-        lambda x: amp_kernels.fake_quantize_int8(x, **options), lambda x: StraightThrough.apply(x, options), x
-    )
+    transforms(lambda x: amp_kernels.fake_quantize_int8(x, **options), lambda x: StraightThrough.apply(x, options), x)
     # The value is that of the operator, to the bit, also where x is not finite.
     x[0, 0], x[1, 0] = torch.inf, torch.nan
     found = vmap(lambda x: amp_kernels.fake_quantize_int8(x, **options))(x)
@@ -206,7 +207,11 @@ def test_what_no_transform_knows_says_so():
     model = prepare_(nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)))
     model(x)
     convert_(model)
-    for transform in (lambda: grad(lambda x: model(x).sum())(x), lambda: jvp(model, (x,), (x,)), lambda: jacrev(model)(x)):
+    for transform in (
+        lambda: grad(lambda x: model(x).sum())(x),
+        lambda: jvp(model, (x,), (x,)),
+        lambda: jacrev(model)(x),
+    ):
         with pytest.raises(RuntimeError, match="Int8Linear: a layer that returns codes must be outside"):
             transform()
 

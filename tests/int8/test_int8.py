@@ -867,7 +867,11 @@ TWO = torch.ones(2)
         (lambda: Int8Tensor(Q.values, None).t(), TypeError, "Int8Tensor: scale must be a Tensor, got NoneType"),
         (lambda: Int8Tensor(None, Q.scale).to("cpu"), TypeError, "Int8Tensor: values must be a Tensor, got NoneType"),
         (lambda: amp_kernels.int8_matmul(Q, Int8Tensor(B.values, 1.0)), TypeError, "scale must be a Tensor, got float"),
-        (lambda: Int8Tensor(Q.values, Q.scale, 3).nbytes, TypeError, "Int8Tensor: zero_point must be a Tensor, got int"),
+        (
+            lambda: Int8Tensor(Q.values, Q.scale, 3).nbytes,
+            TypeError,
+            "Int8Tensor: zero_point must be a Tensor, got int",
+        ),
         (lambda: Int8Tensor(Q.values, Q.scale.to("meta")).dequantize(), ValueError, "scale must be on cpu as the"),
         (lambda: amp_kernels.int8_matmul(Q, B, bias=[1.0]), TypeError, "bias must be a Tensor, got list"),
         (lambda: amp_kernels.int8_matmul(Q, B, out_dtype="half"), TypeError, "out_dtype must be .* got 'half'; pass a"),

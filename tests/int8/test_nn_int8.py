@@ -200,6 +200,20 @@ def test_shared_codes_stay_shared_when_moved():
     assert model[2].weight is not model[0].weight and alone.device.type == "cpu"
 
 
+@pytest.mark.parametrize("writes", [False, True])
+def test_shared_codes_that_are_moved_one_by_one(writes):
+    """They stay shared, unless somebody wrote to one of them in between; `.data` raises no version."""
+    original = linear()
+    one = Int8Linear.from_linear(original)
+    two = Int8Linear.from_linear(original, weight=amp_kernels.Int8Tensor(one.weight, one.weight_scale, None, (1,)))
+    codes = two.weight.clone()
+    one._apply(lambda t: t.clone())
+    if writes:
+        one.weight.data.zero_()
+    two._apply(lambda t: t.clone())
+    assert torch.equal(two.weight, codes) and (two.weight is one.weight) is not writes
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_autocast(mode, device):
     layer = int8_layer(mode, linear(device=device))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -525,35 +524,38 @@ def test_padded_results_may_be_written_in_place() -> None:
         torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
 
 
-@torch.no_grad()
-def test_padded_copies_of_weights() -> None:
-    cache = padding.PaddedWeights()
-    weight = torch.nn.Parameter(randn(5, 9))
-    first = cache.padded(weight, is_training=False)
-    assert torch.equal(first, weight) and first.stride() == (16, 1)
-    assert cache.padded(weight, is_training=False) is first
-    weight.add_(1)
-    second = cache.padded(weight, is_training=False)
-    assert second is not first and torch.equal(second, weight)
-    weight.data = weight.data.clone()
-    assert cache.padded(weight, is_training=False) is not second
+def _by_data(weight: Tensor) -> None:
+    weight.data.mul_(2)
 
-    kept = cache.padded(weight, is_training=True)  # training may change it in ways that no version shows
-    assert cache.padded(weight, is_training=True) is not kept
+
+def _by_numpy(weight: Tensor) -> None:
+    weight.detach().view(torch.int16).numpy()[:] = (weight.detach() * 2).view(torch.int16).numpy()
+
+
+def _by_dlpack(weight: Tensor) -> None:
+    torch.from_dlpack(weight.detach().__dlpack__()).mul_(2)
+
+
+def _as_a_graph_does(weight: Tensor) -> None:
     with torch.autograd._unsafe_preserve_version_counter(weight):
-        weight.add_(1)
-    assert torch.equal(cache.padded(weight, is_training=False), weight)
+        weight.mul_(2)
 
-    del weight
-    gc.collect()
-    assert len(cache._copies) == 0
+
+@pytest.mark.usefixtures("as_on_a_gpu")
+@pytest.mark.parametrize("double", [_by_data, _by_numpy, _by_dlpack, _as_a_graph_does])
+@torch.no_grad()
+def test_inference_sees_every_write_to_a_weight(double: Any) -> None:
+    """Not all of them raise the version: an EMA swap writes through `.data`."""
+    layer = amp_kernels.nn.Linear(9, 5, bias=False, dtype=torch.bfloat16)
+    x = randn(20, 9, dtype=torch.bfloat16)
+    before = layer(x)
+    double(layer.weight)
+    assert torch.equal(layer(x), 2 * before)
 
 
 @torch.no_grad()
-def test_a_weight_that_a_graph_used_is_copied_anew() -> None:
-    cache = padding.PaddedWeights()
-    weight = torch.nn.Parameter(randn(5, 9))
-    cached = cache.padded(weight, is_training=False)
-    cache._copies[weight] = None  # as a capture leaves it
-    again = cache.padded(weight, is_training=False)
-    assert again is not cached and cache.padded(weight, is_training=False) is not again
+def test_a_weight_in_padded_storage_is_not_copied() -> None:
+    layer = amp_kernels.nn.Linear(9, 5, dtype=torch.bfloat16)
+    assert not padding.is_aligned(layer.weight)
+    layer.weight = torch.nn.Parameter(amp_kernels.pad_to_multiple(layer.weight.data))
+    assert padding.is_aligned(layer.weight)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 
@@ -13,6 +12,7 @@ from optim_cases import FULL, TORCH
 from table_kernels import why_not_emulated
 
 from amp_kernels import GradScaler, grad_scaler
+from amp_kernels.ops.table import Row
 from amp_kernels.optim import FusedRMSprop, FusedSGD, _base, _plan
 from amp_kernels.testing import DTYPES
 from amp_kernels.testing.updates import UPDATES
@@ -39,19 +39,21 @@ def test_captured_step_has_tables_of_its_own(capture):
     param = one_parameter()
     optimizer = FusedSGD([param], lr=0.1, momentum=0.9)
     optimizer.step()
-    eager = optimizer._plans[0]._tables
+    eager = optimizer._plans[0]._block.words
     capture(True)
     optimizer.step()
-    captured = optimizer._plans[0]._tables
-    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(eager, captured, strict=True))
-    before = copy.deepcopy(captured)
+    block = optimizer._plans[0]._block
+    captured = block.words
+    assert eager.data_ptr() != captured.data_ptr()
+    assert block.rates.tolist() == [block.hyper[0, _plan.LR_COLUMN].data_ptr()]  # a later lr is not the graph's
+    before = captured.clone()
     capture(False)
     old_gradient, param.grad = param.grad, torch.randn(33).half()  # both live: another address
     optimizer.param_groups[0]["lr"] = 0.5
     optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before, captured, strict=True))
-    assert any(kept is captured for kept in optimizer._plans[0]._kept)
-    assert optimizer._plans[0]._tables.table[1, 0] == param.grad.data_ptr() != old_gradient.data_ptr()
+    assert torch.equal(before, captured)
+    assert any(kept.words is captured for kept in optimizer._plans[0]._kept if isinstance(kept, _plan.Block))
+    assert optimizer._plans[0]._block.table[Row.GRAD, 0] == param.grad.data_ptr() != old_gradient.data_ptr()
 
 
 def test_steps_before_in_and_after_a_capture_agree_with_eager_ones(capture):
@@ -123,8 +125,9 @@ def test_what_a_graph_points_to_outlives_rebuilt_plans(capture):
     optimizer.step()
     capture(False)
     plan = optimizer._plans[0]
-    owned = [weakref.ref(t) for t in (plan._steps, plan._partials, plan._entries, plan._tables.table, plan.found_inf)]
-    del plan
+    layout = plan._layouts[0]
+    owned = [weakref.ref(t) for t in (layout.partials, layout.entries, plan._block.words, plan.found_inf)]
+    del plan, layout
     optimizer.add_param_group({"params": [one_parameter()]})
     optimizer.step()
     gc.collect()

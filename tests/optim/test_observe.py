@@ -1,8 +1,9 @@
-"""What a step sees of its parameters: the compiled sweep and the one in Python see the same."""
+"""What a step reads of its parameters: compiled code reads what Python reads, or leaves it to Python."""
 
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import pytest
 import torch
@@ -10,18 +11,23 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_kernels import _loader
+from amp_kernels.ops.table import DTYPE_CODES, Row
 from amp_kernels.optim import FusedSGD, _observe
-from amp_kernels.optim._observe import NO_GRADIENT, PLACE, UNREADABLE, Seen, Spans, are_plain, observe
+from amp_kernels.optim._observe import ABSENT, UNREAD
 
+CPU = torch.device("cpu")
+KEYS = ("exp_avg", "exp_avg_sq", None)
 SWEEPS = ["python", pytest.param("compiled", marks=pytest.mark.skipif(not _loader.load(), reason="not built"))]
+compiled = pytest.mark.skipif(not _loader.load(), reason="not built")
 
 
 @pytest.fixture(params=SWEEPS)
 def sweep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr(_observe, "_compiled_sweep", lambda: None)
+        monkeypatch.setattr("amp_kernels.optim._plan.sweep", lambda: _observe._IN_PYTHON)
+        monkeypatch.setattr("amp_kernels.optim._base.sweep", lambda: _observe._IN_PYTHON)
     else:
-        assert _observe._compiled_sweep() is not None
+        assert _observe.sweep() is not _observe._IN_PYTHON
     return request.param
 
 
@@ -29,144 +35,241 @@ class Sub(torch.Tensor):
     pass
 
 
-def parameter(grad: Tensor | None = None, shape: tuple[int, ...] = (3, 4)) -> Tensor:
+def parameter(
+    grad: Tensor | None = None, shape: tuple[int, ...] = (3, 4), dtype: torch.dtype = torch.float32
+) -> Tensor:
     """With a gradient of any dtype and layout, which autograd itself would not accept."""
-    param = torch.nn.Parameter(torch.zeros(shape))
+    param = torch.nn.Parameter(torch.zeros(shape, dtype=dtype))
     if grad is not None:
         param.grad = torch.zeros_like(param)
         param.grad.data = grad
     return param
 
 
-def look(params: list[Tensor]) -> Tensor:
-    seen, places = torch.full((len(Seen), len(params)), 99), torch.full((PLACE, len(params)), 99)
-    observe(params, [p.detach() for p in params], Spans([]), seen, places, plain=are_plain(params))
-    assert torch.equal(places, seen[:PLACE])  # states are seen as parameters are
-    return seen
+def state_of(param: Tensor) -> dict[str, Any]:
+    """What a step of Adam needs."""
+    state = {"step": torch.zeros((), dtype=torch.int32)}
+    state |= {key: torch.zeros_like(param, dtype=torch.float32, requires_grad=False) for key in KEYS if key}
+    if param.dtype != torch.float32:
+        state["remainder"] = torch.zeros_like(param, dtype=torch.int16, requires_grad=False)
+    return state
 
 
-GRADIENTS = {
-    "none": None,
-    "fp32": torch.zeros(3, 4),
-    "transposed": torch.zeros(4, 3).t(),
-    "fp16": torch.zeros(3, 4).half(),
-    "bf16": torch.zeros(3, 4).bfloat16(),
-    "bf16, sliced": torch.zeros(3, 8).bfloat16()[:, ::2],
-    "fp64": torch.zeros(3, 4).double(),
-    "int16": torch.zeros(3, 4, dtype=torch.int16),
-    "int8": torch.zeros(3, 4, dtype=torch.int8),
+def read(
+    params: list[Tensor],
+    states: list[Any],
+    *,
+    writes: bool = False,
+    keys: Any = KEYS,
+    device: torch.device = CPU,
+    checked: Tensor | None = None,
+) -> tuple[Tensor, list[int]]:
+    """Table and forms by compiled code."""
+    table = torch.full((Row.STATE + len(keys), len(params)), 99)
+    forms = torch.full((len(params),), 99)
+    checked = torch.full_like(table, -1) if checked is None else checked
+    unread, gradients = _observe.sweep().columns(
+        params, states, [7] * len(params), ((),) * 7 + (keys,), device, table, forms, checked, writes
+    )
+    assert unread == forms.tolist().count(UNREAD) and gradients == sum(p.grad is not None for p in params)
+    return table, forms.tolist()
+
+
+def form_of(param: Tensor, state: Any) -> int:
+    return read([param], [state])[1][0]
+
+
+@compiled
+@pytest.mark.parametrize("grad_dtype", DTYPE_CODES)
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
+def test_a_column(dtype, grad_dtype):
+    param = parameter(torch.ones(3, 4, dtype=grad_dtype), dtype=dtype)
+    state = state_of(param)
+    state["somebody's"] = "own"
+    table, (form,) = read([param], [state])
+    codes = DTYPE_CODES[dtype], DTYPE_CODES[grad_dtype]
+    arrays = [param, state.get("remainder"), state["step"], state["exp_avg"], state["exp_avg_sq"], None]
+    addresses = [0 if x is None else x.data_ptr() for x in arrays]
+    assert table[:, 0].tolist() == [12, codes[1], 7, param.grad.data_ptr(), *addresses]
+    assert form == codes[0] | codes[1] << 2 | 3 << 4
+
+
+@compiled
+def test_columns_are_in_the_order_of_the_parameters():
+    params = [parameter(torch.ones(3, 4)), parameter(), parameter(shape=(0,)), parameter(torch.ones(5), (5,))]
+    states = [state_of(p) for p in params]
+    params.append(parameter())
+    states.append(None)  # neither gradient nor state
+    table, forms = read(params, states)
+    assert forms == [3 << 4] * 4 + [ABSENT] and not table[:, 4].any()
+    for t in range(4):
+        alone, _ = read([params[t]], [states[t]])
+        assert torch.equal(table[:, t], alone[:, 0])
+    assert table[Row.GRAD].tolist() == [params[0].grad.data_ptr(), 0, 0, params[3].grad.data_ptr(), 0]
+    assert read([], [])[1] == []
+
+
+@compiled
+def test_updates_of_an_empty_tensor_count():
+    param = parameter(torch.zeros(0), (0,))
+    table, _ = read([param], [state_of(param)])
+    assert table[Row.GRAD, 0] != 0
+
+
+UNREADABLE = {
+    "a subclass": lambda p, s: torch.utils.swap_tensors(p, Sub(torch.zeros(3, 4))),
+    "another dtype": lambda p, s: setattr(p, "data", p.data.double()),
+    "gaps": lambda p, s: setattr(p, "data", torch.zeros(3, 8)[:, ::2]),
+    "a transposed state": lambda p, s: s.update(exp_avg=torch.zeros(4, 3).t()),
+    "a state of another shape": lambda p, s: s.update(exp_avg=torch.zeros(4, 3)),
+    "a state of another dtype": lambda p, s: s.update(exp_avg=torch.zeros(3, 4).half()),
+    "a sparse state": lambda p, s: s.update(exp_avg=torch.zeros(3, 4).to_sparse()),
+    "a state without memory": lambda p, s: s.update(exp_avg=torch.zeros(3, 4, device="meta")),
+    "no state": lambda p, s: s.pop("exp_avg_sq"),
+    "a state that is no tensor": lambda p, s: s.update(exp_avg=1.0),
+    "no step": lambda p, s: s.pop("step"),
+    "a step of floats": lambda p, s: s.update(step=torch.zeros(())),
+    "a step of one dimension": lambda p, s: s.update(step=torch.zeros(1, dtype=torch.int32)),
+    "a step that is no tensor": lambda p, s: s.update(step=3),
+    "a master": lambda p, s: s.update(master=torch.zeros(3, 4)),
+    "a remainder of fp32": lambda p, s: s.update(remainder=torch.zeros(3, 4, dtype=torch.int16)),
+    "a transposed gradient": lambda p, s: setattr(p, "grad", torch.zeros(4, 3).t()),
+    "a sparse gradient": lambda p, s: setattr(p, "grad", torch.zeros(3, 4).to_sparse()),
+    "a negated state": lambda p, s: s.update(exp_avg=torch._neg_view(torch.ones(3, 4))),
+    "a negated parameter": lambda p, s: setattr(p, "data", torch._neg_view(torch.ones(3, 4))),
+    "a negated gradient": lambda p, s: setattr(p, "grad", torch._neg_view(torch.ones(3, 4))),
+    "zeros without memory": lambda p, s: setattr(p, "grad", torch._efficientzerotensor((3, 4))),
+    "a wrapper": lambda p, s: setattr(p, "grad", TwoTensor(torch.ones(3, 4), torch.ones(3, 4))),
 }
-MARKS = {"none": NO_GRADIENT, "fp64": UNREADABLE, "int16": UNREADABLE, "int8": UNREADABLE}
 
 
-@pytest.mark.parametrize("name", GRADIENTS)
-def test_gradients(sweep, name):
-    param = parameter(GRADIENTS[name])
-    seen = look([param])[:, 0].tolist()
-    assert seen[Seen.ADDRESS] == param.data_ptr()
-    if name in MARKS:
-        assert seen[Seen.GRAD :] == [0, MARKS[name]]
-    else:
-        assert seen[Seen.GRAD] == param.grad.data_ptr() and seen[Seen.GRAD_LAYOUT] >= 0
+@compiled
+@pytest.mark.parametrize("spoil", UNREADABLE.values(), ids=UNREADABLE)
+def test_what_is_left_to_python(spoil):
+    param = parameter(torch.ones(3, 4))
+    state = state_of(param)
+    assert form_of(param, state) == 3 << 4
+    spoil(param, state)
+    assert form_of(param, state) == UNREAD
 
 
-def test_a_layout_is_a_dtype_a_shape_and_strides(sweep):
-    memory = torch.zeros(64)
-    views = [memory, memory[:63], memory.view(8, 8), memory.view(8, 8).t()[:, :7], memory.view(8, 8)[:, :7]]
-    views += [memory.view(4, 16), memory.view(16, 4), memory.view(8, 1, 8), memory[::2], memory.half()[:32]]
-    views += [memory.bfloat16()[:32], memory[0], memory[:0], memory[:0].view(0, 3)]
-    layouts = look(views)[Seen.LAYOUT].tolist()
-    assert len(set(layouts)) == len(views) and min(layouts) >= 0
-    assert look([parameter(view, view.shape) for view in views])[Seen.GRAD_LAYOUT].tolist() == layouts
-    assert look([view.clone() for view in views[:3]])[Seen.LAYOUT].tolist() == layouts[:3]
+@compiled
+def test_another_gradient_dtype_shape_or_device_is_left_to_python():
+    for grad in (torch.zeros(3, 4).double(), torch.zeros(4, 3), torch.zeros(3, 4, dtype=torch.int16)):
+        param = parameter(grad)
+        assert form_of(param, state_of(param)) == UNREAD
+    param = parameter(dtype=torch.half)
+    state = state_of(param)
+    del state["remainder"]
+    assert form_of(param, state) == UNREAD
+    param = parameter(torch.zeros(3, 4))
+    assert read([param], [state_of(param)], device=torch.device("cuda", 0))[1] == [UNREAD]
 
 
-def test_sparse_gradients(sweep):
-    param = torch.nn.Parameter(torch.zeros(3, 4))
-    param.grad = torch.zeros(3, 4).to_sparse()
-    assert look([param])[Seen.GRAD :, 0].tolist() == [0, UNREADABLE]
+@compiled
+def test_any_dense_layout_is_read():
+    for view in (torch.zeros(4, 3).t(), torch.zeros(2, 5, 3, 4).permute(0, 3, 1, 2), torch.zeros(1, 3, 1)):
+        param = torch.nn.Parameter(view)
+        param.grad = torch.ones_like(param)
+        assert form_of(param, state_of(param)) == 3 << 4
+        param.grad = torch.ones(view.shape)
+        assert form_of(param, state_of(param)) == (3 << 4 if view.is_contiguous() else UNREAD)
 
 
-def test_columns_are_in_the_order_of_the_parameters(sweep):
-    params = [parameter(grad) for grad in GRADIENTS.values()] + [parameter(shape=(0,))]
-    seen = look(params)
-    assert seen[Seen.ADDRESS].tolist() == [p.data_ptr() for p in params]
-    alone = torch.cat([look([p]) for p in params], dim=1)
-    assert torch.equal(seen[Seen.LAYOUT], alone[Seen.LAYOUT])
-    assert torch.equal(seen[Seen.GRAD :], alone[Seen.GRAD :])
-
-
-def test_no_parameters(sweep):
-    assert look([]).shape == (len(Seen), 0)
-
-
-@pytest.mark.parametrize("tensor", [torch.zeros(2, 2).to_sparse(), torch.zeros(2, device="meta")], ids=str)
-def test_what_has_no_memory(sweep, tensor):
-    assert look([tensor])[:PLACE, 0].tolist() == [0, UNREADABLE]
-
-
-def test_a_subclass_is_seen_in_python_alone(sweep):
-    param = Sub(torch.zeros(3, 4))
-    assert not are_plain([param])
-    seen = look([param])[:, 0].tolist()
-    assert seen[Seen.ADDRESS] == param.data_ptr() and seen[Seen.LAYOUT] >= 0
-    became = parameter(Sub(torch.zeros(3, 4)))
-    torch.utils.swap_tensors(became, param)  # after the plan was built
-    places, seen = torch.zeros(PLACE, 0), torch.zeros(len(Seen), 1, dtype=torch.int64)
-    observe([became], [], Spans([]), seen, places, plain=True)
-    assert sweep == "python" or seen[Seen.LAYOUT].item() == UNREADABLE
-
-
-@pytest.mark.parametrize("make", [torch._neg_view, torch._efficientzerotensor, TwoTensor], ids=lambda f: f.__name__)
-def test_gradients_that_memory_does_not_hold(sweep, make):
-    param = parameter()
-    ones = torch.ones(3, 4)
-    arguments = {torch._efficientzerotensor: ((3, 4),), TwoTensor: (ones, ones)}.get(make, (ones,))
-    param.grad = make(*arguments)
-    assert look([param])[Seen.GRAD :, 0].tolist() == [0, UNREADABLE]
-
-
-def test_gradients_in_written_memory(sweep):
-    memory = torch.zeros(1000)
-    written = Spans([memory[10:20], memory[:0], memory[20:30], memory[900:]])
-    places = torch.zeros(PLACE, 0)
-    for begin, end in [(0, 10), (30, 900), (20, 20), (15, 15), (0, 11), (29, 40), (15, 16), (0, 1000), (899, 901)]:
-        param = parameter(memory[begin:end], (end - begin,))
-        seen = torch.zeros(len(Seen), 1, dtype=torch.int64)
-        observe([param], [], written, seen, places, plain=True)
-        meets = any(begin < stop and start < end for start, stop in ((10, 30), (900, 1000))) and begin < end
-        assert (seen[Seen.GRAD_LAYOUT].item() == UNREADABLE) == meets == written.meet(param.grad)
-
-
-def test_what_shares_memory_with_a_lazy_clone_gets_memory_of_its_own(sweep):
+@compiled
+def test_what_shares_memory_with_a_lazy_clone_gets_memory_of_its_own():
     param = parameter(torch.ones(3, 4))
     clones = [torch._lazy_clone(param), torch._lazy_clone(param.grad)]
-    seen, places = torch.zeros(len(Seen), 1, dtype=torch.int64), torch.zeros(PLACE, 0)
-    observe([param], [], Spans([]), seen, places, plain=True, writes=True)
-    for row, tensor, clone in zip((Seen.ADDRESS, Seen.GRAD), (param, param.grad), clones, strict=True):
-        assert seen[row].item() == tensor.data_ptr() != clone.const_data_ptr()
+    table, _ = read([param], [state_of(param)], writes=True)
+    for row, tensor, clone in zip((Row.PARAM, Row.GRAD), (param, param.grad), clones, strict=True):
+        assert table[row, 0] == tensor.data_ptr() != clone.const_data_ptr()
 
 
-def test_references_are_given_back(sweep):
-    param = parameter(torch.zeros(3, 4))
-    objects = [param, param.grad, torch.float32]
-    before = [sys.getrefcount(o) for o in objects]
-    for _ in range(100):
-        look([param] * 3)
-    assert [sys.getrefcount(o) for o in objects] == before
-
-
-def test_references_are_given_back_after_errors(sweep):
-    sparse, wide = parameter(), parameter(torch.zeros(3, 4).double())
+@compiled
+def test_references_are_given_back():
+    param, sparse = parameter(torch.zeros(3, 4)), parameter()
     sparse.grad = torch.zeros(3, 4).to_sparse()
-    objects = [sparse, sparse.grad, wide, wide.grad, torch.float64]
+    state = state_of(param)
+    objects = [param, param.grad, sparse, sparse.grad, *state.values(), state, KEYS, torch.float32]
     before = [sys.getrefcount(o) for o in objects]
     for _ in range(100):
+        read([param, sparse], [state, state])
         with pytest.raises(Exception, match="object"):
-            look([sparse, wide, object()])
+            read([param, object()], [state, state])
     assert [sys.getrefcount(o) for o in objects] == before
 
 
+# -------------------------------------------------------------------------------------------------------------- memory
+class Memory:
+    """Parameters of fp32 with a step each, in one stretch of memory, and what was found of them."""
+
+    def __init__(self, *spans: tuple[int, int]) -> None:
+        self.memory = torch.zeros(2000)
+        self.params = [torch.nn.Parameter(self.memory[a:b]) for a, b in spans]
+        self.states = [{"step": torch.zeros((), dtype=torch.int32)} for _ in spans]
+        rows, count = int(Row.STATE), len(spans)
+        self.checked = torch.full(((rows + 1) * count + 1,), -1)
+        self.spans = torch.zeros(2 * count * (rows - Row.PARAM), dtype=torch.int64)
+
+    def apart(self) -> int:
+        table, forms = read(self.params, self.states, keys=())
+        return _observe.sweep().apart(table, torch.tensor(forms), self.checked, self.spans)
+
+
+@compiled
+def test_gradients_in_written_memory():
+    found = Memory((10, 20), (5, 5), (20, 30), (900, 1000))
+    for begin, end in [(0, 10), (30, 900), (20, 20), (15, 15), (0, 11), (29, 40), (15, 16), (0, 1000), (899, 901)]:
+        grad = found.memory[begin:end]
+        found.params.append(parameter(grad, grad.shape))
+        found.states.append({"step": torch.zeros((), dtype=torch.int32)})
+        again = Memory()
+        again.params, again.states = found.params, found.states
+        again.checked, again.spans = torch.full((8 * 5 + 1,), -1), torch.zeros(2 * 5 * 3, dtype=torch.int64)
+        meets = any(begin < stop and start < end for start, stop in ((10, 30), (900, 1000))) and begin < end
+        assert [again.apart() for _ in range(3)] == [4 if meets else -1] * 3
+        found.params.pop(), found.states.pop()
+
+
+@compiled
+def test_written_tensors_that_meet():
+    assert Memory((0, 10), (10, 20)).apart() == -1
+    assert Memory((0, 11), (10, 20)).apart() == -2
+    found = Memory((0, 10), (10, 20))
+    assert found.apart() == -1
+    found.states[1] = found.states[0]  # one count for two
+    assert found.apart() == -2
+    found.states[1] = {"step": torch.zeros((), dtype=torch.int32)}
+    assert found.apart() == -1
+    found.params[1].data = found.memory[9:19]
+    assert [found.apart(), found.apart()] == [-2, -2]
+    found.params[1].data = found.memory[10:20]
+    assert found.apart() == -1
+    found.params[0].grad = found.memory[15:25]
+    assert [found.apart(), found.apart()] == [1 - 1, 0]
+    found.params[0].grad = found.memory[20:30]
+    assert found.apart() == -1
+    assert Memory().apart() == -1
+
+
+@pytest.mark.parametrize("kind", SWEEPS)
+def test_the_same_objects_in_the_same_order(kind):
+    same = (_observe._IN_PYTHON if kind == "python" else _observe.sweep()).same
+    a, b, c = (parameter() for _ in range(3))
+    state = {a: {}, b: {}, "global": 1}
+    keys, values = list(state), list(state.values())
+    lists, copies = [[a, b], [c]], [[a, b], [c]]
+    assert same(lists, copies, state, keys, values)
+    for others in ([[a, b]], [[b, a], [c]], [[a, b], [c, c]], [[a, b], [a]]):
+        assert not same(others, copies, state, keys, values)
+    assert not same(lists, copies, {**state, a: {}}, keys, values)  # another dict, equal to it
+    assert not same(lists, copies, {**state, c: {}}, keys, values)
+    assert not same(lists, copies, {b: values[1], a: values[0], "global": 1}, keys, values)
+    assert not same(lists, copies, {}, keys, values)
+    assert same([], [], {}, [], [])
+
+
+# --------------------------------------------------------------------------------------------------------------- steps
 def test_a_parameter_that_shrinks_where_it_lies(sweep):
     param = torch.nn.Parameter(torch.ones(100))
     memory = param.data
@@ -196,12 +299,12 @@ def test_a_parameter_that_is_transposed_where_it_lies(sweep):
 
 
 def test_without_the_interface_python_sweeps(monkeypatch):
-    _observe._compiled_sweep.cache_clear()
+    _observe.sweep.cache_clear()
     monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", 0, raising=False)
     try:
-        assert _observe._compiled_sweep() is None
+        assert _observe.sweep() is _observe._IN_PYTHON
     finally:
-        _observe._compiled_sweep.cache_clear()
+        _observe.sweep.cache_clear()
 
 
 def train(optimizer_class: type[torch.optim.Optimizer], *, in_fp32: bool) -> list[Tensor]:

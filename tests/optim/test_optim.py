@@ -70,6 +70,12 @@ def test_tensor_lr(device, family, shape):
 @pytest.mark.parametrize("lr", [torch.tensor(0.02, dtype=torch.float64), torch.tensor(0.02)], ids=["fp64", "cpu"])
 def test_a_tensor_lr_that_kernels_cannot_read(device, family, lr):
     run_against_torch(family, device, {"lr": lr}, [torch.float32])
+    p = torch.nn.Parameter(torch.ones((), dtype=torch.bfloat16, device=device))  # beside it an fp64 number is no scalar
+    optimizer = family([p], lr=lr)
+    p.grad = torch.ones_like(p)
+    optimizer.step()
+    master = optimizer.master(p)
+    assert master.dtype is torch.float32 and master < 1
 
 
 @families
@@ -205,3 +211,17 @@ def test_a_parameter_of_another_dtype_is_refused(device, family):
     p.grad = torch.ones_like(p)
     with pytest.raises(TypeError, match=r"params.*must be float32, float16 or bfloat16, got torch.float64"):
         family([p]).step()
+
+
+@families
+def test_an_infinite_max_grad_norm_measures_and_clips_nothing(device, family):
+    measured, plain = (
+        family(parameters(ALL, device), **FULL[family], max_grad_norm=norm) for norm in (float("inf"), None)
+    )
+    for optimizer in (measured, plain):
+        params = optimizer.param_groups[0]["params"]
+        set_grads(params, 0)
+        optimizer.step()
+    norm = torch.cat([p.grad.double().flatten() for p in params]).norm()
+    assert measured.grad_norm.item() == pytest.approx(norm.item(), rel=1e-6) and plain.grad_norm is None
+    assert_same(snapshot(measured), snapshot(plain))

@@ -61,6 +61,7 @@ def test_a_model_that_changes_its_dtype(device, family, before, path):
         for p, expect, state in zip(params, expected, states, strict=True):
             assert not torch.equal(p, expect)
             assert state is None or optimizer.state[p]["momentum_buffer"] is state
+            assert int(optimizer.state[p]["step"]) == step + 1
 
 
 @families
@@ -106,6 +107,17 @@ def test_a_shape_that_changes_raises_a_sentence(device, family):
         optimizer.step()
     del optimizer.state[p]
     optimizer.step()
+
+
+def test_a_parameter_that_grows_is_updated_whole(device):
+    """Without a state of its shape nothing is lost by it."""
+    p = torch.nn.Parameter(torch.ones(4, device=device))
+    optimizer = FusedSGD([p], lr=0.5)
+    for size in (4, 100_000, 30_000):  # of several chunks
+        p.grad, p.data = None, torch.ones(size, device=device)
+        p.grad = torch.ones_like(p)
+        optimizer.step()
+        assert (p == 0.5).all()
 
 
 @families

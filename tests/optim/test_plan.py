@@ -177,13 +177,14 @@ def test_gradient_table():
     assert table[Row.NUMEL].tolist() == [3, 0, 4]
     assert table[Row.GRAD].tolist() == [g.data_ptr() for g in grads]
     assert table[Row.GRAD_DTYPE].tolist() == [0, 1, 2]
-    assert gradient_table([]).shape == (3, 0)
+    assert gradient_table([]).shape == (4, 0)
 
 
 def test_rows_are_those_of_csrc_table_h():
-    assert [row.name for row in Row] == ["NUMEL", "GRAD", "GRAD_DTYPE", "GROUP", "PARAM", "MASTER", "STATE"]
-    assert [int(row) for row in Row] == list(range(7))
-    assert (tables.GRADIENT_ROWS, tables.UPDATE_ROWS) == (3, 9)
+    names = ["NUMEL", "GRAD_DTYPE", "GROUP", "GRAD", "PARAM", "MASTER", "STEP", "STATE"]
+    assert [row.name for row in Row] == names
+    assert [int(row) for row in Row] == list(range(8))
+    assert (tables.FIXED_ROWS, tables.GRADIENT_ROWS, tables.UPDATE_ROWS) == (3, 4, 10)
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts

@@ -34,7 +34,7 @@ POINTERS = {
     "found_inf_ptr": "*fp32",
     "norm_ptr": "*fp32",
     "record_ptr": "*i64",
-    "steps_ptr": "*i32",
+    "ticket_ptr": "*i64",
     "hyper_ptr": "*fp32",
     "lr_ptr": "*i64",
 }

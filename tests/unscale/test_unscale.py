@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import warnings
 from typing import Any
 
 import pytest
@@ -232,6 +233,22 @@ def test_clip_passes_over_missing_gradients(device: torch.device) -> None:
 
 def test_clip_without_any_gradient_is_zero() -> None:
     assert clip_grad_norm_([torch.zeros(3, requires_grad=True)], 1.0).item() == 0.0
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf])
+def test_clip_warns_of_a_generator_that_was_used_before(norm_type: float) -> None:
+    """As torch does, at the line of the caller."""
+    net = torch.nn.Linear(3, 2)
+    params = net.parameters()
+    torch.optim.SGD(params, lr=0.1)
+    for clip in (clip_grad_norm_, torch.nn.utils.clip_grad_norm_):
+        with pytest.warns(UserWarning, match="`parameters` is an empty generator, no gradient clipping") as caught:
+            assert clip(params, 1.0, norm_type).item() == 0.0
+        assert [w.filename for w in caught] == [__file__]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        clip_grad_norm_(net.parameters(), 1.0, norm_type)
+        clip_grad_norm_([], 1.0, norm_type)
 
 
 def test_clip_does_not_scale_up(device: torch.device) -> None:

@@ -55,8 +55,9 @@ class Pass:
         numels = [CHUNK if g is None else g.numel() for g in self.grads]
         rows = [
             [begin + numel for numel in numels],
-            [address(g, begin) for g in out],
             [0 if g is None else DTYPE_CODES[g.dtype] for g in out],
+            [0 for _ in out],
+            [address(g, begin) for g in out],
         ]
         if self.chunks is None:
             self.chunks = cut(numels, self.chunk, self.first_chunk)
@@ -65,7 +66,7 @@ class Pass:
         flag, norm = arena.place(torch.tensor([self.found_inf]))[0], arena.place(torch.tensor([123.0]))[0]
         record = arena.place(torch.tensor(self.record))
         scale = None if self.scale is None else arena.place(torch.tensor([self.scale]))[0]
-        table, entries = arena.place(torch.tensor(rows, dtype=torch.int64).reshape(3, -1)), arena.place(chunks)
+        table, entries = arena.place(torch.tensor(rows, dtype=torch.int64).reshape(4, -1)), arena.place(chunks)
         arguments = (
             table, entries, self.chunk, scale, self.divide, self.write, self.clear, partials, flag, norm, record,
         )  # fmt: skip

@@ -70,6 +70,19 @@ def test_bias_correction_is_right_from_the_first_step_on(device, betas):
         assert (param / expected - 1).abs().max() < 1e-6
 
 
+@pytest.mark.parametrize("dtype", ALL, ids=str)
+def test_a_momentum_that_is_turned_off_leaves_no_trace(device, dtype):
+    """With beta1 = 0 the average is the gradient, exactly; 1e8 + (1 - 1e8) would be 0 in fp32."""
+    params = [torch.ones(n, dtype=dtype, device=device) for n in (37, 4100)]
+    masters = [] if dtype is torch.float32 else [torch.zeros(p.shape, dtype=torch.int16, device=device) for p in params]
+    averages, squares = ([torch.zeros(p.shape, device=device) for p in params] for _ in range(2))
+    for step, (beta1, gradient) in enumerate([(0.9, 1e9), (0.0, 1.0)]):
+        grads = [torch.full(p.shape, gradient, device=device) for p in params]
+        options = {**OPTIONS, "betas": (beta1, 0.999), "weight_decay": 0.0}
+        amp_kernels.adamw_(params, grads, averages, squares, masters=masters, steps_taken=step, **options)
+    assert all(torch.equal(average, torch.ones_like(average)) for average in averages)
+
+
 def test_a_compiled_step_serves_every_count(device):
     """One graph of the first count and one of all others: a graph for each would end at torch's limit of eight."""
     counter = CompileCounter()

@@ -88,6 +88,29 @@ def test_parameters_without_state_or_gradient(device):
     assert not optimizer.state
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int64, torch.float64, torch.bool, "meta"], ids=str)
+@pytest.mark.parametrize("at", [0, 1])
+def test_parameters_that_no_step_trains(device, dtype, at):
+    """Frozen ones, as the packed codes of a quantized model: a step passes over them, and so does the average."""
+    optimizer = trained(device, torch.bfloat16, torch.float32)
+    params = optimizer.param_groups[0]["params"]
+    value = torch.ones(3, device="meta") if dtype == "meta" else torch.ones(3, device=device).to(dtype)
+    params.insert(at, torch.nn.Parameter(value, requires_grad=False))
+    optimizer.step()
+    averages = [torch.zeros_like(m) for m in masters(optimizer)]
+    frozen = averages[at]
+    for _ in range(2):
+        before = [a.clone() for a in averages]
+        ema_(averages, optimizer, 0.5)
+        for i in (i for i in range(3) if i != at):
+            torch.testing.assert_close(averages[i], (before[i] + masters(optimizer)[i]) / 2)
+    assert frozen.is_meta or not frozen.any()
+    with pytest.raises(ValueError, match=r"averages\[2\] must have shape"):
+        ema_([*averages[:2], averages[2][:1]], optimizer, 0.5)
+    with pytest.raises(ValueError, match=r"averages must hold one tensor for each of the 3 params, got 2"):
+        ema_(averages[:2], optimizer, 0.5)
+
+
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="a thousand steps take minutes there")
 @pytest.mark.parametrize("scale", [1.0, 0.02])
 @pytest.mark.parametrize("dtype", ALL)

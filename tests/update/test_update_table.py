@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amp_kernels import testing
 from amp_kernels.families import FAMILIES
-from amp_kernels.ops.table import DTYPE_CODES, HYPER_COLUMNS, UPDATE_ROWS, Row
+from amp_kernels.ops.table import DTYPE_CODES, HYPER_COLUMNS, RECORD, UPDATE_ROWS, Row
 from amp_kernels.reference._master import join
 from amp_kernels.reference._master import split as split_
 from amp_kernels.testing import DTYPES, differing, error_and_allowed
@@ -102,7 +102,8 @@ class Step:
             for name in FAMILIES[family].states
         }
         self.chunks = place(torch.tensor(cut(sizes, chunk, first_chunk), dtype=torch.int32).reshape(-1, 2))
-        self.steps = place(torch.full((len(self.chunks),), steps, dtype=torch.int32))
+        self.steps = [place(torch.tensor([steps], dtype=torch.int32)) for _ in sizes]
+        self.record = place(torch.zeros(RECORD, dtype=torch.int64))
         hyper = torch.full((2, HYPER_COLUMNS), math.nan)
         for row, group in zip(hyper, self.options, strict=True):
             columns = FAMILIES[family].hyper.of({**UPDATES[family].defaults(), **group})
@@ -135,6 +136,7 @@ class Step:
         if self.grad_remainders is not None:
             arrays[Row.MASTER] = self.grad_remainders
         arrays |= {Row.STATE + k: tensors for k, tensors in enumerate(self.states.values()) if tensors}
+        rows[Row.STEP] = [address(step) for step in self.steps]
         for row, values in (rows | {r: [address(x, self.begin) for x in xs] for r, xs in arrays.items()}).items():
             table[row] = torch.tensor(values)
         return self.arena.place(table)
@@ -158,7 +160,7 @@ class Step:
         table = self.table()
         self.frozen = self.arena.bytes()
         self.launcher.update_table_(
-            self.family, table, self.chunks, self.chunk, self.steps, self.hyper, rates,
+            self.family, table, self.chunks, self.chunk, self.record, self.hyper, rates,
             DTYPE_CODES[self.param_dtype], self.split or self.grad_remainders is not None,
             DTYPE_CODES[self.grad_dtype], self.present(), *scalars, max_norm,
         )  # fmt: skip
@@ -195,8 +197,9 @@ class Step:
                 assert error <= allowed
             if self.param_dtype != FP32:
                 assert torch.equal(param, master.to(self.param_dtype))
-        expected = [self.steps_before + (self.grads[t] is not None) for t, _ in self.chunks.tolist()]
-        assert self.steps.tolist() == expected
+        begun = [t for t, k in self.chunks.tolist() if k == 0 and self.grads[t] is not None]
+        assert [int(step) for step in self.steps] == [self.steps_before + (t in begun) for t in range(len(self.steps))]
+        assert not self.record.any()
 
     def assert_nothing_written(self) -> None:
         assert torch.equal(self.arena.bytes(), self.frozen)
@@ -327,16 +330,46 @@ def test_tensors_without_a_gradient(family: str, ordered_launcher: Launcher) -> 
 
 @families
 def test_a_late_gradient_finds_its_first_step(family: str, launcher: Launcher) -> None:
-    """Whatever the other tensors have done before: the counts are those of each chunk."""
+    """Whatever the other tensors have done before: each tensor has its own count."""
     step = Step(launcher, family, None, (2 * CHUNK + 1, 4 * CHUNK + 1), BF16, steps=0)
     late, step.grads[0] = step.grads[0], None
     step.run().check()
     step.run()
     step.grads[0] = late
     step.run()
-    assert step.steps.tolist() == [1, 1, 3, 3, 3]
+    assert [int(count) for count in step.steps] == [1, 3]
     expected = Step(launcher, family, None, (2 * CHUNK + 1, 4 * CHUNK + 1), BF16, steps=0).run()
     assert torch.equal(step.fp32()[0], expected.fp32()[0])
+
+
+@families
+def test_a_count_is_raised_once_all_have_read_it(family: str, ordered_launcher: Launcher) -> None:
+    """More chunks of one tensor than blocks, at its first step: a block that reads a raised count would not set the
+    momentum buffer, or correct no bias. An empty tensor has a chunk to count with."""
+    many, one = (
+        Step(ordered_launcher, family, None, (0, 40 * CHUNK, 5), BF16, steps=0, chunk=chunk)
+        for chunk in (CHUNK, 40 * CHUNK)
+    )
+    many.grads[0] = many.arena.place(torch.zeros(1))  # an address
+    many.chunks = many.arena.place(torch.tensor([[0, 0], *many.chunks.tolist()], dtype=torch.int32))
+    many.run()
+    one.run()
+    assert [int(count) for count in many.steps] == [1, 1, 1]
+    assert sum(map(differing, many.fp32(), one.fp32())) == 0
+
+
+@families
+def test_counts_beyond_2_to_the_31_are_unsigned(family: str, launcher: Launcher) -> None:
+    """-5 is what an int32 tensor shows of 2^32 - 5."""
+    step = Step(launcher, family, None, FEW, BF16, steps=0)
+    for tensors in step.states.values():
+        for state in tensors:
+            state.fill_(0.25)
+    for count, before in zip(step.steps, (2**31 - 1, -(2**31), -5), strict=True):
+        count.fill_(before)
+    step.run()
+    assert [int(count) for count in step.steps] == [-(2**31), 1 - 2**31, -4]
+    assert all(x.isfinite().all() for x in step.fp32())
 
 
 @families

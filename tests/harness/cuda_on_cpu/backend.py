@@ -255,11 +255,11 @@ def _send_(host: Tensor, to: Tensor) -> None:
 
 
 def _update_table_(
-    family: str, table: Tensor, chunks: Tensor, chunk_size: int, steps: Tensor, hyper: Tensor, lr: Tensor,
+    family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, hyper: Tensor, lr: Tensor,
     param_dtype: int, split: bool, grad_dtype: int, states: int, grad_scale: Tensor | None,
     found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float,
 ) -> None:  # fmt: skip
-    arrays = [x.data_ptr() for x in (steps, hyper, lr)]
+    arrays = [x.data_ptr() for x in (record, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
     form = (param_dtype, split, grad_dtype, states)
     _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *form, *scalars, max_norm)

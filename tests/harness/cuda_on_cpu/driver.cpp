@@ -50,13 +50,13 @@ const char* send(const int64_t* host, int64_t* to, int64_t n) {
 }
 
 const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
-                         int64_t chunk_count, int64_t chunk_size, int32_t* steps, const float* hyper, const int64_t* lr,
-                         int param_dtype, bool split, int grad_dtype, int states, const float* grad_scale,
-                         const float* found_inf, const float* grad_norm, float max_norm) {
+                         int64_t chunk_count, int64_t chunk_size, int32_t* ticket, const float* hyper,
+                         const int64_t* lr, int param_dtype, bool split, int grad_dtype, int states,
+                         const float* grad_scale, const float* found_inf, const float* grad_norm, float max_norm) {
   return guarded([&] {
     cuda::launch_update(family,
                         {{table, tensors, chunks, chunk_count, chunk_size},
-                         steps,
+                         ticket,
                          hyper,
                          lr,
                          grad_scale,
