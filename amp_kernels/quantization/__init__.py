@@ -110,11 +110,11 @@ def prepare_qat_(
 ) -> nn.Module:
     """Makes every `nn.Linear`, `Conv1D` and `nn.Embedding` compute as the int8 layer that `convert_` will make of it.
 
-    The forward pass is the deployed arithmetic, codes of inputs and weights and `int8_matmul`: predictions before and
-    after `convert_` are bit for bit the same. The backward pass takes products with the quantized operands and passes
-    straight through where a value was inside its range (Jacob et al. 2018). Parameters stay the same objects, so that
-    an optimizer may exist already. Code that reads a layer's `weight` itself gets the float parameter here, and the
-    dequantized weight after `convert_`.
+    The forward pass is the deployed arithmetic, codes of inputs and weights and `int8_matmul`: predictions in eval mode
+    are bit for bit the same before and after `convert_`. The backward pass takes products with the quantized operands
+    and passes straight through where a value was inside its range (Jacob et al. 2018). Parameters stay the same
+    objects, so that an optimizer may exist already. Code that reads a layer's `weight` itself gets the float parameter
+    here, and the dequantized weight after `convert_`.
 
     Args:
         model: changed in place.

@@ -1,0 +1,207 @@
+"""Small random models of transformers' architectures in int8: accuracy, checkpoints, and what was converted.
+
+An int8 model may be off by twice as much as the float model whose converted weights are rounded to int8 and back. "Off"
+is the norm of the difference from the float model's output over all elements: a single element may be right by chance.
+
+- In weight-only mode the int8 model and the rounded one are the same function, and are compared element by element too.
+- With int8 inputs the int8 model has a second rounding for each product. Inputs have 255 steps for their range, weights
+  127 for the larger half of theirs, so that the two errors are alike. They are independent and add as squares, which
+  makes a factor of 1.4. Measured: 1.2 with ranges of rows, and 1.2 to 1.6 with the range of the calibration batch,
+  which is also the batch that is compared.
+
+Some models read `layer.weight` without calling the layer (Mamba, DETR): there it has to be the dequantized weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from amp_kernels import quantize_int8
+from amp_kernels.nn import Int8Embedding, Int8Linear
+from amp_kernels.quantization import convert_, prepare_, quantize_
+
+TEXT = {
+    "vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 64,
+    "max_position_embeddings": 32, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+}  # fmt: skip
+LLAMA = TEXT | {"num_key_value_heads": 1}
+IMAGE = {
+    "image_size": 16, "patch_size": 4, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "intermediate_size": 64,
+}  # fmt: skip
+HEADS = {"encoder_attention_heads": 2, "decoder_attention_heads": 2, "encoder_ffn_dim": 64, "decoder_ffn_dim": 64}
+DEPTH = {"encoder_layers": 2, "decoder_layers": 2}
+WORDS = {"input_ids": torch.randint(3, 99, (3, 12), generator=torch.Generator().manual_seed(0))}
+PIXELS = {"pixel_values": torch.randn(3, 3, 16, 16, generator=torch.Generator().manual_seed(0))}
+LARGER = {"pixel_values": torch.randn(2, 3, 32, 32, generator=torch.Generator().manual_seed(0))}
+SOUND = {"input_features": torch.randn(3, 8, 40, generator=torch.Generator().manual_seed(0))}
+FIRST = {"decoder_input_ids": WORDS["input_ids"][:, :5]}
+
+
+class Architecture(NamedTuple):
+    model: str
+    config: Callable[[], Any]
+    inputs: dict[str, Tensor]
+    output: str
+    share: float  # of the parameters' bytes, in percent
+    layers: str  # the last names of converted layers
+    read_only: str = ""  # the last name of layers that are not called, so that prepare_ sees no input of theirs
+
+
+def config(name: str, **options: Any) -> Callable[[], Any]:
+    return lambda: getattr(transformers, name)(**options)
+
+
+def clip() -> Any:
+    texts, images = TEXT | {"projection_dim": 16}, IMAGE | {"projection_dim": 16}
+    return transformers.CLIPConfig(text_config=texts, vision_config=images, projection_dim=16)
+
+
+def detr() -> Any:
+    backbone = transformers.ResNetConfig(
+        embedding_size=8, hidden_sizes=[8, 16], depths=[1, 1], layer_type="basic", out_features=["stage2"]
+    )
+    return transformers.DetrConfig(
+        use_timm_backbone=False, backbone_config=backbone, num_queries=5, d_model=32, num_labels=7, **HEADS, **DEPTH
+    )
+
+
+ARCHITECTURES = {
+    "bert": Architecture("BertForMaskedLM", config("BertConfig", **TEXT), WORDS, "logits", 95.7,
+        "decoder dense key position_embeddings query token_type_embeddings value word_embeddings"),
+    "gpt2": Architecture(
+        "GPT2LMHeadModel",
+        config("GPT2Config", vocab_size=99, n_embd=32, n_layer=2, n_head=2, n_positions=32),
+        WORDS, "logits", 97.0,
+        "c_attn c_fc c_proj lm_head wpe wte",
+    ),
+    "llama": Architecture("LlamaForCausalLM", config("LlamaConfig", **LLAMA), WORDS, "logits", 99.4,
+        "down_proj embed_tokens gate_proj k_proj lm_head o_proj q_proj up_proj v_proj"),
+    "qwen3": Architecture("Qwen3ForCausalLM", config("Qwen3Config", head_dim=16, **LLAMA), WORDS, "logits", 99.1,
+        "down_proj embed_tokens gate_proj k_proj lm_head o_proj q_proj up_proj v_proj"),
+    # Its experts are two parameters of three dimensions, no layers.
+    "mixtral": Architecture(
+        "MixtralForCausalLM", config("MixtralConfig", num_local_experts=4, **LLAMA), WORDS, "logits", 20.1,
+        "embed_tokens k_proj lm_head o_proj q_proj v_proj"
+    ),
+    "t5": Architecture(
+        "T5ForConditionalGeneration",
+        config("T5Config", d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=99),
+        WORDS | FIRST, "logits", 99.1,
+        "embed_tokens k lm_head o q relative_attention_bias shared v wi wo",
+    ),
+    "vit": Architecture("ViTForImageClassification", config("ViTConfig", **IMAGE), PIXELS, "logits", 84.9,
+        "classifier fc1 fc2 k_proj o_proj q_proj v_proj"),
+    "clip": Architecture("CLIPModel", clip, WORDS | PIXELS, "logits_per_image", 92.4,
+        "fc1 fc2 k_proj out_proj position_embedding q_proj text_projection token_embedding v_proj visual_projection"),
+    "whisper": Architecture(
+        "WhisperForConditionalGeneration",
+        config(
+            "WhisperConfig", vocab_size=99, d_model=32, num_mel_bins=8, max_source_positions=20,
+            max_target_positions=20, pad_token_id=0, bos_token_id=1, eos_token_id=2,
+            decoder_start_token_id=1, **HEADS, **DEPTH,
+        ),
+        SOUND | FIRST, "logits", 87.7,
+        "embed_positions embed_tokens fc1 fc2 k_proj out_proj proj_out q_proj v_proj",
+    ),
+    "rwkv": Architecture(
+        "RwkvForCausalLM",
+        config("RwkvConfig", vocab_size=99, hidden_size=32, num_hidden_layers=2, context_length=32, bos_token_id=1,
+               eos_token_id=2),
+        WORDS, "logits", 97.5,
+        "embeddings head key output receptance value",
+    ),
+    "mamba": Architecture(
+        "MambaForCausalLM",
+        config("MambaConfig", vocab_size=99, hidden_size=32, num_hidden_layers=2, state_size=8, pad_token_id=0,
+               bos_token_id=1, eos_token_id=2),
+        WORDS, "logits", 89.9,
+        "dt_proj embeddings in_proj lm_head out_proj x_proj", "dt_proj",
+    ),
+    "detr": Architecture(
+        "DetrForObjectDetection", detr, LARGER, "logits", 83.9,
+        "0 1 2 class_labels_classifier fc1 fc2 k_proj o_proj q_proj query_position_embeddings v_proj"
+    ),
+}  # fmt: skip
+MODES = ("weight_only", "dynamic", "static")
+
+
+def made(name: str, seed: int = 0) -> PreTrainedModel:
+    torch.manual_seed(seed)
+    architecture = ARCHITECTURES[name]
+    return getattr(transformers, architecture.model)(architecture.config()).eval()
+
+
+def in_int8(name: str, mode: str, seed: int = 0) -> PreTrainedModel:
+    model = made(name, seed)
+    if mode != "static":
+        return quantize_(model, mode)
+    prepare_(model, lambda _, layer: layer.rpartition(".")[2] != ARCHITECTURES[name].read_only)
+    output(name, model)
+    return convert_(model)
+
+
+@torch.no_grad()
+def output(name: str, model: PreTrainedModel) -> Tensor:
+    architecture = ARCHITECTURES[name]
+    return model(**architecture.inputs)[architecture.output]
+
+
+def converted(model: nn.Module) -> list[str]:
+    return [name for name, layer in model.named_modules() if isinstance(layer, Int8Linear | Int8Embedding)]
+
+
+@torch.no_grad()
+def with_rounded_weights(model: PreTrainedModel, names: list[str]) -> PreTrainedModel:
+    """`model` itself, whose layers of these names have dequantized int8 weights."""
+    for layer in map(model.get_submodule, names):
+        is_transposed = type(layer).__name__ == "Conv1D"
+        weight = layer.weight.t() if is_transposed else layer.weight
+        weight.copy_(quantize_int8(weight.contiguous(), dim=-1).dequantize())  # twice does no more than once
+    return model
+
+
+architectures = pytest.mark.parametrize("name", ARCHITECTURES)
+modes = pytest.mark.parametrize("mode", MODES)
+
+
+@modes
+@architectures
+def test_error(name: str, mode: str) -> None:
+    expected = output(name, made(name))
+    model = in_int8(name, mode)
+    rounded = output(name, with_rounded_weights(made(name), converted(model)))
+    found = output(name, model)
+    assert 0 < (found - expected).norm() <= 2 * (rounded - expected).norm()
+    if mode == "weight_only":
+        torch.testing.assert_close(found, rounded, rtol=0, atol=1e-5 * rounded.abs().max().item())
+
+
+@modes
+@architectures
+def test_a_checkpoint_is_bit_equal(name: str, mode: str, tmp_path: Path) -> None:
+    model, new = in_int8(name, mode), in_int8(name, mode, seed=1)
+    expected = output(name, model)
+    assert not torch.equal(output(name, new), expected)
+    save_model(model, str(tmp_path / "int8.safetensors"))
+    assert load_model(new, tmp_path / "int8.safetensors") == (set(), [])
+    assert torch.equal(output(name, new), expected)
+
+
+@architectures
+def test_what_was_converted(name: str, caplog: pytest.LogCaptureFixture) -> None:
+    architecture = ARCHITECTURES[name]
+    with caplog.at_level("INFO", "amp_kernels"):
+        model = in_int8(name, "weight_only")
+    ((_, _, line),) = caplog.record_tuples
+    assert {layer.rpartition(".")[2] for layer in converted(model)} == set(architecture.layers.split())
+    assert line.startswith(f"quantize_: converted {architecture.share}% (")
