@@ -74,8 +74,8 @@ class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer, computed when the first operator needs its elements.
 
     Its dtype, shape and device cost nothing: T5 reads `wo.weight.dtype` in every forward pass, and the elements of a
-    large head are a gigabyte. Each read of `layer.weight` makes another of these tensors. An operator that changes it in
-    place raises an error, since the codes would not change. One that changes no element passes: RWKV divides by 1.
+    large head are a gigabyte. Each read of `layer.weight` makes another of these tensors. An operator that changes it
+    in place raises an error, since the codes would not change. One that changes no element passes: RWKV divides by 1.
     """
 
     codes: Int8Tensor
@@ -236,8 +236,8 @@ class _Int8Weight(FixedDtypes):
         self.weight_codes, self.weight_scale = codes.values, codes.scale
         self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
 
-    # State dicts hold `weight_dtype` under the name of the weight: a float layer refuses it as a tensor of another shape,
-    # also with strict=False, where it would miss its weight silently.
+    # State dicts hold `weight_dtype` under the name of the weight: a float layer refuses it as a tensor of another
+    # shape, also with strict=False, where it would miss its weight silently.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = destination.pop(f"{prefix}weight_dtype")
