@@ -282,7 +282,7 @@ def _load(target: str) -> nn.Module:
     if not colon or not name or path.suffix != ".py":
         raise CannotLoad(f"the model must be given as FILE.py:FACTORY, got {target!r}")
     if not path.is_file():
-        raise CannotLoad(f"FILE.py must be a file, got {file!r}, which is none")
+        raise CannotLoad(f"FILE.py must exist, got {file!r}")
     as_name = path.stem if path.stem not in sys.modules else f"audited_{path.stem}"
     spec = importlib.util.spec_from_file_location(as_name, path)
     assert spec is not None and spec.loader is not None
@@ -312,7 +312,7 @@ def _made_by(factory: Any, target: str) -> Any:
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise CannotLoad(f"{target} must run without arguments, but: {_said(error)}") from error
+        raise CannotLoad(f"{target} must run without arguments, got: {_said(error)}") from error
 
 
 def _said(error: BaseException) -> str:

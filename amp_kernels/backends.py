@@ -184,7 +184,7 @@ def automatic(device: torch.device) -> str:
             return name
     if device.type == "cuda":
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors, since {why}", stacklevel=2)
+        warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors: {why}", stacklevel=2)
     return "reference"
 
 

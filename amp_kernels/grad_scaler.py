@@ -223,7 +223,7 @@ class GradScaler(torch.amp.GradScaler):
         if capturing(torch.device(dev)):
             raise RuntimeError(
                 "GradScaler: a capture must follow an ordinary iteration, since a scale allocated inside it would "
-                "start anew at every replay; run one iteration before capturing"
+                "be reset at every replay; run one iteration before capturing"
             )
         super()._lazy_init_scale_growth_tracker(dev)
         self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=dev)
@@ -446,7 +446,7 @@ class GradScaler(torch.amp.GradScaler):
             self._has_warned_of_no_gradient = True
             warnings.warn(
                 "GradScaler: optimizers stepped, but no parameter of them has a gradient, so that nothing changed; "
-                "call backward() before step(), and look whether the loss depends on the optimizers' parameters",
+                "call backward() before step(), and check that the loss depends on the optimizers' parameters",
                 stacklevel=3,
             )
 

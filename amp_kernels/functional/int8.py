@@ -65,18 +65,14 @@ class Int8Tensor:
 
     # A part of a tensor would need its part of the scales, and `==` of tensors is by element.
     def __getitem__(self, index: object) -> NoReturn:
-        raise TypeError(
-            "Int8Tensor: what is indexed must be a Tensor, got an Int8Tensor; index dequantize(), or values and scale"
-        )
+        raise TypeError("Int8Tensor: indexing is not supported; index dequantize(), or values and scale")
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Int8Tensor):
             return NotImplemented
         if other is self:
             return True
-        raise TypeError(
-            "Int8Tensor: what == compares must be Tensors, got Int8Tensors; compare values, scale and zero_point"
-        )
+        raise TypeError("Int8Tensor: == is not supported; compare values, scale and zero_point")
 
     __hash__ = object.__hash__
 

@@ -514,12 +514,14 @@ def _check_dtypes(op: str, out_dtype: object = None, **operands: Tensor) -> None
     """What torch's products would take, and round to less than was asked for."""
     for name, x in operands.items():
         if x.dtype.itemsize == 1 and x.is_floating_point():
-            raise TypeError(f"{op}: {name} must not be of 8 bits, got {x.dtype}; convert it with .to(torch.bfloat16)")
+            raise TypeError(
+                f"{op}: {name} must have at least 16 bits each, got {x.dtype}; convert it with .to(torch.bfloat16)"
+            )
     first = next(iter(operands.values()))
     if out_dtype is not None and out_dtype not in (*OUT_DTYPES, first.dtype):
         raise TypeError(
-            f"{op}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}; leave it out for the operands' "
-            "dtype"
+            f"{op}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}; leave it out to keep the "
+            "operands' dtype"
         )
 
 

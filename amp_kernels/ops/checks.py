@@ -38,7 +38,7 @@ def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
     """The tensors of an iterable, all of them tensors (a gradient may well be None)."""
     if not hasattr(tensors, "__iter__") or (isinstance(tensors, Tensor) and tensors.dim() == 0):
         kind = type(tensors).__name__
-        raise TypeError(f"{op}: {name} must be several Tensors, got {kind}; pass a list, perhaps an empty one")
+        raise TypeError(f"{op}: {name} must be a list of Tensors, got {kind}; pass a list, which may be empty")
     result = list(tensors)
     if set(map(type, result)) <= {Tensor, Parameter}:  # a tenth of the time of a look at each
         return result
@@ -169,8 +169,7 @@ def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
     shared = shares_memory([tensor for _, tensor in written])
     if shared is not None:
         raise ValueError(
-            f"{op}: {written[shared][0]} must have memory of its own, since it is written, but some element of it is "
-            "one of another written tensor too, or twice its own; clone() it"
+            f"{op}: {written[shared][0]} must not share memory with itself or another written tensor; pass a clone()"
         )
 
 

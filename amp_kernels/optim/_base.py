@@ -519,12 +519,12 @@ class FusedOptimizer(torch.optim.Optimizer):
             what = "int16 numbers" if key == "remainder" else "floats"
             raise TypeError(
                 f"{type(self).__name__}: {key} of {name} must be a tensor of {what} with memory for each, got "
-                f"{kind(state)}; delete optimizer.state[parameter] to start it anew"
+                f"{kind(state)}; delete optimizer.state[parameter] to reset it"
             )
         if state.shape != param.shape:
             raise RuntimeError(
                 f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, got {tuple(param.shape)}; "
-                "delete optimizer.state[parameter] to start it anew"
+                "delete optimizer.state[parameter] to reset it"
             )
 
     def _check_parameter(self, name: str, param: Tensor) -> None:

@@ -107,8 +107,8 @@ def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
     shared = shares_memory(grads)
     if shared is not None:
         raise RuntimeError(
-            f"unscale_: the gradient of {names[shared]} must have memory of its own, since it is written, but some "
-            "element of it is one of another gradient too, or twice its own; clone() it"
+            f"unscale_: the gradient of {names[shared]} must not share memory with itself or another gradient, "
+            "since it is written; clone() it"
         )
 
 
@@ -118,9 +118,8 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
     position = shares_memory([tensor for _, tensor in named])
     if position is not None:
         raise RuntimeError(
-            f"step: {named[position][0]} and its state must have memory of their own, since they are written, but some "
-            "element is one of another parameter or state too, or of the same one twice; make one Parameter of what "
-            "is shared, or clone() it"
+            f"step: {named[position][0]} and its state must not share memory with themselves, another parameter or "
+            "its state; make one Parameter of what is shared, or clone() it"
         )
     # Nobody else has a mirror, and a parameter that has one may have gaps.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])

@@ -75,8 +75,8 @@ def quantize_(
     """
     if mode not in ("weight_only", "dynamic"):
         raise ValueError(
-            f"quantize_: mode must be 'weight_only' or 'dynamic', got {mode!r}; static layers come of prepare_, some "
-            "batches and convert_"
+            f"quantize_: mode must be 'weight_only' or 'dynamic', got {mode!r}; for static layers call prepare_, run "
+            "some batches, and call convert_"
         )
     codes = _SharedCodes()
     new: dict[nn.Module, nn.Module] = {}

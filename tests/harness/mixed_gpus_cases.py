@@ -78,9 +78,7 @@ def test_every_operator_runs_on_the_reference_without_triton(fake_gpus: Any, nam
 @pytest.mark.parametrize("call", ["unscale_", "step"])
 def test_the_reference_says_why(call: str) -> None:
     backends.automatic.cache_clear()
-    with pytest.warns(
-        UserWarning, match="slow reference on CUDA tensors, since cuda: .* cannot run on fake GPU 1 .*triton"
-    ):
+    with pytest.warns(UserWarning, match="slow reference on CUDA tensors: cuda: .* cannot run on fake GPU 1 .*triton"):
         cases.CALLS[call]("cuda:1")
 
 

@@ -613,9 +613,7 @@ def test_compiled_qat_is_eager():
 
 # ------------------------------------------------------------------------------------------------------------- errors
 def test_errors_are_sentences_and_change_nothing():
-    with pytest.raises(
-        ValueError, match="mode must be 'weight_only' or 'dynamic', got 'static'; static layers come of"
-    ):
+    with pytest.raises(ValueError, match="mode must be 'weight_only' or 'dynamic', got 'static'; for static layers"):
         quantize_(mlp(), "static")
     with pytest.raises(ValueError, match="mode must be 'dynamic' or 'static', got 'weight_only'"):
         prepare_qat_(mlp(), "weight_only")

@@ -368,13 +368,13 @@ def test_a_file_named_as_a_module(models: Path, capsys: pytest.CaptureFixture[st
     [
         ("nets.txt:odd", "must be given as FILE.py:FACTORY"),
         ("nets.py:", "must be given as FILE.py:FACTORY"),
-        ("missing.py:odd", "FILE.py must be a file, got "),
+        ("missing.py:odd", "FILE.py must exist, got "),
         ("broken.py:odd", "cannot be imported: ModuleNotFoundError: No module named 'there_is_no_such_module'"),
         ("nets.py:nothing", "FACTORY must be a name in "),
         ("nets.py:number", "must be a function or an nn.Module, got int"),
-        ("nets.py:needs", "must run without arguments, but: TypeError: needs() missing 1 required"),
+        ("nets.py:needs", "must run without arguments, got: TypeError: needs() missing 1 required"),
         ("nets.py:returns", "must return an nn.Module, got list"),
-        ("nets.py:leaves", "must run without arguments, but: SystemExit: 7"),
+        ("nets.py:leaves", "must run without arguments, got: SystemExit: 7"),
     ],
 )
 def test_what_cannot_be_loaded_gets_a_sentence(

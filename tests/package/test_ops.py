@@ -181,8 +181,8 @@ ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], s
         TypeError,
         r"unscale_: grads\[1\] must be a Tensor, got NoneType",
     ),
-    "no_grads": (unscale, (None,), TypeError, "unscale_: grads must be several Tensors, got NoneType; pass a list"),
-    "grads_scalar": (unscale, (f(2)[0],), TypeError, "unscale_: grads must be several Tensors, got Tensor; pass a"),
+    "no_grads": (unscale, (None,), TypeError, "unscale_: grads must be a list of Tensors, got NoneType; pass a"),
+    "grads_scalar": (unscale, (f(2)[0],), TypeError, "unscale_: grads must be a list of Tensors, got Tensor; pass a"),
     "grads_sparse": (
         unscale,
         ([f(2), f(2).to_sparse()],),
@@ -402,9 +402,7 @@ def test_cuda_tensors_on_the_reference_warn_once(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(backends, "_reason", lambda *_: "it is off")
     backends.automatic.cache_clear()
     try:
-        with pytest.warns(
-            UserWarning, match="slow reference on CUDA tensors, since cuda: it is off; triton: it is off"
-        ):
+        with pytest.warns(UserWarning, match="slow reference on CUDA tensors: cuda: it is off; triton: it is off"):
             assert backends.select(torch.device("cuda")) == "reference"
         assert backends.select(torch.device("cuda")) == "reference"  # a second warning would be an error
     finally:

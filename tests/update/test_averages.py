@@ -219,7 +219,7 @@ def test_what_does_not_fit(device):
         ((averages, optimizer, 1.5), ValueError, r"decay must be a number from 0 to 1, got 1.5"),
         ((averages, optimizer, math.nan), ValueError, r"decay must be a number from 0 to 1, got nan"),
         ((averages, optimizer, "0.5"), TypeError, r"decay must be a number from 0 to 1, got '0.5'"),
-        ((averages[0].sum(), optimizer, 0.5), TypeError, r"averages must be several Tensors"),
+        ((averages[0].sum(), optimizer, 0.5), TypeError, r"averages must be a list of Tensors"),
     ):
         with pytest.raises(error, match=f"^ema_: .*{sentence}"):
             ema_(*arguments)
