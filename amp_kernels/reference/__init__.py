@@ -1,7 +1,7 @@
 """The specification: every operator in plain torch, without a compiler, for any device.
 
-Same names, arguments and results as in `amp_kernels`, which prefers a native kernel where there is one; the int8
-operators here take and return plain tensors.
+Names, arguments and results are those of `amp_kernels`, which uses a compiled or Triton kernel where one runs. The int8
+operators here take and return plain tensors. Nothing is checked.
 """
 
 from . import matmul
