@@ -140,7 +140,7 @@ class Finding(NamedTuple):
         name: The layer's name in the model; empty for the model itself.
         kind: Its class.
         size: Its features or channels.
-        cause: What is not a multiple of 8, and the matrices that it concerns.
+        cause: The features that are not a multiple of 8, and the matrices with such rows.
         remedy: What to do.
         converts: Whether `amp_kernels.nn.convert_linear_` is a remedy.
         weight_bytes: Bytes that padding takes for the weight.

@@ -333,7 +333,7 @@ class GradScaler(torch.amp.GradScaler):
             **kwargs: Passed on to `optimizer.step`. Closures are not supported, as in torch.
 
         Returns:
-            What `optimizer.step` returned.
+            What `optimizer.step` returned, or None if it was not called.
 
         Raises:
             RuntimeError: It was called before since the last `update`, or with a closure.

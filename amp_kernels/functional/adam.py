@@ -30,9 +30,10 @@ def adam_(
 ) -> None:
     """Take one Adam step on lists of tensors, with fp32 masters for 16-bit parameters.
 
-    All arithmetic is fp32. The formula is that of `torch.optim.Adam` (Kingma and Ba 2015; decoupled weight decay:
-    Loshchilov and Hutter 2019; AMSGrad: Reddi et al. 2018), where `g` is the gradient divided by `grad_scale` and `t =
-    steps_taken + 1`:
+    All arithmetic is fp32.
+
+    Formula: `torch.optim.Adam` (Kingma and Ba 2015; decoupled weight decay: Loshchilov and Hutter 2019; AMSGrad: Reddi
+    et al. 2018). `g` is the gradient divided by `grad_scale`, and `t = steps_taken + 1`.
 
     ```text
     g <- g + weight_decay * p                            (decoupled: p <- p - lr * weight_decay * p)
@@ -56,7 +57,7 @@ def adam_(
         maximize: Negate the gradients.
         decoupled_weight_decay: Shrink the parameters instead of adding to the gradients (AdamW).
         steps_taken: Number of steps before this one, from 0 to 2^31 - 2. Do not count skipped steps.
-        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
         found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:
@@ -109,9 +110,9 @@ def adamw_(
 ) -> None:
     """Take one AdamW step on lists of tensors: `adam_` with `decoupled_weight_decay=True`.
 
-    The formula is that of `torch.optim.AdamW` (Loshchilov and Hutter 2019). Error messages begin with `adam_`.
+    Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019). Error messages begin with `adam_`.
 
-    Arguments are those of `amp_kernels.adam_`.
+    It takes the arguments of `amp_kernels.adam_`.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)

@@ -78,7 +78,7 @@ def addmm(
 ) -> Tensor:
     """Return `beta * input + alpha * (a @ b)`, computed in fp32 and rounded once.
 
-    This is `torch.addmm` for matrices and `torch.baddbmm` for batches, for the shapes, devices and dtypes of `matmul`.
+    This is `torch.addmm` for matrices and `torch.baddbmm` for batches. Devices and dtypes are treated as in `matmul`.
 
     Args:
         input: Broadcast to the result, in the dtype of the operands. Not read if `beta` is 0.

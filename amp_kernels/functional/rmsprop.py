@@ -29,8 +29,9 @@ def rmsprop_(
 ) -> None:
     """Take one RMSprop step on lists of tensors, with fp32 masters for 16-bit parameters.
 
-    All arithmetic is fp32. The formula is that of `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013), where `g`
-    is the gradient divided by `grad_scale`:
+    All arithmetic is fp32.
+
+    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013). `g` is the gradient divided by `grad_scale`.
 
     ```text
     g <- g + weight_decay * p
@@ -55,7 +56,7 @@ def rmsprop_(
         weight_decay: Factor of the L2 penalty.
         momentum: Momentum factor.
         maximize: Negate the gradients.
-        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
         found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:

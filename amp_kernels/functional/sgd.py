@@ -32,7 +32,7 @@ def sgd_(
     Lists may hold tensors of different dtypes, empty tensors and views of any strides. All tensors of a call are on one
     device.
 
-    The formula is that of `torch.optim.SGD` (Sutskever et al. 2013), where `g` is the gradient divided by `grad_scale`:
+    Formula: `torch.optim.SGD` (Sutskever et al. 2013). `g` is the gradient divided by `grad_scale`.
 
     ```text
     g <- g + weight_decay * p
@@ -55,7 +55,7 @@ def sgd_(
         nesterov: Use Nesterov momentum.
         maximize: Negate the gradients.
         is_first_step: Set the momentum buffers to the gradients, whatever `dampening` is.
-        grad_scale: One fp32 element by which the gradients are divided; None for 1.
+        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
         found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:

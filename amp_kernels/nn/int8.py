@@ -401,6 +401,7 @@ class Int8Linear(_Int8Weight):
         Raises:
             TypeError: `x` is a nested tensor, or an `Int8Tensor` in the mode `"weight_only"`.
             ValueError: The last dimension of `x` is not `in_features`.
+            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func`.
 
         Examples:
             >>> layer = amp_kernels.nn.Int8Linear(16, 4, dtype=torch.bfloat16)

@@ -19,7 +19,7 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     out. States are fp32, so that `eps` is not rounded to 0 as it is in fp16. Skipped steps do not count in the bias
     correction; the count is kept on the device.
 
-    Masters, gradients, loss scaling and errors are those of `FusedSGD`.
+    Masters, gradients, loss scaling and errors are as in `FusedSGD`.
 
     Args:
         params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
@@ -79,7 +79,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
     """`torch.optim.AdamW` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
     This is `FusedAdam` with decoupled weight decay (Loshchilov and Hutter 2019). Masters, gradients, loss scaling and
-    errors are those of `FusedSGD`.
+    errors are as in `FusedSGD`.
 
     Args:
         params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.

@@ -83,8 +83,8 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     """Average the weights of several models into the first of them, a "model soup" (Wortsman et al. 2022).
 
-    Floating-point parameters and buffers are averaged in fp32; fp64 and complex ones in their own dtype. Each mean is
-    rounded to the dtype in the first model. Integers keep the first model's values.
+    Floating-point parameters and buffers are averaged in fp32, fp64 and complex tensors in their own dtype. Each mean
+    is rounded to the dtype in the first model. Integers keep the first model's values.
 
     An optimizer of the first model follows: the master of a 16-bit parameter is then within half a unit in the last
     place of the rounded mean. To average the masters themselves, load the `fp32_state_dict` of each model into an fp32

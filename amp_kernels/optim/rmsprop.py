@@ -18,7 +18,7 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013), in fp32; `amp_kernels.rmsprop_` spells it out.
     If rounding makes the centered variance negative, it counts as 0. torch returns NaN there.
 
-    Masters, gradients, loss scaling and errors are those of `FusedSGD`.
+    Masters, gradients, loss scaling and errors are as in `FusedSGD`.
 
     Args:
         params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.

@@ -25,7 +25,7 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     **Gradients.** They may be fp16, bf16 or fp32, and are not written.
 
     **Loss scaling.** Use `amp_kernels.GradScaler`, `torch.amp.GradScaler` (slower) or none. A step whose `found_inf` is
-    not 0 changes nothing. A step pre-hook sees the gradients still scaled, unless `scaler.unscale_` was called. If
+    not 0 changes nothing. In a step pre-hook the gradients are still scaled, unless `scaler.unscale_` was called. If
     `step` is overridden or wrapped, the scaler unscales the gradients first.
 
     Args:

@@ -8,7 +8,7 @@
 Converted are `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding`. (Without its embeddings a small
 sentence transformer would keep two thirds of its bytes.) The logger "amp_kernels" gets a line with the converted and
 the unchanged parameters and their share of the bytes. Its level is INFO. It is WARNING, which Python prints by default,
-if more than a tenth of the bytes stays in matrices that neither belong to embeddings nor were left out by `filter_fn`.
+if more than a tenth of the bytes stays in other matrices than embeddings and layers that `filter_fn` left out.
 
 A range is the smallest to the largest value. Percentiles are not offered. On a small pretrained sentence transformer,
 clipping at 99.9% cost 6.2 points of R@1, since the outliers of transformers carry signal; the full range cost less than
@@ -73,8 +73,8 @@ def quantize_(
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a weight is not fp16, bf16 or fp32.
-        ValueError: `mode` is unknown, there is no layer to replace, or a layer has hooks or a `forward` of the instance
-            (accelerate's hooks), which a new layer would lose.
+        ValueError: `mode` is unknown, there is no layer to replace, a layer has more than 131071 inputs (`"dynamic"`),
+            or a layer has hooks or a `forward` of the instance (accelerate's hooks), which a new layer would lose.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU())
@@ -179,10 +179,11 @@ def prepare_qat_(
 def convert_(model: nn.Module) -> nn.Module:
     """Replace the layers that `prepare_` or `prepare_qat_` made by `Int8Linear` and `Int8Embedding`.
 
-    After `prepare_`, int8 codes pass directly between two linear layers that follow each other in an `nn.Sequential`,
-    with an `nn.ReLU` or nothing between them. The ReLU becomes an `nn.Identity`: the codes of its range end at 0. In
-    fp32 the results have the same bits as without this. To load an int8 checkpoint, prepare a new model, run any batch,
-    convert it, then call `load_state_dict`. Waits for the device.
+    After `prepare_`, int8 codes are passed directly between two linear layers that follow each other in an
+    `nn.Sequential`, with an `nn.ReLU` or nothing between them. The ReLU becomes an `nn.Identity`, because the smallest
+    code stands for 0 and the codes are clamped to it. In fp32 the results have the same bits as without this. To load
+    an int8 checkpoint, prepare a new model, run any batch, convert it, then call `load_state_dict`. Waits for the
+    device.
 
     Args:
         model: Changed in place.
@@ -231,7 +232,7 @@ class MinMaxObserver(FixedDtypes):
     """Record the smallest and the largest value of all batches, on their device and without waiting for it.
 
     Args:
-        device: Where the range is kept.
+        device: Device of the range.
 
     Attributes:
         low: Smallest value, 0-dim fp32; inf before the first batch.
@@ -261,7 +262,8 @@ class MinMaxObserver(FixedDtypes):
             x: fp16, bf16 or fp32, of any shape.
 
         Returns:
-            Smallest and largest value of this batch, 0-dim fp32. For an empty batch, those of all batches.
+            Smallest and largest value of this batch, 0-dim fp32. For an empty batch, the smallest and largest value of
+                all batches so far.
 
         Raises:
             RuntimeError: The call is inside a transform of `torch.func`.
@@ -383,7 +385,7 @@ class ObservedLinear(_Prepared):
 
     @classmethod
     def from_linear(cls, linear: nn.Module) -> ObservedLinear:
-        """Return such a layer with the parameters of another one.
+        """Return an `ObservedLinear` with the parameters of a float layer.
 
         Args:
             linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
@@ -431,7 +433,7 @@ class QATLinear(_Prepared):
 
     @classmethod
     def from_linear(cls, linear: nn.Module, mode: Literal["dynamic", "static"] = "dynamic") -> QATLinear:
-        """Return such a layer with the parameters of another one.
+        """Return a `QATLinear` with the parameters of a float layer.
 
         Args:
             linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.

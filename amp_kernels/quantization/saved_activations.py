@@ -17,10 +17,10 @@ from ..ops.table import DTYPE_CODES
 
 
 class int8_saved_activations(contextlib.ContextDecorator):
-    """Keep the activations that autograd saves in int8, inside a `with` block: 1.06 bytes per element, not 2 or 4.
+    """Save activations for the backward pass in int8, inside a `with` block: 1.06 bytes per element, not 2 or 4.
 
     Codes are asymmetric, in blocks (Chen et al. 2021, "ActNN"; Liu et al. 2022, "GACT"). Only the forward pass has to
-    be inside the block; the backward pass dequantizes. The gradient is that of slightly different activations. Put the
+    be inside the block; the backward pass dequantizes. Gradients are computed from the rounded activations. Put the
     loss outside of the block: `log_softmax` saves logarithms, where half a step of the codes is a factor on the
     gradient.
 

@@ -28,7 +28,8 @@ def quantize_int8(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize a tensor in plain torch: the specification of `amp_kernels.quantize_int8`.
 
-    Rounds to nearest even, or stochastically if a `seed` is given. Arguments are those of `amp_kernels.quantize_int8`.
+    Rounds to nearest even, or stochastically if a `seed` is given. It takes the arguments of
+    `amp_kernels.quantize_int8`.
 
     Returns:
         The tuple `(values, scale, zero_point)`; `zero_point` is None for symmetric codes.
@@ -84,7 +85,7 @@ def fake_quantize_int8(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Round a tensor to the values of its int8 codes: the specification of `amp_kernels.fake_quantize_int8`.
 
-    NaN stays NaN. Arguments are those of `amp_kernels.fake_quantize_int8`.
+    NaN stays NaN. It takes the arguments of `amp_kernels.fake_quantize_int8`.
 
     Returns:
         The tuple `(values, scale, zero_point)`, with dequantized values in the dtype of `x`.

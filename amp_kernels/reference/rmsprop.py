@@ -28,7 +28,7 @@ def rmsprop_(
 ) -> None:
     """Take one RMSprop step in plain torch: the specification of `amp_kernels.rmsprop_`.
 
-    Arguments are those of `amp_kernels.rmsprop_`.
+    It takes the arguments of `amp_kernels.rmsprop_`.
 
     Examples:
         >>> param, square_avg = torch.tensor([1.0]), torch.zeros(1)

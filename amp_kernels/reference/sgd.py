@@ -28,7 +28,7 @@ def sgd_(
 ) -> None:
     """Take one SGD step in plain torch: the specification of `amp_kernels.sgd_`.
 
-    `is_first_step` may also be a 0-dim bool tensor. Arguments are those of `amp_kernels.sgd_`.
+    `is_first_step` may also be a 0-dim bool tensor. It takes the arguments of `amp_kernels.sgd_`.
 
     Examples:
         >>> param = torch.tensor([1.0])

@@ -11,7 +11,7 @@ from torch import Tensor
 def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -> None:
     """Unscale gradients in plain torch: the specification of `amp_kernels.unscale_`.
 
-    Arguments are those of `amp_kernels.unscale_`; all tensors are on one device.
+    It takes the arguments of `amp_kernels.unscale_`, with all tensors on one device.
 
     Examples:
         >>> grads, found_inf = [torch.tensor([2.0, 4.0])], torch.zeros(())
@@ -27,8 +27,8 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
     """Return the L2 norm of gradients in plain torch: the specification of `amp_kernels.grad_norm`.
 
-    The sum is taken in fp64 and the norm rounded once. Arguments are those of `amp_kernels.grad_norm`; all tensors are
-    on one device.
+    The sum is taken in fp64 and the norm rounded once. It takes the arguments of `amp_kernels.grad_norm`, with all
+    tensors on one device.
 
     Returns:
         A 0-dim fp32 tensor.

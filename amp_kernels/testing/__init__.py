@@ -29,6 +29,7 @@ from .common import (
 from .updates import RMSPROP_OPTIONS, SGD_OPTIONS, UpdateInputs, torch_step
 
 CASES: dict[str, tuple[Case, ...]] = {**unscale.CASES, **updates.CASES, **int8.CASES, **matmul.CASES}
+"""The cases of every operator, by its name."""
 
 __all__ = [
     "CASES",

@@ -14,8 +14,9 @@ from ..backends import use_backend
 
 Make = Callable[[], list[Tensor]]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Around a 16-byte access, around a block of 1024, and more than one chunk of a table.
+"""The dtypes of the operators, by the names that cases have."""
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
+"""Sizes around a 16-byte access and around a block of 1024, and more than one chunk of a table."""
 NORM_TOLERANCE = 1e-6
 
 
@@ -161,7 +162,7 @@ def _poison(dtype: torch.dtype) -> float:
 
 # ----------------------------------------------------------------------------------------------------- inputs
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Return normal random numbers, the same ones on every machine. They are on the CPU.
+    """Return normal random numbers, equal on every machine, on the CPU.
 
     Args:
         *shape: Sizes.
@@ -183,7 +184,6 @@ def _poison_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
     return torch.full(tuple(shape), _poison(x.dtype), dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
 
-# Copies in other layouts; memory around them is NaN, of integers the smallest. For tensors of four dimensions.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": Tensor.clone,
     "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
@@ -193,7 +193,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "every_other": lambda x: _poison_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
     "misaligned": lambda x: _poison_around(x, (x.numel() + 2,), slice(1, -1)),
 }
+"""Functions that copy a tensor of four dimensions into another layout.
+
+The memory around the copy is filled with NaN, or with the smallest integer.
+"""
 SHAPE = (3, 5, 7, 11)
+"""The shape of the inputs in these layouts."""
 
 LENGTH = 4099  # of the inputs made of VALUES
 

@@ -218,7 +218,7 @@ def torch_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], scale:
     Args:
         optimizer: The optimizer, with one parameter group.
         grads: One gradient per parameter. They are cast to the dtype of the parameters.
-        scale: A number by which the cast gradients are divided.
+        scale: The cast gradients are divided by this number.
 
     Examples:
         >>> from amp_kernels import testing
