@@ -25,15 +25,13 @@ import amp_kernels
 
 API = Path(__file__).parents[1] / "api.txt"
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples")
-# griffe, the parser of mkdocstrings, shows these as boxes of text, or not at all.
-MISSPELT = re.compile(
-    r"^\s*(Example|Arguments|Parameters|Return|Raise|Yield|Attribute|Note|Args .*|.*, Raises):$", re.M
-)
+# griffe, the parser of mkdocstrings, takes such a line for the head of a section; it has no section "Example".
+HEADER = re.compile(r"^(\w[\w ]*):\n+ ", re.M)
 NAMES = [line for line in API.read_text().splitlines() if " is " not in line]
 
 
 class Public:
-    """What a line of tests/api.txt names, and its docstring."""
+    """The thing that a line of tests/api.txt names, and its docstring."""
 
     def __init__(self, line: str) -> None:
         self.name = re.split(r"[(:]", line, maxsplit=1)[0]
@@ -48,7 +46,7 @@ class Public:
         self.is_function = inspect.isfunction(self.thing)
         self.is_value = not (self.is_property or self.is_class or self.is_function or inspect.ismodule(self.thing))
         self.is_method = self.is_function and inspect.isclass(self.owner)
-        # Its own: inspect.getdoc would find that of torch's base class.
+        # Not inspect.getdoc, which would also find the docstring of torch's base class.
         self.doc = inspect.cleandoc(self.thing.__doc__ or "")
 
     def parameters(self) -> list[str]:
@@ -60,19 +58,19 @@ class Public:
         stars = {inspect.Parameter.VAR_POSITIONAL: "*", inspect.Parameter.VAR_KEYWORD: "**"}
         return [stars.get(p.kind, "") + p.name for p in parameters]
 
-    def section(self, *names: str) -> str:
-        """The lines of the first of these sections that there is."""
-        found = re.search(rf"^(?:{'|'.join(names)}):\n((?:    .*\n|\n)*)", self.doc + "\n", re.M)
-        return found[1] if found else ""
+    def entries(self, section: str) -> list[str]:
+        """The first lines of the entries of a section, as griffe reads them: lines that are not indented further."""
+        found = re.search(rf"^{section}:\n((?:    .*\n|\n)*)", self.doc + "\n", re.M)
+        return re.findall(r"^    (\S.*)", found[1], re.M) if found else []
 
-    def entries(self, *names: str) -> list[str]:
-        return re.findall(r"^    ([\w*]+):", self.section(*names), re.M)
+    def names(self, section: str) -> list[str]:
+        return [entry.partition(":")[0] for entry in self.entries(section)]
 
     def examples(self) -> list[doctest.Example]:
         return doctest.DocTestParser().get_examples(self.doc, self.name)
 
     def result(self) -> str | None:
-        """The section that its result belongs in."""
+        """The section of its result; None if it has none."""
         plain = inspect.unwrap(self.thing)
         result = typing.get_type_hints(plain).get("return")
         if plain is not self.thing and inspect.isgeneratorfunction(plain):  # in contextlib.contextmanager
@@ -101,25 +99,26 @@ def _everything() -> list[Public]:
 
 def _faults(public: Public, by_name: dict[str, Public]) -> Iterator[str]:
     first, *rest = public.doc.split("\n")
-    if not re.search(r"[.:]$", first.rstrip("`")) or (rest and rest[0]):
+    if not first.endswith(".") or (rest and rest[0]):
         yield "its first line must stand alone: a sentence, then an empty line"
-    if found := MISSPELT.search(public.doc):
-        yield f"{found[0].strip()!r} must be one of {', '.join(SECTIONS)}"
+    if sections := [name for name in HEADER.findall(public.doc) if name not in SECTIONS]:
+        yield f"sections must be of {SECTIONS}, got {sections}"
     if not (public.is_class or public.is_function):
         return
-    parameters, documented = public.parameters(), public.entries("Args")
+    parameters, documented = public.parameters(), public.names("Args")
     if public.is_class and parameters and not documented:
-        documented = public.entries("Attributes")  # of a dataclass or a NamedTuple
-    if elsewhere := re.search(r"Arguments are those of `([\w.]+)`", public.doc.replace("\n", " ")):
-        documented = [name for name in by_name[elsewhere[1]].entries("Args") if name in parameters]
+        documented = public.names("Attributes")  # of a dataclass or a NamedTuple
+    if elsewhere := re.search(r"takes the arguments of `([\w.]+)`", public.doc.replace("\n", " ")):
+        documented = [name for name in by_name[elsewhere[1]].names("Args") if name in parameters]
     if parameters != documented:
         yield f"Args must have {parameters}, has {documented}"
-    if public.is_function and (section := public.result()) and not public.section(section):
-        yield f"{section} must say what its result is"
-    if public.examples():
-        return
-    calls = "".join(example.source for example in by_name[public.name.rpartition(".")[0]].examples())
-    if not (public.is_method and f".{public.thing.__name__}(" in calls):
+    section = public.result() if public.is_function else None
+    if section and len(public.entries(section)) != 1:
+        yield f"{section} must be one entry, whose further lines are indented"
+    calls = ""
+    if public.is_method:
+        calls = "".join(example.source for example in by_name[public.name.rpartition(".")[0]].examples())
+    if not public.examples() and f".{public.thing.__name__}(" not in calls:
         yield "an example must call it, here or in the docstring of its class"
 
 
