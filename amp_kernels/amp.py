@@ -25,7 +25,7 @@ Outputs are fp32 at every level, inside of tuples, lists, dicts and dataclasses 
   `optim.load_fp32_state_dict`; `model.load_state_dict` rounds an fp32 checkpoint to fp16.
 - Nothing waits for the device, so overflows are not printed.
 - O1 covers what runs inside `model(...)`. Apex patched torch's functions for the whole process.
-- `initialize` and `scale_loss` take the arguments listed below. All except the first ones must be given by name.
+- `initialize` and `scale_loss` take only the arguments listed below. The options of `initialize` are given by name.
 """
 
 from __future__ import annotations

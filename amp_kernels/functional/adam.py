@@ -61,9 +61,9 @@ def adam_(
         found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:
-        TypeError: A dtype does not fit, or `steps_taken` is not an int. Nothing was modified.
-        ValueError: A length, shape or device does not fit, `betas` are not two numbers, or `steps_taken` is out of its
-            range. Nothing was modified.
+        TypeError: A dtype does not fit. Nothing was modified.
+        ValueError: A length, shape or device does not fit, `betas` are not two numbers, or `steps_taken` is not an int
+            in its range. Nothing was modified.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)

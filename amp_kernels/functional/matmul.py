@@ -58,6 +58,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit.
+        RuntimeError: torch's error, for dtypes that torch computes.
 
     Examples:
         >>> a, b = torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
@@ -94,6 +95,7 @@ def addmm(
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit.
+        RuntimeError: torch's error, for dtypes that torch computes.
 
     Examples:
         >>> a, b = torch.ones(3, 5, dtype=torch.float16), torch.ones(5, 2, dtype=torch.float16)
@@ -131,6 +133,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit, or `activation` is not one of these.
+        RuntimeError: torch's error, for dtypes that torch computes.
 
     Examples:
         >>> x, weight = torch.ones(2, 3, dtype=torch.bfloat16), -torch.ones(5, 3, dtype=torch.bfloat16)

@@ -399,7 +399,7 @@ class Int8Linear(_Int8Weight):
             `[..., out_features]`: a tensor, or an `Int8Tensor` if the layer has an `output_scale`.
 
         Raises:
-            TypeError: `x` is a nested tensor, or an `Int8Tensor` in the mode `"weight_only"`.
+            TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
             ValueError: The last dimension of `x` is not `in_features`.
             RuntimeError: The layer returns codes, and is called inside a transform of `torch.func`.
 
