@@ -1,7 +1,10 @@
 """Fused CUDA, Triton and C++ kernels for mixed-precision training with PyTorch.
 
-Operators over lists of tensors, optimizers with fp32 masters for 16-bit weights (`amp_kernels.optim`), a `GradScaler`
-whose checks ride along with the step, and the specification of it all in plain torch (`amp_kernels.reference`).
+- `amp_kernels.optim`: optimizers with fp32 masters for 16-bit weights.
+- `amp_kernels.GradScaler`: loss scaling whose checks are part of the optimizer step.
+- `amp_kernels.functional`: operators on tensors and lists of tensors, also names of `amp_kernels` itself.
+- `amp_kernels.nn` and `amp_kernels.quantization`: layers for any size, int8 layers and conversions.
+- `amp_kernels.reference`: every operator in plain torch, as the specification.
 """
 
 from . import amp, functional, nn, optim, quantization, reference

@@ -1,13 +1,15 @@
-"""`apex.amp` for scripts that were written for it: `initialize`, `scale_loss`, `master_params`, checkpoints.
+"""NVIDIA Apex's `apex.amp` interface, for scripts that were written for it.
 
-NVIDIA removed it from Apex in 2025. ``from amp_kernels import amp`` instead of ``from apex import amp`` runs such a
-script on torch.autocast, `amp_kernels.GradScaler` and `amp_kernels.optim`:
+NVIDIA removed `apex.amp` from Apex in 2025. With `from amp_kernels import amp` in place of `from apex import amp` such
+a script runs on torch.autocast, `amp_kernels.GradScaler` and `amp_kernels.optim`:
 
-    model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
-    ...
-    with amp.scale_loss(loss, optimizer) as scaled_loss:
-        scaled_loss.backward()
-    optimizer.step()
+```python
+model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
+...
+with amp.scale_loss(loss, optimizer) as scaled_loss:
+    scaled_loss.backward()
+optimizer.step()
+```
 
 | level | weights | forward | loss scale |
 |---|---|---|---|
@@ -16,14 +18,14 @@ script on torch.autocast, `amp_kernels.GradScaler` and `amp_kernels.optim`:
 | O2 | fp16, batch norms fp32 | inputs are cast to fp16 | dynamic |
 | O3 | fp16 | inputs are cast to fp16 | 1 |
 
-Outputs, in tuples, lists, dicts and dataclasses too, are fp32 at every level. Differences from Apex:
+Outputs are fp32 at every level, inside of tuples, lists, dicts and dataclasses too. Differences from Apex:
 
-- fp16 weights have fp32 masters at O3 too, which cost 2 bytes a parameter.
-- At O2 ``model.state_dict()`` holds the fp16 weights. `optim.fp32_state_dict` and `optim.load_fp32_state_dict` are for
-  fp32 checkpoints: ``model.load_state_dict`` rounds one to fp16.
-- Nothing waits for the device, so an overflow is not printed.
-- O1 covers what runs inside ``model(...)``; Apex patched torch's functions for the whole process.
-- `initialize` and `scale_loss` take the arguments below, by name but for the first ones.
+- fp16 weights have fp32 masters at O3 too; they cost 2 bytes per parameter.
+- At O2 `model.state_dict()` holds the fp16 weights. For fp32 checkpoints use `optim.fp32_state_dict` and
+  `optim.load_fp32_state_dict`; `model.load_state_dict` rounds an fp32 checkpoint to fp16.
+- Nothing waits for the device, so overflows are not printed.
+- O1 covers what runs inside `model(...)`. Apex patched torch's functions for the whole process.
+- `initialize` and `scale_loss` take only the arguments listed below. The options of `initialize` are given by name.
 """
 
 from __future__ import annotations
@@ -98,37 +100,45 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     **unknown: Any,
 ) -> Any:
-    """Prepares models and optimizers for mixed precision, in place; call it before data parallelism.
+    """Prepare models and optimizers for mixed precision, in place. Call it before data parallelism.
 
-    Pass all models and optimizers to one call. Another call, as of a notebook's cell, starts again with the models and
-    optimizers that it is given, at its own level and with new loss scales. They may be those of the call before, or new
-    ones. An optimizer that is given again keeps its state and masters; a new one over fp16 weights starts from the
-    rounded weights. `scale_loss` takes no optimizer of an earlier call.
+    Pass all models and optimizers in one call. Weights are cast, and each model casts its inputs and outputs. A torch
+    optimizer becomes a fused one: the same object, with its groups and state, so learning rate schedulers go on. (A
+    scheduler that exists already warns once that `optimizer.step()` has been overridden.)
 
-    Weights are cast, and each model casts its inputs and outputs. An optimizer of torch becomes ours: the same object,
-    with its groups and state, so that learning rate schedulers go on. (A scheduler that was made before warns once that
-    ``optimizer.step()`` has been overridden.)
+    Another call, for example when a notebook cell runs again, starts again with the given models and optimizers, its
+    own level and new loss scales. An optimizer that is given again keeps its state and masters. A new optimizer over
+    fp16 weights starts from the rounded weights. `scale_loss` then refuses optimizers of earlier calls.
 
     Args:
-        models: a module, or a list of modules, of fp32 parameters and buffers, or what `initialize` made of them.
-        optimizers: an SGD, RMSprop, Adam or AdamW of torch.optim, or one of amp_kernels.optim, or a list of them; None
-            for inference.
-        opt_level: "O0", "O1", "O2" or "O3"; see the table of this module.
-        keep_batchnorm_fp32: True or False (or "True", "False"), instead of the level's; at O1 it must be None.
-        loss_scale: "dynamic", or a number (also as a string) that the scale stays at, instead of the level's. At a
-            scale of 1 gradients are neither checked nor cast; at any other a step whose gradients hold NaN or inf is
-            skipped.
-        num_losses: how many loss scales there are; the `loss_id` of `scale_loss` chooses one.
-        verbosity: 0 prints nothing, 1 a line about what was done.
-        min_loss_scale, max_loss_scale: bounds of a dynamic scale, which starts at 65536, halves at an overflow and
-            doubles after 2000 steps without one.
+        models: A module or a list of modules with fp32 parameters and buffers, or modules from an earlier call.
+        optimizers: An optimizer or a list of them: SGD, RMSprop, Adam or AdamW of `torch.optim`, or one of
+            `amp_kernels.optim`. None for inference.
+        opt_level: `"O0"`, `"O1"`, `"O2"` or `"O3"`; see the table of `amp_kernels.amp`.
+        keep_batchnorm_fp32: True or False (or `"True"`, `"False"`) replaces the setting of the level. None at O1.
+        loss_scale: `"dynamic"`, or a fixed number (a string too), replaces the setting of the level. At a scale of 1
+            gradients are neither checked nor cast. At any other scale a step with NaN or inf in a gradient is skipped.
+        num_losses: Number of loss scales; `scale_loss` chooses one by its `loss_id`.
+        verbosity: 0 prints nothing, 1 prints a line about what was done.
+        min_loss_scale: Lower bound of a dynamic scale.
+        max_loss_scale: Upper bound of a dynamic scale. It starts at 65536, halves at an overflow, and doubles after
+            2000 steps without one.
+        **unknown: Apex's other arguments are refused.
 
     Returns:
-        `models` and `optimizers`, lists for lists; `models` alone if `optimizers` is None.
+        `models` and `optimizers`, as lists where lists were given; `models` alone if `optimizers` is None.
 
     Raises:
-        TypeError, ValueError: an argument is not as above, a model or an optimizer's parameters are not fp32, a model
-            is wrapped for data parallelism, or its forward or an optimizer's step was replaced; nothing was modified.
+        TypeError: An argument has a wrong type, parameters are not fp32, a model is wrapped for data parallelism, or a
+            forward or a step was replaced. Nothing was modified.
+        ValueError: An argument has a wrong value. Nothing was modified.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp_kernels.amp.initialize(model, optimizer, opt_level="O2", verbosity=0)
+        >>> type(optimizer), model.weight.dtype, model(torch.ones(3, 4)).dtype
+        (<class 'amp_kernels.optim.sgd.FusedSGD'>, torch.float16, torch.float32)
     """
     global _set_up
     if unknown:
@@ -170,20 +180,36 @@ def initialize(
 
 @contextlib.contextmanager
 def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) -> Iterator[Tensor]:
-    """Yields the scaled loss; when the block ends gradients are unscaled, in fp32, and the scale follows.
+    """Scale a loss for the backward pass inside a `with` block, and unscale the gradients after it.
 
-    ``step()`` of the optimizers then skips if NaN or inf was met, and may be preceded by clipping. Gradients that were
-    there before stay and are added to, each loss unscaled by its own scale, so several blocks may come before a step;
-    an overflow in any of them skips it. Nothing waits for the device. A scale of 1 leaves gradients as they are.
+    At the end of the block the gradients are unscaled in fp32 and the scale is adapted. The optimizers then skip their
+    `step()` if there was NaN or inf. Clip between the block and the step. Gradients from before the block stay and are
+    added to, so several blocks may come before a step; an overflow in any of them skips it. Nothing waits for the
+    device. At a scale of 1 gradients are left unchanged.
 
     Args:
-        loss: 0-dim, of any dtype; it is scaled in fp32.
-        optimizers: an optimizer that `initialize` returned, or a list of them: those whose parameters the loss reaches.
-        loss_id: the number of the loss scale, from 0 to `num_losses` - 1.
+        loss: 0-dim, of any dtype. It is scaled in fp32.
+        optimizers: The optimizers from `initialize` whose parameters the loss reaches; one, or a list.
+        loss_id: Number of the loss scale, from 0 to `num_losses - 1`.
+        **unknown: Apex's other arguments are refused.
+
+    Yields:
+        The scaled loss, 0-dim fp32.
 
     Raises:
-        RuntimeError: `initialize` was not called, or the block left no gradients.
-        TypeError, ValueError: an argument is not as above.
+        RuntimeError: `initialize` was not called, or the block made no gradients.
+        TypeError: An argument has a wrong type.
+        ValueError: An argument has a wrong value.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> model, optimizer = amp_kernels.amp.initialize(model, optimizer, loss_scale=128.0, verbosity=0)
+        >>> with amp_kernels.amp.scale_loss(model(torch.ones(3, 4)).sum(), optimizer) as scaled_loss:
+        ...     scaled_loss.backward()
+        >>> model.bias.grad
+        tensor([3., 3.])
+        >>> optimizer.step()
     """
     loss_scales, ours, params = _check_loss(loss, optimizers, loss_id, unknown)
     scaler = loss_scales[loss_id]
@@ -211,30 +237,62 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
 
 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    """The parameters of `optimizer`, for clipping between `scale_loss` and the step.
+    """Return the parameters of an optimizer, for clipping between `scale_loss` and the step.
 
-    fp16 parameters are their own masters: ``optimizer.master(param)`` is the fp32 value of one, and `scale_loss` makes
-    its ``grad`` fp32, unless the scale is 1.
+    There are no separate master parameters: `optimizer.master(param)` is the fp32 value of an fp16 parameter.
+    `scale_loss` makes its `grad` fp32, unless the scale is 1.
+
+    Args:
+        optimizer: An optimizer from `initialize`.
+
+    Returns:
+        An iterator over the parameters of all groups.
+
+    Examples:
+        >>> optimizer = amp_kernels.optim.FusedSGD([torch.nn.Parameter(torch.ones(2))])
+        >>> len(list(amp_kernels.amp.master_params(optimizer)))
+        1
     """
     return (p for group in optimizer.param_groups for p in group["params"])
 
 
 def state_dict() -> dict[str, Any]:
-    """``{"loss_scaler0": ..., ...}``, the state dict of each loss's `GradScaler`. Waits for the device.
+    """Return the state of every loss scale. Waits for the device.
+
+    Returns:
+        `{"loss_scaler0": ..., ...}`, the state dict of the `GradScaler` of each loss.
 
     Raises:
         RuntimeError: `initialize` was not called.
+
+    Examples:
+        >>> _ = amp_kernels.amp.initialize(torch.nn.Linear(4, 2), num_losses=2, verbosity=0)
+        >>> saved = amp_kernels.amp.state_dict()
+        >>> list(saved), saved["loss_scaler0"]["scale"]
+        (['loss_scaler0', 'loss_scaler1'], 65536.0)
     """
     return {f"loss_scaler{i}": s.state_dict() for i, s in enumerate(_initialized("state_dict").scalers)}
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Loads scales and counts that `state_dict` returned, or apex.amp's did. Bounds stay those of `initialize`.
+    """Load scales and counts that `state_dict`, or that of `apex.amp`, returned.
+
+    The bounds of the scale stay those of `initialize`.
+
+    Args:
+        state_dict: The saved state.
 
     Raises:
         RuntimeError: `initialize` was not called.
-        TypeError, ValueError: the state dict is of other losses, or of a scale of 1 where another one is needed, or
-            `GradScaler` would not load a scale or a count in it; nothing was loaded.
+        TypeError: A value has a wrong type. Nothing was loaded.
+        ValueError: It belongs to other losses, lacks a scale that is needed, or a value is out of range. Nothing was
+            loaded.
+
+    Examples:
+        >>> _ = amp_kernels.amp.initialize(torch.nn.Linear(4, 2), verbosity=0)
+        >>> amp_kernels.amp.load_state_dict({"loss_scaler0": {"loss_scale": 1024.0, "unskipped": 5}})
+        >>> amp_kernels.amp.state_dict()["loss_scaler0"]["scale"]
+        1024.0
     """
     scalers = {f"loss_scaler{i}": s for i, s in enumerate(_initialized("load_state_dict").scalers)}
     loaded = {name: _scale_and_counts(state_dict.get(name)) for name in scalers}

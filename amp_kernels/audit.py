@@ -1,10 +1,10 @@
-"""Why a product or a layer is slow: `explain`, `audit`, and ``python -m amp_kernels audit FILE.py:FACTORY``.
+"""Find out why a product or a layer is slow: `explain`, `audit`, and `python -m amp_kernels audit FILE.py:FACTORY`.
 
-The command executes FILE.py, and calls FACTORY: name only files that you would run.
+The command executes FILE.py and calls FACTORY: name only files that you would run.
 
-A layer is listed for its shape alone, nothing is measured: tensor cores are fed 16 bytes at a time, and a matrix whose
-rows are not a multiple of 16 bytes apart sends cuBLAS to the kernels of older GPUs. For 16-bit weights and activations
-(also those that autocast makes) these are features that are not a multiple of 8.
+Only shapes decide, nothing is measured. Tensor cores load 16 bytes at a time. If the rows of a matrix are not a
+multiple of 16 bytes apart, cuBLAS uses the kernels of older GPUs. With 16-bit weights and activations (those of
+autocast too) this happens where features are not a multiple of 8.
 """
 
 from __future__ import annotations
@@ -38,7 +38,19 @@ MULTIPLE = ALIGNMENT // ITEM
 
 # ---------------------------------------------------------------------------------------------------------- products
 class Explanation(NamedTuple):
-    """How ``amp_kernels.matmul(a, b)`` is done; ``str()`` says it in a sentence."""
+    """How `amp_kernels.matmul(a, b)` is computed; `str()` makes a sentence of it.
+
+    Attributes:
+        engine: A backend of amp_kernels, `"cublas"`, or `"torch"` for dtypes that are left to torch.
+        reason: Why.
+        padded: The operands that are first copied into padded rows: `"a"`, `"b"`, both or none.
+        padding_bytes: Bytes of these copies.
+
+    Examples:
+        >>> explanation = amp_kernels.explain((64, 1001), (1001, 512))
+        >>> explanation.padded, explanation.padding_bytes
+        (('a',), 129024)
+    """
 
     engine: str  # a backend of amp_kernels, "cublas", or "torch" for dtypes that are left to it
     reason: str
@@ -63,19 +75,30 @@ def explain(
     dtype: torch.dtype | None = None,
     device: torch.device | str | None = None,
 ) -> Explanation:
-    """What multiplies `a` and `b`, and what is copied for it: ``print(explain(x, layer.weight.t()))``.
+    """Tell which library multiplies two matrices, and what is copied for it.
 
-    Nothing is computed. Fake tensors of a GPU, meta tensors (taken as those of a GPU) and shapes are answered on a
-    machine without a GPU too, as one with compiled kernels would.
+    Nothing is computed. Fake tensors of a GPU, meta tensors (taken as tensors of a GPU) and shapes are answered on a
+    machine without a GPU too, as a GPU with compiled kernels would.
 
     Args:
-        a, b: as for `amp_kernels.matmul`; or two shapes, of contiguous tensors.
-        activation: that follows, as in `amp_kernels.linear`.
-        dtype: with shapes (default: fp16).
-        device: with shapes (default: "cuda").
+        a: A tensor as in `amp_kernels.matmul`, or the shape of a contiguous one.
+        b: The same.
+        activation: An activation that follows, as in `amp_kernels.linear`.
+        dtype: With shapes only; None for fp16.
+        device: With shapes only; None for `"cuda"`.
+
+    Returns:
+        An `Explanation`.
 
     Raises:
-        TypeError, ValueError: `a` and `b` cannot be multiplied, or are not both tensors or both shapes.
+        TypeError: One of `a` and `b` is a tensor and the other a shape, or dtypes do not fit.
+        ValueError: `a` and `b` cannot be multiplied, or `activation` is unknown.
+
+    Examples:
+        >>> amp_kernels.explain((64, 1001), (1001, 512), dtype=torch.bfloat16).engine
+        'cublas'
+        >>> amp_kernels.explain((64, 1001), (1001, 512), device="cpu").engine
+        'cpu'
     """
     check_activation("explain", activation)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
@@ -111,7 +134,23 @@ def _copy_bytes(x: Tensor) -> int:
 
 # ------------------------------------------------------------------------------------------------------------ models
 class Finding(NamedTuple):
-    """A layer whose shape is slow on tensor cores; ``str()`` says it in a sentence."""
+    """A layer whose shape is slow on tensor cores; `str()` makes a sentence of it.
+
+    Attributes:
+        name: The layer's name in the model; empty for the model itself.
+        kind: Its class.
+        size: Its features or channels.
+        cause: The features that are not a multiple of 8, and the matrices with such rows.
+        remedy: What to do.
+        converts: Whether `amp_kernels.nn.convert_linear_` is a remedy.
+        weight_bytes: Bytes that padding takes for the weight.
+        row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step.
+
+    Examples:
+        >>> finding = amp_kernels.audit.audit(torch.nn.Linear(1001, 512))[0]
+        >>> finding.kind, finding.converts, finding.weight_bytes
+        ('Linear', True, 1032192)
+    """
 
     name: str  # in the model; empty for the model itself
     kind: str  # its class
@@ -129,10 +168,22 @@ class Finding(NamedTuple):
 
 
 def audit(model: nn.Module) -> list[Finding]:
-    """Layers of `model` whose shapes are slow on tensor cores in fp16 or bf16, in the model's order.
+    """List the layers of a model whose shapes are slow on tensor cores in fp16 or bf16.
 
-    Every `nn.Linear` and subclass of it but `amp_kernels.nn.Linear`, transformers' `Conv1D`, convolutions, and every
-    `nn.Embedding` that shares its weight with such a Linear. Only shapes are read: the model may be on the meta device.
+    Checked are `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`), transformers' `Conv1D`,
+    convolutions, and embeddings that share the weight of such a linear layer. Only shapes are read: the model may be on
+    the meta device.
+
+    Args:
+        model: A model of any dtype.
+
+    Returns:
+        A `Finding` per slow layer, in the model's order.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 10), torch.nn.Linear(16, 8))
+        >>> print(amp_kernels.audit.audit(model)[0])
+        0 (Linear, 64 -> 10): out_features=10 (y, dy); amp_kernels.nn.Linear, or 64 -> 16
     """
     findings: list[Finding] = []
     slow: dict[int, tuple[str, nn.Module]] = {}  # by weight

@@ -69,15 +69,24 @@ def forced() -> str | None:
 
 @contextlib.contextmanager
 def use_backend(name: str) -> Iterator[None]:
-    """Forces one backend for every operator and optimizer step inside the ``with`` block.
+    """Force one backend for every operator and optimizer step inside a `with` block.
+
+    Outside such a block the device of the tensors decides. CUDA tensors are served by `"cuda"`, or else by `"triton"`;
+    CPU tensors by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves them.
 
     Args:
-        name: ``"cuda"``, ``"triton"``, ``"cpu"`` or ``"reference"``.
+        name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.
 
     Raises:
-        ValueError: `name` is none of these.
-        RuntimeError: the backend cannot run here at all, with its reason; also raised by an operator whose tensors
-            are on a device the backend does not serve.
+        ValueError: `name` is not a backend.
+        RuntimeError: The backend cannot run on this machine; the message has the reason. An operator inside the block
+            raises it too if its tensors are on a device that the backend does not serve.
+
+    Examples:
+        >>> with amp_kernels.use_backend("reference"):
+        ...     norm = amp_kernels.grad_norm([torch.tensor([3.0, 4.0])])
+        >>> norm
+        tensor(5.)
     """
     if name not in BACKENDS:
         raise ValueError(f"use_backend: name must be one of {', '.join(BACKENDS)}, got {name!r}")

@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler` whose check is the fused step's own first pass."""
+"""`torch.amp.GradScaler` whose overflow check is the first pass of the fused step."""
 
 from __future__ import annotations
 
@@ -129,46 +129,74 @@ def _plain(value: Any) -> Any:
 
 
 class Overflow(NamedTuple):
-    """Where the last skipped step came from."""
+    """Where the last skipped step came from.
+
+    Attributes:
+        step: The optimizer's steps under a scaler, counted from 1, with skipped ones.
+        parameter: Name of the first parameter whose gradient held NaN or inf.
+
+    Examples:
+        >>> amp_kernels.grad_scaler.Overflow(step=3, parameter="head.weight").parameter
+        'head.weight'
+    """
 
     step: int  # the optimizer's steps under a scaler, counted from 1, skipped ones included
     parameter: str  # the first parameter whose gradient held NaN or inf
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler`, with overflow checks that cost nothing extra in our optimizers and never wait.
+    """`torch.amp.GradScaler` that does not wait for the device with the optimizers of `amp_kernels.optim`.
 
-    With `amp_kernels.optim` the check is the first pass of the step, gradients are not written, and the skip is decided
-    on the device. Any other optimizer works as under torch's scaler, which waits for the device once a step. So does
-    one of ours whose `step` is overridden or wrapped, or whose parameters belong to FSDP1. `unscale_` accepts fp16 and
-    bf16 gradients.
+    Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`. With a fused optimizer the
+    check for NaN and inf is the first pass of the step, gradients are not written, and the device decides to skip.
+    After `step` gradients are still scaled: to read them call `unscale_` before it, or read `optimizer.grad_norm`. fp16
+    and bf16 gradients are accepted.
+
+    Other optimizers work as under torch's scaler, which waits for the device once per step. This includes a fused
+    optimizer whose `step` is overridden or wrapped, or whose parameters belong to FSDP1.
+
+    A warning is given once after 50 skipped steps in a row, if the host knows of them: the scale is on the CPU, or
+    every optimizer waits for the device as above. Another one is given at the first step without any gradient.
 
     Args:
-        device, init_scale, growth_factor, backoff_factor, growth_interval, enabled: as in torch.
-        min_scale: the scale never falls below it and starts no lower; torch's reaches 0.0 after some 150 overflows.
-        max_scale: the scale never rises above it and starts no higher: a 16-bit model whose loss is fp16 overflows at
-            the default scale of 65536. Both bounds also hold for the scale in a checkpoint of torch's scaler. A
-            checkpoint of ours brings the bounds that it was saved with, and they replace these.
-        hysteresis: overflows in a row that are tolerated, less one, before the scale is reduced (Apex's meaning: one
-            step without overflow restores them all; 1 reduces the scale at once, as torch does). The steps are
-            skipped either way.
-        process_group: if a rank of it finds NaN or inf, all of them skip the step. Every rank must then call `step`, or
-            `unscale_`, for the same optimizers in the same order, also without a loss or a gradient. Ranks whose
-            gradients are averaged, as DistributedDataParallel does, agree without it, and so do the shards of a
-            DTensor. A scaler with a group is neither copied nor pickled.
+        device: As in torch.
+        init_scale: As in torch.
+        growth_factor: As in torch.
+        backoff_factor: As in torch.
+        growth_interval: As in torch.
+        enabled: As in torch.
+        min_scale: The scale starts no lower and never falls below it. (torch's scale reaches 0.0 after some 150
+            overflows.)
+        max_scale: The scale starts no higher and never rises above it. A 16-bit model whose loss is fp16 overflows at
+            the default scale of 65536. A checkpoint of this class replaces both bounds; the scale in a checkpoint of
+            torch's scaler is clamped to them.
+        hysteresis: The scale is first reduced at this many overflows in a row, as in Apex. 1 reduces it at every
+            overflow, as torch does. One step without overflow starts the count again. Steps with overflows are skipped
+            either way.
+        process_group: If a rank of the group finds NaN or inf, all its ranks skip the step. Every rank must call `step`
+            (or `unscale_`) for the same optimizers in the same order, also without a gradient. Not needed if gradients
+            are averaged over the ranks (DistributedDataParallel), nor for DTensors. A scaler with a group cannot be
+            copied or pickled.
 
     Raises:
-        TypeError: a scale, a bound or a factor is no number, `growth_interval` or `hysteresis` no integer, or
-            `process_group` no group.
-        ValueError: `init_scale` or `min_scale` is negative or not finite, `min_scale` is above `max_scale`, `max_scale`
-            is 0, `hysteresis` is below 1, a factor is out of its range, or `process_group` belongs to other ranks or
-            reduces no tensors of `device`.
+        TypeError: A scale, bound or factor is not a number, `growth_interval` or `hysteresis` is not an integer, or
+            `process_group` is not a group.
+        ValueError: A number is out of its range, `min_scale` is above `max_scale`, or `process_group` belongs to other
+            ranks or does not reduce tensors of `device`.
 
-    Warns once after 50 skipped steps in a row, if the host knows of them: with the scale on the CPU, or on a GPU if the
-    scaler waits for the device at the step of every optimizer, as above. For ours it does not wait, and does not warn.
-    It also warns at the first step in which no parameter of any optimizer has a gradient.
-
-    After `step` gradients stay scaled: to read them call `unscale_` before it, or `optimizer.grad_norm`.
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> optimizer = amp_kernels.optim.FusedSGD([("weight", weight)], lr=0.5)
+        >>> scaler = amp_kernels.GradScaler("cpu", init_scale=1024.0)
+        >>> for factor in (1.0, float("inf")):
+        ...     optimizer.zero_grad()
+        ...     scaler.scale((weight.float() * factor).sum()).backward()
+        ...     scaler.step(optimizer)
+        ...     scaler.update()
+        >>> weight.data, scaler.get_scale()
+        (tensor([0.5000, 0.5000], dtype=torch.float16), 512.0)
+        >>> int(scaler.skipped_steps), scaler.last_overflow
+        (1, Overflow(step=2, parameter='weight'))
     """
 
     _format = 1  # of state dicts; a higher one is for what earlier releases would misread
@@ -232,14 +260,17 @@ class GradScaler(torch.amp.GradScaler):
     # ----------------------------------------------------------------------------------------------- what it knows
     @property
     def skipped_steps(self) -> Tensor:
-        """Iterations in which an optimizer's step was skipped: a 0-dim int64 tensor on the scale's device."""
+        """Number of iterations in which a step was skipped, a 0-dim int64 tensor on the device of the scale."""
         if self._skipped_steps is None:
             return torch.tensor(self._init_skipped_steps, device="cpu")
         return self._skipped_steps
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """The last overflow in an optimizer of ours, also one that is gone; reading it waits for the device."""
+        """The last `Overflow` in a fused optimizer, or None. Reading it waits for the device.
+
+        Overflows in deleted optimizers count too.
+        """
         last = self._last_in(self._logs)
         return None if last is None else last[1]
 
@@ -263,7 +294,23 @@ class GradScaler(torch.amp.GradScaler):
 
     # ------------------------------------------------------------------------------------------------ one iteration
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
-        """As torch's; fp16 and bf16 gradients are accepted."""
+        """Divide the gradients of an optimizer by the scale, as in torch. fp16 and bf16 gradients are accepted.
+
+        Args:
+            optimizer: The optimizer.
+
+        Raises:
+            RuntimeError: It was called before since the last `update`, or after `step`.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=0.5)
+            >>> scaler = amp_kernels.GradScaler("cpu")
+            >>> scaler.scale(weight.sum()).backward()
+            >>> scaler.unscale_(optimizer)
+            >>> weight.grad
+            tensor([1., 1.])
+        """
         if not self._enabled or not _steps_by_itself(optimizer):
             return super().unscale_(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
@@ -276,7 +323,21 @@ class GradScaler(torch.amp.GradScaler):
         state["stage"] = OptState.UNSCALED
 
     def step(self, optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> float | None:
-        """As torch's. For optimizers of ours: all devices' checks, then their sum, then the updates."""
+        """Step an optimizer unless its gradients hold NaN or inf.
+
+        For a fused optimizer the gradients of all devices are checked first, then all parameters are updated.
+
+        Args:
+            optimizer: The optimizer.
+            *args: Passed on to `optimizer.step`.
+            **kwargs: Passed on to `optimizer.step`. Closures are not supported, as in torch.
+
+        Returns:
+            What `optimizer.step` returned, or None if it was not called.
+
+        Raises:
+            RuntimeError: It was called before since the last `update`, or with a closure.
+        """
         if self._enabled and _only_forwards(optimizer):
             return self._step_plainly(optimizer, *args, **kwargs)
         if not self._enabled or not _steps_by_itself(optimizer) or hasattr(optimizer, "grad_scale"):
@@ -374,11 +435,15 @@ class GradScaler(torch.amp.GradScaler):
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """As torch's, then `min_scale`, `max_scale`, `hysteresis` and `skipped_steps`.
+        """Adapt the scale to what the steps since the last `update` found, and count skipped steps.
 
-        Waits for no device, except once after an optimizer was deleted, to keep its last overflow.
+        It does not wait for the device, except once after an optimizer was deleted, to keep its last overflow.
 
-        `new_scale` is taken as given, outside the bounds too.
+        Args:
+            new_scale: Set the scale to this number, even outside of the bounds.
+
+        Raises:
+            AssertionError: There was no `step` or `unscale_` before.
         """
         if not self._enabled:
             return
@@ -458,7 +523,15 @@ class GradScaler(torch.amp.GradScaler):
 
     # ------------------------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """torch's keys and ours; either scaler loads it. Waits for the device. Empty if not enabled."""
+        """Return a state dict that torch's scaler loads too. Waits for the device.
+
+        Returns:
+            torch's keys and those of this class; empty if the scaler is not enabled.
+
+        Examples:
+            >>> sorted(amp_kernels.GradScaler("cpu", max_scale=1024.0).state_dict().items())[:3]
+            [('_growth_tracker', 0), ('_hysteresis_tracker', 1), ('backoff_factor', 0.5)]
+        """
         if not self._enabled:
             return {}
         return {
@@ -478,12 +551,24 @@ class GradScaler(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads ours or torch's; what the latter lacks keeps the value it was constructed with.
+        """Load a state dict of this class or of torch's scaler.
+
+        What a torch state dict lacks keeps the value it was constructed with.
+
+        Args:
+            state_dict: What `state_dict()` returned.
 
         Raises:
-            RuntimeError: the state dict is empty, that of a scaler that was not enabled.
-            TypeError, ValueError: it holds what the constructor would refuse, a count that is none, or not all of
-                torch's keys, or a later release saved it in a newer format; nothing was loaded.
+            TypeError: It is not a dict, or a value has another type than the constructor takes. Nothing was loaded.
+            ValueError: A value is out of range, a key of torch's is missing, or a later release saved it. Nothing was
+                loaded.
+            RuntimeError: It is empty: its scaler was not enabled.
+
+        Examples:
+            >>> scaler = amp_kernels.GradScaler("cpu")
+            >>> scaler.load_state_dict(torch.amp.GradScaler("cpu", init_scale=256.0).state_dict())
+            >>> scaler.get_scale()
+            256.0
         """
         if self._enabled:
             self._load(self._checked("GradScaler.load_state_dict", state_dict))

@@ -1,6 +1,8 @@
-"""The public functions, a file for each family; nothing here waits for a device.
+"""Operators on tensors and on lists of tensors: updates, gradient passes, int8 and matrix products.
 
-Without a compiled extension they run as Triton kernels or as plain torch (`amp_kernels.reference`).
+A compiled extension serves the tensors of its device. Without one they are served by Triton kernels (CUDA tensors) or
+by plain torch (`amp_kernels.reference`). No function waits for the device, except `clip_grad_norm_` with
+`error_if_nonfinite=True`. Every name is also a name of `amp_kernels`.
 """
 
 from .adam import adam_, adamw_

@@ -28,20 +28,51 @@ def adam_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One Adam step on lists, in the manner of ``torch._fused_adam_``, with masters for 16-bit parameters.
+    """Take one Adam step on lists of tensors, with fp32 masters for 16-bit parameters.
 
-    Formula: `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad: Reddi et al. 2018).
+    All arithmetic is fp32.
+
+    Formula: `torch.optim.Adam` (Kingma and Ba 2015; decoupled weight decay: Loshchilov and Hutter 2019; AMSGrad: Reddi
+    et al. 2018). `g` is the gradient divided by `grad_scale`, and `t = steps_taken + 1`.
+
+    ```text
+    g <- g + weight_decay * p                            (decoupled: p <- p - lr * weight_decay * p)
+    m <- beta1 * m + (1 - beta1) * g
+    v <- beta2 * v + (1 - beta2) * g^2
+    u <- v                                               (AMSGrad: u <- max(u, v))
+    p <- p - lr / (1 - beta1^t) * m / (sqrt(u / (1 - beta2^t)) + eps)
+    ```
 
     Args:
-        exp_avgs, exp_avg_sqs: one fp32 tensor for each parameter; zeros before the first step.
-        max_exp_avg_sqs: the same; given iff the update is AMSGrad's.
-        betas, eps, weight_decay, maximize, decoupled_weight_decay: as in `torch.optim.Adam`.
-        steps_taken: 0 at the first step; a skipped step is none. A compiled graph serves every count.
-        params, grads, masters, lr, grad_scale, found_inf: as in `sgd_`.
+        params: fp16, bf16 or fp32 tensors of any strides, updated in place.
+        grads: One gradient per parameter, of its shape, in any of the three dtypes.
+        exp_avgs: `m`, one fp32 tensor per parameter, updated in place. Zeros before the first step.
+        exp_avg_sqs: `v`, as `exp_avgs`.
+        max_exp_avg_sqs: `u`, as `exp_avgs`. If they are given, the update is AMSGrad.
+        masters: One fp32 master or int16 remainder per 16-bit parameter, as in `sgd_`.
+        lr: Learning rate, a number or one fp32 element on the parameters' device.
+        betas: Decays of the two averages.
+        eps: Added to the root.
+        weight_decay: Factor of the weight decay.
+        maximize: Negate the gradients.
+        decoupled_weight_decay: Shrink the parameters instead of adding to the gradients (AdamW).
+        steps_taken: Number of steps before this one, from 0 to 2^31 - 2. Do not count skipped steps.
+        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
+        found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:
-        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit, `betas` are not two numbers or
-            `steps_taken` is no int from 0 to 2^31 - 2; nothing was modified.
+        TypeError: A dtype does not fit. Nothing was modified.
+        ValueError: A length, shape or device does not fit, `betas` are not two numbers, or `steps_taken` is not an int
+            in its range. Nothing was modified.
+
+    Examples:
+        >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
+        >>> amp_kernels.adam_(
+        ...     [param], [torch.tensor([2.0])], [exp_avg], [exp_avg_sq], lr=0.25, betas=(0.5, 0.75), eps=0.0,
+        ...     weight_decay=0, maximize=False, decoupled_weight_decay=False, steps_taken=0,
+        ... )
+        >>> param, exp_avg, exp_avg_sq
+        (tensor([0.7500]), tensor([1.]), tensor([1.]))
     """
     if len(betas) != 2:
         raise ValueError(f"adam_: betas must be two numbers, got {betas!r}")
@@ -77,10 +108,20 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One AdamW step on lists: `adam_` with ``decoupled_weight_decay=True``.
+    """Take one AdamW step on lists of tensors: `adam_` with `decoupled_weight_decay=True`.
 
-    Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019). Arguments are those of `adam_`, and so are
-    errors, which begin with its name.
+    Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019). Error messages begin with `adam_`.
+
+    It takes the arguments of `amp_kernels.adam_`.
+
+    Examples:
+        >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
+        >>> amp_kernels.adamw_(
+        ...     [param], [torch.tensor([2.0])], [exp_avg], [exp_avg_sq], lr=0.25, betas=(0.5, 0.75), eps=0.0,
+        ...     weight_decay=0.5, maximize=False, steps_taken=0,
+        ... )
+        >>> param
+        tensor([0.6250])
     """
     adam_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, lr=lr, betas=betas, eps=eps,

@@ -18,15 +18,23 @@ from ..ops.library import call
 
 @dataclass(frozen=True)
 class Int8Tensor:
-    """A quantized tensor: ``(values - zero_point) * scale``, with all that undoes it.
+    """A tensor in int8 codes, with the scales and zero points that turn the codes back into numbers.
+
+    An element is `(values - zero_point) * scale` (Jacob et al. 2018). `torch.save` and `torch.load(weights_only=True)`
+    take it. Indexing and `==` raise a TypeError.
 
     Attributes:
-        values: int8 codes, of the shape of what was quantized.
-        scale: fp32, one for each group: its shape has 1 in every reduced dimension, or with `block_size` the number of
-            blocks last. NaN for a group that held NaN or inf.
-        zero_point: int32 of scale's shape, or None for symmetric codes.
-        dim: the dimensions that were reduced; None if the tensor is one group, or with `block_size`.
-        block_size: the length of a group along the last dimension; None if whole dimensions were reduced.
+        values: int8 codes, in the shape of the quantized tensor.
+        scale: fp32, one per group. It has size 1 in every reduced dimension. With `block_size` its last dimension is
+            the number of blocks. It is NaN for a group that held NaN or inf.
+        zero_point: int32 in the shape of `scale`, or None for symmetric codes.
+        dim: The dimensions that were reduced. None if the whole tensor is one group, or with `block_size`.
+        block_size: Length of a group along the last dimension. None if whole dimensions were reduced.
+
+    Examples:
+        >>> q = amp_kernels.quantize_int8(torch.tensor([[-127.0, 64.0], [0.5, 1.27]]), dim=-1)
+        >>> q.values.tolist(), q.scale.shape, q.nbytes
+        ([[-127, 64], [50, 127]], torch.Size([2, 1]), 12)
     """
 
     values: Tensor
@@ -41,6 +49,7 @@ class Int8Tensor:
 
     @property
     def shape(self) -> torch.Size:
+        """The shape of the quantized tensor."""
         return self.values.shape
 
     @property
@@ -49,14 +58,35 @@ class Int8Tensor:
         return sum(t.nbytes for t in (self.values, self.scale, self.zero_point) if t is not None)
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
-        """See `dequantize_int8`."""
+        """Return the numbers that the codes stand for; see `dequantize_int8`.
+
+        Args:
+            dtype: fp32, fp16 or bf16.
+
+        Returns:
+            A tensor of this dtype and of the shape of `values`.
+
+        Examples:
+            >>> amp_kernels.quantize_int8(torch.tensor([-1.0, 1.0])).dequantize(torch.float16)
+            tensor([-1.,  1.], dtype=torch.float16)
+        """
         return dequantize_int8(self, dtype)
 
     def to(self, device: torch.device | str | int) -> Int8Tensor:
-        """The same codes, scales and zero points on `device`.
+        """Copy codes, scales and zero points to a device.
+
+        Args:
+            device: The device. Codes, scales and zero points keep their dtypes.
+
+        Returns:
+            The `Int8Tensor` there.
 
         Raises:
-            TypeError: a dtype, which codes, scales and zero points have their own of.
+            TypeError: `device` is a dtype or something else.
+
+        Examples:
+            >>> amp_kernels.quantize_int8(torch.ones(2, 3)).to("cpu").shape
+            torch.Size([2, 3])
         """
         if not isinstance(device, (torch.device, str, int)):
             raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; dequantize(dtype) makes floats")
@@ -77,7 +107,19 @@ class Int8Tensor:
     __hash__ = object.__hash__
 
     def t(self) -> Int8Tensor:
-        """The transpose of a matrix that was quantized as a whole or by `dim`; a view."""
+        """Return the transpose of a quantized matrix, as a view.
+
+        Returns:
+            An `Int8Tensor` of shape `[N, M]` for one of shape `[M, N]`.
+
+        Raises:
+            ValueError: The codes are not a matrix, or are quantized in blocks.
+
+        Examples:
+            >>> q = amp_kernels.quantize_int8(torch.ones(2, 3), dim=-1).t()
+            >>> q.shape, q.dim
+            (torch.Size([3, 2]), (0,))
+        """
         if self.values.dim() != 2 or self.block_size is not None:
             raise ValueError(
                 f"Int8Tensor.t: values must be a matrix without blocks, got {self.values.dim()} dimensions and "
@@ -105,35 +147,46 @@ def quantize_int8(
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> Int8Tensor:
-    """Linear int8 codes, bit for bit the same on every backend. Not differentiable; see `fake_quantize_int8`.
+    """Quantize a tensor to int8 codes.
 
-    In fp32 IEEE, for each group:
+    Codes and scales have the same bits on every backend. Not differentiable; see `fake_quantize_int8`. For each group,
+    in fp32 IEEE arithmetic (Jacob et al. 2018; Wu et al. 2020):
 
-    - symmetric: ``scale = absmax / 127``, codes ``clamp(rint(x * (1 / scale)), -127, 127)``
-    - asymmetric, the range widened to contain 0: ``scale = max / 255 - min / 255``,
-      ``zero_point = clamp(rint(-128 - min * (1 / scale)), -128, 127)``, codes
-      ``clamp(rint(x * (1 / scale)) + zero_point, -128, 127)``
-    - a group that holds NaN or inf gets the scale NaN, one too small for ``1 / scale`` the scale 1; both have codes 0
+    - Symmetric: `scale = absmax / 127` and codes `clamp(rint(x * (1 / scale)), -127, 127)`.
+    - Asymmetric: the range is widened to contain 0. `scale = max / 255 - min / 255`, `zero_point = clamp(rint(-128 -
+      min * (1 / scale)), -128, 127)` and codes `clamp(rint(x * (1 / scale)) + zero_point, -128, 127)`.
+    - Stochastic rounding: `floor(x * (1 / scale) + u)` replaces `rint(...)`. `u` is uniform in [0, 1), from
+      Philox4x32-10 (Salmon et al. 2011) by the seed and the element's row-major index.
+    - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
+      and the scale 1.
 
     Args:
-        x: fp16, bf16 or fp32, of any shape and strides. Codes keep x's memory layout where it is dense; in blocks and
-            with stochastic rounding they are row-major. x is read in place, unless its reduced dimensions lie between
-            the others in more than two stretches, as of [A, B, C, D] with ``dim=(0, 2)``: then it is copied with the
-            reduced ones innermost, and codes keep that order.
-        dim: what is reduced, as in ``torch.amax(x, dim, keepdim=True)``: None the whole tensor, -1 each row or token,
-            0 of a matrix each column.
-        block_size: groups of so many neighbours in the last dimension, the last one perhaps shorter.
-        symmetric: without a zero point; ignored when `scale` is given.
-        rounding: ``"nearest"`` to nearest even, or ``"stochastic"``: ``floor(x * (1 / scale) + u)`` in place of rint, u
-            uniform in [0, 1) from Philox4x32-10 by the element's row-major index and the seed.
-        seed: of stochastic rounding; None draws one from torch's default generator.
-        scale: fp32, of one element or with 1 in every reduced dimension: makes the codes in one pass, without a look at
-            the range. inf then saturates and NaN gets the zero point.
-        zero_point: int32 of scale's shape, codes themselves (not checked), only beside `scale`; None makes symmetric
-            codes.
+        x: fp16, bf16 or fp32, of any shape and strides. If it is dense, codes keep its memory layout, except in blocks
+            and with stochastic rounding, where they are row-major. `x` is copied first if its reduced dimensions are
+            separated by others, as in `dim=(0, 2)` of four dimensions.
+        dim: The dimensions that share a scale, as in `torch.amax(x, dim, keepdim=True)`: None for the whole tensor, -1
+            for a scale per row or token, 0 for a scale per column of a matrix.
+        block_size: Length of a group along the last dimension. The last group may be shorter.
+        symmetric: Make codes without a zero point. Ignored if `scale` is given.
+        rounding: `"nearest"` (ties to even) or `"stochastic"`.
+        seed: Seed of stochastic rounding. None draws one from torch's default generator.
+        scale: fp32, of one element or with size 1 in every reduced dimension. The range of `x` is then not measured:
+            one read makes the codes, inf saturates, and NaN becomes the zero point.
+        zero_point: int32 in the shape of `scale`, only together with `scale`. Its values must be from -128 to 127,
+            which is not checked. None makes symmetric codes.
+
+    Returns:
+        An `Int8Tensor` of x's shape.
 
     Raises:
-        TypeError, ValueError, IndexError: a dtype, a shape or `dim` does not fit.
+        TypeError: A dtype or a type does not fit.
+        ValueError: A shape does not fit, or two arguments exclude each other.
+        IndexError: `dim` is out of range.
+
+    Examples:
+        >>> q = amp_kernels.quantize_int8(torch.tensor([[0.0, 2.55], [-1.0, 1.55]]), dim=-1, symmetric=False)
+        >>> q.values.tolist(), q.zero_point.tolist()
+        ([[-128, 127], [-128, 127]], [[-128], [-28]])
     """
     if rounding not in ("nearest", "stochastic"):
         raise ValueError(f"quantize_int8: rounding must be 'nearest' or 'stochastic', got {rounding!r}")
@@ -152,7 +205,24 @@ def quantize_int8(
 
 
 def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
-    """``(values - zero_point) * scale`` in fp32, rounded once to `dtype` (fp32, fp16 or bf16)."""
+    """Return the numbers that int8 codes stand for.
+
+    The formula is `(values - zero_point) * scale`, in fp32, rounded once to `dtype`.
+
+    Args:
+        q: The codes and what they were quantized with.
+        dtype: fp32, fp16 or bf16.
+
+    Returns:
+        A tensor of this dtype and of q's shape.
+
+    Raises:
+        TypeError: `q` is not an `Int8Tensor`, or `dtype` is another one.
+
+    Examples:
+        >>> amp_kernels.dequantize_int8(amp_kernels.quantize_int8(torch.tensor([-127.0, 0.4, 63.0])))
+        tensor([-127.,    0.,   63.])
+    """
     _check_is_quantized("dequantize_int8", "q", q)
     return call(ops.dequantize_int8, q.values, q.scale, q.zero_point, q.block_size, dtype)
 
@@ -166,16 +236,34 @@ def fake_quantize_int8(
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """``quantize_int8(x, ...).dequantize(x.dtype)`` in one pass, for quantization-aware training.
+    """Round a tensor to the values of its int8 codes, with straight-through gradients.
 
-    The gradient passes straight through where the code was inside the range before clamping and is 0 elsewhere
-    (Bengio et al. 2013; Jacob et al. 2018); it is computed from `x` again, so that no mask is kept. NaN stays NaN.
+    The result is `quantize_int8(x, ...).dequantize(x.dtype)` in one pass, for quantization-aware training. The gradient
+    passes through unchanged where the code needed no clamping, and is 0 elsewhere (Bengio et al. 2013; Jacob et al.
+    2018). The backward pass computes this from `x`, so no mask is kept. NaN stays NaN.
 
     Args:
-        x, dim, block_size, symmetric, scale, zero_point: as in `quantize_int8`.
+        x: fp16, bf16 or fp32, of any shape and strides.
+        dim: The dimensions that share a scale, as in `quantize_int8`.
+        block_size: Length of a group along the last dimension, as in `quantize_int8`.
+        symmetric: Use no zero point. Ignored if `scale` is given.
+        scale: Given scales, as in `quantize_int8`.
+        zero_point: Given zero points, as in `quantize_int8`.
 
     Returns:
         A tensor of x's shape and dtype.
+
+    Raises:
+        TypeError: A dtype or a type does not fit.
+        ValueError: A shape does not fit, or two arguments exclude each other.
+        IndexError: `dim` is out of range.
+
+    Examples:
+        >>> x = torch.tensor([0.4, 1.0, 200.0], requires_grad=True)
+        >>> y = amp_kernels.fake_quantize_int8(x, scale=torch.ones(1))
+        >>> y.sum().backward()
+        >>> y.detach(), x.grad
+        (tensor([  0.,   1., 127.]), tensor([1., 1., 0.]))
     """
     _check_is_bool(symmetric)
     if not torch_private.is_transformed():
@@ -196,24 +284,34 @@ def int8_matmul(
     out_scale: Tensor | None = None,
     out_zero_point: Tensor | None = None,
 ) -> Tensor:
-    """``a.dequantize() @ b.dequantize() + bias`` from the codes: the sum of products is an exact integer.
+    """Multiply two matrices of int8 codes exactly, then scale.
 
-    Then in fp32, each operation rounded once: ``sum * (a.scale * b.scale) + bias``. Zero points are corrected in 64-bit
-    integers. Any M, K and N, and any strides of the codes. Not differentiable.
+    The result is `a.dequantize() @ b.dequantize() + bias`, computed from the codes: the sum of products is an exact
+    integer, with zero points corrected in 64 bits. Then `sum * (a.scale * b.scale) + bias` follows in fp32, each
+    operation rounded once (Jacob et al. 2018). Not differentiable.
 
     Args:
-        a: [M, K], quantized as a whole or by row (``dim=-1``).
-        b: [K, N], quantized as a whole or by column (``dim=0``). Fastest if it is the transpose (`Int8Tensor.t`) of a
-            contiguous [N, K].
-        bias: fp32 [N] or None.
+        a: `[M, K]`, with one scale or one per row (`dim=-1`). Any strides.
+        b: `[K, N]`, with one scale or one per column (`dim=0`). Any strides; fastest if it is the transpose
+            (`Int8Tensor.t`) of a contiguous `[N, K]`.
+        bias: fp32 `[N]`, or None.
         out_dtype: fp32, fp16 or bf16.
-        out_scale, out_zero_point: one element each: the result is quantized by them, for the next layer.
+        out_scale: One fp32 element. The result is then quantized with it, for the next layer.
+        out_zero_point: One int32 element, only together with `out_scale`.
 
     Returns:
-        [M, N] of `out_dtype`, or int8 codes if `out_scale` is given.
+        `[M, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
 
     Raises:
-        TypeError, ValueError: shapes or dtypes do not fit, or K is over 131071, beyond which int32 may overflow.
+        TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
+        ValueError: A shape does not fit, an operand is quantized in blocks, or K is above 131071, where int32 may
+            overflow.
+
+    Examples:
+        >>> a = amp_kernels.quantize_int8(torch.tensor([[127.0, 2.0]]), dim=-1)
+        >>> b = amp_kernels.quantize_int8(torch.tensor([[1.0], [127.0]]), dim=0)
+        >>> amp_kernels.int8_matmul(a, b)
+        tensor([[381.]])
     """
     for name, operand in (("a", a), ("b", b)):
         _check_is_quantized("int8_matmul", name, operand)

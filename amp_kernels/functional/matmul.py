@@ -37,20 +37,33 @@ FEW_ROWS = 16
 
 # ---------------------------------------------------------------------------------------------------- public functions
 def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """``torch.matmul(a, b)`` whose speed does not depend on sizes being multiples of 8.
+    """Multiply 16-bit matrices of any size, fast on tensor cores also if sizes are not multiples of 8.
 
-    fp16 and bf16 are accumulated in fp32 and rounded once, except that cuBLAS may round the parts of a split sum, as
-    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` and that of bf16 allow. Left to torch are other
-    dtypes but float8, tensor subclasses (DTensor, nested), transforms of `torch.func`, and compiled code on a GPU, for
-    which Inductor pads by itself. Differentiable, twice too. On a GPU the rows of the result are a multiple of 16 bytes
-    apart, so it may be a view of a wider tensor.
+    This is `torch.matmul` with fp32 accumulation and one rounding. On a GPU, operands whose rows are not a multiple of
+    16 bytes apart are copied into padded rows, and cuBLAS multiplies. cuBLAS may round the parts of a split sum, if
+    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` (or the bf16 setting) allows it. On a CPU torch
+    multiplies, fp16 in fp32 where that is faster.
+
+    torch alone computes all other dtypes, tensor subclasses (DTensor, nested), transforms of `torch.func`, and compiled
+    code on a GPU, where Inductor pads. Differentiable, twice too.
 
     Args:
-        a, b: of one dtype, in the shapes that torch.matmul takes, of any strides: transposed, sliced, expanded.
-        out_dtype: fp16, bf16 or fp32 (default: that of the operands).
+        a: A vector, matrix or batch of matrices, as in `torch.matmul`; fp16 or bf16, of any strides.
+        b: The same, in the dtype of `a`.
+        out_dtype: fp16, bf16 or fp32; None for the dtype of the operands.
+
+    Returns:
+        The product. On a GPU its rows are a multiple of 16 bytes apart, so that it may be a view of a wider tensor.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit, or an operand is float8.
+        TypeError: Dtypes do not fit, or an operand is float8.
+        ValueError: Shapes or devices do not fit.
+        RuntimeError: torch's error, for dtypes that torch computes.
+
+    Examples:
+        >>> a, b = torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
+        >>> amp_kernels.matmul(a, b, out_dtype=torch.float32)[0, 0]
+        tensor(5.)
     """
     try:
         kind = a.device.type
@@ -64,15 +77,30 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
 def addmm(
     input: Tensor, a: Tensor, b: Tensor, *, beta: float = 1, alpha: float = 1, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """``beta * input + alpha * (a @ b)`` in fp32, rounded once: `torch.addmm`, of batches too (`torch.baddbmm`).
+    """Return `beta * input + alpha * (a @ b)`, computed in fp32 and rounded once.
+
+    This is `torch.addmm` for matrices and `torch.baddbmm` for batches. Devices and dtypes are treated as in `matmul`.
 
     Args:
-        input: of the operands' dtype, broadcast to the result; not read if `beta` is 0.
-        a, b: [M, K] and [K, N], or batches of as many; fp16 or bf16, of any strides. fp32 is left to torch.
-        out_dtype: as in `matmul`.
+        input: Broadcast to the result, in the dtype of the operands. Not read if `beta` is 0.
+        a: `[M, K]` or `[B, M, K]`, fp16 or bf16, of any strides. torch computes other dtypes.
+        b: `[K, N]` or `[B, K, N]`, in the dtype of `a`.
+        beta: Factor of `input`.
+        alpha: Factor of the product.
+        out_dtype: fp16, bf16 or fp32; None for the dtype of the operands.
+
+    Returns:
+        `[M, N]` or `[B, M, N]`.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit, or an operand is float8.
+        TypeError: Dtypes do not fit, or an operand is float8.
+        ValueError: Shapes or devices do not fit.
+        RuntimeError: torch's error, for dtypes that torch computes.
+
+    Examples:
+        >>> a, b = torch.ones(3, 5, dtype=torch.float16), torch.ones(5, 2, dtype=torch.float16)
+        >>> amp_kernels.addmm(torch.ones(2, dtype=torch.float16), a, b, beta=0.5)[0]
+        tensor([5.5000, 5.5000], dtype=torch.float16)
     """
     try:
         kind = a.device.type
@@ -84,25 +112,35 @@ def addmm(
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
-    """``activation(x @ weight.T + bias)``: `torch.nn.functional.linear` whose bias is added before rounding.
+    """Apply a linear layer and an activation to 16-bit tensors of any size.
 
-    torch multiplies, and a pass over the rounded result applies the activation; our kernels, where `use_backend` forces
-    them, do both at once. On a GPU operands and results are padded, and the backward pass reads the gradient once for
-    the activation's derivative, the bias's gradient (fp32 sums) and the padding that its two products need. On a CPU
-    fp16 is multiplied in fp32. Under autocast the operands are cast as torch's are.
+    The result is `activation(x @ weight.T + bias)`, as `torch.nn.functional.linear` with the bias added before
+    rounding. The activation is a second pass over the rounded result; kernels forced by `use_backend` apply it before
+    rounding. On a GPU operands and results are padded as in `matmul`. The backward pass reads the gradient once for the
+    derivative of the activation, the gradient of the bias (fp32 sums) and the padding of its two products. Under
+    autocast operands are cast, as torch casts them.
 
     Args:
-        x: [..., in_features], fp16 or bf16, of any strides; fp32 is left to torch.
-        weight: [out_features, in_features] of x's dtype.
-        bias: [out_features] of x's dtype, or None.
-        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"`` (torch's ``approximate="tanh"``), or None.
+        x: `[..., in_features]`, fp16 or bf16, of any strides. torch computes other dtypes.
+        weight: `[out_features, in_features]`, in the dtype of `x`.
+        bias: `[out_features]`, in the dtype of `x`, or None.
+        activation: `"relu"`, `"gelu"` (by erf), `"gelu_tanh"` (as torch's `approximate="tanh"`; Hendrycks and Gimpel
+            2016), or None.
 
     Returns:
-        [..., out_features] of x's dtype; on a GPU its rows are a multiple of 16 bytes apart.
+        `[..., out_features]` in the dtype of `x`. On a GPU its rows are a multiple of 16 bytes apart.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes do not fit, an operand is float8, or `activation` is none of
-            these.
+        TypeError: Dtypes do not fit, or an operand is float8.
+        ValueError: Shapes or devices do not fit, or `activation` is not one of these.
+        RuntimeError: torch's error, for dtypes that torch computes.
+
+    Examples:
+        >>> x, weight = torch.ones(2, 3, dtype=torch.bfloat16), -torch.ones(5, 3, dtype=torch.bfloat16)
+        >>> amp_kernels.linear(x, weight).unique()
+        tensor([-3.], dtype=torch.bfloat16)
+        >>> amp_kernels.linear(x, weight, activation="relu").shape
+        torch.Size([2, 5])
     """
     try:
         kind = x.device.type
@@ -114,9 +152,25 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
 
 def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
-    """A copy of `x` as a view of padded storage: rows begin `multiple` elements apart or a multiple of that.
+    """Copy a tensor into padded memory, where each row begins at a multiple of `multiple` elements.
 
-    The view has x's shape (a [N, 1023] view of [N, 1024]); the padding is zero. Of any dtype; differentiable.
+    The result is a view with the shape of `x`: a `[N, 1023]` view of `[N, 1024]`. The padding is 0. Differentiable.
+
+    Args:
+        x: A tensor of any dtype with at least one dimension.
+        multiple: Elements to which the distance of rows is rounded up.
+
+    Returns:
+        The view, of x's shape and dtype.
+
+    Raises:
+        TypeError: `x` is not a tensor, or `multiple` is not an int.
+        ValueError: `x` has no dimension, or `multiple` is below 1.
+
+    Examples:
+        >>> y = amp_kernels.pad_to_multiple(torch.ones(2, 5))
+        >>> y.shape, y.stride()
+        (torch.Size([2, 5]), (8, 1))
     """
     _check_are_tensors("pad_to_multiple", x=x)
     if not isinstance(multiple, (int, torch.SymInt)):

@@ -27,19 +27,50 @@ def rmsprop_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One RMSprop step on lists, in the manner of ``torch._fused_sgd_``, with masters for 16-bit parameters.
+    """Take one RMSprop step on lists of tensors, with fp32 masters for 16-bit parameters.
 
-    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013). Where rounding makes the centered variance
-    negative it counts as 0; torch gets NaN there.
+    All arithmetic is fp32.
+
+    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013). `g` is the gradient divided by `grad_scale`.
+
+    ```text
+    g <- g + weight_decay * p
+    v <- alpha * v + (1 - alpha) * g^2
+    a <- a + (1 - alpha) * (g - a)                       (only if centered, else a = 0)
+    b <- momentum * b + g / (sqrt(v - a^2) + eps)
+    p <- p - lr * b
+    ```
+
+    If rounding makes `v - a^2` negative, it counts as 0. torch returns NaN there.
 
     Args:
-        square_avgs: one fp32 tensor for each parameter; zeros before the first step, as the other states.
-        momentum_buffers: the same, empty or ignored when `momentum` is 0.
-        grad_avgs: the same; given iff the variance is centered.
-        params, grads, masters, lr, grad_scale, found_inf: as in `sgd_`.
+        params: fp16, bf16 or fp32 tensors of any strides, updated in place.
+        grads: One gradient per parameter, of its shape, in any of the three dtypes.
+        square_avgs: `v`, one fp32 tensor per parameter, updated in place. Zeros before the first step.
+        momentum_buffers: `b`, as `square_avgs`. Ignored, and may be empty, if `momentum` is 0.
+        grad_avgs: `a`, as `square_avgs`. If they are given, the variance is centered.
+        masters: One fp32 master or int16 remainder per 16-bit parameter, as in `sgd_`.
+        lr: Learning rate, a number or one fp32 element on the parameters' device.
+        alpha: Decay of the averages.
+        eps: Added to the root.
+        weight_decay: Factor of the L2 penalty.
+        momentum: Momentum factor.
+        maximize: Negate the gradients.
+        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
+        found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:
-        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
+        TypeError: A dtype does not fit. Nothing was modified.
+        ValueError: A length, shape or device does not fit. Nothing was modified.
+
+    Examples:
+        >>> param, square_avg = torch.tensor([1.0]), torch.zeros(1)
+        >>> amp_kernels.rmsprop_(
+        ...     [param], [torch.tensor([2.0])], [square_avg], lr=0.25, alpha=0.75, eps=0.0, weight_decay=0, momentum=0,
+        ...     maximize=False,
+        ... )
+        >>> param, square_avg
+        (tensor([0.5000]), tensor([1.]))
     """
     options = {"alpha": alpha, "eps": eps, "weight_decay": weight_decay, "momentum": momentum, "maximize": maximize}
     states = {

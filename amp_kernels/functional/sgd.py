@@ -26,25 +26,52 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """One SGD step on lists, in the manner of ``torch._fused_sgd_``, with masters for 16-bit parameters.
+    """Take one SGD step on lists of tensors, with fp32 masters for 16-bit parameters.
 
-    All arithmetic is fp32; a 16-bit parameter becomes its master rounded to nearest even. Gradients are never written.
-    Formula: `torch.optim.SGD` (Sutskever et al. 2013).
+    All arithmetic is fp32. A 16-bit parameter becomes its new master, rounded to nearest even. Gradients are only read.
+    Lists may hold tensors of different dtypes, empty tensors and views of any strides. All tensors of a call are on one
+    device.
+
+    Formula: `torch.optim.SGD` (Sutskever et al. 2013). `g` is the gradient divided by `grad_scale`.
+
+    ```text
+    g <- g + weight_decay * p
+    b <- momentum * b + (1 - dampening) * g              (first step: b <- g)
+    p <- p - lr * (g + momentum * b if nesterov else b)
+    ```
 
     Args:
-        params: fp16, bf16 or fp32 tensors of any strides.
-        grads: one for each parameter, of its shape, in any of those dtypes.
-        momentum_buffers: one fp32 tensor for each parameter; empty or ignored when `momentum` is 0. Not read in the
-            first step.
-        masters: one tensor for each 16-bit parameter, in their order: fp32 masters, or int16 remainders, which with the
-            parameter make one (`FusedSGD.master`); zeros begin at the parameter itself.
-        lr: a float, or one fp32 element on the parameters' device, which is read there.
-        is_first_step: the momentum buffer becomes the gradient, whatever the dampening.
-        grad_scale: one fp32 element by which the gradients are divided.
-        found_inf: one fp32 element; unless it is 0 nothing at all is changed.
+        params: fp16, bf16 or fp32 tensors of any strides, updated in place.
+        grads: One gradient per parameter, of its shape, in any of the three dtypes.
+        momentum_buffers: One fp32 tensor per parameter, updated in place. The first step sets them without reading
+            them. Ignored, and may be empty, if `momentum` is 0.
+        masters: One tensor per 16-bit parameter, in the order of `params`, updated in place: its fp32 master, or the
+            int16 remainder that together with the parameter is the master (see `FusedSGD.master`). A remainder of zeros
+            means that the master is the parameter itself.
+        lr: Learning rate, a number or one fp32 element on the parameters' device.
+        momentum: Momentum factor.
+        dampening: Dampening of the momentum.
+        weight_decay: Factor of the L2 penalty.
+        nesterov: Use Nesterov momentum.
+        maximize: Negate the gradients.
+        is_first_step: Set the momentum buffers to the gradients, whatever `dampening` is.
+        grad_scale: One fp32 element; the gradients are divided by it. None for 1.
+        found_inf: One fp32 element. If it is not 0, the call changes nothing.
 
     Raises:
-        TypeError, ValueError: lengths, shapes, dtypes or devices do not fit; nothing was modified.
+        TypeError: A dtype does not fit. Nothing was modified.
+        ValueError: A length, shape or device does not fit. Nothing was modified.
+
+    Examples:
+        A step that is too small for bf16 is kept by the fp32 master:
+
+        >>> weight, master = torch.ones(1, dtype=torch.bfloat16), torch.ones(1)
+        >>> amp_kernels.sgd_(
+        ...     [weight], [torch.full((1,), 0.125)], [], [master], lr=2**-10, momentum=0, dampening=0, weight_decay=0,
+        ...     nesterov=False, maximize=False, is_first_step=True,
+        ... )
+        >>> weight.item(), master.item()
+        (1.0, 0.9998779296875)
     """
     options = {
         "momentum": momentum, "dampening": dampening, "weight_decay": weight_decay, "nesterov": nesterov,

@@ -1,7 +1,6 @@
 """The gradient pass over lists: unscaling, the check for NaN and inf, the norm, clipping.
 
-Lists may mix fp16, bf16 and fp32, hold empty tensors and views of any strides, and span devices. Nothing here waits for
-a device.
+Lists may mix fp16, bf16 and fp32, span devices, and hold empty tensors and views of any strides.
 """
 
 from __future__ import annotations
@@ -22,17 +21,27 @@ from ..ops.table import DTYPE_CODES
 
 
 def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -> None:
-    """Multiplies gradients by `inv_scale` in place and records whether an element was NaN or inf.
+    """Multiply gradients by `inv_scale` in place, and record whether an element was NaN or inf.
 
-    Both scalars are keyword-only: torch's ``_amp_foreach_non_finite_check_and_unscale_`` has them the other way round.
+    The product is computed in fp32 and rounded once: `grad <- round(grad * inv_scale)` (loss scaling: Micikevicius et
+    al. 2018). Both scalars are keyword-only, because `torch._amp_foreach_non_finite_check_and_unscale_` takes them in
+    the opposite order.
 
     Args:
-        grads: fp16, bf16 or fp32 tensors of any strides, on any devices. The product is taken in fp32 and rounded once.
-        inv_scale: one fp32 element.
-        found_inf: one fp32 element; becomes 1.0 if an element (before scaling) is NaN or inf, and is never cleared.
+        grads: fp16, bf16 or fp32 tensors of any strides, on any devices.
+        inv_scale: One fp32 element.
+        found_inf: One fp32 element. It becomes 1.0 if an element is NaN or inf before the product. It is never set to
+            0.
 
     Raises:
-        TypeError, ValueError: a tensor has another dtype, is sparse or expanded; a scalar is not one fp32 element.
+        TypeError: A gradient has another dtype or is not a tensor.
+        ValueError: A gradient is sparse or expanded, or a scalar is not one fp32 element.
+
+    Examples:
+        >>> grads, found_inf = [torch.tensor([2.0, 4.0]), torch.tensor([torch.inf])], torch.zeros(())
+        >>> amp_kernels.unscale_(grads, inv_scale=torch.tensor(0.5), found_inf=found_inf)
+        >>> grads, found_inf
+        ([tensor([1., 2.]), tensor([inf])], tensor(1.))
     """
     grads = as_list("unscale_", "grads", grads)
     _check_scalars("unscale_", inv_scale, found_inf)
@@ -41,21 +50,27 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
 
 
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
-    """L2 norm of ``inv_scale * grads`` over all elements, in one read; nothing but `found_inf` is written.
+    """Return the L2 norm of gradients over all their elements, in one read.
 
-    Squares are added in fp32 a few at a time and in fp64 from there on; where they overflow or vanish in fp32 they are
-    taken in fp64, so elements up to the largest of their dtype give the right norm. Not differentiable.
+    The result is `sqrt(sum((inv_scale * grad)^2))`. Sums are taken in fp32 over a few elements, then in fp64. Squares
+    that overflow or vanish in fp32 are taken in fp64, so that every finite element counts. Not differentiable.
 
     Args:
-        grads: fp16, bf16 or fp32 tensors of any strides, on any devices.
-        inv_scale: one fp32 element, or None for 1.
-        found_inf: one fp32 element or None; becomes 1.0 if an element is NaN or inf, and is never cleared.
+        grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.
+        inv_scale: One fp32 element; None for 1.
+        found_inf: One fp32 element, or None. It becomes 1.0 if an element is NaN or inf. It is never set to 0.
 
     Returns:
-        0-dim fp32 tensor on the device of the first gradient; inf or NaN if an element is. 0 for an empty list.
+        A 0-dim fp32 tensor on the device of the first gradient. It is inf or NaN if an element is, and 0 for an empty
+            list.
 
     Raises:
-        TypeError, ValueError: as `unscale_`.
+        TypeError: A gradient has another dtype or is not a tensor.
+        ValueError: A gradient is sparse, or a scalar is not one fp32 element.
+
+    Examples:
+        >>> amp_kernels.grad_norm([torch.tensor([3.0]), torch.tensor([4.0], dtype=torch.float16)])
+        tensor(5.)
     """
     grads = as_list("grad_norm", "grads", grads)
     _check_scalars("grad_norm", inv_scale, found_inf)
@@ -87,21 +102,31 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.utils.clip_grad_norm_` with the norm taken in one fused read and the scaling in one fused pass.
+    """Clip the L2 norm of gradients in place, as `torch.nn.utils.clip_grad_norm_`, with two fused passes.
 
-    Gradients are multiplied by ``min(1, max_norm / (norm + 1e-6))``. For training use ``max_grad_norm`` of our
-    optimizers instead: it clips inside the update and writes no gradient.
+    Gradients are multiplied by `min(1, max_norm / (norm + 1e-6))` (Pascanu et al. 2013). With the optimizers of
+    `amp_kernels.optim` use their `max_grad_norm` instead: it clips inside the update and writes no gradient.
 
     Args:
-        parameters: tensors, or one; those without a gradient are passed over. A generator that yields nothing, since it
-            was used before, gives torch's warning.
-        max_norm: the norm to clip to.
-        norm_type: other norms than 2 are left to torch.
-        error_if_nonfinite: raise RuntimeError if the norm is NaN or inf (waits for the device).
-        foreach: passed to torch for other norms; without a meaning here.
+        parameters: A tensor, or several. Tensors without a gradient are left out.
+        max_norm: The norm to clip to.
+        norm_type: Norms other than 2 are computed by torch.
+        error_if_nonfinite: Raise an error if the norm is NaN or inf. This waits for the device.
+        foreach: Passed on to torch for norms other than 2; otherwise unused.
 
     Returns:
         The norm before clipping, a 0-dim tensor.
+
+    Raises:
+        RuntimeError: The norm is not finite and `error_if_nonfinite` is True.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(2))
+        >>> weight.grad = torch.tensor([6.0, 8.0])
+        >>> amp_kernels.clip_grad_norm_([weight], max_norm=5.0)
+        tensor(10.)
+        >>> weight.grad.norm().round(decimals=3)
+        tensor(5.)
     """
     is_generator = isinstance(parameters, GeneratorType)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)

@@ -1,4 +1,4 @@
-"""Layers: `Linear` for any shape, and `Int8Linear` and `Int8Embedding`, whose weights are int8, for inference."""
+"""Layers: `Linear` for 16-bit weights of any size, `Int8Linear` and `Int8Embedding` for inference with int8 weights."""
 
 from .int8 import Int8Embedding, Int8Linear
 from .linear import Linear, convert_linear_

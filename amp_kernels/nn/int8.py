@@ -1,12 +1,12 @@
 """Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
 
-`amp_kernels.quantization` puts them into a model. Their codes and scales are buffers: `.half()` and `.to(dtype)` change
-the dtype they compute in, never codes or scales.
+`amp_kernels.quantization` puts them into a model. Codes and scales are buffers. `.half()` and `.to(dtype)` change the
+dtype of the results, not codes or scales.
 
-`layer.weight` is the weight, as models that read it expect: a dequantized tensor in the layer's dtype. Each read makes
-another tensor, whose elements are computed when an operator first needs them. An operator that would change it in place
-raises an error; a write into a view or a copy does not reach the layer. The weight of one int8 layer can be assigned to
-another, to tie them; nothing else can be assigned.
+`layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor, whose elements are computed
+when an operator first needs them. An operator that would change it in place raises an error; a write into a view or a
+copy does not reach the layer. The weight of one int8 layer can be assigned to another, which ties the two. Nothing else
+can be assigned.
 """
 
 from __future__ import annotations
@@ -198,10 +198,15 @@ class _Int8Weight(FixedDtypes):
 
     @property
     def dtype(self) -> torch.dtype:
+        """The dtype of `weight`, at first that of the original weight; `.half()` and `.to(dtype)` change it."""
         return self.weight_dtype.dtype
 
     @property
     def weight(self) -> Tensor:
+        """The dequantized weight in the layer's `dtype`, in the shape of the original weight.
+
+        Read-only. Each read makes a new tensor.
+        """
         return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -258,39 +263,47 @@ class _Int8Weight(FixedDtypes):
 
 
 class Int8Linear(_Int8Weight):
-    """`nn.Linear` with int8 weights, a symmetric scale for each output.
+    """`torch.nn.Linear` with int8 weights for inference, with one symmetric scale per output.
 
-    - ``"weight_only"``: ``x @ (weight * scale).T + bias`` for fp16, bf16 and fp32 `x`, accumulated in fp32. The weight
-      is never expanded in memory; its traffic, which is what small batches wait for, is halved against fp16.
-    - ``"dynamic"``: every row of `x` gets asymmetric codes of its own range (outputs of ReLU or GELU are one-sided),
-      then `int8_matmul`.
-    - ``"static"``: the same with one calibrated range, so that nothing is measured at run time. With `output_scale` the
-      layer returns an `Int8Tensor` for the next one.
+    | mode | what it computes |
+    |---|---|
+    | `"weight_only"` | `x @ (weight_codes * weight_scale).T + bias`, in fp32. The weight is not expanded in memory. |
+    | `"dynamic"` | `int8_matmul`, after each row of `x` got asymmetric codes from its own range. |
+    | `"static"` | The same with one calibrated range. With `output_scale` it returns an `Int8Tensor`. |
 
-    Outputs have the dtype of `x`, under autocast autocast's, as those of `nn.Linear`, and `dtype` where `x` is an
-    `Int8Tensor`; codes are made of `x` in the dtype that it comes in. The gradient of `x` is ``grad @ weight``, the
-    weight expanded at most `PANEL` elements at a time; with codes of `x` it passes straight through inside their range.
-    The weight is frozen, the bias an ordinary parameter in the dtype of the original. int8 outputs have no gradient.
+    Results have the dtype of `x`; under autocast, autocast's dtype; for an `Int8Tensor`, the layer's `dtype`. The
+    gradient of `x` is `grad @ weight`; where `x` was quantized it is 0 outside of the range of the codes (Jacob et al.
+    2018). The weight is frozen. The bias is a parameter in the dtype of the original layer. int8 results have no
+    gradient.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of `nn.Linear`. A new layer is 0, to load a state dict into;
-            `from_linear` makes one from weights.
-        mode: one of the three.
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the output.
+        bias: Add a bias.
+        mode: `"weight_only"`, `"dynamic"` or `"static"`.
+        device: As in `torch.nn.Linear`.
+        dtype: As in `torch.nn.Linear`. The weights of a new layer are 0: load a state dict, or use `from_linear`.
 
     Attributes:
-        weight: the dequantized weight in `dtype`, [out_features, in_features] or, for a Conv1D, its transpose; made at
-            each read, so that writes to it do not reach the layer.
-        weight_codes: int8 [out_features, in_features].
-        weight_scale: fp32 [out_features, 1].
-        weight_dtype: a 0 in `dtype`, which a state dict carries under the name `weight`.
-        mode_name: the mode in ASCII, uint8, which a state dict carries.
-        input_scale, input_zero_point: fp32 and int32 [1] of a static layer, else None.
-        output_scale, output_zero_point: the same, None unless the layer returns codes.
-        dtype: of the original weight; follows `.half()`.
-        mode: one of the three.
+        weight_codes: int8 `[out_features, in_features]`.
+        weight_scale: fp32 `[out_features, 1]`.
+        weight_dtype: A 0 in the layer's dtype. A state dict carries it under the name `weight`.
+        mode_name: The mode in ASCII, uint8. A state dict carries it.
+        bias: `[out_features]`, or None.
+        input_scale: fp32 `[1]` of a static layer, else None.
+        input_zero_point: int32 `[1]` of a static layer, else None.
+        output_scale: fp32 `[1]` if the layer returns codes, else None.
+        output_zero_point: int32 `[1]` if the layer returns codes, else None.
 
     Raises:
-        ValueError: an unknown mode, or more than 131071 inputs in another mode than ``"weight_only"``.
+        ValueError: `mode` is unknown, or `in_features` is above 131071 in another mode than `"weight_only"`.
+
+    Examples:
+        >>> layer = amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4), mode="dynamic")
+        >>> layer
+        Int8Linear(in_features=16, out_features=4, bias=True, mode=dynamic)
+        >>> layer(torch.ones(2, 16)).shape, layer.weight_codes.dtype
+        (torch.Size([2, 4]), torch.int8)
     """
 
     mode_name: Tensor
@@ -337,12 +350,25 @@ class Int8Linear(_Int8Weight):
         input_scale: Tensor | None = None,
         input_zero_point: Tensor | None = None,
     ) -> Int8Linear:
-        """The layer that stands in for `linear`, with its bias.
+        """Return an int8 layer with the weights and the bias of a float layer.
 
         Args:
-            linear: an `nn.Linear`, or a `Conv1D` of transformers.
-            weight: codes of its weight (``dim=-1``, symmetric) if there are some already, to share them.
-            input_scale, input_zero_point: fp32 and int32 [1] of ``"static"``, and only of it.
+            linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
+            mode: `"weight_only"`, `"dynamic"` or `"static"`.
+            weight: Codes to share, as `quantize_int8(linear.weight, dim=-1)` makes them. None makes them here.
+            input_scale: fp32 `[1]`, for `"static"` only.
+            input_zero_point: int32 `[1]`, for `"static"` only.
+
+        Returns:
+            The int8 layer, on the device and in the training mode of `linear`.
+
+        Raises:
+            ValueError: `mode` is unknown, `input_scale` and `input_zero_point` do not fit it, or `weight` does not fit
+                the layer.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4, bias=False))
+            Int8Linear(in_features=16, out_features=4, bias=False, mode=weight_only)
         """
         if (input_scale is None or input_zero_point is None) == (mode == "static"):
             raise ValueError(
@@ -359,10 +385,29 @@ class Int8Linear(_Int8Weight):
 
     @property
     def mode(self) -> Mode:
+        """`"weight_only"`, `"dynamic"` or `"static"`."""
         return _MODE_OF_LENGTH[self.mode_name.numel()]
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
-        """[..., in_features] -> [..., out_features]; an `Int8Tensor` (of one scale) only unless ``"weight_only"``."""
+        """Apply the layer.
+
+        Args:
+            x: `[..., in_features]`, fp16, bf16 or fp32; or an `Int8Tensor` with one scale, in the modes `"dynamic"` and
+                `"static"`.
+
+        Returns:
+            `[..., out_features]`: a tensor, or an `Int8Tensor` if the layer has an `output_scale`.
+
+        Raises:
+            TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
+            ValueError: The last dimension of `x` is not `in_features`.
+            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func`.
+
+        Examples:
+            >>> layer = amp_kernels.nn.Int8Linear(16, 4, dtype=torch.bfloat16)
+            >>> layer(torch.ones(2, 3, 16)).shape
+            torch.Size([2, 3, 4])
+        """
         if self.output_scale is not None and torch_private.is_transformed():
             raise RuntimeError(
                 "Int8Linear: a layer that returns codes must be outside of torch.func's transforms and of forward-mode "
@@ -415,6 +460,15 @@ class Int8Linear(_Int8Weight):
         ]
 
     def extra_repr(self) -> str:
+        """Return what `print(layer)` shows between the brackets.
+
+        Returns:
+            Features, bias and mode.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Linear(16, 4).extra_repr()
+            'in_features=16, out_features=4, bias=True, mode=weight_only'
+        """
         out = ", int8 out" if self.output_scale is not None else ""
         return (
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
@@ -423,22 +477,29 @@ class Int8Linear(_Int8Weight):
 
 
 class Int8Embedding(_Int8Weight):
-    """`nn.Embedding` with int8 weights, a symmetric scale for each row; only rows looked up are dequantized.
+    """`torch.nn.Embedding` with an int8 table for inference, with one symmetric scale per row.
 
-    The table is frozen: it has no gradient, so `padding_idx` is merely kept. With `max_norm`, rows that are looked up
-    are dequantized and then scaled down to this norm if theirs is larger, in the result alone.
+    Only rows that are looked up are dequantized. The table is frozen: it has no gradient, and `padding_idx` has no
+    effect. With `max_norm`, rows of the result with a larger norm are scaled down to it; the table does not change.
 
     Args:
-        num_embeddings, embedding_dim, padding_idx, device, dtype, max_norm, norm_type: as of `nn.Embedding`; a new
-            table is 0.
+        num_embeddings: Number of rows.
+        embedding_dim: Size of a row.
+        padding_idx: Kept for code that reads it.
+        device: As in `torch.nn.Embedding`.
+        dtype: As in `torch.nn.Embedding`. A new table is 0: load a state dict, or use `from_embedding`.
+        max_norm: As in `torch.nn.Embedding`.
+        norm_type: As in `torch.nn.Embedding`.
 
     Attributes:
-        weight: the dequantized table in `dtype`, [num_embeddings, embedding_dim], before any `max_norm`; made at each
-            read, so that writes to it do not reach the layer.
-        weight_codes: int8 [num_embeddings, embedding_dim].
-        weight_scale: fp32 [num_embeddings, 1].
-        weight_dtype: a 0 in `dtype`, which a state dict carries under the name `weight`.
-        dtype: of the result; follows `.half()`.
+        weight_codes: int8 `[num_embeddings, embedding_dim]`.
+        weight_scale: fp32 `[num_embeddings, 1]`.
+        weight_dtype: A 0 in the layer's dtype. A state dict carries it under the name `weight`.
+
+    Examples:
+        >>> layer = amp_kernels.nn.Int8Embedding.from_embedding(torch.nn.Embedding(100, 8))
+        >>> layer(torch.tensor([[1, 2, 3]])).shape, layer.weight.shape
+        (torch.Size([1, 3, 8]), torch.Size([100, 8]))
     """
 
     scale_grad_by_freq = sparse = False  # for code that passes them on to F.embedding; a frozen table has no gradient
@@ -460,7 +521,22 @@ class Int8Embedding(_Int8Weight):
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding, *, weight: Int8Tensor | None = None) -> Int8Embedding:
-        """The layer that stands in for `embedding`; `weight` as in `Int8Linear.from_linear`."""
+        """Return an int8 layer with the table of a float layer.
+
+        Args:
+            embedding: The float layer.
+            weight: Codes to share, as `quantize_int8(embedding.weight, dim=-1)` makes them. None makes them here.
+
+        Returns:
+            The int8 layer, on the device and in the training mode of `embedding`.
+
+        Raises:
+            ValueError: `weight` does not fit the table.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Embedding.from_embedding(torch.nn.Embedding(100, 8, padding_idx=0))
+            Int8Embedding(100, 8, padding_idx=0)
+        """
         codes = _codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
         layer = cls(
@@ -470,12 +546,32 @@ class Int8Embedding(_Int8Weight):
         return layer.train(embedding.training)
 
     def forward(self, index: Tensor) -> Tensor:
-        """int32 or int64 [...] -> [..., embedding_dim] of `dtype`."""
+        """Look up rows and dequantize them.
+
+        Args:
+            index: int32 or int64 of any shape `[...]`.
+
+        Returns:
+            `[..., embedding_dim]` in the layer's dtype.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Embedding(100, 8, dtype=torch.float16)(torch.tensor([1, 2])).dtype
+            torch.float16
+        """
         codes, scale = F.embedding(index, self.weight_codes), F.embedding(index, self.weight_scale)
         rows = dequantize_int8(Int8Tensor(codes, scale, None, (-1,)), self.dtype)
         return renormalized(rows, self.max_norm, self.norm_type)
 
     def extra_repr(self) -> str:
+        """Return what `print(layer)` shows between the brackets.
+
+        Returns:
+            Sizes, and `padding_idx` and `max_norm` where they are set.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Embedding(100, 8, max_norm=1.0).extra_repr()
+            '100, 8, max_norm=1.0'
+        """
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         norm = "" if self.max_norm is None else f", max_norm={self.max_norm}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}{norm}"

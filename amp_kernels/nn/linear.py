@@ -13,22 +13,33 @@ from .conversion import LOG, LoadsItsKind, check_model, shares
 
 
 class Linear(LoadsItsKind, nn.Linear):
-    """`nn.Linear` whose speed does not depend on features being multiples of 8, with an activation behind it.
+    """`torch.nn.Linear` that is fast also if its features are not multiples of 8, with an optional activation.
 
-    Parameters, initial values and state dict are those of `nn.Linear`, and parameters stay dense, so that optimizers,
-    checkpoints, FSDP2 and tied weights see no difference. fp16 and bf16, under autocast too, go through
-    `amp_kernels.linear`. torch computes what that does not: fp32 and fp64, tensor subclasses such as DTensor and
-    nested tensors, meta tensors, and anything inside a transform of `torch.func` or forward-mode differentiation.
+    Parameters, initial values and state dict are those of `torch.nn.Linear`. Parameters stay dense: optimizers,
+    checkpoints, FSDP2 and tied weights see no difference. fp16 and bf16 go through `amp_kernels.linear`, under autocast
+    too. torch computes fp32, fp64, tensor subclasses (DTensor, nested), meta tensors, transforms of `torch.func` and
+    forward-mode differentiation.
 
-    On a GPU the rows of the result are a multiple of 16 bytes apart: if `out_features` is odd it is a view of a wider
-    tensor, and ``y.view(...)`` that merges the last dimension with others must be ``y.reshape(...)``.
+    On a GPU the rows of the result are a multiple of 16 bytes apart. If `out_features` is odd, the result is a view of
+    a wider tensor: replace a `y.view(...)` that merges the last dimension with others by `y.reshape(...)`.
 
     Args:
-        in_features, out_features, bias, device, dtype: as of `nn.Linear`.
-        activation: ``"relu"``, ``"gelu"`` (by erf), ``"gelu_tanh"``, or None; an attribute, not part of the state dict.
+        in_features: Size of the last dimension of the input.
+        out_features: Size of the last dimension of the output.
+        bias: Add a bias, before rounding.
+        device: As in `torch.nn.Linear`.
+        dtype: As in `torch.nn.Linear`.
+        activation: `"relu"`, `"gelu"` (by erf), `"gelu_tanh"` or None. It is not part of the state dict.
 
     Raises:
-        ValueError: `activation` is none of these.
+        ValueError: `activation` is not one of these.
+
+    Examples:
+        >>> layer = amp_kernels.nn.Linear(10, 3, dtype=torch.bfloat16, activation="relu")
+        >>> layer
+        Linear(in_features=10, out_features=3, bias=True, activation=relu)
+        >>> layer(torch.ones(4, 10, dtype=torch.bfloat16)).shape
+        torch.Size([4, 3])
     """
 
     # Of the class, so that a layer which was an nn.Linear before `convert_linear_` or unpickling has it.
@@ -49,35 +60,60 @@ class Linear(LoadsItsKind, nn.Linear):
         self.activation = activation
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., in_features] -> [..., out_features]."""
+        """Return `activation(x @ weight.T + bias)`; see `amp_kernels.linear`.
+
+        Args:
+            x: `[..., in_features]`.
+
+        Returns:
+            `[..., out_features]` in the dtype of `x`.
+
+        Examples:
+            >>> amp_kernels.nn.Linear(10, 3)(torch.ones(4, 10)).shape
+            torch.Size([4, 3])
+        """
         return linear(x, self.weight, self.bias, self.activation)
 
     def extra_repr(self) -> str:
+        """Return what `print(layer)` shows between the brackets.
+
+        Returns:
+            Features, bias and activation.
+
+        Examples:
+            >>> amp_kernels.nn.Linear(10, 3).extra_repr()
+            'in_features=10, out_features=3, bias=True'
+        """
         return super().extra_repr() + (f", activation={self.activation}" if self.activation else "")
 
 
 def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool] | None = None) -> nn.Module:
-    """Makes every `nn.Linear` of `model` an `amp_kernels.nn.Linear`, in place. Nothing is fused by it.
+    """Turn every `torch.nn.Linear` of a model into an `amp_kernels.nn.Linear`, in place.
 
-    Layers stay the same objects and change their class: parameters, hooks, attributes, tied weights and whatever refers
-    to them stay as they are, so that an optimizer may exist already. Left alone are
+    A layer stays the same object and changes its class. Parameters, hooks, tied weights and references to the layer
+    stay, so an optimizer may exist already. No activation is fused. Unchanged are:
 
-    - subclasses, also those that torch makes: parametrized layers, layers that `fully_shard` wrapped (convert first,
-      then parametrize or shard), and the projection of `nn.MultiheadAttention`, whose forward is never called;
-    - layers with an attribute `activation` or a `forward` of their own.
+    - subclasses of `torch.nn.Linear`: parametrized layers, layers wrapped by `fully_shard` (convert first, then
+      parametrize or shard), and the projection in `nn.MultiheadAttention`, whose forward is never called;
+    - layers with an attribute `activation`, or with a `forward` of the instance.
 
-    What was converted and what was left goes to the logger "amp_kernels", as an INFO: whatever is left is only slower.
+    The logger "amp_kernels" gets a line of level INFO with the converted and the unchanged parameters.
 
     Args:
-        model: changed in place; may itself be a layer.
-        filter_fn: called with a layer and its name in the model; False leaves it as it is.
+        model: Changed in place. It may be a layer itself.
+        filter_fn: Called with a layer and its name in the model. If it returns False, the layer is left unchanged.
 
     Returns:
         `model`.
 
     Raises:
-        TypeError: `model` is no `nn.Module`.
-        ValueError: there is no `nn.Linear` that could change, and no layer is ours already.
+        TypeError: `model` is not an `nn.Module`.
+        ValueError: The model has no `torch.nn.Linear` to convert, and no converted layer.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(10, 3), torch.nn.ReLU())
+        >>> type(amp_kernels.nn.convert_linear_(model)[0])
+        <class 'amp_kernels.nn.Linear'>
     """
     check_model("convert_linear_", model)
     found = [

@@ -1,4 +1,4 @@
-"""`torch.optim` optimizers in fused kernels, with fp32 masters for 16-bit parameters."""
+"""`torch.optim` optimizers as fused kernels, with fp32 masters for 16-bit parameters, and averages of weights."""
 
 from .adam import FusedAdam, FusedAdamW
 from .averages import average_, ema_

@@ -1,4 +1,4 @@
-"""What the fused optimizers share: state, checkpoints, the protocol with a scaler, and the step."""
+"""Base class of the fused optimizers: state, checkpoints, the protocol with a scaler, the step."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Verdict(NamedTuple):
 
 
 class FusedOptimizer(torch.optim.Optimizer):
-    """Base class of the fused optimizers; see `FusedSGD` for what they promise."""
+    """Base class of the fused optimizers; `FusedSGD` documents what they share."""
 
     _family: Family
     _set_at_first_step: str | None = None  # a state that the first step sets without reading it
@@ -113,7 +113,10 @@ class FusedOptimizer(torch.optim.Optimizer):
     # ------------------------------------------------------------------------------------------- what users may read
     @property
     def max_grad_norm(self) -> float | None:
-        """The norm to clip to, which is in every parameter group, as other options are; it must be the same in all."""
+        """The norm that gradients are clipped to inside the step, or None.
+
+        Setting it sets it in every parameter group.
+        """
         norms = list(dict.fromkeys(group["max_grad_norm"] for group in self.param_groups))
         if len(norms) > 1:
             raise ValueError(
@@ -130,27 +133,44 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """A copy of the norm that the last step or scaler took, before clipping: 0-dim fp32 on the device, for DTensors
-        of this rank's shards; None before."""
+        """The norm that the last step or scaler measured, before clipping; None before there was one.
+
+        A copy, 0-dim fp32 on the device of the parameters. For DTensors it is the norm of this rank's shards.
+        """
         return None if self._norm is None else self._norm.clone()
 
     @torch.compiler.disable
     @torch.inference_mode(False)
     @torch.no_grad()
     def master(self, param: Tensor) -> Tensor:
-        """The fp32 value of a parameter of any dtype, which a step updates: a copy, for a DTensor one too.
+        """Return a copy of the fp32 master of a parameter.
 
-        A 16-bit weight is its master rounded to nearest even; the rest of the master is ``state[param]["remainder"]``.
-        It holds every bit of the master, but for two cases:
+        A 16-bit weight is its master rounded to nearest even. `state[param]["remainder"]` holds the rest: 16 bits per
+        element. An fp32 parameter is its own master.
 
-        - bf16: of the two ties that round to an even weight, the one farther from 0 is moved by one unit in its last
-          place.
-        - fp16: below 2^-16 a master is kept to within 2^-40; one that rounds to more than 65504 is infinite.
+        Weight and remainder keep the master exactly, with these exceptions:
 
-        After a write to the weight it is within half a unit in the last place of the weight.
+        - bf16: of two masters that lie halfway between two weights and round to the same one, the one farther from 0
+          moves by one fp32 unit. These are one in 131,072 masters.
+        - fp16: a master below 2^-16 is kept to within 2^-40. A master that rounds to more than 65504 is infinite.
+        - After other code changed the weight, the master is within half a unit in the last place of the weight.
+
+        Args:
+            param: One of the optimizer's parameters, of any dtype; a DTensor too.
+
+        Returns:
+            An fp32 tensor in the shape of `param`; for a DTensor a DTensor.
 
         Raises:
             ValueError: `param` is not one of the optimizer's parameters.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+            >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=2**-10)
+            >>> weight.grad = torch.full((1,), 0.125, dtype=torch.bfloat16)
+            >>> optimizer.step()
+            >>> weight.item(), optimizer.master(weight).item()
+            (1.0, 0.9998779296875)
         """
         name = next((name for name, _, p in self._named_parameters() if p is param), None)
         if name is None:
@@ -183,17 +203,28 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.inference_mode(False)  # else state made here could not be written outside
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step, or under a scaler that found NaN or inf none. Waits for no device.
+        """Take one step, or none if a scaler found NaN or inf. Does not wait for the device.
 
         Args:
-            closure: re-evaluates the model and returns the loss (not under a scaler, as in torch).
+            closure: Re-evaluates the model and returns the loss. Not under a scaler, as in torch.
+
+        Returns:
+            What `closure` returned, or None.
 
         Raises:
-            RuntimeError: a gradient is sparse, or has another shape, device or mesh than its parameter; what is written
-                shares memory; parameters are sharded and `max_grad_norm` is set; a capture is under way before there is
-                state.
-            TypeError: a parameter or gradient is not fp32, fp16 or bf16, or a tensor without memory of its own (a
-                wrapper subclass, fake, meta).
+            TypeError: A parameter or gradient is not fp32, fp16 or bf16, or has no memory of its own (wrapper
+                subclasses, fake and meta tensors).
+            RuntimeError: A gradient is sparse, or its shape, device or mesh differs from its parameter's. Tensors that
+                are written share memory. `max_grad_norm` is set with sharded parameters. A CUDA graph is captured
+                before there is state.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=0.5)
+            >>> weight.sum().backward()
+            >>> optimizer.step()
+            >>> weight.data
+            tensor([0.5000, 0.5000])
         """
         loss = None
         if closure is not None:
@@ -407,10 +438,21 @@ class FusedOptimizer(torch.optim.Optimizer):
     @torch.inference_mode(False)
     @torch.no_grad()
     def init_state(self) -> None:
-        """Allocates state and tables for every parameter that requires a gradient, as the first step would.
+        """Allocate state and tables for every parameter that requires a gradient, as the first step would.
 
         Call it before capturing a CUDA graph whose first replay is the first step. Gradients are expected in their
         parameters' dtypes.
+
+        Raises:
+            TypeError: A parameter is not fp32, fp16 or bf16.
+            RuntimeError: A CUDA graph is being captured.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+            >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=0.5, momentum=0.9)
+            >>> optimizer.init_state()
+            >>> sorted(optimizer.state[weight])
+            ['momentum_buffer', 'remainder', 'step']
         """
         for name, index, param in self._named_parameters():
             if param.requires_grad:
@@ -420,7 +462,11 @@ class FusedOptimizer(torch.optim.Optimizer):
             plan.load()
 
     def reload_masters(self) -> None:
-        """Does nothing: masters follow their weights by themselves. Kept for two releases, for loops that call it."""
+        """Do nothing: masters follow their weights without it. Kept for two releases, for loops that call it.
+
+        Examples:
+            >>> amp_kernels.optim.FusedSGD([torch.nn.Parameter(torch.ones(2))]).reload_masters()
+        """
 
     def _is_fitted(self, name: str, param: Tensor, names: Sequence[str | None]) -> bool:
         """Whether `_fit_state` would change nothing."""
@@ -549,9 +595,20 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     # ------------------------------------------------------------------------------------------------ checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """As torch's, with fp32 masters, states as they are, and ``step`` as torch keeps it. Waits for the device.
+        """Return a state dict as torch's, with the fp32 masters of 16-bit parameters. Waits for the device.
 
-        Without 16-bit parameters the matching torch optimizer loads it, which passes over the number of the format.
+        States are in fp32 and `step` is an fp32 CPU tensor, as in torch. If there are no 16-bit parameters, the
+        matching torch optimizer loads the state dict too; it ignores the additional key "format".
+
+        Returns:
+            The state dict.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+            >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=0.5)
+            >>> optimizer.init_state()
+            >>> optimizer.state_dict()["state"][0]["master"]
+            tensor([1., 1.])
         """
         handle = self.register_state_dict_post_hook(self._export, prepend=True)  # before the user's
         try:
@@ -604,17 +661,30 @@ class FusedOptimizer(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads ours, or the matching torch optimizer's; what the latter lacks starts from its default.
+        """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters and states stay fp32 whatever the dtype of the parameters; torch would round them to it. A state
-        of fp32 parameters, which has no masters, leaves those that there are. Where weights come from the other
-        16-bit dtype, a master is within a unit in the last place of the weight, not exact: `load_fp32_state_dict`
-        keeps it.
+        Masters and states stay fp32 whatever the dtype of the parameters. Whatever a torch state dict lacks starts from
+        its default. A state dict of fp32 parameters has no masters: the present ones stay. If the weights were saved in
+        the other 16-bit dtype, a master is within a unit in the last place of the weight. To keep all its bits, use
+        `load_fp32_state_dict`.
+
+        Args:
+            state_dict: What `state_dict()` returned.
 
         Raises:
-            ValueError: the state dict is another optimizer's; a state has another shape than its parameter, is no
-                tensor of floats, or is missing after the first step; a step is no whole number from 0 to 2^31 - 2; a
-                master is lost; or a later release saved it in a newer format. Nothing was modified.
+            ValueError: The state dict belongs to another optimizer or to a later release; a state has another shape
+                than its parameter or is not a floating-point tensor; a state, a master or a step is missing or invalid.
+                Nothing was modified.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> torch_optimizer = torch.optim.Adam([weight], lr=0.5)
+            >>> weight.sum().backward()
+            >>> torch_optimizer.step()
+            >>> optimizer = amp_kernels.optim.FusedAdam([weight])
+            >>> optimizer.load_state_dict(torch_optimizer.state_dict())
+            >>> optimizer.param_groups[0]["lr"], int(optimizer.state[weight]["step"])
+            (0.5, 1)
         """
         saved: dict[int, dict[str, Any]] = {}
 
@@ -744,6 +814,21 @@ class FusedOptimizer(torch.optim.Optimizer):
         state["step"].fill_(int(step))
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a parameter group, as in torch.
+
+        Args:
+            param_group: A dict with "params" and any of the optimizer's options.
+
+        Raises:
+            TypeError: `max_grad_norm` is not a number, or torch refuses the group.
+            ValueError: `max_grad_norm` is not positive, or torch refuses the group.
+
+        Examples:
+            >>> optimizer = amp_kernels.optim.FusedSGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)
+            >>> optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(3))], "lr": 0.25})
+            >>> [group["lr"] for group in optimizer.param_groups]
+            [0.5, 0.25]
+        """
         if isinstance(param_group, dict):  # torch has words for others
             check_max_grad_norm(type(self).__name__, param_group.get("max_grad_norm"))
         with _restored([param_group] if isinstance(param_group, dict) else []):

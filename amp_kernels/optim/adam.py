@@ -13,19 +13,36 @@ from ._base import FusedOptimizer
 
 
 class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
-    """`torch.optim.Adam` for fp32, fp16 and bf16 parameters in any mix, in one pass over memory.
+    """`torch.optim.Adam` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
-    Masters, gradients, scalers, `max_grad_norm` and the errors are those of `FusedSGD`. The bias correction counts the
-    steps that were taken, on the device: a skipped step is none. States are fp32, so that `eps` is not rounded to 0, as
-    in fp16 it is.
+    Formula: `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad: Reddi et al. 2018), in fp32; `amp_kernels.adam_` spells it
+    out. States are fp32, so that `eps` is not rounded to 0 as it is in fp16. Skipped steps do not count in the bias
+    correction; the count is kept on the device.
+
+    Masters, gradients, loss scaling and errors are as in `FusedSGD`.
 
     Args:
-        params: parameters, groups or named parameters, as in torch.
-        lr, betas, eps, weight_decay, amsgrad, maximize, decoupled_weight_decay: as in torch; an fp32 tensor `lr` on the
-            parameters' device is read there at every step.
-        capturable, foreach, fused: accepted and ignored; the step is fused and can always be captured.
-        differentiable: must be False.
-        max_grad_norm: as in `FusedSGD`.
+        params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
+        lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
+        betas: As in torch.
+        eps: As in torch.
+        weight_decay: As in torch.
+        amsgrad: As in torch.
+        foreach: Accepted for compatibility; no effect.
+        maximize: As in torch.
+        capturable: Accepted for compatibility; every step can be captured in a CUDA graph.
+        differentiable: Must be False.
+        fused: Accepted for compatibility; no effect.
+        decoupled_weight_decay: As in torch.
+        max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+        >>> optimizer = amp_kernels.optim.FusedAdam([weight], lr=0.25)
+        >>> weight.grad = torch.tensor([3.0, -3.0], dtype=torch.float16)
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.7500, 1.2500], dtype=torch.float16)
     """
 
     _family = ADAM
@@ -59,7 +76,33 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
 
 
 class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
-    """`torch.optim.AdamW`: `FusedAdam` with decoupled weight decay (Loshchilov and Hutter 2019)."""
+    """`torch.optim.AdamW` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
+
+    This is `FusedAdam` with decoupled weight decay (Loshchilov and Hutter 2019). Masters, gradients, loss scaling and
+    errors are as in `FusedSGD`.
+
+    Args:
+        params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
+        lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
+        betas: As in torch.
+        eps: As in torch.
+        weight_decay: As in torch.
+        amsgrad: As in torch.
+        foreach: Accepted for compatibility; no effect.
+        maximize: As in torch.
+        capturable: Accepted for compatibility; every step can be captured in a CUDA graph.
+        differentiable: Must be False.
+        fused: Accepted for compatibility; no effect.
+        max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = amp_kernels.optim.FusedAdamW([weight], lr=0.25, weight_decay=0.5)
+        >>> weight.grad = torch.tensor([3.0, -3.0], dtype=torch.bfloat16)
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.6250, 1.1250], dtype=torch.bfloat16)
+    """
 
     _family = ADAM
 

@@ -25,25 +25,36 @@ _FOLLOW = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 1.0, "nesterov": F
 @torch.compiler.disable
 @torch.no_grad()
 def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) -> None:
-    """``average <- decay * average + (1 - decay) * master``, for every parameter of an optimizer.
+    """Move fp32 averages of the weights towards the masters of an optimizer.
 
-    Call it after each step. Where a scaler skipped the step nothing changes, which the device decides; only torch's
-    own scalers do not say so of an optimizer whose `step` is wrapped or overridden. One launch for each combination of
-    dtypes; 12 bytes a 16-bit parameter are moved, 12 a parameter of fp32.
+    For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step. If the last step
+    was skipped by a scaler, nothing changes; the device decides this without waiting. (`torch.amp.GradScaler` does not
+    report a skip for an optimizer whose `step` is wrapped or overridden.) It moves 12 bytes per parameter, in one
+    launch per combination of dtypes.
 
-    The kernel computes ``average - (1 - decay) * (average - master)`` in fp32, so that even with a decay of 0 the
-    average may differ from the master in its last bits.
+    The kernel computes `average - (1 - decay) * (average - master)`. With a decay of 0 the average may therefore differ
+    from the master in its last bits.
 
     Args:
-        averages: an fp32 tensor for each parameter, in the order of the optimizer's groups, of its shape, device and,
-            if it is a DTensor, placement. ``[optimizer.master(p) for p in params]`` starts them. The average of a
-            parameter that the optimizer cannot train (an integer, for one) stays as it is.
-        optimizer: ours.
-        decay: from 0 to 1, as 0.9999.
+        averages: One fp32 tensor per parameter, in the order of the optimizer's groups, of its shape, device and
+            (DTensor) placement. Start with `[optimizer.master(p) for p in params]`. The average of a parameter that
+            cannot be trained (an integer tensor) stays.
+        optimizer: An optimizer of `amp_kernels.optim`.
+        decay: From 0 to 1, for example 0.9999.
 
     Raises:
-        TypeError, ValueError: `averages` do not fit, `optimizer` is not ours or `decay` is not from 0 to 1; nothing was
-            modified.
+        TypeError: `optimizer` is another one, `decay` is not a number, or an average is not fp32. Nothing was modified.
+        ValueError: `decay` is out of range, or the averages do not fit the parameters. Nothing was modified.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))
+        >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=1.0)
+        >>> averages = [optimizer.master(weight)]
+        >>> weight.grad = -torch.ones_like(weight)
+        >>> optimizer.step()
+        >>> amp_kernels.optim.ema_(averages, optimizer, decay=0.75)
+        >>> averages
+        [tensor([0.2500, 0.2500])]
     """
     if not isinstance(optimizer, FusedOptimizer):
         inner = wrapped(optimizer)
@@ -70,23 +81,31 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 
 @torch.no_grad()
 def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
-    """The uniform mean of models, a "soup" (Wortsman et al. 2022), into the first of them.
+    """Average the weights of several models into the first of them, a "model soup" (Wortsman et al. 2022).
 
-    Floating-point parameters and buffers are averaged in fp32, fp64 and complex ones in their own dtype. Each mean is
-    rounded to the dtype that the first model has there; integers keep the first model's values.
+    Floating-point parameters and buffers are averaged in fp32, fp64 and complex tensors in their own dtype. Each mean
+    is rounded to the dtype in the first model. Integers keep the first model's values.
 
-    An optimizer of the first model keeps its remainders, so that the master of a 16-bit parameter is then within half a
-    unit in the last place of the rounded mean. To average masters themselves, load the `fp32_state_dict` of each model
-    into an fp32 copy of it, and average the copies; `load_fp32_state_dict` brings the mean back.
+    An optimizer of the first model follows: the master of a 16-bit parameter is then within half a unit in the last
+    place of the rounded mean. To average the masters themselves, load the `fp32_state_dict` of each model into an fp32
+    copy, average the copies, and load the mean with `load_fp32_state_dict`.
 
     Args:
-        models: of the same names and shapes, of any dtypes and devices; the first is written.
+        models: Models with the same names and shapes, of any dtypes and devices. The first is changed.
 
     Returns:
         The first model.
 
     Raises:
-        TypeError, ValueError: there is no model, or names or shapes differ; nothing was modified.
+        TypeError: One of them is not an `nn.Module`.
+        ValueError: There is no model, or names or shapes differ. Nothing was modified.
+
+    Examples:
+        >>> models = [torch.nn.Linear(1, 1, bias=False) for _ in range(2)]
+        >>> for model, value in zip(models, [1.0, 2.0]):
+        ...     _ = torch.nn.init.constant_(model.weight, value)
+        >>> amp_kernels.optim.average_(models).weight.item()
+        1.5
     """
     models = list(models)
     for i, model in enumerate(models):

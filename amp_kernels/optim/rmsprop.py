@@ -13,17 +13,35 @@ from ._base import FusedOptimizer
 
 
 class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
-    """`torch.optim.RMSprop` for fp32, fp16 and bf16 parameters in any mix, in one pass over memory.
+    """`torch.optim.RMSprop` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
-    Masters, gradients, scalers, `max_grad_norm` and the errors are those of `FusedSGD`. Where rounding makes the
-    centered variance negative it counts as 0; torch gets NaN there.
+    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013), in fp32; `amp_kernels.rmsprop_` spells it out.
+    If rounding makes the centered variance negative, it counts as 0. torch returns NaN there.
+
+    Masters, gradients, loss scaling and errors are as in `FusedSGD`.
 
     Args:
-        params: parameters, groups or named parameters, as in torch.
-        lr, alpha, eps, weight_decay, momentum, centered, maximize: as in torch.
-        capturable, foreach, fused: accepted and ignored; the step is fused and can always be captured.
-        differentiable: must be False.
-        max_grad_norm: as in `FusedSGD`.
+        params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
+        lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
+        alpha: As in torch.
+        eps: As in torch.
+        weight_decay: As in torch.
+        momentum: As in torch.
+        centered: As in torch.
+        capturable: Accepted for compatibility; every step can be captured in a CUDA graph.
+        foreach: Accepted for compatibility; no effect.
+        maximize: As in torch.
+        differentiable: Must be False.
+        fused: Accepted for compatibility; no effect.
+        max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
+
+    Examples:
+        >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
+        >>> optimizer = amp_kernels.optim.FusedRMSprop([weight], lr=0.25, alpha=0.75)
+        >>> weight.grad = torch.tensor([2.0, -2.0], dtype=torch.bfloat16)
+        >>> optimizer.step()
+        >>> weight.data
+        tensor([0.5000, 1.5000], dtype=torch.bfloat16)
     """
 
     _family = RMSPROP

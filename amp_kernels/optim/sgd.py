@@ -13,33 +13,50 @@ from ._base import FusedOptimizer
 
 
 class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
-    """`torch.optim.SGD` for fp32, fp16 and bf16 parameters in any mix, in one pass over memory.
+    """`torch.optim.SGD` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
-    A 16-bit parameter is updated in fp32 and gets fp32 state: the parameter is the fp32 `master` rounded to nearest
-    even, the rest of it is 16 bits of state, and whoever writes the parameter writes the master. Gradients may have any
-    of the three dtypes and are never written. Works under `torch.amp.GradScaler`, faster under
-    `amp_kernels.GradScaler`, and without a scaler; a step whose ``found_inf`` is not 0 changes nothing at all. Under
-    either scaler a step pre-hook sees gradients as they are, scaled unless ``scaler.unscale_`` was called; a `step`
-    that is overridden or wrapped sees them unscaled.
+    Formula: `torch.optim.SGD` (Sutskever et al. 2013), in fp32; `amp_kernels.sgd_` spells it out.
 
-    An optimizer that is created again over 16-bit weights starts from the rounded weights. `fp32_state_dict`, or the
-    optimizer's own state dict, keeps the bits below them.
+    **Masters.** A 16-bit parameter has fp32 states and an fp32 master. The parameter is the master rounded to nearest
+    even, and 16 bits of state hold the rest (see `master`). If other code changes the parameter, the master follows. A
+    new optimizer over 16-bit weights starts from the rounded weights; `fp32_state_dict`, or the optimizer's own state
+    dict, keeps the full masters.
+
+    **Gradients.** They may be fp16, bf16 or fp32, and are not written.
+
+    **Loss scaling.** Use `amp_kernels.GradScaler`, `torch.amp.GradScaler` (slower) or none. A step whose `found_inf` is
+    not 0 changes nothing. In a step pre-hook the gradients are still scaled, unless `scaler.unscale_` was called. If
+    `step` is overridden or wrapped, the scaler unscales the gradients first.
 
     Args:
-        params: parameters, groups or named parameters, as in torch.
-        lr, momentum, dampening, weight_decay, nesterov, maximize: as in torch; an fp32 tensor `lr` on the parameters'
-            device is read there at every step.
-        foreach, fused: accepted and ignored; the step is fused.
-        differentiable: must be False.
-        max_grad_norm: clip the global L2 norm of the gradients to this inside the step; nothing is written to the
-            gradients. The norm before clipping is then ``optimizer.grad_norm``; `math.inf` measures it and clips
-            nothing. An option of every parameter group, the same in all. A checkpoint brings its own, as it brings lr.
+        params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
+        lr: Learning rate. An fp32 tensor on the parameters' device is read there at every step.
+        momentum: As in torch.
+        dampening: As in torch.
+        weight_decay: As in torch.
+        nesterov: As in torch.
+        maximize: As in torch.
+        foreach: Accepted for compatibility; no effect.
+        differentiable: Must be False.
+        fused: Accepted for compatibility; no effect.
+        max_grad_norm: Clip the global L2 norm of the gradients to this inside the step, without writing to the
+            gradients (Pascanu et al. 2013). `grad_norm` is then the norm before clipping. `math.inf` measures the norm
+            and clips nothing. It is an option of every parameter group, equal in all, and part of state dicts, as `lr`
+            is.
 
     Raises:
-        ValueError: an argument is out of its range.
-        RuntimeError: at the first step, if `max_grad_norm` is set where a rank sees a part of the gradients (DTensor,
-            FSDP1, ZeroRedundancyOptimizer), or if parameters share memory.
-        TypeError: at the first step, if a parameter is not fp32, fp16 or bf16.
+        ValueError: An argument is out of its range.
+        TypeError: At the first step, if a parameter is not fp32, fp16 or bf16.
+        RuntimeError: At the first step, if parameters share memory, or if `max_grad_norm` is set and a rank has only a
+            part of the gradients (DTensor, FSDP1, ZeroRedundancyOptimizer).
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> optimizer = amp_kernels.optim.FusedSGD(model.parameters(), lr=0.1, momentum=0.9)
+        >>> model(torch.ones(3, 4, dtype=torch.bfloat16)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.state[model.weight]["momentum_buffer"].dtype, optimizer.master(model.weight).dtype
+        (torch.float32, torch.float32)
     """
 
     _family = SGD

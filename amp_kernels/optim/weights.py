@@ -1,4 +1,4 @@
-"""Exact weights in and out: every bit of what an optimizer updates, under the names of the model."""
+"""Weights in full precision, in and out: the masters of an optimizer under the parameters' names in the model."""
 
 from __future__ import annotations
 
@@ -18,23 +18,30 @@ _LOW = (torch.float16, torch.bfloat16)
 
 @torch.no_grad()
 def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """``model.state_dict()`` in fp32, with the master in place of each 16-bit parameter that `optimizer` trains.
+    """Return `model.state_dict()` in fp32, with the master in place of each 16-bit parameter.
 
-    It is the state dict of the same model in fp32, which ``load_state_dict`` of that model takes, or
-    `load_fp32_state_dict`.
+    The result is a state dict for the same model in fp32. Load it there with `load_state_dict`, or into 16-bit weights
+    with `load_fp32_state_dict`.
 
     Args:
-        model: of parameters of any dtypes, in any mix; some may be tied, frozen, or another optimizer's.
-        optimizer: ours, or one of torch's, whose 16-bit parameters have no masters.
+        model: A model of any dtypes. Parameters may be tied, frozen, or trained by another optimizer.
+        optimizer: An optimizer of `amp_kernels.optim`. With any other optimizer 16-bit parameters have no masters:
+            their own values are taken.
 
     Returns:
-        By the names of ``model.state_dict()``, copies: floating-point tensors of 16 bits in fp32, others in their
-        dtypes; tied parameters are one tensor.
+        Copies under the names of `model.state_dict()`: 16-bit floating-point tensors in fp32, all others in their
+            dtype. Tied parameters are one tensor.
 
     Raises:
-        TypeError: `model` is not a torch Module, or `optimizer` is not a torch Optimizer or is a wrapper around one of
-            ours.
-        RuntimeError: the state dict of `model` holds other tensors than its parameters, so that masters would be lost.
+        TypeError: `model` is not an `nn.Module`, or `optimizer` is not a torch optimizer, or is a wrapper around a
+            fused optimizer.
+        RuntimeError: The state dict of `model` holds other tensors than its parameters, so masters would be lost.
+
+    Examples:
+        >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
+        >>> optimizer = amp_kernels.optim.FusedAdamW(model.parameters())
+        >>> {name: value.dtype for name, value in amp_kernels.optim.fp32_state_dict(model, optimizer).items()}
+        {'weight': torch.float32, 'bias': torch.float32}
     """
     ours = _checked("fp32_state_dict", model, optimizer)
     state_dict = model.state_dict(keep_vars=True)
@@ -59,18 +66,26 @@ def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
 def load_fp32_state_dict(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer, state_dict: Mapping[str, Any]
 ) -> None:
-    """Loads what `fp32_state_dict`, or ``state_dict()`` of an fp32 model, returned: parameters and their masters.
+    """Load fp32 weights into a model and into the masters of its optimizer.
 
-    The state of the optimizer besides masters stays what it is; load it before or after. A bf16 parameter gets every
-    bit, but that one tie in 131,072 masters is moved by one fp32 unit; `FusedOptimizer.master` says what an fp16 one
-    gets.
+    The other state of the optimizer stays; load it before or after. Masters are exact, with the exceptions that the
+    `master` method of the optimizers lists.
 
     Args:
-        model: of parameters of any dtypes.
-        optimizer: of some or all of its parameters; ours keeps masters of 16-bit ones.
+        model: A model of any dtypes.
+        optimizer: An optimizer for some or all of its parameters. Only those of `amp_kernels.optim` have masters.
+        state_dict: What `fp32_state_dict`, or `state_dict()` of the model in fp32, returned.
 
     Raises:
-        RuntimeError: as ``model.load_state_dict``, for names and shapes that do not fit; as `fp32_state_dict`.
+        TypeError: As `fp32_state_dict`.
+        RuntimeError: Names or shapes do not fit, as in `model.load_state_dict`; or as `fp32_state_dict`.
+
+    Examples:
+        >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
+        >>> optimizer = amp_kernels.optim.FusedAdamW(model.parameters())
+        >>> amp_kernels.optim.load_fp32_state_dict(model, optimizer, {"weight": torch.tensor([[1 + 2**-10]])})
+        >>> model.weight.item(), optimizer.master(model.weight).item()
+        (1.0, 1.0009765625)
     """
     ours = _checked("load_fp32_state_dict", model, optimizer)
     if ours is None:

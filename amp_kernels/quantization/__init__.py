@@ -1,18 +1,18 @@
-"""Models to int8: conversion, calibration, quantization-aware training, and int8 for what autograd saves.
+"""Convert models to int8, calibrate, train for int8, and save activations in int8.
 
 - `quantize_`: weight-only or dynamic layers, in one call.
 - `prepare_`, some batches, `convert_`: static layers with calibrated ranges.
 - `prepare_qat_`, training, `convert_`: dynamic or static layers from weights that were trained for them.
 - `int8_saved_activations`: training with less memory.
 
-What is converted is `nn.Linear`, transformers' `Conv1D` and `nn.Embedding`: without its embeddings a small sentence
-transformer would keep two thirds of its bytes. Every conversion says what it converted and what it left, by name and
-share of the bytes, to the logger "amp_kernels": an INFO, or a WARNING, which Python shows unasked, if more than a tenth
-of the bytes is left in matrices that neither embeddings nor `filter_fn` explain.
+Converted are `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding`. (Without its embeddings a small
+sentence transformer would keep two thirds of its bytes.) The logger "amp_kernels" gets a line with the converted and
+the unchanged parameters and their share of the bytes. Its level is INFO. It is WARNING, which Python prints by default,
+if more than a tenth of the bytes stays in other matrices than embeddings and layers that `filter_fn` left out.
 
-Ranges are those from the smallest to the largest value. Percentiles are not offered: on a small pretrained sentence
-transformer clipping at 99.9% cost 6.2 points of R@1, where the range from minimum to maximum cost less than 0.5, since
-the outliers of transformers carry signal; on an MLP it made no difference.
+A range is the smallest to the largest value. Percentiles are not offered. On a small pretrained sentence transformer,
+clipping at 99.9% cost 6.2 points of R@1, since the outliers of transformers carry signal; the full range cost less than
+0.5. On an MLP there was no difference.
 """
 
 from __future__ import annotations
@@ -53,25 +53,33 @@ FilterFn = Callable[[nn.Module, str], bool]
 def quantize_(
     model: nn.Module, mode: Literal["weight_only", "dynamic"] = "weight_only", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Puts int8 layers in the place of `nn.Linear`, transformers' `Conv1D` and `nn.Embedding`.
+    """Replace linear and embedding layers of a model by int8 layers for inference.
 
-    Only these very classes: a subclass may do something else (that of `nn.MultiheadAttention` is never called). A
-    weight that several layers share is quantized once and stays shared. If a layer that is not replaced shares it, all
-    of them are left as they are: else tied layers would part.
+    Replaced are exactly `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding`, not subclasses, which may
+    compute something else. A weight that several layers share is quantized once and stays shared. If one of these
+    layers is not replaced, none of them is.
+
+    Scheme: symmetric codes per output row, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
+    `quantize_int8`.
 
     Args:
-        model: changed in place. To load a checkpoint, call this on a new model and then `load_state_dict`.
-        mode: see `Int8Linear`. Embeddings are the same in both.
-        filter_fn: called with a layer and its name in the model; False leaves it as it is:
-            ``lambda layer, _: not isinstance(layer, torch.nn.Embedding)``.
+        model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
+        mode: `"weight_only"` or `"dynamic"`; see `Int8Linear`. Embeddings are the same in both.
+        filter_fn: Called with a layer and its name in the model. If it returns False, the layer is left unchanged. For
+            example `lambda layer, name: not isinstance(layer, torch.nn.Embedding)`.
 
     Returns:
-        `model`, or the new layer if the model is itself one.
+        `model`, or the new layer if `model` is a layer.
 
     Raises:
-        ValueError: another mode, no layer to replace, or one with hooks or a `forward` of its own (as accelerate gives
-            it), which a new layer would lose.
-        TypeError: a weight of another dtype than fp16, bf16 or fp32; `model` is no `nn.Module`.
+        TypeError: `model` is not an `nn.Module`, or a weight is not fp16, bf16 or fp32.
+        ValueError: `mode` is unknown, there is no layer to replace, a layer has more than 131071 inputs (`"dynamic"`),
+            or a layer has hooks or a `forward` of the instance (accelerate's hooks), which a new layer would lose.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU())
+        >>> amp_kernels.quantization.quantize_(model)[0]
+        Int8Linear(in_features=16, out_features=8, bias=True, mode=weight_only)
     """
     if mode not in ("weight_only", "dynamic"):
         raise ValueError(
@@ -90,10 +98,27 @@ def quantize_(
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
-    """Makes every `nn.Linear` and `Conv1D` record the range of its inputs, for `convert_`.
+    """Make linear layers record the range of their inputs, for `convert_`.
 
-    Run some batches next, in eval mode. Outputs do not change; the ranges stay on the device. Embeddings, whose indices
-    have no range, are marked for `convert_`. Arguments, result and errors are those of `quantize_`.
+    Then run some batches in eval mode. Outputs do not change, and nothing waits for the device. Embeddings have no
+    input range; they are only marked for `convert_`.
+
+    Args:
+        model: Changed in place.
+        filter_fn: As in `quantize_`.
+
+    Returns:
+        `model`, or the new layer if `model` is a layer.
+
+    Raises:
+        TypeError: As `quantize_`.
+        ValueError: As `quantize_`, or a layer has more than 131071 inputs.
+
+    Examples:
+        >>> model = amp_kernels.quantization.prepare_(torch.nn.Sequential(torch.nn.Linear(16, 8))).eval()
+        >>> _ = model(torch.ones(4, 16))
+        >>> amp_kernels.quantization.convert_(model)[0]
+        Int8Linear(in_features=16, out_features=8, bias=True, mode=static)
     """
     found, spared = _find("prepare_", model, filter_fn, needs_int8_input=True)
     new = {
@@ -108,22 +133,34 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
 def prepare_qat_(
     model: nn.Module, mode: Literal["dynamic", "static"] = "dynamic", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Makes every `nn.Linear`, `Conv1D` and `nn.Embedding` compute as the int8 layer that `convert_` will make of it.
+    """Make linear and embedding layers compute in int8 during training, for `convert_` (quantization-aware training).
 
-    The forward pass is the deployed arithmetic, codes of inputs and weights and `int8_matmul`: predictions in eval mode
-    are bit for bit the same before and after `convert_`. The backward pass takes products with the quantized operands
-    and passes straight through where a value was inside its range (Jacob et al. 2018). Parameters stay the same
-    objects, so that an optimizer may exist already. Code that reads a layer's `weight` itself gets the float parameter
-    here, and the dequantized weight after `convert_`.
+    The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
+    before and after `convert_` have the same bits. The backward pass multiplies the quantized operands; gradients pass
+    straight through where a value was inside its range (Jacob et al. 2018). Parameters stay the same objects, so an
+    optimizer may exist already. `layer.weight` is the float parameter until `convert_`, and the dequantized weight
+    after it.
 
     Args:
-        model: changed in place.
-        mode: of the linear layers to come. With ``"static"``, a batch in training mode is quantized by its own range,
-            so that activation checkpointing repeats it exactly. The range of all these batches is the one that eval
-            mode and the int8 layer use.
-        filter_fn: as in `quantize_`.
+        model: Changed in place.
+        mode: `"dynamic"` or `"static"`, of the linear layers that `convert_` will make. With `"static"`, training
+            quantizes each batch by its own range, so that activation checkpointing repeats it exactly. Eval mode and
+            the int8 layer use the range of all these batches.
+        filter_fn: As in `quantize_`.
 
-    Returns, Raises: as `quantize_`.
+    Returns:
+        `model`, or the new layer if `model` is a layer.
+
+    Raises:
+        TypeError: As `quantize_`.
+        ValueError: As `quantize_`, or a layer has more than 131071 inputs.
+
+    Examples:
+        >>> model = amp_kernels.quantization.prepare_qat_(torch.nn.Sequential(torch.nn.Linear(16, 8)))
+        >>> model(torch.ones(4, 16)).sum().backward()
+        >>> before = model.eval()(torch.ones(4, 16))
+        >>> torch.equal(amp_kernels.quantization.convert_(model)(torch.ones(4, 16)), before)
+        True
     """
     if mode not in ("dynamic", "static"):
         raise ValueError(
@@ -140,23 +177,29 @@ def prepare_qat_(
 
 
 def convert_(model: nn.Module) -> nn.Module:
-    """Puts `Int8Linear` and `Int8Embedding` in the place of the layers that `prepare_` or `prepare_qat_` made.
+    """Replace the layers that `prepare_` or `prepare_qat_` made by `Int8Linear` and `Int8Embedding`.
 
-    After `prepare_`, a layer that is directly followed by another in an `nn.Sequential`, or with an `nn.ReLU` in
-    between, returns the codes which that one would make: in fp32 the results are bit for bit those without. The ReLU
-    becomes an `nn.Identity`, since codes of its range end at 0. To load a checkpoint, prepare a new model, run any
-    batch, convert, and then call `load_state_dict`.
+    After `prepare_`, int8 codes are passed directly between two linear layers that follow each other in an
+    `nn.Sequential`, with an `nn.ReLU` or nothing between them. The ReLU becomes an `nn.Identity`, because the smallest
+    code stands for 0 and the codes are clamped to it. In fp32 the results have the same bits as without this. To load
+    an int8 checkpoint, prepare a new model, run any batch, convert it, then call `load_state_dict`. Waits for the
+    device.
 
     Args:
-        model: changed in place. Waits for the device.
+        model: Changed in place.
 
     Returns:
-        `model`, or the new layer if the model is itself one.
+        `model`, or the new layer if `model` is a layer.
 
     Raises:
-        ValueError: nothing was prepared; a layer has seen no batch, or NaN or inf, or has hooks as in `quantize_`, or
-            shares its weight with one that was not prepared.
-        TypeError: `model` is no `nn.Module`.
+        TypeError: `model` is not an `nn.Module`.
+        ValueError: Nothing was prepared; or a layer has seen no batch, has seen NaN or inf, has hooks, or shares its
+            weight with a layer that was not prepared.
+
+    Examples:
+        >>> model = amp_kernels.quantization.prepare_qat_(torch.nn.Sequential(torch.nn.Embedding(10, 8)))
+        >>> amp_kernels.quantization.convert_(model)[0]
+        Int8Embedding(10, 8)
     """
     check_model("convert_", model)
     prepared = {
@@ -186,9 +229,21 @@ def convert_(model: nn.Module) -> nn.Module:
 
 # -------------------------------------------------------------------------------------------------- prepared layers
 class MinMaxObserver(FixedDtypes):
-    """The smallest and largest value of all batches, fp32 on the device; nothing waits for it.
+    """Record the smallest and the largest value of all batches, on their device and without waiting for it.
 
-    Called with a batch, it returns the smallest and largest value of that batch alone.
+    Args:
+        device: Device of the range.
+
+    Attributes:
+        low: Smallest value, 0-dim fp32; inf before the first batch.
+        high: Largest value, 0-dim fp32; -inf before the first batch.
+
+    Examples:
+        >>> observer = amp_kernels.quantization.MinMaxObserver()
+        >>> observer(torch.tensor([0.0, 2.0])), observer(torch.tensor([-1.0, 1.0]))
+        ((tensor(0.), tensor(2.)), (tensor(-1.), tensor(1.)))
+        >>> observer.low, observer.high
+        (tensor(-1.), tensor(2.))
     """
 
     low: Tensor
@@ -201,6 +256,22 @@ class MinMaxObserver(FixedDtypes):
 
     @torch.no_grad()
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Widen the range by a batch.
+
+        Args:
+            x: fp16, bf16 or fp32, of any shape.
+
+        Returns:
+            Smallest and largest value of this batch, 0-dim fp32. For an empty batch, the smallest and largest value of
+                all batches so far.
+
+        Raises:
+            RuntimeError: The call is inside a transform of `torch.func`.
+
+        Examples:
+            >>> amp_kernels.quantization.MinMaxObserver()(torch.tensor([3.0, 5.0]))
+            (tensor(3.), tensor(5.))
+        """
         if not x.numel():
             return self.low, self.high
         low, high = (end.float() for end in torch.aminmax(x.detach()))
@@ -217,11 +288,33 @@ class MinMaxObserver(FixedDtypes):
         return low, high
 
     def affine(self) -> tuple[Tensor, Tensor]:
-        """fp32 scale and int32 zero point, [1] each; the scale is NaN before the first batch."""
+        """Return the scale and the zero point for asymmetric codes of the range, as `quantize_int8` computes them.
+
+        Returns:
+            fp32 `[1]` and int32 `[1]`. The scale is NaN before the first batch.
+
+        Examples:
+            >>> observer = amp_kernels.quantization.MinMaxObserver()
+            >>> _ = observer(torch.tensor([-127.0, 128.0]))
+            >>> observer.affine()
+            (tensor([1.]), tensor([-1], dtype=torch.int32))
+        """
         return _affine(self.low, self.high)
 
     def check(self, name: str) -> None:
-        """That a range was seen, and a finite one; waits for the device."""
+        """Raise an error unless a finite range was recorded. Waits for the device.
+
+        Args:
+            name: The layer's name, for the message.
+
+        Raises:
+            ValueError: There was no batch, or one held NaN or inf.
+
+        Examples:
+            >>> observer = amp_kernels.quantization.MinMaxObserver()
+            >>> _ = observer(torch.ones(2))
+            >>> observer.check("head")
+        """
         low, high = self.low.item(), self.high.item()
         if low > high:
             raise ValueError(
@@ -257,7 +350,20 @@ class _Prepared(LoadsItsKind, nn.Linear):
         return layer.train(linear.training)
 
     def convert(self, weight: Int8Tensor) -> Int8Linear:
-        """The int8 layer with these codes of the weight."""
+        """Return the int8 layer that takes the place of this one.
+
+        Args:
+            weight: Codes of the weight, as `quantize_int8(weight, dim=-1)` makes them, of shape `[out_features,
+                in_features]`.
+
+        Returns:
+            A layer in the mode `"static"` if this layer records ranges, else `"dynamic"`.
+
+        Examples:
+            >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(16, 8))
+            >>> layer.convert(amp_kernels.quantize_int8(layer.weight.detach(), dim=-1))
+            Int8Linear(in_features=16, out_features=8, bias=True, mode=dynamic)
+        """
         if self.observer is None:
             return Int8Linear.from_linear(self, "dynamic", weight=weight)
         scale, zero_point = self.observer.affine()
@@ -265,13 +371,47 @@ class _Prepared(LoadsItsKind, nn.Linear):
 
 
 class ObservedLinear(_Prepared):
-    """`nn.Linear` that records the range of its inputs."""
+    """`torch.nn.Linear` that records the range of its inputs; `prepare_` makes it.
+
+    Attributes:
+        observer: The `MinMaxObserver`.
+
+    Examples:
+        >>> layer = amp_kernels.quantization.ObservedLinear.from_linear(torch.nn.Linear(2, 1))
+        >>> _ = layer(torch.tensor([[-1.0, 2.0]]))
+        >>> layer.observer.low, layer.observer.high
+        (tensor(-1.), tensor(2.))
+    """
 
     @classmethod
     def from_linear(cls, linear: nn.Module) -> ObservedLinear:
+        """Return an `ObservedLinear` with the parameters of a float layer.
+
+        Args:
+            linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
+
+        Returns:
+            The layer, which shares the parameters of `linear`.
+        """
         return cls._adopt(linear, observes=True)  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Record the range of `x` and return `x @ weight.T + bias`.
+
+        Args:
+            x: `[..., in_features]`.
+
+        Returns:
+            `[..., out_features]`.
+
+        Raises:
+            TypeError: `x` is a nested tensor.
+
+        Examples:
+            >>> layer = amp_kernels.quantization.ObservedLinear.from_linear(torch.nn.Linear(2, 1))
+            >>> layer(torch.ones(3, 2)).shape
+            torch.Size([3, 1])
+        """
         assert self.observer is not None
         check_is_not_nested("ObservedLinear", x)
         self.observer(x)
@@ -279,13 +419,48 @@ class ObservedLinear(_Prepared):
 
 
 class QATLinear(_Prepared):
-    """`nn.Linear` that computes as `Int8Linear` and trains its weights; see `prepare_qat_`."""
+    """`torch.nn.Linear` that computes as `Int8Linear` and trains its float weight; `prepare_qat_` makes it.
+
+    Attributes:
+        observer: The `MinMaxObserver` of the mode `"static"`, else None.
+
+    Examples:
+        >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(2, 1))
+        >>> layer(torch.ones(3, 2)).sum().backward()
+        >>> layer.weight.grad.shape
+        torch.Size([1, 2])
+    """
 
     @classmethod
     def from_linear(cls, linear: nn.Module, mode: Literal["dynamic", "static"] = "dynamic") -> QATLinear:
+        """Return a `QATLinear` with the parameters of a float layer.
+
+        Args:
+            linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
+            mode: `"dynamic"` or `"static"`, of the int8 layer to come.
+
+        Returns:
+            The layer, which shares the parameters of `linear`.
+        """
         return cls._adopt(linear, observes=mode == "static")  # type: ignore[return-value]
 
     def forward(self, x: Tensor) -> Tensor:
+        """Multiply the int8 codes of `x` and of the weight, with straight-through gradients.
+
+        Args:
+            x: `[..., in_features]`, fp16, bf16 or fp32.
+
+        Returns:
+            `[..., out_features]` in the dtype of `x`, under autocast in autocast's.
+
+        Raises:
+            TypeError: `x` is a nested tensor.
+
+        Examples:
+            >>> layer = amp_kernels.quantization.QATLinear.from_linear(torch.nn.Linear(2, 1))
+            >>> layer(torch.ones(3, 2)).shape
+            torch.Size([3, 1])
+        """
         check_is_not_nested("QATLinear", x)
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
         scale = zero_point = None

@@ -17,47 +17,42 @@ from ..ops.table import DTYPE_CODES
 
 
 class int8_saved_activations(contextlib.ContextDecorator):
-    """Inside the ``with`` block autograd keeps activations as blockwise int8: 1.06 bytes an element for 2 or 4.
+    """Save activations for the backward pass in int8, inside a `with` block: 1.06 bytes per element, not 2 or 4.
 
-    Codes are asymmetric, since outputs of ReLU, GELU and softmax are one-sided; the gradient is that of slightly other
-    activations. Only the forward pass must be inside; the backward pass dequantizes.
+    Codes are asymmetric, in blocks (Chen et al. 2021, "ActNN"; Liu et al. 2022, "GACT"). Only the forward pass has to
+    be inside the block; the backward pass dequantizes. Gradients are computed from the rounded activations. Put the
+    loss outside of the block: `log_softmax` saves logarithms, where half a step of the codes is a factor on the
+    gradient.
 
-    ::
+    Not quantized are
 
-        with int8_saved_activations() as saved:
-            output = model(x)
-        print(saved.nbytes, saved.original_nbytes)
-        loss_function(output, target).backward()
+    - tensors that are in memory anyway or must be exact: inputs, targets, masks, buffers, the statistics of norms and
+      attention, parameters, views of parameters, and what autocast makes of them;
+    - dtypes other than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses;
+    - what a compiled model saves. Choose this or `torch.compile` for each part. Inside a compiled function the block
+      breaks the graph.
 
-    Left alone, and still refused by the backward pass if it was modified in place, is
-
-    - what is alive all the same or must be exact: whatever has no gradient (inputs, targets, masks, buffers, the
-      statistics of norms and attention), parameters, their views, and what autocast makes of them;
-    - other dtypes than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses.
-
-    A tensor that several operators save is stored once, also through views. As everywhere in autograd, activations must
-    not be written through `.data`, NumPy or DLPack between operators that save them. Dense tensors come back with their
-    strides, views with gaps contiguous, expanded ones expanded. A block that holds NaN or inf comes back as NaN, so
-    that the gradient shows it and a GradScaler skips the step.
-
-    Put the loss outside: `log_softmax` keeps logarithms, where half a step of the codes is a factor on the gradient.
-    Under `torch.utils.checkpoint` (``use_reentrant=False``) the inputs of the checkpointed parts are what is quantized.
-    What a compiled model saves has no history and is left alone: choose this or `torch.compile` for each part. Inside a
-    compiled function the block breaks the graph.
+    A tensor that several operators save is stored once, views included. Activations must not be written through
+    `.data`, NumPy or DLPack between the operators that save them. A block that holds NaN or inf comes back as NaN, so
+    that a GradScaler skips the step. Under `torch.utils.checkpoint` (`use_reentrant=False`) the inputs of the
+    checkpointed parts are quantized.
 
     Args:
-        block_size: elements that share a scale, neighbours in memory.
-        min_numel: tensors with fewer elements are left alone.
-        rounding: ``"nearest"``, or ``"stochastic"``, unbiased but for the ends of a block's range, which may be cut by
-            half a step.
-        seed: of stochastic rounding; None draws one from torch's default generator, once.
-
-    Attributes:
-        nbytes: held now by codes, scales and zero points made in this context.
-        original_nbytes: of the tensors that they stand for.
+        block_size: Elements that share a scale, neighbours in memory.
+        min_numel: Smaller tensors are not quantized.
+        rounding: `"nearest"` or `"stochastic"`, which is unbiased except at the ends of a block's range.
+        seed: Seed of stochastic rounding. None draws one from torch's default generator, once.
 
     Raises:
-        ValueError: a size below 1, or another rounding.
+        ValueError: A size is below 1, or `rounding` is unknown.
+
+    Examples:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64))
+        >>> with amp_kernels.quantization.int8_saved_activations() as saved:
+        ...     output = model(torch.randn(128, 64))
+        >>> saved.nbytes, saved.original_nbytes
+        (69632, 262144)
+        >>> output.square().mean().backward()
     """
 
     def __init__(
@@ -94,10 +89,12 @@ class int8_saved_activations(contextlib.ContextDecorator):
 
     @property
     def nbytes(self) -> int:
+        """Bytes that codes, scales and zero points take now."""
         return sum(codes.tensor.nbytes for codes in self._codes.values())
 
     @property
     def original_nbytes(self) -> int:
+        """Bytes that the same activations would take now without int8."""
         return sum(codes.tensor.values.numel() * codes.dtype.itemsize for codes in self._codes.values())
 
     @torch.compiler.disable

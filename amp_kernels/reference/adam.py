@@ -28,8 +28,19 @@ def adam_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """The formula of csrc/formulas/adam.h, AMSGrad iff `max_exp_avg_sqs` are given; `steps_taken` may be a 0-dim
-    tensor."""
+    """Take one Adam step in plain torch: the specification of `amp_kernels.adam_`.
+
+    `steps_taken` may also be a 0-dim tensor. It takes the arguments of `amp_kernels.adam_`.
+
+    Examples:
+        >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
+        >>> amp_kernels.reference.adam_(
+        ...     [param], [torch.tensor([2.0])], [exp_avg], [exp_avg_sq], lr=0.25, betas=(0.5, 0.75), eps=0.0,
+        ...     weight_decay=0, maximize=False, decoupled_weight_decay=False, steps_taken=0,
+        ... )
+        >>> param
+        tensor([0.7500])
+    """
     rate = lr.view(()).float() if isinstance(lr, Tensor) else lr
     added, taken = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
     for i, param in enumerate(parameters(params, masters)):
@@ -67,7 +78,19 @@ def adamw_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """`adam_` with ``decoupled_weight_decay=True``."""
+    """Take one AdamW step in plain torch: the specification of `amp_kernels.adamw_`.
+
+    It takes the arguments of `amp_kernels.adam_`.
+
+    Examples:
+        >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
+        >>> amp_kernels.reference.adamw_(
+        ...     [param], [torch.tensor([2.0])], [exp_avg], [exp_avg_sq], lr=0.25, betas=(0.5, 0.75), eps=0.0,
+        ...     weight_decay=0.5, maximize=False, steps_taken=0,
+        ... )
+        >>> param
+        tensor([0.6250])
+    """
     adam_(
         params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, lr=lr, betas=betas, eps=eps,
         weight_decay=weight_decay, maximize=maximize, decoupled_weight_decay=True, steps_taken=steps_taken,

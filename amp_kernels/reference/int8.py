@@ -1,6 +1,8 @@
-"""int8 codes: fp32 operations in one order, none fused, so that every backend can have the same bits.
+"""int8 operators in plain torch.
 
-Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+The fp32 operations have a fixed order and none are fused, so that every backend can have the same bits.
+
+Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
 from __future__ import annotations
@@ -24,9 +26,17 @@ def quantize_int8(
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(values, scale, zero_point) of groups that span `dim` (None: everything) or blocks of the last dimension.
+    """Quantize a tensor in plain torch: the specification of `amp_kernels.quantize_int8`.
 
-    Rounds to nearest even, or with a `seed` stochastically. Given `scale` the groups' own is not computed.
+    Rounds to nearest even, or stochastically if a `seed` is given. It takes the arguments of
+    `amp_kernels.quantize_int8`.
+
+    Returns:
+        The tuple `(values, scale, zero_point)`; `zero_point` is None for symmetric codes.
+
+    Examples:
+        >>> amp_kernels.reference.quantize_int8(torch.tensor([-127.0, 0.4, 63.0]))
+        (tensor([-127,    0,   63], dtype=torch.int8), tensor([1.]), None)
     """
     if scale is None:
         scale, zero_point, inverse = _affine(x, dim, block_size, symmetric)
@@ -44,7 +54,22 @@ def dequantize_int8(
     block_size: int | None = None,
     dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """``(values - zero_point) * scale``, rounded once."""
+    """Return the numbers that int8 codes stand for: the specification of `amp_kernels.dequantize_int8`.
+
+    Args:
+        values: int8 codes.
+        scale: fp32 scales, as in `Int8Tensor`.
+        zero_point: int32 zero points, or None for symmetric codes.
+        block_size: Length of a group along the last dimension, or None.
+        dtype: fp32, fp16 or bf16.
+
+    Returns:
+        `(values - zero_point) * scale`, rounded once to `dtype`.
+
+    Examples:
+        >>> amp_kernels.reference.dequantize_int8(torch.tensor([-4, 4], dtype=torch.int8), torch.tensor([0.5]))
+        tensor([-2.,  2.])
+    """
     steps = values.to(torch.int32) - (0 if zero_point is None else _spread(zero_point, values.shape, block_size))
     return (steps.float() * _spread(scale, values.shape, block_size)).to(dtype)
 
@@ -58,7 +83,17 @@ def fake_quantize_int8(
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """(dequantized values of x's dtype, scale, zero_point); NaN stays NaN."""
+    """Round a tensor to the values of its int8 codes: the specification of `amp_kernels.fake_quantize_int8`.
+
+    NaN stays NaN. It takes the arguments of `amp_kernels.fake_quantize_int8`.
+
+    Returns:
+        The tuple `(values, scale, zero_point)`, with dequantized values in the dtype of `x`.
+
+    Examples:
+        >>> amp_kernels.reference.fake_quantize_int8(torch.tensor([-127.0, 0.4]))[0]
+        tensor([-127.,    0.])
+    """
     options = {"dim": dim, "block_size": block_size, "symmetric": symmetric}
     values, scale, zero_point = quantize_int8(x, **options, scale=scale, zero_point=zero_point)  # type: ignore[arg-type]
     result = dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=x.dtype)
@@ -68,7 +103,24 @@ def fake_quantize_int8(
 def straight_through_int8(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None = None, *, block_size: int | None = None
 ) -> Tensor:
-    """Gradient of `fake_quantize_int8`: `grad` where the code needed no clamping, else 0."""
+    """Return the gradient of `fake_quantize_int8`.
+
+    It is `grad` where the code needed no clamping, else 0 (Bengio et al. 2013).
+
+    Args:
+        grad: Gradient of the result, in the shape of `x`.
+        x: What was quantized.
+        scale: Its fp32 scales.
+        zero_point: Its int32 zero points, or None for symmetric codes.
+        block_size: Length of a group along the last dimension, or None.
+
+    Returns:
+        The gradient of `x`, in the dtype of `grad`.
+
+    Examples:
+        >>> amp_kernels.reference.straight_through_int8(torch.ones(2), torch.tensor([1.0, 200.0]), torch.ones(1))
+        tensor([1., 0.])
+    """
     code = _codes(x, 1 / scale, zero_point, block_size, None)
     inside = (code >= (-127 if zero_point is None else -128)) & (code <= 127)
     return torch.where(inside, grad, torch.zeros_like(grad))
@@ -87,9 +139,29 @@ def int8_matmul(
     out_scale: Tensor | None = None,
     out_zero_point: Tensor | None = None,
 ) -> Tensor:
-    """``(a - a_zero_point) @ (b - b_zero_point) * (a_scale * b_scale) + bias``; the sum of products is exact.
+    """Multiply int8 codes in plain torch: the specification of `amp_kernels.int8_matmul`.
 
-    `a` is [M, K] with a scale for all or each of its rows, `b` [K, N] with one for all or each of its columns.
+    The result is `(a - a_zero_point) @ (b - b_zero_point) * (a_scale * b_scale) + bias`; the sum of products is exact.
+
+    Args:
+        a: int8 `[M, K]`.
+        b: int8 `[K, N]`.
+        a_scale: fp32, one or one per row.
+        a_zero_point: int32, as `a_scale`, or None.
+        b_scale: fp32, one or one per column.
+        b_zero_point: int32, as `b_scale`, or None.
+        bias: fp32 `[N]`, or None.
+        out_dtype: fp32, fp16 or bf16.
+        out_scale: One fp32 element. The result is then quantized with it.
+        out_zero_point: One int32 element, only together with `out_scale`.
+
+    Returns:
+        `[M, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
+
+    Examples:
+        >>> a, b, one = torch.tensor([[1, 2]]).char(), torch.tensor([[3], [4]]).char(), torch.ones(1)
+        >>> amp_kernels.reference.int8_matmul(a, b, one, None, one, None)
+        tensor([[11.]])
     """
     left, right = a.double(), b.double()  # sums of less than 2^53: exact
     if a_zero_point is not None:
@@ -106,7 +178,21 @@ def int8_matmul(
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """``x @ weight.T * scale + bias`` of int8 `weight` [N, K], in fp32, rounded once."""
+    """Multiply floats by int8 weights: `x @ weight.T * scale + bias` in fp32, rounded once.
+
+    Args:
+        x: `[M, K]`, fp16, bf16 or fp32.
+        weight: int8 `[N, K]`.
+        scale: fp32 with 1 or N elements.
+        bias: `[N]` in the dtype of `x`, or None.
+
+    Returns:
+        `[M, N]` in the dtype of `x`.
+
+    Examples:
+        >>> amp_kernels.reference.int8_linear(torch.ones(1, 2), torch.tensor([[3, 4]]).char(), torch.tensor([0.5]))
+        tensor([[3.5000]])
+    """
     with torch.autocast(x.device.type, enabled=False):  # which would take the product in 16 bits
         result = (x.float() @ weight.float().T) * scale.reshape(-1)
     return (result if bias is None else result + bias.float()).to(x.dtype)

@@ -26,7 +26,19 @@ def rmsprop_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """The formula of csrc/formulas/rmsprop.h; centered iff `grad_avgs` are given."""
+    """Take one RMSprop step in plain torch: the specification of `amp_kernels.rmsprop_`.
+
+    It takes the arguments of `amp_kernels.rmsprop_`.
+
+    Examples:
+        >>> param, square_avg = torch.tensor([1.0]), torch.zeros(1)
+        >>> amp_kernels.reference.rmsprop_(
+        ...     [param], [torch.tensor([2.0])], [square_avg], lr=0.25, alpha=0.75, eps=0.0, weight_decay=0, momentum=0,
+        ...     maximize=False,
+        ... )
+        >>> param
+        tensor([0.5000])
+    """
     rate = lr.view(()).float() if isinstance(lr, Tensor) else lr
     for i, param in enumerate(parameters(params, masters)):
         fp32 = param.fp32()

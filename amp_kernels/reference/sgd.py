@@ -26,7 +26,19 @@ def sgd_(
     grad_scale: Tensor | None = None,
     found_inf: Tensor | None = None,
 ) -> None:
-    """The formula of csrc/formulas/sgd.h; `is_first_step` may be a 0-dim bool tensor."""
+    """Take one SGD step in plain torch: the specification of `amp_kernels.sgd_`.
+
+    `is_first_step` may also be a 0-dim bool tensor. It takes the arguments of `amp_kernels.sgd_`.
+
+    Examples:
+        >>> param = torch.tensor([1.0])
+        >>> amp_kernels.reference.sgd_(
+        ...     [param], [torch.tensor([2.0])], [], lr=0.25, momentum=0, dampening=0, weight_decay=0, nesterov=False,
+        ...     maximize=False, is_first_step=True,
+        ... )
+        >>> param
+        tensor([0.5000])
+    """
     rate = lr.view(()).float() if isinstance(lr, Tensor) else lr
     for i, param in enumerate(parameters(params, masters)):
         fp32 = param.fp32()

@@ -9,14 +9,34 @@ from torch import Tensor
 
 
 def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -> None:
-    """``grad <- round(grad * inv_scale)``; ``found_inf <- 1`` if an element was NaN or inf, else left as it is."""
+    """Unscale gradients in plain torch: the specification of `amp_kernels.unscale_`.
+
+    It takes the arguments of `amp_kernels.unscale_`, with all tensors on one device.
+
+    Examples:
+        >>> grads, found_inf = [torch.tensor([2.0, 4.0])], torch.zeros(())
+        >>> amp_kernels.reference.unscale_(grads, inv_scale=torch.tensor(0.5), found_inf=found_inf)
+        >>> grads, found_inf
+        ([tensor([1., 2.])], tensor(0.))
+    """
     for grad in grads:
         _record_non_finite(grad, found_inf)
         grad.copy_(grad.float() * inv_scale.view(()))
 
 
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
-    """``sqrt(sum((grad * inv_scale)^2))`` over all elements, in fp64, rounded once to a 0-dim fp32 tensor."""
+    """Return the L2 norm of gradients in plain torch: the specification of `amp_kernels.grad_norm`.
+
+    The sum is taken in fp64 and the norm rounded once. It takes the arguments of `amp_kernels.grad_norm`, with all
+    tensors on one device.
+
+    Returns:
+        A 0-dim fp32 tensor.
+
+    Examples:
+        >>> amp_kernels.reference.grad_norm([torch.tensor([3.0, 4.0])])
+        tensor(5.)
+    """
     device = grads[0].device if grads else None
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad in grads:

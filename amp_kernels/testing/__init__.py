@@ -1,11 +1,13 @@
-"""Inputs, the error rule, and the cases that the tests and ``python -m amp_kernels verify`` share.
+"""Test cases of every operator, the rule that bounds their errors, and the inputs that tests are made of.
 
-A case makes its inputs, runs one operator on one backend, and compares with fp64 and with torch, or bit for bit with
-the reference on the CPU:
+`python -m amp_kernels verify` and the tests run the same cases. A case makes its inputs, runs one operator on one
+backend, and compares the result with fp64 and torch, or bit for bit with the reference on the CPU:
 
-    for case in testing.CASES["sgd_"]:
-        for result in case.run("cpu"):
-            assert result.passed, f"{case}: {result}"
+```python
+for case in testing.CASES["sgd_"]:
+    for result in case.run("cpu"):
+        assert result.passed, f"{case}: {result}"
+```
 """
 
 from . import int8, matmul, unscale, updates
@@ -27,6 +29,7 @@ from .common import (
 from .updates import RMSPROP_OPTIONS, SGD_OPTIONS, UpdateInputs, torch_step
 
 CASES: dict[str, tuple[Case, ...]] = {**unscale.CASES, **updates.CASES, **int8.CASES, **matmul.CASES}
+"""The cases of every operator, by its name."""
 
 __all__ = [
     "CASES",

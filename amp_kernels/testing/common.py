@@ -14,14 +14,26 @@ from ..backends import use_backend
 
 Make = Callable[[], list[Tensor]]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-# Around a 16-byte access, around a block of 1024, and more than one chunk of a table.
+"""The dtypes of the operators, by the names that cases have."""
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
+"""Sizes around a 16-byte access and around a block of 1024, and more than one chunk of a table."""
 NORM_TOLERANCE = 1e-6
 
 
 # ------------------------------------------------------------------------------------------------- comparison
 class Result(NamedTuple):
-    """One comparison of a case."""
+    """One comparison of a case.
+
+    Attributes:
+        name: What was compared.
+        error: The error, or the number of elements that differ.
+        allowed: The largest error that passes.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> testing.Result("params[0]", error=1e-8, allowed=1e-7).passed
+        True
+    """
 
     name: str
     error: float
@@ -29,15 +41,30 @@ class Result(NamedTuple):
 
     @property
     def passed(self) -> bool:
+        """Whether the error is within the bound; False for NaN."""
         return self.error <= self.allowed  # False for NaN
 
 
 def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
-    """The error rule: ``max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|``.
+    """Return the error of a result and the bound for it.
 
-    Where torch got NaN or inf (an overflow of fp32 that fp64 does not have), ours must be the same or right to six
-    digits, else the error is inf. torch's own kernels differ in what overflows: squares times 1 - alpha on a GPU,
-    (1 - alpha) * g * g on a CPU.
+    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`. Where torch got NaN or inf (an overflow
+    in fp32), our result must be the same or right to six digits; otherwise the error is inf. (torch's own kernels
+    differ in what overflows: squares times `1 - alpha` on a GPU, `(1 - alpha) * g * g` on a CPU.)
+
+    Args:
+        ours: The result.
+        theirs: torch's result for the same inputs in the same dtype.
+        truth: The result in fp64.
+
+    Returns:
+        The tuple `(error, allowed)`.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> x = torch.ones(3)
+        >>> testing.error_and_allowed(x, x, x.double())
+        (0.0, 1e-07)
     """
     ours, theirs, truth = (x.detach().double().flatten() for x in (ours, theirs, truth))
     if ours.shape != theirs.shape:
@@ -68,7 +95,20 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
 
 
 def differing(ours: Tensor, expected: Tensor) -> int:
-    """Number of elements that differ, -0.0 from 0.0 too; any NaN equals any other."""
+    """Return the number of elements that differ: 0.0 differs from -0.0, and any NaN equals any other.
+
+    Args:
+        ours: A tensor.
+        expected: A tensor. If its shape or dtype is another, all elements count as different.
+
+    Returns:
+        The number.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> testing.differing(torch.tensor([0.0, 1.0]), torch.tensor([-0.0, 1.0]))
+        1
+    """
     if ours.shape != expected.shape or ours.dtype != expected.dtype:
         return max(ours.numel(), expected.numel(), 1)
     equal = (ours == expected) & (ours.signbit() == expected.signbit())
@@ -76,13 +116,40 @@ def differing(ours: Tensor, expected: Tensor) -> int:
 
 
 def changed(before: Tensor, after: Tensor) -> int:
-    """Number of elements of which any bit changed."""
+    """Return the number of elements with a changed bit.
+
+    Args:
+        before: A tensor of 16- or 32-bit elements.
+        after: Another one, of the same shape and dtype.
+
+    Returns:
+        The number.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> testing.changed(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
+        1
+    """
     code = torch.int32 if after.element_size() == 4 else torch.int16
     return int((before.view(code) != after.view(code)).sum())
 
 
 def written_outside(view: Tensor) -> int:
-    """Elements of the memory around a `view` (a LAYOUT) that are no longer what was put there; overwrites the view."""
+    """Return the number of elements in the memory around a view that were written. Overwrites the view.
+
+    Args:
+        view: A tensor in one of `LAYOUTS`.
+
+    Returns:
+        The number; 0 for a tensor that is not a view.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> view = testing.LAYOUTS["sliced"](torch.ones(1, 1, 2, 3))
+        >>> view._base[..., 0] = 0
+        >>> testing.written_outside(view)
+        2
+    """
     if view._base is None:
         return 0
     view.fill_(_poison(view.dtype))
@@ -95,7 +162,21 @@ def _poison(dtype: torch.dtype) -> float:
 
 # ----------------------------------------------------------------------------------------------------- inputs
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """The same normal numbers on every machine, on the CPU."""
+    """Return normal random numbers, equal on every machine, on the CPU.
+
+    Args:
+        *shape: Sizes.
+        dtype: Numbers are made in fp32, then rounded to this dtype.
+        seed: Seed of the generator.
+
+    Returns:
+        The tensor.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> torch.equal(testing.randn(2, 3), testing.randn(2, 3))
+        True
+    """
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
@@ -103,7 +184,6 @@ def _poison_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
     return torch.full(tuple(shape), _poison(x.dtype), dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
 
-# Copies in other layouts; memory around them is NaN, of integers the smallest. For tensors of four dimensions.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "contiguous": Tensor.clone,
     "transposed": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
@@ -113,7 +193,12 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "every_other": lambda x: _poison_around(x, (*x.shape[:-1], 2 * x.shape[-1]), (..., slice(None, None, 2))),
     "misaligned": lambda x: _poison_around(x, (x.numel() + 2,), slice(1, -1)),
 }
+"""Functions that copy a tensor of four dimensions into another layout.
+
+The memory around the copy is filled with NaN, or with the smallest integer.
+"""
 SHAPE = (3, 5, 7, 11)
+"""The shape of the inputs in these layouts."""
 
 LENGTH = 4099  # of the inputs made of VALUES
 
@@ -146,7 +231,20 @@ def of_sizes(dtype: torch.dtype, sizes: Sequence[int] = SIZES, seed: int = 0) ->
 
 
 def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
-    """Every size in another dtype than its neighbours', 0-dim tensors too."""
+    """Return tensors of all `SIZES` and 0-dim ones, with dtypes that alternate between fp32, fp16 and bf16.
+
+    Args:
+        seed: Seed of the numbers.
+        factor: Factor of the numbers.
+
+    Returns:
+        The list.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> [x.dtype for x in testing.mixed()[:3]]
+        [torch.float32, torch.float16, torch.bfloat16]
+    """
     cycle = list(DTYPES.values())
     tensors = [randn(n, dtype=cycle[i % 3], seed=seed + n) for i, n in enumerate((*SIZES, *SIZES[:-1], 0, 5))]
     return [factor * x for x in (*tensors, *(randn(dtype=dtype, seed=seed) for dtype in cycle))]
@@ -179,7 +277,16 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 # ------------------------------------------------------------------------------------------------------ cases
 @contextlib.contextmanager
 def rounded_once() -> Iterator[None]:
-    """cuBLAS rounds no parts of a sum to 16 bits inside the ``with`` block, which the error rule does not allow for."""
+    """Keep cuBLAS from rounding the parts of a sum to 16 bits inside a `with` block.
+
+    The error rule does not allow for such roundings.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> with testing.rounded_once():
+        ...     torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction
+        False
+    """
     settings = torch.backends.cuda.matmul
     names = ("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction")
     before = [getattr(settings, name) for name in names]
@@ -193,7 +300,19 @@ def rounded_once() -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """One operator on one kind of input; ``str(case)`` is its id."""
+    """One operator on one kind of input; `str(case)` is its id.
+
+    Attributes:
+        op: Name of the operator, such as `"sgd_"`.
+        dtype: Name of the dtype, a key of `DTYPES`; `"mixed"`, or two names with a slash.
+        name: Name of the inputs and options.
+        body: Yields the results for a device.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> str(testing.CASES["sgd_"][0])
+        'fp32-plain'
+    """
 
     op: str
     dtype: str
@@ -204,9 +323,19 @@ class Case(NamedTuple):
         return f"{self.dtype}-{self.name}"
 
     def run(self, backend: str, device: str | torch.device | None = None) -> list[Result]:
-        """The comparisons, on tensors of `device` (default: CUDA for "cuda", else the CPU).
+        """Run the case on a backend.
 
-        `backend`: ``"default"`` forces none.
+        Args:
+            backend: A name as in `use_backend`, or `"default"` to force none.
+            device: Device of the tensors; None for CUDA with `"cuda"`, else the CPU.
+
+        Returns:
+            The comparisons.
+
+        Examples:
+            >>> from amp_kernels import testing
+            >>> all(result.passed for result in testing.CASES["sgd_"][0].run("reference"))
+            True
         """
         with rounded_once() if backend == "default" else use_backend(backend):
             return list(self.body(torch.device(device or ("cuda" if backend == "cuda" else "cpu"))))

@@ -93,13 +93,25 @@ SGD_OPTIONS, RMSPROP_OPTIONS = UPDATES["sgd"].examples, UPDATES["rmsprop"].examp
 
 
 class UpdateInputs:
-    """Parameters, masters and state of a functional update, as it takes them.
+    """Parameters, masters and state of a functional update, in the lists that it takes.
 
     Args:
-        op: its name, as ``"sgd_"``.
-        values: the parameters; a 16-bit one is the rounding of its fp32 master.
-        options: those of torch's optimizer that are not its defaults.
-        masters: ``"full"`` in fp32, ``"split"`` into weight and remainder, or ``"both"`` in turns.
+        op: Name of the update, such as `"sgd_"`.
+        values: The parameters. A 16-bit one becomes the rounding of its fp32 master.
+        options: Options of torch's optimizer that differ from its defaults.
+        device: Device of the tensors.
+        layout: A key of `LAYOUTS`.
+        masters: `"full"` in fp32, `"split"` into weight and remainder, or `"both"` in turns.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> inputs = testing.UpdateInputs("sgd_", [torch.ones(2)], {})
+        >>> grads = [torch.full((2,), 2.0)]
+        >>> theirs = inputs.torch_optimizer(torch.float32)
+        >>> inputs.step(grads)
+        >>> testing.torch_step(theirs, grads)
+        >>> torch.allclose(inputs.params[0], theirs.param_groups[0]["params"][0])
+        True
     """
 
     def __init__(
@@ -131,34 +143,90 @@ class UpdateInputs:
         return UPDATES[self.op.removesuffix("_")]
 
     def step(self, grads: Sequence[Tensor], *, first: bool = True, **arguments: Any) -> None:
-        """One call of the operator."""
+        """Call the update once.
+
+        Args:
+            grads: One gradient per parameter.
+            first: Whether this is the first step.
+            **arguments: Arguments of the update, in place of those from the options.
+        """
         lists = {f"{name}s": tensors for name, tensors in self.states.items()}
         self.steps_taken = 0 if first else self.steps_taken + 1
         options = self._update.arguments({**self.options, "lr": 0.1}, steps_taken=self.steps_taken)
         self._update.function(self.params, grads, masters=self.masters, **lists, **{**options, **arguments})
 
     def fp32(self) -> list[Tensor]:
-        """For each parameter the fp32 tensor that is updated, of remainders a copy."""
+        """Return, for each parameter, the fp32 tensor that the update changes.
+
+        Returns:
+            The list. For a master that is stored as a remainder it holds a copy.
+
+        Examples:
+            >>> from amp_kernels import testing
+            >>> inputs = testing.UpdateInputs("sgd_", [torch.ones(2, dtype=torch.bfloat16)], {}, masters="split")
+            >>> inputs.fp32()[0].dtype, inputs.masters[0].dtype
+            (torch.float32, torch.int16)
+        """
         return [parameter.fp32() for parameter in parameters(self.params, self.masters)]
 
     def written(self) -> list[Tensor]:
-        """All that a step may write."""
+        """Return all tensors that a step may write.
+
+        Returns:
+            Parameters, masters and states.
+
+        Examples:
+            >>> from amp_kernels import testing
+            >>> len(testing.UpdateInputs("sgd_", [torch.ones(2)], {"momentum": 0.9}).written())
+            2
+        """
         return [*self.params, *self.masters, *(x for state in self.states.values() for x in state)]
 
     def torch_optimizer(self, dtype: torch.dtype, lr: float = 0.1) -> torch.optim.Optimizer:
-        """torch's optimizer on copies of the masters, in fp32 or fp64."""
+        """Return torch's optimizer with the same options on copies of the masters.
+
+        Args:
+            dtype: fp32 or fp64.
+            lr: Learning rate.
+
+        Returns:
+            The optimizer.
+        """
         params = [torch.nn.Parameter(x.to(dtype, copy=True)) for x in self.fp32()]
         return self._update.plain(params, lr, self.options)
 
     def weight_results(self) -> Iterator[Result]:
-        """16-bit weights are their masters, rounded."""
+        """Compare 16-bit weights with their rounded masters.
+
+        Returns:
+            An iterator over a `Result` per 16-bit parameter.
+
+        Examples:
+            >>> from amp_kernels import testing
+            >>> inputs = testing.UpdateInputs("sgd_", [torch.ones(2, dtype=torch.bfloat16)], {})
+            >>> [result.passed for result in inputs.weight_results()]
+            [True]
+        """
         for i, (param, fp32) in enumerate(zip(self.params, self.fp32(), strict=True)):
             if param is not fp32:
                 yield Result(f"params[{i}] from master", differing(param, fp32.to(param.dtype)), 0)
 
 
 def torch_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], scale: float | None = None) -> None:
-    """A step of torch's optimizer with gradients of any dtype, unscaled in the dtype of its parameters."""
+    """Take a step of a torch optimizer with gradients of any dtype.
+
+    Args:
+        optimizer: The optimizer, with one parameter group.
+        grads: One gradient per parameter. They are cast to the dtype of the parameters.
+        scale: The cast gradients are divided by this number.
+
+    Examples:
+        >>> from amp_kernels import testing
+        >>> weight = torch.nn.Parameter(torch.ones(1))
+        >>> testing.torch_step(torch.optim.SGD([weight], lr=0.5), [torch.ones(1, dtype=torch.bfloat16)], scale=2.0)
+        >>> weight.data
+        tensor([0.7500])
+    """
     params = optimizer.param_groups[0]["params"]
     for param, grad in zip(params, grads, strict=True):
         value = grad.to(param.dtype, copy=True)
