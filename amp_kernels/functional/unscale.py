@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..ops import unscale as ops
-from ..ops.checks import as_list, check_scalar
+from ..ops.checks import as_list, check_are_tensors, check_scalar
 from ..ops.library import call, note_written
 from ..ops.table import DTYPE_CODES
 
@@ -44,6 +44,7 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
         ([tensor([1., 2.]), tensor([inf])], tensor(1.))
     """
     grads = as_list("unscale_", "grads", grads)
+    check_are_tensors("unscale_", inv_scale=inv_scale, found_inf=found_inf)
     _check_scalars("unscale_", inv_scale, found_inf)
     _on_each_device(ops.unscale_, grads, inv_scale, found_inf)
     note_written(grads, [found_inf])
