@@ -146,11 +146,7 @@ def test_fakes_check_arguments() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- errors
-def unscale(grads: Any, inv_scale: Any = None, found_inf: Any = None) -> None:
-    inv_scale, found_inf = (
-        (one(0.5) if inv_scale is None else inv_scale),
-        (one(0.0) if found_inf is None else found_inf),
-    )
+def unscale(grads: Any, inv_scale: Any = one(0.5), found_inf: Any = one(0.0)) -> None:  # noqa: B008
     amp_kernels.unscale_(grads, inv_scale=inv_scale, found_inf=found_inf)
 
 
@@ -184,7 +180,7 @@ ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], s
     "no_grads": (unscale, (None,), TypeError, "unscale_: grads must be a list of Tensors, got NoneType; pass a"),
     "grads_scalar": (unscale, (f(2)[0],), TypeError, "unscale_: grads must be a list of Tensors, got Tensor; pass a"),
     "inv_scale_none": (unscale, ([f(2)], None), TypeError, "unscale_: inv_scale must be a Tensor, got NoneType"),
-    "found_inf_none": (unscale, ([f(2)], f(1), None), TypeError, "unscale_: found_inf must be a Tensor, got NoneType"),
+    "found_inf_none": (unscale, ([f(2)], one(0.5), None), TypeError, "unscale_: found_inf must be a Tensor, got NoneType"),
     "grads_sparse": (
         unscale,
         ([f(2), f(2).to_sparse()],),
