@@ -180,7 +180,7 @@ ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], s
     "no_grads": (unscale, (None,), TypeError, "unscale_: grads must be a list of Tensors, got NoneType; pass a"),
     "grads_scalar": (unscale, (f(2)[0],), TypeError, "unscale_: grads must be a list of Tensors, got Tensor; pass a"),
     "inv_scale_none": (unscale, ([f(2)], None), TypeError, "unscale_: inv_scale must be a Tensor, got NoneType"),
-    "found_inf_none": (unscale, ([f(2)], one(0.5), None), TypeError, "unscale_: found_inf must be a Tensor, got NoneType"),
+    "found_inf_none": (unscale, ([f(2)], one(0.5), None), TypeError, "unscale_: found_inf must be a Tensor, got None"),
     "grads_sparse": (
         unscale,
         ([f(2), f(2).to_sparse()],),
@@ -213,7 +213,7 @@ ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], s
     ),
     "found_inf_dtype": (
         unscale,
-        ([f(2)], None, D64[0]),
+        ([f(2)], one(0.5), D64[0]),
         ValueError,
         r"unscale_: found_inf must be one float32",
     ),
