@@ -176,7 +176,7 @@ def convert_(model: nn.Module) -> nn.Module:
                 "tie layers before preparing the model"
             )
         if isinstance(layer, _Prepared) and layer.observer is not None:
-            layer.observer.check(name)
+            layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     result = _replaced("convert_", model, new, model.modules())  # of what is left preparing it has warned
@@ -220,14 +220,13 @@ class MinMaxObserver(FixedDtypes):
         """fp32 scale and int32 zero point, [1] each; the scale is NaN before the first batch."""
         return _affine(self.low, self.high)
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, when: str = "") -> None:
         """That a range was seen, and a finite one; waits for the device."""
         low, high = self.low.item(), self.high.item()
         if low > high:
             raise ValueError(
-                f"convert_: layer {name!r} must have seen a batch, got none; run some through the model"
-                + (" in training mode" if self.training else "")
-                + " after preparing it, or leave the layer out by filter_fn"
+                f"convert_: layer {name!r} must have seen a batch, got none; run some through the model{when} after "
+                "preparing it, or leave the layer out by filter_fn"
             )
         if not (abs(low) < torch.inf and abs(high) < torch.inf):
             raise ValueError(f"convert_: inputs of layer {name!r} must be finite, got a range from {low} to {high}")
