@@ -59,6 +59,10 @@ def quantize_(
     weight that several layers share is quantized once and stays shared. If a layer that is not replaced shares it, all
     of them are left as they are: else tied layers would part.
 
+    An `nn.TransformerEncoder` with int8 layers returns at padded positions what a float one returns in training mode or
+    with gradients. Without gradients in eval mode a float one may return zeros there: give a mean or a maximum over
+    positions the mask.
+
     Args:
         model: changed in place. To load a checkpoint, call this on a new model and then `load_state_dict`.
         mode: see `Int8Linear`. Embeddings are the same in both.
