@@ -92,7 +92,9 @@ class DequantizedWeight(Tensor):
         dtype = dtype_of.dtype
         oriented = codes.t() if is_transposed else codes
         self = None
-        if not torch.compiler.is_compiling():  # the compiler drops an operator whose result is not needed
+        # The compiler drops an operator whose result is not needed. Codes that torch.vmap batches can be read while it
+        # handles the operator, and no longer when a wrapper dequantizes them.
+        if not (torch.compiler.is_compiling() or torch_private.are_functorch_transforms_active()):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
             return oriented.dequantize(dtype)
@@ -136,6 +138,11 @@ class DequantizedWeight(Tensor):
     def __setitem__(self, index: Any, value: Any) -> None:
         self.elements()[index] = value
         self._check_is_as_read("an assignment to elements")
+
+    def fill_diagonal_(self, *args: Any, **kwargs: Any) -> Tensor:
+        self.elements().fill_diagonal_(*args, **kwargs)  # through a view, which torch would make of the elements
+        self._check_is_as_read("fill_diagonal_")
+        return self
 
     @property
     def data(self) -> Tensor:
@@ -215,6 +222,14 @@ class _Int8Weight(FixedDtypes):
             self._tie(value)
         else:
             super().__setattr__(name, value)
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        if isinstance(param, DequantizedWeight):  # torch.nn.utils.prune, which would then fail and leave it behind
+            raise TypeError(
+                f"{type(self).__name__}: {name} must be a parameter with memory of its own, got the weight of an int8 "
+                "layer; prune or reparametrize the float layer before converting it"
+            )
+        super().register_parameter(name, param)
 
     def _codes(self) -> Int8Tensor:
         return Int8Tensor(self.weight_codes, self.weight_scale, None, (1,))
@@ -386,7 +401,7 @@ class Int8Linear(_Int8Weight):
     @property
     def mode(self) -> Mode:
         """`"weight_only"`, `"dynamic"` or `"static"`."""
-        return _MODE_OF_LENGTH[self.mode_name.numel()]
+        return _MODE_OF_LENGTH[int(self.mode_name.numel())]  # torch.jit.trace makes a tensor of the number
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """Apply the layer.
@@ -408,7 +423,8 @@ class Int8Linear(_Int8Weight):
             >>> layer(torch.ones(2, 3, 16)).shape
             torch.Size([2, 3, 4])
         """
-        if self.output_scale is not None and torch_private.is_transformed():
+        output_scale = self.output_scale  # a look-up of nn.Module's is no small part of a small product
+        if output_scale is not None and torch_private.is_transformed():
             raise RuntimeError(
                 "Int8Linear: a layer that returns codes must be outside of torch.func's transforms and of forward-mode "
                 "differentiation, since codes have no derivative; use a model in another mode than 'static'"
@@ -419,11 +435,12 @@ class Int8Linear(_Int8Weight):
             raise ValueError(f"Int8Linear: x must have shape (..., {self.in_features}), got {tuple(shape)}")
         if isinstance(x, Int8Tensor):
             result = self._of_codes(x)
-        elif self.output_scale is not None:
+        elif output_scale is not None:
             result = self._of_codes(codes_of(_rows(x), self.input_scale, self.input_zero_point))
         elif self.mode == "weight_only":
             x = x.to(compute_dtype(x))
-            bias = None if self.bias is None else self.bias.to(x.dtype)
+            bias: Tensor | None = self.bias
+            bias = None if bias is None else bias.to(x.dtype)
             # The specification is torch's operators: it serves transforms, for which autograd functions have no rule.
             multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
             result = multiply(_rows(x), self.weight_codes, self.weight_scale, bias)
@@ -431,10 +448,10 @@ class Int8Linear(_Int8Weight):
             scales = self.input_scale, self.input_zero_point
             codes = self.weight_codes, self.weight_scale
             result = w8a8(_rows(x), *codes, self.bias, *scales, compute_dtype(x))
-        if self.output_scale is None:
+        if output_scale is None:
             return result.reshape(*shape[:-1], self.out_features)
         values = result.reshape(*shape[:-1], self.out_features)
-        return Int8Tensor(values, self.output_scale, self.output_zero_point)
+        return Int8Tensor(values, output_scale, self.output_zero_point)
 
     def _of_codes(self, x: Int8Tensor) -> Tensor:
         if self.mode == "weight_only":
@@ -559,7 +576,8 @@ class Int8Embedding(_Int8Weight):
             torch.float16
         """
         codes, scale = F.embedding(index, self.weight_codes), F.embedding(index, self.weight_scale)
-        rows = dequantize_int8(Int8Tensor(codes, scale, None, (-1,)), self.dtype)
+        # Without an Int8Tensor, whose checks cost a tenth of the time.
+        rows = call(ops.dequantize_int8, codes, scale, None, None, self.dtype)
         return renormalized(rows, self.max_norm, self.norm_type)
 
     def extra_repr(self) -> str:
@@ -771,6 +789,8 @@ def _rows(x: Tensor) -> Tensor:
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
     """Where autocast is on, its dtype."""
+    if device.type == "meta":  # which torch has no autocast for, and raises an error
+        return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 

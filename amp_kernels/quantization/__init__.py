@@ -62,6 +62,10 @@ def quantize_(
     Scheme: symmetric codes per output row, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
 
+    An `nn.TransformerEncoder` with int8 layers returns at padded positions what a float one returns in training mode or
+    with gradients. Without gradients in eval mode a float one may return zeros there: give a mean or a maximum over
+    positions the mask.
+
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
         mode: `"weight_only"` or `"dynamic"`; see `Int8Linear`. Embeddings are the same in both.
@@ -219,7 +223,7 @@ def convert_(model: nn.Module) -> nn.Module:
                 "tie layers before preparing the model"
             )
         if isinstance(layer, _Prepared) and layer.observer is not None:
-            layer.observer.check(name)
+            layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     result = _replaced("convert_", model, new, model.modules())  # of what is left preparing it has warned
@@ -301,11 +305,12 @@ class MinMaxObserver(FixedDtypes):
         """
         return _affine(self.low, self.high)
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, when: str = "") -> None:
         """Raise an error unless a finite range was recorded. Waits for the device.
 
         Args:
             name: The layer's name, for the message.
+            when: When the layer records, for the message.
 
         Raises:
             ValueError: There was no batch, or one held NaN or inf.
@@ -318,9 +323,8 @@ class MinMaxObserver(FixedDtypes):
         low, high = self.low.item(), self.high.item()
         if low > high:
             raise ValueError(
-                f"convert_: layer {name!r} must have seen a batch, got none; run some through the model"
-                + (" in training mode" if self.training else "")
-                + " after preparing it, or leave the layer out by filter_fn"
+                f"convert_: layer {name!r} must have seen a batch, got none; run some through the model{when} after "
+                "preparing it, or leave the layer out by filter_fn"
             )
         if not (abs(low) < torch.inf and abs(high) < torch.inf):
             raise ValueError(f"convert_: inputs of layer {name!r} must be finite, got a range from {low} to {high}")

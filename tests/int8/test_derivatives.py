@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacrev, jvp, vmap
+from torch.func import functional_call, grad, hessian, jacrev, jvp, stack_module_state, vmap
 from torch.utils.checkpoint import checkpoint
 
 import amp_kernels
@@ -192,6 +192,31 @@ def test_transforms_of_layers(kind):
     assert_all_close(list(ours.values()), list(expected))
     per_sample = vmap(grad(lambda p, x: functional_call(layer, p, (x,)).sum()), (None, 0))(parameters, x)
     assert_all_close([g.sum(0) for g in per_sample.values()], list(expected))
+
+
+class ReadsWeights(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table = nn.Linear(16, 16), nn.Embedding(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.layer(x), self.layer.weight) + self.table.weight[: x.shape[0]]
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+def test_transforms_over_several_int8_models_that_read_weights():
+    """An ensemble: the codes are batched, which a wrapper that dequantizes them later can not read."""
+    models, x = [quantize_(ReadsWeights()) for _ in range(3)], randn(4, 16)
+    state, empty = stack_module_state(models), copy.deepcopy(models[0]).to("meta")
+
+    def one(parameters, buffers, x):
+        return functional_call(empty, (parameters, buffers), (x,))
+
+    expected = torch.stack([model(x) for model in models])
+    torch.testing.assert_close(vmap(one, (0, 0, None))(*state, x), expected)
+    gradient = grad(lambda p, b, x: one(p, b, x).sin().sum(), argnums=2)
+    expected = torch.stack([grad(lambda x, m=model: m(x).sin().sum())(x) for model in models])
+    torch.testing.assert_close(vmap(gradient, (0, 0, None))(*state, x), expected)
 
 
 def test_what_no_transform_knows_says_so():

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.utils import prune
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import amp_kernels
@@ -460,6 +461,7 @@ WRITES = {
     "elements": lambda w: w.__setitem__(0, 0),
     "out": lambda w: torch.add(torch.ones(13, 37), 1, out=w),
     "max_norm": lambda w: F.embedding(torch.tensor([3, 0]), w, max_norm=0.1),
+    "view": lambda w: w.fill_diagonal_(0),
     "foreach": lambda w: torch._foreach_mul_([w.clone(), w], 2),
     "assigned data": lambda w: setattr(w, "data", torch.zeros(13, 37)),
 }
@@ -529,6 +531,17 @@ def test_assigning_to_a_weight_raises():
         assert "weight" not in dict(layer.named_parameters()) | dict(layer.named_buffers())
 
 
+def test_pruning_raises_and_leaves_nothing_behind():
+    for layer in both_layers():
+        before, names = layer.state_dict(), [name for name, _ in layer.named_parameters()]
+        for method in (prune.l1_unstructured, prune.random_unstructured):
+            with pytest.raises(
+                TypeError, match=r"weight_orig must be a parameter with memory of its own, got the weight"
+            ):
+                method(layer, "weight", 0.5)
+        assert [name for name, _ in layer.named_parameters()] == names and layer.state_dict().keys() == before.keys()
+
+
 def test_the_weight_of_another_layer_ties_both():
     head, table = both_layers()
     head.half()
@@ -586,6 +599,24 @@ def test_compiling_and_exporting_what_reads_weights():
     expected = model(index)
     assert torch.equal(torch.compile(model, fullgraph=True)(index), expected)
     assert torch.equal(torch.export.export(model, (index,)).module()(index), expected)
+
+
+@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:.*torch.jit:DeprecationWarning")
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
+def test_traced_is_eager(mode):
+    model = amp_kernels.quantization.quantize_(ReadsWeights(), mode)
+    index, more = torch.arange(12).view(2, 6), randn(5, 16)
+    assert torch.equal(torch.jit.trace(model, (index,))(index), model(index))
+    layer = torch.jit.trace(model.first, (randn(3, 16),))
+    assert torch.equal(layer(more), model.first(more))
+
+
+@pytest.mark.parametrize("mode", ["weight_only", "dynamic"])
+def test_shapes_on_the_meta_device(mode):
+    with torch.device("meta"):
+        model = amp_kernels.quantization.quantize_(ReadsWeights().half(), mode)
+        result = model(torch.zeros(2, 6, dtype=torch.int64))
+    assert (result.device.type, result.shape, result.dtype) == ("meta", (2, 6, 16), torch.float16)
 
 
 # ----------------------------------------------------------------------------------------------------------- errors

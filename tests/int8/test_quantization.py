@@ -623,10 +623,12 @@ def test_errors_are_sentences_and_change_nothing():
         quantize_(nn.Conv2d(3, 3, 3), "dynamic")
     with pytest.raises(ValueError, match="model must have been prepared"):
         convert_(mlp())
-    for prepare in (prepare_, lambda model: prepare_qat_(model, "static")):
+    for prepare, when in ((prepare_, ""), (lambda model: prepare_qat_(model, "static"), " in training mode")):
         model = prepare(mlp())
-        with pytest.raises(ValueError, match=r"layer '0' must have seen a batch, got none"):
-            convert_(model)
+        for training in (True, False):  # a QAT layer records ranges in training mode alone, the others always
+            message = rf"layer '0' must have seen a batch, got none; run some through the model{when} after preparing"
+            with pytest.raises(ValueError, match=message):
+                convert_(model.train(training))
         assert not any(isinstance(layer, Int8Linear) for layer in model)
     model = prepare_(mlp())
     model(torch.full((1, 16), torch.nan))
