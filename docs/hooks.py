@@ -1,0 +1,28 @@
+"""What mkdocs adds to the pages of this folder: files from elsewhere in the repository, each under its own path.
+
+So a page has one source, and its relative links hold on the site as in the repository.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("CHANGELOG.md", "CONTRIBUTING.md", "benchmarks/RESULTS.md")
+RESULTS = ROOT / "benchmarks" / "results"
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    results = [path for path in RESULTS.rglob("*") if path.suffix in {".csv", ".md", ".png"}]
+    for path in (*(ROOT / page for page in PAGES), *sorted(results)):
+        files.append(File.generated(config, path.relative_to(ROOT).as_posix(), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Pages from the repository's root link to this folder by its name; on the site this folder is the root."""
+    return markdown.replace("](docs/", "](") if page.file.src_uri in PAGES else markdown
