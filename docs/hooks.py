@@ -5,9 +5,11 @@ So a page has one source, and its relative links hold on the site as in the repo
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
@@ -24,5 +26,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Pages from the repository's root link to this folder by its name; on the site this folder is the root."""
-    return markdown.replace("](docs/", "](") if page.file.src_uri in PAGES else markdown
+    """Follows `<!-- include NAME from FILE -->`, and links from the root: on the site this folder is the root."""
+    if page.file.src_uri in PAGES:
+        return markdown.replace("](docs/", "](")
+    return re.sub(r"<!-- include (\w+) from (\S+) -->", lambda match: marked(*match.groups()), markdown)
+
+
+def marked(name: str, path: str) -> str:
+    """The lines of a file from `<!-- NAME: ... -->` to `<!-- end of NAME -->`."""
+    found = re.search(rf"<!-- {name}: [^\n]*-->\n(.*?)<!-- end of {name} -->", (ROOT / path).read_text(), re.DOTALL)
+    if found is None:
+        raise PluginError(f"docs/hooks.py: {path} must have lines from <!-- {name}: ... --> to <!-- end of {name} -->")
+    return found[1]
