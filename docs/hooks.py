@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from textwrap import indent
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -26,10 +27,17 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Follows `<!-- include NAME from FILE -->`, and links from the root: on the site this folder is the root."""
+    """Includes what `<!-- include NAME from FILE -->` names, and turns links in the repository into links on the site.
+
+    On the site this folder is the root: a page of the root reaches it without ``docs/``, and a page of this folder
+    leaves it with one ``../`` less.
+    """
     if page.file.src_uri in PAGES:
         return markdown.replace("](docs/", "](")
-    return re.sub(r"<!-- include (\w+) from (\S+) -->", lambda match: marked(*match.groups()), markdown)
+    up = "../" * page.file.src_uri.count("/")
+    markdown = re.sub(rf"\]\({re.escape(up)}\.\./(?=\w)", f"]({up}", markdown)
+    include = r"^( *)<!-- include (\w+) from (\S+) -->$"
+    return re.sub(include, lambda match: indent(marked(*match.groups()[1:]), match[1]), markdown, flags=re.MULTILINE)
 
 
 def marked(name: str, path: str) -> str:

@@ -140,12 +140,13 @@ def _wait_for(port: int) -> None:
     raise RuntimeError("chromedriver did not start within 10 seconds")
 
 
-def faults(session: Browser, url: str, width: int) -> list[str]:
-    """What is wrong with a page in this width."""
+def look(session: Browser, url: str, width: int) -> tuple[bytes, list[str]]:
+    """A picture of a page in this width, and what is wrong with it."""
     session.resize(width)
     session.open(url)
+    picture = session.screenshot(width)  # takes a while, in which scripts may fail too
     foreign = [f"asks another host: {name}" for name in session.run(FOREIGN)]
-    return [*session.errors(), *foreign, *session.run(TOO_WIDE)]
+    return picture, [*session.errors(), *foreign, *session.run(TOO_WIDE)]
 
 
 def main(site: Path) -> int:
@@ -160,10 +161,11 @@ def main(site: Path) -> int:
         for page in pages:
             name = page.relative_to(site).as_posix()
             for width in WIDTHS:
-                found = faults(session, f"{address}/{name}", width)
-                wrong += bool(found)
-                print(*(f"{name} at {width}: {fault}" for fault in found), sep="\n", end="\n" * bool(found))
-                (shots / f"{name.replace('/', '-')}-{width}.png").write_bytes(session.screenshot(width))
+                picture, faults = look(session, f"{address}/{name}", width)
+                (shots / f"{name.replace('/', '-')}-{width}.png").write_bytes(picture)
+                wrong += bool(faults)
+                for fault in faults:
+                    print(f"{name} at {width}: {fault}")
     print(f"{len(pages)} pages in {len(WIDTHS)} widths, {wrong} with faults; screenshots in {shots}")
     return 1 if wrong or not pages else 0
 

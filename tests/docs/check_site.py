@@ -19,18 +19,25 @@ NOT_FOUND = "404.html"  # its links are absolute, since it is served at any dept
 
 
 class Document(HTMLParser):
-    """The ids of a page, and what it refers to."""
+    """The ids of a page, what it refers to, and the entries of mkdocstrings: by id what they describe."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.ids: set[str] = set()
         self.references: list[str] = []
+        self.entries: dict[str, str] = {}  # "function", "class", "attribute" or "module"
+        self._kind: str | None = None  # of an entry whose id comes next
         self.feed(text)
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         for name, value in attrs:
-            if name == "id" and value:
+            if name == "class" and value and "doc-object" in value:
+                self._kind = value.split("doc-")[-1]
+            elif name == "id" and value:
                 self.ids.add(value)
+                if self._kind is not None:
+                    self.entries[value] = self._kind
+                    self._kind = None
             elif name in ("href", "src") and value:
                 self.references.append(value)
 
@@ -57,12 +64,21 @@ def broken_links(site: Path, pages: dict[Path, Document]) -> Iterator[str]:
 
 
 def missing_names(lines: list[str], pages: dict[Path, Document]) -> Iterator[str]:
-    """Names of tests/api.txt without an entry; an alias (`name is other`) needs none."""
-    ids = set().union(*(page.ids for page in pages.values()))
+    """Names of tests/api.txt without an entry, or with one of something else that has the same name."""
+    entries = {name: kind for page in pages.values() for name, kind in page.entries.items()}
     for line in lines:
-        name = re.split(r"[(:]| is ", line)[0]
-        if " is " not in line and name not in ids:
-            yield f"{name} has no entry in docs/api"
+        name, is_alias, kinds = kinds_of(line)
+        if not is_alias and entries.get(name) not in kinds:
+            found = f"the entry of a {entries[name]}" if name in entries else "no entry"
+            yield f"{name} must have the entry of a {' or '.join(kinds)} on a page in docs/api, got {found}"
+
+
+def kinds_of(line: str) -> tuple[str, bool, tuple[str, ...]]:
+    """The name in a line of tests/api.txt, whether it is another name's alias, and what its entry may be of."""
+    name = re.split(r"[(:]| is ", line)[0]
+    if line.startswith((f"{name}(", f"{name}: class")):
+        return name, False, ("function", "class")
+    return name, line.startswith(f"{name} is "), ("module",) if line == f"{name}: module" else ("attribute",)
 
 
 def main(site: Path) -> int:
