@@ -64,9 +64,10 @@ test-matrix: wheel
 	   AMP_KERNELS_EXPECT=cpu,triton-interpret $$python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(MATRIX_TESTS)); \
 	done
 
-# The documentation, in build/site. Its venv has no torch: the API's pages are read from the sources.
+# The documentation, in build/site. Its venv has no torch: the pages of the API are read from the sources. With --quiet
+# mkdocs would not count warnings, and strict would mean nothing.
 docs: $(VENV)/docs/made
-	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build --quiet
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build
 	$(VENV)/docs/bin/python tests/docs/check_site.py build/site
 
 # Every page in headless Chromium, for which Debian's packages chromium and chromium-driver must be installed.
