@@ -17,7 +17,7 @@ FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -nam
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test nightly test-slow test-clients test-matrix wheel lint format bench experiments asan-events gpu-check build venv clean
+.PHONY: demo test nightly test-slow test-clients test-matrix wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
@@ -63,6 +63,16 @@ test-matrix: wheel
 	  (cd tests; $$python -m amp_kernels info; \
 	   AMP_KERNELS_EXPECT=cpu,triton-interpret $$python -m pytest -n 2 --dist loadfile $(PYTEST_ARGS) $(MATRIX_TESTS)); \
 	done
+
+# The documentation, in build/site. Its venv has no torch: the pages of the API are read from the sources. With --quiet
+# mkdocs would not count warnings, and strict would mean nothing.
+docs: $(VENV)/docs/made
+	NO_MKDOCS_2_WARNING=1 $(VENV)/docs/bin/mkdocs build
+	$(VENV)/docs/bin/python tests/docs/check_site.py build/site
+
+# Every page in headless Chromium, for which Debian's packages chromium and chromium-driver must be installed.
+docs-browser: docs
+	$(VENV)/docs/bin/python tests/docs/browse.py build/site
 
 lint: build
 	$(BIN)/ruff check .
@@ -134,6 +144,12 @@ $(CLIENTS)/made: $(VENV)/built
 	echo "import site; site.addsitedir('$$outer')" > $$site/outer.pth
 	$(BIN)/pip list --format=freeze | grep -E '^(amp-kernels|numpy|torch)==' > $(CLIENTS)/constraints.txt
 	$(BIN)/pip --python $(CLIENTS)/bin/python install -q -c $(CLIENTS)/constraints.txt 'amp-kernels[clients]'
+	touch $@
+
+# What the extra `docs` in pyproject.toml lists, without the package itself, which would bring torch.
+$(VENV)/docs/made: pyproject.toml
+	$(PYTHON) -m venv $(VENV)/docs
+	$(VENV)/docs/bin/pip install -q $$(sed -n 's/^docs = \[\(.*\)\]$$/\1/p' pyproject.toml | tr -d '",')
 	touch $@
 
 $(VENV)/toolkit: $(VENV)/made

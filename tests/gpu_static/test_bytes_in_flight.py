@@ -1,7 +1,7 @@
 """A streaming kernel asks for all that an iteration needs before it waits for any of it.
 
-Memory answers late, whatever was asked, so that a multiprocessor has to have many bytes under way at every moment
-(CONTRIBUTING.md estimates how many). A kernel that waits between its loads has a part of them. nvcc decides where the
+Memory answers late. A multiprocessor therefore needs many bytes under way at every moment (how many:
+docs/internals/estimates.md), and a kernel that waits between its loads has only a part of them. nvcc decides where the
 waits are, and only the machine code shows it (tests/harness/sass.py).
 """
 
