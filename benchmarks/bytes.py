@@ -73,18 +73,18 @@ def by_torch(name: str, option: str = "", **options: Any) -> list[Row]:
     return [Row("torch", name, option, make), Row("torch", name, by_hand, lambda p: MastersByHand(p, make), LOW)]
 
 
-def bitsandbytes(name: str, states: int) -> Row:
+def bitsandbytes(name: str, states: int, option: str = "") -> Row:
     """It has no masters."""
     each = 1 + 4 / 256
-    return Row("bitsandbytes", f"{name}8bit", "", counted=dict.fromkeys((4, 2), (0, states * each)))
+    return Row("bitsandbytes", f"{name}8bit", option, counted=dict.fromkeys((4, 2), (0, states * each)))
 
 
-def flashoptim(name: str, states: int, bits: int) -> Row:
+def flashoptim(name: str, states: int, bits: int, option: str = "") -> Row:
     each = 1 + 2 / 32
     counted = {2: ((bits - 16) / 8, states * each)}
     if bits == 24:  # the default; fp32 weights have no such option
         counted[4] = 0, states * each
-    return Row("flashoptim", name, f"masters of {bits} bits", counted=counted)
+    return Row("flashoptim", name, f"{option}masters of {bits} bits", counted=counted)
 
 
 ROWS = [
@@ -93,9 +93,9 @@ ROWS = [
     fused("FusedSGD", "momentum, gradients in fp32", torch.float32, momentum=0.9),
     *by_torch("SGD"),
     *by_torch("SGD", "momentum", momentum=0.9),
-    bitsandbytes("SGD", 1),
-    flashoptim("FlashSGD", 1, 24),
-    flashoptim("FlashSGD", 1, 32),
+    bitsandbytes("SGD", 1, "momentum"),
+    flashoptim("FlashSGD", 1, 24, "momentum, "),
+    flashoptim("FlashSGD", 1, 32, "momentum, "),
     fused("FusedRMSprop"),
     fused("FusedRMSprop", "momentum", momentum=0.9),
     fused("FusedRMSprop", "centered", centered=True),

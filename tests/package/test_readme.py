@@ -96,6 +96,10 @@ def test_the_table_of_bytes() -> None:
         for row in table.ROWS:
             if row.library != "torch":
                 assert table.line(row) in printed
+        adamw = next(row for row in table.ROWS if row.optimizer == "FusedAdamW")
+        low, full = (sum(table.bytes_of(adamw, dtype)) for dtype in (torch.float16, torch.float32))
+    answer = f"{low:.0f} bytes a parameter with 16-bit weights, {full:.0f} with fp32 weights"
+    assert answer in (ROOT / "docs" / "start.md").read_text()
 
 
 def sources() -> Iterator[Path]:
