@@ -1,9 +1,8 @@
-"""README's recipes run as they are there, and train as torch's default optimizer and clipping would in their place."""
+"""The recipes of docs and README run as they are there, and train as torch's default optimizer and clipping would."""
 
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +10,12 @@ import pytest
 import torch
 from accelerate.state import AcceleratorState
 from lightning.pytorch import LightningModule
+from pages import DOCS, README, Block, blocks
 from torch.utils.data import DataLoader
 from training import MIXED, OnMasters, assert_close, weights
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
-README = Path(__file__).parents[3] / "README.md"
-RECIPES = re.findall(r"```python clients\n(.*?)```", README.read_text(), flags=re.DOTALL)
+RECIPES = [block for page in (README, *DOCS) for block in blocks(page) if block.needs == "clients"]
 TRAINERS = ["transformers", "accelerate", "lightning"]
 OURS = "from amp_kernels.optim import FusedSGD"
 
@@ -26,7 +25,7 @@ def by_hand(params: Any, *, max_grad_norm: float, **options: Any) -> torch.optim
     return OnMasters(make, params, max_grad_norm)
 
 
-def run(recipe: str) -> dict[str, torch.Tensor]:
+def run(recipe: Block) -> dict[str, torch.Tensor]:
     """The recipe's `model` after it, which begins with weights of which the first step is clipped."""
     AcceleratorState._reset_state(reset_partial_state=True)
     set_seed(0)
@@ -46,23 +45,20 @@ def run(recipe: str) -> dict[str, torch.Tensor]:
 
     names = {"model": model, "dataset": dataset, "loader": DataLoader(dataset, batch_size=8), "Module": Module}
     before = weights(model)
-    exec(compile(recipe, "README.md", "exec"), {"__name__": "readme", "by_hand": by_hand, **names})
+    recipe.run({"__name__": "readme", "by_hand": by_hand, **names})
     after = weights(model)
     assert all(not torch.equal(before[name], after[name]) for name in before if "key.bias" not in name)
     return after
 
 
 def test_there_is_one_for_each_trainer() -> None:
-    assert [re.search(r"from (\w+) import", recipe)[1] for recipe in RECIPES] == [
-        "transformers",
-        "accelerate",
-        "lightning",
-    ]
+    found = [trainer for trainer in TRAINERS for recipe in RECIPES if f"from {trainer} import" in recipe.code]
+    assert set(found) == set(TRAINERS) and len(found) == len(RECIPES)
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=["transformers", "accelerate", "lightning"])
-def test_recipe(recipe: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
+def test_recipe(recipe: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert OURS in recipe
-    want = run(recipe.replace(OURS, "FusedSGD = by_hand"))
+    assert OURS in recipe.code
+    want = run(recipe._replace(code=recipe.code.replace(OURS, "FusedSGD = by_hand")))
     assert_close(run(recipe), want, MIXED)
