@@ -239,17 +239,21 @@ def paired(a: dict[str, float], b: dict[str, float]) -> list[float]:
 
 
 def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
-    """The distance of 16 x 2 beside the largest that another order makes, which batch norm enlarges."""
+    """The distance of 16 x 2 and that of another order. It is far if it is beyond the largest of the latter, which batch
+    norm enlarges. The median bounds what is near: some seeds amplify rounding a hundredfold."""
     found = column(rows, norm, SPLIT, "distance")
     networks = (NO_NORM, NORM) if norm == NORM else (NO_NORM,)
     control = [value for each in networks for value in column(rows, each, REORDERED, "distance").values()]
     if not found or not control:
         return Verdict(UNDECIDED, "Not measured.")
-    limit = FEW * max(control)
+    told_of, rounding = ("up to ", max(control)) if is_far else ("", statistics.median(control))
+    limit = FEW * rounding
     far = [value > limit for value in found.values()]
     yes, no = (all(far), not any(far)) if is_far else (not any(far), all(far))
     told = f"At most {max(found.values()):.2g} and at least {min(found.values()):.2g} in {len(found)} seeds; "
-    return decided(yes, no, told + f"another order alone makes up to {max(control):.2g}.")
+    return decided(
+        yes, no, told + f"another order alone makes {told_of}{rounding:.2g}{'' if is_far else ' in the median seed'}."
+    )
 
 
 def accuracies(
@@ -295,11 +299,12 @@ CLAIMS = (
         "Without batch norm two batches of 16 give the loss curve of one of 32, in fp32.",
         "The largest relative difference of the loss over all steps is compared with that of a training whose batches "
         "of 32 hold the same images in another order, which is rounding alone. Holds if it is at most "
-        f"{FEW} times the largest of the latter in every seed, falsified if it is more in every seed; else undecided.",
+        f"{FEW} times the median of the latter in every seed, falsified if it is more in every seed; else undecided. "
+        "(Until the data was there the bound was the largest of the latter, a thousand times what was measured.)",
         partial(beside_rounding, NO_NORM, False),
     ),
     Claim(
-        "Without batch norm the accuracy is the same too (published: 0.3770 both).",
+        "Without batch norm the accuracy is the same too (published: a mAP of 0.3770 both).",
         "Holds if the accuracies of every seed are equal, falsified if the mean difference is more than 2 standard "
         "errors; else undecided.",
         partial(accuracies, NO_NORM, lambda values, mean, error: (not any(values), abs(mean) > 2 * error)),
@@ -380,9 +385,14 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 PUBLISHED = (
     Table(
-        "Accuracy by batch x accumulated batches (source not recorded)",
-        ("network", "32 x 1", "16 x 2", "16 x 1"),
-        (("with batch norm, %", "73.85", "73.25", "73.19"), ("without batch norm", "0.3770", "0.3770", "0.3660")),
+        "Faster R-CNN without batch norm: mAP by batch x accumulated batches (MMCV, pull request 1221)",
+        ("2 x 1", "1 x 2", "1 x 1"),
+        (("0.3770", "0.3770", "0.3660"),),
+    ),
+    Table(
+        "ResNet-34 with batch norm: accuracy in % by batch x accumulated batches (MMCV, pull request 1221)",
+        ("32 x 1", "16 x 2", "16 x 1"),
+        (("73.85", "73.25", "73.19"),),
     ),
 )
 ABOUT = """

@@ -16,14 +16,15 @@ PAGE = HERE / "RESULTS.md"
 BEGIN, END = "<!-- experiments: python -m benchmarks.experiments.page -->\n", "<!-- end of experiments -->"
 INTRODUCTION = """# The published experiments, rerun
 
-What the literature of mixed-precision training measured, measured again with our kernels and those of others side by
-side. This page is made of the committed CSVs: `make experiments` measures them again on another machine, and
-`python -m benchmarks.experiments.page` writes this page.
+Published measurements of mixed-precision training, repeated with the kernels of amp_kernels ("ours") and with those of
+other packages. `make experiments` measures them on your machine. `python -m benchmarks.experiments.page` writes this
+page from the committed CSVs.
 
-- Published figures stand in tables of their own. Ours are ratios taken side by side in one process: seconds of two
-  machines say nothing beside each other.
-- Each claim was written down with the rule that decides it before its data was measured. A claim **holds**, is
-  **falsified**, or stays **undecided** where the spread is larger than the difference.
+- Published figures have tables of their own. Figures under "Ours" are ratios within one process, since seconds on two
+  machines cannot be compared.
+- Each claim and the rule that decides it were committed before the data was measured. One bound was tightened
+  afterwards; its rule says so. A claim **holds**, is **falsified**, or stays **undecided** if the spread is larger than
+  the difference.
 """
 
 

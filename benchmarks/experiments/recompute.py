@@ -429,7 +429,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 PUBLISHED = (
     Table(
-        "Fine-tuning with and without checkpoints (source not recorded)",
+        "Fine-tuning with and without checkpoints (the blog of qywu, qywu.github.io)",
         ("way", "batch", "memory, MB", "time", "accuracy"),
         (
             ("everything kept", "24", "10972", "27m05s", "0.7997"),
