@@ -20,6 +20,7 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parent / "README.md"
 OURS, COPY = "amp_kernels", "copy"
+OUR_SCALER = "GradScaler ours"  # in the column of scalers: amp_kernels.GradScaler
 LARGE = ", few large"  # the layout whose size varies
 HEADERS = (
     "case", "dtype", "elements", "amp_kernels, ms", "GB/s", "% of copy", "fastest peer", "peer, ms",

@@ -239,8 +239,8 @@ def paired(a: dict[str, float], b: dict[str, float]) -> list[float]:
 
 
 def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
-    """The distance of 16 x 2 and that of another order. It is far if it is beyond the largest of the latter, which batch
-    norm enlarges. The median bounds what is near: some seeds amplify rounding a hundredfold."""
+    """The distance of 16 x 2 and that of another order. It is far beyond the largest of the latter, which batch norm
+    enlarges. The median bounds what is near: some seeds amplify rounding a hundredfold."""
     found = column(rows, norm, SPLIT, "distance")
     networks = (NO_NORM, NORM) if norm == NORM else (NO_NORM,)
     control = [value for each in networks for value in column(rows, each, REORDERED, "distance").values()]

@@ -316,7 +316,8 @@ def test_published_tables_name_their_source():
         "| U-Net             | 4.33            | 3.71         | 0.86    | 4.26          | 2.67       | 0.63    |"
         in told
     )
-    assert "0.003, was chosen after a pilot. At 0.01 fp16 weights without masters lost 0.3 points" in told.replace("\n", " ")
+    pilot = "0.003, was chosen after a pilot. At 0.01 fp16 weights without masters lost 0.3 points"
+    assert pilot in told.replace("\n", " ")
 
 
 def quantization():
