@@ -417,7 +417,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
             points = [(step, distance) for step, distance in points if distance > 0]  # a logarithm has no 0
             left.plot(*zip(*points, strict=True), color=colour, alpha=0.7, linewidth=1, label="" if k else label)
-    left.set(yscale="log", xlabel="step; a line for each seed", ylabel="largest relative distance so far")
+    left.set(
+        yscale="log", xlabel="step; a line for each seed", ylabel="largest relative distance so far (lower is nearer)"
+    )
     left.set_title("fp32: distance of the loss from that of 32 x 1", fontsize=11)
     left.legend(fontsize=8, loc="center left", bbox_to_anchor=(0, 0.62))
     left.grid(alpha=0.3)
@@ -432,7 +434,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 )
                 right.bar_label(bar, fmt="%.2g", fontsize=8, padding=2)
     right.set_xticks(range(len(SIXTEEN)), SIXTEEN)
-    right.set(ylabel="% of the gradient in fp64")
+    right.set(ylabel="% of the gradient in fp64 (lower is better)")
     right.set_title("16 bits: error of the gradient", fontsize=11)
     right.margins(y=0.35)
     right.legend(fontsize=8)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,6 +22,7 @@ from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
 from ..demo_training import Size, Transformer, batches
 from ..digits import Split, network
+from ..plot import BLUES
 from . import images, text
 from .harness import (
     FALSIFIED,
@@ -68,7 +70,7 @@ SMALL_LR, SMALL_BATCH = 0.003, 32
 SAME, SCALING, RANGE, MASTERS = "same hyper-parameters", "loss scaling", "histogram", "masters"
 AS_FP32, AS_AUTOCAST, AS_FP16, AS_BF16 = "fp32, torch", "fp16 autocast, torch", "fp16, ours", "bf16, ours"
 WITHOUT_SCALER = "fp16 without a scaler, ours"
-COLOURS = {AS_FP32: "tab:gray", AS_AUTOCAST: "tab:purple", AS_FP16: "tab:blue", AS_BF16: "tab:green"}
+COLOURS = {AS_FP32: "tab:gray", AS_AUTOCAST: "tab:purple", AS_FP16: BLUES[0], AS_BF16: BLUES[1]}
 PEER_COLOUR, WITHOUT_COLOUR = "tab:brown", "tab:orange"
 
 
@@ -506,12 +508,16 @@ def _draw_differences(axes: plt.Axes, rows: Sequence[Row]) -> None:
                 colour = COLOURS.get(way, PEER_COLOUR)
                 axes.errorbar(mean, place + shift, xerr=error, color=colour, marker=marker, capsize=3)
             else:
-                axes.text(0, place + shift, "not trained" if shift < 0 else "", fontsize=8, ha="center", va="center")
+                why = next((row["note"] for row in rows if row["way"] == way and row["note"]), "not measured")
+                text = textwrap.fill(f"not trained: {why}", 40)
+                axes.text(0, place, text if shift < 0 else "", fontsize=7, ha="center", va="center")
     span = axes.axvspan(-MARGIN, MARGIN, color="tab:gray", alpha=0.15, linewidth=0)
     axes.axvline(0, color="tab:gray", linewidth=0.8)
-    axes.set_yticks(range(len(ways)), [way.replace(", ", "\n") for way in ways], fontsize=8)
+    axes.set_yticks(
+        range(len(ways)), [way.replace(", ours", ", amp_kernels").replace(", ", "\n") for way in ways], fontsize=8
+    )
     axes.set_ylim(len(ways) - 0.5, -0.5)
-    axes.set_xlabel("points of accuracy beside fp32, ± 2 standard errors")
+    axes.set_xlabel("accuracy minus that of fp32, points (higher is better)\n± 2 standard errors", fontsize=9)
     axes.set_title("Same hyper-parameters as fp32", fontsize=11)
     markers = [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in "so"]
     axes.legend([*markers, span], [CNN, TRANSFORMER, f"± {MARGIN} points"], fontsize=8, loc="upper right")
@@ -548,7 +554,7 @@ def _draw_masters(axes: plt.Axes, rows: Sequence[Row]) -> None:
         axes.bar_label(bar, fmt="%.1f", fontsize=8, padding=2)
     labels = [way.rsplit(", ", 1)[0].replace(", ", "\n").replace("no masters", "without\nmasters") for way in ways]
     axes.set_xticks(range(len(ways)), labels, fontsize=8)
-    axes.set(ylabel="accuracy, %", ylim=(0, 119))
+    axes.set(ylabel="accuracy, % (higher is better)", ylim=(0, 119))
     axes.set_title("Small learning rate, with and without masters", fontsize=11)
 
 

@@ -15,6 +15,7 @@ import torch
 
 from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
+from ..plot import BLUES
 from .harness import (
     UNDECIDED,
     Claim,
@@ -45,7 +46,7 @@ BITSANDBYTES, FLASHOPTIM, FLASHOPTIM_FP16 = "bitsandbytes", "flashoptim", "flash
 TORCHAO = "torchao, 8-bit state"
 SAME_WORK = (LOOP, FOREACH, FUSED, FP32, BITSANDBYTES, FLASHOPTIM)  # fp32 weights and state
 COLOURS = {
-    LOOP: "lightgrey", FOREACH: "tab:green", FUSED: "tab:red", FP32: "tab:blue", BITSANDBYTES: "tab:purple",
+    LOOP: "lightgrey", FOREACH: "tab:green", FUSED: "tab:red", FP32: BLUES[0], BITSANDBYTES: "tab:purple",
     FLASHOPTIM: "tab:orange",
 }  # fmt: skip
 MOST = 0.75  # of the cells
@@ -248,7 +249,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.supxlabel("weights in a tensor", fontsize=10)
     figure.supylabel("tensors", fontsize=10)
     handles = [Patch(color=COLOURS[contender], label=contender) for contender in COLOURS if contender in shown]
-    title = "the fastest, and how many times as fast as the for-loop"
+    title = (
+        "the fastest, and how many times as fast as the for-loop (empty: not measured, more weights than the others)"
+    )
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), title=title)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import amp_kernels
 from amp_kernels.quantization import quantize_
 
+from ..plot import BLUES
 from .harness import (
     FALSIFIED,
     HOLDS,
@@ -45,7 +46,7 @@ MIDDLE = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, **DTYPES}
 OURS, TORCH, PAD = "amp_kernels", "torch", "F.pad, then torch"
-COLOURS = {OURS: "tab:blue", TORCH: "tab:red", PAD: "tab:orange"}
+COLOURS = {OURS: BLUES[0], TORCH: "tab:red", PAD: "tab:orange"}
 SWEEP, PRECISION = "sweep", "precision"  # the two parts
 # Two runs of one contender differ by less than this in the median of their rounds; a size is slower by more.
 SLACK = 1.1
@@ -337,7 +338,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.grid(axis="x", alpha=0.5)
         if line >= 2:
             axes.set_xlabel(f"{dimension}; grid lines at multiples of 8")
-    figure.supylabel("time per multiplication, torch at multiples of 8 = 1", fontsize=10)
+    figure.supylabel("time per multiplication, torch at multiples of 8 = 1 (lower is better)", fontsize=10)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=110)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from amp_kernels.optim import FusedAdamW
 from amp_kernels.quantization import convert_, prepare_qat_
 
+from ..plot import BLUES
 from .encoder import PACKAGE, pairs, pretrained, ranks, tokens
 from .encoder_int8 import (
     DYNAMIC,
@@ -362,7 +363,7 @@ def training(rows: Sequence[Row]) -> Table:
     )
 
 
-COLOURS = {FP32: "0.45", "ours": "tab:blue", "torch.ao": "tab:orange", "torchao": "tab:green"}
+COLOURS = {FP32: "0.45", "ours": BLUES[0], "torch.ao": "tab:orange", "torchao": "tab:green"}
 
 
 def colour(contender: str) -> str:
@@ -390,11 +391,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             middle, low, high = spread(row, "ratio")
             time.errorbar(middle, y + shift, xerr=[[middle - low], [high - middle]], fmt=marker, **style)
             marks[size(row)] = plt.Line2D([], [], color="0.3", marker=marker, linestyle="")
-    bytes_.set_yticks(range(len(names)), names)
+    bytes_.set_yticks(range(len(names)), [name.replace(", ours", ", amp_kernels") for name in names])
     bytes_.invert_yaxis()
-    bytes_.set_xlabel("file size, fp32 = 1")
-    loss.set_xlabel("MRR less fp32's, points\n(bars: 2 standard errors)")
-    time.set_xlabel("time, fp32 = 1\n(bars: 20th to 80th percentile)")
+    bytes_.set_xlabel("file size, fp32 = 1\n(lower is better)")
+    loss.set_xlabel("MRR minus fp32's, points\n(higher is better; bars: 2 errors)")
+    time.set_xlabel("time, fp32 = 1 (lower is better;\nbars: 20th to 80th percentile)")
     for axes, x in ((loss, 0), (time, 1)):
         axes.axvline(x, color="0.8", zorder=0)
     time.set_xlim(left=0)

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from amp_kernels.optim import FusedAdamW
 
 from ..demo_training import Size, Transformer, batches
+from ..plot import BLUES
 from . import text
 from .harness import (
     FALSIFIED,
@@ -102,7 +103,7 @@ PEERS = (
     Way("bitsandbytes, int8 products", prepare=_bitsandbytes),
     Way("torchao, int8 products", prepare=_torchao),
 )
-COLOURS = dict(zip((way.name for way in WAYS), ("tab:gray", "tab:orange", "tab:blue", "tab:green"), strict=True))
+COLOURS = dict(zip((way.name for way in WAYS), ("tab:gray", "tab:orange", *BLUES[:2]), strict=True))
 
 
 @dataclass(frozen=True)
@@ -467,7 +468,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     handles += [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in markers.values()]
     labels = [*COLOURS, *(f"batch {batch}" for batch in markers)]
     figure.legend(handles, labels, fontsize=9, loc="outside upper center", ncols=len(labels))
-    left.set(xlabel="peak memory of a step, everything kept = 1", ylabel="time of a step, everything kept = 1")
+    left.set(
+        xlabel="peak memory of a step, everything kept = 1 (lower is better)",
+        ylabel="time of a step, everything kept = 1 (lower is better)",
+    )
     left.set(xlim=(0, 1.1), title="What memory costs in time")
     left.grid(alpha=0.3)
     full = picked(rows, LARGEST)
@@ -477,7 +481,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     right.bar_label(bars)
     right.margins(y=0.1)
     right.tick_params(axis="x", labelsize=8)
-    right.set(ylabel="sequences", title=f"Largest batch in {rows[0]['budget_mb'] if rows else '?'} MB")
+    right.set(
+        ylabel="sequences (higher is better)", title=f"Largest batch in {rows[0]['budget_mb'] if rows else '?'} MB"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import amp_kernels
 from amp_kernels.optim import FusedAdamW
 
+from ..plot import BLUES
 from .harness import (
     FALSIFIED,
     HOLDS,
@@ -96,7 +97,7 @@ WAYS = {
         Way(FLASHOPTIM, _flashoptim, weights=torch.bfloat16),
     )
 }
-HUES = ("grey", "tab:red", "tab:orange", "tab:blue", "tab:cyan", "tab:purple", "tab:green", "tab:brown")
+HUES = ("grey", "tab:red", "tab:orange", *BLUES[:2], "tab:purple", "tab:green", "tab:brown")
 COLOURS = dict(zip(WAYS, HUES, strict=True))
 PAIRS = [(name, *pair) for name in TASKS for pair in ((OURS_FP16, TORCH_FP16), (OURS_BF16, TORCH_BF16))]
 
@@ -435,7 +436,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         spread = [[f[0] - f[1] for f in figures], [f[2] - f[0] for f in figures]]
         left.errorbar([f[0] for f in figures], places, xerr=spread, fmt="o", color=COLOURS[way])
         right.barh(places, [memory(rows, name, way) for name in TASKS], height, color=COLOURS[way], label=way)
-    for axes, label in (left, "time of a step, fp32 = 1"), (right, "memory of a step, fp32 = 1"):
+    for axes, label in (
+        (left, "time of a step, fp32 = 1 (lower is better)"),
+        (right, "memory of a step, fp32 = 1 (lower is better)"),
+    ):
         axes.axvline(1, color="black", linewidth=0.8, linestyle="--")
         axes.set_xlabel(label)
         axes.set_ylim(len(TASKS) - 0.5, -0.5)
