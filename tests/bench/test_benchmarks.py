@@ -3,6 +3,7 @@
 import argparse
 import csv
 import importlib
+import itertools
 import json
 import os
 import re
@@ -298,6 +299,85 @@ def test_the_figures_of_the_readme_are_written_between_their_marks(summary):
     written = summary.with_gains(f"{before}{summary.BEGIN}- an old figure\n{summary.END}{after}")
     assert written.startswith(before + summary.BEGIN) and written.endswith(summary.END + after)
     assert written.count("\n- ") == len(summary.GAINS) and "an old figure" not in written
+
+
+# -------------------------------------------------------------------------------------------------------- the figures
+@pytest.fixture
+def plot():
+    return importlib.import_module(f"{PACKAGE}.plot")
+
+
+@pytest.fixture
+def drawn(plot, monkeypatch):
+    """The figures that are saved, by file name, which stay open."""
+    figures = {}
+    monkeypatch.setattr(plot.Figure, "savefig", lambda self, path, **_: figures.__setitem__(path.name, self))
+    monkeypatch.setattr(plot.plt, "close", lambda _: None)
+    yield figures
+    monkeypatch.undo()
+    plot.plt.close("all")
+
+
+@pytest.mark.parametrize("benchmark", ["int8", "matmul", "sgd", "unscale"])
+def test_no_two_series_of_a_committed_figure_look_alike(benchmark, plot, summary, drawn):
+    """Of 14 peers too, and amp_kernels alone is blue."""
+    folder = summary.RESULTS / "cpu-2-cores-amd-epyc"
+    rows = summary.read(folder / f"{benchmark}.csv")
+    peers = [{**rows[1], "contender": f"peer {i}"} for i in range(14)]
+    style = plot.styles([*rows, *peers]).items()
+    looks = {name: (look["color"], look.get("marker")) for name, look in style}
+    assert len(set(looks.values())) == len(looks) >= 16
+    blues = {name for name, (colour, _) in looks.items() if colour in plot.BLUES}
+    assert blues == {name for name in looks if name.startswith("amp_kernels")} and blues
+    assert looks[min(blues, key=list(looks).index)][0] == "tab:blue"
+
+
+def ratio_rows():
+    for case, ratio in (("step, a", "0.25"), ("step, b", "4.0")):
+        yield "amp_kernels.step", "2.0", "1.0", {"case": case, "scaler": "none"}
+        yield "torch", str(2 * float(ratio)), ratio, {"case": case, "scaler": "none"}
+    yield "amp_kernels.step", "2.0", "1.0", {"case": "step, alone", "scaler": "none"}
+    yield "torch", "", "", {"case": "step, alone", "scaler": "none", "note": "needs a GPU"}
+
+
+def test_a_figure_of_ratios_says_which_side_is_better_and_what_is_not_there(plot, drawn, tmp_path):
+    write(tmp_path / "sgd.csv", *ratio_rows())
+    plot.draw(tmp_path)
+    (axes,) = drawn["sgd.png"].axes
+    assert "left of 1 the peer is faster, right of 1 amp_kernels" in axes.get_xlabel()
+    assert [text.get_text() for text in axes.texts] == [" not timed: needs a GPU"]
+    drawn["sgd.png"].canvas.draw()
+    boxes = [t.get_window_extent() for t in axes.get_xticklabels(which="both") if t.get_text()]
+    inside = sorted((box for box in boxes if axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1), key=lambda box: box.x0)
+    assert len(inside) >= 3 and all(a.x1 < b.x0 for a, b in itertools.pairwise(inside))
+
+
+def test_figures_of_many_cases_have_panels(plot, drawn, tmp_path):
+    cases = [(f"{work}, {size}", dtype) for work in ("mm", "mm + gelu") for dtype in ("a", "b") for size in range(11)]
+    rows = (
+        (name, "2.0", "1.0", {"case": case, "dtype": dtype})
+        for case, dtype in cases
+        for name in ("amp_kernels.mm", "torch")
+    )
+    write(tmp_path / "matmul.csv", *rows)
+    plot.draw(tmp_path)
+    titles = [axes.get_title() for axes in drawn["matmul.png"].axes]
+    assert titles == ["mm, a", "mm, b", "mm + gelu, a", "mm + gelu, b"]
+    assert [label.get_text() for label in drawn["matmul.png"].axes[0].get_yticklabels()] == [str(k) for k in range(11)]
+
+
+def test_figures_of_sizes_name_the_class_and_say_what_was_not_timed(plot, drawn, tmp_path):
+    absent = {"case": "other, few large", "note": "needs 9 GB"}
+    write(tmp_path / "sgd.csv", *ROWS, ("amp_kernels FusedSGD", "", "", absent), ("copy", "1", "", absent))
+    plot.draw(tmp_path)
+    speed, bars = drawn["sgd.png"], drawn["sgd_largest.png"]
+    assert speed.get_suptitle() == bars.get_suptitle() == "FusedSGD on a machine, torch 2"
+    (nothing, there), labels = bars.axes, [text.get_text() for text in bars.axes[1].texts]
+    assert nothing.texts[0].get_text() == "not timed: needs 9 GB" and "lower is better" in there.get_xlabel()
+    assert "higher is better" in speed.axes[1].get_ylabel()
+    assert "not timed: ModuleNotFoundError: No module named 'nosuch'" in [text.replace("\n", " ") for text in labels]
+    (ours,) = (line for line in speed.axes[1].lines if line.get_label() == "amp_kernels FusedSGD, torch")
+    assert ours.get_color() == "tab:blue"
 
 
 # ----------------------------------------------------------------------------------------- python -m amp_kernels bench
