@@ -119,9 +119,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     parser = commands.add_parser("verify", help="Checks every operator on every backend against torch and fp64.")
     parser.add_argument("--backend", choices=_BACKENDS, help="only this backend (default: all that run here)")
     parser.add_argument("--device", choices=tuple(backends.PREFERENCE), help="only tensors on this device")
-    parser.add_argument("--op", action="append", choices=tuple(testing.CASES), help="only this operator (repeatable)")
-    parser.add_argument("--dtype", action="append", choices=DTYPES, help="only cases of this dtype (repeatable)")
-    parser.add_argument("--case", action="append", metavar="NAME", help="only cases of this name (repeatable)")
+    operators = tuple(testing.CASES)
+    parser.add_argument(
+        "--op",
+        action="append",
+        choices=operators,
+        metavar="OP",
+        help=f"only this operator: {', '.join(operators)} (repeatable)",
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"only this dtype: {', '.join(DTYPES)} (repeatable)",
+    )
+    parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
     parser.add_argument("--seed", type=int, default=0, help="for other random inputs (default: 0, those of the tests)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=lambda a: verify(a.backend, a.device, a.op, a.dtype, a.case, seed=a.seed, as_json=a.json))

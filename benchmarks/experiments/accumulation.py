@@ -297,10 +297,11 @@ def no_drift(dtype: str, rows: Sequence[Row]) -> Verdict:
 CLAIMS = (
     Claim(
         "Without batch norm two batches of 16 give the loss curve of one of 32, in fp32.",
-        "The largest relative difference of the loss over all steps is compared with that of a training whose batches "
-        "of 32 hold the same images in another order, which is rounding alone. Holds if it is at most "
-        f"{FEW} times the median of the latter in every seed, falsified if it is more in every seed; else undecided. "
-        "(Until the data was there the bound was the largest of the latter, a thousand times what was measured.)",
+        "The largest relative difference of the loss over all steps is compared with the difference that another order "
+        "of the images in each batch of 32 makes, which is rounding alone. Holds if the former is at most "
+        f"{FEW} times the median of the latter over seeds, in every seed; falsified if it is more in every seed; else "
+        f"undecided. (Before the data was there the bound was {FEW} times the maximum over seeds. That was a thousand "
+        "times what was measured, and the median replaced it.)",
         partial(beside_rounding, NO_NORM, False),
     ),
     Claim(
@@ -396,15 +397,15 @@ PUBLISHED = (
     ),
 )
 ABOUT = """
-A small CNN with or without batch norm learns scikit-learn's digits in fp32 with SGD: from batches of 32; from two of
-16 whose gradients are added up, with the same images in every step; and from batches of 16 alone, with twice as many
-steps. A fourth training has the images within each batch of 32 in another order, which changes nothing but rounding:
-it says how far apart two loss curves lie that are equal within rounding.
+A small CNN learns scikit-learn's digits in fp32 with SGD, with or without batch norm. One training takes batches of 32.
+A second takes two batches of 16 with the same images and adds up their gradients. A third takes batches of 16 alone and
+twice as many steps. In a fourth the images within each batch of 32 have another order. This changes only the rounding,
+so it shows how far apart two loss curves are that are equal except for rounding.
 
-An MLP with 16-bit weights then takes gradients of 256 images: in one batch; one image after another, added up in
-`.grad`, which is in 16 bits; and the same with `p.grad_dtype = torch.float32`. The error is that of the first step's
-gradient, relative to the whole batch in fp64 with the same weights. Each peer's optimizer takes the sums in fp32 of
-bf16 weights, or gives the reason why it does not.
+An MLP with 16-bit weights then learns from 256 images a step: in one batch; one image after another, added up in
+`.grad`, which has 16 bits; and one after another with `p.grad_dtype = torch.float32`. The error is the distance between
+the first step's gradient and the gradient of the whole batch in fp64, relative to the latter. Each package's optimizer
+takes fp32 sums for bf16 weights, or the table gives the reason why it does not.
 """
 
 

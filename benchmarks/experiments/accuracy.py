@@ -471,19 +471,22 @@ PUBLISHED = (
     ),
 )
 ABOUT = f"""
-A CNN with batch norm learns scikit-learn's digits, from one random half for the other, and a Transformer the source of
-Python's standard library, byte by byte. Each starts from the same weights and sees the same batches in every precision:
-fp32, torch's autocast with its GradScaler, and ours with 16-bit weights, fp32 masters inside the optimizer and, for
-fp16, our GradScaler. The peers' optimizers train with their own way of saving memory. fp16 convolutions on a CPU take
-several times as long as in fp32, which is why the CNN is small.
+Two models are trained. A CNN with batch norm learns scikit-learn's digits: one random half for training, the other for
+the test. A Transformer learns the source of Python's standard library, byte by byte. In every precision a model starts
+from the same weights and trains on the same batches. The precisions are fp32, torch's autocast with its GradScaler, and
+16-bit weights under the optimizers of amp_kernels ("ours"), which keep fp32 masters; fp16 also uses
+`amp_kernels.GradScaler`. The optimizers of other packages train with their own ways of saving memory. The CNN is small
+because fp16 convolutions on a CPU take several times as long as fp32 ones.
 
-Two cases show what the parts protect. First, who accumulates gradients divides each loss by the number of
-micro-batches; {DIVISOR} of 512 tokens make a step of half a million. One of them is computed for each step, since a
-factor of all gradients does not change AdamW's update: in fp16 without a scaler its gradients become 0. Second, plain
-SGD with a small learning rate makes updates that are smaller than half a unit in the last place of a 16-bit weight,
-which is 2^-11 of the weight or less in fp16 and 2^-8 or less in bf16: without masters they are lost. The learning
-rate, {SMALL_LR}, was chosen after a pilot. At 0.01 fp16 weights without masters lost 0.3 points, which three seeds
-cannot tell from nothing.
+Two more cases show what loss scaling and masters protect.
+
+- Gradient accumulation divides each loss by the number of micro-batches. {DIVISOR} micro-batches of 512 tokens make a
+  step of half a million tokens. Only one of them is computed per step, since AdamW's update does not depend on a factor
+  of all gradients. In fp16 without a scaler these gradients become 0.
+- Plain SGD with a small learning rate makes updates smaller than half a unit in the last place of a 16-bit weight. Half
+  a unit is at most 2^-11 of an fp16 weight and 2^-8 of a bf16 weight. Without masters such updates are lost. The
+  learning rate, {SMALL_LR}, was chosen after a pilot. At 0.01 fp16 weights without masters lost 0.3 points, which three
+  seeds cannot tell from nothing.
 """
 
 

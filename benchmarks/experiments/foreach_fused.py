@@ -219,11 +219,12 @@ PUBLISHED = (
 )
 ABOUT = """
 A step of SGD with momentum 0.9, of RMSprop and of AdamW is timed on 1 to 1000 tensors of 64 to 1,048,576 fp32 weights,
-with random weights and gradients: by torch's for-loop, foreach and fused implementations (RMSprop has no fused one), by
-ours, by bitsandbytes with 32-bit state, and by flashoptim without its compression. Three contenders do other work and
-have columns of their own: fp16 weights with fp32 masters by us and by flashoptim, and torchao's AdamW with 8-bit state.
+with random weights and gradients. The contenders are torch's for-loop, foreach and fused implementations (RMSprop has
+no fused one), amp_kernels, bitsandbytes with 32-bit state, and flashoptim without its compression. Three contenders do
+other work and have columns of their own: fp16 weights with fp32 masters under amp_kernels and under flashoptim, and
+torchao's AdamW with 8-bit state.
 
-All contenders take turns in one process, on parameters of their own, and each time is divided by that of the for-loop
+All contenders take turns in one process, each with its own parameters. Each time is divided by the time of the for-loop
 in the same round. Steps of less than a millisecond are repeated, up to 50 times, so small tensors are in the caches.
 The map shows which implementation is the fastest by the median, and how many times as fast as the for-loop it is.
 """

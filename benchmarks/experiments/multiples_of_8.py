@@ -305,16 +305,16 @@ PUBLISHED = (
     ),
 )
 ABOUT = """
-Matrices of random 16-bit numbers are multiplied, [rows, K] x [K, N]. K goes from 1016 to 1032 while N is 1024, and the
-other way round: by torch, by torch after `F.pad` of both operands to the next multiple of 8, and by ours, which copies
-operands into padded storage where a GPU gains by that and leaves products on a CPU to torch. All sizes and contenders
-take turns in one process, and each time is divided by the mean time of torch's products at the multiples of 8 in the
-same round.
+Matrices of random 16-bit numbers are multiplied, [rows, K] x [K, N]. K goes from 1016 to 1032 while N is 1024; then N
+does while K is 1024. The contenders are torch, torch after `F.pad` of both operands to the next multiple of 8, and
+amp_kernels. On a GPU amp_kernels copies operands into padded storage where that is faster; on a CPU it leaves products
+to torch. All sizes and contenders take turns in one process. Each time is divided by the mean time of torch's products
+at the multiples of 8 in the same round.
 
 One aligned product is then timed in fp64, fp32, bf16 and fp16. bitsandbytes and torchao have no product of 16-bit
-matrices, so their int8 layers stand beside ours: a bf16 input is quantized at each call, then multiplied by an int8
-weight. The published claims are about GPUs with tensor cores; they are judged on every machine by the same rules.
-On a CPU torch's fp16 products are so slow that the fp16 ones have 32 rows, where those in bf16 have 512.
+matrices, so their int8 layers are timed instead: they quantize a bf16 input at each call and multiply it by an int8
+weight. The published claims are about GPUs with tensor cores; every machine is judged by the same rules. On a CPU
+torch's fp16 products are so slow that the fp16 ones have 32 rows and the bf16 ones 512.
 """
 
 

@@ -440,17 +440,22 @@ PUBLISHED = (
     ),
 )
 ABOUT = """
-A causal Transformer learns to predict the source of Python's standard library byte by byte, in four ways that start
-from the same weights and see the same batches: everything is kept for the backward pass; every block is recomputed
-under `torch.utils.checkpoint`; what autograd saves is quantized by `int8_saved_activations`; both, where what the
-checkpoints save is int8. The four take their steps in turn in one process.
+A causal Transformer learns to predict the source of Python's standard library byte by byte. It is trained in four ways,
+with the same initial weights and batches:
 
-Memory is that of activations and gradients in one step, above weights and optimizer state: "held" is what the forward
-pass leaves, "peak" the most during both passes. On a GPU the allocator counts it; on a CPU every tensor that an
-operator returns counts with the bytes of its storage for as long as it lives, which leaves out scratch memory inside
-of operators. Accuracy is the share of the bytes of held-out text that the model predicts after training on the same
-number of sequences. No peer saves activations in int8, so beside the four ways stand the nearest features of the
-peers: gradients released during the backward pass, and linear layers whose products are int8.
+- everything kept: what the backward pass needs stays in memory
+- checkpoints: every block is computed again under `torch.utils.checkpoint`
+- int8 kept: `int8_saved_activations` quantizes what autograd saves
+- int8 checkpoints: both; what the checkpoints save is int8
+
+The four ways take turns in one process.
+
+Memory is the bytes of activations and gradients in one step, without weights and optimizer state. "held" is what the
+forward pass leaves; "peak" is the most during both passes. On a GPU the allocator counts it. On a CPU each tensor that
+an operator returns counts, with the bytes of its storage, as long as it lives; scratch memory inside operators does not
+count. Accuracy is the share of the bytes of held-out text that the model predicts, after training on the same number of
+sequences. No other package saves activations in int8. The nearest features of the others are measured instead:
+gradients that are released during the backward pass, and linear layers with int8 products.
 """
 
 

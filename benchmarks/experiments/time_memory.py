@@ -415,14 +415,18 @@ PUBLISHED = (
 ABOUT = """
 Three networks are trained with AdamW: a feed-forward network on scikit-learn's handwritten digits, a U-Net that finds
 the noise in patches of scikit-learn's two photographs, and a BERT-shaped encoder that finds masked bytes in the source
-of Python's standard library. They are trained in fp32; by torch's autocast to fp16 with its GradScaler, or to bf16,
-over fp32 weights with `AdamW(fused=True)`; by us with 16-bit weights (batch norms in fp32) under `FusedAdamW`, with our
-GradScaler in fp16; by autocast to bf16 with the 8-bit AdamW of bitsandbytes and of torchao; and by flashoptim.
+of Python's standard library. The ways to train them are:
 
-All ways take their steps in turn in one process, and each time is divided by that of the fp32 step of the same round.
-On a GPU, memory is the most that the allocator held during a step. On a CPU, it is the bytes of weights, gradients and
-optimizer state, and of what the forward pass leaves for the backward pass. On a CPU torch's fp16 convolutions and
-products take many times as long as its fp32 ones: there such steps are timed for 4 rounds, with no loss.
+- fp32
+- torch's autocast to fp16 with its GradScaler, or to bf16, with fp32 weights and `AdamW(fused=True)`
+- amp_kernels: 16-bit weights (batch norms in fp32) under `FusedAdamW`, in fp16 with `amp_kernels.GradScaler`
+- autocast to bf16 with the 8-bit AdamW of bitsandbytes or of torchao
+- flashoptim
+
+All ways take turns in one process. Each time is divided by the time of the fp32 step in the same round. On a GPU,
+memory is the most that the allocator held during a step. On a CPU, it is the bytes of weights, gradients, optimizer
+state and what the forward pass keeps for the backward pass. torch's fp16 convolutions and products on a CPU take many
+times as long as its fp32 ones. Such steps are timed for 4 rounds there and have no loss.
 """
 
 

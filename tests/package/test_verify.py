@@ -11,11 +11,13 @@ import subprocess
 import sys
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import WHY_NOT
 
+import amp_kernels
 from amp_kernels import reference, report, testing
 from amp_kernels.testing import common
 from amp_kernels.testing import verify as command
@@ -231,6 +233,36 @@ def test_a_table_without_tabulate(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builtins, "__import__", refuse)
     header, rule, row = report.table(["operator", "backend"], [["sgd_", "cpu"]]).splitlines()
     assert header == "operator  backend" and set(rule) == {"-", " "} and row.index("cpu") == header.index("backend")
+
+
+# ----------------------------------------------------------------------------------------------- the environment
+def test_the_environment_names_a_gpus_driver_and_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[list[str]] = []
+
+    def output(command: list[str]) -> str:
+        asked.append(command)
+        return "570.86, 1980 MHz, 1980 MHz, 2619 MHz, 2619 MHz" if command[0] == "nvidia-smi" else ""
+
+    monkeypatch.setattr(report, "_output", output)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a GPU")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: SimpleNamespace(uuid="12-34"))
+    told = "a GPU, driver 570.86, SM clock 1980 MHz (at most 1980 MHz), memory clock 2619 MHz (at most 2619 MHz)"
+    assert report.environment()["GPU"] == told and asked[-1][-1] == "--id=GPU-12-34"
+    monkeypatch.setattr(report, "_output", lambda _: "")
+    assert report.environment()["GPU"] == "a GPU, driver and clocks unknown (no nvidia-smi)"
+
+
+def test_the_commit_is_that_of_the_packages_clone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Not of the repository around a virtual environment."""
+    (tmp_path / ".git").mkdir()
+    monkeypatch.setattr(report, "_output", lambda _: "abc123")
+    for folder, told in (
+        (tmp_path / "site-packages" / "amp_kernels", ""),
+        (tmp_path / "amp_kernels", ", commit abc123"),
+    ):
+        monkeypatch.setattr(amp_kernels, "__path__", [str(folder)])
+        assert report.environment()["amp_kernels"] == amp_kernels.__version__ + told
 
 
 # ------------------------------------------------------------------------------------------------- error rule
