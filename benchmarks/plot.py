@@ -4,8 +4,8 @@
 
 `<benchmark>.png`: GB/s over the number of elements, with the copy of the same run.
 `<benchmark>_largest.png`: milliseconds at the largest size, whole steps where an optimizer is measured.
-Of benchmarks whose cases are not sizes of one thing, `<benchmark>.png`: for each case the time of every peer divided by
-that of amp_kernels, with its spread.
+If the cases of a benchmark are not sizes of one thing, `<benchmark>.png` shows, for each case, the time of every peer
+divided by the time of amp_kernels, with its spread.
 """
 
 from __future__ import annotations

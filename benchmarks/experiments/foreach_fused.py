@@ -250,7 +250,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.supxlabel("weights in a tensor", fontsize=10)
     figure.supylabel("tensors", fontsize=10)
     handles = [Patch(color=COLOURS[contender], label=contender) for contender in COLOURS if contender in shown]
-    title = "the fastest, and how many times as fast as the for-loop (empty: not measured)"
+    title = "the fastest, and how many times as fast as the for-loop (empty: too many weights to measure)"
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), title=title)
     figure.savefig(path, dpi=110)
     plt.close(figure)
