@@ -1,17 +1,23 @@
-"""`python -m amp_kernels bench`: every operator beside its peers on this machine, in two minutes."""
+"""`python -m amp_kernels bench`: every operator and its peers on this machine, in two minutes."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
 import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from . import _loader
-from .report import table
+from .report import environment, table
+
+if TYPE_CHECKING:
+    from .benchmarks.summary import Line, Row
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
 SECONDS = "0.1"  # for the rounds of a case, which are at least nine: all families take 90 s of one core
@@ -25,17 +31,22 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Adds ``bench`` to the command line."""
     parser = commands.add_parser(
         "bench",
-        help="Times every operator beside its peers, two minutes in all.",
-        description="Times every operator beside its peers at few sizes, two minutes in all. Prints a table and "
-        "writes CSV and PNG to a new folder.",
+        help="Times every operator and its peers, two minutes in all.",
+        description="Times every operator and its peers at few sizes, two minutes in all. Prints a table and writes "
+        "CSV and PNG to a new folder.",
     )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="only these (default: all that there are)")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="of another run, to put its times beside")
-    parser.add_argument("--out", type=Path, metavar="FOLDER", help="of the results (default: amp_kernels-bench/<time>)")
-    parser.set_defaults(run=lambda args: bench(args.families, args.compare, args.out))
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="only these (default: all)")
+    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="with the CSVs of another run, to compare with")
+    parser.add_argument(
+        "--out", type=Path, metavar="FOLDER", help="for the results (default: amp_kernels-bench/<time>)"
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.set_defaults(run=lambda args: bench(args.families, args.compare, args.out, as_json=args.json))
 
 
-def bench(families: Sequence[str], compare: Path | None = None, out: Path | None = None) -> int:
+def bench(
+    families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
+) -> int:
     """Runs the benchmarks, each in a process of its own; returns 0, 1 if one failed, or 2 if none can run here."""
     try:
         chosen = _families(families)
@@ -44,8 +55,13 @@ def bench(families: Sequence[str], compare: Path | None = None, out: Path | None
         print(f"bench: {error}", file=sys.stderr)
         return 2
     out = out or Path("amp_kernels-bench", time.strftime("%Y-%m-%d-%H%M%S"))
-    failed = [family for family in chosen if not _run(family, out)]
-    _report(chosen, out, earlier)
+    facts = environment()
+    if not as_json:
+        width = max(map(len, facts))
+        print("\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items()), end="\n\n")
+    # Progress would spoil the document.
+    failed = [family for family in chosen if not _run(family, out, sys.stderr if as_json else sys.stdout)]
+    _report(chosen, out, earlier, {"environment": facts, "failed": failed} if as_json else None)
     return 1 if failed else 0
 
 
@@ -54,57 +70,105 @@ def _families(wanted: Sequence[str]) -> list[str]:
     if find_spec(f"{__package__}.benchmarks") is None:
         remedy = "install with `pip install --no-build-isolation -e .`"
         raise CannotRun(_loader.shadowed() or f"the benchmarks are not installed with the package; {remedy}")
-    missing = [name for name in NEEDS if find_spec(name) is None]
-    if missing:
-        raise CannotRun(f"needs {' and '.join(missing)}; run `pip install {' '.join(missing)}`")
-    from .benchmarks import FAMILIES
+    from .benchmarks import FAMILIES  # which needs none of NEEDS
 
     unknown = [family for family in wanted if family not in FAMILIES]
     if unknown:
         raise CannotRun(f"FAMILY must be one of {', '.join(FAMILIES)}, got {unknown[0]!r}")
+    missing = [name for name in NEEDS if find_spec(name) is None]
+    if missing:
+        raise CannotRun(f"needs {' and '.join(missing)}; run `pip install {' '.join(missing)}`")
     return [family for family in FAMILIES if family in wanted or not wanted]
 
 
-def _earlier(folder: Path) -> dict[tuple[str, ...], float]:
-    """Our times in a folder, by case."""
-    from .benchmarks.summary import benchmarks, lines
+def _earlier(folder: Path) -> dict[tuple[str, ...], Row]:
+    """The rows of amp_kernels in a folder, by case."""
+    from .benchmarks import summary
 
-    tables = benchmarks(folder).values()
+    try:
+        tables = summary.benchmarks(folder)
+    except ValueError as error:
+        raise CannotRun(f"--compare: {error}") from None
     if not tables:
         raise CannotRun(f"--compare must be a folder with the CSVs of another run, got {str(folder)!r}, which has none")
-    return {line.key: float(line.ours["median_ms"]) for rows in tables for line in lines(rows)}
+    rows: dict[tuple[str, ...], Row] = {}
+    for name, table_rows in tables.items():
+        for row in summary.timed(table_rows):
+            if row["contender"].startswith(summary.OURS):
+                _check_times(folder / f"{name}.csv", row)
+                rows.setdefault(summary.key(row), row)
+    return rows
 
 
-def _run(family: str, out: Path) -> bool:
-    print(f"{family}: ", end="", flush=True)
+def _check_times(path: Path, row: Row) -> None:
+    for column in ("median_ms", "p20_ms", "p80_ms"):
+        text = row.get(column)
+        try:
+            is_time = math.isfinite(float(text or "")) and float(text or "") > 0
+        except ValueError:
+            is_time = False
+        if not is_time:
+            raise CannotRun(f"--compare: {column} must be a positive number in all of {path}, got {text!r}")
+
+
+def _run(family: str, out: Path, to: Any) -> bool:
+    print(f"{family}: ", end="", flush=True, file=to)
     start = time.monotonic()
     command = [sys.executable, "-m", f"{__package__}.benchmarks.bench_{family}"]
     command += ["--quick", "--seconds", SECONDS, "--out", str(out)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"{'FAILED, ' if done.returncode else ''}{time.monotonic() - start:.0f} s", flush=True)
+    print(f"{'FAILED, ' if done.returncode else ''}{time.monotonic() - start:.0f} s", flush=True, file=to)
     if done.returncode:
-        print("\n".join(f"  {line}" for line in done.stdout.splitlines()[-10:]))
+        print("\n".join(f"  {line}" for line in done.stdout.splitlines()[-10:]), file=to)
     return done.returncode == 0
 
 
-def _report(families: Sequence[str], out: Path, earlier: dict[tuple[str, ...], float] | None) -> None:
-    """Prints the table and what was not timed, and draws the figures."""
+def _report(
+    families: Sequence[str], out: Path, earlier: dict[tuple[str, ...], Row] | None, document: dict[str, Any] | None
+) -> None:
+    """Draws the figures, and prints the table and what was not timed; or the document, with that in it."""
     from .benchmarks import plot, summary
 
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
-    cells = []
-    for line in (line for rows in tables.values() for line in summary.lines(rows)):
-        then = (earlier or {}).get(line.key)
-        compared = ["", ""] if then is None else [f"{then:.5g}", f"{float(line.ours['median_ms']) / then:.2f}"]
-        cells.append([line.ours["benchmark"], *line.cells(), *(compared if earlier is not None else [])])
-    headers = ["family", *summary.HEADERS, *(["other run, ms", "ours / other"] if earlier is not None else [])]
-    print(f"\n{table(headers, cells)}\n" if cells else "")
     rows = [row for table_rows in tables.values() for row in table_rows]
-    for (contender, why), count in summary.not_timed(rows).items():
-        if "--quick" not in why:  # no peer under torch.compile is timed here
-            print(f"not timed in {count} case{'s' * (count > 1)}: {contender}: {why}")
+    found = [line for table_rows in tables.values() for line in summary.lines(table_rows)]
+    # No peer under torch.compile is timed here.
+    absent = {of: count for of, count in summary.not_timed(rows).items() if "--quick" not in of[1]}
+    plot.draw(out)
+    if document is not None:
+        document["cases"] = [line.record() | _compared(line, earlier or {}) for line in found]
+        document["not_timed"] = [{"name": of[0], "why": of[1], "cases": count} for of, count in absent.items()]
+        print(json.dumps(document | {"folder": str(out)}, indent=1))
+        return
+    _print_table(found, earlier)
+    for (contender, why), count in absent.items():
+        print(f"not timed in {count} case{'s' * (count > 1)}: {contender}: {why}")
     print(f"Peers under torch.compile and larger sizes: `python -m {__package__}.benchmarks.bench_<family>`")
     if missing := summary.missing_packages(rows):
         print(f"Missing peers: run `pip install {' '.join(missing)}` to have them timed")
-    plot.draw(out)
     print(f"{out}: CSV and PNG")
+
+
+def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | None) -> None:
+    from .benchmarks import summary
+
+    cells = []
+    for line in found:
+        told = _compared(line, earlier or {})
+        times = summary.number(told["other_ms"]) if told else ""
+        ratio = summary.with_spread(told["times_as_long"], told["times_as_long_spread"]) if told else ""
+        cells.append([line.ours["benchmark"], *line.cells(), *([times, ratio] if earlier is not None else [])])
+    compared = ["other run, ms", "this / other run (spread)"] if earlier is not None else []
+    print(f"\n{table(['family', *summary.HEADERS, *compared], cells)}\n\n{summary.verdicts(found)}.\n" if cells else "")
+
+
+def _compared(line: Line, earlier: dict[tuple[str, ...], Row]) -> dict[str, Any]:
+    """Our time in another run, and this run's as a multiple of it."""
+    from .benchmarks import summary
+
+    then = earlier.get(line.key)
+    if then is None:
+        return {}
+    ratio = float(line.ours["median_ms"]) / float(then["median_ms"])
+    bounds = summary.quotients(line.ours, then)
+    return {"other_ms": float(then["median_ms"]), "times_as_long": ratio, "times_as_long_spread": bounds}

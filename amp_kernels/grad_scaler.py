@@ -64,6 +64,15 @@ def _warn_of_eps(optimizer: Any) -> None:
             return
 
 
+def _check_device(device: Any) -> None:
+    try:
+        torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        remedy = "; the name of a GPU is 'cuda'" if isinstance(device, str) else ""
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"GradScaler: device must be a type of device, as 'cuda' or 'cpu', got {device!r}{remedy}") from None
+
+
 def _check_group(group: Any, device_type: str) -> None:
     if not isinstance(group, dist.ProcessGroup):
         is_of_others = group == dist.GroupMember.NON_GROUP_MEMBER
@@ -182,7 +191,7 @@ class GradScaler(torch.amp.GradScaler):
         TypeError: A scale, bound or factor is not a number, `growth_interval` or `hysteresis` is not an integer, or
             `process_group` is not a group.
         ValueError: A number is out of its range, `min_scale` is above `max_scale`, or `process_group` belongs to other
-            ranks or does not reduce tensors of `device`.
+            ranks or does not reduce tensors of `device`, or torch knows no device of that name.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -218,6 +227,7 @@ class GradScaler(torch.amp.GradScaler):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         ours = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
+        _check_device(device)
         _check_numbers("GradScaler", ours)
         if process_group is not None:
             _check_group(process_group, torch.device(device).type)
@@ -258,6 +268,29 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
 
     # ----------------------------------------------------------------------------------------------- what it knows
+    def __repr__(self) -> str:
+        """The scale and what changes it. If the scale is on a GPU this waits for the GPU, as `get_scale` does."""
+        if not self._enabled:
+            return f"{type(self).__name__}(enabled=False)"
+        shown = {
+            "device": repr(str(self._device if self._scale is None else self._scale.device)), "scale": self._shown(),
+            "growth_factor": self._growth_factor, "backoff_factor": self._backoff_factor,
+            "growth_interval": self._growth_interval, "min_scale": self._min_scale, "max_scale": self._max_scale,
+            "hysteresis": self._hysteresis,
+        }  # fmt: skip
+        return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
+
+    def _shown(self) -> str:
+        """The scale, or why it cannot be read: a repr must not end a capture, nor fail after an error of CUDA."""
+        if self._scale is None:
+            return str(self._init_scale)
+        if capturing(self._scale.device):
+            return "unknown during a capture"
+        try:
+            return str(self._scale.item())
+        except RuntimeError as error:
+            return f"unreadable: {str(error).splitlines()[0]}"
+
     @property
     def skipped_steps(self) -> Tensor:
         """Number of iterations in which a step was skipped, a 0-dim int64 tensor on the device of the scale."""

@@ -1,8 +1,17 @@
-"""Tables as text."""
+"""What `verify`, `audit` and `bench` print: tables as text, and on what they ran."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import subprocess
 from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+import amp_kernels
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -16,3 +25,59 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
             "  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
         )
     return str(tabulate(rows, headers, disable_numparse=True))
+
+
+def environment() -> dict[str, str]:
+    """What figures and failures depend on: versions, the commit of a clone, devices, clocks and threads."""
+    return {
+        "amp_kernels": f"{amp_kernels.__version__}{_commit()}",
+        "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
+        "CUDA": torch.version.cuda or "none",
+        "GPU": _gpu() if torch.cuda.is_available() else "none",
+        "CPU": _cpu(),
+        "threads": f"{torch.get_num_threads()}, CPUs for this process: {len(_affinity())}",
+    }
+
+
+def _commit() -> str:
+    """The commit, if the package lies in its clone: the repository around a virtual environment is another one."""
+    clone = Path(amp_kernels.__path__[0]).resolve().parent
+    if not (clone / ".git").exists():
+        return ""
+    return f", commit {_output(['git', '-C', str(clone), 'describe', '--always', '--dirty']) or 'unknown'}"
+
+
+def _gpu() -> str:
+    """Driver and clocks as nvidia-smi says: clocks now, the highest ones in brackets."""
+    names = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
+    # By UUID: CUDA_VISIBLE_DEVICES changes torch's indices alone.
+    uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
+    asked = _output(["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id=GPU-{uuid}"])
+    said = [word.strip() for word in asked.split(",")]
+    if len(said) != len(names):
+        return f"{torch.cuda.get_device_name()}, driver and clocks unknown (no nvidia-smi)"
+    driver, sm, max_sm, memory, max_memory = said
+    return (
+        f"{torch.cuda.get_device_name()}, driver {driver}, SM clock {sm} (at most {max_sm}), "
+        f"memory clock {memory} (at most {max_memory})"
+    )
+
+
+def _cpu() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    found = [re.search(rf"{name}\s*: (.+)", text) for name in ("model name", "cpu MHz")]
+    name, clock = (match[1] if match else "" for match in found)
+    return (name or platform.processor() or platform.machine()) + (f", clock {float(clock):.0f} MHz" if clock else "")
+
+
+def _affinity() -> set[int]:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set(range(os.cpu_count() or 1))
+
+
+def _output(command: Sequence[str]) -> str:
+    """What a command printed; "" if it failed or is not there."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""

@@ -38,7 +38,7 @@ from .summary import COPY, RESULTS
 
 FIELDS = (
     "benchmark", "case", "contender", "scaler", "dtype", "tensors", "elements", "bytes",
-    "median_ms", "p20_ms", "p80_ms", "gb_s", "tera_ops", "copy_percent", "ratio_to_ours",
+    "median_ms", "p20_ms", "p80_ms", "gb_s", "tera_ops", "copy_percent", "ratio_to_ours", "ratio_p20", "ratio_p80",
     "device_name", "torch_version", "amp_kernels_version", "timestamp", "note",
 )  # fmt: skip
 SIZES = (10_000, 100_000, 1_000_000, 10_000_000, 25_600_000, 100_000_000, 1_000_000_000)
@@ -304,7 +304,7 @@ class Report:
             self._writer.writerow({**shared, "timestamp": stamp, **row})
             self._file.flush()
         print(f"\n{shared['case']}, {shared['dtype']}, {shared['elements']:,} elements; {case.traffic}")
-        columns = ["contender", "scaler", *FIELDS[8:15]]
+        columns = ["contender", "scaler", *FIELDS[8:17]]
         columns = [c for c in columns if any(row.get(c, "") != "" for row in rows)]
         print(tabulate([[row.get(c, "") for c in columns] for row in rows if "median_ms" in row], columns))
         for row in rows:
@@ -341,8 +341,7 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
     size, copy_bytes = case.bytes_per_element * case.layout.elements, 2 * source.nbytes
     for contender, samples in times.items():
         share = 100 * size / copy_bytes * _middle_ratio(copies[contender], samples)
-        ratio = round(_middle_ratio(samples, ours), 3) if ours else ""
-        shares = {"copy_percent": round(share, 1), "ratio_to_ours": ratio}
+        shares = {"copy_percent": round(share, 1), **(_ratio_and_spread(samples, ours) if ours else {})}
         rows[contender] |= _statistics(samples, size) | shares | {"note": case.traffic}
         if case.operations:
             rows[contender]["tera_ops"] = float(f"{case.operations / statistics.median(samples) / 1e9:.4g}")
@@ -428,6 +427,19 @@ def _middle_ratio(above: Sequence[float], below: Sequence[float]) -> float:
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
+def _ratio_and_spread(samples: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
+    """Of the ratios within a round: the median, and what lies around three fifths of them."""
+    p20, p80 = _percentiles([a / b for a, b in zip(samples, ours, strict=True)])
+    ratios = {"ratio_to_ours": _middle_ratio(samples, ours), "ratio_p20": p20, "ratio_p80": p80}
+    return {name: round(ratio, 3) for name, ratio in ratios.items()}
+
+
+def _percentiles(samples: Sequence[float]) -> tuple[float, float]:
+    """The 20th and the 80th."""
+    p20, *_, p80 = statistics.quantiles(samples, n=5) if len(samples) > 1 else [*samples, *samples]
+    return p20, p80
+
+
 def milliseconds(call: Callable[[], object], device: torch.device, calls: int = 1) -> float:
     """The time of a call, averaged over `calls` in a row."""
     if device.type == "cpu":
@@ -448,7 +460,7 @@ def milliseconds(call: Callable[[], object], device: torch.device, calls: int = 
 
 def _statistics(samples: Sequence[float], size: int) -> dict[str, object]:
     """Columns of a row."""
-    p20, *_, p80 = statistics.quantiles(samples, n=5) if len(samples) > 1 else samples * 2
+    p20, p80 = _percentiles(samples)
     median = statistics.median(samples)
     return {
         "median_ms": float(f"{median:.5g}"),

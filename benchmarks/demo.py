@@ -192,7 +192,7 @@ def draw(runs: list[Run], path: Path) -> None:
     size = (5.2 * len(pairs), 4.4)
     figure, all_axes = plt.subplots(1, len(pairs), figsize=size, squeeze=False, layout="constrained")
     for axes, (title, group) in zip(all_axes[0], pairs, strict=True):
-        for run, line, dot in zip(group, ("C0-", "C1--"), ("C0o", "C1+"), strict=True):
+        for run, line, dot in zip(group, ("C1--", "C0-"), ("C1+", "C0o"), strict=True):
             axes.plot(range(1, run.steps + 1), smooth(run.losses), line, label=f"{run.name}, training")
             axes.plot(*zip(*run.validation, strict=True), dot, ms=9, label=f"{run.name}, validation")
             if run.drill:

@@ -18,6 +18,7 @@ import torch
 
 import amp_kernels
 from amp_kernels import testing
+from amp_kernels.testing.common import lost_context
 from amp_kernels.testing.updates import UPDATES
 
 UPDATE_CASES = (
@@ -64,16 +65,6 @@ TILES = {
 }  # fmt: skip
 
 
-def context_is_gone(device):
-    """After an illegal address every call of the process fails, and only a new process has a new context."""
-    try:
-        torch.cuda.synchronize() if device == "cuda" else None
-    except RuntimeError as error:
-        print(error, flush=True)
-        return True
-    return False
-
-
 def cases(args):
     """Runs the cases from the `--first` on; where one takes the context away, another process runs the rest."""
     chosen = [(op, case) for op, names in TILES.items() for case in testing.CASES[op] if str(case) in names]
@@ -86,7 +77,8 @@ def cases(args):
             wrong = [f"{type(error).__name__}: {error}"]
         print(*(wrong or ["ok"]), flush=True)
         failures += bool(wrong)
-        if wrong and context_is_gone(args.device):
+        if wrong and (says := lost_context(args.device)):
+            print(says, flush=True)
             rest = ["--first", str(index + 1), "--failures", str(failures)]
             os.execv(sys.executable, [sys.executable, "-m", __spec__.name, "cases", "--device", args.device, *rest])
     print(f"{len(chosen)} cases, {failures} failed")

@@ -40,9 +40,10 @@ from .common import (
     run_case,
     sample,
 )
+from .summary import OUR_SCALER
 
 CHECK_SCALE, CHECKED_STEPS = 1024.0, 2
-OURS, STOCK, NONE = "GradScaler ours", "torch GradScaler", "none"
+OURS, STOCK, NONE = OUR_SCALER, "torch GradScaler", "none"
 SCALERS: dict[str, type[torch.amp.GradScaler]] = {OURS: amp_kernels.GradScaler, STOCK: torch.amp.GradScaler}
 # For CPUs Inductor compiles each tensor of a list apart: 25 s for 161 tensors, more than 3 minutes for 1000.
 MAX_COMPILED_TENSORS = 200

@@ -5,8 +5,12 @@ python -m benchmarks.summary    # writes benchmarks/results/README.md, and the f
 
 from __future__ import annotations
 
+import codecs
 import csv
+import io
+import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,14 +20,51 @@ HERE = Path(__file__).parent
 RESULTS = HERE / "results"
 README = HERE.parent / "README.md"
 OURS, COPY = "amp_kernels", "copy"
+OUR_SCALER = "GradScaler ours"  # in the column of scalers: amp_kernels.GradScaler
 LARGE = ", few large"  # the layout whose size varies
-HEADERS = ("case", "dtype", "elements", "ours, ms", "% of copy", "fastest peer", "peer, ms", "times faster", "fp32, ms")
+HEADERS = (
+    "case", "dtype", "elements", "amp_kernels, ms", "GB/s", "% of copy", "fastest peer", "peer, ms",
+    "times faster (spread)", "fp32, ms",
+)  # fmt: skip
+FASTER, SLOWER, EVEN = "faster", "slower", "no verdict"
 
 
 def read(path: Path) -> list[Row]:
-    """Rows of a CSV, those too that were not timed."""
-    with path.open(newline="") as file:
-        return list(csv.DictReader(file))
+    """Rows of a CSV, those too that were not timed. Raises a ValueError if there is no text, as spreadsheets write it:
+    UTF-8 with or without a byte order mark, or UTF-16 with one."""
+    if path.is_dir():
+        raise ValueError(f"{path} must be a CSV file, got a folder")
+    data = path.read_bytes()
+    is_utf_16 = data.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    try:
+        text = data.decode("utf-16" if is_utf_16 else "utf-8-sig")
+    except UnicodeDecodeError:
+        text = "\0"
+    if "\0" in text:
+        raise ValueError(f"{path} must be text in UTF-8, got other bytes; save it again as CSV UTF-8")
+    return list(csv.DictReader(io.StringIO(text, newline="")))
+
+
+def number(value: float | str, digits: int = 3) -> str:
+    """With so many significant digits, never in powers of ten; "" stays what it is."""
+    if value == "":
+        return ""
+    value = float(value)
+    decimals = digits - 1 - math.floor(math.log10(abs(value))) if value else 0
+    return f"{round(value, decimals):,.{max(decimals, 0)}f}"
+
+
+def spread(row: Row, ours: Row) -> tuple[float, float]:
+    """The bounds of what a row's ratio is in three fifths of the rounds. Older CSVs hold percentiles of times alone:
+    of these the bounds are wider, since a round's times rise and fall together."""
+    if row.get("ratio_p20"):
+        return float(row["ratio_p20"]), float(row["ratio_p80"])
+    return quotients(row, ours)
+
+
+def quotients(above: Row, below: Row) -> tuple[float, float]:
+    """The bounds of the ratio of two times that were not taken in pairs."""
+    return float(above["p20_ms"]) / float(below["p80_ms"]), float(above["p80_ms"]) / float(below["p20_ms"])
 
 
 def timed(rows: Iterable[Row]) -> list[Row]:
@@ -52,33 +93,71 @@ class Line:
     fp32: Row | None
 
     @property
-    def is_loss(self) -> bool:
-        return self.peer is not None and float(self.peer["ratio_to_ours"]) < 1
+    def verdict(self) -> str:
+        """Whether amp_kernels is faster than the fastest peer; neither if 1 lies within the spread; "" without one."""
+        return _verdict(self.peer, self.ours)
 
     @property
-    def is_faster_in_fp32(self) -> bool:
-        return self.fp32 is not None and float(self.fp32["ratio_to_ours"]) < 1
+    def verdict_of_fp32(self) -> str:
+        """The same for the fastest that does the work in fp32."""
+        return _verdict(self.fp32, self.ours)
 
     @property
     def key(self) -> tuple[str, str, str, str]:
         """What two runs have in common."""
-        return self.ours["benchmark"], self.ours["case"], self.ours["dtype"], self.ours["elements"]
+        return key(self.ours)
 
     def cells(self, bold: str = "") -> list[str]:
         """In the order of HEADERS; `bold` goes around what shows a loss."""
         ours, peer = self.ours, self.peer or {}
-        ratio, fp32 = peer.get("ratio_to_ours", ""), (self.fp32 or {}).get("median_ms", "")
+        ratio = with_spread(float(peer["ratio_to_ours"]), spread(peer, ours)) if peer else ""
+        fp32 = number((self.fp32 or {}).get("median_ms", ""))
         return [
             ours["case"].removesuffix(LARGE),
             ours["dtype"],
             f"{int(ours['elements']):,}",
-            ours["median_ms"],
+            number(ours["median_ms"]),
+            number(ours["gb_s"]),
             ours["copy_percent"],
             peer.get("contender", ""),
-            peer.get("median_ms", ""),
-            f"{bold}{ratio}{bold}" if self.is_loss else ratio,
-            f"{bold}{fp32}{bold}" if self.is_faster_in_fp32 else fp32,
+            number(peer.get("median_ms", "")),
+            f"{bold}{ratio}{bold}" if self.verdict == SLOWER else ratio,
+            f"{bold}{fp32}{bold}" if self.verdict_of_fp32 == SLOWER else fp32,
         ]
+
+    def record(self) -> dict[str, object]:
+        """The same for JSON, with the percentiles."""
+        names = ("median_ms", "p20_ms", "p80_ms", "gb_s", "copy_percent")
+        of = {"amp_kernels": self.ours, "peer": self.peer, "fp32": self.fp32}
+        told: dict[str, object] = dict(zip(("family", "case", "dtype", "elements"), self.key, strict=True))
+        for name, row in of.items():
+            told[name] = row and {"name": row["contender"], **{column: float(row[column]) for column in names}}
+        if self.peer is not None:
+            told["times_faster"], told["spread"] = float(self.peer["ratio_to_ours"]), spread(self.peer, self.ours)
+        return {**told, "verdict": self.verdict}
+
+
+def _verdict(row: Row | None, ours: Row) -> str:
+    if row is None:
+        return ""
+    low, high = spread(row, ours)
+    return FASTER if low > 1 else SLOWER if high < 1 else EVEN
+
+
+def key(row: Row) -> tuple[str, str, str, str]:
+    return row["benchmark"], row["case"], row["dtype"], row["elements"]
+
+
+def with_spread(ratio: float, bounds: tuple[float, float]) -> str:
+    return f"{number(ratio)} ({number(bounds[0])} to {number(bounds[1])})"
+
+
+def verdicts(found: Iterable[Line]) -> str:
+    """How many cases are won and lost, in words."""
+    counts = Counter(line.verdict for line in found if line.peer is not None)
+    told = f"amp_kernels is faster than the fastest peer in {counts[FASTER]} of {counts.total()} cases"
+    told += f" and slower in {counts[SLOWER]}"
+    return told + (f"; in {counts[EVEN]} the spread includes 1, which is no verdict" if counts[EVEN] else "")
 
 
 def lines(rows: Iterable[Row]) -> Iterator[Line]:
@@ -120,37 +199,45 @@ def benchmarks(folder: Path) -> dict[str, list[Row]]:
 
 
 # ----------------------------------------------------------------------------------------------------------- the pages
-INTRODUCTION = """\
+BEFORE_THE_COUNTS = """\
 # Results
 
-Written by `python -m benchmarks.summary` from the CSVs beside it. **No GPU has been measured.** Each table has every
-case of a benchmark at its largest size, wins and losses.
+**No GPU has been measured.** For each machine and benchmark: the number of cases in which amp_kernels is faster than
+the fastest peer, and in which it is slower. "No verdict" counts the cases whose spread includes a ratio of 1. The last
+column counts the cases in which doing the same work in fp32 is faster.
+"""
+AFTER_THE_COUNTS = """
+`python -m benchmarks.summary` writes this page from the CSVs in the folders next to it. The tables below hold every
+case of a benchmark at its largest size.
 
-- **ours, ms**: the median of the rounds, of `amp_kernels` as a user calls it. For an optimizer that is the whole step,
+- **amp_kernels, ms**: the median over the rounds, of a call as users write it. For an optimizer that is the whole step,
   `scaler.step(optimizer); scaler.update()`.
-- **% of copy**: the bytes that our algorithm must move, over our time, as a share of the speed of a plain copy in the
-  same process. It can exceed 100: a copy is a yardstick and no limit. It is small for small tensors, whose time is that
-  of calls, and for products of many rows, whose limit is arithmetic.
-- **fastest peer**: the fastest of all that do the same work in the same dtype and passed the same check of their
-  result. Peers of a step run under torch's scaler.
-- **times faster**: the peer's time over ours, the median over the rounds. **Bold means that we lose.**
-- **fp32, ms**: the fastest peer that does the work in fp32 instead. **Bold means that fp32 is the faster choice.**
+- **GB/s**: the bytes that the algorithm of amp_kernels must move, divided by that time.
+- **% of copy**: GB/s as a share of the speed of a plain copy in the same process. It can exceed 100. It is small for
+  small tensors, whose time is spent on calls, and for products of many rows, which are limited by arithmetic.
+- **fastest peer**: the fastest contender that does the same work in the same dtype and passed the same check of its
+  result. Peers of an optimizer step run under torch's scaler.
+- **times faster (spread)**: the peer's time divided by that of amp_kernels, the median over the rounds. In brackets:
+  from the 20th to the 80th percentile. **Bold means that amp_kernels is slower.** If the spread includes 1 there is no
+  verdict. CSVs without percentiles of ratios have the quotients of the percentiles of both times, which lie farther
+  apart.
+- **fp32, ms**: the fastest peer that does the work in fp32 instead. **Bold means that fp32 is faster.**
 
 How it is measured:
 
-- All contenders take turns in one process, in another order in each round. Ratios and shares are medians of what was
-  timed side by side, since a shared machine's memory can have two speeds, for seconds each.
-- Before every call a copy of four times all last-level caches runs, so that caches are cold, as after the rest of a
-  training step. What fits a core's cache is timed twice: 50 calls in a row, and single calls with "cold caches". In
-  `overhead` are calls in a row alone, on one thread: what a call costs besides its kernel.
-- glibc keeps freed memory, in pages of 2 MB, as torch's allocator for GPUs does. In folders named `fresh-memory` it
-  does not: results of more than 32 MB then come from new pages at every call.
-- Two runs on these shared machines differ by up to a fifth, of 1000 small tensors by up to a half.
-- A contender whose result is wrong is not timed; plain products by torch are trusted. Below each table is what was not
+- All contenders take turns in one process, in another order in each round. Ratios and shares are medians over the
+  rounds, because the memory of a shared machine can have two speeds, for seconds each.
+- A copy of four times all last-level caches runs before every call. Caches are then cold, as after the rest of a
+  training step. Tensors that fit into a core's cache are timed twice: 50 calls in a row, and single calls ("cold
+  caches"). `overhead` has calls in a row on one thread only: it shows what a call costs apart from its kernel.
+- glibc keeps freed memory in pages of 2 MB, as torch's allocator for GPUs does. In folders named `fresh-memory` it does
+  not, so results of more than 32 MB lie in new pages at every call.
+- Two runs on these shared machines differ by up to a fifth, for 1000 small tensors by up to a half.
+- A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
   timed, and why.
 
-`make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes two minutes, with fewer
-sizes, and needs no clone. On a GPU `make gpu-check` builds for it, tests, measures, and says which folder to send us.
+`make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes two minutes, has fewer sizes,
+and needs no clone. On a GPU `make gpu-check` builds, tests and measures, and says which folder to send us.
 """
 # Where each is explained is its script's docstring.
 OTHERS = {
@@ -165,7 +252,29 @@ def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]
 
 def page(folders: Sequence[Path]) -> str:
     """benchmarks/results/README.md."""
-    return "\n".join([INTRODUCTION, *(line for folder in folders for line in machine(folder))])
+    sections = (line for folder in folders for line in machine(folder))
+    return "\n".join([BEFORE_THE_COUNTS, *counts(folders), AFTER_THE_COUNTS, *sections])
+
+
+def counts(folders: Sequence[Path]) -> list[str]:
+    """Wins and losses, a row for each machine and benchmark."""
+    rows = []
+    for folder in folders:
+        for name, timings in benchmarks(folder).items():
+            found = list(lines(timings))
+            of = Counter(line.verdict for line in found if line.peer is not None)
+            in_fp32 = [line.verdict_of_fp32 for line in found if line.fp32 is not None]
+            beaten = f"{in_fp32.count(SLOWER)} of {len(in_fp32)}" if in_fp32 else ""
+            link = f"[{name}](#{_anchor(folder, name)})"
+            told = (str(of[FASTER]), str(of[SLOWER]), str(of[EVEN]), beaten)
+            rows.append((folder.name, link, str(of.total()), *told, max(row["timestamp"][:10] for row in timings)))
+    headers = ("machine", "benchmark", "cases", "faster", "slower", "no verdict", "fp32 is faster", "measured")
+    return markdown(headers, rows)
+
+
+def _anchor(folder: Path, name: str) -> str:
+    """Of a benchmark's heading, as GitHub makes it."""
+    return f"{name}-on-{folder.name}"
 
 
 def machine(folder: Path) -> Iterator[str]:
@@ -176,17 +285,15 @@ def machine(folder: Path) -> Iterator[str]:
         if (path := folder / f"{name}.csv").exists():
             rows = read(path)
             columns = [column for column in rows[0] if column not in MACHINE_COLUMNS]
-            yield from (f"### {title}\n", _where(rows[0]), "")
-            yield from (*markdown(columns, ([row[column] for column in columns] for row in rows)), "")
+            yield from (f"### {title}\n", f"{_where(rows[0])}.", "")
+            yield from (*markdown(columns, ([_formatted(row[column]) for column in columns] for row in rows)), "")
 
 
 def section(folder: Path, name: str, rows: list[Row]) -> Iterator[str]:
     """A benchmark's heading, count, table, and what was not timed."""
     found = list(lines(rows))
-    losses, slower = sum(line.is_loss for line in found), sum(line.is_faster_in_fp32 for line in found)
-    beaten = f" fp32 is faster than ours in {slower}." if any(line.fp32 for line in found) else ""
-    yield f"### {name}\n"
-    yield f"{_where(rows[0])}. Ours loses in {losses} of {len(found)} cases.{beaten}"
+    yield f"### {name} on {folder.name}\n"
+    yield f"{_where(rows[0])}. {verdicts(found)}."
     yield " ".join(["Figures:", *(f"[{p.name}]({folder.name}/{p.name})" for p in sorted(folder.glob(f"{name}*.png")))])
     yield ""
     yield from markdown(HEADERS, (line.cells("**") for line in found))
@@ -196,6 +303,13 @@ def section(folder: Path, name: str, rows: list[Row]) -> Iterator[str]:
         yield f"- {contender}: {why} ({count} case{'s' * (count > 1)})"
     if absent:
         yield ""
+
+
+def _formatted(text: str) -> str:
+    """Numbers of a CSV as they are everywhere on the page."""
+    if re.fullmatch(r"\d+", text):
+        return f"{int(text):,}"
+    return number(text) if re.fullmatch(r"-?\d+\.\d+(e-?\d+)?", text) else text
 
 
 def _where(row: Row) -> str:

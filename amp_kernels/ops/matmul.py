@@ -56,14 +56,16 @@ def check_low(op: str, name: str, x: Tensor) -> None:
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")
     if x.dtype not in DTYPES:
-        raise TypeError(f"{op}: {name} must be float16 or bfloat16, got {x.dtype}")
+        remedy = "convert it with .half() or .bfloat16(), or use torch.autocast"
+        raise TypeError(f"{op}: {name} must be float16 or bfloat16, got {x.dtype}; {remedy}")
 
 
 def check_beside(op: str, name: str, x: Tensor, first: Tensor) -> None:
     """A dense tensor of the dtype and on the device of the first operand."""
     check_low(op, name, x)
     if x.dtype is not first.dtype:
-        raise TypeError(f"{op}: {name} must be {first.dtype} as the first operand is, got {x.dtype}")
+        remedy = f"convert it with .to({first.dtype})"
+        raise TypeError(f"{op}: {name} must be {first.dtype} as the first operand is, got {x.dtype}; {remedy}")
     if x.device != first.device:
         raise ValueError(f"{op}: {name} must be on {first.device} as the first operand is, got {x.device}")
 

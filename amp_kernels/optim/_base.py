@@ -9,7 +9,7 @@ import numbers
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -85,7 +85,7 @@ class FusedOptimizer(torch.optim.Optimizer):
     def __init__(
         self,
         params: ParamsT,
-        *args: Any,
+        *,
         max_grad_norm: float | None,
         foreach: bool | None,
         fused: bool | None,
@@ -93,11 +93,13 @@ class FusedOptimizer(torch.optim.Optimizer):
     ) -> None:
         name = type(self).__name__
         check_max_grad_norm(name, max_grad_norm)
+        _check_params(name, params)
+        _check_options(name, options)
         if foreach and fused:
             raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
         given: Any = params if isinstance(params, Tensor) else list(params)  # torch has words for a Tensor
         with _restored(group for group in given if isinstance(group, dict)):
-            super().__init__(given, *args, foreach=False, **options)  # type: ignore[call-arg]
+            super().__init__(given, foreach=False, **options)  # type: ignore[call-arg]
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
@@ -831,8 +833,40 @@ class FusedOptimizer(torch.optim.Optimizer):
         """
         if isinstance(param_group, dict):  # torch has words for others
             check_max_grad_norm(type(self).__name__, param_group.get("max_grad_norm"))
-        with _restored([param_group] if isinstance(param_group, dict) else []):
+        name, is_group = type(self).__name__, isinstance(param_group, dict)
+        if is_group and "params" in param_group:
+            _check_params(name, param_group["params"])
+            _check_options(name, param_group)
+        with _restored([param_group] if is_group else []):
             super().add_param_group(param_group)
+
+
+def _check_params(name: str, params: Any) -> None:
+    if isinstance(params, torch.nn.Module):
+        got = f"the module {type(params).__name__}; pass model.parameters()"
+    elif isinstance(params, Mapping):
+        got = f"one {type(params).__name__}; pass model.parameters(), or a list of groups [{{'params': ...}}]"
+    elif isinstance(params, Iterable):  # a Tensor too, for which torch has words
+        return
+    else:
+        got = f"{params!r}; pass model.parameters()"
+    raise TypeError(f"{name}: params must be an iterable of parameters or of parameter groups, got {got}")
+
+
+# Options that torch compares with numbers before it looks at their types.
+_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "alpha", "eps")
+
+
+def _check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Of the constructor or of a parameter group; torch checks the ranges."""
+    for key in _NUMBERS:
+        value = options.get(key, 0)
+        if not isinstance(value, (numbers.Real, Tensor)):
+            raise TypeError(f"{name}: {key} must be a number or a Tensor of one element, got {value!r}")
+    betas: Any = options.get("betas", (0, 0))
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not (is_pair and all(isinstance(beta, (numbers.Real, Tensor)) for beta in betas)):
+        raise TypeError(f"{name}: betas must be two numbers, as (0.9, 0.999), got {betas!r}")
 
 
 def check_max_grad_norm(name: str, value: Any) -> float | None:

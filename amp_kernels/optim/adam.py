@@ -67,8 +67,9 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         if differentiable:
             raise ValueError("FusedAdam: differentiable must be False, got True; use torch.optim.Adam for that")
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable,
-            decoupled_weight_decay=decoupled_weight_decay, max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
+            capturable=capturable, decoupled_weight_decay=decoupled_weight_decay, max_grad_norm=max_grad_norm,
+            foreach=foreach, fused=fused,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
@@ -125,8 +126,8 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         if differentiable:
             raise ValueError("FusedAdamW: differentiable must be False, got True; use torch.optim.AdamW for that")
         super().__init__(
-            params, lr, betas, eps, weight_decay, amsgrad, maximize=maximize, capturable=capturable,
-            max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
+            params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
+            capturable=capturable, max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
         )  # fmt: skip
 
     _state_names = FusedAdam._state_names

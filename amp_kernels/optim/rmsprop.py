@@ -66,8 +66,8 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         if differentiable:
             raise ValueError("FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that")
         super().__init__(
-            params, lr, alpha, eps, weight_decay, momentum, centered, capturable=capturable, maximize=maximize,
-            max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
+            params, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
+            capturable=capturable, maximize=maximize, max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:

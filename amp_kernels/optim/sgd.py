@@ -80,8 +80,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
         super().__init__(
-            params, lr, momentum, dampening, weight_decay, nesterov, maximize=maximize, max_grad_norm=max_grad_norm,
-            foreach=foreach, fused=fused,
+            params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
+            maximize=maximize, max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,17 @@ NORM_TOLERANCE = 1e-6
 
 
 # ------------------------------------------------------------------------------------------------- comparison
+@dataclass(frozen=True)
+class Difference:
+    """The element that shows best what is wrong with a tensor. `index` is None if shapes or dtypes differ."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    index: tuple[int, ...] | None
+    got: float | int | str
+    expected: float | int | str
+
+
 class Result(NamedTuple):
     """One comparison of a case.
 
@@ -38,11 +50,75 @@ class Result(NamedTuple):
     name: str
     error: float
     allowed: float
+    at: Difference | None = None  # of a comparison that failed
 
     @property
     def passed(self) -> bool:
         """Whether the error is within the bound; False for NaN."""
         return self.error <= self.allowed  # False for NaN
+
+
+def _difference(got: Tensor, expected: Tensor, is_wrong: Tensor) -> Difference:
+    """The first element for which `is_wrong` holds."""
+    position = int(is_wrong.flatten().int().argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), got.shape))
+    values = (x.detach().flatten()[position].item() for x in (got, expected))
+    return Difference(tuple(got.shape), _name(got.dtype), index, *values)
+
+
+def _kinds(got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Difference:
+    """Of a tensor with another shape or dtype than expected."""
+    texts = (f"{_name(d)} {tuple(s)}" for d, s in ((got.dtype, got.shape), (dtype, shape)))
+    return Difference(tuple(got.shape), _name(got.dtype), None, *texts)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def same_kind(name: str, got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Result:
+    """A tensor has this shape and dtype."""
+    is_right = got.dtype == dtype and tuple(got.shape) == tuple(shape)
+    return Result(name, float(not is_right), 0, None if is_right else _kinds(got, shape, dtype))
+
+
+def exact(name: str, got: Tensor, expected: Tensor) -> Result:
+    """Two tensors are the same element by element, as `differing` counts."""
+    got, expected = got.detach().cpu(), expected.detach().cpu()
+    count = differing(got, expected)
+    if count == 0:
+        return Result(name, 0, 0)
+    if got.shape != expected.shape or got.dtype != expected.dtype:
+        return Result(name, count, 0, _kinds(got, expected.shape, expected.dtype))
+    return Result(name, count, 0, _difference(got, expected, ~_equal(got, expected)))
+
+
+def unchanged(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Result:
+    """No bit of any tensor changed."""
+    counts = [changed(old, new) for old, new in zip(before, after, strict=True)]
+    if not sum(counts):
+        return Result(name, 0, 0)
+    old, new = next((old, new) for count, old, new in zip(counts, before, after, strict=True) if count)
+    return Result(name, sum(counts), 0, _difference(new.cpu(), old.cpu(), (_bits(old) != _bits(new)).cpu()))
+
+
+def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float = 0.0) -> Result:
+    """The error rule, which allows at least `least`."""
+    error, allowed = error_and_allowed(ours, theirs, truth)
+    allowed = max(allowed, least)
+    if error <= allowed:
+        return Result(name, error, allowed)
+    if ours.shape != theirs.shape:
+        return Result(name, error, allowed, _kinds(ours, theirs.shape, ours.dtype))
+    distance = _distances(ours, theirs, truth)
+    return Result(name, error, allowed, _difference(ours.cpu(), truth.cpu(), distance == distance.max()))
+
+
+def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
+    """How far each element is from the truth: 0 where torch overflowed and ours is the same, inf for NaN."""
+    ours, theirs, truth = (x.detach().double().cpu() for x in (ours, theirs, truth))
+    distance = (ours - truth).abs().nan_to_num(nan=math.inf)
+    return distance.where(theirs.isfinite() | (ours != theirs) & ~(ours.isnan() & theirs.isnan()), 0.0)
 
 
 def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
@@ -87,11 +163,19 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
     rows = list(zip(ours, theirs, truth, strict=True))
     for i, row in enumerate(rows):
         if row[0].numel() >= 1000:
-            yield Result(f"{name}[{i}]", *error_and_allowed(*row))
-    small = [[x.flatten().double() for x in row] for row in rows if row[0].numel() < 1000]
+            yield within(f"{name}[{i}]", *row)
+    small = {i: row for i, row in enumerate(rows) if row[0].numel() < 1000}
     if small:
-        columns = (torch.cat(column) for column in zip(*small, strict=True))
-        yield Result(f"small {name}", *error_and_allowed(*columns))
+        flat = [[x.flatten().double() for x in row] for row in small.values()]
+        ours_flat, theirs_flat, truth_flat = (torch.cat(column) for column in zip(*flat, strict=True))
+        result = within(f"small {name}", ours_flat, theirs_flat, truth_flat)
+        if not result.passed:  # says which of them
+            farthest = {i: _distances(*row).max().item() if row[0].numel() else 0.0 for i, row in small.items()}
+            i = max(farthest, key=farthest.__getitem__)
+            distance = _distances(*small[i])
+            at = _difference(small[i][0].cpu(), small[i][2].cpu(), distance == distance.max())
+            result = result._replace(name=f"{name}[{i}]", at=at)
+        yield result
 
 
 def differing(ours: Tensor, expected: Tensor) -> int:
@@ -111,8 +195,12 @@ def differing(ours: Tensor, expected: Tensor) -> int:
     """
     if ours.shape != expected.shape or ours.dtype != expected.dtype:
         return max(ours.numel(), expected.numel(), 1)
+    return int((~_equal(ours, expected)).sum())
+
+
+def _equal(ours: Tensor, expected: Tensor) -> Tensor:
     equal = (ours == expected) & (ours.signbit() == expected.signbit())
-    return int((~(equal | (ours.isnan() & expected.isnan()))).sum())
+    return equal | (ours.isnan() & expected.isnan())
 
 
 def changed(before: Tensor, after: Tensor) -> int:
@@ -130,8 +218,11 @@ def changed(before: Tensor, after: Tensor) -> int:
         >>> testing.changed(torch.tensor([1.0, 2.0]), torch.tensor([1.0, 3.0]))
         1
     """
-    code = torch.int32 if after.element_size() == 4 else torch.int16
-    return int((before.view(code) != after.view(code)).sum())
+    return int((_bits(before) != _bits(after)).sum())
+
+
+def _bits(x: Tensor) -> Tensor:
+    return x.view(torch.int32 if x.element_size() == 4 else torch.int16)
 
 
 def written_outside(view: Tensor) -> int:
@@ -161,6 +252,24 @@ def _poison(dtype: torch.dtype) -> float:
 
 
 # ----------------------------------------------------------------------------------------------------- inputs
+_seeds_begin_at = 0
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Inputs made inside the ``with`` block hold other random numbers; 0 are those of the tests."""
+    global _seeds_begin_at
+    _seeds_begin_at = seed
+    try:
+        yield
+    finally:
+        _seeds_begin_at = 0
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(1_000_003 * _seeds_begin_at + seed)
+
+
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     """Return normal random numbers, equal on every machine, on the CPU.
 
@@ -177,7 +286,7 @@ def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
         >>> torch.equal(testing.randn(2, 3), testing.randn(2, 3))
         True
     """
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, generator=generator(seed)).to(dtype)
 
 
 def _poison_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
@@ -275,6 +384,16 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 # ------------------------------------------------------------------------------------------------------ cases
+def lost_context(device: torch.device | str) -> str:
+    """What CUDA says if it refuses every later call of this process, as after an illegal address; else ""."""
+    try:
+        if torch.device(device).type == "cuda":
+            torch.cuda.synchronize(device)
+    except RuntimeError as error:
+        return str(error).splitlines()[0]
+    return ""
+
+
 @contextlib.contextmanager
 def rounded_once() -> Iterator[None]:
     """Keep cuBLAS from rounding the parts of a sum to 16 bits inside a `with` block.

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from .. import reference
 from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
-from .common import DTYPES, LAYOUTS, SHAPE, Case, Result, changed, differing, error_and_allowed, place, randn
+from .common import DTYPES, LAYOUTS, SHAPE, Case, Result, exact, generator, place, randn, same_kind, unchanged, within
 
 # What shares a scale, of the 4-dimensional inputs: the arguments of `quantize_int8`.
 GROUPS: dict[str, dict[str, Any]] = {
@@ -89,19 +89,12 @@ class _Made(NamedTuple):
 
 
 def _compare_codes(name: str, ours: Int8Tensor, expected: _Made) -> Iterator[Result]:
-    yield Result(f"{name} values", differing_codes(ours.values, expected.values), 0)
-    yield Result(f"{name} scale", differing(ours.scale.cpu(), expected.scale), 0)
+    yield exact(f"{name} values", ours.values, expected.values)
+    yield exact(f"{name} scale", ours.scale, expected.scale)
     if (ours.zero_point is None) != (expected.zero_point is None):
         yield Result(f"{name} has a zero point", 1, 0)
     elif ours.zero_point is not None and expected.zero_point is not None:
-        yield Result(f"{name} zero_point", differing_codes(ours.zero_point, expected.zero_point), 0)
-
-
-def differing_codes(ours: Tensor, expected: Tensor) -> int:
-    """Number of integers that differ."""
-    if ours.shape != expected.shape or ours.dtype != expected.dtype:
-        return max(ours.numel(), expected.numel(), 1)
-    return int((ours.cpu() != expected.cpu()).sum())
+        yield exact(f"{name} zero_point", ours.zero_point, expected.zero_point)
 
 
 def _dims(options: dict[str, Any]) -> dict[str, Any]:
@@ -125,8 +118,8 @@ def _quantize(make: Make, layout: str, all_options: Sequence[dict[str, Any]], de
         expected = _Made(*reference.quantize_int8(x, **_dims(options)))
         ours = quantize_int8(laid_out, rounding=_rounding(options.get("seed")), **options)
         yield from _compare_codes(name, ours, expected)
-        yield Result(f"{name} shape of x", float(ours.values.shape != x.shape), 0)
-    yield Result("x written", changed(before, laid_out), 0)
+        yield same_kind(f"{name} shape of x", ours.values, x.shape, torch.int8)
+    yield unchanged("x written", [before], [laid_out])
 
 
 def _static(
@@ -155,7 +148,7 @@ def _dequantize(
         values = INT8_LAYOUTS[layout](made.values.to(device))
         zero_point = None if made.zero_point is None else made.zero_point.to(device)
         q = Int8Tensor(values, made.scale.to(device), zero_point, block_size=block)
-        yield Result(name, differing(dequantize_int8(q, dtype).cpu(), expected), 0)
+        yield exact(name, dequantize_int8(q, dtype), expected)
 
 
 def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device: torch.device) -> Iterator[Result]:
@@ -166,18 +159,18 @@ def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device
         expected, scale, zero = reference.fake_quantize_int8(x, **_dims(options))
         leaf = laid_out.detach().requires_grad_()
         ours = fake_quantize_int8(leaf, **options)
-        yield Result(name, differing(ours.detach().cpu(), expected), 0)
+        yield exact(name, ours, expected)
         block = options.get("block_size")
         for factor in (1.0, 0.5):  # all codes inside the range, and many outside
             given = (scale * factor).to(device)
             given_zero = None if zero is None else zero.to(device)
             static = fake_quantize_int8(leaf, block_size=block, scale=given, zero_point=given_zero)
             truth = reference.fake_quantize_int8(x, block_size=block, scale=scale * factor, zero_point=zero)[0]
-            yield Result(f"{name} static", differing(static.detach().cpu(), truth), 0)
+            yield exact(f"{name} static", static, truth)
             grad = randn(*x.shape, dtype=x.dtype, seed=1)
             (ours_grad,) = torch.autograd.grad(static, leaf, grad.to(device))
             straight = reference.straight_through_int8(grad, x, scale * factor, zero, block_size=block)
-            yield Result(f"{name} gradient", differing(ours_grad.cpu(), straight), 0)
+            yield exact(f"{name} gradient", ours_grad, straight)
 
 
 def _fake_given(dtype: torch.dtype, zero_point: int, device: torch.device) -> Iterator[Result]:
@@ -191,10 +184,10 @@ def _fake_given(dtype: torch.dtype, zero_point: int, device: torch.device) -> It
         leaf = x.to(device).requires_grad_()
         ours = fake_quantize_int8(leaf, scale=scale.to(device), zero_point=zero.to(device))
         expected = reference.fake_quantize_int8(x, scale=scale, zero_point=zero)[0]
-        yield Result(f"{shape}", differing(ours.detach().cpu(), expected), 0)
+        yield exact(f"{shape}", ours, expected)
         (ours_grad,) = torch.autograd.grad(ours, leaf, grad.to(device))
         straight = reference.straight_through_int8(grad, x, scale, zero)
-        yield Result(f"{shape} gradient", differing(ours_grad.cpu(), straight), 0)
+        yield exact(f"{shape} gradient", ours_grad, straight)
 
 
 # ------------------------------------------------------------------------------------------------------- products
@@ -217,7 +210,7 @@ def _surrounded(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
 
 def integers(*shape: int, seed: int = 0) -> Tensor:
     """All codes, -128 too."""
-    return torch.randint(-128, 128, shape, generator=torch.Generator().manual_seed(seed), dtype=torch.int8)
+    return torch.randint(-128, 128, shape, generator=generator(seed), dtype=torch.int8)
 
 
 def _operand(rows: int, columns: int, per: int | None, zeros: bool, seed: int) -> _Made:
@@ -250,8 +243,7 @@ def _product(
         expected = reference.int8_matmul(a.values, b.values, *a[1:], *b[1:], bias=bias, **final)
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in final.items()}
         ours = int8_matmul(*on_device, bias=None if bias is None else bias.to(device), **moved)
-        different = differing_codes if out is torch.int8 else differing
-        yield Result(f"bias {bias is not None}", different(ours.cpu(), expected), 0)
+        yield exact(f"bias {bias is not None}", ours, expected)
 
 
 def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device: torch.device) -> Iterator[Result]:
@@ -265,8 +257,8 @@ def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device
         )
         bias_here = None if bias is None else bias.to(device)
         ours = torch.ops.amp_kernels.int8_linear(x.to(device), weight.to(device), scale.to(device), bias_here)
-        yield Result(f"bias {bias is not None}", *error_and_allowed(ours.cpu(), theirs.to(dtype), truth))
-        yield Result("dtype", float(ours.dtype != dtype), 0)
+        yield within(f"bias {bias is not None}", ours.cpu(), theirs.to(dtype), truth)
+        yield same_kind("dtype", ours, truth.shape, dtype)
 
 
 # ---------------------------------------------------------------------------------------------------------- cases

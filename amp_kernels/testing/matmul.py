@@ -15,7 +15,7 @@ from torch import Tensor
 from ..functional import addmm, linear, matmul
 from ..functional.matmul import rounds_before_activation
 from ..reference.matmul import activate
-from .common import DTYPES, Case, Result, error_and_allowed, randn
+from .common import DTYPES, Case, Result, randn, same_kind, within
 
 LOW = {name: dtype for name, dtype in DTYPES.items() if dtype is not torch.float32}
 SIZES = (0, 1, 7, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 1023)
@@ -46,10 +46,9 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 def compare(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Result:
     """The error rule, where a correctly rounded result is always right: on few elements torch's error may be 0."""
-    error, allowed = error_and_allowed(ours.cpu(), theirs, truth)
     largest = truth.abs().max().item() if truth.numel() > 0 else 0.0
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(ours.dtype, 0.0)
-    return Result(name, error, max(allowed, 1.001 * rounding * largest, 2e-6 * largest if rounding == 0 else 0.0))
+    return within(name, ours.cpu(), theirs, truth, least=(1.001 * rounding if rounding else 2e-6) * largest)
 
 
 def _product(
@@ -60,7 +59,7 @@ def _product(
     on_device = [LAYOUTS[layout](x.to(device)) for layout, x in zip(layouts, (a, b), strict=True)]
     theirs = a @ b if out == dtype else (a.float() @ b.float()).to(out)
     ours = matmul(*on_device, out_dtype=out)
-    yield Result("dtype and shape", float(ours.dtype != out or ours.shape != theirs.shape), 0)
+    yield same_kind("dtype and shape", ours, theirs.shape, out)
     yield compare("product", ours, theirs, a.double() @ b.double())
 
 

@@ -16,17 +16,19 @@ from .common import (
     NORM_TOLERANCE,
     VALUES,
     Case,
+    Difference,
     Make,
     Result,
-    changed,
     clones,
     compare,
-    differing,
+    exact,
     many,
     mixed,
     of_sizes,
     place,
+    same_kind,
     shaped,
+    unchanged,
     values,
     with_element,
     written_outside,
@@ -60,8 +62,8 @@ def _unscale(
     factor, found_inf = torch.tensor(inv_scale, device=device), torch.tensor(found, device=device)
     unscale_(grads, inv_scale=factor, found_inf=found_inf)
     for i, (grad, old) in enumerate(zip(grads, before, strict=True)):
-        yield Result(f"grads[{i}]", differing(grad, (old.float() * factor).to(grad.dtype)), 0)
-    yield Result("found_inf", differing(found_inf, torch.tensor(expected, device=device)), 0)
+        yield exact(f"grads[{i}]", grad, (old.float() * factor).to(grad.dtype))
+    yield exact("found_inf", found_inf, torch.tensor(expected))
     yield Result("memory around grads", sum(map(written_outside, grads)), 0)
 
 
@@ -69,8 +71,13 @@ def _norm_result(norm: Tensor, grads: Sequence[Tensor], factor: Tensor | None) -
     squares = torch.stack([g.double().square().sum() for g in grads]).sum()
     truth = squares.sqrt().item() * (1.0 if factor is None else factor.double().item())
     if not math.isfinite(truth) or truth > torch.finfo(torch.float32).max:
-        return Result("norm", float(math.isfinite(norm.item())), 0)
-    return Result("norm", abs(norm.item() - truth), NORM_TOLERANCE * truth + 2.0**-150)  # half a denormal
+        return Result("norm", float(math.isfinite(norm.item())), 0, _norm_at(norm, truth))
+    # half a denormal more
+    return Result("norm", abs(norm.item() - truth), NORM_TOLERANCE * truth + 2.0**-150, _norm_at(norm, truth))
+
+
+def _norm_at(norm: Tensor, truth: float) -> Difference:
+    return Difference((), "float32", (), norm.item(), truth)
 
 
 def _grad_norm(
@@ -82,10 +89,10 @@ def _grad_norm(
     found_inf = torch.tensor(found, device=device)
     norm = grad_norm(grads, inv_scale=factor, found_inf=found_inf)
     yield _norm_result(norm, grads, factor)
-    yield Result("dtype and shape", float(norm.dtype != torch.float32 or norm.dim() != 0), 0)
-    yield Result("found_inf", differing(found_inf, torch.tensor(expected, device=device)), 0)
-    yield Result("bits of a second run", changed(norm, grad_norm(grads, inv_scale=factor)), 0)
-    yield Result("grads written", sum(map(changed, before, grads)), 0)
+    yield same_kind("dtype and shape", norm, (), torch.float32)
+    yield exact("found_inf", found_inf, torch.tensor(expected))
+    yield unchanged("bits of a second run", [norm], [grad_norm(grads, inv_scale=factor)])
+    yield unchanged("grads written", before, grads)
 
 
 def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float | None) -> Iterator[Case]:
@@ -114,11 +121,12 @@ def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Ite
     params = [torch.empty_like(g, requires_grad=True) for g in grads]
     theirs = [torch.empty_like(g, requires_grad=True) for g in grads]
     truth = [torch.empty_like(g, dtype=torch.float64, requires_grad=True) for g in grads]
-    for grad, ours, other, exact in zip(grads, params, theirs, truth, strict=True):
-        ours.grad, other.grad, exact.grad = grad, grad.clone(), grad.double()
+    for grad, ours, other, true in zip(grads, params, theirs, truth, strict=True):
+        ours.grad, other.grad, true.grad = grad, grad.clone(), grad.double()
     expected = _norm_result(torch.zeros(()), grads, None)
     norm = clip_grad_norm_(params, max_norm)
-    yield Result("norm", abs(norm.item() - expected.error), expected.allowed)
+    truth_norm = expected.error  # the norm less 0
+    yield Result("norm", abs(norm.item() - truth_norm), expected.allowed, _norm_at(norm, truth_norm))
     torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     torch.nn.utils.clip_grad_norm_(truth, max_norm)
     groups = ([p.grad for p in group if p.grad is not None] for group in (params, theirs, truth))

@@ -25,16 +25,16 @@ from .common import (
     Case,
     Make,
     Result,
-    changed,
     clones,
     compare,
-    differing,
+    exact,
     many,
     mixed,
     of_sizes,
     place,
     randn,
     shaped,
+    unchanged,
     values,
     with_element,
     written_outside,
@@ -209,7 +209,7 @@ class UpdateInputs:
         """
         for i, (param, fp32) in enumerate(zip(self.params, self.fp32(), strict=True)):
             if param is not fp32:
-                yield Result(f"params[{i}] from master", differing(param, fp32.to(param.dtype)), 0)
+                yield exact(f"params[{i}] from master", param, fp32.to(param.dtype))
 
 
 def torch_step(optimizer: torch.optim.Optimizer, grads: Sequence[Tensor], scale: float | None = None) -> None:
@@ -258,7 +258,7 @@ def _update(
         ours.step(grads, first=k == 0, **arguments)
         torch_step(theirs, grads, scale)
         torch_step(truth, grads, scale)
-        yield Result("grads written", sum(map(changed, before, grads)), 0)
+        yield unchanged("grads written", before, grads)
         all_grads += grads
 
     their_params, true_params = (o.param_groups[0]["params"] for o in (theirs, truth))
@@ -278,7 +278,7 @@ def _skipped(
     before = clones(ours.written())
     grads = [torch.full_like(p, math.inf) for p in ours.params]
     ours.step(grads, first=False, found_inf=torch.tensor(found, device=device))
-    yield Result("bits changed by a skipped step", sum(map(changed, before, ours.written())), 0)
+    yield unchanged("bits changed by a skipped step", before, ours.written())
 
 
 def _update_cases(op: str) -> Iterator[Case]:

@@ -3,65 +3,192 @@
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import re
+import shlex
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from dataclasses import asdict, dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
 from .. import backends, testing
-from ..report import table
+from ..report import environment
+from .common import Difference, lost_context, seeded
 
-HEADERS = ("operator", "backend", "dtype", "cases", "max error", "allowed", "pass")
+DTYPES = sorted({case.dtype for cases in testing.CASES.values() for case in cases})
+HEADERS = ("operator", "backend", "dtype", "cases", "seconds", "max error", "allowed", "pass")
+_BACKENDS = (*backends.BACKENDS, "default")
+_WIDTHS = (max(map(len, testing.CASES)), len("reference on cuda"), max(map(len, DTYPES)), 5, 7, 9, 9, 4)
+_PER_SECOND, _SECONDS_IN_A_LOG = 10, 10  # how often the counter is written: to a terminal, to a file
 
 
-class Row(NamedTuple):
+_NONE = testing.Result("", 0.0, 0.0)
+
+
+class Failure(NamedTuple):
+    """The first comparison of a case that failed, or what was raised instead."""
+
+    operator: str
+    backend: str
+    dtype: str
+    case: str
+    comparison: str
+    error: float
+    allowed: float
+    at: Difference | None
+    command: str
+
+    @property
+    def kind(self) -> tuple[str, ...]:
+        """What failures have in common that are told as one: the exception, or operator, backend and comparison."""
+        if self.allowed == 0 and self.error == math.inf and self.at is None:
+            return (self.comparison,)
+        return self.operator, self.backend, re.sub(r"\[\d+\]", "", self.comparison)
+
+    def sentence(self) -> str:
+        where = f"{self.operator} on {self.backend}, dtype {self.dtype}, case {self.case}: {self.comparison}"
+        if self.at is not None:
+            index = "" if self.at.index is None else f" at index {list(self.at.index)}"
+            where += f" of shape {list(self.at.shape)}, {self.at.dtype},{index} got {self.at.got}, "
+            where += f"expected {self.at.expected}"
+        if self.error == math.inf and self.at is None:
+            return where
+        return f"{where}; error {self.error:.3g}, allowed {self.allowed:.3g}"
+
+
+@dataclass
+class Row:
     """The cases of one operator, backend and dtype, and the comparison that came nearest to its bound."""
 
     operator: str
     backend: str
     dtype: str
-    cases: int
-    error: float
-    allowed: float
-    failures: list[str]
+    cases: int = 0
+    seconds: float = 0.0
+    worst: testing.Result = _NONE
+    failures: list[Failure] = field(default_factory=list)
 
     def cells(self) -> list[str]:
-        errors = ["exact" if x == self.allowed == 0 else f"{x:.2g}" for x in (self.error, self.allowed)]
+        errors = (self.worst.error, self.worst.allowed)
+        shown = ["exact" if x == self.worst.allowed == 0 else f"{x:.2g}" for x in errors]
         passed = f"NO ({len(self.failures)} failed)" if self.failures else "yes"
-        return [self.operator, self.backend, self.dtype, str(self.cases), *errors, passed]
+        return [self.operator, self.backend, self.dtype, str(self.cases), f"{self.seconds:.1f}", *shown, passed]
+
+    def record(self) -> dict[str, Any]:
+        """For JSON, which has no NaN and no inf."""
+        return {
+            "operator": self.operator, "backend": self.backend, "dtype": self.dtype, "cases": self.cases,
+            "seconds": round(self.seconds, 3), "error": _number(self.worst.error),
+            "allowed": _number(self.worst.allowed), "passed": not self.failures,
+        }  # fmt: skip
+
+
+class Counter:
+    """How many cases are done, on stderr: in place on a terminal, else a line every ten seconds."""
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done, self._in_place = total, 0, sys.stderr.isatty()
+        self._next = time.monotonic() + (0 if self._in_place else _SECONDS_IN_A_LOG)
+
+    def count(self, where: str) -> None:
+        self._done += 1
+        if time.monotonic() < self._next and self._done < self._total:
+            return
+        text = f"{self._done} of {self._total} cases: {where}"
+        print(
+            f"\r{text}\x1b[K" if self._in_place else text,
+            end="" if self._in_place else "\n",
+            file=sys.stderr,
+            flush=True,
+        )
+        self._next = time.monotonic() + (1 / _PER_SECOND if self._in_place else _SECONDS_IN_A_LOG)
+
+    def clear(self) -> None:
+        """Makes room for a line on the same terminal."""
+        if self._in_place:
+            print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``verify`` to the command line."""
     parser = commands.add_parser("verify", help="Checks every operator on every backend against torch and fp64.")
-    parser.add_argument("--backend", choices=backends.BACKENDS, help="only this one (default: all that run here)")
+    parser.add_argument("--backend", choices=_BACKENDS, help="only this backend (default: all that run here)")
     parser.add_argument("--device", choices=tuple(backends.PREFERENCE), help="only tensors on this device")
-    parser.add_argument("--op", action="append", choices=tuple(testing.CASES), help="only this operator (repeatable)")
-    parser.set_defaults(run=lambda args: verify(args.backend, args.device, args.op))
+    operators = tuple(testing.CASES)
+    parser.add_argument(
+        "--op",
+        action="append",
+        choices=operators,
+        metavar="OP",
+        help=f"only this operator: {', '.join(operators)} (repeatable)",
+    )
+    parser.add_argument(
+        "--dtype",
+        action="append",
+        choices=DTYPES,
+        metavar="DTYPE",
+        help=f"only this dtype: {', '.join(DTYPES)} (repeatable)",
+    )
+    parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
+    parser.add_argument("--seed", type=int, default=0, help="for other random inputs (default: 0, those of the tests)")
+    parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
+    parser.set_defaults(run=lambda a: verify(a.backend, a.device, a.op, a.dtype, a.case, seed=a.seed, as_json=a.json))
 
 
-def verify(backend: str | None = None, device: str | None = None, ops: Sequence[str] | None = None) -> int:
-    """Prints the table; returns 0, 1 if a case failed, or 2 if what was asked for cannot run here."""
+def verify(
+    backend: str | None = None,
+    device: str | None = None,
+    ops: Sequence[str] | None = None,
+    dtypes: Sequence[str] | None = None,
+    names: Sequence[str] | None = None,
+    *,
+    seed: int = 0,
+    as_json: bool = False,
+) -> int:
+    """Prints a row when its cases end; returns 0, 1 if a case failed, or 2 if nothing that was asked for runs here."""
     places, reasons = _places(backend, device)
     if not places:
         print(f"verify: {backend or 'that'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
         return 2
-    operators = ops or list(testing.CASES)
     several = len({on for _, on in places}) > 1
-    # Where no backend is forced torch multiplies on a GPU; every other operator has its first backend there.
-    chosen = [
-        (op, *place) for op in operators for place in places if place[0] != "default" or op in testing.matmul.CASES
+    plan = [  # (device, row, its cases)
+        (on, Row(op, f"{where} on {on}" if several and where in ("reference", "triton") else where, dtype), cases)
+        for op in ops or testing.CASES
+        for where, on in places
+        # Where no backend is forced torch multiplies on a GPU; every other operator has its first backend there.
+        if where != "default" or op in testing.matmul.CASES
+        for dtype, cases in _by_dtype(op, dtypes, names).items()
     ]
-    rows = [row for op, where, on in chosen for row in _rows(op, where, on, label=several)]
-    print(_table([row.cells() for row in rows]))
-    failures = [failure for row in rows for failure in row.failures]
-    for failure in failures:
-        print(failure)
-    cases = sum(row.cases for row in rows)
-    print(f"\n{cases} cases, {len(failures)} failed" if failures else f"\nall {cases} cases passed")
-    return 1 if failures else 0
+    if not plan:
+        print("verify: no case has that operator, dtype and name; run without --dtype and --case", file=sys.stderr)
+        return 2
+    if not as_json:
+        _print_cells(HEADERS)
+        _print_cells(["-" * width for width in _WIDTHS])
+    stopped, counter = "", Counter(sum(len(cases) for *_, cases in plan))
+    for on, row, cases in plan:
+        with seeded(seed):
+            stopped = _run_row(row, cases, on, seed, counter)
+        counter.clear()
+        if not as_json:
+            _print_cells(row.cells())
+        if stopped:
+            break
+    rows = [row for _, row, _ in plan if row.cases]
+    return (_print_json if as_json else _print_failures)(rows, stopped, seed)
+
+
+def _by_dtype(op: str, dtypes: Sequence[str] | None, names: Sequence[str] | None) -> dict[str, list[testing.Case]]:
+    found: dict[str, list[testing.Case]] = {}
+    for case in testing.CASES[op]:
+        if (not dtypes or case.dtype in dtypes) and (not names or case.name in names):
+            found.setdefault(case.dtype, []).append(case)
+    return found
 
 
 def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, str]], list[str]]:
@@ -78,27 +205,25 @@ def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, st
                 places.append((name, on))
             else:
                 reasons.append(f"on {on} tensors: {reason}")
-        if on == "cuda" and backend is None:
+        if on == "cuda" and backend in (None, "default"):
             places.append(("default", on))
     return places, reasons
 
 
-def _rows(op: str, backend: str, device: str, *, label: bool) -> Iterator[Row]:
-    name = f"{backend} on {device}" if label and backend in ("reference", "triton") else backend
-    cases = testing.CASES[op]
-    for dtype in dict.fromkeys(case.dtype for case in cases):
-        worst, failures = testing.Result("", 0.0, 0.0), []
-        chosen = [case for case in cases if case.dtype == dtype]
-        for case in chosen:
-            results = _run(case, backend, device)
-            worst = max([worst, *results], key=_nearness)
-            bad = [result for result in results if not result.passed]
-            if bad:
-                failures.append(
-                    f"{op} on {name}, {case}: "
-                    + "; ".join(f"{r.name}: error {r.error:.3g}, allowed {r.allowed:.3g}" for r in bad[:3])
-                )
-        yield Row(op, name, dtype, len(chosen), worst.error, worst.allowed, failures)
+def _run_row(row: Row, cases: Sequence[testing.Case], device: str, seed: int, counter: Counter) -> str:
+    """Runs the cases; returns "", or what CUDA says after a case that took the process its context."""
+    start, backend = time.monotonic(), row.backend.partition(" ")[0]
+    for case in cases:
+        results = _run(case, backend, device)
+        row.cases, row.seconds = row.cases + 1, time.monotonic() - start
+        row.worst = max([row.worst, *results], key=_nearness)
+        if bad := [result for result in results if not result.passed]:
+            command = _command(case, backend, device, seed)
+            row.failures.append(Failure(row.operator, row.backend, row.dtype, case.name, *bad[0], command))
+            if stopped := lost_context(device):
+                return stopped
+        counter.count(f"{row.operator} on {row.backend}")
+    return ""
 
 
 def _run(case: testing.Case, backend: str, device: str) -> list[testing.Result]:
@@ -115,5 +240,62 @@ def _nearness(result: testing.Result) -> float:
     return result.error / result.allowed if result.allowed > 0 else -1.0
 
 
-def _table(rows: Sequence[Sequence[str]]) -> str:
-    return table(HEADERS, rows)
+def _command(case: testing.Case, backend: str, device: str, seed: int) -> str:
+    """The line for a shell that runs this case alone."""
+    words = ["python", "-m", "amp_kernels", "verify", "--backend", backend, "--device", device]
+    words += ["--op", case.op, "--dtype", case.dtype, "--case", case.name, *(["--seed", str(seed)] if seed else [])]
+    interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET")
+    return ("TRITON_INTERPRET=1 " if interpreted else "") + shlex.join(words)
+
+
+def _print_cells(cells: Sequence[str]) -> None:
+    print("  ".join(cell.ljust(width) for cell, width in zip(cells, _WIDTHS, strict=True)).rstrip(), flush=True)
+
+
+def _grouped(rows: Sequence[Row]) -> Iterator[list[Failure]]:
+    groups: dict[tuple[str, ...], list[Failure]] = {}
+    for failure in (failure for row in rows for failure in row.failures):
+        groups.setdefault(failure.kind, []).append(failure)
+    return iter(groups.values())
+
+
+def _print_failures(rows: Sequence[Row], stopped: str, _: int) -> int:
+    """The first failure of each kind and the number of the others; then the count of cases."""
+    for first, *others in _grouped(rows):
+        print(f"\n{first.sentence()}\n  run it alone: {first.command}")
+        if others:
+            print(f"  {len(others)} other cases fail in the same way (--json lists them)")
+    cases, failed = sum(row.cases for row in rows), sum(len(row.failures) for row in rows)
+    print(f"\n{cases} cases, {failed} failed" if failed else f"\nall {cases} cases passed")
+    if stopped:
+        last = rows[-1].failures[-1]
+        print(
+            f"verify: {last.operator} on {last.backend} lost the CUDA context in case {last.dtype}-{last.case}, so "
+            f"nothing later could run: {stopped}",
+            file=sys.stderr,
+        )
+    return 1 if failed else 0
+
+
+def _print_json(rows: Sequence[Row], stopped: str, seed: int) -> int:
+    failures = [failure for row in rows for failure in row.failures]
+    document = {
+        "environment": environment(), "seed": seed, "cases": sum(row.cases for row in rows), "failed": len(failures),
+        "lost_context": stopped or None, "rows": [row.record() for row in rows],
+        "failures": [_failure_record(failure) for failure in failures],
+    }  # fmt: skip
+    print(json.dumps(document, indent=1, allow_nan=False))
+    return 1 if failures else 0
+
+
+def _failure_record(failure: Failure) -> dict[str, Any]:
+    values = failure._asdict() | {"error": _number(failure.error), "allowed": _number(failure.allowed)}
+    if failure.at is not None:
+        at = asdict(failure.at)
+        values["at"] = {name: _number(value) if isinstance(value, float) else value for name, value in at.items()}
+    return values
+
+
+def _number(value: float) -> float | str:
+    """JSON has no NaN and no inf: their names instead."""
+    return value if math.isfinite(value) else str(value)

@@ -239,17 +239,21 @@ def paired(a: dict[str, float], b: dict[str, float]) -> list[float]:
 
 
 def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
-    """The distance of 16 x 2 beside the largest that another order makes, which batch norm enlarges."""
+    """The distance of 16 x 2 and that of another order. It is far beyond the largest of the latter, which batch norm
+    enlarges. The median bounds what is near: some seeds amplify rounding a hundredfold."""
     found = column(rows, norm, SPLIT, "distance")
     networks = (NO_NORM, NORM) if norm == NORM else (NO_NORM,)
     control = [value for each in networks for value in column(rows, each, REORDERED, "distance").values()]
     if not found or not control:
         return Verdict(UNDECIDED, "Not measured.")
-    limit = FEW * max(control)
+    told_of, rounding = ("up to ", max(control)) if is_far else ("", statistics.median(control))
+    limit = FEW * rounding
     far = [value > limit for value in found.values()]
     yes, no = (all(far), not any(far)) if is_far else (not any(far), all(far))
     told = f"At most {max(found.values()):.2g} and at least {min(found.values()):.2g} in {len(found)} seeds; "
-    return decided(yes, no, told + f"another order alone makes up to {max(control):.2g}.")
+    return decided(
+        yes, no, told + f"another order alone makes {told_of}{rounding:.2g}{'' if is_far else ' in the median seed'}."
+    )
 
 
 def accuracies(
@@ -293,13 +297,15 @@ def no_drift(dtype: str, rows: Sequence[Row]) -> Verdict:
 CLAIMS = (
     Claim(
         "Without batch norm two batches of 16 give the loss curve of one of 32, in fp32.",
-        "The largest relative difference of the loss over all steps is compared with that of a training whose batches "
-        "of 32 hold the same images in another order, which is rounding alone. Holds if it is at most "
-        f"{FEW} times the largest of the latter in every seed, falsified if it is more in every seed; else undecided.",
+        "The largest relative difference of the loss over all steps is compared with the difference that another order "
+        "of the images in each batch of 32 makes, which is rounding alone. Holds if the former is at most "
+        f"{FEW} times the median of the latter over seeds, in every seed; falsified if it is more in every seed; else "
+        f"undecided. (Before the data was there the bound was {FEW} times the maximum over seeds. That was a thousand "
+        "times what was measured, and the median replaced it.)",
         partial(beside_rounding, NO_NORM, False),
     ),
     Claim(
-        "Without batch norm the accuracy is the same too (published: 0.3770 both).",
+        "Without batch norm the accuracy is the same too (published: a mAP of 0.3770 both).",
         "Holds if the accuracies of every seed are equal, falsified if the mean difference is more than 2 standard "
         "errors; else undecided.",
         partial(accuracies, NO_NORM, lambda values, mean, error: (not any(values), abs(mean) > 2 * error)),
@@ -380,21 +386,26 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 PUBLISHED = (
     Table(
-        "Accuracy by batch x accumulated batches (source not recorded)",
-        ("network", "32 x 1", "16 x 2", "16 x 1"),
-        (("with batch norm, %", "73.85", "73.25", "73.19"), ("without batch norm", "0.3770", "0.3770", "0.3660")),
+        "Faster R-CNN without batch norm: mAP by batch x accumulated batches (MMCV, pull request 1221)",
+        ("2 x 1", "1 x 2", "1 x 1"),
+        (("0.3770", "0.3770", "0.3660"),),
+    ),
+    Table(
+        "ResNet-34 with batch norm: accuracy in % by batch x accumulated batches (MMCV, pull request 1221)",
+        ("32 x 1", "16 x 2", "16 x 1"),
+        (("73.85", "73.25", "73.19"),),
     ),
 )
 ABOUT = """
-A small CNN with or without batch norm learns scikit-learn's digits in fp32 with SGD: from batches of 32; from two of
-16 whose gradients are added up, with the same images in every step; and from batches of 16 alone, with twice as many
-steps. A fourth training has the images within each batch of 32 in another order, which changes nothing but rounding:
-it says how far apart two loss curves lie that are equal within rounding.
+A small CNN learns scikit-learn's digits in fp32 with SGD, with or without batch norm. One training takes batches of 32.
+A second takes two batches of 16 with the same images and adds up their gradients. A third takes batches of 16 alone and
+twice as many steps. In a fourth the images within each batch of 32 have another order. This changes only the rounding,
+so it shows how far apart two loss curves are that are equal except for rounding.
 
-An MLP with 16-bit weights then takes gradients of 256 images: in one batch; one image after another, added up in
-`.grad`, which is in 16 bits; and the same with `p.grad_dtype = torch.float32`. The error is that of the first step's
-gradient, relative to the whole batch in fp64 with the same weights. Each peer's optimizer takes the sums in fp32 of
-bf16 weights, or gives the reason why it does not.
+An MLP with 16-bit weights then learns from 256 images a step: in one batch; one image after another, added up in
+`.grad`, which has 16 bits; and one after another with `p.grad_dtype = torch.float32`. The error is the distance between
+the first step's gradient and the gradient of the whole batch in fp64, relative to the latter. Each package's optimizer
+takes fp32 sums for bf16 weights, or the table gives the reason why it does not.
 """
 
 
@@ -407,7 +418,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             points = [tuple(map(float, point.split(":"))) for point in row["curve"].split()]
             points = [(step, distance) for step, distance in points if distance > 0]  # a logarithm has no 0
             left.plot(*zip(*points, strict=True), color=colour, alpha=0.7, linewidth=1, label="" if k else label)
-    left.set(yscale="log", xlabel="step; a line for each seed", ylabel="largest relative distance so far")
+    left.set(
+        yscale="log", xlabel="step; a line for each seed", ylabel="largest relative distance so far (lower is nearer)"
+    )
     left.set_title("fp32: distance of the loss from that of 32 x 1", fontsize=11)
     left.legend(fontsize=8, loc="center left", bbox_to_anchor=(0, 0.62))
     left.grid(alpha=0.3)
@@ -422,7 +435,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
                 )
                 right.bar_label(bar, fmt="%.2g", fontsize=8, padding=2)
     right.set_xticks(range(len(SIXTEEN)), SIXTEEN)
-    right.set(ylabel="% of the gradient in fp64")
+    right.set(ylabel="% of the gradient in fp64 (lower is better)")
     right.set_title("16 bits: error of the gradient", fontsize=11)
     right.margins(y=0.35)
     right.legend(fontsize=8)

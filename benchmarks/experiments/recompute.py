@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from amp_kernels.optim import FusedAdamW
 
 from ..demo_training import Size, Transformer, batches
+from ..plot import BLUES
 from . import text
 from .harness import (
     FALSIFIED,
@@ -102,7 +103,7 @@ PEERS = (
     Way("bitsandbytes, int8 products", prepare=_bitsandbytes),
     Way("torchao, int8 products", prepare=_torchao),
 )
-COLOURS = dict(zip((way.name for way in WAYS), ("tab:gray", "tab:orange", "tab:blue", "tab:green"), strict=True))
+COLOURS = dict(zip((way.name for way in WAYS), ("tab:gray", "tab:orange", *BLUES[:2]), strict=True))
 
 
 @dataclass(frozen=True)
@@ -429,7 +430,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 PUBLISHED = (
     Table(
-        "Fine-tuning with and without checkpoints (source not recorded)",
+        "Fine-tuning with and without checkpoints (the blog of qywu, qywu.github.io)",
         ("way", "batch", "memory, MB", "time", "accuracy"),
         (
             ("everything kept", "24", "10972", "27m05s", "0.7997"),
@@ -439,17 +440,22 @@ PUBLISHED = (
     ),
 )
 ABOUT = """
-A causal Transformer learns to predict the source of Python's standard library byte by byte, in four ways that start
-from the same weights and see the same batches: everything is kept for the backward pass; every block is recomputed
-under `torch.utils.checkpoint`; what autograd saves is quantized by `int8_saved_activations`; both, where what the
-checkpoints save is int8. The four take their steps in turn in one process.
+A causal Transformer learns to predict the source of Python's standard library byte by byte. It is trained in four ways,
+with the same initial weights and batches:
 
-Memory is that of activations and gradients in one step, above weights and optimizer state: "held" is what the forward
-pass leaves, "peak" the most during both passes. On a GPU the allocator counts it; on a CPU every tensor that an
-operator returns counts with the bytes of its storage for as long as it lives, which leaves out scratch memory inside
-of operators. Accuracy is the share of the bytes of held-out text that the model predicts after training on the same
-number of sequences. No peer saves activations in int8, so beside the four ways stand the nearest features of the
-peers: gradients released during the backward pass, and linear layers whose products are int8.
+- everything kept: what the backward pass needs stays in memory
+- checkpoints: every block is computed again under `torch.utils.checkpoint`
+- int8 kept: `int8_saved_activations` quantizes what autograd saves
+- int8 checkpoints: both; what the checkpoints save is int8
+
+The four ways take turns in one process.
+
+Memory is the bytes of activations and gradients in one step, without weights and optimizer state. "held" is what the
+forward pass leaves; "peak" is the most during both passes. On a GPU the allocator counts it. On a CPU each tensor that
+an operator returns counts, with the bytes of its storage, as long as it lives; scratch memory inside operators does not
+count. Accuracy is the share of the bytes of held-out text that the model predicts, after training on the same number of
+sequences. No other package saves activations in int8. The nearest features of the others are measured instead:
+gradients that are released during the backward pass, and linear layers with int8 products.
 """
 
 
@@ -467,7 +473,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     handles += [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in markers.values()]
     labels = [*COLOURS, *(f"batch {batch}" for batch in markers)]
     figure.legend(handles, labels, fontsize=9, loc="outside upper center", ncols=len(labels))
-    left.set(xlabel="peak memory of a step, everything kept = 1", ylabel="time of a step, everything kept = 1")
+    left.set(
+        xlabel="peak memory of a step, everything kept = 1 (lower is better)",
+        ylabel="time of a step, everything kept = 1 (lower is better)",
+    )
     left.set(xlim=(0, 1.1), title="What memory costs in time")
     left.grid(alpha=0.3)
     full = picked(rows, LARGEST)
@@ -477,7 +486,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     right.bar_label(bars)
     right.margins(y=0.1)
     right.tick_params(axis="x", labelsize=8)
-    right.set(ylabel="sequences", title=f"Largest batch in {rows[0]['budget_mb'] if rows else '?'} MB")
+    right.set(
+        ylabel="sequences (higher is better)", title=f"Largest batch in {rows[0]['budget_mb'] if rows else '?'} MB"
+    )
     figure.savefig(path, dpi=110)
     plt.close(figure)
 

@@ -3,7 +3,10 @@
 import argparse
 import csv
 import importlib
+import itertools
+import json
 import os
+import re
 import subprocess
 import sys
 
@@ -97,6 +100,9 @@ def test_shares_and_ratios_are_of_what_was_timed_side_by_side(tmp_path, common, 
     # half the bytes of the copy; it took 2, 1.5, 2 times as long as ours, 2, 1.8, 1 times as long as the peer
     assert [float(rows[name]["copy_percent"]) for name in ("ours", "peer", "copy")] == [100.0, 90.0, 100.0]
     assert [rows[name]["ratio_to_ours"] for name in ("ours", "peer", "copy")] == ["1.0", "2.5", ""]
+    # the percentiles of 3, 2.5 and 2, not those of the times
+    assert [rows[name]["ratio_p20"] for name in ("ours", "peer", "copy")] == ["1.0", "1.9", ""]
+    assert [rows[name]["ratio_p80"] for name in ("ours", "peer", "copy")] == ["1.0", "3.1", ""]
     assert [float(rows[name]["median_ms"]) for name in ("ours", "peer", "copy")] == [2.0, 5.0, 7.0]
 
 
@@ -174,16 +180,21 @@ CASE = {
     "copy_percent": "80", "gb_s": "1", "note": "", "device_name": "a machine", "torch_version": "2",
     "amp_kernels_version": "1", "timestamp": "2026-11-23T00:00:00",
 }  # fmt: skip
-COLUMNS = (*CASE, "contender", "median_ms", "ratio_to_ours")
+COLUMNS = (*CASE, "contender", "median_ms", "p20_ms", "p80_ms", "ratio_to_ours", "ratio_p20", "ratio_p80")
 
 
 def write(path, *rows):
-    """A CSV of (contender, ms, times as long as ours or "") and what is special about a row."""
+    """A CSV of (contender, ms, times as long as ours or "") and what is special about a row. Times are within a tenth,
+    ratios within a fiftieth."""
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
         for contender, ms, ratio, *special in rows:
             own = {"contender": contender, "median_ms": ms, "ratio_to_ours": ratio}
+            if ms:
+                own |= {"p20_ms": str(0.9 * float(ms)), "p80_ms": str(1.1 * float(ms))}
+            if ratio:
+                own |= {"ratio_p20": str(0.98 * float(ratio)), "ratio_p80": str(1.02 * float(ratio))}
             writer.writerow(CASE | own | (special[0] if special else {}))
 
 
@@ -209,9 +220,21 @@ def test_a_line_has_the_fastest_peer_of_the_largest_size_and_fp32_apart(summary,
     write(tmp_path / "sgd.csv", *ROWS)
     rows = summary.benchmarks(tmp_path)["sgd"]
     win, loss = summary.lines(rows)
-    assert win.cells("**") == ["step", "float16", "1,000", "2.0", "80", "torch", "3.0", "1.5", "**1.8**"]
-    assert loss.cells("**") == ["step, ResNet-50", "float16", "1,000", "4.0", "80", "torch", "3.0", "**0.75**", ""]
-    assert (win.is_loss, loss.is_loss) == (False, True)
+    faster, slower = "1.50 (1.47 to 1.53)", "**0.750 (0.735 to 0.765)**"
+    assert win.cells("**") == ["step", "float16", "1,000", "2.00", "1.00", "80", "torch", "3.00", faster, "**1.80**"]
+    assert loss.cells("**") == [
+        "step, ResNet-50",
+        "float16",
+        "1,000",
+        "4.00",
+        "1.00",
+        "80",
+        "torch",
+        "3.00",
+        slower,
+        "",
+    ]
+    assert (win.verdict, loss.verdict, win.verdict_of_fp32) == ("faster", "slower", "slower")
     absent, broken = ("absent", "nosuch is not installed"), ("amp_kernels FusedSGD", "wrong: error 1")
     assert summary.not_timed(rows) == {absent: 1, broken: 1}
     assert summary.missing_packages(rows) == ["nosuch"]
@@ -221,10 +244,54 @@ def test_a_machine_s_section_counts_its_losses(summary, tmp_path):
     write(tmp_path / "sgd.csv", *ROWS)
     (tmp_path / "sgd.png").touch()
     told = "\n".join(summary.machine(tmp_path))
-    counts = "Ours loses in 1 of 2 cases. fp32 is faster than ours in 1."
+    counts = "amp_kernels is faster than the fastest peer in 1 of 2 cases and slower in 1."
     assert f"a machine, torch 2, amp_kernels 1, 2026-11-23. {counts}" in told
     assert f"[sgd.png]({tmp_path.name}/sgd.png)" in told
     assert "- absent: nosuch is not installed (1 case)\n- amp_kernels FusedSGD: wrong: error 1 (1 case)" in told
+
+
+@pytest.mark.parametrize(
+    ("ratio", "bounds", "verdict"),
+    [
+        ("1.1", ("1.01", "1.2"), "faster"), ("1.1", ("0.99", "1.2"), "no verdict"), ("0.9", ("0.8", "0.99"), "slower"),
+        ("0.9", ("0.8", "1.01"), "no verdict"), ("1.1", ("", ""), "no verdict"), ("1.3", ("", ""), "faster"),
+        ("0.9", ("", ""), "no verdict"),
+    ],
+)  # fmt: skip
+def test_there_is_no_verdict_inside_the_spread(ratio, bounds, verdict, summary, tmp_path):
+    """Without percentiles of ratios, as in older CSVs, those of the times bound them."""
+    special = dict(zip(("ratio_p20", "ratio_p80"), bounds, strict=True))
+    ours = ("amp_kernels FusedSGD", "2.0", "1.0")
+    write(tmp_path / "sgd.csv", ours, ("torch", str(2 * float(ratio)), ratio, special))
+    (line,) = summary.lines(summary.benchmarks(tmp_path)["sgd"])
+    assert line.verdict == verdict and ("**" in line.cells("**")[-2]) == (verdict == "slower")
+    told = {"faster": "in 1 of 1 cases and slower in 0", "slower": "in 0 of 1 cases and slower in 1"}
+    even = "in 0 of 1 cases and slower in 0; in 1 the spread includes 1, which is no verdict"
+    assert summary.verdicts([line]).endswith(told.get(verdict, even))
+
+
+def test_the_page_opens_with_wins_and_losses(summary, tmp_path):
+    (tmp_path / "machine").mkdir()
+    write(tmp_path / "machine" / "sgd.csv", *ROWS, ("amp_kernels FusedSGD", "4.0", "1.0", {"case": "step, alone"}))
+    row = "| machine | [sgd](#sgd-on-machine) | 2 | 1 | 1 | 0 | 1 of 1 | 2026-11-23 |"
+    page = summary.page([tmp_path / "machine"])
+    assert row in page.split("## ")[0] and "### sgd on machine\n" in page
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("0.0065377", "0.00654"),
+        ("59.707", "59.7"),
+        ("9999.6", "10,000"),
+        (1.0, "1.00"),
+        (-0.02, "-0.0200"),
+        ("0", "0"),
+        ("", ""),
+    ],
+)
+def test_numbers_have_one_format(value, text, summary):
+    assert summary.number(value) == text
 
 
 def test_the_figures_of_the_readme_are_written_between_their_marks(summary):
@@ -234,16 +301,96 @@ def test_the_figures_of_the_readme_are_written_between_their_marks(summary):
     assert written.count("\n- ") == len(summary.GAINS) and "an old figure" not in written
 
 
+# -------------------------------------------------------------------------------------------------------- the figures
+@pytest.fixture
+def plot():
+    return importlib.import_module(f"{PACKAGE}.plot")
+
+
+@pytest.fixture
+def drawn(plot, monkeypatch):
+    """The figures that are saved, by file name, which stay open."""
+    figures = {}
+    monkeypatch.setattr(plot.Figure, "savefig", lambda self, path, **_: figures.__setitem__(path.name, self))
+    monkeypatch.setattr(plot.plt, "close", lambda _: None)
+    yield figures
+    monkeypatch.undo()
+    plot.plt.close("all")
+
+
+@pytest.mark.parametrize("benchmark", ["int8", "matmul", "sgd", "unscale"])
+def test_no_two_series_of_a_committed_figure_look_alike(benchmark, plot, summary, drawn):
+    """Of 14 peers too, and amp_kernels alone is blue."""
+    folder = summary.RESULTS / "cpu-2-cores-amd-epyc"
+    rows = summary.read(folder / f"{benchmark}.csv")
+    peers = [{**rows[1], "contender": f"peer {i}"} for i in range(14)]
+    style = plot.styles([*rows, *peers]).items()
+    looks = {name: (look["color"], look.get("marker")) for name, look in style}
+    assert len(set(looks.values())) == len(looks) >= 16
+    blues = {name for name, (colour, _) in looks.items() if colour in plot.BLUES}
+    assert blues == {name for name in looks if name.startswith("amp_kernels")} and blues
+    assert looks[min(blues, key=list(looks).index)][0] == "tab:blue"
+
+
+def ratio_rows():
+    for case, ratio in (("step, a", "0.25"), ("step, b", "4.0")):
+        yield "amp_kernels.step", "2.0", "1.0", {"case": case, "scaler": "none"}
+        yield "torch", str(2 * float(ratio)), ratio, {"case": case, "scaler": "none"}
+    yield "amp_kernels.step", "2.0", "1.0", {"case": "step, alone", "scaler": "none"}
+    yield "torch", "", "", {"case": "step, alone", "scaler": "none", "note": "needs a GPU"}
+
+
+def test_a_figure_of_ratios_says_which_side_is_better_and_what_is_not_there(plot, drawn, tmp_path):
+    write(tmp_path / "sgd.csv", *ratio_rows())
+    plot.draw(tmp_path)
+    (axes,) = drawn["sgd.png"].axes
+    assert "left of 1 the peer is faster, right of 1 amp_kernels" in axes.get_xlabel()
+    assert [text.get_text() for text in axes.texts] == [" not timed: needs a GPU"]
+    drawn["sgd.png"].canvas.draw()
+    boxes = [t.get_window_extent() for t in axes.get_xticklabels(which="both") if t.get_text()]
+    inside = sorted((box for box in boxes if axes.bbox.x0 <= box.x0 and box.x1 <= axes.bbox.x1), key=lambda box: box.x0)
+    assert len(inside) >= 3 and all(a.x1 < b.x0 for a, b in itertools.pairwise(inside))
+
+
+def test_figures_of_many_cases_have_panels(plot, drawn, tmp_path):
+    cases = [(f"{work}, {size}", dtype) for work in ("mm", "mm + gelu") for dtype in ("a", "b") for size in range(11)]
+    rows = (
+        (name, "2.0", "1.0", {"case": case, "dtype": dtype})
+        for case, dtype in cases
+        for name in ("amp_kernels.mm", "torch")
+    )
+    write(tmp_path / "matmul.csv", *rows)
+    plot.draw(tmp_path)
+    titles = [axes.get_title() for axes in drawn["matmul.png"].axes]
+    assert titles == ["mm, a", "mm, b", "mm + gelu, a", "mm + gelu, b"]
+    assert [label.get_text() for label in drawn["matmul.png"].axes[0].get_yticklabels()] == [str(k) for k in range(11)]
+
+
+def test_figures_of_sizes_name_the_class_and_say_what_was_not_timed(plot, drawn, tmp_path):
+    absent = {"case": "other, few large", "note": "needs 9 GB"}
+    write(tmp_path / "sgd.csv", *ROWS, ("amp_kernels FusedSGD", "", "", absent), ("copy", "1", "", absent))
+    plot.draw(tmp_path)
+    speed, bars = drawn["sgd.png"], drawn["sgd_largest.png"]
+    assert speed.get_suptitle() == bars.get_suptitle() == "FusedSGD on a machine, torch 2"
+    (nothing, there), labels = bars.axes, [text.get_text() for text in bars.axes[1].texts]
+    assert nothing.texts[0].get_text() == "not timed: needs 9 GB" and "lower is better" in there.get_xlabel()
+    assert "higher is better" in speed.axes[1].get_ylabel()
+    assert "not timed: ModuleNotFoundError: No module named 'nosuch'" in [text.replace("\n", " ") for text in labels]
+    (ours,) = (line for line in speed.axes[1].lines if line.get_label() == "amp_kernels FusedSGD, torch")
+    assert ours.get_color() == "tab:blue"
+
+
 # ----------------------------------------------------------------------------------------- python -m amp_kernels bench
 def test_bench_prints_and_writes(tmp_path, capfd):
     assert bench.bench(["overhead"], out=tmp_path / "out") == 0
     told = capfd.readouterr().out
-    assert "unscale_ of 1000" in told and "times faster" in told and "other run, ms" not in told
+    assert "unscale_ of 1000" in told and "GB/s" in told and "other run, ms" not in told
+    assert re.search(r"\d \(\d[\d.,]* to \d[\d.,]*\)", told)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["overhead.csv", "overhead.png"]
 
 
 def test_bench_puts_another_run_beside(tmp_path, capsys, monkeypatch):
-    def run(family, out):
+    def run(family, out, to):
         out.mkdir()
         write(out / f"{family}.csv", *ROWS)
         return True
@@ -253,13 +400,86 @@ def test_bench_puts_another_run_beside(tmp_path, capsys, monkeypatch):
     write(earlier / "sgd.csv", ("amp_kernels FusedSGD", "1.6", "1.0"))  # of one of the two cases
     monkeypatch.setattr(bench, "_run", run)
     assert bench.bench(["sgd"], compare=earlier, out=tmp_path / "out") == 0
-    lines = [line.split() for line in capsys.readouterr().out.splitlines() if line.startswith("sgd")]
-    assert lines[0][-2:] == ["1.6", "1.25"] and lines[1][-1] == "0.75"
+    told = capsys.readouterr().out
+    lines = [line for line in told.splitlines() if line.startswith("sgd")]
+    assert lines[0].split()[-5:] == ["1.60", "1.25", "(1.02", "to", "1.53)"] and lines[1].endswith("0.765)")
+    assert "is faster than the fastest peer in 1 of 2 cases and slower in 1." in told
+    assert re.search(r"^amp_kernels  \S+, commit \S+$", told, re.MULTILINE) and re.search(
+        "^threads  +\\d", told, re.MULTILINE
+    )
+
+
+def test_bench_prints_json(tmp_path, capsys, monkeypatch):
+    def run(family, out, to):
+        print("progress", file=to)
+        out.mkdir(exist_ok=True)
+        write(out / f"{family}.csv", *ROWS)
+        return family != "adam"
+
+    earlier = tmp_path / "earlier"
+    earlier.mkdir()
+    write(earlier / "sgd.csv", ("amp_kernels FusedSGD", "1.6", "1.0"))
+    monkeypatch.setattr(bench, "_run", run)
+    monkeypatch.setattr(importlib.import_module(f"{PACKAGE}.plot"), "draw", lambda _: None)
+    assert bench.bench(["sgd", "adam"], compare=earlier, out=tmp_path / "out", as_json=True) == 1
+    told = capsys.readouterr()
+    document = json.loads(told.out)
+    assert told.err == "progress\nprogress\n" and document["failed"] == ["adam"]
+    assert {"torch", "CUDA", "GPU", "CPU", "threads", "amp_kernels"} == set(document["environment"])
+    win = document["cases"][2]
+    assert (win["case"], win["times_faster"], win["spread"], win["verdict"]) == (
+        "step, few large",
+        1.5,
+        [1.47, 1.53],
+        "faster",
+    )
+    assert win["amp_kernels"]["gb_s"] == 1 and win["amp_kernels"]["copy_percent"] == 80
+    assert (win["other_ms"], win["times_as_long"]) == (1.6, 1.25) and "other_ms" not in document["cases"][3]
+    assert {"name": "absent", "why": "nosuch is not installed", "cases": 2} in document["not_timed"]
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-16-be"])
+def test_another_run_may_come_from_a_spreadsheet(encoding, tmp_path):
+    write(tmp_path / "sgd.csv", ("amp_kernels FusedSGD", "1.6", "1.0"))
+    text = (tmp_path / "sgd.csv").read_text()
+    mark = "\ufeff" if encoding.endswith("be") else ""
+    (tmp_path / "sgd.csv").write_bytes((mark + text).encode(encoding))
+    (row,) = bench._earlier(tmp_path).values()
+    assert row["median_ms"] == "1.6"
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        (None, "sgd.csv must be a CSV file, got a folder"),
+        ("fast", "median_ms must be a positive number in all of .*sgd.csv, got 'fast'"),
+        ("1,6", "median_ms must be a positive number in all of .*sgd.csv, got '1,6'"),
+        ("0", "median_ms must be a positive number in all of .*sgd.csv, got '0'"),
+        ("nan", "median_ms must be a positive number in all of .*sgd.csv, got 'nan'"),
+        (b"benchmark,contender\nsgd,\xff\xfa", "sgd.csv must be text in UTF-8, got other bytes"),
+        ("benchmark,contender\n".encode("utf-16-le"), "sgd.csv must be text in UTF-8, got other bytes"),
+        (b"benchmark;contender\nsgd;amp_kernels\n", "--compare must be a folder with the CSVs of another run"),
+    ],
+    ids=["folder", "text", "comma", "zero", "nan", "bytes", "no mark", "semicolons"],
+)
+def test_another_run_that_cannot_be_read_is_told_before_any_case_runs(content, sentence, tmp_path, capsys, monkeypatch):
+    path = tmp_path / "sgd.csv"
+    if content is None:
+        path.mkdir()
+    elif isinstance(content, bytes):
+        path.write_bytes(content)
+    else:
+        write(path, ("amp_kernels FusedSGD", "1.6", "1.0"))
+        path.write_text(path.read_text().replace("1.6", f'"{content}"'))
+    monkeypatch.setattr(bench, "_run", lambda *_: pytest.fail("ran"))
+    assert bench.bench(["sgd"], compare=tmp_path, out=tmp_path / "out") == 2
+    told = capsys.readouterr().err
+    assert told.startswith("bench: --compare") and re.search(sentence, told) and told.count("\n") == 1
 
 
 def test_bench_names_the_pip_line_of_missing_peers(summary, tmp_path, capsys):
     write(tmp_path / "sgd.csv", *ROWS)
-    bench._report(["sgd"], tmp_path, None)
+    bench._report(["sgd"], tmp_path, None, None)
     told = capsys.readouterr().out
     assert "not timed in 1 case: absent: nosuch is not installed" in told
     assert "Missing peers: run `pip install nosuch` to have them timed" in told
@@ -276,6 +496,8 @@ def test_bench_refuses_in_a_sentence(tmp_path, capsys, monkeypatch):
     assert bench.bench([], out=tmp_path / "out") == 2
     needs = "bench: needs matplotlib and tqdm; run `pip install matplotlib tqdm`\n"
     assert capsys.readouterr().err == needs
+    assert bench.bench(["nosuch"], out=tmp_path / "out") == 2  # to install something would not help
+    assert "FAMILY must be one of" in capsys.readouterr().err
     monkeypatch.setattr(bench, "find_spec", lambda name: None)
     assert bench.bench([], out=tmp_path / "out") == 2
     assert "install with `pip install --no-build-isolation -e .`" in capsys.readouterr().err

@@ -340,7 +340,7 @@ def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(m
     monkeypatch.setattr(os, "execv", execv)
     args = argparse.Namespace(device="cpu", first=1, failures=1)
     assert parts.cases(args) == 1  # the context is there
-    monkeypatch.setattr(parts, "context_is_gone", lambda device: True)
+    monkeypatch.setattr(parts, "lost_context", lambda device: "CUDA error")
     with pytest.raises(Replaced, match="'--device', 'cpu', '--first', '2', '--failures', '2'"):
         parts.cases(args)
 

@@ -579,3 +579,34 @@ def test_a_scale_that_is_reached_is_loaded(device, scale):
     scaler.update(scale)
     other.load_state_dict(scaler.state_dict())
     assert other.get_scale() == scale and other.state_dict() == scaler.state_dict()
+
+
+# ------------------------------------------------------------------------------------------------------ what it says
+@pytest.mark.parametrize(("device", "error"), [("gpu", ValueError), ("CPU", ValueError), (None, TypeError)], ids=str)
+def test_a_device_that_torch_does_not_know(device, error):
+    with pytest.raises(error, match=r"^GradScaler: device must be a type of device, as 'cuda' or 'cpu', got"):
+        amp_kernels.GradScaler(device)
+    with pytest.raises(ValueError, match=r"got 'gpu'; the name of a GPU is 'cuda'$"):
+        amp_kernels.GradScaler("gpu", enabled=False)
+
+
+def test_repr_shows_the_scale():
+    scaler = amp_kernels.GradScaler("cpu", init_scale=8.0, max_scale=1024.0, hysteresis=2)
+    shown = (
+        "GradScaler(device='cpu', scale={}, growth_factor=2.0, backoff_factor=0.5, growth_interval=2000, "
+        "min_scale=0.0, max_scale=1024.0, hysteresis=2)"
+    )
+    assert repr(scaler) == shown.format(8.0)  # before there is a tensor
+    scaler.scale(torch.ones(()))
+    scaler.update(4.0)
+    assert repr(scaler) == shown.format(4.0) == repr(pickle.loads(pickle.dumps(scaler)))
+    scaler._scale = torch.ones((), device="meta")  # as after an error of CUDA, when nothing can be read
+    assert "scale=unreadable: " in repr(scaler) and "\n" not in repr(scaler)
+    assert repr(amp_kernels.GradScaler("cpu", enabled=False)) == "GradScaler(enabled=False)"
+
+
+def test_repr_leaves_a_capture_alone(monkeypatch):
+    scaler = amp_kernels.GradScaler("cpu")
+    scaler.scale(torch.ones(()))
+    monkeypatch.setattr("amp_kernels.grad_scaler.capturing", lambda device: True)
+    assert "scale=unknown during a capture, " in repr(scaler)

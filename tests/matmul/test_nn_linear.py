@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -106,6 +107,23 @@ def test_a_gradient_without_strides(backend: str, device: torch.device) -> None:
 def test_wider_dtypes_are_torchs(activation: Any, dtype: torch.dtype) -> None:
     layer, x = torchs(9, 5, dtype), randn(4, 9, dtype=dtype)
     assert torch.equal(ours(layer, activation)(x), activate(layer(x), activation))
+
+
+@pytest.mark.parametrize("forgotten", ["input", "layer", "bias", "other"])
+def test_a_forgotten_half_gets_a_remedy(forgotten: str) -> None:
+    layer, x = Linear(16, 8).half(), torch.ones(2, 16).half()
+    name = {"input": "x", "layer": "weight", "bias": "bias", "other": "weight"}[forgotten]
+    if forgotten == "input":
+        x = x.float()
+    elif forgotten == "bias":
+        layer.bias.data = layer.bias.data.float()
+    else:
+        layer = layer.float() if forgotten == "layer" else layer.bfloat16()
+    sentence = f"linear: {name} must be float16 or bfloat16, got torch.float32; convert it with .half() or .bfloat16()"
+    if forgotten == "other":
+        sentence = "weight must be torch.float16 as the first operand is, got torch.bfloat16; convert it with .to"
+    with pytest.raises(TypeError, match=re.escape(sentence)):
+        layer(x)
 
 
 def test_no_inputs_no_outputs() -> None:
