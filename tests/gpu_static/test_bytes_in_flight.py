@@ -49,10 +49,10 @@ NO_STREAMS = {"int8_quantize": "fold_kernel", "copy_pad": "fold_kernel"}
 STREAMING = {row.source for row in TABLE}
 
 
-@pytest.fixture(scope="module")
-def kernels() -> Mapping[str, list[nvcc.Kernel]]:
+@pytest.fixture(scope="module", params=nvcc.FEW_AND_ALL)
+def kernels(request: pytest.FixtureRequest) -> Mapping[str, list[nvcc.Kernel]]:
     """By source."""
-    compiled = nvcc.compile_sources(nvcc.HOPPER)
+    compiled = nvcc.compile_sources(nvcc.HOPPER, request.param)
     with ThreadPoolExecutor() as pool:  # a disassembler is a process, and a cold one takes 4 s for update.cu
         return dict(zip(compiled, pool.map(nvcc.kernels, compiled.values()), strict=True))
 

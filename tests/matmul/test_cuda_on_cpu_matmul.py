@@ -1,5 +1,5 @@
 """The CUDA kernels of the matmul family, run on the CPU: memory between guard bands, threads and blocks in every order,
-every way through the kernels; and the shared cases."""
+every way through the kernels. The shared cases run on the emulator's GPUs (harness/test_fake_gpus.py)."""
 
 from __future__ import annotations
 
@@ -224,9 +224,14 @@ def test_few_rows_in_splits_of_k(batch: int, m: int, n: int, k: int, layout: str
 
 
 # On the emulator's 3 multiprocessors three splits of one tile of 64 x 64, of two, of one of 128 x 128, of 128 x 256.
-@pytest.mark.parametrize("layouts", [SQUARE[1], SQUARE[2], ("every_other", "odd_row")], ids="-".join)
 @pytest.mark.parametrize(
-    ("batch", "m", "n", "k"), [(1, 17, 20, 1543), (2, 33, 9, 2600), (1, 120, 125, 1600), (1, 121, 250, 2600)]
+    ("batch", "m", "n", "k", "layouts"),
+    [
+        *((1, 17, 20, 1543, layouts) for layouts in (SQUARE[1], SQUARE[2], ("every_other", "odd_row"))),
+        (2, 33, 9, 2600, SQUARE[1]),
+        (1, 120, 125, 1600, SQUARE[2]),
+        (1, 121, 250, 2600, SQUARE[1]),
+    ],
 )
 def test_tiles_in_splits_of_k(batch: int, m: int, n: int, k: int, layouts: tuple[str, str]) -> None:
     options = {"activation": 2, "pre": True, "input": "one_row", "alpha": -1.5}
@@ -329,15 +334,3 @@ def test_nan_stays_in_its_column() -> None:
     out, sums = torch.empty(70, 16, dtype=torch.float16), torch.empty(11)
     backend._copy_pad_(x, None, out, sums, 0)
     assert sums.isnan().nonzero().flatten().tolist() == [4] and int(out.isnan().sum()) == 1
-
-
-# ---------------------------------------------------------------------------------------------- shared cases
-def _shared() -> list[testing.Case]:
-    slow = ("1023", "4095", "50257")
-    every = backend.in_one_low_dtype(itertools.chain(*cases.CASES.values()))
-    return [case for case in every if not any(size in case.name for size in slow)]
-
-
-@pytest.mark.parametrize("case", _shared(), ids=lambda case: f"{case.op}-{case}")
-def test_shared_case(case: testing.Case) -> None:
-    assert all(result.passed for result in backend.run(case))

@@ -7,13 +7,10 @@ and keep the roundings of int8.
 from __future__ import annotations
 
 import re
-import sysconfig
-from pathlib import Path
 
 import nvcc
 import pytest
-import torch
-from nvcc import FLAGS, ROOT, SOURCES, Compiled, cuobjdump, run
+from nvcc import SOURCES, Compiled, cuobjdump, run
 
 # Instructions that every kernel has, of those of a source whose names match.
 WIDE_LOAD, WIDE_STORE = r"\bLDG\.E\S*\.128\b", r"\bSTG\.E\S*\.128\b"
@@ -48,25 +45,21 @@ INSTRUCTIONS = [
 ]
 
 
+# Architectures, and sources that are compiled for them.
+COMPILED = {
+    "usual": (nvcc.HOPPER, nvcc.FEW),
+    "hopper": (nvcc.HOPPER, SOURCES),
+    "turing": (nvcc.TURING, SOURCES),
+    "others": (nvcc.OTHERS, SOURCES),
+}
+
+
 @pytest.fixture(
     scope="module",
-    params=[nvcc.HOPPER, *(pytest.param(targets, marks=pytest.mark.slow) for targets in (nvcc.TURING, nvcc.OTHERS))],
-    ids=["usual", "turing", "others"],
+    params=["usual", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hopper", "turing", "others"))],
 )
 def compiled(request: pytest.FixtureRequest) -> dict[str, nvcc.Compiled]:
-    """Every source, for these architectures."""
-    return nvcc.compile_sources(request.param)
-
-
-BINDINGS = (ROOT / "csrc" / "ops").glob("*.cpp")
-
-
-@pytest.mark.parametrize("source", sorted(BINDINGS), ids=lambda path: path.stem)
-def test_bindings_compile_against_this_torch(source: Path, tmp_path: Path) -> None:
-    folders = (Path(torch.__file__).parent / "include", Path(sysconfig.get_path("include")))
-    include = [word for folder in folders for word in ("-I", folder)]
-    # nvcc hands a .cpp file to the host compiler, which a build calls directly, with the headers of cudart.
-    run(nvcc.nvcc(), "-c", source, "-o", tmp_path / "cuda.o", *FLAGS, "-O0", *include)
+    return nvcc.compile_sources(*COMPILED[request.param])
 
 
 @pytest.mark.parametrize("source", [source.stem for source in SOURCES])

@@ -23,8 +23,9 @@ BUILD = ROOT / "build" / "cuda_on_cpu"
 # nvcc's own does.
 WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-class-memaccess"]
 # An access through a null pointer ends the process anyway, and the size of an object is known of arrays alone, whose
-# bounds are checked: without these two g++ takes a third less time.
-SANITIZERS = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize=vptr,null,object-size"]
+# bounds are checked: without these two g++ takes a third less time. Without a check of each sum of
+# an address and an index it takes a quarter less again: what is read is checked, and guards show what is written.
+SANITIZERS = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize=vptr,null,object-size,pointer-overflow"]
 # A call before each read (emulator.cpp has it); nothing else of the address sanitizer.
 READS = ["-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0"]
 READS += [f"--param=asan-{what}=0" for what in ("stack", "globals")]
@@ -84,7 +85,8 @@ def build_gpus() -> Path:
     assert found is not None and found.origin is not None
     torch = Path(found.origin).parent
     includes = [torch / "include", torch / "include/torch/csrc/api/include", Path(sysconfig.get_path("include"))]
-    command = [_compiler(), "-O1", "-fPIC", "-w", "-ffp-contract=off", *_system(includes)]
+    # -O0: tests run little of what is not a kernel, and it compiles a quarter faster than with -O1.
+    command = [_compiler(), "-O0", "-fPIC", "-w", "-ffp-contract=off", *_system(includes)]
     csrc = ROOT / "csrc"
     device = {HERE / "torch_device.cpp": [*command, "-std=c++20"]}  # torch's own headers want it
     command += ["-std=c++17", "-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000"]  # as setup.py

@@ -508,7 +508,6 @@ void undefined_behaviour(const char* what, const SourceLocation* where) {
 #define HANDLER(name, what) \
   extern "C" void __ubsan_handle_##name(const SourceLocation* where) { undefined_behaviour(what, where); }
 HANDLER(type_mismatch_v1, "null or misaligned pointer, or not enough room behind it")
-HANDLER(pointer_overflow, "pointer overflow")
 HANDLER(out_of_bounds, "index out of bounds")
 HANDLER(add_overflow, "overflow of +")
 HANDLER(sub_overflow, "overflow of -")

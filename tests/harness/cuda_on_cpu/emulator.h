@@ -77,7 +77,7 @@ bool block_barrier(bool value, const char* name);  // whether any thread gave tr
 uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name);
 
 // What each of the 32 lanes gave, to all of them. Valid until the lane calls again.
-constexpr size_t kMostGiven = 32;
+constexpr size_t kMostGiven = 48;
 struct Given {
   unsigned char bytes[32][kMostGiven];
 
@@ -101,21 +101,24 @@ void wait_copies(unsigned pending);
 void load_matrices(uint32_t (&words)[4], const char* row);
 void load_transposed(uint32_t (&words)[4], const char* row);
 
-// The operands of a warp's mma, 16 rows and 8 columns of k numbers each, from fragments of 4-byte words.
+// The operands of a warp's mma, 16 rows and 8 columns of k numbers each, from fragments of words. The lane that
+// has a word turns it into numbers with `read`, once for all lanes that multiply it.
+template <class Word>
 struct Fragments {
-  uint32_t a[4], b[2];
+  Word a[4], b[2];
 };
 
 // c += a * b, where `dot` multiplies two words.
-template <class C, class Dot>
-void multiply_fragments(C (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Dot& dot) {
-  const Fragments mine{{a[0], a[1], a[2], a[3]}, {b[0], b[1]}};
+template <class C, class Read, class Dot>
+void multiply_fragments(C (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const Read& read, const Dot& dot) {
+  using Words = Fragments<decltype(read(a[0]))>;
+  const Words mine{{read(a[0]), read(a[1]), read(a[2]), read(a[3])}, {read(b[0]), read(b[1])}};
   const Given& given = warp_exchange(&mine, sizeof(mine), "mma.sync");
   const unsigned g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   for (unsigned lane = 0; lane < 4; ++lane) {
-    const Fragments row = given.of<Fragments>(g * 4 + lane);
+    const Words row = given.of<Words>(g * 4 + lane);
     for (unsigned i = 0; i < 2; ++i) {
-      const Fragments column = given.of<Fragments>((t * 2 + i) * 4 + lane);
+      const Words column = given.of<Words>((t * 2 + i) * 4 + lane);
       for (unsigned half = 0; half < 2; ++half) {
         c[i] += dot(row.a[2 * half], column.b[half]);
         c[i + 2] += dot(row.a[2 * half + 1], column.b[half]);
@@ -125,7 +128,8 @@ void multiply_fragments(C (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2
 }
 
 inline void multiply_codes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  multiply_fragments(c, a, b, [](uint32_t x, uint32_t y) {
+  const auto read = [](uint32_t word) { return word; };
+  multiply_fragments(c, a, b, read, [](uint32_t x, uint32_t y) {
     int sum = 0;
     for (int i = 0; i < 32; i += 8) sum += static_cast<int8_t>(x >> i) * static_cast<int8_t>(y >> i);
     return sum;
@@ -134,10 +138,13 @@ inline void multiply_codes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (
 
 template <class ToFloat>
 void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2], const ToFloat& to_float) {
-  multiply_fragments(c, a, b, [&](uint32_t x, uint32_t y) {
-    return to_float(static_cast<uint16_t>(x)) * to_float(static_cast<uint16_t>(y)) +
-           to_float(static_cast<uint16_t>(x >> 16)) * to_float(static_cast<uint16_t>(y >> 16));
-  });
+  struct Two {
+    float low, high;
+  };
+  const auto read = [&](uint32_t word) {
+    return Two{to_float(static_cast<uint16_t>(word)), to_float(static_cast<uint16_t>(word >> 16))};
+  };
+  multiply_fragments(c, a, b, read, [](const Two& x, const Two& y) { return x.low * y.low + x.high * y.high; });
 }
 
 }  // namespace emulator
