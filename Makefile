@@ -115,7 +115,7 @@ $(VENV)/made:
 	$(PYTHON) -c 'import sys, torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10); print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
 	  > $$site/active_python.pth 2>/dev/null || rm -f $$site/active_python.pth
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --progress-bar off '$(TORCH)'
-	$(BIN)/pip install -q 'setuptools>=70.1' wheel ninja
+	$(BIN)/pip install -q 'setuptools>=77' ninja
 	touch $@
 
 $(VENV)/built: $(VENV)/made $(SOURCES)

@@ -182,9 +182,9 @@ def automatic(device: torch.device) -> str:
         reasons[name] = _reason(name, device)
         if reasons[name] is None:
             return name
-    if device.type == "cuda":
+    if reasons:
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors, since {why}", stacklevel=2)
+        warnings.warn(f"amp_kernels runs its slow reference on {device.type.upper()} tensors, since {why}", stacklevel=2)
     return "reference"
 
 
