@@ -118,8 +118,10 @@ def announce(archs, flags, jobs):
     """Print what a CUDA build is for, about how long it takes, and how to shorten it. pip shows it with -v."""
     generations = len({flag.partition(",")[0] for flag in flags})
     gpus = len(re.findall("code=sm_", " ".join(flags))) or len(archs.split(";"))
-    minutes = (SECONDS + SECONDS_A_GENERATION * (generations or gpus) + SECONDS_A_GPU * gpus) / jobs / 60
-    print(f"amp_kernels: GPU architectures {archs}: about {max(minutes, 1):.0f} minutes with {jobs} jobs")
+    seconds = SECONDS + SECONDS_A_GENERATION * (generations or gpus) + SECONDS_A_GPU * gpus
+    minutes = max(round(seconds / jobs / 60), 1)
+    time = f"{minutes} minute{'s' * (minutes > 1)} with {jobs} job{'s' * (jobs > 1)}"
+    print(f"amp_kernels: GPU architectures {archs}: about {time}")
     print("amp_kernels: to shorten it, name your GPU's alone (TORCH_CUDA_ARCH_LIST=9.0) or raise MAX_JOBS", end="")
     print("; progress is shown by `pip install -v`")
 

@@ -96,8 +96,8 @@ def _names(parser: argparse.ArgumentParser, typed: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    is_module = Path(sys.argv[0]).name == "__main__.py"
-    parser = _Parser(prog="python -m amp_kernels" if is_module else "amp-kernels", description=__doc__)
+    name = "python -m amp_kernels" if Path(sys.argv[0]).name == "__main__.py" else "amp-kernels"
+    parser: argparse.ArgumentParser = _Parser(prog=name, description=__doc__)
     parser.add_argument("--version", action="version", version=f"amp_kernels {amp_kernels.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, function in COMMANDS.items():

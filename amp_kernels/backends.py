@@ -184,7 +184,8 @@ def automatic(device: torch.device) -> str:
             return name
     if reasons:
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        warnings.warn(f"amp_kernels runs its slow reference on {device.type.upper()} tensors, since {why}", stacklevel=2)
+        tensors = f"{device.type.upper()} tensors"
+        warnings.warn(f"amp_kernels runs its slow reference on {tensors}, since {why}", stacklevel=2)
     return "reference"
 
 
