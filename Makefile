@@ -17,7 +17,7 @@ FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -nam
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test nightly test-slow test-clients test-matrix wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
+.PHONY: demo test nightly test-slow test-clients test-matrix installs wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
@@ -48,6 +48,10 @@ test-clients: $(CLIENTS)/made
 wheel: venv
 	rm -rf dist build/lib*
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+
+# The install lines of the documentation, in a venv that starts empty. About 2 minutes; no build is needed for it.
+installs:
+	$(PYTHON) tests/package/installs.py
 
 # That wheel under the oldest torch it promises, the one of `make test` and today's, each with the Triton that it brings.
 # Takes about 15 GB; no part of CI. Runs in tests/, since here amp_kernels would be the sources.
@@ -125,7 +129,7 @@ $(VENV)/made:
 	$(PYTHON) -c 'import sys, torch; assert tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 10); print(*(p for p in sys.path if p.endswith("-packages")), sep="\n")' \
 	  > $$site/active_python.pth 2>/dev/null || rm -f $$site/active_python.pth
 	$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --progress-bar off '$(TORCH)'
-	$(BIN)/pip install -q 'setuptools>=70.1' wheel ninja
+	$(BIN)/pip install -q 'setuptools>=77' ninja
 	touch $@
 
 $(VENV)/built: $(VENV)/made $(SOURCES)

@@ -8,15 +8,23 @@ import platform
 import re
 import shutil
 import subprocess
+import sys
 import sysconfig
 from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
+OLDEST_TORCH = (2, 10)
+INSTALL = "pip install --no-build-isolation ."
+# pip and `build` unpack setuptools into a folder of this name for an isolated build, uv into the other.
+IS_ISOLATED = bool(re.search(r"build-env-|builds-v0", setuptools.__file__))
+# Of one core: bindings, CPU kernels and the host's half of CUDA sources; PTX; machine code. Measured with nvcc 13.0.
+SECONDS, SECONDS_A_GENERATION, SECONDS_A_GPU = 60, 50, 30
 LIMITED_API = "" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310"
 
 
@@ -37,27 +45,38 @@ def decide(wanted):
         raise SystemExit(f"setup: AMP_KERNELS_BUILD must be auto, cpu, cuda or none, got {wanted!r}")
     torch = import_module("torch") if find_spec("torch") else None
     compiler, include = (os.environ.get("CXX") or "c++").split()[0], sysconfig.get_path("include")
-    if torch is None:
-        what, why = "none", "torch could not be imported by the build; install torch >= 2.10"
+    what, first = "none", ""
+    if wanted == "none":
+        why, first = "AMP_KERNELS_BUILD=none was set", "unset it, then "
+    elif torch is None and IS_ISOLATED:
+        why = "the build was isolated and could not see your torch"
+    elif torch is None or tuple(map(int, torch.__version__.split(".")[:2])) < OLDEST_TORCH:
+        why = f"torch >= 2.10 must be installed before the build, got {torch.__version__ if torch else 'none'}"
+        first = "run `pip install -U torch setuptools ninja`, then "
+        if not {"sdist", "egg_info"} & set(sys.argv):  # neither compiles
+            raise SystemExit(f"amp_kernels: {why}; {first}run `{INSTALL}`")
     elif platform.system() == "Windows":
-        what, why = "none", "there is no build for Windows; use WSL"
+        why, first = "there is no build for Windows", "use WSL, then "
     elif not shutil.which(compiler) or not Path(include, "Python.h").exists():
-        what, why = "none", f"there was no {compiler} or no {include}/Python.h; install g++ and python3-dev"
-    elif wanted in ("cpu", "none"):
-        what, why = wanted, f"AMP_KERNELS_BUILD={wanted} was set; unset it"
+        why, first = f"there was no {compiler} or no {include}/Python.h", "install g++ and python3-dev, then "
+    elif wanted == "cpu":
+        what, why, first = "cpu", "AMP_KERNELS_BUILD=cpu was set", "unset it, then "
     elif torch.version.hip:
-        what, why = "cpu", f"torch {torch.__version__} is of ROCm, which is not supported; install one of CUDA"
+        what, why = "cpu", f"torch {torch.__version__} is a ROCm build, which is not supported"
+        first = "install a CUDA build of torch, then "
     elif torch.version.cuda is None:
-        what, why = "cpu", f"torch {torch.__version__} has no CUDA; install one that has"
+        what, why = "cpu", f"torch {torch.__version__} is a build without CUDA"
+        first = "to use a GPU, install a CUDA build of torch, then "
     elif (nvcc := find_nvcc()) and nvcc[0][0] == int(torch.version.cuda.split(".")[0]):
         return "cuda", "", nvcc
     else:
-        found = "nvcc is of CUDA {}.{}".format(*nvcc[0]) if nvcc else "no nvcc was found"
-        what, why = "cpu", f"torch is of CUDA {torch.version.cuda} and {found}; set CUDA_HOME to its toolkit"
+        found = "the nvcc that was found is from CUDA {}.{}".format(*nvcc[0]) if nvcc else "no nvcc was found"
+        what, why = "cpu", f"torch was built for CUDA {torch.version.cuda} and {found}"
+        first = "set CUDA_HOME to a toolkit for that CUDA, then "
     if wanted == "cuda":
-        raise SystemExit(f"setup: AMP_KERNELS_BUILD=cuda cannot be done: {why}")
+        raise SystemExit(f"setup: AMP_KERNELS_BUILD=cuda cannot be done: {why}; {first}run `{INSTALL}`")
     missing = "nothing was compiled" if what == "none" else "the CUDA kernels were not compiled"
-    return what, f"{missing} because {why}, then run `pip install --no-build-isolation -e .`", ()
+    return what, f"{missing} because {why}; {first}run `{INSTALL}`", ()
 
 
 def architectures(version):
@@ -72,6 +91,41 @@ def architectures(version):
     return "7.5;8.0;8.6;8.9;9.0+PTX" + newer
 
 
+def gencode(archs):
+    """nvcc's flags for a TORCH_CUDA_ARCH_LIST; none for names such as Ampere, which torch translates.
+
+    One PTX for each generation (7.x, 8.x, 9.0, and from 10.0 on), from which the machine code of all of its members is
+    made: for 8.6 and 8.9 it is that of their own PTX to the bit. Making PTX takes 1.6 times as long as machine code.
+    """
+    members = {}
+    for arch in archs.replace(" ", ";").split(";"):
+        match = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", arch)
+        if match is None:
+            return []
+        major, minor, specific, ptx = match.groups()
+        generation = arch if specific else min(int(major), 10)
+        members.setdefault(generation, []).append((int(major + minor), specific, ptx))
+    flags = []
+    for archs_of_one in members.values():
+        lowest, specific, _ = min(archs_of_one)
+        codes = [f"sm_{number}{specific}" for number, _, _ in archs_of_one]
+        codes += [f"compute_{lowest}{specific}"] * any(ptx for _, _, ptx in archs_of_one)
+        flags += [f"-gencode=arch=compute_{lowest}{specific},code={code}" for code in codes]
+    return flags
+
+
+def announce(archs, flags, jobs):
+    """Print what a CUDA build is for, about how long it takes, and how to shorten it. pip shows it with -v."""
+    generations = len({flag.partition(",")[0] for flag in flags})
+    gpus = len(re.findall("code=sm_", " ".join(flags))) or len(archs.split(";"))
+    seconds = SECONDS + SECONDS_A_GENERATION * (generations or gpus) + SECONDS_A_GPU * gpus
+    minutes = max(round(seconds / jobs / 60), 1)
+    time = f"{minutes} minute{'s' * (minutes > 1)} with {jobs} job{'s' * (jobs > 1)}"
+    print(f"amp_kernels: GPU architectures {archs}: about {time}")
+    print("amp_kernels: to shorten it, name your GPU's alone (TORCH_CUDA_ARCH_LIST=9.0) or raise MAX_JOBS", end="")
+    print("; progress is shown by `pip install -v`")
+
+
 def extension(version=None, toolkit=None):
     from torch.utils import cpp_extension
 
@@ -79,6 +133,8 @@ def extension(version=None, toolkit=None):
     arch = os.environ.get("AMP_KERNELS_CPU_ARCH") or ("x86-64-v3" if x86 else "")
     flags = ["-O3", "-g0", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
     flags += ["-ffp-contract=off", *([f"-march={arch}" if x86 else f"-mcpu={arch}"] if arch else [])]
+    if not cpp_extension.is_ninja_available():
+        print("amp_kernels: without ninja one file is compiled at a time; `pip install ninja` is faster")
     sources = ["csrc/module.cpp", *sorted(glob("csrc/ops/*.cpp") + glob("csrc/cpu/*.cpp"))]
     ext = Extension("amp_kernels._C", sources, language="c++")
     ext.include_dirs, ext.library_dirs = cpp_extension.include_paths(), cpp_extension.library_paths()
@@ -87,7 +143,12 @@ def extension(version=None, toolkit=None):
     ext.depends, ext.py_limited_api = glob("csrc/**/*.*h", recursive=True), bool(LIMITED_API)
     if toolkit:
         cpp_extension.CUDA_HOME = str(toolkit)  # torch looks beside the wrapper, where there are no headers
-        os.environ.setdefault("TORCH_CUDA_ARCH_LIST", architectures(version))
+        archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or architectures(version)
+        flags, cores = gencode(archs), len(os.sched_getaffinity(0))
+        announce(archs, flags, int(os.environ.get("MAX_JOBS") or cores) if cpp_extension.is_ninja_available() else 1)
+        # Without this the longest source takes as long as all others together on 16 cores; 280 MB a thread.
+        threads = [f"--threads={min(cores // 4, 4)}"] * (cores >= 8)
+        ext.extra_compile_args["nvcc"] += [*flags, *threads]
         folders = [toolkit, *toolkit.glob("targets/*")]
         ext.include_dirs += [f"{f}/include" for f in folders]
         ext.library_dirs += [f"{f}/{lib}" for f in folders for lib in ("lib64", "lib")]
@@ -104,11 +165,14 @@ class BuildPy(build_py):
         Path(root, "amp_kernels/_build.txt").write_text(NOTE)  # for `python -m amp_kernels info`
 
     def get_source_files(self):  # for an sdist packed where nothing can be compiled
-        return [*super().get_source_files(), *glob("csrc/**/*.*", recursive=True)]
+        return [*super().get_source_files(), "build_backend.py", *glob("csrc/**/*.*", recursive=True)]
 
 
 WHAT, NOTE, NVCC = decide(os.environ.get("AMP_KERNELS_BUILD", "auto"))
-print(f"amp_kernels: compiling for {WHAT}{'; ' if NOTE else ''}{NOTE}")
+TARGETS = {"none": "nothing", "cpu": "the CPU", "cuda": "the CPU and CUDA"}
+print(f"amp_kernels: compiling for {TARGETS[WHAT]}", *(f"with {toolkit}/bin/nvcc" for toolkit in NVCC[1:]))
+if NOTE:
+    print(f"amp_kernels: {NOTE}")
 MODULES, COMMANDS = ([], {}) if WHAT == "none" else extension(*NVCC)
 COMMANDS["build_py"] = BuildPy
 setup(ext_modules=MODULES, cmdclass=COMMANDS, options={"bdist_wheel": {"py_limited_api": LIMITED_API}})

@@ -1,12 +1,16 @@
-"""`python -m amp_kernels info | verify | audit | bench`: what runs here and why the rest does not; whether it is right;
-which layers of a model are slow for their shapes; how fast it is here beside its peers."""
+"""Commands that tell what runs here and why the rest does not (info), whether it is right (verify), which layers of a
+model are slow for their shapes (audit), and how fast it is here compared with other libraries (bench)."""
 
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib.metadata
 import platform
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NoReturn
 
 import torch
 
@@ -68,8 +72,32 @@ PLATFORMS = {
 COMMANDS: dict[str, Callable[[], int]] = {"info": info}
 
 
+class _Parser(argparse.ArgumentParser):
+    """Its errors suggest the option or command that a mistyped one resembles, which argparse itself does not."""
+
+    def error(self, message: str) -> NoReturn:
+        typed = [word.partition("=")[0] for word in sys.argv[1:]]
+        known = list(_names(self, typed))
+        for i, word in enumerate(typed):
+            is_name = word.startswith("--") or (i == 0 and word not in self.prog.split())
+            if is_name and word not in known and (close := difflib.get_close_matches(word, known, 1, 0.7)):
+                message += f"; did you mean {close[0]} instead of {word}?"
+        super().error(message)
+
+
+def _names(parser: argparse.ArgumentParser, typed: list[str]) -> Iterator[str]:
+    """Options and commands of a parser, and those of the commands that were typed."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            yield from action.choices
+            for word in {*typed} & {*action.choices}:
+                yield from _names(action.choices[word], typed)
+
+
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m amp_kernels", description=__doc__)
+    name = "python -m amp_kernels" if Path(sys.argv[0]).name == "__main__.py" else "amp-kernels"
+    parser: argparse.ArgumentParser = _Parser(prog=name, description=__doc__)
     parser.add_argument("--version", action="version", version=f"amp_kernels {amp_kernels.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, function in COMMANDS.items():

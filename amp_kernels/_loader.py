@@ -9,7 +9,7 @@ import importlib.util
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-_REBUILD = "rebuild it with `pip install --no-build-isolation -e .`"
+_REBUILD = "rebuild it with `pip install --no-build-isolation .`"
 
 
 def load() -> bool:

@@ -191,9 +191,10 @@ def automatic(device: torch.device) -> str:
         reasons[name] = _reason(name, device)
         if reasons[name] is None:
             return name
-    if device.type == "cuda":
+    if reasons:
         why = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        warnings.warn(f"amp_kernels runs its slow reference on CUDA tensors: {why}", stacklevel=2)
+        tensors = f"{device.type.upper()} tensors"
+        warnings.warn(f"amp_kernels runs its slow reference on {tensors}: {why}", stacklevel=2)
     return "reference"
 
 

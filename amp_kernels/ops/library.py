@@ -147,13 +147,14 @@ def _after(check: Callable[..., None], kernel: Callable[..., Any]) -> Callable[.
 
 
 def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`reference` as the dispatcher finds it where there is nothing faster: on a GPU its user is told."""
+    """`reference` as the dispatcher finds it where there is nothing faster: its user is told, once for each device."""
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
-        gpu = next((t.device for t in _tensors((*args, *kwargs.values())) if t.is_cuda), None)
-        if gpu is not None:
-            importlib.import_module("amp_kernels.backends").automatic(gpu)  # warns, once for each GPU
+        devices = [tensor.device for tensor in _tensors((*args, *kwargs.values()))]
+        if devices:  # a scalar next to tensors on a GPU may be on the CPU
+            device = next((device for device in devices if device.type == "cuda"), devices[0])
+            importlib.import_module("amp_kernels.backends").automatic(device)
         return reference(*args, **kwargs)
 
     return run

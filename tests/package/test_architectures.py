@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Callable
 from itertools import chain
+from typing import Any
 
 import nvcc
 import pytest
@@ -15,13 +17,16 @@ GPUS = ("7.5", "8.0", "8.6", "8.9", "9.0", "10.0", "10.3", "11.0", "12.0", "12.1
 VERSIONS = ((12, 0), (12, 8), (13, 0))
 
 
-def architectures(version: tuple[int, int]) -> str:
-    """By the function of setup.py, which cannot be imported: it would build."""
+def of_setup(name: str, **names: Any) -> Callable[..., Any]:
+    """A function of setup.py, which cannot be imported: it would build."""
     module = ast.parse((nvcc.ROOT / "setup.py").read_text())
-    (function,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == "architectures")
-    names: dict[str, Callable[[tuple[int, int]], str]] = {}
+    (function,) = (node for node in module.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    names["re"] = re
     exec(compile(ast.Module([function], []), "setup.py", "exec"), names)
-    return names["architectures"](version)
+    return names[name]
+
+
+architectures, gencode = of_setup("architectures"), of_setup("gencode")
 
 
 def serves(archs: str, gpu: str) -> bool:
@@ -67,6 +72,48 @@ def test_torch_takes_the_list(version: tuple[int, int], monkeypatch: pytest.Monk
     code = {f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers(archs)}
     ptx = {f"-gencode=arch=compute_{number},code=compute_{number}" for number in numbers(with_ptx)}
     assert set(cpp_extension._get_cuda_arch_flags()) == code | ptx
+
+
+GENERATIONS = {"7": "75", "8": "80", "9": "90", "10": "100", "11": "100", "12": "100"}
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_a_generation_shares_its_ptx(version: tuple[int, int]) -> None:
+    """Machine code for every GPU of the list, from the oldest PTX of its generation; each PTX that the list keeps."""
+    archs = architectures(version)
+    expected = {
+        (GENERATIONS[arch.partition(".")[0]], f"sm_{number}") for arch in archs.split(";") for number in numbers(arch)
+    }
+    kept = [arch for arch in archs.split(";") if arch.endswith("+PTX")]
+    expected |= {(ptx, f"compute_{ptx}") for ptx in (GENERATIONS[arch.partition(".")[0]] for arch in kept)}
+    flags = [re.fullmatch(r"-gencode=arch=compute_(\d+),code=(\w+)", flag) for flag in gencode(archs)]
+    assert sorted(flag.groups() for flag in flags if flag) == sorted(expected)
+    assert all(flags)
+
+
+@pytest.mark.parametrize(
+    ("archs", "codes"),
+    [
+        ("8.6", ["86:sm_86"]),
+        ("8.9 8.6+PTX", ["86:sm_89", "86:sm_86", "86:compute_86"]),
+        ("9.0a;9.0", ["90a:sm_90a", "90:sm_90"]),  # what is for one GPU alone serves no other
+        ("Ampere", []),  # torch translates names
+        ("native", []),
+    ],
+)
+def test_flags_of_a_list_of_the_user(archs: str, codes: list[str]) -> None:
+    expected = [f"-gencode=arch=compute_{ptx},code={code}" for ptx, code in (code.split(":") for code in codes)]
+    assert gencode(archs) == expected
+
+
+def test_estimate_of_a_build(capsys: pytest.CaptureFixture[str]) -> None:
+    """On one core, if a generation takes 10 minutes, a GPU one, and the rest 100."""
+    announce = of_setup("announce", SECONDS=6000, SECONDS_A_GENERATION=600, SECONDS_A_GPU=60)
+    for archs, minutes in ((architectures((13, 0)), 100 + 4 * 10 + 8), ("8.6;8.9+PTX", 100 + 10 + 2), ("Ampere", 111)):
+        announce(archs, gencode(archs), 1)
+        assert f"GPU architectures {archs}: about {minutes} minutes with 1 job\n" in capsys.readouterr().out
+        announce(archs, gencode(archs), 200)
+        assert f"GPU architectures {archs}: about 1 minute with 200 jobs\n" in capsys.readouterr().out
 
 
 def test_this_nvcc_knows_the_architectures() -> None:

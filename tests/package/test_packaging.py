@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 import amp_kernels
+from amp_kernels import __main__
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,6 +74,57 @@ def test_info_says_why_nothing_was_compiled(installed: Path, tmp_path: Path) -> 
     assert "compiled kernels: nothing was compiled because AMP_KERNELS_BUILD=none was set; unset it" in printed
 
 
+# The operator reaches the reference through the dispatcher, the optimizer by a plan.
+WARNS = """
+import warnings, torch, amp_kernels
+tensor = torch.ones(3, requires_grad=True)
+tensor.grad = torch.ones(3)
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    amp_kernels.unscale_([tensor.grad], inv_scale=torch.ones(()), found_inf=torch.zeros(()))
+    print(len(caught))
+    for optimizer in (amp_kernels.optim.FusedSGD([tensor], lr=1), amp_kernels.optim.FusedAdamW([tensor])):
+        optimizer.step()
+    print(len(caught), caught[0].message)
+"""
+
+
+def test_the_reference_warns_once_where_nothing_was_compiled(installed: Path, tmp_path: Path) -> None:
+    first, last = run_installed(installed, "-c", WARNS, cwd=tmp_path).splitlines()
+    assert first == "1"
+    assert last.startswith(
+        "1 amp_kernels runs its slow reference on CPU tensors: cpu: nothing was compiled because"
+    )
+
+
+def test_wheel_has_the_command_and_the_licence(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        (metadata,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("/METADATA"))
+        (scripts,) = (archive.read(name).decode() for name in archive.namelist() if name.endswith("entry_points.txt"))
+    assert "amp-kernels = amp_kernels.__main__:main" in scripts
+    assert {"License-Expression: MIT", "License-File: LICENSE"} <= set(metadata.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("typed", "suggestion"),
+    [
+        (["--versoin"], "did you mean --version instead of --versoin?"),
+        (["verfy"], "did you mean verify instead of verfy?"),
+        (["verify", "--devcie=cpu"], "did you mean --device instead of --devcie?"),
+        (["info", "--bogus"], "unrecognized arguments: --bogus\n"),
+    ],
+)
+def test_a_mistyped_option_suggests_the_right_one(
+    typed: list[str], suggestion: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/amp-kernels", *typed])
+    with pytest.raises(SystemExit, match="2"):
+        __main__.main()
+    said = capsys.readouterr().err
+    assert suggestion in said and said.count("did you mean") == suggestion.count("did you mean")
+    assert said.startswith("usage: amp-kernels ")
+
+
 @pytest.mark.slow
 def test_bench_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run_installed(installed, "-m", "amp_kernels", "bench", "overhead", cwd=tmp_path)
@@ -119,18 +172,70 @@ def test_setup_without_a_compiler_builds_nothing() -> None:
     assert "nothing was compiled because there was no no-such-compiler" in result.stdout
 
 
+NO_TORCH = "importlib.util.find_spec = lambda name: None"
+ISOLATED = "the build was isolated and could not see your torch; run `pip install --no-build-isolation .`"
+
+
+def run_setup(patch: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = f"import importlib.util, platform, runpy, setuptools; {patch}; "
+    code += "runpy.run_path('setup.py', run_name='__main__')"
+    return run("-c", code, *arguments, cwd=ROOT, **{"AMP_KERNELS_BUILD": "auto"} | environment)
+
+
 @pytest.mark.parametrize(
     ("patch", "sentence"),
     [
-        ("torch.version.hip = '7.0'", "is of ROCm, which is not supported"),
+        (
+            "import torch; torch.version.hip = '7.0'",
+            "is a ROCm build, which is not supported; install a CUDA build of torch",
+        ),
         ("platform.system = lambda: 'Windows'", "nothing was compiled because there is no build for Windows; use WSL"),
+        (f"{NO_TORCH}; setuptools.__file__ = '/tmp/pip-build-env-x1/overlay/setuptools/__init__.py'", ISOLATED),
+        (f"{NO_TORCH}; setuptools.__file__ = '/root/.cache/uv/builds-v0/.tmpx/setuptools/__init__.py'", ISOLATED),
     ],
+    ids=["ROCm", "Windows", "isolated by pip", "isolated by uv"],
 )
-def test_setup_on_another_platform(patch: str, sentence: str) -> None:
-    code = f"import platform, runpy, torch; {patch}; runpy.run_path('setup.py', run_name='__main__')"
-    result = run("-c", code, "--version", cwd=ROOT, AMP_KERNELS_BUILD="auto")
+def test_setup_says_why_it_compiles_less(patch: str, sentence: str) -> None:
+    result = run_setup(patch, "--version")
     assert result.returncode == 0, result.stderr
     assert sentence in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("patch", "got"), [(NO_TORCH, "none"), ("import torch; torch.__version__ = '2.9.1+cu128'", "2.9.1+cu128")]
+)
+def test_setup_needs_torch_to_compile(patch: str, got: str) -> None:
+    result = run_setup(patch, "bdist_wheel")
+    assert result.returncode == 1
+    (sentence,) = result.stderr.splitlines()
+    assert sentence == (
+        f"amp_kernels: torch >= 2.10 must be installed before the build, got {got}; "
+        "run `pip install -U torch setuptools ninja`, then run `pip install --no-build-isolation .`"
+    )
+
+
+def test_setup_says_what_a_cuda_build_is_for_and_how_to_shorten_it(tmp_path: Path) -> None:
+    nvcc = tmp_path / "bin" / "nvcc"
+    nvcc.parent.mkdir()
+    nvcc.write_text(f"#!/bin/sh\necho 'TOP={tmp_path}\n-D__CUDACC_VER_MAJOR__=13 -D__CUDACC_VER_MINOR__=0' >&2\n")
+    nvcc.chmod(0o755)
+    result = run_setup("import torch; torch.version.cuda = '13.0'", "--version", CUDA_HOME=str(tmp_path), MAX_JOBS="1")
+    assert f"amp_kernels: compiling for the CPU and CUDA with {tmp_path}/bin/nvcc" in result.stdout, result.stderr
+    assert re.search(r"GPU architectures 7\.5;8\.0\S+: about \d+ minutes with 1 job\b", result.stdout)
+    assert re.search(r"TORCH_CUDA_ARCH_LIST=9\.0.*MAX_JOBS.*pip install -v", result.stdout)
+
+
+@pytest.mark.parametrize("found", ["none", "65.5.0"])
+def test_the_build_needs_setuptools(found: str, tmp_path: Path) -> None:
+    if found != "none":
+        (tmp_path / "setuptools").mkdir()
+        (tmp_path / "setuptools" / "__init__.py").write_text(f"__version__ = {found!r}")
+    result = run("-S", "-c", "import build_backend", cwd=ROOT, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    (sentence,) = result.stderr.splitlines()
+    assert sentence.startswith(
+        f"amp_kernels: setuptools >= 77 must be installed before the build, got {found}; run `pip"
+    )
 
 
 def test_the_clone_has_no_other_top_level_entry() -> None:
@@ -139,7 +244,8 @@ def test_the_clone_has_no_other_top_level_entry() -> None:
         pytest.skip("this is no clone")
     expected = {"README.md", "CONTRIBUTING.md", "CHANGELOG.md", "LICENSE", "setup.py", "pyproject.toml", "Makefile"}
     expected |= {"csrc", "triton_kernels", "amp_kernels", "tests", "benchmarks", ".ci", ".clang-format", ".gitignore"}
-    assert {name.split("/")[0] for name in listed.splitlines()} == expected
+    expected |= {"build_backend.py", "CITATION.cff", "SECURITY.md", ".github", "docs", "mkdocs.yml"}
+    assert {name.split("/")[0] for name in listed.splitlines()} <= expected
 
 
 def run_git(*arguments: str) -> str | None:
