@@ -165,7 +165,7 @@ class BuildPy(build_py):
         Path(root, "amp_kernels/_build.txt").write_text(NOTE)  # for `python -m amp_kernels info`
 
     def get_source_files(self):  # for an sdist packed where nothing can be compiled
-        return [*super().get_source_files(), "build_backend.py", *glob("csrc/**/*.*", recursive=True)]
+        return [*super().get_source_files(), *glob("csrc/**/*.*", recursive=True)]
 
 
 WHAT, NOTE, NVCC = decide(os.environ.get("AMP_KERNELS_BUILD", "auto"))

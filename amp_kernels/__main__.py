@@ -64,7 +64,9 @@ def _version(distribution: str) -> str:
         return "is not installed"
 
 
-NOT_RUN = "No kernel of this version has run on a GPU; on one, run `python -m amp_kernels verify --device cuda` first."
+NOT_RUN = (
+    "No kernel of this version has run on a GPU yet. On a GPU run `python -m amp_kernels verify --device cuda` first."
+)
 PLATFORMS = {
     "Darwin": "macOS: never tried; CPU kernels are compiled as on Linux, and the reference serves MPS tensors.",
     "Windows": "Windows: nothing is compiled, and the reference serves every tensor; WSL counts as Linux.",

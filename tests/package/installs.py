@@ -91,7 +91,9 @@ def main() -> None:
         printed = user.run("pip install --no-build-isolation .", cwd=ROOT, fails=True, says=NO_SETUPTOOLS)
         is_short(printed)
         user.run("pip install -q setuptools", cwd=folder)
-        pack = f"import build_backend; build_backend.build_sdist({str(folder)!r})"
+        pack = (
+            f"import sys; sys.path.insert(0, 'csrc'); import build_backend; build_backend.build_sdist({str(folder)!r})"
+        )
         user.run(f"python -c {shlex.quote(pack)}", cwd=ROOT)
         (sdist,) = folder.glob("*.tar.gz")
         with tarfile.open(sdist) as archive:
