@@ -38,6 +38,7 @@ nightly: SLOW := -m nightly
 nightly: test
 	$(BIN)/python tests/faults/run --trust
 	$(MAKE) asan-events EVENTS_ARGS='--seconds 1800'
+	$(MAKE) docs-browser
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made
