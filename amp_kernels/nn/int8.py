@@ -224,6 +224,18 @@ class _Int8Weight(FixedDtypes):
             super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        """Add a parameter, as `nn.Module` does, but not the weight of an int8 layer.
+
+        Args:
+            name: Its name.
+            param: The parameter.
+
+        Raises:
+            TypeError: `param` is the dequantized weight of an int8 layer, as in `torch.nn.utils.prune`.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Linear(4, 2).register_parameter("gain", torch.nn.Parameter(torch.ones(2)))
+        """
         if isinstance(param, DequantizedWeight):  # torch.nn.utils.prune, which would then fail and leave it behind
             raise TypeError(
                 f"{type(self).__name__}: {name} must be a parameter with memory of its own, got the weight of an int8 "

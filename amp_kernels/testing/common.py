@@ -40,6 +40,7 @@ class Result(NamedTuple):
         name: What was compared.
         error: The error, or the number of elements that differ.
         allowed: The largest error that passes.
+        at: The element that shows best what is wrong; None if nothing is.
 
     Examples:
         >>> from amp_kernels import testing
