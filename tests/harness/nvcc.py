@@ -27,8 +27,8 @@ from cuda_on_cpu.build import longest_first
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
-# update.cu takes 40 % of the time of all sources, for 92 kernels that differ in types alone: `make test` compiles twelve
-# of them, and `make test-slow` all.
+# update.cu takes 40 % of the time of all sources, for 92 kernels that differ in types alone: `make test` compiles
+# twelve of them, and `make test-slow` all.
 FEW = [ROOT / "tests/harness/few/update.cu" if source.stem == "update" else source for source in SOURCES]
 FEW_AND_ALL = [pytest.param(FEW, id="few"), pytest.param(SOURCES, id="all", marks=pytest.mark.slow)]
 BUILD = ROOT / "build" / "nvcc"
