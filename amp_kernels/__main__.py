@@ -1,5 +1,5 @@
-"""Commands that tell what runs here and why the rest does not (info), whether it is right (verify), which layers of a
-model are slow for their shapes (audit), and how fast it is here compared with other libraries (bench)."""
+"""Commands about this install and this machine. `info` shows which backend handles each device. `verify` compares the
+operators with their specification. `audit` finds layers with slow shapes. `bench` times the kernels and their peers."""
 
 from __future__ import annotations
 
