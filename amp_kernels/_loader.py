@@ -42,16 +42,15 @@ def shadowed() -> str | None:
 
     That folder holds neither the compiled kernels nor the Triton ones.
     """
-    try:
-        installed = Path(str(importlib.metadata.distribution("amp-kernels").locate_file("amp_kernels")))
-    except importlib.metadata.PackageNotFoundError:
-        return None
-    if not (installed / "__init__.py").exists() or installed.samefile(_PACKAGE):
-        return None  # an editable install has no such folder beside its metadata
-    return (
-        f"the installed package {installed} is shadowed by the source folder {_PACKAGE}; run Python in "
-        "another directory, or install with `pip install --no-build-isolation -e .`"
-    )
+    # Several, since an install leaves its metadata in the clone too. An editable install has no such folder.
+    for distribution in importlib.metadata.distributions(name="amp-kernels"):
+        installed = Path(str(distribution.locate_file("amp_kernels")))
+        if (installed / "__init__.py").exists() and not installed.samefile(_PACKAGE):
+            return (
+                f"the installed package {installed} is shadowed by the source folder {_PACKAGE}; run Python in another "
+                "directory, call `amp-kernels`, or install with `pip install --no-build-isolation -e .`"
+            )
+    return None
 
 
 @functools.cache

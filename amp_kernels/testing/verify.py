@@ -153,7 +153,7 @@ def verify(
     """Prints a row when its cases end; returns 0, 1 if a case failed, or 2 if nothing that was asked for runs here."""
     places, reasons = _places(backend, device)
     if not places:
-        print(f"verify: {backend or 'that'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
+        print(f"verify: {backend or 'what was asked for'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
         return 2
     several = len({on for _, on in places}) > 1
     plan = [  # (device, row, its cases)
@@ -179,6 +179,8 @@ def verify(
             _print_cells(row.cells())
         if stopped:
             break
+    if reasons and not as_json:
+        print(f"\nNot verified, because it cannot run here: {'; '.join(reasons)}")
     rows = [row for _, row, _ in plan if row.cases]
     return (_print_json if as_json else _print_failures)(rows, stopped, seed)
 

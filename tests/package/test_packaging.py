@@ -138,6 +138,9 @@ def test_installed_package_shadowed_by_its_sources(installed: Path, tmp_path: Pa
         target = clone / source.relative_to(ROOT)
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(source.read_bytes())
+    metadata = clone / "amp_kernels.egg-info"  # as an install leaves it in the clone
+    metadata.mkdir()
+    (metadata / "PKG-INFO").write_text("Metadata-Version: 2.1\nName: amp-kernels\nVersion: 0.1.0\n")
     code = "from amp_kernels import _loader; print(_loader.load_error())"
     printed = run_installed(installed, "-c", code, cwd=clone)
     assert "is shadowed by the source folder" in printed

@@ -15,9 +15,10 @@ from torch.utils.data import DataLoader
 from training import MIXED, OnMasters, assert_close, weights
 from transformers import BertConfig, BertForSequenceClassification, set_seed
 
-RECIPES = [block for page in (README, *DOCS) for block in blocks(page) if block.needs == "clients"]
-TRAINERS = ["transformers", "accelerate", "lightning"]
 OURS = "from amp_kernels.optim import FusedSGD"
+BLOCKS = [block for page in (README, *DOCS) for block in blocks(page) if block.needs == "clients"]
+RECIPES = [block for block in BLOCKS if OURS in block.code]
+TRAINERS = ["transformers", "accelerate", "lightning"]
 
 
 def by_hand(params: Any, *, max_grad_norm: float, **options: Any) -> torch.optim.Optimizer:
@@ -59,6 +60,11 @@ def test_there_is_one_for_each_trainer() -> None:
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda recipe: recipe.name)
 def test_recipe(recipe: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert OURS in recipe.code
     want = run(recipe._replace(code=recipe.code.replace(OURS, "FusedSGD = by_hand")))
     assert_close(run(recipe), want, MIXED)
+
+
+@pytest.mark.parametrize("block", [b for b in BLOCKS if b not in RECIPES], ids=lambda block: block.name)
+def test_block_without_training(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    block.run({"__name__": "readme"})
