@@ -216,8 +216,8 @@ case of a benchmark at its largest size.
   `scaler.step(optimizer); scaler.update()`.
 - **GB/s**: the bytes that the algorithm of amp_kernels must move, divided by that time.
 - **% of copy**: GB/s as a share of the speed of a plain copy in the same process. It can exceed 100, because a
-  copy is a yardstick and not a limit: updates in place, which write where they have just read, reach almost 200, work
-  that only reads about 100. It is small for small tensors, whose time is spent on calls, and for products of
+  copy is a yardstick and not a limit: updates in place, which write where they have just read, reach almost 200. Work
+  that only reads reaches about 100. It is small for small tensors, whose time is spent on calls, and for products of
   many rows, which are limited by arithmetic.
 - **fastest peer**: the fastest contender that does the same work in the same dtype and passed the same check of its
   result. Peers of an optimizer step run under torch's scaler.
@@ -234,8 +234,8 @@ How it is measured:
 - Before every call, a copy of arrays four times as large as all last-level caches together evicts the caches, as the
   rest of a training step does.
 - Small tensors (they fit into a core's cache) have two rows: 50 calls in a row with warm caches, and single calls,
-  named "cold caches". `overhead` has calls in a row on one thread only: it shows what a call costs apart from its
-  kernel.
+  named "cold caches". The CSVs of the Xeon are older: their one row has single calls. `overhead` has calls in a row on
+  one thread only: it shows what a call costs apart from its kernel.
 - glibc keeps freed memory in pages of 2 MB, as torch's allocator for GPUs does. In folders named `fresh-memory` it does
   not, so results of more than 32 MB lie in new pages at every call.
 - Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Read smaller

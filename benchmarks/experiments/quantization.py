@@ -248,7 +248,7 @@ def judge_time(rows: Sequence[Row], beside: str) -> Verdict:
     if len({row["texts"] for row in known}) < 2:
         return Verdict(UNDECIDED, f"Times of at least {LEAST_ROUNDS} rounds beside {beside} are missing.")
     middle = "; ".join(f"{size(row)} {told(row)}" for row in known)
-    said = f"Its time as a multiple of that of {beside}: {middle}."
+    said = f"Time as a multiple of {beside.removeprefix('dynamic, ')}'s: {middle}."
     if all(number(row, "ratio_high") < 1 for row in known):
         return Verdict(HOLDS, said)
     return Verdict(FALSIFIED if any(number(row, "ratio_low") > 1 for row in known) else UNDECIDED, said)
@@ -269,11 +269,11 @@ def told(row: Row) -> str:
 
 RULES = f"""
 - **Within 1%**: d is the mean reciprocal rank (MRR) minus that of fp32, s the standard error of d over the queries, m
-  is 1% of fp32's MRR. Holds if d - 2s >= -m. Falsified if d + 2s < -m. Otherwise undecided. With fewer than
-  {LEAST_QUERIES} queries undecided.
+  is 1% of fp32's MRR. Holds if d - 2s >= -m. Falsified if d + 2s < -m. Otherwise, and with fewer
+  than {LEAST_QUERIES} queries, undecided.
 - **Less time**: the ratio of the times is taken within a round. Holds if its 80th percentile is below 1 for one text
-  and for 32. Falsified if its 20th percentile is above 1 for one of them. Otherwise undecided. With fewer than
-  {LEAST_ROUNDS} rounds undecided.
+  and for 32. Falsified if its 20th percentile is above 1 for one of them. Otherwise, and with fewer
+  than {LEAST_ROUNDS} rounds, undecided.
 - Bytes have no spread. A rule about them is undecided if a file is missing.
 
 The claims and their rules:
