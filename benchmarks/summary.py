@@ -157,7 +157,9 @@ def verdicts(found: Iterable[Line]) -> str:
     counts = Counter(line.verdict for line in found if line.peer is not None)
     told = f"amp_kernels is faster than the fastest peer in {counts[FASTER]} of {counts.total()} cases"
     told += f" and slower in {counts[SLOWER]}"
-    return told + (f"; in {counts[EVEN]} the spread includes 1, which is no verdict" if counts[EVEN] else "")
+    if counts[EVEN]:
+        told += f". {counts[EVEN]} {'case has' if counts[EVEN] == 1 else 'cases have'} no verdict"
+    return told
 
 
 def lines(rows: Iterable[Row]) -> Iterator[Line]:
@@ -213,26 +215,31 @@ case of a benchmark at its largest size.
 - **amp_kernels, ms**: the median over the rounds, of a call as users write it. For an optimizer that is the whole step,
   `scaler.step(optimizer); scaler.update()`.
 - **GB/s**: the bytes that the algorithm of amp_kernels must move, divided by that time.
-- **% of copy**: GB/s as a share of the speed of a plain copy in the same process. It can exceed 100. It is small for
-  small tensors, whose time is spent on calls, and for products of many rows, which are limited by arithmetic.
+- **% of copy**: GB/s as a share of the speed of a plain copy in the same process. It can exceed 100, because a
+  copy is a yardstick and not a limit: updates in place, which write where they have just read, reach almost 200. Work
+  that only reads reaches about 100. It is small for small tensors, whose time is spent on calls, and for products of
+  many rows, which are limited by arithmetic.
 - **fastest peer**: the fastest contender that does the same work in the same dtype and passed the same check of its
   result. Peers of an optimizer step run under torch's scaler.
 - **times faster (spread)**: the peer's time divided by that of amp_kernels, the median over the rounds. In brackets:
   from the 20th to the 80th percentile. **Bold means that amp_kernels is slower.** If the spread includes 1 there is no
-  verdict. CSVs without percentiles of ratios have the quotients of the percentiles of both times, which lie farther
-  apart.
+  verdict. Older CSVs have no spread of the ratio. For these the brackets hold the quotients of the two times'
+  percentiles, a wider interval.
 - **fp32, ms**: the fastest peer that does the work in fp32 instead. **Bold means that fp32 is faster.**
 
 How it is measured:
 
 - All contenders take turns in one process, in another order in each round. Ratios and shares are medians over the
   rounds, because the memory of a shared machine can have two speeds, for seconds each.
-- A copy of four times all last-level caches runs before every call. Caches are then cold, as after the rest of a
-  training step. Tensors that fit into a core's cache are timed twice: 50 calls in a row, and single calls ("cold
-  caches"). `overhead` has calls in a row on one thread only: it shows what a call costs apart from its kernel.
+- Before every call, a copy of arrays four times as large as all last-level caches together evicts the caches, as the
+  rest of a training step does.
+- Small tensors (they fit into a core's cache) have two rows: 50 calls in a row with warm caches, and single calls,
+  named "cold caches". The CSVs of the Xeon are older: their one row has single calls. `overhead` has calls in a row on
+  one thread only: it shows what a call costs apart from its kernel.
 - glibc keeps freed memory in pages of 2 MB, as torch's allocator for GPUs does. In folders named `fresh-memory` it does
   not, so results of more than 32 MB lie in new pages at every call.
-- Two runs on these shared machines differ by up to a fifth, for 1000 small tensors by up to a half.
+- Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Read smaller
+  differences as equal.
 - A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
   timed, and why.
 
@@ -322,7 +329,7 @@ GAINS = (
     (
         "cpu-2-cores-amd-epyc", "sgd", "fp16 weights + fp32 masters" + LARGE, "float16",
         "A whole SGD step with momentum, {elements} fp16 weights with fp32 masters",
-        ("masters by hand, torch fused SGD", "masters by hand, compiled"),
+        ("masters by hand, torch fused SGD", "masters by hand, compiled", "fp32 model, torch SGD, compiled"),
     ),
     (
         "cpu-2-cores-amd-epyc", "sgd", "fp16 weights + fp32 masters, 1000 x 64", "float16",
@@ -335,7 +342,8 @@ GAINS = (
         ("torch operators", "torch operators, compiled"),
     ),
 )  # fmt: skip
-BEGIN, END = "<!-- figures: python -m benchmarks.summary -->\n", "<!-- end of figures -->"
+# Indented, also the marks: so the lines are nested under a bullet of README.md, on GitHub too.
+BEGIN, END = "  <!-- figures: python -m benchmarks.summary -->\n", "  <!-- end of figures -->"
 
 
 def gain(folder: str, benchmark: str, case: str, dtype: str, what: str, peers: Sequence[str]) -> str:
@@ -344,17 +352,18 @@ def gain(folder: str, benchmark: str, case: str, dtype: str, what: str, peers: S
     ours = next(row for row in rows if row["contender"].startswith(OURS))
     others = [next(row for row in rows if row["contender"] == peer) for peer in peers]
     told = [
-        f"{row['contender']}: {float(row['median_ms']):.3g} ms, {float(row['ratio_to_ours']):.2g}x" for row in others
+        f"{row['contender'].replace('model, torch SGD,', 'model,')}: {float(row['median_ms']):.3g} ms, "
+        f"{float(row['ratio_to_ours']):.2g}x"
+        for row in others
     ]
     what = what.format(elements=f"{int(ours['elements']):,}")
-    return f"- {what}: **{float(ours['median_ms']):.3g} ms** ({'; '.join(told)})."
+    return f"  - {what}: **{float(ours['median_ms']):.3g} ms** ({'; '.join(told)})."
 
 
 def with_gains(readme: str) -> str:
-    """README.md with the lines between BEGIN and END written anew."""
-    before, rest = readme.split(BEGIN)
-    after = rest[rest.index(END) :]
-    return "".join([before, BEGIN, *(gain(*given) + "\n" for given in GAINS), after])
+    """README.md with the lines from BEGIN to END written again, whatever their indentation was."""
+    before, after = re.split(rf" *{BEGIN.strip()}\n.*?{END.strip()}", readme, flags=re.DOTALL)
+    return "".join([before, BEGIN, *(gain(*given) + "\n" for given in GAINS), END, after])
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from textwrap import indent
+from textwrap import dedent, indent
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.exceptions import PluginError
@@ -41,8 +41,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def marked(name: str, path: str) -> str:
-    """The lines of a file from `<!-- NAME: ... -->` to `<!-- end of NAME -->`."""
+    """The lines of a file from `<!-- NAME: ... -->` to `<!-- end of NAME -->`, without what all are indented by."""
     found = re.search(rf"<!-- {name}: [^\n]*-->\n(.*?)<!-- end of {name} -->", (ROOT / path).read_text(), re.DOTALL)
     if found is None:
         raise PluginError(f"docs/hooks.py: {path} must have lines from <!-- {name}: ... --> to <!-- end of {name} -->")
-    return found[1]
+    return dedent(found[1])

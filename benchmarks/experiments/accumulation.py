@@ -246,14 +246,17 @@ def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
     control = [value for each in networks for value in column(rows, each, REORDERED, "distance").values()]
     if not found or not control:
         return Verdict(UNDECIDED, "Not measured.")
-    told_of, rounding = ("up to ", max(control)) if is_far else ("", statistics.median(control))
+    rounding = max(control) if is_far else statistics.median(control)
     limit = FEW * rounding
     far = [value > limit for value in found.values()]
     yes, no = (all(far), not any(far)) if is_far else (not any(far), all(far))
-    told = f"At most {max(found.values()):.2g} and at least {min(found.values()):.2g} in {len(found)} seeds; "
-    return decided(
-        yes, no, told + f"another order alone makes {told_of}{rounding:.2g}{'' if is_far else ' in the median seed'}."
+    least, most = min(found.values()), max(found.values())
+    control_told = f"up to {rounding:.2g}" if is_far else f"{rounding:.2g} in the median seed"
+    told = (
+        f"The largest relative difference of the two loss curves is {least:.2g} to {most:.2g} over {len(found)} seeds. "
+        f"Another order of the images alone gives {control_told}."
     )
+    return decided(yes, no, told)
 
 
 def accuracies(
@@ -277,7 +280,9 @@ def drift(dtype: str, rows: Sequence[Row]) -> Verdict:
     word = HOLDS if mean - 2 * error > 2 else FALSIFIED if mean + 2 * error < 2 else UNDECIDED
     share = statistics.mean(a.values())
     return Verdict(
-        word, f"{100 * share:.2g} % off, {mean:.2f} times as far, standard error {error:.2f}, {len(ratios)} seeds."
+        word,
+        f"Added up in {dtype} the gradient is {100 * share:.2g} % off. That is {mean:.2f} times the error of sums in "
+        f"fp32, standard error {error:.2f}, {len(ratios)} seeds.",
     )
 
 
@@ -290,7 +295,7 @@ def no_drift(dtype: str, rows: Sequence[Row]) -> Verdict:
     return decided(
         mean + 2 * error <= AS_GOOD,
         mean - 2 * error > AS_GOOD,
-        f"{mean:.2f} times, standard error {error:.2f}, {len(ratios)} seeds.",
+        f"Its error is {mean:.2f} times that of the whole batch, standard error {error:.2f}, {len(ratios)} seeds.",
     )
 
 
@@ -299,35 +304,35 @@ CLAIMS = (
         "Without batch norm two batches of 16 give the loss curve of one of 32, in fp32.",
         "The largest relative difference of the loss over all steps is compared with the difference that another order "
         "of the images in each batch of 32 makes, which is rounding alone. Holds if the former is at most "
-        f"{FEW} times the median of the latter over seeds, in every seed; falsified if it is more in every seed; else "
-        f"undecided. (Before the data was there the bound was {FEW} times the maximum over seeds. That was a thousand "
-        "times what was measured, and the median replaced it.)",
+        f"{FEW} times the median of the latter over seeds, in every seed. Falsified if it is more in every seed. "
+        f"Otherwise undecided. (Before the data was there the bound was {FEW} times the maximum over seeds. That was a "
+        "thousand times what was measured, and the median replaced it.)",
         partial(beside_rounding, NO_NORM, False),
     ),
     Claim(
         "Without batch norm the accuracy is the same too (published: a mAP of 0.3770 both).",
-        "Holds if the accuracies of every seed are equal, falsified if the mean difference is more than 2 standard "
-        "errors; else undecided.",
+        "Holds if the accuracies of every seed are equal. Falsified if the mean difference is more than 2 standard "
+        "errors. Otherwise undecided.",
         partial(accuracies, NO_NORM, lambda values, mean, error: (not any(values), abs(mean) > 2 * error)),
     ),
     Claim(
         "With batch norm the loss curves differ.",
         f"Holds if the largest relative difference is more than {FEW} times the largest that another order makes, "
-        "with or without batch norm, in every seed; falsified if it is in none; else undecided.",
+        "with or without batch norm, in every seed. Falsified if it is in none. Otherwise undecided.",
         partial(beside_rounding, NORM, True),
     ),
     Claim(
         "With batch norm two batches of 16 end less accurate than one of 32 (published: 73.25 against 73.85).",
-        "Holds if the mean difference is below 0 by more than 2 standard errors over seeds, falsified if it is above "
-        "by as much; else undecided.",
+        "Holds if the mean difference is below 0 by more than 2 standard errors over seeds. Falsified if it is above "
+        "0 by as much. Otherwise undecided.",
         partial(accuracies, NORM, lambda values, mean, error: (mean + 2 * error < 0, mean - 2 * error > 0)),
     ),
     *(
         Claim(
             f"A gradient of {MICRO_BATCHES} micro-batches in {dtype} drifts if it is added up in {dtype}: it has more "
             "than twice the error of the one that is added up in fp32.",
-            "Holds if the mean ratio of the errors over seeds less 2 standard errors is above 2, falsified if the mean "
-            "plus 2 standard errors is below 2; else undecided.",
+            "r is the ratio of the errors, averaged over seeds; s is the standard error of r. Holds if r - 2s > 2. "
+            "Falsified if r + 2s < 2. Otherwise undecided.",
             partial(drift, dtype),
         )
         for dtype in SIXTEEN
@@ -336,8 +341,8 @@ CLAIMS = (
         Claim(
             f"Added up in fp32 (`p.grad_dtype = torch.float32`) a gradient of {MICRO_BATCHES} micro-batches in {dtype} "
             "does not drift.",
-            f"Its error is compared with that of the whole batch in {dtype}. Holds if the mean ratio plus 2 standard "
-            f"errors is at most {AS_GOOD}, falsified if the mean less 2 standard errors is above; else undecided.",
+            f"r is its error divided by that of the whole batch in {dtype}, averaged over seeds; s is the standard "
+            f"error of r. Holds if r + 2s <= {AS_GOOD}. Falsified if r - 2s > {AS_GOOD}. Otherwise undecided.",
             partial(no_drift, dtype),
         )
         for dtype in SIXTEEN

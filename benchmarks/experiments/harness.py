@@ -74,12 +74,12 @@ class Claim:
 
 @dataclass(frozen=True)
 class Table:
-    """A table of the page; `notes` stand below it."""
+    """A table of the page; below it stands who was not run, and why."""
 
     title: str
     columns: tuple[str, ...]
     rows: tuple[tuple[object, ...], ...]
-    notes: tuple[str, ...] = ()
+    not_run: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class Experiment:
     tables: Callable[[Sequence[Row]], list[Table]]  # ours: ratios, never bare seconds
     draw: Callable[[Sequence[Row], Path], None]  # one idea, one PNG
     published: tuple[Table, ...] = field(default=())
+    rules: str = ""  # what the rules of several claims share
 
 
 def read(path: Path) -> list[Row]:

@@ -198,6 +198,9 @@ def odd_sizes(rows: Sequence[Row], contender: str) -> list[Row]:
     return [row for row in picked if int(row["size"]) % 8]
 
 
+TO = {"ratio": "torch's at the multiples of 8", "of_torch": "torch's product alone"}  # what a column divides by
+
+
 def by_sizes(contender: str, column: str, limit: float, is_above: bool, rows: Sequence[Row]) -> Verdict:
     """Holds for MOST of the sizes, or not for half of them, with the 20th and 80th percentiles on one side of `limit`;
     what most of them say is given for each dtype."""
@@ -209,11 +212,16 @@ def by_sizes(contender: str, column: str, limit: float, is_above: bool, rows: Se
     yes, no = (above, below) if is_above else (below, above)
     word = HOLDS if sum(yes) >= MOST * len(sizes) else FALSIFIED if sum(no) >= len(sizes) / 2 else UNDECIDED
     medians = "; ".join(
-        f"{dtype}: median {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
+        f"{dtype} {statistics.median(found):.2f} ({min(found):.2f} to {max(found):.2f})"
         for dtype in DTYPES
         if (found := [number(row, column) for row in sizes if row["dtype"] == dtype])
     )
-    return Verdict(word, f"Of {len(sizes)} sizes {sum(yes)} say so, {sum(no)} say no. {medians}.")
+    counted = f"True for {_counted(yes)} of {len(sizes)} sizes, false for {_counted(no)}"
+    return Verdict(word, f"{counted}. Median time relative to {TO[column]} (range over the sizes): {medians}.")
+
+
+def _counted(which: Sequence[bool]) -> str:
+    return "none" if not any(which) else f"all {len(which)}" if all(which) else str(sum(which))
 
 
 def as_fast_as(factor: float, column: str, rows: Sequence[Row]) -> Verdict:
@@ -224,30 +232,32 @@ def as_fast_as(factor: float, column: str, rows: Sequence[Row]) -> Verdict:
     return decided(low >= factor, high < factor, f"It is {median:.3g} times as fast ({low:.3g} to {high:.3g}).")
 
 
-COUNTED = (
-    "Holds if that is so, at the {} percentile of the rounds, for "
-    f"{MOST:.0%} of the sizes from 1016 to 1032 of K and of N that are no multiples of 8, in bf16 and fp16 together; "
-    "falsified if the opposite is so, at the {} percentile, for half of them; else undecided."
-)
-TIMES = (
-    "Holds if the 20th percentile of the rounds is at least {0}; falsified if the 80th is below {0}; else undecided."
-)
+RULES = f"""
+Ratios are taken within a round; p20 and p80 are their 20th and 80th percentile over the rounds. The first three claims
+are about the sizes from 1016 to 1032 of K and of N that are no multiples of 8, in bf16 and fp16 together. Each rule
+says for which sizes its claim is true, and for which it is false. A claim holds if it is true for at least {MOST:.0%}
+of the sizes. It is falsified if it is false for at least half of them. Otherwise it is undecided.
+
+The claims and their rules:
+"""
+ABOVE, BELOW = "True if p20 > {0}, false if p80 <= {0}.", "True if p80 <= {0}, false if p20 > {0}."
+TIMES = "The ratio is that of the speeds. Holds if p20 >= {0}. Falsified if p80 < {0}. Otherwise undecided."
 CLAIMS = (
     Claim(
         f"Where K or N is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as long as at the "
-        "multiples of 8 beside it.",
-        COUNTED.format("20th", "80th"),
+        "multiples of 8 next to it.",
+        ABOVE.format(SLACK),
         partial(by_sizes, TORCH, "ratio", SLACK, True),
     ),
     Claim(
         "Where K or N is no multiple of 8, F.pad and a multiplication take less time than torch's product alone.",
-        COUNTED.format("80th", "20th"),
+        BELOW.format(1),
         partial(by_sizes, PAD, "of_torch", 1.0, False),
     ),
     Claim(
-        f"Where K or N is no multiple of 8, our product takes at most {SLACK} times as long as torch's at the "
-        "multiples of 8 beside it.",
-        COUNTED.format("80th", "20th"),
+        f"Where K or N is no multiple of 8, the product of amp_kernels takes at most {SLACK} times as long as torch's "
+        "at the multiples of 8 next to it.",
+        BELOW.format(SLACK),
         partial(by_sizes, OURS, "ratio", SLACK, False),
     ),
     Claim(
@@ -284,7 +294,10 @@ def tables(rows: Sequence[Row]) -> list[Table]:
             cells = (of_sizes(found, divides) for divides in groups)
             lines.append((f"{dtype}, {found[0]['rows']} rows", dimension, contender, *cells))
     columns = ("product", "varied", "contender", "multiples of 8", "other even sizes", "odd sizes")
-    title = "Time per multiplication, of torch's mean over the multiples of 8: median over the sizes (least to most)"
+    title = (
+        "Time per multiplication, as a multiple of torch's mean over the multiples of 8: median over the sizes (least "
+        "to most)"
+    )
     found = [row for row in rows if row["part"] == PRECISION]
     times = tuple((row["contender"], row["dtype"], told(row, "speed"), told(row, "speed_of_fp64")) for row in found)
     size = f"{found[0]['rows']} x {found[0]['size']} x {found[0]['size']}" if found else "none"
@@ -300,7 +313,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 PUBLISHED = (
     Table(
         "Speed of half precision on GPUs with tensor cores, sizes multiples of 8 (NVIDIA's page on mixed precision)",
-        ("beside", "times as fast"),
+        ("compared with", "times as fast"),
         (("single precision", "4"), ("double precision", "10")),
     ),
 )
@@ -359,4 +372,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     draw=draw,
     published=PUBLISHED,
+    rules=RULES,
 )  # fmt: skip

@@ -32,9 +32,9 @@ page from the committed CSVs.
 def table(of: Table) -> Iterator[str]:
     yield f"{of.title}:\n"
     yield tabulate(of.rows, of.columns, tablefmt="github", disable_numparse=True) + "\n"
-    yield from (f"- {note}" for note in of.notes)
-    if of.notes:
-        yield ""
+    if of.not_run:
+        yield "Not run here, with the reason or the error of the other package:\n"
+        yield from (*(f"- {each}" for each in of.not_run), "")
 
 
 def measured(experiment: Experiment, path: Path) -> Iterator[str]:
@@ -59,6 +59,8 @@ def section(position: int, experiment: Experiment) -> Iterator[str]:
     yield f"## {position}. {experiment.title}\n"
     yield experiment.about.strip() + "\n"
     yield "Rules:\n"
+    if experiment.rules:
+        yield experiment.rules.strip() + "\n"
     yield from (f"- {claim.statement} {claim.rule}" for claim in experiment.claims)
     yield ""
     if experiment.published:

@@ -29,5 +29,5 @@ def first_line(error: Exception) -> str:
 
 
 def reasons_below(rows: Sequence[Row], column: str = "contender") -> tuple[str, ...]:
-    """Notes of a table: each contender that has no timing, with its reason, once."""
+    """Each contender that has no timing, with its reason, once."""
     return tuple(dict.fromkeys(f"{row[column]}: {row['note']}" for row in rows if row["note"]))

@@ -266,7 +266,7 @@ def halves_memory(rows: Sequence[Row]) -> Verdict:
     return decided(
         count == len(found),
         count == 0,
-        "; ".join(f"batch {batch}: {value:.2f} of the peak" for batch, value in found.items()) + ".",
+        "; ".join(f"batch {batch}: {value:.2f} of the peak of everything kept" for batch, value in found.items()) + ".",
     )
 
 
@@ -279,7 +279,7 @@ def compared_time(part: str, way: Way, column: str, low: float, high: float, row
     no = [spread(row, column)[2] < low or spread(row, column)[1] > high for row in found]
     word = HOLDS if all(yes) else FALSIFIED if any(no) else UNDECIDED
     told = (
-        f"batch {row['batch']}: {middle:.2f} ({a:.2f} to {b:.2f})"
+        f"batch {row['batch']}: {middle:.2f} times as long ({a:.2f} to {b:.2f})"
         for row in found
         for middle, a, b in [spread(row, column)]
     )
@@ -322,49 +322,50 @@ def no_worse(way: Way, rows: Sequence[Row]) -> Verdict:
     return decided(mean - 2 * error >= -MARGIN, mean + 2 * error < -MARGIN, words)
 
 
-PERCENTILES = "of the rounds at the 20th and 80th percentile"
+RULES = """
+A ratio of times is taken within a round. p20 and p80 are its 20th and 80th percentile over the rounds. A difference in
+accuracy is in points, to everything kept with the same seed; d is its mean over the seeds, s the standard error of d.
+"""
 CLAIMS = (
     Claim(
         "Checkpoints take at most half of the memory (published: 0.36 of it).",
-        "Holds if the peak is at most 0.5 of that of everything kept at every batch size, falsified if at none; else "
-        "undecided.",
+        "Holds if the peak is at most 0.5 of that of everything kept at every batch size. Falsified if it is at none. "
+        "Otherwise undecided.",
         halves_memory,
     ),
     Claim(
         "Checkpoints lengthen a step, by half or less (published: 1.36 times).",
-        f"Holds if the ratio lies between 1 and 1.5 {PERCENTILES}, at every batch size; falsified if both percentiles "
-        "lie on one side outside of that at any batch size; else undecided.",
+        "The ratio is to everything kept. Holds if p20 >= 1 and p80 <= 1.5 at every batch size. Falsified if p80 < 1 "
+        "or p20 > 1.5 at any batch size. Otherwise undecided.",
         partial(compared_time, STEP, CHECKPOINTS, "time", 1.0, 1.5),
     ),
     Claim(
         "Checkpoints change no accuracy (published: 0.7997 both).",
-        "Holds if the accuracies differ by less than 0.005 points in every seed; falsified if the mean difference is "
-        "more than 2 standard errors; else undecided.",
+        "Holds if the accuracies differ by less than 0.005 points in every seed. Falsified if |d| > 2s. Otherwise "
+        "undecided.",
         equal_accuracy,
     ),
     Claim(
         "In the largest batch within the same memory, checkpoints still take longer per sequence than everything kept "
         "in its own (published: 1.16 times).",
-        f"Holds if the ratio is at least 1 {PERCENTILES}, falsified if it is below at both; else undecided.",
+        "The ratio is that of the times per sequence. Holds if p20 >= 1. Falsified if p80 < 1. Otherwise undecided.",
         partial(compared_time, LARGEST, CHECKPOINTS, "time", 1.0, math.inf),
     ),
     Claim(
         "After the same number of sequences the larger batch ends less accurate (published: 0.7946 against 0.7997).",
-        "Holds if the mean difference is below 0 by more than 2 standard errors over seeds, falsified if it is above "
-        "by as much; else undecided.",
+        "Holds if d + 2s < 0. Falsified if d - 2s > 0. Otherwise undecided.",
         lower_accuracy,
     ),
     Claim(
         "A step with int8 kept takes less time than one with checkpoints.",
-        f"Holds if the ratio is at most 1 {PERCENTILES} at every batch size, falsified if both lie above 1 at any; "
-        "else undecided.",
+        "The ratio is to checkpoints. Holds if p80 <= 1 at every batch size. Falsified if p20 > 1 at any. Otherwise "
+        "undecided.",
         partial(compared_time, STEP, INT8, "of_checkpoints", 0.0, 1.0),
     ),
     *(
         Claim(
             f"Training with {way.name} loses no accuracy.",
-            f"Holds if the mean difference over seeds less 2 standard errors is at least -{MARGIN} points, falsified "
-            f"if the mean plus 2 standard errors is below -{MARGIN}; else undecided.",
+            f"Holds if d - 2s >= -{MARGIN}. Falsified if d + 2s < -{MARGIN}. Otherwise undecided.",
             partial(no_worse, way),
         )
         for way in (INT8, BOTH)
@@ -395,7 +396,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for row in lines
     )
     first = Table(
-        f"One step, of everything kept at the same batch = 1; {model}",
+        f"One step, as a multiple of everything kept at the same batch; {model}",
         columns,
         tuple(cells),
         reasons_below(rows, "way"),
@@ -507,4 +508,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     draw=draw,
     published=PUBLISHED,
+    rules=RULES,
 )  # fmt: skip

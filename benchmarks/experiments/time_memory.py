@@ -271,7 +271,7 @@ def saves_time(name: str, limit: float, rows: Sequence[Row]) -> Verdict:
     found, bf16 = times(rows, name, TORCH_FP16), times(rows, name, TORCH_BF16)
     if math.isnan(found[0]):
         return NOT_MEASURED
-    because = f"fp16 takes {_range(*found)} of fp32's time; bf16 {_range(*bf16)}."
+    because = f"torch's autocast to fp16 takes {_times(*found, ' as long as fp32')}, to bf16 {_times(*bf16)}."
     return decided(found[2] < limit, found[1] >= limit, because)
 
 
@@ -287,14 +287,16 @@ def saves_memory(rows: Sequence[Row]) -> Verdict:
     if any(map(math.isnan, (tiny, *larger))):
         return NOT_MEASURED
     shown = ", ".join(f"{name} {value:.2f}" for name, value in zip(TASKS, (tiny, *larger), strict=True))
-    return decided(max(larger) < 0.95 and 0.95 <= tiny <= 1.05, max(larger) >= 1, f"Of fp32's bytes: {shown}.")
+    return decided(
+        max(larger) < 0.95 and 0.95 <= tiny <= 1.05, max(larger) >= 1, f"Memory as a multiple of fp32's: {shown}."
+    )
 
 
 def ours_takes_less_memory(rows: Sequence[Row]) -> Verdict:
     ratios = [memory(rows, name, ours) / memory(rows, name, theirs) for name, ours, theirs in PAIRS]
     if any(map(math.isnan, ratios)):
         return NOT_MEASURED
-    return decided(max(ratios) < 0.98, max(ratios) > 1.02, f"Of autocast's bytes: {_by_pair(ratios)}.")
+    return decided(max(ratios) < 0.98, max(ratios) > 1.02, f"Memory as a multiple of autocast's: {_by_pair(ratios)}.")
 
 
 def ours_takes_less_time(rows: Sequence[Row]) -> Verdict:
@@ -303,7 +305,7 @@ def ours_takes_less_time(rows: Sequence[Row]) -> Verdict:
         return NOT_MEASURED
     won, lost = sum(a[2] < b[1] for a, b in pairs), sum(a[1] > b[2] for a, b in pairs)
     shown = _by_pair([ours[0] / theirs[0] for ours, theirs in pairs])
-    because = f"Of {len(pairs)} pairs it wins {won} and loses {lost}. Of autocast's time: {shown}."
+    because = f"It wins {won} of {len(pairs)} pairs and loses {lost}. Time as a multiple of autocast's: {shown}."
     return decided(won >= 4 and not lost, lost >= 3, because)
 
 
@@ -311,15 +313,20 @@ def _range(middle: float, low: float, high: float) -> str:
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
 
+def _times(middle: float, low: float, high: float, than: str = "") -> str:
+    return f"{middle:.3g} times{than} ({low:.3g} to {high:.3g})"
+
+
 def _by_pair(ratios: Sequence[float]) -> str:
     pairs = zip(PAIRS, ratios, strict=True)
     return ", ".join(f"{name} {ours.removeprefix('amp_kernels ')} {value:.2g}" for (name, ours, _), value in pairs)
 
 
-LESS = (
-    "Times are of torch's autocast to fp16 with GradScaler, of fp32's in the same round. Holds if the 80th percentile "
-    "of the rounds of every seed is below {0}; falsified if the 20th of every seed is at least {0}; else undecided."
-)
+RULES = """
+The time of a step is a multiple of the fp32 step's in the same round. p20 and p80 are its 20th and 80th percentile over
+the rounds. In the first three rules the step is that of torch's autocast to fp16 with GradScaler.
+"""
+LESS = "Holds if p80 < {0} for every seed. Falsified if p20 >= {0} for every seed. Otherwise undecided."
 CLAIMS = (
     Claim(
         "A BERT-shaped encoder trains in less than half the time under mixed precision.",
@@ -333,27 +340,27 @@ CLAIMS = (
     ),
     Claim(
         "A tiny feed-forward network gains no time by mixed precision.",
-        "Times are as above. Holds if the 20th percentile of the rounds of every seed is at least 0.95; falsified if "
-        "the 80th of every seed is below; else undecided.",
+        "Holds if p20 >= 0.95 for every seed. Falsified if p80 < 0.95 for every seed. Otherwise undecided.",
         partial(gains_nothing, FEED_FORWARD, 0.95),
     ),
     Claim(
         "Autocast to fp16 saves memory in the U-Net and the encoder, and none in the tiny network.",
-        "Holds if the first two take less than 0.95 of fp32's bytes and the last from 0.95 to 1.05; falsified if one "
-        "of the first two takes as many as fp32 or more; else undecided.",
+        "Holds if the first two take less than 0.95 of fp32's bytes and the last takes 0.95 to 1.05. Falsified if one "
+        "of the first two takes at least as many bytes as fp32. Otherwise undecided.",
         saves_memory,
     ),
     Claim(
-        "16-bit weights under our optimizer take less memory than torch's autocast to the same dtype.",
-        "Holds if the bytes are below 0.98 of autocast's in the three networks, in fp16 and bf16; falsified if they "
-        "are above 1.02 in one; else undecided.",
+        "16-bit weights under the optimizer of amp_kernels take less memory than torch's autocast to the same dtype.",
+        "Holds if the bytes are below 0.98 of autocast's in the three networks, in fp16 and bf16. Falsified if they "
+        "are above 1.02 of autocast's in one case. Otherwise undecided.",
         ours_takes_less_memory,
     ),
     Claim(
-        "16-bit weights under our optimizer take less time than torch's autocast to the same dtype.",
-        "A pair of a network and a dtype is won if our 80th percentile is below autocast's 20th, both of fp32's time, "
-        "over the rounds of all seeds, and lost if our 20th is above its 80th. Holds if at least four of the six "
-        "pairs are won and none is lost; falsified if three are lost; else undecided.",
+        "16-bit weights under the optimizer of amp_kernels take less time than torch's autocast to the same dtype.",
+        "A pair is a network and a dtype; here p20 and p80 are the least and the largest of all seeds. A pair is won "
+        "if the p80 of amp_kernels is below the p20 of autocast, and lost if the p20 of amp_kernels is above the p80 "
+        "of autocast. Holds if at least four of the six pairs are won and none is lost. Falsified if at least three "
+        "are lost. Otherwise undecided.",
         ours_takes_less_time,
     ),
 )
@@ -364,8 +371,12 @@ def tables(rows: Sequence[Row]) -> list[Table]:
     notes = [row for row in rows if row["part"] == MEMORY]
     made = []
     for title, cell in (
-        ("Time of a step, of fp32's: mean of the seeds' medians (least 20th to largest 80th percentile)", _time_cell),
-        ("Memory of a step, of fp32's", _memory_cell),
+        (
+            "Time of a step, as a multiple of the fp32 step: mean of the seeds' medians (least 20th to largest 80th "
+            "percentile)",
+            _time_cell,
+        ),
+        ("Memory of a step, as a multiple of the fp32 step", _memory_cell),
         ("Loss on held-out data after the last step, mean ± standard error over the seeds", _loss_cell),
     ):
         lines = tuple((way, *(cell(rows, name, way) for name in TASKS)) for way in WAYS)
@@ -426,7 +437,7 @@ of Python's standard library. The ways to train them are:
 All ways take turns in one process. Each time is divided by the time of the fp32 step in the same round. On a GPU,
 memory is the most that the allocator held during a step. On a CPU, it is the bytes of weights, gradients, optimizer
 state and what the forward pass keeps for the backward pass. torch's fp16 convolutions and products on a CPU take many
-times as long as its fp32 ones. Such steps are timed for 4 rounds there and have no loss.
+times as long as its fp32 ones. On a CPU such steps are timed in 4 rounds only, and no loss is reported.
 """
 
 
@@ -470,4 +481,5 @@ EXPERIMENT = Experiment(
     tables=tables,
     draw=draw,
     published=PUBLISHED,
+    rules=RULES,
 )  # fmt: skip

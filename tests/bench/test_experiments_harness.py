@@ -116,7 +116,8 @@ def test_section_of_a_measured_experiment(tmp_path, monkeypatch):
     monkeypatch.setattr(page, "RESULTS", tmp_path / "results")
     monkeypatch.setattr(page, "HERE", tmp_path)
     text = "\n".join(page.section(1, fake.experiment()))
-    assert "- **holds**: s 6 rows." in text and "- s r" in text and "- a note" in text
+    assert "- **holds**: s 6 rows." in text and "- s r" in text
+    assert "Not run here, with the reason or the error of the other package:\n\n- a note" in text
     assert "(results/machine/experiments/fake.png)" in text
 
 
@@ -479,7 +480,7 @@ def test_an_encoder_that_is_not_installed_is_a_row_that_says_so(tmp_path, monkey
     rows = harness.read(harness.carry_out(quantization.EXPERIMENT, QUICK, tmp_path, is_fresh=True))
     assert len(rows) == 1 and "there_is_no_such_package" in rows[0]["note"]
     assert {claim.judge(rows).word for claim in quantization.CLAIMS} == {UNDECIDED}
-    assert any("not installed" in note for table in quantization.tables(rows) for note in table.notes)
+    assert any("not installed" in note for table in quantization.tables(rows) for note in table.not_run)
 
 
 @pytest.mark.slow
