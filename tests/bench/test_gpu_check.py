@@ -16,6 +16,7 @@ import time
 from pathlib import Path
 from types import ModuleType
 
+import forks
 import pytest
 from cuda_on_cpu.build import missing_headers
 
@@ -308,10 +309,7 @@ def test_smoke_cases_reach_every_tile_of_three_multiprocessors_alone() -> None:
 
 def test_the_variable_reaches_the_triton_plan() -> None:
     code = "import torch; from amp_kernels.triton_kernels.matmul import _multiprocessors as count; print(count({}))"
-    command = [sys.executable, "-c", code.format("torch.device('cpu')")]
-    done = subprocess.run(
-        command, env=os.environ | {"AMP_KERNELS_MULTIPROCESSORS": "7"}, capture_output=True, text=True
-    )
+    done = forks.command("-c", code.format("torch.device('cpu')"), AMP_KERNELS_MULTIPROCESSORS="7")
     assert done.stdout.strip() == "7", done.stderr
 
 
@@ -347,8 +345,7 @@ def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(m
 
 # ---------------------------------------------------------------------------------------------- what a stranger reads
 def test_the_readme_and_info_say_that_no_kernel_ran_on_a_gpu() -> None:
-    command = [sys.executable, "-m", "amp_kernels", "info"]
-    info = subprocess.run(command, capture_output=True, text=True, cwd=ROOT / "tests", check=True).stdout
+    info = forks.command("-m", "amp_kernels", "info").stdout
     (sentence,) = re.findall(r"^\*\*(No kernel of this version has run.*)\*\*$", README.read_text(), flags=re.MULTILINE)
     assert "verify --device cuda" in sentence
     assert sentence in info.splitlines()

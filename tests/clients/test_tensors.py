@@ -25,6 +25,7 @@ from torch.nn import Parameter
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+import amp_kernels
 from amp_kernels.optim import FusedRMSprop, FusedSGD
 
 DEVICE = torch.device("cpu")
@@ -436,13 +437,17 @@ def play(
 
 
 @isolated
-@pytest.mark.parametrize(("backend", "mode"), PLACES)
 @pytest.mark.parametrize(
     ("role", "name"),
     [(role, name) for role in ("parameter", "gradient", "state") for name in KINDS if getattr(KINDS[name], role)],
 )
-def test_kinds(backend: str, name: str, role: str, mode: str) -> None:
-    kind = KINDS[name]
+def test_kinds(name: str, role: str) -> None:
+    for backend, mode in PLACES:  # in one fork, whose first calls take longer than all others
+        with case(backend, mode), amp_kernels.use_backend(backend):
+            play_kind(KINDS[name], name, role, mode)
+
+
+def play_kind(kind: Kind, name: str, role: str, mode: str) -> None:
     verdict = getattr(kind, role)
     if role == "gradient" and mode == "unscale_" and kind.unscale:
         verdict = kind.unscale
@@ -602,12 +607,15 @@ OVERLAPS = {
 
 
 @isolated
-@pytest.mark.parametrize(
-    ("name", "backend", "mode"),
-    [(name, *place) for name, row in OVERLAPS.items() for place in PLACES if place[1] in row.modes],
-)
-def test_overlaps(backend: str, name: str, mode: str) -> None:
-    row = OVERLAPS[name]
+@pytest.mark.parametrize("name", OVERLAPS)
+def test_overlaps(name: str) -> None:
+    for backend, mode in PLACES:
+        if mode in OVERLAPS[name].modes:
+            with case(backend, mode), amp_kernels.use_backend(backend):
+                play_overlap(OVERLAPS[name], name, mode)
+
+
+def play_overlap(row: Overlap, name: str, mode: str) -> None:
     verdict = row.unscale if mode == "unscale_" and row.unscale else row.verdict
     for family, dtype in runs(row.dtypes):
         if family is FusedSGD and name == "states: two of one parameter":

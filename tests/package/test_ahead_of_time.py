@@ -115,8 +115,11 @@ def test_a_compiled_graph_runs_no_python_of_ours(
     assert functions_called(lambda: compiled(*inputs)) == []
 
 
-def test_a_package_has_the_bits_of_the_calls(tmp_path: Path) -> None:
+def test_a_package_has_the_bits_of_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of all programs in one: a package takes seconds to compile."""
+    # One package does not earn back the 10 s that its precompiled headers take.
+    monkeypatch.setattr(torch._inductor.config.aot_inductor, "precompile_headers", False)
+    monkeypatch.setattr(torch._inductor.config.aot_inductor, "compile_wrapper_opt_level", "O0")
 
     class Programs(nn.Module):
         def forward(self, *inputs: Sequence[Tensor]) -> tuple[tuple[Tensor, ...], ...]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import builtins
-import os
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
+import forks
 import pytest
 import torch
 from gpt2 import Conv1D
@@ -285,8 +285,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def command(*arguments: str) -> subprocess.CompletedProcess[str]:
-    run = [sys.executable, "-m", "amp_kernels", "audit", *arguments]
-    return subprocess.run(run, env=os.environ | {"PYTHONWARNINGS": "ignore"}, capture_output=True, text=True)
+    return forks.command("-m", "amp_kernels", "audit", *arguments, PYTHONWARNINGS="ignore")
 
 
 def test_the_command_line(models: Path) -> None:

@@ -9,6 +9,7 @@ import sys
 import zipfile
 from pathlib import Path
 
+import forks
 import pytest
 
 import amp_kernels
@@ -23,9 +24,8 @@ def run(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.Com
 
 
 def run_installed(installed: Path, *arguments: str, cwd: Path) -> str:
-    """Like a machine where only this wheel is installed: -S hides an editable install of the package."""
-    path = os.pathsep.join([str(installed), *(folder for folder in sys.path if folder.endswith("-packages"))])
-    result = run("-S", *arguments, cwd=cwd, PYTHONPATH=path)
+    """Like a machine where only this wheel is installed: forks see no editable install of the package."""
+    result = forks.python(*arguments, cwd=cwd, PYTHONPATH=str(installed))
     assert result.returncode == 0, result.stderr
     return result.stdout
 
@@ -36,7 +36,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     # bdist_wheel and not pip: its folders can be chosen, so that nothing is written into the sources.
     arguments = ["egg_info", "--egg-base", folder, "build", "--build-base", folder / "build"]
     arguments += ["bdist_wheel", "--dist-dir", folder, "--bdist-dir", folder / "bdist"]
-    result = run("setup.py", "-q", *arguments, cwd=ROOT, AMP_KERNELS_BUILD="none")
+    result = forks.python("setup.py", "-q", *arguments, cwd=ROOT, AMP_KERNELS_BUILD="none")
     assert result.returncode == 0, result.stderr
     (found,) = folder.glob("*.whl")
     return found
@@ -161,14 +161,14 @@ def test_triton_kernels_is_no_top_level_package() -> None:
     ],
 )
 def test_setup_refuses_in_a_sentence(wanted: str, sentence: str) -> None:
-    result = run("setup.py", "--version", cwd=ROOT, AMP_KERNELS_BUILD=wanted, CXX="no-such-compiler")
+    result = forks.python("setup.py", "--version", cwd=ROOT, AMP_KERNELS_BUILD=wanted, CXX="no-such-compiler")
     assert result.returncode != 0
     assert sentence in result.stderr
     assert "Traceback" not in result.stderr
 
 
 def test_setup_without_a_compiler_builds_nothing() -> None:
-    result = run("setup.py", "--version", cwd=ROOT, AMP_KERNELS_BUILD="auto", CXX="no-such-compiler")
+    result = forks.python("setup.py", "--version", cwd=ROOT, AMP_KERNELS_BUILD="auto", CXX="no-such-compiler")
     assert result.returncode == 0, result.stderr
     assert "nothing was compiled because there was no no-such-compiler" in result.stdout
 
@@ -180,7 +180,7 @@ ISOLATED = "the build was isolated and could not see your torch; run `pip instal
 def run_setup(patch: str, *arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     code = f"import importlib.util, platform, runpy, setuptools; {patch}; "
     code += "runpy.run_path('setup.py', run_name='__main__')"
-    return run("-c", code, *arguments, cwd=ROOT, **{"AMP_KERNELS_BUILD": "auto"} | environment)
+    return forks.python("-c", code, *arguments, cwd=ROOT, **{"AMP_KERNELS_BUILD": "auto"} | environment)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import builtins
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import forks
 import pytest
 import torch
 from conftest import WHY_NOT
@@ -24,8 +24,7 @@ from amp_kernels.testing import verify as command
 
 
 def verify(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "amp_kernels", "verify", *arguments]
-    return subprocess.run(line, env=os.environ | environment, capture_output=True, text=True, cwd=Path(__file__).parent)
+    return forks.command("-m", "amp_kernels", "verify", *arguments, **environment)
 
 
 def test_every_operator_on_every_backend_here(
