@@ -192,6 +192,11 @@ def test_quantize(shape: Sequence[int], how: dict[str, object], layout: str, dty
     problem.back(DTYPES[dtype])
 
 
+def test_rows_of_16384_fit_on_chip() -> None:
+    """Rows of fp32 that take 512 threads, whose warps exchange extremes in shared memory."""
+    Problem(randn(2, 16384), "dense", dim=(1,)).quantize(False)
+
+
 @dtypes
 @pytest.mark.parametrize("shape", TOO_LONG, ids=str)
 def test_rows_that_do_not_fit_on_chip(shape: Sequence[int], dtype: torch.dtype) -> None:
