@@ -53,7 +53,9 @@ def undocumented() -> list[str]:
             for line in block.splitlines():
                 match = re.match(r"\s*(?:\$ )?(?:\w+=\S+ )*(?:python3? -m )?pip install (.*?)\s*(?:#.*)?$", line)
                 words = [word for word in match[1].split() if word not in ("-v", "-q", "-U")] if match else []
-                ours = {"torch", "setuptools", "--no-build-isolation", "."} & {*words} or "install" in line and "amp-kernels" in line
+                ours = {"torch", "setuptools", "--no-build-isolation", "."} & {*words} or (
+                    "install" in line and "amp-kernels" in line
+                )
                 if (ours or "dist/" in line) and " ".join(words) not in DOCUMENTED:
                     wrong.append(f"{page.relative_to(ROOT)}: {line.strip()}")
     return wrong
