@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from amp_kernels.benchmarks import bytes as table
 from pages import DOCS, README, ROOT, blocks
 
 from amp_kernels import backends
 from amp_kernels.__main__ import info
-from benchmarks import bytes as table
 
 SUPPORT = ROOT / "docs" / "support.md"
 OPTIMIZERS = ROOT / "docs" / "guides" / "optimizers.md"

@@ -212,7 +212,7 @@ def test_what_does_not_fit(device):
         (
             ([averages[0], averages[1], averages[0]], optimizer, 0.5),
             ValueError,
-            r"averages\[2\] must have memory of it",
+            r"averages\[2\] must not share memory",
         ),
         ((averages, torch.optim.SGD(params), 0.5), TypeError, r"must be one of amp_kernels.optim, got a SGD; torch\."),
         ((averages, Wrapper(), 0.5), TypeError, r"must be one of amp_kernels.optim, got a Wrapper; pass the one in it"),
