@@ -3,10 +3,10 @@
 `amp_kernels.quantization` puts them into a model. Codes and scales are buffers. `.half()` and `.to(dtype)` change the
 dtype of the results, not codes or scales.
 
-`layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor, whose elements are computed
-when an operator first needs them. An operator that would change it in place raises an error; a write into a view or a
-copy does not reach the layer. The weight of one int8 layer can be assigned to another, which ties the two. Nothing else
-can be assigned.
+`layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs its
+elements computes them from the codes. An operator that would change it in place raises an error. A write into a view or
+a copy does not reach the layer. The weight of one int8 layer can be assigned to another, which ties the two. Nothing
+else can be assigned.
 """
 
 from __future__ import annotations
@@ -71,25 +71,24 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
 
 
 class DequantizedWeight(Tensor):
-    """The dequantized weight of an int8 layer, computed when the first operator needs its elements.
+    """The dequantized weight of an int8 layer. Every operator that needs its elements computes them from the codes.
 
     Its dtype, shape and device cost nothing: T5 reads `wo.weight.dtype` in every forward pass, and the elements of a
-    large head are a gigabyte. Each read of `layer.weight` makes another of these tensors. An operator that changes it
-    in place raises an error, since the codes would not change. One that changes no element passes: RWKV divides by 1.
+    large head are a gigabyte. No elements are kept, so a weight that was read before `load_state_dict` follows the
+    layer. An operator that changes the weight in place raises an error, since the codes would not change. One that
+    changes no element passes: RWKV divides by 1.
     """
 
     codes: Int8Tensor
     dtype_of: Tensor
     is_transposed: bool
-    _elements: Tensor | None
 
     __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
     __dlpack_c_exchange_api__ = None  # it would export the memory that this tensor does not have
 
     @staticmethod
-    def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor) -> Tensor:
+    def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
         """The weight with these codes by row, perhaps of the transposed matrix; at once where torch has no wrappers."""
-        dtype = dtype_of.dtype
         oriented = codes.t() if is_transposed else codes
         self = None
         # The compiler drops an operator whose result is not needed. Codes that torch.vmap batches can be read while it
@@ -98,26 +97,20 @@ class DequantizedWeight(Tensor):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
             return oriented.dequantize(dtype)
-        self.codes, self.dtype_of, self.is_transposed, self._elements = codes, dtype_of, is_transposed, None
+        self.codes, self.dtype_of, self.is_transposed = codes, dtype_of, is_transposed
         return self
 
-    def dequantized(self) -> Tensor:
-        return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
-
     def elements(self) -> Tensor:
-        if self._elements is None:
-            with torch.inference_mode(False):  # a weight first used inside of it may be used outside of it
-                self._elements = self.dequantized()
-        return self._elements
+        with torch.inference_mode(False):  # this weight has a version counter, which inference tensors refuse
+            return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
 
-    def is_as_read(self) -> bool:
-        """Whether nobody has written to it."""
-        return self._elements is None or torch.equal(self._elements, self.dequantized())
-
-    def _check_is_as_read(self, write: str) -> None:
-        if not self.is_as_read():
-            self._elements = None
-            raise _written(write)
+    def _write(self, name: str, write: Callable[[Tensor], object]) -> Tensor:
+        """Applies an operator in place to a copy of the elements, and raises an error if it changed one."""
+        elements = self.elements()
+        write(elements)
+        if not torch.allclose(elements, self.elements(), rtol=0, atol=0, equal_nan=True):
+            raise _written(name)
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -125,24 +118,21 @@ class DequantizedWeight(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         if func is torch.ops.aten.detach.default:  # what `.data` returns: an operator in place changes it too
-            return DequantizedWeight.of(args[0].codes, args[0].is_transposed, args[0].dtype_of)
+            return DequantizedWeight.of(args[0].codes, args[0].is_transposed, args[0].dtype_of, args[0].dtype)
         written = [tensor for tensor in _written_by(func, args, kwargs) if isinstance(tensor, DequantizedWeight)]
         if any(tensor is not args[0] for tensor in written):
             raise _written(func.__name__)
         plain_args, plain_kwargs = tree_map_only(DequantizedWeight, DequantizedWeight.elements, (args, kwargs))
-        result = func(*plain_args, **plain_kwargs)
-        for tensor in written:
-            tensor._check_is_as_read(func.__name__)
-        return result
+        if written:
+            return written[0]._write(func.__name__, lambda elements: func(elements, *plain_args[1:], **plain_kwargs))
+        return func(*plain_args, **plain_kwargs)
 
+    # torch writes these two through a view of the elements.
     def __setitem__(self, index: Any, value: Any) -> None:
-        self.elements()[index] = value
-        self._check_is_as_read("an assignment to elements")
+        self._write("an assignment to elements", lambda elements: elements.__setitem__(index, value))
 
     def fill_diagonal_(self, *args: Any, **kwargs: Any) -> Tensor:
-        self.elements().fill_diagonal_(*args, **kwargs)  # through a view, which torch would make of the elements
-        self._check_is_as_read("fill_diagonal_")
-        return self
+        return self._write("fill_diagonal_", lambda elements: elements.fill_diagonal_(*args, **kwargs))
 
     @property
     def data(self) -> Tensor:
@@ -178,8 +168,7 @@ def _of_elements(name: str) -> Callable[..., Any]:
 
 # What torch answers from memory, without an operator.
 for _name in (
-    "__deepcopy__", "__dlpack__", "__reduce_ex__", "data_ptr", "numpy", "share_memory_", "storage", "tolist",
-    "untyped_storage",
+    "__deepcopy__", "__dlpack__", "__reduce_ex__", "numpy", "share_memory_", "storage", "tolist", "untyped_storage",
 ):  # fmt: skip
     setattr(DequantizedWeight, _name, _of_elements(_name))
 
@@ -214,7 +203,7 @@ class _Int8Weight(FixedDtypes):
 
         Read-only. Each read makes a new tensor.
         """
-        return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype)
+        return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype, self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # Not a setter of the property: nn.Module registers a Parameter before it looks for one.
@@ -252,11 +241,10 @@ class _Int8Weight(FixedDtypes):
         if not (
             isinstance(weight, DequantizedWeight)
             and (weight.shape, weight.is_transposed) == (shape, self.is_transposed)
-            and weight.is_as_read()
         ):
             got = type(weight).__name__ + (f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "")
             raise TypeError(
-                f"{type(self).__name__}: weight must be the unchanged weight of another int8 layer of shape "
+                f"{type(self).__name__}: weight must be the weight of another int8 layer of shape "
                 f"{tuple(shape)}, whose codes this layer then shares, got a {got}; for other values load a state dict, "
                 "or assign to the float layer and convert it"
             )

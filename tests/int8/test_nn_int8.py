@@ -305,7 +305,7 @@ def test_a_layer_loads_its_own_mode_alone(mode, saved, strict):
 
 
 def test_another_mode_has_a_name_of_another_length():
-    """So that loaders which set one tensor after another refuse it too, and a layer knows its mode without a wait."""
+    """A loader that sets one tensor after another then refuses another mode by its shape, without reading the name."""
     assert len({len(mode) for mode in MODES}) == len(MODES)
     for mode in MODES:
         layer = int8_layer(mode, linear())
@@ -489,14 +489,28 @@ def test_writes_into_views_do_not_reach_the_codes():
     for layer in both_layers():
         before, expected = copy.deepcopy(layer.state_dict()), layer.weight.clone()
         weight = layer.weight
-        weight[1:3].data.add_(1)
-        expected[1:3] += 1
-        assert torch.equal(weight, expected) and not torch.equal(layer.weight, expected)
+        rows = weight[1:3]
+        rows.data.add_(1)
+        assert torch.equal(rows, expected[1:3] + 1)
+        assert torch.equal(weight, expected) and torch.equal(layer.weight, expected)
         assert all(torch.equal(tensor, before[name]) for name, tensor in layer.state_dict().items())
 
 
+def test_a_weight_that_was_read_before_follows_its_layer():
+    """Nothing is kept of it: a checkpoint, or a write to the codes, would make it stale."""
+    for layer in both_layers():
+        weight, before = layer.weight, layer.weight.clone()
+        assert torch.equal(weight, before)
+        layer.load_state_dict(layer.state_dict() | {"weight_scale": 2 * layer.weight_scale})
+        assert torch.equal(weight, 2 * before) and torch.equal(weight.data, 2 * before)
+        layer.weight_codes.zero_()
+        assert weight.abs().max() == 0
+        layer.half()
+        assert weight.data.dtype == weight.dtype == torch.float32
+
+
 def test_memory_of_a_weight_is_that_of_any_tensor(tmp_path):
-    """What torch reads without an operator."""
+    """torch reads memory without an operator in these cases."""
     for layer in both_layers():
         expected = layer.weight.clone()
         torch.save(layer.weight, tmp_path / "weight.pt")
@@ -518,10 +532,11 @@ def test_a_torch_without_wrappers_dequantizes_at_every_read(monkeypatch):
 
 def test_assigning_to_a_weight_raises():
     for layer in both_layers():
-        before, weight = copy.deepcopy(layer.state_dict()), layer.weight
-        weight[0].mul_(2)
-        for value in (nn.Parameter(torch.zeros(13, 37)), torch.zeros(13, 37), None, weight, Int8Linear(3, 4).weight):
-            with pytest.raises(TypeError, match=r"weight must be the unchanged weight of another .*; for other values"):
+        before = copy.deepcopy(layer.state_dict())
+        for value in (nn.Parameter(torch.zeros(13, 37)), torch.zeros(13, 37), None, Int8Linear(3, 4).weight):
+            with pytest.raises(
+                TypeError, match=r"weight must be the weight of another int8 layer .*; for other values"
+            ):
                 layer.weight = value
         with pytest.raises(RuntimeError, match=r"must stay what its codes are, got add_\.Tensor"):
             layer.weight += 1

@@ -102,7 +102,7 @@ def test_shared_weights_are_quantized_once(kind):
     parameters = 50 * 20 + 16 * 20 + 16 * 4
     kinds = 2 * 4 + 2 * len(model.head.mode)
     assert sum({t.data_ptr(): t.nbytes for t in state.values()}.values()) == parameters + ranges + kinds
-    with pytest.raises(TypeError, match="Int8Linear: weight must be the unchanged weight of another"):
+    with pytest.raises(TypeError, match="Int8Linear: weight must be the weight of another int8 layer"):
         model.head.weight = nn.Embedding(50, 16).weight
 
 
@@ -172,7 +172,7 @@ def test_models_that_read_weights(kind):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_tables_with_max_norm(kind):
-    """Rows that are looked up have this norm at most in every mode, and QAT's are those of the int8 table."""
+    """In every mode, rows that are looked up have at most this norm. QAT looks up the rows of the later int8 table."""
     torch.manual_seed(0)
     index = torch.arange(25).view(5, 5)
     table = nn.Embedding(50, 16, max_norm=3.0, norm_type=2.0)
@@ -190,7 +190,7 @@ def test_tables_with_max_norm(kind):
         found = in_int8(model, kind, index)[0](index)
     step = model[0].weight_scale[index]
     assert found.norm(2, -1).max() < 3.0001 and ((found - expected).abs() < 2 * step).all()
-    assert not torch.equal(model[0].weight[index], found)  # the weight is that of rows as they were
+    assert not torch.equal(model[0].weight[index], found)  # `weight` holds the rows before they are scaled down
 
 
 @pytest.mark.parametrize("kind", KINDS)
