@@ -309,7 +309,7 @@ def test_smoke_cases_reach_every_tile_of_three_multiprocessors_alone() -> None:
 
 def test_the_variable_reaches_the_triton_plan() -> None:
     code = "import torch; from amp_kernels.triton_kernels.matmul import _multiprocessors as count; print(count({}))"
-    # A fork would not see the folder of Triton's kernels, which an editable install maps into the package.
+    # Not in a fork: there the Triton kernels of an editable install are missing.
     environment = os.environ | {"AMP_KERNELS_MULTIPROCESSORS": "7"}
     command = [sys.executable, "-c", code.format("torch.device('cpu')")]
     done = subprocess.run(command, env=environment, cwd=ROOT / "tests", capture_output=True, text=True)

@@ -1,8 +1,8 @@
 """Checks the built documentation: `python tests/docs/check_site.py build/site`; `make docs` runs it.
 
-Every link and picture of a page must lead to a file of the site, every fragment to an element with that id, and every
-name of tests/api.txt must have an entry. mkdocs checks the links in Markdown; this reads the HTML, so that it also sees
-links from docstrings and from the theme.
+Every link and picture on a page must lead to a file of the site. Every fragment must lead to an element with that id.
+Every name in tests/api.txt must have an entry. mkdocs checks only the links in Markdown. This script reads the HTML, so
+it also sees links from docstrings and from the theme.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NOT_FOUND = "404.html"  # its links are absolute, since it is served at any dept
 
 
 class Document(HTMLParser):
-    """The ids of a page, what it refers to, and the entries of mkdocstrings: by id what they describe."""
+    """The ids and the references of a page, and the kind of each entry that mkdocstrings made."""
 
     def __init__(self, text: str) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
 """A streaming kernel asks for all that an iteration needs before it waits for any of it.
 
-Memory answers late. A multiprocessor therefore needs many bytes under way at every moment (how many:
-docs/internals/estimates.md), and a kernel that waits between its loads has only a part of them. nvcc decides where the
-waits are, and only the machine code shows it (tests/harness/sass.py).
+Memory answers late, so a multiprocessor needs many bytes under way at every moment (docs/internals/estimates.md says
+how many). A kernel that waits between its loads has only a part of them. nvcc decides where the waits are, and only the
+machine code shows it (tests/harness/sass.py).
 """
 
 from __future__ import annotations

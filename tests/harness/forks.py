@@ -1,8 +1,8 @@
-"""Command lines of Python in forks of one process that has imported what they import of torch: up to 4 s of CPU time
-less for each.
+"""Runs Python command lines in forks of one process that has already imported torch.
 
-A fork sees neither the installed package nor anything else that a .pth file brings, but what `PYTHONPATH` names. What
-torch or Python itself reads when it starts, such as OMP_NUM_THREADS, is that of the first process.
+Each fork saves up to 4 s of CPU time. A fork imports packages from `PYTHONPATH` only: it does not see what a .pth file
+adds, such as an editable install. Variables that Python or torch reads at its start, such as OMP_NUM_THREADS, keep the
+values of the first process.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from typing import Any
 
 
 def python(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """As `python ARGUMENTS`, which begin with a script, -c or -m; only what `environment` changes is told here."""
+    """Run `python ARGUMENTS` in a fork.
+
+    Args:
+        *arguments: A script, `-c` or `-m` first.
+        cwd: The folder in which it runs.
+        **environment: Variables that differ from this process.
+    """
     words = [str(argument) for argument in arguments]
     server = _server()
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
@@ -37,7 +43,7 @@ def python(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.
 
 
 def command(*arguments: str | Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Of the package that this process imports."""
+    """Run a command line with the amp_kernels that this process imports."""
     spec = importlib.util.find_spec("amp_kernels")
     assert spec is not None and spec.origin is not None
     root = str(Path(spec.origin).parents[1])

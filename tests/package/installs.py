@@ -3,10 +3,9 @@
 
     make installs          # about 2 minutes on two cores
 
-It goes the way of a new user who does everything wrong first: no setuptools, no torch, an isolated build. What the
-commands then say leads to an install that has its kernels. Nothing but the standard library is needed, and nothing is
-written outside of a temporary folder and the metadata that setuptools leaves in the clone. A CUDA build takes a CUDA
-torch, several GB: that line is not run here.
+First everything is done wrong: no setuptools, no torch, an isolated build. The messages of these commands must lead to
+an install with compiled kernels. The script needs only the standard library. It writes to a temporary folder, and
+setuptools leaves metadata in the clone. A CUDA build is not tried, because it needs a CUDA torch of several GB.
 """
 
 from __future__ import annotations
@@ -67,7 +66,7 @@ class Venv:
         self.bin = folder / "bin"
 
     def run(self, command: str, *, cwd: Path, says: str = "", never: str = "Traceback", fails: bool = False) -> str:
-        """What a command printed; exits with a sentence if it is not what was expected."""
+        """Run a command and return its output. End the script with a sentence if the output is not as expected."""
         start = time.monotonic()
         program, *words = shlex.split(command)
         environment = {name: value for name, value in os.environ.items() if not name.startswith("AMP_KERNELS_")}
@@ -115,7 +114,7 @@ def main() -> None:
         if printed.count(SLOW) != 1 or ISOLATED not in printed:
             sys.exit(f"{printed}\ninstalls: the reference must warn once, and say {ISOLATED!r}")
 
-        # What that says to do, over what is installed.
+        # The remedy in that message, over the install that exists.
         user.run("pip install -v --no-build-isolation .", cwd=sources, says="amp_kernels: compiling for the CPU")
         has_kernels(user, sources, folder)
 

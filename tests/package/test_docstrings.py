@@ -25,7 +25,7 @@ import amp_kernels
 
 API = Path(__file__).parents[1] / "api.txt"
 SECTIONS = ("Args", "Attributes", "Returns", "Yields", "Raises", "Examples")
-# griffe, the parser of mkdocstrings, takes such a line for the head of a section; it has no section "Example".
+# griffe, the parser of mkdocstrings, reads such a line as the heading of a section. It knows "Examples", not "Example".
 HEADER = re.compile(r"^(\w[\w ]*):\n+ ", re.M)
 NAMES = [line for line in API.read_text().splitlines() if " is " not in line]
 

@@ -24,7 +24,7 @@ def run(*arguments: str | Path, cwd: Path, **environment: str) -> subprocess.Com
 
 
 def run_installed(installed: Path, *arguments: str, cwd: Path) -> str:
-    """Like a machine where only this wheel is installed: forks see no editable install of the package."""
+    """Run a command line in a fork, where no other install of the package is visible."""
     result = forks.python(*arguments, cwd=cwd, PYTHONPATH=str(installed))
     assert result.returncode == 0, result.stderr
     return result.stdout

@@ -58,7 +58,7 @@ def test_operators_on_the_interpreter() -> None:
     if reason := WHY_NOT["triton-interpret"]():
         pytest.skip(reason)
     ops = ("--op", "grad_norm", "--op", "sgd_")
-    # A fork would not see the folder of Triton's kernels, which an editable install maps into the package.
+    # Not in a fork: there the Triton kernels of an editable install are missing.
     words = [sys.executable, "-m", "amp_kernels", "verify", "--backend", "triton", "--device", "cpu", *ops]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
     run = subprocess.run(words, env=environment, cwd=TESTS, capture_output=True, text=True)

@@ -137,10 +137,9 @@ def _library(name: str, commands: dict[Path, list[str]], link: Sequence[str]) ->
 
 
 def longest_first(sources: Iterable[Path]) -> list[Path]:
-    """In an order to compile them that leaves no core idle at the end.
+    """Sort sources so that those that compile longest come first, and no core is idle at the end.
 
-    update.cu is the shortest to read and, with its 92 kernels, the longest to compile. Of the others, size is a good
-    guess.
+    update.cu takes longest, with its 92 kernels. The other sources are sorted by size.
     """
     return sorted(sources, key=lambda source: (source.stem != "update", -source.stat().st_size))
 

@@ -76,7 +76,7 @@ char* shared_memory();
 bool block_barrier(bool value, const char* name);  // whether any thread gave true
 uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name);
 
-// What each of the 32 lanes gave, to all of them. Valid until the lane calls again.
+// The bytes that each of the 32 lanes gave. Every lane gets all of them, until it calls again.
 constexpr size_t kMostGiven = 48;
 struct Given {
   unsigned char bytes[32][kMostGiven];
