@@ -46,7 +46,7 @@ def info() -> int:
 
 
 def _platform_notes() -> list[str]:
-    """What to expect elsewhere than on Linux, and with torch's builds for ROCm."""
+    """Notes for platforms other than Linux, and for ROCm builds of torch."""
     rocm = ["ROCm: not supported; the reference serves tensors on its GPUs."] if torch.version.hip else []
     return [PLATFORMS[system] for system in [platform.system()] if system in PLATFORMS] + rocm
 
@@ -80,15 +80,16 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         typed = [word.partition("=")[0] for word in sys.argv[1:]]
         known = list(_names(self, typed))
+        suggestions = []
         for i, word in enumerate(typed):
             is_name = word.startswith("--") or (i == 0 and word not in self.prog.split())
             if is_name and word not in known and (close := difflib.get_close_matches(word, known, 1, 0.7)):
-                message += f"; did you mean {close[0]} instead of {word}?"
-        super().error(message)
+                suggestions.append(f"unknown {word}; did you mean {close[0]}?")
+        super().error(" ".join(suggestions) or message)
 
 
 def _names(parser: argparse.ArgumentParser, typed: list[str]) -> Iterator[str]:
-    """Options and commands of a parser, and those of the commands that were typed."""
+    """Options and commands of a parser and of each command that was typed."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):

@@ -295,7 +295,7 @@ def no_drift(dtype: str, rows: Sequence[Row]) -> Verdict:
     return decided(
         mean + 2 * error <= AS_GOOD,
         mean - 2 * error > AS_GOOD,
-        f"Its error is {mean:.2f} times that of the whole batch, standard error {error:.2f}, {len(ratios)} seeds.",
+        f"The error is {mean:.2f} times the error of the whole batch, standard error {error:.2f}, {len(ratios)} seeds.",
     )
 
 
@@ -329,8 +329,8 @@ CLAIMS = (
     ),
     *(
         Claim(
-            f"A gradient of {MICRO_BATCHES} micro-batches in {dtype} drifts if it is added up in {dtype}: it has more "
-            "than twice the error of the one that is added up in fp32.",
+            f"A gradient of {MICRO_BATCHES} micro-batches in {dtype} drifts if it is added up in {dtype}: its error "
+            "is more than twice the error with fp32 sums.",
             "r is the ratio of the errors, averaged over seeds; s is the standard error of r. Holds if r - 2s > 2. "
             "Falsified if r + 2s < 2. Otherwise undecided.",
             partial(drift, dtype),
@@ -339,9 +339,9 @@ CLAIMS = (
     ),
     *(
         Claim(
-            f"Added up in fp32 (`p.grad_dtype = torch.float32`) a gradient of {MICRO_BATCHES} micro-batches in {dtype} "
-            "does not drift.",
-            f"r is its error divided by that of the whole batch in {dtype}, averaged over seeds; s is the standard "
+            f"A gradient of {MICRO_BATCHES} micro-batches in {dtype} does not drift if it is added up in fp32 "
+            "(`p.grad_dtype = torch.float32`).",
+            f"r is its error divided by the error of the whole batch in {dtype}, averaged over seeds; s is the standard "
             f"error of r. Holds if r + 2s <= {AS_GOOD}. Falsified if r - 2s > {AS_GOOD}. Otherwise undecided.",
             partial(no_drift, dtype),
         )

@@ -241,7 +241,7 @@ of the sizes. It is falsified if it is false for at least half of them. Otherwis
 The claims and their rules:
 """
 ABOVE, BELOW = "True if p20 > {0}, false if p80 <= {0}.", "True if p80 <= {0}, false if p20 > {0}."
-TIMES = "The ratio is that of the speeds. Holds if p20 >= {0}. Falsified if p80 < {0}. Otherwise undecided."
+TIMES = "The ratio compares the speeds. Holds if p20 >= {0}. Falsified if p80 < {0}. Otherwise undecided."
 CLAIMS = (
     Claim(
         f"Where K or N is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as long as at the "

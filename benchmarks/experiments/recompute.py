@@ -329,7 +329,8 @@ accuracy is in points, to everything kept with the same seed; d is its mean over
 CLAIMS = (
     Claim(
         "Checkpoints take at most half of the memory (published: 0.36 of it).",
-        "Holds if the peak is at most 0.5 of that of everything kept at every batch size. Falsified if it is at none. "
+        "Holds if the peak is at most half of the peak of everything kept, at every batch size. Falsified if it is at "
+        "none. "
         "Otherwise undecided.",
         halves_memory,
     ),
@@ -348,7 +349,7 @@ CLAIMS = (
     Claim(
         "In the largest batch within the same memory, checkpoints still take longer per sequence than everything kept "
         "in its own (published: 1.16 times).",
-        "The ratio is that of the times per sequence. Holds if p20 >= 1. Falsified if p80 < 1. Otherwise undecided.",
+        "The ratio compares the times per sequence. Holds if p20 >= 1. Falsified if p80 < 1. Otherwise undecided.",
         partial(compared_time, LARGEST, CHECKPOINTS, "time", 1.0, math.inf),
     ),
     Claim(

@@ -324,7 +324,7 @@ def _by_pair(ratios: Sequence[float]) -> str:
 
 RULES = """
 The time of a step is a multiple of the fp32 step's in the same round. p20 and p80 are its 20th and 80th percentile over
-the rounds. In the first three rules the step is that of torch's autocast to fp16 with GradScaler.
+the rounds. The first three rules time torch's autocast to fp16 with GradScaler.
 """
 LESS = "Holds if p80 < {0} for every seed. Falsified if p20 >= {0} for every seed. Otherwise undecided."
 CLAIMS = (

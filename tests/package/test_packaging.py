@@ -106,9 +106,9 @@ def test_wheel_has_the_command_and_the_licence(wheel: Path) -> None:
 @pytest.mark.parametrize(
     ("typed", "suggestion"),
     [
-        (["--versoin"], "did you mean --version instead of --versoin?"),
-        (["verfy"], "did you mean verify instead of verfy?"),
-        (["verify", "--devcie=cpu"], "did you mean --device instead of --devcie?"),
+        (["--versoin"], "error: unknown --versoin; did you mean --version?\n"),
+        (["verfy"], "error: unknown verfy; did you mean verify?\n"),
+        (["verify", "--devcie=cpu"], "error: unknown --devcie; did you mean --device?\n"),
         (["info", "--bogus"], "unrecognized arguments: --bogus\n"),
     ],
 )
