@@ -341,8 +341,8 @@ CLAIMS = (
         Claim(
             f"A gradient of {MICRO_BATCHES} micro-batches in {dtype} does not drift if it is added up in fp32 "
             "(`p.grad_dtype = torch.float32`).",
-            f"r is its error divided by the error of the whole batch in {dtype}, averaged over seeds; s is the standard "
-            f"error of r. Holds if r + 2s <= {AS_GOOD}. Falsified if r - 2s > {AS_GOOD}. Otherwise undecided.",
+            f"r is its error divided by the error of the whole batch in {dtype}, averaged over seeds; s is the "
+            f"standard error of r. Holds if r + 2s <= {AS_GOOD}. Falsified if r - 2s > {AS_GOOD}. Otherwise undecided.",
             partial(no_drift, dtype),
         )
         for dtype in SIXTEEN
