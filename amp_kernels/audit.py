@@ -24,16 +24,16 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from torch.nn.parameter import is_lazy
 
-from .functional.matmul import Activation, as_matrices, autocast, check_dimensions, choose
+from .functional.matmul import LIBRARY, Activation, as_matrices, autocast, check_dimensions, choose
 from .nn.conversion import is_conv1d, matrix
 from .nn.linear import Linear, converts
-from .ops.matmul import ALIGNMENT, DTYPES, check_activation, check_product, round_up
+from .ops.matmul import DTYPES, check_activation, check_product, round_up
+from .padding import MULTIPLE, is_column_major, padded_shapes
 from .report import table
 
 __all__ = ["Explanation", "Finding", "audit", "explain"]
 
 ITEM = 2  # bytes of an element of the 16-bit dtypes
-MULTIPLE = ALIGNMENT // ITEM
 
 
 # ---------------------------------------------------------------------------------------------------------- products
@@ -43,18 +43,18 @@ class Explanation(NamedTuple):
     Attributes:
         engine: A backend of amp_kernels, `"cublas"`, or `"torch"` for dtypes that are left to torch.
         reason: Why.
-        padded: The operands that are first copied into padded rows: `"a"`, `"b"`, both or none.
+        padded: The operands that are first copied into padded memory: `"a"`, `"b"`, both or none.
         padding_bytes: Bytes of these copies.
 
     Examples:
-        >>> explanation = amp_kernels.explain((64, 1001), (1001, 512))
+        >>> explanation = amp_kernels.explain((4096, 1001), (1001, 512))
         >>> explanation.padded, explanation.padding_bytes
-        (('a',), 129024)
+        (('a', 'b'), 9289728)
     """
 
     engine: str  # a backend of amp_kernels, "cublas", or "torch" for dtypes that are left to it
     reason: str
-    padded: tuple[str, ...]  # operands that are first copied into padded rows, of "a" and "b"
+    padded: tuple[str, ...]  # operands that are first copied into padded memory, of "a" and "b"
     padding_bytes: int  # of these copies
 
     def __str__(self) -> str:
@@ -62,8 +62,8 @@ class Explanation(NamedTuple):
             return f"{self.engine}: {self.reason}; nothing is copied"
         verb = "is" if len(self.padded) == 1 else "are"
         return (
-            f"{self.engine}: {self.reason}; {' and '.join(self.padded)} {verb} first copied into rows padded to a "
-            f"multiple of {ALIGNMENT} bytes, {self.padding_bytes:,} bytes"
+            f"{self.engine}: {self.reason}; {' and '.join(self.padded)} {verb} first copied into padded memory, "
+            f"{self.padding_bytes:,} bytes"
         )
 
 
@@ -121,14 +121,18 @@ def explain(
     left, right = as_matrices(left, right)
     check_product("explain", left, right)
     choice = choose(place.type, left, right, activation)
-    padded = {name: x for name, x, pads in zip("ab", (left, right), choice.pads, strict=True) if pads}
-    return Explanation(choice.engine, choice.reason, tuple(padded), sum(map(_copy_bytes, padded.values())))
+    sizes = padded_shapes(left, right) if choice.engine == LIBRARY else (left.shape[-2:], right.shape[-2:])
+    copies = {
+        name: _copy_bytes(x, size)
+        for name, x, size, pads in zip("ab", (left, right), sizes, choice.pads, strict=True)
+        if pads
+    }
+    return Explanation(choice.engine, choice.reason, tuple(copies), sum(copies.values()))
 
 
-def _copy_bytes(x: Tensor) -> int:
-    rows, columns = x.shape[-2:]
-    if x.stride(-2) == 1 and x.stride(-1) != 1:  # column-major stays so
-        rows, columns = columns, rows
+def _copy_bytes(x: Tensor, size: Sequence[int]) -> int:
+    """Bytes of a copy with these sizes, whose rows, or columns if `x` is column-major, are a multiple of 16 bytes."""
+    columns, rows = size if is_column_major(x) else reversed(size)
     return math.prod(x.shape[:-2]) * rows * round_up(columns, MULTIPLE) * ITEM
 
 

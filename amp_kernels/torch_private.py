@@ -63,3 +63,21 @@ def wrapper_tensor(kind: type[Any], like: Tensor, dtype: torch.dtype) -> Any:
     # error for a torch that looks for another attribute.
     made._is_param = True
     return made
+
+
+def _mixes_rows() -> bool:
+    """Whether torch's CPU product of bf16 reads behind each row of the left matrix if K is not a multiple of 32.
+
+    torch 2.13 does on a CPU with AMX from 17 rows on, for most K (33, 1000); torch 2.11 does not. What it reads is
+    multiplied by 0, so that a NaN or inf there makes the row NaN: a NaN reaches the row before its own. Where torch
+    cannot say whether there is AMX, the product is tried.
+    """
+    has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    if has_amx is not None and not has_amx():
+        return False
+    x, ones = (torch.ones(shape, dtype=torch.bfloat16, device="cpu") for shape in ((40, 33), (33, 8)))
+    x[1] = torch.nan
+    return bool((x @ ones)[0].isnan().any())
+
+
+MIXES_ROWS = _mixes_rows()

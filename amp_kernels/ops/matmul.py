@@ -19,8 +19,8 @@ from .library import operator
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
-# Tensor cores are fed 16 bytes at a time. What decides is the distance between rows (the pitch), not M, N or K: cuBLAS
-# has no Hopper kernel for a pitch that is not a multiple of 16 bytes and falls back to ones for Ampere or Turing.
+# Tensor cores are fed 16 bytes at a time, so our kernels need rows that are a multiple of 16 bytes apart. cuBLAS needs
+# more (padding.py).
 ALIGNMENT = 16
 
 
@@ -145,11 +145,13 @@ matmul = operator(
 
 
 # ---------------------------------------------------------------------------------------------------------- copy_pad
-def _check_copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool) -> None:
+def _check_copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int) -> None:
     check_activation("copy_pad", activation)
     check_low("copy_pad", "x", x)
     if x.dim() != 2:
         raise ValueError(f"copy_pad: x must have 2 dimensions, got {x.dim()}")
+    if rows < x.shape[0]:
+        raise ValueError(f"copy_pad: rows must be at least x's {x.shape[0]}, got {rows}")
     if (saved is None) != (activation is None):
         raise ValueError(f"copy_pad: saved must be given with an activation and only then, got {activation!r}")
     if saved is not None:
@@ -158,31 +160,38 @@ def _check_copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, nee
             raise ValueError(f"copy_pad: saved must have x's shape {tuple(x.shape)}, got {tuple(saved.shape)}")
 
 
-def _new_copy(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool) -> tuple[Tensor, Tensor]:
-    out = x.new_empty((x.shape[0], round_up(x.shape[1], ALIGNMENT // x.element_size())))
+def _new_copy(
+    x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int
+) -> tuple[Tensor, Tensor]:
+    out = x.new_empty((rows, round_up(x.shape[1], ALIGNMENT // x.element_size())))
     return out, x.new_empty(x.shape[1] if needs_sums else 0, dtype=torch.float32)
 
 
-def _copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool) -> tuple[Tensor, Tensor]:
+def _copy_pad(
+    x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int
+) -> tuple[Tensor, Tensor]:
     values = x.float() if saved is None else reference.matmul.activation_backward(x, saved, activation)
     sums = values.sum(0) if needs_sums else x.new_empty(0, dtype=torch.float32)
-    return F.pad(values.to(x.dtype), (0, -x.shape[1] % (ALIGNMENT // x.element_size()))).contiguous(), sums
+    pads = (0, -x.shape[1] % (ALIGNMENT // x.element_size()), 0, rows - x.shape[0])
+    return F.pad(values.to(x.dtype), pads).contiguous(), sums
 
 
 def _launch_copy_pad(
-    kernels: Kernels, x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool
+    kernels: Kernels, x: Tensor, saved: Tensor | None, activation: str | None, needs_sums: bool, rows: int
 ) -> tuple[Tensor, Tensor]:
-    out, sums = _new_copy(x, saved, activation, needs_sums)
+    out, sums = _new_copy(x, saved, activation, needs_sums, rows)
+    out[x.shape[0] :].zero_()
     if x.numel() > 0:
-        kernels._copy_pad_(x, saved, out, sums if needs_sums else None, ACTIVATIONS.index(activation))
+        written = out[: x.shape[0]]
+        kernels._copy_pad_(x, saved, written, sums if needs_sums else None, ACTIVATIONS.index(activation))
     return out, sums.zero_() if x.numel() == 0 else sums
 
 
-# In one pass x * activation'(saved) [R, C], in rows padded with zeros to multiples of 16 bytes [R, P], and with
-# `needs_sums` the fp32 sums of its columns [C] before rounding (else a tensor without elements).
+# In one pass x * activation'(saved) [R, C], in rows padded with zeros to multiples of 16 bytes [rows, P], and with
+# `needs_sums` the fp32 sums of its columns [C] before rounding (else a tensor without elements). Rows from R on are 0.
 # `saved`: the argument of the activation, of relu its result.
 copy_pad = operator(
-    "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums) -> (Tensor, Tensor)",
+    "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums, SymInt rows) -> (Tensor, Tensor)",
     check=_check_copy_pad,
     reference=_copy_pad,
     fake=_new_copy,

@@ -108,9 +108,9 @@ std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> inpu
 }
 
 std::tuple<Tensor, Tensor> copy_pad(Tensor x, std::optional<Tensor> saved, std::optional<std::string> activation,
-                                    bool needs_sums) {
+                                    bool needs_sums, int64_t rows) {
   const Operand values = low(x);
-  require(values.dims == 2 && saved.has_value() == activation.has_value());
+  require(values.dims == 2 && rows >= values.sizes[0] && saved.has_value() == activation.has_value());
 
   CopyPad args = {};
   args.activation = activation_of(activation);
@@ -124,7 +124,11 @@ std::tuple<Tensor, Tensor> copy_pad(Tensor x, std::optional<Tensor> saved, std::
   args.rows = values.sizes[0];
   args.columns = values.sizes[1];
   args.pitch = padded(args.columns, x.scalar_type());
-  const Tensor out = torch::stable::new_empty(x, {args.rows, args.pitch});
+  Tensor out = torch::stable::new_empty(x, {rows, args.pitch});
+  if (rows > args.rows) {
+    Tensor rest = torch::stable::narrow(out, 0, args.rows, rows - args.rows);
+    torch::stable::zero_(rest);
+  }
   Tensor sums = torch::stable::new_empty(x, {needs_sums ? args.columns : 0}, ScalarType::Float);
   if (values.numel == 0) return {out, torch::stable::zero_(sums)};
   args.x = x.data_ptr();

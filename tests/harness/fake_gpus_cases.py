@@ -111,7 +111,7 @@ CALLS: dict[str, Callable[[str], Any]] = {
     "int8_matmul": lambda on: amp_kernels.int8_matmul(codes(on), codes(on).t()),
     "int8_linear": lambda on: OPS.int8_linear(matrix(on), codes(on).values, codes(on).scale.view(-1), None),
     "matmul": lambda on: OPS.matmul(matrix(on), matrix(on).t(), None, 1.0, 0.0, None, torch.float32, True, False)[0],
-    "copy_pad": lambda on: OPS.copy_pad(matrix(on), None, None, True)[0],
+    "copy_pad": lambda on: OPS.copy_pad(matrix(on), None, None, True, len(matrix(on)))[0],
     "step": lambda on: stepped(on),
     "sgd_": lambda on: updated(on),
 }
@@ -284,7 +284,7 @@ REFUSED: dict[str, Callable[[str], object]] = {
     "bias of linear": lambda on: OPS.int8_linear(ones(4, 6), int8(5, 6), fp32(), ones(5, on=on)),
     "b": lambda on: product(ones(4, 6), ones(6, 5, on=on)),
     "input": lambda on: product(ones(4, 6), ones(6, 5), ones(4, 5, on=on)),
-    "saved": lambda on: OPS.copy_pad(ones(4, 6), ones(4, 6, on=on), "relu", True),
+    "saved": lambda on: OPS.copy_pad(ones(4, 6), ones(4, 6, on=on), "relu", True, 4),
 }  # fmt: skip
 MISSHAPEN: dict[str, Callable[[], object]] = {
     "gradient": lambda: sgd(ones(500), ones(501), fp32(500), fp32(500)),
@@ -307,7 +307,7 @@ MISSHAPEN: dict[str, Callable[[], object]] = {
     "batches": lambda: product(ones(3, 40, 60), ones(2, 60, 50)),
     "input": lambda: product(ones(40, 60), ones(60, 50), ones(39, 50)),
     "dtype of b": lambda: product(ones(40, 60), fp32(60, 50)),
-    "saved": lambda: OPS.copy_pad(ones(40, 60), ones(39, 60), "relu", True),
+    "saved": lambda: OPS.copy_pad(ones(40, 60), ones(39, 60), "relu", True, 40),
 }  # fmt: skip
 
 

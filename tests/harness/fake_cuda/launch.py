@@ -69,8 +69,8 @@ CALLS: dict[str, Callable[[], object]] = {
     "matmul, batches": lambda: amp_kernels.matmul(matrix(4, 1024, 512), matrix(4, 1024, 512).mT),
     "matmul, pointers": lambda: amp_kernels.matmul(matrix(40, 64), matrix(64, 72)),
     "matmul, few rows": lambda: amp_kernels.matmul(matrix(1, 8192), matrix(8192, 64)),
-    "copy_pad": lambda: torch.ops.amp_kernels.copy_pad(matrix(4096, 1023), None, None, True),
-    "copy_pad, gelu": lambda: torch.ops.amp_kernels.copy_pad(matrix(64, 1023), matrix(64, 1023), "gelu", False),
+    "copy_pad": lambda: torch.ops.amp_kernels.copy_pad(matrix(4096, 1023), None, None, True, 4096),
+    "copy_pad, gelu": lambda: torch.ops.amp_kernels.copy_pad(matrix(64, 1023), matrix(64, 1023), "gelu", False, 64),
 }
 
 
