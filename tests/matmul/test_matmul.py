@@ -297,6 +297,7 @@ def samples() -> list[Any]:
         pytest.param("matmul", (a, b, input, 2.0, 0.5, "relu", low, True, False), id="addmm-relu"),
         pytest.param("matmul", (*batches, None, 1.0, 0.0, None, low, True, False), id="bmm"),
         pytest.param("copy_pad", (a, None, None, False, len(a)), id="copy"),
+        pytest.param("copy_pad", (a, None, None, False, 7), id="more-rows"),
         pytest.param("copy_pad", (a, randn(4, 6, seed=3), "gelu_tanh", True, 4), id="derivative-and-sums"),
         pytest.param("copy_pad", (randn(4, 8), None, None, True, 4), id="sums-of-what-is-aligned"),
         pytest.param("copy_pad", (randn(0, 6), None, None, True, 8), id="nothing"),
