@@ -2,9 +2,8 @@
 
 The command executes FILE.py and calls FACTORY: name only files that you would run.
 
-Only shapes decide, nothing is measured. Tensor cores load 16 bytes at a time. If the rows of a matrix are not a
-multiple of 16 bytes apart, cuBLAS uses the kernels of older GPUs. With 16-bit weights and activations (those of
-autocast too) this happens where features are not a multiple of 8.
+Only shapes decide, nothing is measured. cuBLAS uses the kernels of older GPUs for 16-bit weights and activations (those
+of autocast too) where features are not a multiple of 8.
 """
 
 from __future__ import annotations

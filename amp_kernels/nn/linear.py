@@ -20,8 +20,8 @@ class Linear(LoadsItsKind, nn.Linear):
     too. torch computes fp32, fp64, tensor subclasses (DTensor, nested), meta tensors, transforms of `torch.func` and
     forward-mode differentiation.
 
-    On a GPU the rows of the result are a multiple of 16 bytes apart. If `out_features` is odd, the result is a view of
-    a wider tensor: replace a `y.view(...)` that merges the last dimension with others by `y.reshape(...)`.
+    On a GPU the result is a view of a wider tensor if `out_features` is not a multiple of 8: replace a `y.view(...)`
+    that merges the last dimension with others by `y.reshape(...)`.
 
     Args:
         in_features: Size of the last dimension of the input.
