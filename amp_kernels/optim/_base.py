@@ -193,6 +193,9 @@ class FusedOptimizer(torch.optim.Optimizer):
         return _is_ours(self.step) and not self._is_flattened()
 
     def _is_flattened(self) -> bool:
+        # FSDP1 needs a process group. Without one a thousand parameters would be asked at every step.
+        if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+            return False
         return any(getattr(p, "_fsdp_flattened", False) for params in self._params_by_group() for p in params)
 
     # ------------------------------------------------------------------------------------ what a family says of itself
