@@ -17,7 +17,7 @@ struct Matmul {
   const void* b;
   int64_t b_strides[3];  // over batch, k, n
   int64_t b_bytes;
-  const void* input;     // of `dtype`, or nullptr; a bias is one whose rows have stride 0
+  const void* input;  // of `dtype`, or nullptr; a bias is one whose rows have stride 0
   int64_t input_strides[3];
   void* out;
   int64_t out_strides[2];  // over batch and m
