@@ -62,7 +62,7 @@ GRACE = 10  # between an interrupt, after which pytest says what failed, and the
 SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
 
 # Ids begin with the place of a test's tensors (tests/conftest.py); those of a CPU say nothing about a GPU.
-CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_capture"
+CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_replayed"
 TRITON_TESTS = "[triton- or [triton]"
 # The cases that the emulator runs, on 3 multiprocessors as there: with all that a large GPU has, the smallest tile does
 # most of them (tests/gpu_static/test_launches.py).

@@ -95,8 +95,10 @@ struct Int8Matmul {
   int64_t m, n, k;
   const int8_t* a;
   int64_t a_strides[2];  // over m and k
+  int64_t a_bytes;       // from `a` to the end of its storage
   const int8_t* b;
   int64_t b_strides[2];  // over k and n
+  int64_t b_bytes;
   const float* a_scale;  // one element, or with a_step 1 one for each row
   const int32_t* a_zero_point;
   int64_t a_step;

@@ -13,9 +13,11 @@ struct Matmul {
   int64_t batch, m, n, k;
   const void* a;
   int64_t a_strides[3];  // over batch, m, k
+  int64_t a_bytes;       // from `a` to the end of its storage
   const void* b;
   int64_t b_strides[3];  // over batch, k, n
-  const void* input;     // of `dtype`, or nullptr; a bias is one whose rows have stride 0
+  int64_t b_bytes;
+  const void* input;  // of `dtype`, or nullptr; a bias is one whose rows have stride 0
   int64_t input_strides[3];
   void* out;
   int64_t out_strides[2];  // over batch and m

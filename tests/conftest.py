@@ -125,15 +125,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def _runs_on_fake_gpus(item: pytest.Item) -> bool:
-    """Whether a test chooses a device, and needs nothing that these GPUs lack.
-
-    They have no compiled graphs, no sparse tensors, and no autocast of `log_softmax`: a torch without CUDA leaves it in
-    16 bits.
-    """
+    """Whether a test chooses a device, and needs nothing that these GPUs lack: compiled graphs and sparse tensors."""
     if item.path.name in ("fake_gpus_cases.py", "mixed_gpus_cases.py"):
         return True
     chooses = {"place", "launcher"} & set(item.fixturenames)
-    return bool(chooses) and not re.search("compile|inductor|sparse|trains_a_table|O1-Fused", item.name)
+    return bool(chooses) and not re.search("compile|inductor|sparse|trains_a_table", item.name)
 
 
 @pytest.hookimpl(wrapper=True)

@@ -305,6 +305,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
         return found_inf
 
+    @torch.compiler.disable  # torch 2.11 cannot trace an attribute that is set and then deleted
     def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
         """`step`, in all that torch and schedulers wrapped around it."""
         self.grad_scale, self.found_inf, self._checked = verdict
@@ -377,9 +378,11 @@ class FusedOptimizer(torch.optim.Optimizer):
     def _make_plans(self) -> None:
         self._drop_plans()
         by_device: dict[torch.device, Members] = {}
+        devices = (param.device for _, _, param in self._named_parameters() if not param.is_meta)
+        first = next(devices, torch.device("cpu"))
         for name, index, param in self._named_parameters():
             # What has no memory is on no device that has kernels; a gradient for it is refused in any plan.
-            device = torch.device("cpu") if param.is_meta else param.device
+            device = first if param.is_meta else param.device
             members = by_device.setdefault(device, Members([], [], [], []))
             members.params.append(param)
             members.names.append(name)

@@ -297,7 +297,7 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
   const Operand b{reinterpret_cast<const char*>(matmul.b), matmul.n, matmul.k, matmul.b_strides[1],
                   matmul.b_strides[0]};
   const int sm = compiled_for<few_rows_kernel<1>>();
-  const bool a_is_direct = a.is_direct(1, sm), b_is_direct = b.is_direct(1, sm);
+  const bool a_is_direct = a.is_direct(matmul.a_bytes, sm), b_is_direct = b.is_direct(matmul.b_bytes, sm);
   if (a_is_direct && b_is_direct) {
     const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
     const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;

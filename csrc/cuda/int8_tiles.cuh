@@ -17,9 +17,11 @@ struct Operand {
   int64_t rows, k;
   int64_t row_stride, k_stride;
 
-  // Whether code that was compiled for `sm` can copy rows 16 bytes at a time.
-  bool is_direct(int element_size, int sm) const {
-    return k_stride == element_size && is_aligned16(first) && row_stride % 16 == 0 && (k % 16 == 0 || copies_parts(sm));
+  // Whether code that was compiled for `sm` can copy rows of codes 16 bytes at a time. `bytes`: from the first to the
+  // end of the storage, in which the last copy of the last row must end.
+  bool is_direct(int64_t bytes, int sm) const {
+    const bool has_parts = copies_parts(sm) && (rows - 1) * row_stride + (k + 15) / 16 * 16 <= bytes;
+    return k_stride == 1 && is_aligned16(first) && row_stride % 16 == 0 && (k % 16 == 0 || has_parts);
   }
 };
 

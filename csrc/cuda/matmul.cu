@@ -393,11 +393,16 @@ int compiled_for_sm() {
 // How an operand can be loaded.
 enum Layout { kAlong, kAcross, kNeither };
 
-Layout layout_of(const void* first, int64_t rows, int64_t k, int64_t batch_stride, int64_t row_stride,
-                 int64_t k_stride) {
-  const auto ends_with_a_chunk = [](int64_t size) { return size % 8 == 0 || copies_parts(compiled_for_sm()); };
-  if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && ends_with_a_chunk(k)) return kAlong;
-  return is_wide(first, rows, row_stride, {batch_stride, k_stride}) && ends_with_a_chunk(rows) ? kAcross : kNeither;
+// `bytes`: from the first number to the end of the storage, in which the last copy of 16 bytes must end.
+Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int64_t last_batch, int64_t row_stride,
+                 int64_t k_stride, int64_t batch_stride) {
+  const auto ends_with_a_chunk = [&](int64_t size, int64_t lines, int64_t stride) {
+    const int64_t last = last_batch * batch_stride + (lines - 1) * stride;
+    return size % 8 == 0 || (copies_parts(compiled_for_sm()) && (last + (size + 7) / 8 * 8) * 2 <= bytes);
+  };
+  if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && ends_with_a_chunk(k, rows, row_stride)) return kAlong;
+  const bool is_across = is_wide(first, rows, row_stride, {batch_stride, k_stride});
+  return is_across && ends_with_a_chunk(rows, k, k_stride) ? kAcross : kNeither;
 }
 
 enum Size { kLarge, kMedium, kSmall };
@@ -414,9 +419,9 @@ struct Tiled {
   int64_t splits, k_of_split, time = INT64_MAX;
 
   explicit Tiled(const Matmul& matmul) {
-    const int64_t (&as)[3] = matmul.a_strides, (&bs)[3] = matmul.b_strides;
-    a = layout_of(matmul.a, matmul.m, matmul.k, as[0], as[1], as[2]);
-    b = layout_of(matmul.b, matmul.n, matmul.k, bs[0], bs[2], bs[1]);
+    const int64_t (&as)[3] = matmul.a_strides, (&bs)[3] = matmul.b_strides, last = matmul.batch - 1;
+    a = layout_of(matmul.a, matmul.a_bytes, matmul.m, matmul.k, last, as[1], as[2], as[0]);
+    b = layout_of(matmul.b, matmul.b_bytes, matmul.n, matmul.k, last, bs[2], bs[1], bs[0]);
     const int64_t multiprocessors = multiprocessor_count();
     if (is_wide()) {
       if (Large::kSharedBytes <= block_memory()) consider<Large>(kLarge, matmul, multiprocessors);

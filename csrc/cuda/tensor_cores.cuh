@@ -103,7 +103,8 @@ __device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
   if (compiled_before(80) && bytes % 16 != 0) trap();
 }
 
-// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros: 0 or 16 unless copies_parts(). They are
+// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros: 0 or 16 unless copies_parts(). Any but 0
+// reads all 16 (LDGSTS.128.ZFILL, and compute-sanitizer on an H100), so these must lie inside an allocation. They are
 // there after a wait_copies that covers them, for this thread; for the others after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU

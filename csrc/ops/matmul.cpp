@@ -92,8 +92,10 @@ std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> inpu
   args.k = left.sizes[dims - 1];
   args.a = a.data_ptr();
   put_strides(left, args.a_strides);
+  args.a_bytes = bytes_behind(a);
   args.b = b.data_ptr();
   put_strides(right, args.b_strides);
+  args.b_bytes = bytes_behind(b);
   args.out = out.data_ptr();
   args.out_strides[0] = dims == 3 ? out.stride(0) : 0;
   args.out_strides[1] = out.stride(dims - 2);

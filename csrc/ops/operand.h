@@ -109,6 +109,14 @@ struct Operand {
   }
 };
 
+// From the first element to the end of the storage.
+inline int64_t bytes_behind(const Tensor& tensor) {
+  int64_t bytes = 0, offset = 0;
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
+  TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_offset(tensor.get(), &offset));
+  return bytes - offset * static_cast<int64_t>(tensor.element_size());
+}
+
 // One fp32 element on the device of the tensors.
 inline void require_scalar(const std::optional<Tensor>& scalar, const Operand& beside) {
   if (!scalar.has_value()) return;

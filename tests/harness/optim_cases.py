@@ -182,8 +182,18 @@ stock = functools.partial(started, kind=torch.amp.GradScaler)
 
 
 def stocks(dtypes: Sequence[torch.dtype], device: torch.device) -> list[torch.dtype]:
-    """Those of gradients that torch's own scaler checks: on CUDA not bf16 (pytorch#127176)."""
-    return [dtype for dtype in dtypes if device.type != "cuda" or dtype is not torch.bfloat16]
+    """Those of gradients that torch's own scaler checks: on CUDA not bf16 (pytorch#127176; so in torch 2.11)."""
+    return [dtype for dtype in dtypes if _checks(dtype, device.type)]
+
+
+@functools.cache
+def _checks(dtype: torch.dtype, device: str) -> bool:
+    one = torch.ones(1, device=device)
+    try:
+        torch._amp_foreach_non_finite_check_and_unscale_([one.to(dtype)], torch.zeros_like(one), one)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def iterate(

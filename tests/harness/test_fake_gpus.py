@@ -31,9 +31,9 @@ PART = {
     "int8/test_int8.py": """((int8-fp32 or int8_matmul-fp16 or int8_matmul-int8 or 17x33x65 or int8_linear-bf16)
         and not long_rows and not many_rows and not stochastic-)
         or (int8-fp16 and (transposed or channels_last or sliced or misaligned or empty or static_tensor))
-        or gaps or keep_the_layout or another_order""",
+        or gaps or keep_the_layout or another_order or behind_a_storage""",
     "matmul/test_matmul.py": """(matmul-fp16-row or matmul-fp16-padded or batched or aligned or medium_in_splits
-        or matmul-fp16-0x or addmm or linear-fp16 or their_reference) and not 65x130""",
+        or matmul-fp16-0x or addmm or linear-fp16 or their_reference or behind_a_storage) and not 65x130""",
     "matmul/test_nn_linear.py": "shapes_of_x or leading_dimension",
     "optim/test_optim.py": "one_dtype or max_grad_norm or another_dtype or test_tensor_lr",
     "optim/test_optim_layouts.py": "test_layouts and sgd",

@@ -185,7 +185,7 @@ def _cases() -> Iterator[object]:
         yield pytest.param(shape, how, layout, dtype, id=f"{'x'.join(map(str, shape))}-{name}-{layout}-{dtype}")
 
 
-@pytest.mark.parametrize(("shape", "how", "layout", "dtype"), _cases())
+@pytest.mark.parametrize(("shape", "how", "layout", "dtype"), list(_cases()))
 def test_quantize(shape: Sequence[int], how: dict[str, object], layout: str, dtype: str) -> None:
     problem = Problem(randn(*shape).to(DTYPES[dtype]), layout, **how)  # type: ignore[arg-type]
     problem.quantize_all_ways()
@@ -336,7 +336,7 @@ def check_product(m: int, n: int, k: int, a_layout: str, b_layout: str, variant:
     assert differing(out.float(), expected.float()) == 0
 
 
-@pytest.mark.parametrize(("m", "n", "k", "a", "b", "variant"), _products())
+@pytest.mark.parametrize(("m", "n", "k", "a", "b", "variant"), list(_products()))
 def test_matmul(m: int, n: int, k: int, a: str, b: str, variant: int) -> None:
     check_product(m, n, k, a, b, variant)
 

@@ -562,6 +562,18 @@ def test_products_by_vectors_with_gaps(backend: str, device: torch.device, apart
     assert torch.equal(product(laid_out), product(lambda x, _: x))
 
 
+def test_products_read_nothing_behind_a_storage(backend: str, device: torch.device) -> None:
+    """Rows that are 32 apart, the last without padding behind it."""
+
+    def ending(*shape: int) -> Int8Tensor:
+        codes = torch.empty_strided(shape, (32, 1), dtype=torch.int8, device=device)
+        return Int8Tensor(codes.copy_(cases.integers(*shape, seed=shape[0])), torch.ones((), device=device))
+
+    a, b = ending(20, 17), ending(33, 17).t()
+    expected = a.values.cpu().int() @ b.values.cpu().int()
+    assert torch.equal(amp_kernels.int8_matmul(a, b).cpu(), expected.float())
+
+
 @pytest.mark.parametrize("dtype", testing.DTYPES.values(), ids=str)
 @pytest.mark.parametrize("apart", range(4), ids=["x", "weight", "scale", "bias"])
 def test_linear_of_operands_with_gaps(backend: str, device: torch.device, apart: int, dtype: torch.dtype) -> None:

@@ -458,6 +458,20 @@ def test_what_can_be_loaded_16_bytes_at_a_time(view: Callable[[], Tensor], expec
     assert padding.is_aligned(memory.as_strided(x.shape, x.stride(), x.storage_offset())) is expected
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+def test_nothing_is_read_behind_a_storage(transposed: bool, backend: str, device: torch.device) -> None:
+    """Rows that are 40 apart, the last without padding behind it."""
+
+    def ending(*shape: int, seed: int) -> Tensor:
+        return torch.empty_strided(shape, (40, 1), dtype=torch.float16, device=device).copy_(randn(*shape, seed=seed))
+
+    a, b = ending(33, 35, seed=1), ending(35, 37, seed=2)
+    if transposed:
+        a, b = b.t(), a.t()
+    expected = (a.cpu().double() @ b.cpu().double()).half()
+    torch.testing.assert_close(amp_kernels.matmul(a, b).cpu(), expected, rtol=2e-2, atol=2e-2)
+
+
 def test_odd_operands_are_padded_on_a_gpu() -> None:
     with FakeTensorMode():
         x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((64, 1023), (50257, 1023)))

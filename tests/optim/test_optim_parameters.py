@@ -124,7 +124,7 @@ def test_a_parameter_that_grows_is_updated_whole(device):
 def test_inference_tensors_raise(family, device):
     with torch.inference_mode():
         p = torch.ones(3, device=device)
-    optimizer = family([torch.nn.Parameter(torch.ones(1)), p.requires_grad_(False)], lr=0.1)
+    optimizer = family([torch.nn.Parameter(torch.ones(1, device=device)), p.requires_grad_(False)], lr=0.1)
     with torch.inference_mode():
         p.grad = torch.ones_like(p)
     with pytest.raises(RuntimeError, match="must not be an inference tensor"):

@@ -226,12 +226,13 @@ def test_setup_says_what_a_cuda_build_is_for_and_how_to_shorten_it(tmp_path: Pat
     assert re.search(r"TORCH_CUDA_ARCH_LIST=9\.0.*MAX_JOBS.*pip install -v", result.stdout)
 
 
+@pytest.mark.parametrize("command", ["import sys; sys.path.insert(0, 'csrc'); import build_backend", "import setup"])
 @pytest.mark.parametrize("found", ["none", "65.5.0"])
-def test_the_build_needs_setuptools(found: str, tmp_path: Path) -> None:
+def test_the_build_needs_setuptools(found: str, command: str, tmp_path: Path) -> None:
     if found != "none":
         (tmp_path / "setuptools").mkdir()
         (tmp_path / "setuptools" / "__init__.py").write_text(f"__version__ = {found!r}")
-    result = run("-S", "-c", "import build_backend", cwd=ROOT / "csrc", PYTHONPATH=str(tmp_path))
+    result = run("-S", "-c", command, cwd=ROOT, PYTHONPATH=str(tmp_path))
     assert result.returncode == 1
     (sentence,) = result.stderr.splitlines()
     assert sentence.startswith(

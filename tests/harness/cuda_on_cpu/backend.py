@@ -76,9 +76,10 @@ _StraightThrough = _struct(
     layout=_Layout, dtype=_INT,
 )  # fmt: skip
 _Int8Matmul = _struct(
-    "Int8Matmul", m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 2, b=_POINTER, b_strides=_INT64 * 2,
-    a_scale=_POINTER, a_zero_point=_POINTER, a_step=_INT64, b_scale=_POINTER, b_zero_point=_POINTER, b_step=_INT64,
-    bias=_POINTER, out=_POINTER, dtype=_INT, out_scale=_POINTER, out_zero_point=_POINTER,
+    "Int8Matmul", m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 2, a_bytes=_INT64, b=_POINTER,
+    b_strides=_INT64 * 2, b_bytes=_INT64, a_scale=_POINTER, a_zero_point=_POINTER, a_step=_INT64, b_scale=_POINTER,
+    b_zero_point=_POINTER, b_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT, out_scale=_POINTER,
+    out_zero_point=_POINTER,
 )  # fmt: skip
 _Int8Linear = _struct(
     "Int8Linear", m=_INT64, n=_INT64, k=_INT64, x=_POINTER, x_stride=_INT64, weight=_POINTER, scale=_POINTER,
@@ -87,9 +88,10 @@ _Int8Linear = _struct(
 
 # The structs of csrc/matmul.h.
 _Matmul = _struct(
-    "Matmul", batch=_INT64, m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 3, b=_POINTER,
-    b_strides=_INT64 * 3, input=_POINTER, input_strides=_INT64 * 3, out=_POINTER, out_strides=_INT64 * 2,
-    pre=_POINTER, alpha=ctypes.c_float, beta=ctypes.c_float, activation=_INT, dtype=_INT, out_dtype=_INT,
+    "Matmul", batch=_INT64, m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 3, a_bytes=_INT64,
+    b=_POINTER, b_strides=_INT64 * 3, b_bytes=_INT64, input=_POINTER, input_strides=_INT64 * 3, out=_POINTER,
+    out_strides=_INT64 * 2, pre=_POINTER, alpha=ctypes.c_float, beta=ctypes.c_float, activation=_INT, dtype=_INT,
+    out_dtype=_INT,
 )  # fmt: skip
 _CopyPad = _struct(
     "CopyPad", rows=_INT64, columns=_INT64, x=_POINTER, x_strides=_INT64 * 2, pre=_POINTER, pre_strides=_INT64 * 2,
@@ -301,8 +303,8 @@ def _int8_matmul_(
     out_zero_point: Tensor | None,
 ) -> None:  # fmt: skip
     matmul = _Int8Matmul(
-        a.shape[0], b.shape[1], a.shape[1], _address(a), a.stride(), _address(b), b.stride(),
-        _address(a_scale), _address(a_zero_point), a_scale.numel() != 1,
+        a.shape[0], b.shape[1], a.shape[1], _address(a), a.stride(), _bytes_behind(a),
+        _address(b), b.stride(), _bytes_behind(b), _address(a_scale), _address(a_zero_point), a_scale.numel() != 1,
         _address(b_scale), _address(b_zero_point), b_scale.numel() != 1,
         _address(bias), _address(out), _DTYPES.get(out.dtype, 0), _address(out_scale), _address(out_zero_point),
     )  # fmt: skip
@@ -323,9 +325,9 @@ def _matmul_(
 ) -> None:  # fmt: skip
     assert out.stride(2) == 1 and (pre is None or pre.stride() == out.stride())
     matmul = _Matmul(
-        *out.shape, a.shape[2], _address(a), a.stride(), _address(b), b.stride(), _address(input),
-        (0, 0, 0) if input is None else input.stride(), _address(out), out.stride()[:2], _address(pre), alpha, beta,
-        activation, _DTYPES[a.dtype], _DTYPES[out.dtype],
+        *out.shape, a.shape[2], _address(a), a.stride(), _bytes_behind(a), _address(b), b.stride(), _bytes_behind(b),
+        _address(input), (0, 0, 0) if input is None else input.stride(), _address(out), out.stride()[:2],
+        _address(pre), alpha, beta, activation, _DTYPES[a.dtype], _DTYPES[out.dtype],
     )  # fmt: skip
     _call_with("matmul", matmul)
 
@@ -350,6 +352,10 @@ def _table(table: Tensor, chunks: Tensor, chunk_size: int) -> tuple[int, int, in
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
+
+
+def _bytes_behind(tensor: Tensor) -> int:
+    return tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
 
 
 def _call(name: str, *arguments: object) -> None:

@@ -256,16 +256,20 @@ static bool is_on_stack_of_fiber(uintptr_t address) {
 }
 
 // Each read of a kernel, by the compiler's own calls (below), and each asynchronous copy.
+static void check_readable(const void* address, size_t bytes) {
+  const uintptr_t first = reinterpret_cast<uintptr_t>(address);
+  if (why_not_readable == nullptr || is_on_stack_of_fiber(first)) return;
+  if (const char* const reason = why_not_readable(first, first + bytes - 1)) {
+    fail(thread_name(current) + " reads " + std::to_string(bytes) + " bytes: " + reason);
+    suspend();
+  }
+}
+
 static void check_read(const void* address, size_t bytes) {
   const uintptr_t first = reinterpret_cast<uintptr_t>(address), last = first + bytes - 1;
   if (running != nullptr && bytes <= 16 && watched.first <= last && first < watched.second) ++watched_reads[bytes];
   if (running == nullptr) return;
-  if (why_not_readable != nullptr && !is_on_stack_of_fiber(first)) {
-    if (const char* const reason = why_not_readable(first, last)) {
-      fail(thread_name(current) + " reads " + std::to_string(bytes) + " bytes: " + reason);
-      suspend();
-    }
-  }
+  check_readable(address, bytes);
   const auto range = std::upper_bound(forbidden.begin(), forbidden.end(), Range{last, UINTPTR_MAX});
   if (range == forbidden.begin() || std::prev(range)->second <= first) return;
   fail(thread_name(current) + " reads " + std::to_string(bytes) + " bytes, some of them outside a tensor");
@@ -388,6 +392,7 @@ static void carry_out(const Copy& copy) {
   memset(copy.shared, 0, 16);
   if (copy.bytes == 0) return;  // the address may be anything
   check_read(copy.global, copy.bytes);
+  check_readable(copy.global, 16);  // as the hardware reads, whatever it keeps
   memcpy(copy.shared, copy.global, copy.bytes);
 }
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import os
+from pathlib import Path
 
 import pytest
 import torch
+from conftest import run_pytest
 from torch import Tensor
 
 from .backend import ORDERS
 from .banks import counted
-from .build import missing_headers
+from .build import BUILD, missing_headers
 from .cases import library, run
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
@@ -53,6 +56,15 @@ def test_a_missing_barrier_between_reductions_shows() -> None:
 def test_barrier(order: str) -> None:
     x = _inputs()
     assert torch.equal(run("rotate", order, x, torch.zeros_like(x)), x.roll(-1))
+
+
+def test_a_compiler_that_fortifies() -> None:
+    """As Ubuntu's g++ does by itself."""
+    compiler = BUILD / "fortifying_g++"
+    compiler.parent.mkdir(parents=True, exist_ok=True)
+    compiler.write_text(f'#!/bin/sh\nexec {os.environ.get("CXX", "g++")} -D_FORTIFY_SOURCE=2 "$@"\n')
+    compiler.chmod(0o755)
+    run_pytest(str(Path(__file__)), "-k", "test_barrier", CXX=str(compiler))
 
 
 @orders
