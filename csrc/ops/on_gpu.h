@@ -24,13 +24,19 @@ inline std::string why_not_on(int32_t gpu) {
   return why_no_kernel();
 }
 
-// Whether this binary has code for a GPU. The answer is kept for each GPU; an error that says something else is not.
-inline bool has_kernels_for(int32_t gpu) {
+// The answer of `ask` for a GPU. It is kept for each GPU; an error is not.
+template <class Ask>
+bool kept_answer(int32_t gpu, const Ask& ask) {
   enum Answer : signed char { kUnknown, kYes, kNo };
-  static std::atomic<Answer> known[64];
-  if (gpu < 0 || gpu >= 64) return why_not_on(gpu).empty();
-  if (known[gpu] == kUnknown) known[gpu] = why_not_on(gpu).empty() ? kYes : kNo;
+  static std::atomic<Answer> known[64];  // those of one lambda, which is a type of its own
+  if (gpu < 0 || gpu >= 64) return ask();
+  if (known[gpu] == kUnknown) known[gpu] = ask() ? kYes : kNo;
   return known[gpu] == kYes;
+}
+
+// Whether this binary has code for a GPU.
+inline bool has_kernels_for(int32_t gpu) {
+  return kept_answer(gpu, [gpu] { return why_not_on(gpu).empty(); });
 }
 
 // The GPU of the first tensor among the arguments, -1 if there is none.

@@ -132,6 +132,21 @@ def codes(device: str) -> amp_kernels.Int8Tensor:
     return amp_kernels.quantize_int8(matrix(device), dim=-1)
 
 
+def expanded_codes(device: str, rows: int, columns: int) -> amp_kernels.Int8Tensor:
+    """Codes of any number in one element of memory."""
+    code = torch.ones((), dtype=torch.int8, device=device)
+    return amp_kernels.Int8Tensor(code.expand(rows, columns), torch.ones((), device=device))
+
+
+def multiply(device: str, m: int, n: int, k: int) -> Tensor:
+    return amp_kernels.int8_matmul(expanded_codes(device, m, k), expanded_codes(device, k, n), out_dtype=torch.float16)
+
+
+def multiply_by_operator(device: str, m: int, n: int, k: int) -> Tensor:
+    a, b = expanded_codes(device, m, k), expanded_codes(device, k, n)
+    return OPS.int8_matmul(a.values, b.values, a.scale, None, b.scale, None, None, torch.float32, None, None)
+
+
 def unscaled(grads: list[Tensor], device: str) -> Tensor:
     amp_kernels.unscale_(grads, inv_scale=torch.tensor(0.5, device=device), found_inf=torch.zeros((), device=device))
     return torch.cat([g.float().flatten() for g in grads])
@@ -217,6 +232,14 @@ def test_the_first_operator_inside_a_capture_settles_nothing(fake_gpus: Any) -> 
     command = [sys.executable, "-W", "error", "-c", script, fake_gpus._library._name, *path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_large_products_of_codes_elsewhere(fake_gpus: Any) -> None:
+    """On GPUs that Triton was not measured on. Triton would find no libcuda here."""
+    fake_gpus.describe(1, compute_capability=100)
+    with fake_gpus.planning():
+        multiply("cuda:1", 2624, 2624, 2624)
+    assert fake_gpus.launches(1) != {}
 
 
 def test_an_index_that_no_gpu_has() -> None:
