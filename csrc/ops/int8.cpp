@@ -275,21 +275,32 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
   require(bias->dim() == 1 && bias->size(0) == n);
 }
 
-// Triton multiplies by wgmma, the kernels here by mma.sync, which issue at most 62 % of that. But a product costs the host
-// 17 us here and about 100 by Triton. On an H200 (torch 2.11, Triton 3.6) the device takes, here and by Triton, in us:
+// Triton multiplies by wgmma, the kernels here by mma.sync, which issues at most 62 % of that. But a product costs the
+// host 17 us here, and about 100 us by Triton. On an H200 (torch 2.11, Triton 3.6) the device takes, in us:
 //
+//   M x N x K            here  Triton
 //   1024 x 4096 x 4096   61    50         2^34 products of codes: the host would be what takes the time
 //   4096 x 4096 x 4096   237   148
 //   8192 x 8192 x 8192   1716  1025
 //
 // With few rows or columns the kernels here are faster on the device too: 16 x 4096 x 4096 takes 8.1 and 9.7 us.
 constexpr double kTritonProducts = 1LL << 34;  // more than these
-constexpr int64_t kFewRows = 16;
+constexpr int64_t kFewRows = 16;               // or columns
 
 // A capture of a CUDA graph finds Triton's kernel loaded: it follows a warm-up with the same shapes, as torch asks for.
 template <class Device>
 bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
   return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
+}
+
+// Codes that kernels can copy 16 bytes at a time along k, which is dimension `along`: these, or a copy with padded
+// rows. An H200 takes 2953 us for 4096 x 4096 x 4095 element by element, and 237 us for 4096 x 4096 x 4096 in chunks.
+Tensor in_chunks(const Tensor& codes, int along) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && codes.stride(1 - along) % 16 == 0;
+  if (is_aligned && codes.stride(along) == 1) return codes;
+  Dims strides{1, 1};
+  strides[1 - along] = (codes.size(along) + 15) / 16 * 16;
+  return copied(codes, sizes_of(codes), strides, ScalarType::Char);
 }
 
 // kDelegates: large products may be Triton's; use_backend("cuda") calls without.
@@ -319,6 +330,7 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   const Tensor out = new_tensor({m, n}, out_scale.has_value() ? ScalarType::Char : out_dtype, a);
   if (m == 0 || n == 0) return out;
   bias = in_rows(bias);
+  if (std::min(m, n) > kFewRows && Device(a).copies_parts_of_chunks()) a = in_chunks(a, 1), b = in_chunks(b, 0);
   Device(a).run(Int8Matmul{m,
                            n,
                            k,

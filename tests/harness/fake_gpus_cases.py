@@ -242,6 +242,38 @@ def test_large_products_of_codes_elsewhere(fake_gpus: Any) -> None:
     assert fake_gpus.launches(1) != {}
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda x: x[:, :70], lambda x: x[:, :70]),
+        (lambda x: x[:, 1:81].clone(), lambda x: x[:, 1:81]),
+        (lambda x: x[:96, :].t(), lambda x: x[:96, :].t()),
+        (lambda x: x.view(-1)[1 : 81 * 80 + 1].view(81, 80), lambda x: x[:, :80]),
+    ],
+    ids=["odd pitch", "misaligned", "transposed", "misaligned rows"],
+)
+def test_codes_are_copied_in_chunks(fake_gpus: Any, a: Any, b: Any) -> None:
+    """Rows that begin at multiples of 16 bytes, or none that a kernel can copy: such codes are copied first."""
+    left, right = (choose(int8(113, 97).random_(-128, 128)) for choose in (a, b))
+    product = OPS.int8_matmul(left, right.t(), fp32(), None, fp32(), None, None, torch.float32, None, None)
+    (kernel,) = fake_gpus.launches(0)
+    assert kernel.startswith("tiled_kernel<64, 64, DirectLoader<") and "AnyLoader" not in kernel
+    assert torch.equal(product.cpu(), (left.cpu().int() @ right.cpu().int().t()).float())
+
+
+@pytest.mark.parametrize("shape", [(16, 40, 70), (40, 16, 70)])
+def test_codes_of_few_rows_are_not_copied(fake_gpus: Any, shape: tuple[int, int, int]) -> None:
+    """Nor on sm_75, which cannot copy parts of 16 bytes."""
+    m, n, k = shape
+    for capability, sizes in ((90, (m, k, n)), (75, (40, k, 40))):
+        fake_gpus.reset()
+        fake_gpus.describe(0, compute_capability=capability)
+        rows, inner, columns = sizes
+        codes_product(int8(rows, inner), int8(columns, inner).t(), fp32(), None, fp32(), None)
+        (kernel,) = fake_gpus.launches(0)
+        assert "AnyLoader" in kernel
+
+
 def test_an_index_that_no_gpu_has() -> None:
     with pytest.raises(RuntimeError, match="invalid device ordinal"):
         backends.backend_reasons("cuda:7")
