@@ -73,7 +73,8 @@ def use_backend(name: str) -> Iterator[None]:
 
     Outside such a block the device of the tensors decides. CUDA tensors are served by `"cuda"`, or else by `"triton"`;
     CPU tensors by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves them. `"cuda"` leaves large
-    products of int8 codes to `"triton"` on GPUs of compute capability 9.0, unless it is forced.
+    products of int8 codes to `"triton"` on GPUs of compute capability 9.0, and some of int8 weights to torch (see
+    `int8_matmul` and `nn.Int8Linear`), unless it is forced.
 
     Args:
         name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.

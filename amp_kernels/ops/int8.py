@@ -615,6 +615,7 @@ int8_linear = operator(
     reference=reference.int8_linear,
     fake=_traced_linear,
     launch=_linear,
+    delegates=True,
 )
 
 

@@ -90,7 +90,7 @@ class Cuda : public cuda::Dispatch {
 
   // An operator that is registered elsewhere.
   template <class Result, class... Arguments>
-  static Result call(const char* name, const Arguments&... arguments) {
+  static Result call(const cuda::OperatorName& name, const Arguments&... arguments) {
     return cuda::call<Result>(name, arguments...);
   }
 
@@ -98,7 +98,7 @@ class Cuda : public cuda::Dispatch {
   static bool prefers_triton(const Tensor& tensor) {
     const int64_t gpu = tensor.get_device_index();
     return cuda::kept_answer(tensor.get_device_index(),
-                             [gpu] { return cuda::call<bool>("amp_kernels::_prefers_triton", gpu); });
+                             [gpu] { return cuda::call<bool>({"amp_kernels::_prefers_triton"}, gpu); });
   }
 
   void run(const Quantize& args) {

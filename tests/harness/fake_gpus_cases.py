@@ -242,6 +242,50 @@ def test_large_products_of_codes_elsewhere(fake_gpus: Any) -> None:
     assert fake_gpus.launches(1) != {}
 
 
+def many_rows(dtype: torch.dtype, n: int = 64, per: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, scale and bias of 2**32 products of which few are different."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).to("cuda", dtype)
+    weight = torch.arange(n * 64).remainder(255).sub(127).to("cuda", torch.int8).view(n, 64)
+    scale = torch.rand(per, generator=torch.Generator().manual_seed(4)).add(0.1).to("cuda")
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(5)).to("cuda", dtype)
+    return x.repeat(2**14, 1), weight, scale, bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per", [64, 1], ids=["scales", "one scale"])
+def test_the_weight_of_many_rows_is_dequantized(fake_gpus: Any, dtype: torch.dtype, per: int) -> None:
+    """And torch multiplies; autocast and gradients do not reach that."""
+    x, weight, scale, bias = many_rows(dtype, per=per)
+    numbers = weight.float().mul(scale.view(-1, 1)).to(dtype)
+    expected = torch.nn.functional.linear(x, numbers, bias)
+    fake_gpus.reset()
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    with torch.autocast("cuda", dtype=other):
+        product = OPS.int8_linear(x.requires_grad_(), weight, scale, bias.requires_grad_())
+    assert product.dtype is dtype and torch.equal(product, expected)
+    assert names_of(fake_gpus) == ["rows_kernel"]  # of int8_dequantize.cu
+
+
+def test_the_weight_of_other_products_is_not_dequantized(fake_gpus: Any) -> None:
+    """Of fp32, of fewer rows or products, and where the C++ kernels are forced."""
+    x, weight, scale, bias = many_rows(torch.float16)
+    wide = ones(1, 4128).expand(255, 4128), int8(1, 4128).expand(4128, 4128)
+    with fake_gpus.planning():
+        for rows, its_weight in ((x.float(), weight), (x[:-1], weight), wide):
+            fake_gpus.reset()
+            OPS.int8_linear(rows, its_weight, scale[:1], None)
+            assert names_of(fake_gpus) == ["plain_kernel" if rows.dtype is torch.float32 else "tiled_kernel"]
+        fake_gpus.reset()
+        with amp_kernels.use_backend("cuda"):
+            OPS.int8_linear(x, weight, scale, bias)
+        assert names_of(fake_gpus) == ["tiled_kernel"]
+
+
+def names_of(fake_gpus: Any) -> list[str]:
+    """The first words of the kernels' names."""
+    return [name.split("<")[0] for name in fake_gpus.launches(0)]
+
+
 @pytest.mark.parametrize(
     ("a", "b"),
     [
