@@ -72,7 +72,9 @@ def use_backend(name: str) -> Iterator[None]:
     """Force one backend for every operator and optimizer step inside a `with` block.
 
     Outside such a block the device of the tensors decides. CUDA tensors are served by `"cuda"`, or else by `"triton"`;
-    CPU tensors by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves them.
+    CPU tensors by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves them. `"cuda"` leaves large
+    products of int8 codes to `"triton"` on GPUs of compute capability 9.0, and some of int8 weights to torch (see
+    `int8_matmul` and `nn.Int8Linear`), unless it is forced.
 
     Args:
         name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.
@@ -127,7 +129,7 @@ class _Interceptor(TorchDispatchMode):
             return definition.reference(*args, **kwargs)
         if self.backend == "triton" and definition.launch is not None:
             return definition.launch(triton_kernels(), *args, **kwargs)
-        return func(*args, **kwargs)
+        return (definition.compiled if self.backend == "cuda" else func)(*args, **kwargs)
 
 
 def backend_reasons(device: str | torch.device) -> dict[str, str | None]:

@@ -41,6 +41,7 @@ from .product import (
     place_of_program,
     pointers_of,
     product,
+    round_up,
     shares_of,
 )
 
@@ -66,12 +67,15 @@ def _sums_kernel(
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inner = tl.arange(0, BK).to(tl.int64)
     mask = (rows < (m // VEC * VEC if INNER == ROWS else m))[:, None]
-    end = k // VEC * VEC if INNER == COLUMNS else k
+    end = round_up(k, VEC) if INNER == COLUMNS else k
     pointers = pointers_of(a_ptr, rows, inner, a_m, a_k, INT8, INNER, VEC)
     step = a_k // VEC * VEC if INNER == ROWS else a_k
     sums = tl.zeros((BM, BK), tl.int32)
     for i in range(0, tl.cdiv(k, BK).to(tl.int32)):
-        sums += tl.load(pointers, mask=mask & (i * BK + inner < end)[None, :], other=0).to(tl.int32)
+        x = tl.load(pointers, mask=mask & (i * BK + inner < end)[None, :], other=0)
+        if INNER == COLUMNS and VEC > 1:  # the rest of 16 bytes is no code
+            x = tl.where((i * BK + inner < k)[None, :], x, 0)
+        sums += x.to(tl.int32)
         pointers += BK * (1 if INNER == COLUMNS else step)
     tl.store(sums_ptr + rows, tl.sum(sums, axis=1), mask=rows < m)
 
@@ -273,7 +277,6 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
     """Sums over the columns of int8 [rows, columns]."""
     rows, columns = x.shape
     inner, vec = access_of(x, 0)
-    vec = 1 if inner == COLUMNS.value and columns % vec else vec
     bm, bk = (128, 32) if inner == ROWS.value else (8, 512)
     sums = torch.empty(rows, dtype=torch.int32, device=x.device)
     launch_unfused(
@@ -281,6 +284,17 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
         INNER=inner, VEC=vec, BM=bm, BK=bk, num_warps=4,
     )  # fmt: skip
     return sums
+
+
+def _in_chunks(x: torch.Tensor) -> torch.Tensor:
+    """int8 [rows, K] that can be read 16 bytes at a time: x, or a copy with padded rows.
+
+    An H200 takes 1419 us for 4096 x 4096 x 4095 by element, and 148 us for 4096 x 4096 x 4096.
+    """
+    if access_of(x, 0)[1] > 1:
+        return x
+    rows, k = x.shape
+    return x.new_empty(rows, math.ceil(k / 16) * 16)[:, :k].copy_(x)
 
 
 def _multiply(
@@ -341,6 +355,8 @@ def _int8_matmul_(
     out_scale: torch.Tensor | None,
     out_zero_point: torch.Tensor | None,
 ) -> None:
+    if min(out.shape) > 16:  # as C++ (csrc/ops/int8.cpp)
+        a, b = _in_chunks(a), _in_chunks(b.t()).t()
     _multiply(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point)
 
 

@@ -129,10 +129,10 @@ def product(
         b_rest = inner < (round_up(rest, B_VEC) if B_INNER == ROWS else rest)
         x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
         y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
-        # Along K the rest of 16 bytes would reach every sum, and may be NaN.
+        # Along K the rest of 16 bytes would reach every sum, and may be NaN; codes times 0 are 0.
         if A_INNER == COLUMNS and K_VEC < A_VEC:
             x = tl.where((inner < rest)[None, :], x, 0)
-        if B_INNER == ROWS and K_VEC < B_VEC:
+        if B_INNER == ROWS and K_VEC < B_VEC and (B_DTYPE != INT8 or SUM_B):
             y = tl.where((inner < rest)[:, None], y, 0)
         sums = dot(x, y, sums, A_DTYPE, AS_HALF)
         if SUM_A:

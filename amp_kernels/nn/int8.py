@@ -282,9 +282,13 @@ class Int8Linear(_Int8Weight):
 
     | mode | what it computes |
     |---|---|
-    | `"weight_only"` | `x @ (weight_codes * weight_scale).T + bias`, in fp32. The weight is not expanded in memory. |
+    | `"weight_only"` | `x @ (weight_codes * weight_scale).T + bias`, in fp32, from the codes. |
     | `"dynamic"` | `int8_matmul`, after each row of `x` got asymmetric codes from its own range. |
     | `"static"` | The same with one calibrated range. With `output_scale` it returns an `Int8Tensor`. |
+
+    A weight-only layer does not expand its weight in memory, with one exception: on CUDA torch multiplies 256 or more
+    rows of fp16 or bf16, if they take `2**32` multiplications or more. `weight_codes * weight_scale` is then rounded to
+    the dtype of `x`, and in memory during the call. `use_backend("cuda")` multiplies by the codes in any case.
 
     Results have the dtype of `x`; under autocast, autocast's dtype; for an `Int8Tensor`, the layer's `dtype`. The
     gradient of `x` is `grad @ weight`; where `x` was quantized it is 0 outside of the range of the codes (Jacob et al.

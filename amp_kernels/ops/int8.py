@@ -7,6 +7,7 @@ of results.
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -14,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import reference
+from .. import _loader, reference
 from .checks import check_are_tensors, check_dtype, check_scalar, check_values
 from .library import LIBRARY, operator
 from .table import DTYPE_CODES
@@ -606,6 +607,7 @@ int8_matmul = operator(
     reference=_reference_matmul,
     fake=_traced_matmul,
     launch=_matmul,
+    delegates=True,
 )
 int8_linear = operator(
     "int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",
@@ -613,7 +615,22 @@ int8_linear = operator(
     reference=reference.int8_linear,
     fake=_traced_linear,
     launch=_linear,
+    delegates=True,
 )
+
+
+def _prefers_triton(gpu: int) -> bool:
+    """Whether `int8_matmul` leaves large products on a GPU to Triton; C++ asks this once for each GPU.
+
+    Triton was measured on GPUs of compute capability 9.0 alone.
+    """
+    reasons = importlib.import_module("amp_kernels.backends").backend_reasons(f"cuda:{gpu}")
+    return reasons["triton"] is None and torch.cuda.get_device_capability(gpu) == (9, 0)
+
+
+if _loader.has_cuda():
+    LIBRARY.define("_prefers_triton(int gpu) -> bool")
+    LIBRARY.impl("_prefers_triton", _prefers_triton, "CompositeExplicitAutograd")
 
 
 def straight_through(

@@ -12,6 +12,9 @@ Autograd                   nothing: the call falls through, unless the operator 
 If ``_C`` has CUDA kernels, but none for the GPU of a call, the CUDA kernel calls ``_uncompiled_<name>``: Triton if it
 is installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
 
+An operator that `delegates` has a second name, ``_compiled_<name>``. The CUDA kernel of the first name leaves a call to
+Triton or to torch where that was measured to be faster (csrc/ops/int8.cpp). The one of the second name never does.
+
 torch's dispatcher chooses; `amp_kernels.use_backend` intercepts the call before it does.
 """
 
@@ -38,6 +41,7 @@ class Definition(NamedTuple):
     check: Callable[..., None]
     reference: Callable[..., Any]
     launch: Callable[..., Any] | None  # after the kernels to launch: Triton's module, or in tests the emulator's
+    compiled: Any  # the operator that runs the C++ kernels alone
 
 
 DEFINITIONS: dict[Any, Definition] = {}  # by operator
@@ -51,6 +55,7 @@ def operator(
     fake: Callable[..., Any],
     launch: Callable[..., Any] | None = None,
     is_differentiable: bool = False,
+    delegates: bool = False,
 ) -> Any:
     """Defines ``torch.ops.amp_kernels.<name>``.
 
@@ -63,6 +68,7 @@ def operator(
         fake: makes what tracing takes for the results.
         launch: calls kernels that have no C++ before them, Triton's; they are its first argument.
         is_differentiable: the caller registers autograd.
+        delegates: the CUDA kernel may leave a call to Triton or torch.
 
     Returns:
         The operator.
@@ -84,8 +90,12 @@ def operator(
         LIBRARY.impl(name, by_triton, "CUDA")
     if not is_differentiable:
         LIBRARY.impl(name, torch.library.fallthrough_kernel, "Autograd")
-    op = getattr(torch.ops.amp_kernels, name).default
-    DEFINITIONS[op] = Definition(check, reference, launch)
+    op = compiled = getattr(torch.ops.amp_kernels, name).default
+    if delegates and _loader.has_cuda():
+        LIBRARY.define(f"_compiled_{schema}")
+        LIBRARY.impl(f"_compiled_{name}", torch.library.fallthrough_kernel, "Autograd")
+        compiled = getattr(torch.ops.amp_kernels, f"_compiled_{name}").default
+    DEFINITIONS[op] = Definition(check, reference, launch, compiled)
     return op
 
 

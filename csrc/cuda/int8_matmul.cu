@@ -291,6 +291,8 @@ void launch_tiled(const Int8Matmul& matmul, const Operand& a, const Operand& b, 
 
 }  // namespace
 
+bool int8_matmul_copies_parts() { return copies_parts(compiled_for<few_rows_kernel<1>>()); }
+
 void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
   const Operand a{reinterpret_cast<const char*>(matmul.a), matmul.m, matmul.k, matmul.a_strides[0],
                   matmul.a_strides[1]};

@@ -11,6 +11,10 @@
 //                          load the kernels that `send` and `run` will take, and say how many blocks of the latter run
 //                          at a time: 0 on a CPU, whose kernels have none
 //   run(args)              the int8 kernel that takes these arguments
+//   copies_parts_of_chunks()
+//                          whether products of codes gain from rows that begin at multiples of 16 bytes, for any K
+//   call(name, ...)        another operator of the dispatcher (CUDA)
+//   prefers_triton(tensor) whether large products of codes on its GPU are Triton's (CUDA)
 //   kernel<Name, f>        the function to register for an operator whose kernel is f (AMP_KERNELS_IMPL)
 #pragma once
 
@@ -44,6 +48,7 @@ class Cpu {
   void load_send() const {}
   int64_t load_pass() const { return 0; }
   int64_t load_update(std::string_view, const Form&) const { return 0; }
+  bool copies_parts_of_chunks() const { return false; }
 
   void run(const GradientPass& pass) { cpu::run_pass(pass); }
 
@@ -78,9 +83,23 @@ class Cuda : public cuda::Dispatch {
   void load_send() const { cuda::load_send(); }
   int64_t load_pass() const { return cuda::load_unscale(); }
   int64_t load_update(std::string_view family, const Form& form) const { return cuda::load_update(family, form); }
+  bool copies_parts_of_chunks() const { return cuda::int8_matmul_copies_parts(); }
 
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
+
+  // An operator that is registered elsewhere.
+  template <class Result, class... Arguments>
+  static Result call(const cuda::OperatorName& name, const Arguments&... arguments) {
+    return cuda::call<Result>(name, arguments...);
+  }
+
+  // Of large products of codes (amp_kernels/ops/int8.py).
+  static bool prefers_triton(const Tensor& tensor) {
+    const int64_t gpu = tensor.get_device_index();
+    return cuda::kept_answer(tensor.get_device_index(),
+                             [gpu] { return cuda::call<bool>({"amp_kernels::_prefers_triton"}, gpu); });
+  }
 
   void run(const Quantize& args) {
     memory_.push_back(cuda::workspace_beside(tensor_, cuda::quantize_workspace(args)));

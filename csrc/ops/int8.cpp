@@ -3,6 +3,7 @@
 // arguments again.
 #include "../int8.h"
 
+#include <algorithm>
 #include <tuple>
 
 #include "device.h"
@@ -274,7 +275,36 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
   require(bias->dim() == 1 && bias->size(0) == n);
 }
 
+// Triton multiplies by wgmma, the kernels here by mma.sync, which issues at most 62 % of that. But a product costs the
+// host 17 us here, and about 100 us by Triton. On an H200 (torch 2.11, Triton 3.6) the device takes, in us:
+//
+//   M x N x K            here  Triton
+//   1024 x 4096 x 4096   61    50         2^34 products of codes: the host would be what takes the time
+//   4096 x 4096 x 4096   237   148
+//   8192 x 8192 x 8192   1716  1025
+//
+// With few rows or columns the kernels here are faster on the device too: 16 x 4096 x 4096 takes 8.1 and 9.7 us.
+constexpr double kTritonProducts = 1LL << 34;  // more than these
+constexpr int64_t kFewRows = 16;               // or columns
+
+// A capture of a CUDA graph finds Triton's kernel loaded: it follows a warm-up with the same shapes, as torch asks for.
 template <class Device>
+bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
+  return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
+}
+
+// Codes that kernels can copy 16 bytes at a time along k, which is dimension `along`: these, or a copy with padded
+// rows. An H200 takes 2953 us for 4096 x 4096 x 4095 element by element, and 237 us for 4096 x 4096 x 4096 in chunks.
+Tensor in_chunks(const Tensor& codes, int along) {
+  const bool is_aligned = reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && codes.stride(1 - along) % 16 == 0;
+  if (is_aligned && codes.stride(along) == 1) return codes;
+  Dims strides{1, 1};
+  strides[1 - along] = (codes.size(along) + 15) / 16 * 16;
+  return copied(codes, sizes_of(codes), strides, ScalarType::Char);
+}
+
+// kDelegates: large products may be Triton's; use_backend("cuda") calls without.
+template <class Device, bool kDelegates = false>
 Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point, Tensor b_scale,
                    MaybeTensor b_zero_point, MaybeTensor bias, ScalarType out_dtype, MaybeTensor out_scale,
                    MaybeTensor out_zero_point) {
@@ -292,9 +322,15 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
     require_kind(*out_zero_point, ScalarType::Int, left);
     require(out_scale.has_value() && out_zero_point->numel() == 1);
   }
+  if constexpr (kDelegates) {
+    if (is_for_triton<Device>(a, m, n, k))
+      return Device::template call<Tensor>({"amp_kernels::_uncompiled_int8_matmul"}, a, b, a_scale, a_zero_point,
+                                           b_scale, b_zero_point, bias, out_dtype, out_scale, out_zero_point);
+  }
   const Tensor out = new_tensor({m, n}, out_scale.has_value() ? ScalarType::Char : out_dtype, a);
   if (m == 0 || n == 0) return out;
   bias = in_rows(bias);
+  if (std::min(m, n) > kFewRows && Device(a).copies_parts_of_chunks()) a = in_chunks(a, 1), b = in_chunks(b, 0);
   Device(a).run(Int8Matmul{m,
                            n,
                            k,
@@ -318,7 +354,17 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   return out;
 }
 
-template <class Device>
+// From so many rows and multiplications on an H100 (torch 2.11) is faster if the weight is dequantized once, in x's
+// dtype, and torch multiplies. In us, for fp16 and a weight of 4096 x 4096:
+//
+//   rows        128   256   512   1024   2048   4096
+//   codes       27    44    78    105    200    408
+//   dequantized 51    38    47    67     112    198      with 128 rows the host took the time
+constexpr int64_t kDequantizeRows = 256;
+constexpr double kDequantizeProducts = 1LL << 32;
+
+// kDelegates: the weight of many rows may be dequantized; use_backend("cuda") calls without.
+template <class Device, bool kDelegates = false>
 Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   const Operand input(x);
   require(input.is_float());
@@ -329,6 +375,16 @@ Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   require_row(bias, n, x.scalar_type(), input);
   const Tensor out = new_tensor({m, n}, x.scalar_type(), x);
   if (m == 0 || n == 0) return out;
+  if constexpr (kDelegates) {
+    if (!input.is_fp32() && m >= kDequantizeRows && static_cast<double>(m) * n * k >= kDequantizeProducts) {
+      const NoGrad guard;
+      const Tensor of_rows = torch::stable::reshape(scale, {outputs.step == 0 ? 1 : n, 1});
+      const Tensor numbers = dequantize_int8<Device>(weight, of_rows, std::nullopt, std::nullopt, x.scalar_type());
+      // Autocast, which might choose another dtype, leaves operators with `out` alone.
+      Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
+      return out;
+    }
+  }
   const bool has_rows = x.stride(1) == 1 || k == 1;
   x = has_rows ? x : in_rows(x);
   weight = in_rows(weight), bias = in_rows(bias);
@@ -343,15 +399,23 @@ void register_kernels(Library& m) {
   AMP_KERNELS_IMPL(m, Device, "fake_quantize_int8", fake_quantize_int8<Device>);
   AMP_KERNELS_IMPL(m, Device, "dequantize_int8", dequantize_int8<Device>);
   AMP_KERNELS_IMPL(m, Device, "straight_through_int8", straight_through_int8<Device>);
-  AMP_KERNELS_IMPL(m, Device, "int8_matmul", int8_matmul<Device>);
-  AMP_KERNELS_IMPL(m, Device, "int8_linear", int8_linear<Device>);
 }
 
 }  // namespace
 
-STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) { register_kernels<Cpu>(m); }
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CPU, m) {
+  register_kernels<Cpu>(m);
+  AMP_KERNELS_IMPL(m, Cpu, "int8_matmul", int8_matmul<Cpu>);
+  AMP_KERNELS_IMPL(m, Cpu, "int8_linear", int8_linear<Cpu>);
+}
 #ifdef USE_CUDA
-STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) { register_kernels<Cuda>(m); }
+STABLE_TORCH_LIBRARY_IMPL(amp_kernels, CUDA, m) {
+  register_kernels<Cuda>(m);
+  AMP_KERNELS_IMPL(m, Cuda, "int8_matmul", int8_matmul<Cuda, true>);
+  AMP_KERNELS_IMPL(m, Cuda, "int8_linear", int8_linear<Cuda, true>);
+  m.impl("_compiled_int8_matmul", TORCH_BOX((&int8_matmul<Cuda>)));
+  m.impl("_compiled_int8_linear", TORCH_BOX((&int8_linear<Cuda>)));
+}
 #endif
 
 }  // namespace amp_kernels

@@ -24,13 +24,19 @@ inline std::string why_not_on(int32_t gpu) {
   return why_no_kernel();
 }
 
-// Whether this binary has code for a GPU. The answer is kept for each GPU; an error that says something else is not.
-inline bool has_kernels_for(int32_t gpu) {
+// The answer of `ask` for a GPU. It is kept for each GPU; an error is not.
+template <class Ask>
+bool kept_answer(int32_t gpu, const Ask& ask) {
   enum Answer : signed char { kUnknown, kYes, kNo };
-  static std::atomic<Answer> known[64];
-  if (gpu < 0 || gpu >= 64) return why_not_on(gpu).empty();
-  if (known[gpu] == kUnknown) known[gpu] = why_not_on(gpu).empty() ? kYes : kNo;
+  static std::atomic<Answer> known[64];  // those of one lambda, which is a type of its own
+  if (gpu < 0 || gpu >= 64) return ask();
+  if (known[gpu] == kUnknown) known[gpu] = ask() ? kYes : kNo;
   return known[gpu] == kYes;
+}
+
+// Whether this binary has code for a GPU.
+inline bool has_kernels_for(int32_t gpu) {
+  return kept_answer(gpu, [gpu] { return why_not_on(gpu).empty(); });
 }
 
 // The GPU of the first tensor among the arguments, -1 if there is none.
@@ -50,6 +56,11 @@ int32_t gpu_of(const T& first, const Rest&... rest) {
   return gpu;
 }
 
+struct OperatorName {
+  const char* name;
+  const char* overload = "";
+};
+
 template <class Result, size_t... kIndices>
 Result results_of(const StableIValue* stack, std::index_sequence<kIndices...>) {
   using torch::stable::detail::to;
@@ -66,12 +77,12 @@ constexpr size_t kResults = 1;
 template <class... T>
 constexpr size_t kResults<std::tuple<T...>> = sizeof...(T);
 
-// What the operator `name` returns for these arguments.
+// What an operator returns for these arguments.
 template <class Result, class... Arguments>
-Result call(const char* name, const Arguments&... arguments) {
+Result call(const OperatorName& name, const Arguments&... arguments) {
   constexpr size_t kSize = std::max(sizeof...(Arguments), kResults<Result>);
   std::array<StableIValue, kSize> stack{torch::stable::detail::from(arguments)...};
-  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name, "", stack.data(), TORCH_ABI_VERSION));
+  TORCH_ERROR_CODE_CHECK(torch_call_dispatcher(name.name, name.overload, stack.data(), TORCH_ABI_VERSION));
   if constexpr (IsTuple<Result>::value) {
     return results_of<Result>(stack.data(), std::make_index_sequence<std::tuple_size_v<Result>>());
   } else if constexpr (!std::is_void_v<Result>) {
@@ -86,7 +97,7 @@ struct OnGpu<Name, kFunction> {
   static Result run(Arguments... arguments) {
     const int32_t gpu = gpu_of(arguments...);
     if (gpu < 0 || has_kernels_for(gpu)) return kFunction(std::move(arguments)...);
-    return call<Result>(Name::uncompiled(), arguments...);
+    return call<Result>({Name::uncompiled()}, arguments...);
   }
 };
 

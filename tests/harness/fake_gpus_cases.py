@@ -132,6 +132,21 @@ def codes(device: str) -> amp_kernels.Int8Tensor:
     return amp_kernels.quantize_int8(matrix(device), dim=-1)
 
 
+def expanded_codes(device: str, rows: int, columns: int) -> amp_kernels.Int8Tensor:
+    """Codes of any number in one element of memory."""
+    code = torch.ones((), dtype=torch.int8, device=device)
+    return amp_kernels.Int8Tensor(code.expand(rows, columns), torch.ones((), device=device))
+
+
+def multiply(device: str, m: int, n: int, k: int) -> Tensor:
+    return amp_kernels.int8_matmul(expanded_codes(device, m, k), expanded_codes(device, k, n), out_dtype=torch.float16)
+
+
+def multiply_by_operator(device: str, m: int, n: int, k: int) -> Tensor:
+    a, b = expanded_codes(device, m, k), expanded_codes(device, k, n)
+    return OPS.int8_matmul(a.values, b.values, a.scale, None, b.scale, None, None, torch.float32, None, None)
+
+
 def unscaled(grads: list[Tensor], device: str) -> Tensor:
     amp_kernels.unscale_(grads, inv_scale=torch.tensor(0.5, device=device), found_inf=torch.zeros((), device=device))
     return torch.cat([g.float().flatten() for g in grads])
@@ -217,6 +232,90 @@ def test_the_first_operator_inside_a_capture_settles_nothing(fake_gpus: Any) -> 
     command = [sys.executable, "-W", "error", "-c", script, fake_gpus._library._name, *path]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_large_products_of_codes_elsewhere(fake_gpus: Any) -> None:
+    """On GPUs that Triton was not measured on. Triton would find no libcuda here."""
+    fake_gpus.describe(1, compute_capability=100)
+    with fake_gpus.planning():
+        multiply("cuda:1", 2624, 2624, 2624)
+    assert fake_gpus.launches(1) != {}
+
+
+def many_rows(dtype: torch.dtype, n: int = 64, per: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x, weight, scale and bias of 2**32 products of which few are different."""
+    x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).to("cuda", dtype)
+    weight = torch.arange(n * 64).remainder(255).sub(127).to("cuda", torch.int8).view(n, 64)
+    scale = torch.rand(per, generator=torch.Generator().manual_seed(4)).add(0.1).to("cuda")
+    bias = torch.randn(n, generator=torch.Generator().manual_seed(5)).to("cuda", dtype)
+    return x.repeat(2**14, 1), weight, scale, bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("per", [64, 1], ids=["scales", "one scale"])
+def test_the_weight_of_many_rows_is_dequantized(fake_gpus: Any, dtype: torch.dtype, per: int) -> None:
+    """And torch multiplies; autocast and gradients do not reach that."""
+    x, weight, scale, bias = many_rows(dtype, per=per)
+    numbers = weight.float().mul(scale.view(-1, 1)).to(dtype)
+    expected = torch.nn.functional.linear(x, numbers, bias)
+    fake_gpus.reset()
+    other = torch.bfloat16 if dtype is torch.float16 else torch.float16
+    with torch.autocast("cuda", dtype=other):
+        product = OPS.int8_linear(x.requires_grad_(), weight, scale, bias.requires_grad_())
+    assert product.dtype is dtype and torch.equal(product, expected)
+    assert names_of(fake_gpus) == ["rows_kernel"]  # of int8_dequantize.cu
+
+
+def test_the_weight_of_other_products_is_not_dequantized(fake_gpus: Any) -> None:
+    """Of fp32, of fewer rows or products, and where the C++ kernels are forced."""
+    x, weight, scale, bias = many_rows(torch.float16)
+    wide = ones(1, 4128).expand(255, 4128), int8(1, 4128).expand(4128, 4128)
+    with fake_gpus.planning():
+        for rows, its_weight in ((x.float(), weight), (x[:-1], weight), wide):
+            fake_gpus.reset()
+            OPS.int8_linear(rows, its_weight, scale[:1], None)
+            assert names_of(fake_gpus) == ["plain_kernel" if rows.dtype is torch.float32 else "tiled_kernel"]
+        fake_gpus.reset()
+        with amp_kernels.use_backend("cuda"):
+            OPS.int8_linear(x, weight, scale, bias)
+        assert names_of(fake_gpus) == ["tiled_kernel"]
+
+
+def names_of(fake_gpus: Any) -> list[str]:
+    """The first words of the kernels' names."""
+    return [name.split("<")[0] for name in fake_gpus.launches(0)]
+
+
+@pytest.mark.parametrize(
+    ("a", "b"),
+    [
+        (lambda x: x[:, :70], lambda x: x[:, :70]),
+        (lambda x: x[:, 1:81].clone(), lambda x: x[:, 1:81]),
+        (lambda x: x[:96, :].t(), lambda x: x[:96, :].t()),
+        (lambda x: x.view(-1)[1 : 81 * 80 + 1].view(81, 80), lambda x: x[:, :80]),
+    ],
+    ids=["odd pitch", "misaligned", "transposed", "misaligned rows"],
+)
+def test_codes_are_copied_in_chunks(fake_gpus: Any, a: Any, b: Any) -> None:
+    """Rows that begin at multiples of 16 bytes, or none that a kernel can copy: such codes are copied first."""
+    left, right = (choose(int8(113, 97).random_(-128, 128)) for choose in (a, b))
+    product = OPS.int8_matmul(left, right.t(), fp32(), None, fp32(), None, None, torch.float32, None, None)
+    (kernel,) = fake_gpus.launches(0)
+    assert kernel.startswith("tiled_kernel<64, 64, DirectLoader<") and "AnyLoader" not in kernel
+    assert torch.equal(product.cpu(), (left.cpu().int() @ right.cpu().int().t()).float())
+
+
+@pytest.mark.parametrize("shape", [(16, 40, 70), (40, 16, 70)])
+def test_codes_of_few_rows_are_not_copied(fake_gpus: Any, shape: tuple[int, int, int]) -> None:
+    """Nor on sm_75, which cannot copy parts of 16 bytes."""
+    m, n, k = shape
+    for capability, sizes in ((90, (m, k, n)), (75, (40, k, 40))):
+        fake_gpus.reset()
+        fake_gpus.describe(0, compute_capability=capability)
+        rows, inner, columns = sizes
+        codes_product(int8(rows, inner), int8(columns, inner).t(), fp32(), None, fp32(), None)
+        (kernel,) = fake_gpus.launches(0)
+        assert "AnyLoader" in kernel
 
 
 def test_an_index_that_no_gpu_has() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 import fake_gpus_cases as cases
@@ -72,6 +73,37 @@ def test_every_operator_runs_on_the_reference_without_triton(fake_gpus: Any, nam
     assert fake_gpus.launches(0) == fake_gpus.launches(1) == {}
     expected = cases.CALLS[name]("cuda:0")
     torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=2e-3, atol=1e-5)
+
+
+def counts(fake_gpus: Any, libcuda: Any, call: Callable[[], object]) -> tuple[bool, bool]:
+    """Whether `call` launches kernels of `amp_kernels._C` on the first GPU, and of Triton."""
+    reset()
+    before = libcuda.fake_launches()
+    with fake_gpus.planning():
+        call()
+    return fake_gpus.launches(0) != {}, libcuda.fake_launches() > before
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="triton is hidden")
+@pytest.mark.parametrize("multiply", [cases.multiply, cases.multiply_by_operator])
+def test_large_products_of_codes_are_those_of_triton(fake_gpus: Any, libcuda: Any, multiply: Any) -> None:
+    """On sm_90, where they were measured to be faster."""
+    large, small = (2624, 2624, 2624), (1024, 4096, 4096)  # 2**34 products of codes are not large
+    assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", *large)) == (False, True)
+    assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", *small)) == (True, False)
+    assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", 16, 10_000, 131_071)) == (True, False)
+    assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", 10_000, 16, 131_071)) == (True, False)
+    with amp_kernels.use_backend("cuda"):
+        assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", *large)) == (True, False)
+    with amp_kernels.use_backend("triton"):
+        assert counts(fake_gpus, libcuda, lambda: multiply("cuda:0", *small)) == (False, True)
+
+
+@pytest.mark.skipif(HAS_TRITON, reason="triton is there")
+def test_large_products_of_codes_without_triton(fake_gpus: Any) -> None:
+    with fake_gpus.planning():
+        cases.multiply("cuda:0", 2624, 2624, 2624)
+    assert fake_gpus.launches(0) != {}
 
 
 @pytest.mark.skipif(HAS_TRITON, reason="triton is there")

@@ -596,6 +596,16 @@ def test_matmul_layouts(a_form: str, b_form: str, shape: tuple[int, int, int]) -
     run_matmul(codes_matrix(m, k, 5), codes_matrix(k, n, 6), forms=(a_form, b_form), zero_points=BOTH_ZEROS)
 
 
+@pytest.mark.parametrize("form", MATRICES)
+def test_matmul_copies_what_it_cannot_read_in_chunks(form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    wide, tiles = [], int8_matmul._tiles
+    monkeypatch.setattr(int8_matmul, "_tiles", lambda *args: wide.append(args[3]) or tiles(*args))
+    for m, n in ((17, 37), (37, 17), (16, 37), (37, 16)):
+        run_matmul(codes_matrix(m, 70, 5), codes_matrix(70, n, 6), forms=(form, form), zero_points=BOTH_ZEROS)
+    assert wide[:2] == [True, True]
+    assert form != "misaligned" or wide[2:] == [False, False]  # few rows, or columns
+
+
 LARGE = {
     "large": (int8_matmul._LARGE[INT8], NO_ZEROS),
     "hopper": (int8_matmul._LARGE_HOPPER, NO_ZEROS),
@@ -605,7 +615,7 @@ LARGE = {
 
 
 @pytest.mark.parametrize(("tiles", "zero_points"), LARGE.values(), ids=LARGE.keys())
-@pytest.mark.parametrize("form", ["contiguous", "transposed", "every_other"])
+@pytest.mark.parametrize("form", ["contiguous", "transposed", "every_other", "sliced"])
 def test_matmul_tiles(
     tiles: int8_matmul.Tiles, zero_points: tuple[bool, bool], form: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

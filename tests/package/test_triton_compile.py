@@ -351,9 +351,9 @@ def test_int8_elementwise(kernel: Any, arch: int, size: str, wide: bool, tmp_pat
 def compile_matmul(
     arch: int, tiles: int8_matmul.Tiles, dtype: str, tmp_path: Path, *, zero_points: bool = False,
     inner: tuple[int, int] = (int8_matmul.COLUMNS.value, int8_matmul.ROWS.value), wide: bool = True,
-    codes: bool = False, split: bool = False,
+    codes: bool = False, split: bool = False, odd: bool = False,
 ) -> Compiled:  # fmt: skip
-    """Of an fp32 or bf16 output, of codes, or of one share of K."""
+    """Of an fp32 or bf16 output, of codes, or of one share of K; `odd`: K is no multiple of 16."""
     out = "int8" if codes else "bf16" if dtype == "int8" else dtype
     bias = "fp32" if dtype == "int8" else dtype
     partials = "*fp32" if dtype != "int8" else "*i64" if zero_points else "*i32"
@@ -375,7 +375,8 @@ def compile_matmul(
         int8_matmul._matmul_kernel, arch, options, tmp_path, types, fp_fusion=False, **constants,
         **dict.fromkeys(absent), A_DTYPE=INT8_CODES[dtype], AS_HALF=dtype == "int8" and arch == 75,
         BIAS_DTYPE=INT8_CODES[bias], DTYPE=INT8_CODES[out], VEC=vec[out] if wide else 1, A_INNER=inner[0],
-        A_VEC=vec[dtype] if wide else 1, B_INNER=inner[1], B_VEC=16 if wide else 1, K_VEC=16 if wide else 1,
+        A_VEC=vec[dtype] if wide else 1, B_INNER=inner[1], B_VEC=16 if wide else 1,
+        K_VEC=16 if wide and not odd else 1,
     )  # fmt: skip
 
 
@@ -423,6 +424,16 @@ def test_int8_matmul_everywhere(arch: int, zero_points: bool, tmp_path: Path) ->
 def test_int8_matmul_drives_wgmma(tmp_path: Path) -> None:
     tiles = int8_matmul._tiles(torch.int8, 8192, 8192, True, True, (9, 0))
     assert "wgmma.mma_async" in compile_matmul(90, tiles, "int8", tmp_path).ptx
+
+
+@pytest.mark.parametrize("arch", by_arch([(80,), (90,)]))
+@pytest.mark.parametrize("zero_points", [False, True], ids=["symmetric", "asymmetric"])
+def test_int8_matmul_of_an_odd_k(arch: int, zero_points: bool, tmp_path: Path) -> None:
+    """The end of K is masked behind the loop, which copies 16 bytes at a time."""
+    tiles = int8_matmul._tiles(torch.int8, 4096, 4096, True, not zero_points, (arch // 10, 0))
+    compiled = compile_matmul(arch, tiles, "int8", tmp_path, zero_points=zero_points, odd=True)
+    check_matmul(compiled)
+    assert "cp.async.cg.shared.global" in compiled.ptx
 
 
 @pytest.mark.parametrize("arch", by_arch([(80,), (90,)]))

@@ -181,6 +181,7 @@ extern "C" {
 
 void gpu_set_capturing(bool on) { emulator::is_capturing = on; }
 bool gpu_is_capturing() { return emulator::is_capturing; }
+void gpu_set_planning(bool on) { emulator::set_planning(on); }
 void gpu_set_order(int order, unsigned seed) { emulator::set_order(static_cast<emulator::Order>(order), seed); }
 void gpu_use(int gpu) { gpus::use(gpu); }
 void gpu_follow(void (*follower)(int)) { gpus::follower = follower; }

@@ -116,6 +116,16 @@ def capture() -> Iterator[None]:
         set_capturing(False)
 
 
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Inside the ``with`` block kernels of `amp_kernels._C` are counted as launched, and do not run."""
+    _library.gpu_set_planning(True)
+    try:
+        yield
+    finally:
+        _library.gpu_set_planning(False)
+
+
 def set_capturing(on: bool) -> None:
     if _libcuda is not None:
         _libcuda.fake_set_capturing(on)
