@@ -305,7 +305,7 @@ class FusedOptimizer(torch.optim.Optimizer):
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
         return found_inf
 
-    @torch.compiler.disable  # torch 2.11 cannot trace an attribute that is set and then deleted
+    @torch.compiler.disable  # dynamo of torch 2.11 cannot trace how the attributes are set
     def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
         """`step`, in all that torch and schedulers wrapped around it."""
         self.grad_scale, self.found_inf, self._checked = verdict
