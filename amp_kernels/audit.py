@@ -46,9 +46,9 @@ class Explanation(NamedTuple):
         padding_bytes: Bytes of these copies.
 
     Examples:
-        >>> explanation = amp_kernels.explain((4096, 1001), (1001, 512))
+        >>> explanation = amp_kernels.explain((65536, 1001), (1001, 512))
         >>> explanation.padded, explanation.padding_bytes
-        (('a', 'b'), 9289728)
+        (('a', 'b'), 133152768)
     """
 
     engine: str  # a backend of amp_kernels, "cublas", or "torch" for dtypes that are left to it

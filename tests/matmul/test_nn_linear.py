@@ -53,8 +53,8 @@ def trained(layer: nn.Linear, x: Tensor, activation: Any, lr: float = 0.5) -> li
 
 
 def check_against_torch(layer: nn.Linear, x: Tensor, activation: Any = None) -> None:
-    """`trained` under the error rule: fp64 is the truth, nn.Linear in the same dtype the yardstick."""
-    yardstick = trained(copy.deepcopy(layer).cpu(), x.cpu(), activation)
+    """`trained` under the error rule: fp64 is the truth, nn.Linear in the same dtype and place the yardstick."""
+    yardstick = [t.cpu() for t in trained(copy.deepcopy(layer), x, activation)]
     truth = trained(copy.deepcopy(layer).cpu().double(), x.cpu().double(), activation)
     for name, *three in zip(
         ("y", "dx", "weight", "bias"), trained(ours(layer, activation), x, activation), yardstick, truth, strict=False

@@ -13,7 +13,7 @@ from table_kernels import why_not_emulated
 
 from amp_kernels import GradScaler, grad_scaler
 from amp_kernels.ops.table import Row
-from amp_kernels.optim import FusedRMSprop, FusedSGD, _base, _plan
+from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD, _base, _plan
 from amp_kernels.testing import DTYPES
 from amp_kernels.testing.updates import UPDATES
 
@@ -163,7 +163,8 @@ def test_replayed_iterations_equal_eager_ones(optimizer_class):
     def trainer():
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64, device="cuda").half()
-        optimizer = optimizer_class(model.parameters(), lr=0.01, momentum=0.9, max_grad_norm=1.0)
+        momentum = {} if optimizer_class is FusedAdam else {"momentum": 0.9}
+        optimizer = optimizer_class(model.parameters(), lr=0.01, max_grad_norm=1.0, **momentum)
         scaler = GradScaler("cuda", init_scale=1024.0, growth_interval=3)
         x = torch.zeros(16, 64, device="cuda", dtype=torch.float16)
 

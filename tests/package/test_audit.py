@@ -34,12 +34,12 @@ from amp_kernels.report import table
         ((8192, 1023), (1023, 4096), None, "cublas", ("a", "b"), 2 * 1024 * (8192 + 4096)),
         ((8192, 1024), (1024, 4095), None, "cublas", ("b",), 2 * 1024 * 4096),
         ((8192, 1023), (1023, 50257), "gelu", "cublas", ("a", "b"), 2 * 1024 * (8192 + 50264)),
-        ((16, 8191), (8191, 8191), None, "cublas", (), 0),  # bound by reading b
-        ((17, 8191), (8191, 8191), None, "cublas", ("a", "b"), 2 * (17 + 8192) * 8192),
-        ((64, 63), (63, 63), None, "cublas", (), 0),  # copies would take longer than the product
-        ((3, 640, 1023), (1023, 320), None, "cublas", ("a", "b"), 2 * (3 * 640 + 320) * 1024),
-        ((3, 640, 1023), (3, 1023, 320), None, "cublas", ("a", "b"), 2 * 3 * (640 + 320) * 1024),
-        ((3, 1, 640, 1023), (5, 1023, 319), None, "cublas", ("a", "b"), 2 * 15 * (640 + 320) * 1024),
+        ((16, 65535), (65535, 65535), None, "cublas", (), 0),  # bound by reading b
+        ((17, 65535), (65535, 65535), None, "cublas", ("a", "b"), 2 * (17 + 65536) * 65536),
+        ((2047, 2047), (2047, 2047), None, "cublas", (), 0),  # a loop would wait for the host
+        ((3, 6400, 4095), (4095, 320), None, "cublas", ("a", "b"), 2 * (3 * 6400 + 320) * 4096),
+        ((3, 6400, 4095), (3, 4095, 320), None, "cublas", ("a", "b"), 2 * 3 * (6400 + 320) * 4096),
+        ((3, 1, 6400, 4095), (5, 4095, 319), None, "cublas", ("a", "b"), 2 * 15 * (6400 + 320) * 4096),
         ((9,), (9, 32), None, "cublas", (), 0),
     ],
 )
@@ -52,10 +52,10 @@ def test_explain_of_shapes(
 
 def test_explain_of_tensors() -> None:
     with FakeTensorMode():
-        x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((64, 1023), (4095, 1023)))
-        view = torch.empty(64, 1024, dtype=torch.float16, device="cuda").narrow(1, 0, 1023)
+        x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((8192, 1023), (4095, 1023)))
+        view = torch.empty(8192, 1024, dtype=torch.float16, device="cuda").narrow(1, 0, 1023)
     of_linear = audit.explain(x, weight.t())
-    assert of_linear.padded == ("a", "b") and of_linear.padding_bytes == 2 * (64 + 4096) * 1024
+    assert of_linear.padded == ("a", "b") and of_linear.padding_bytes == 2 * (8192 + 4096) * 1024
     assert audit.explain(view, weight.t()).padded == ("a", "b")  # what is behind its rows may be anything
     meta = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in (view, weight.t())]
     assert audit.explain(*meta) == audit.explain(view, weight.t())
@@ -81,7 +81,7 @@ def test_explain_of_real_tensors(backend: str, device: torch.device) -> None:
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")
 @pytest.mark.filterwarnings("error")
 def test_a_gpu_that_is_not_there() -> None:
-    explanation = audit.explain((64, 1023), (1023, 4096))
+    explanation = audit.explain((8192, 1023), (1023, 4096))
     assert explanation.engine == "cublas" and explanation.padded == ("a", "b")
     assert audit.explain((64, 1023), (1023, 4096), device="cpu").padded == ()
     with amp_kernels.use_backend("reference"):
@@ -89,7 +89,7 @@ def test_a_gpu_that_is_not_there() -> None:
 
 
 def test_explanations_are_sentences() -> None:
-    one, both, none = (audit.explain((4096, k), (k, n)) for k, n in ((1024, 63), (1023, 63), (64, 64)))
+    one, both, none = (audit.explain((2**19, k), (k, n)) for k, n in ((1024, 63), (1023, 63), (64, 64)))
     assert str(one).startswith("cublas: ") and "; b is first copied" in str(one) and "131,072 bytes" in str(one)
     assert "; a and b are first copied" in str(both)
     assert str(none).endswith("; nothing is copied")
