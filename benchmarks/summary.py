@@ -239,8 +239,8 @@ How it is measured:
 - Small tensors (they fit into a core's cache) have two rows: 50 calls in a row with warm caches, and single calls,
   named "cold caches". The CSVs of the Xeon are older: their one row has single calls. `overhead` has calls in a row on
   one thread only: it shows what a call costs apart from its kernel.
-- glibc keeps freed memory in pages of 2 MB, as torch's allocator for GPUs does. In folders named `fresh-memory` it does
-  not, so results of more than 32 MB lie in new pages at every call.
+- The benchmarks make glibc keep freed memory, in pages of 2 MB, as torch's allocator for GPUs does. For folders named
+  `fresh-memory` they left glibc as it is, so results of more than 32 MB lie in new pages at every call.
 - Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Read smaller
   differences as equal. The counts at the top do not: they use the spread within one run.
 - A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
