@@ -277,7 +277,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--batch",
         type=_rows,
         metavar="ROWS",
-        help="rows of activations in a step (tokens, pixels), to add up the padding",
+        help="number of rows of the activations in a step (tokens, pixels); shows the bytes of padding for so many",
     )
     parser.set_defaults(run=lambda args: run(args.model, args.batch))
 

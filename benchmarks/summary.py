@@ -179,10 +179,12 @@ def fastest(rows: Sequence[Row]) -> Row | None:
 
 
 def not_timed(rows: Iterable[Row]) -> dict[tuple[str, str], int]:
-    """(contender, reason): in how many cases."""
+    """(contender, reason): in how many cases. A wrong result is told with its case."""
     counts: dict[tuple[str, str], int] = {}
     for row in (row for group in cases(rows) for row in group if not row["median_ms"]):
         why = re.sub(r"^ModuleNotFoundError: No module named '(\w+).*", r"\1 is not installed", row["note"])
+        if why.startswith("wrong: "):
+            why += f", in {row['case'].removesuffix(LARGE)}, {row['dtype']}, {int(row['elements']):,} elements"
         key = row["contender"], why.removeprefix("RuntimeError: ")
         counts[key] = counts.get(key, 0) + 1
     return counts
@@ -204,9 +206,9 @@ def benchmarks(folder: Path) -> dict[str, list[Row]]:
 BEFORE_THE_COUNTS = """\
 # Results
 
-**No GPU has been measured.** For each machine and benchmark: the number of cases in which amp_kernels is faster than
-the fastest peer, and in which it is slower. "No verdict" counts the cases whose spread includes a ratio of 1. The last
-column counts the cases in which doing the same work in fp32 is faster.
+**No GPU has been measured.** The table counts, for each machine and benchmark, the cases in which amp_kernels is faster
+than the fastest peer, and those in which it is slower. "No verdict" counts the cases whose spread includes the ratio 1.
+The column "fp32 is faster" counts the cases in which doing the same work in fp32 is faster.
 """
 AFTER_THE_COUNTS = """
 `python -m benchmarks.summary` writes this page from the CSVs in the folders next to it. The tables below hold every
@@ -215,31 +217,32 @@ case of a benchmark at its largest size.
 - **amp_kernels, ms**: the median over the rounds, of a call as users write it. For an optimizer that is the whole step,
   `scaler.step(optimizer); scaler.update()`.
 - **GB/s**: the bytes that the algorithm of amp_kernels must move, divided by that time.
-- **% of copy**: GB/s as a share of the speed of a plain copy in the same process. It can exceed 100, because a
+- **% of copy**: GB/s as a share of the speed of a plain copy in the same process. The share can exceed 100, because a
   copy is a yardstick and not a limit: updates in place, which write where they have just read, reach almost 200. Work
-  that only reads reaches about 100. It is small for small tensors, whose time is spent on calls, and for products of
-  many rows, which are limited by arithmetic.
+  that only reads reaches about 100. The share is small for small tensors, whose time is spent on calls, and for
+  products of many rows, which are limited by arithmetic.
 - **fastest peer**: the fastest contender that does the same work in the same dtype and passed the same check of its
   result. Peers of an optimizer step run under torch's scaler.
 - **times faster (spread)**: the peer's time divided by that of amp_kernels, the median over the rounds. In brackets:
   from the 20th to the 80th percentile. **Bold means that amp_kernels is slower.** If the spread includes 1 there is no
-  verdict. Older CSVs have no spread of the ratio. For these the brackets hold the quotients of the two times'
-  percentiles, a wider interval.
+  verdict. Older CSVs have no spread of the ratio. For these the brackets run from the peer's 20th percentile divided by
+  the 80th of amp_kernels to the peer's 80th divided by the 20th of amp_kernels, which is wider.
 - **fp32, ms**: the fastest peer that does the work in fp32 instead. **Bold means that fp32 is faster.**
 
 How it is measured:
 
-- All contenders take turns in one process, in another order in each round. Ratios and shares are medians over the
-  rounds, because the memory of a shared machine can have two speeds, for seconds each.
+- All contenders take turns in one process. In a *round* each has one turn, and every round has another order.
+- On a shared machine the memory is sometimes slower for some seconds. Ratios and shares are therefore taken within a
+  round, and the median over the rounds is shown.
 - Before every call, a copy of arrays four times as large as all last-level caches together evicts the caches, as the
   rest of a training step does.
 - Small tensors (they fit into a core's cache) have two rows: 50 calls in a row with warm caches, and single calls,
   named "cold caches". The CSVs of the Xeon are older: their one row has single calls. `overhead` has calls in a row on
   one thread only: it shows what a call costs apart from its kernel.
-- glibc keeps freed memory in pages of 2 MB, as torch's allocator for GPUs does. In folders named `fresh-memory` it does
-  not, so results of more than 32 MB lie in new pages at every call.
+- The benchmarks make glibc keep freed memory, in pages of 2 MB, as torch's allocator for GPUs does. For folders named
+  `fresh-memory` they left glibc as it is, so results of more than 32 MB lie in new pages at every call.
 - Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Read smaller
-  differences as equal.
+  differences as equal. The counts at the top do not: they use the spread within one run.
 - A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
   timed, and why.
 

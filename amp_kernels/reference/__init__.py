@@ -1,7 +1,9 @@
-"""The specification: every operator in plain torch, without a compiler, for any device.
+"""The specification: the operators in plain torch, without a compiler, for any device.
 
 The functions have the names, arguments and results of those in `amp_kernels`, which run a compiled or Triton kernel
-where there is one. The int8 operators here take and return plain tensors. Nothing is checked.
+where there is one. `clip_grad_norm_` is made of `grad_norm` and `unscale_`, `ema_` of `sgd_`; `addmm` and `linear` run
+the operator that `matmul` specifies. `int8_linear` is the operator of a weight-only `nn.Int8Linear`. The int8 operators
+here take and return plain tensors. Nothing is checked.
 """
 
 from . import matmul

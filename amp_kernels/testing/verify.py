@@ -23,6 +23,7 @@ from .common import Difference, lost_context, seeded
 DTYPES = sorted({case.dtype for cases in testing.CASES.values() for case in cases})
 HEADERS = ("operator", "backend", "dtype", "cases", "seconds", "max error", "allowed", "pass")
 _BACKENDS = (*backends.BACKENDS, "default")
+HELP = "Compares the operators on every backend with torch in fp64, or bit for bit with the reference."
 _WIDTHS = (max(map(len, testing.CASES)), len("reference on cuda"), max(map(len, DTYPES)), 5, 7, 9, 9, 4)
 _PER_SECOND, _SECONDS_IN_A_LOG = 10, 10  # how often the counter is written: to a terminal, to a file
 
@@ -116,8 +117,10 @@ class Counter:
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds ``verify`` to the command line."""
-    parser = commands.add_parser("verify", help="Checks every operator on every backend against torch and fp64.")
-    parser.add_argument("--backend", choices=_BACKENDS, help="only this backend (default: all that run here)")
+    parser = commands.add_parser("verify", help=HELP)
+    parser.add_argument(
+        "--backend", choices=_BACKENDS, help="only this backend; 'default' forces none (default: all that run here)"
+    )
     parser.add_argument("--device", choices=tuple(backends.PREFERENCE), help="only tensors on this device")
     operators = tuple(testing.CASES)
     parser.add_argument(
@@ -132,7 +135,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         choices=DTYPES,
         metavar="DTYPE",
-        help=f"only this dtype: {', '.join(DTYPES)} (repeatable)",
+        help=f"only this dtype, of updates that of parameters/gradients: {', '.join(DTYPES)} (repeatable)",
     )
     parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
     parser.add_argument("--seed", type=int, default=0, help="for other random inputs (default: 0, those of the tests)")

@@ -303,10 +303,10 @@ CLAIMS = (
     Claim(
         "Without batch norm two batches of 16 give the loss curve of one of 32, in fp32.",
         "The largest relative difference of the loss over all steps is compared with the difference that another order "
-        "of the images in each batch of 32 makes, which is rounding alone. Holds if the former is at most "
-        f"{FEW} times the median of the latter over seeds, in every seed. Falsified if it is more in every seed. "
-        f"Otherwise undecided. (Before the data was there the bound was {FEW} times the maximum over seeds. That was a "
-        "thousand times what was measured, and the median replaced it.)",
+        "of the images in each batch of 32 makes, which is rounding alone. Holds if, in every seed, the difference is "
+        f"at most {FEW} times the median (over seeds) of what another order makes. Falsified if it is more in every "
+        f"seed. Otherwise undecided. (Before the data was there the bound was {FEW} times the maximum over seeds. That "
+        "was a thousand times what was measured, and the median replaced it.)",
         partial(beside_rounding, NO_NORM, False),
     ),
     Claim(
@@ -317,8 +317,8 @@ CLAIMS = (
     ),
     Claim(
         "With batch norm the loss curves differ.",
-        f"Holds if the largest relative difference is more than {FEW} times the largest that another order makes, "
-        "with or without batch norm, in every seed. Falsified if it is in none. Otherwise undecided.",
+        f"Holds if, in every seed, the largest relative difference is more than {FEW} times the largest that another "
+        "order makes in any seed of either network. Falsified if it is so in no seed. Otherwise undecided.",
         partial(beside_rounding, NORM, True),
     ),
     Claim(
@@ -409,8 +409,9 @@ so it shows how far apart two loss curves are that are equal except for rounding
 
 An MLP with 16-bit weights then learns from 256 images a step: in one batch; one image after another, added up in
 `.grad`, which has 16 bits; and one after another with `p.grad_dtype = torch.float32`. The error is the distance between
-the first step's gradient and the gradient of the whole batch in fp64, relative to the latter. Each package's optimizer
-takes fp32 sums for bf16 weights, or the table gives the reason why it does not.
+the first step's gradient and the gradient of the whole batch in fp64, relative to the latter. The fp32 sums are passed
+to the optimizer of each package, with bf16 weights. If an optimizer refuses them, the list below the table quotes its
+error.
 """
 
 

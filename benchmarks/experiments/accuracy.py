@@ -436,8 +436,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         zeros = [number(row, "zeros") for row in rows if (row["part"], row["divisor"]) == (RANGE, str(divisor))]
         lines.append((f"{divisor}", *(shown(list(values.values())) for values in found), shown(zeros)))
     scaled = Table(
-        "Transformer, AdamW: accuracy in % where each loss is divided by the micro-batches of a step, and the share of "
-        "the gradients of the linear layers' outputs that are 0 in fp16 without scaling",
+        "Transformer, AdamW: accuracy in % if each loss is divided by the number of micro-batches. Last column: of the "
+        "gradients with respect to the outputs of linear layers, the share that becomes 0 in fp16 without scaling",
         ("divided by", *names(rows, SCALING), "become 0, %"),
         tuple(lines),
     )
@@ -446,8 +446,9 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         unchanged = [number(row, "unchanged") for row in rows if (row["part"], row["way"]) == (MASTERS, way)]
         lines.append((way, shown(list(accuracies(rows, part=MASTERS, way=way).values())), shown(unchanged)))
     small = Table(
-        f"MLP, plain SGD with a learning rate of {SMALL_LR}: accuracy in %, and the share of the weights with a "
-        "nonzero gradient that do not change in a step in mid-training. Masters keep what such a step adds",
+        f"MLP, plain SGD with a learning rate of {SMALL_LR}: accuracy in %. Last column: of the weights whose gradient "
+        "is not 0, the share that one step in the middle of training leaves unchanged. With masters the update is kept "
+        "there although the 16-bit weight does not change",
         ("weights", "accuracy", "unchanged weights, %"),
         tuple(lines),
     )
@@ -484,8 +485,9 @@ because fp16 convolutions on a CPU take several times as long as fp32 ones.
 Two more cases show what loss scaling and masters protect.
 
 - Gradient accumulation divides each loss by the number of micro-batches. {DIVISOR} micro-batches of 512 tokens make a
-  step of half a million tokens. Only one of them is computed per step: AdamW's update does not change if all
-  gradients are multiplied by the same factor. In fp16 without a scaler these gradients become 0.
+  step of half a million tokens. To save time only one micro-batch is computed per step, and its loss is still divided
+  by {DIVISOR}. AdamW's update does not change if all gradients are divided by the same number. But in fp16 without a
+  scaler many of these gradients become 0.
 - Plain SGD with a small learning rate makes updates smaller than half a unit in the last place of a 16-bit weight. Half
   a unit is at most 2^-11 of an fp16 weight and 2^-8 of a bf16 weight. Without masters such updates are lost. The
   learning rate, {SMALL_LR}, was chosen after a pilot. At 0.01 fp16 weights without masters lost 0.3 points. Three

@@ -244,8 +244,8 @@ ABOVE, BELOW = "True if p20 > {0}, false if p80 <= {0}.", "True if p80 <= {0}, f
 TIMES = "The ratio compares the speeds. Holds if p20 >= {0}. Falsified if p80 < {0}. Otherwise undecided."
 CLAIMS = (
     Claim(
-        f"Where K or N is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as long as at the "
-        "multiples of 8 next to it.",
+        f"Where K or N is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as long as on average "
+        "at 1016, 1024 and 1032.",
         ABOVE.format(SLACK),
         partial(by_sizes, TORCH, "ratio", SLACK, True),
     ),
@@ -256,7 +256,7 @@ CLAIMS = (
     ),
     Claim(
         f"Where K or N is no multiple of 8, the product of amp_kernels takes at most {SLACK} times as long as torch's "
-        "at the multiples of 8 next to it.",
+        "on average at 1016, 1024 and 1032.",
         BELOW.format(SLACK),
         partial(by_sizes, OURS, "ratio", SLACK, False),
     ),
@@ -320,9 +320,10 @@ PUBLISHED = (
 ABOUT = """
 Matrices of random 16-bit numbers are multiplied, [rows, K] x [K, N]. K goes from 1016 to 1032 while N is 1024; then N
 does while K is 1024. The contenders are torch, torch after `F.pad` of both operands to the next multiple of 8, and
-amp_kernels. On a GPU amp_kernels copies operands into padded storage where that is faster; on a CPU it leaves products
-to torch. All sizes and contenders take turns in one process. Each time is divided by the mean time of torch's products
-at the multiples of 8 in the same round.
+amp_kernels. On a GPU amp_kernels copies operands into padded storage where that is faster. On a CPU it calls torch's
+product, in fp32 for fp16 matrices of more than 16 rows. All sizes and contenders take turns in one process. Each
+time is divided by the number of multiplications, so that sizes can be compared, and then by the mean of torch's at the
+multiples of 8 (1016, 1024 and 1032) in the same round.
 
 One aligned product is then timed in fp64, fp32, bf16 and fp16. bitsandbytes and torchao have no product of 16-bit
 matrices, so their int8 layers are timed instead: they quantize a bf16 input at each call and multiply it by an int8

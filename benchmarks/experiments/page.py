@@ -21,11 +21,11 @@ Published measurements of mixed-precision training, repeated with the kernels of
 other packages. `make experiments` measures them on your machine. `python -m benchmarks.experiments.page` writes this
 page from the committed CSVs.
 
-- Published figures have tables of their own. Figures under "Ours" are ratios within one process, since seconds on two
-  machines cannot be compared.
+- Published figures have tables of their own. Times under "Ours" are ratios within one process, since seconds on two
+  machines cannot be compared. In a *round* each contender has one turn.
 - Each claim and the rule that decides it were committed before the data was measured. One bound was tightened
-  afterwards; its rule says so. A claim **holds**, is **falsified**, or stays **undecided** if the spread is larger than
-  the difference.
+  afterwards; its rule says so. A claim **holds**, is **falsified**, or stays **undecided**. It is undecided if the
+  spread is larger than the difference, or if its cases do not agree. Its rule says which.
 """
 
 

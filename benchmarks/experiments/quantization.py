@@ -238,7 +238,7 @@ def judge_qat(rows: Sequence[Row]) -> Verdict:
     if len(gains) < 3:
         return Verdict(UNDECIDED, f"{len(gains)} of three seeds are there.")
     mean, error = mean_and_error(gains)
-    told = f"MRR with QAT less MRR without it: {mean:+.2f} ± {error:.2f} points."
+    told = f"MRR with QAT minus MRR without it: {mean:+.2f} ± {error:.2f} points."
     return decided(mean > 2 * error, mean < -2 * error, told)
 
 
@@ -281,8 +281,8 @@ The claims and their rules:
 WITHIN, FASTER = 'Rule "within 1%".', 'Rule "less time".'
 CLAIMS = (
     Claim(
-        "torch.ao's dynamic quantization leaves embeddings in fp32, so its file is 2.55 times as large as one with "
-        "int8 embeddings too (58.7 MB against 23.0).",
+        "torch.ao's dynamic quantization leaves embeddings in fp32, so its file is 2.55 times as large as a file whose "
+        "embeddings are int8 as well (58.7 MB against 23.0).",
         "Holds if the file of torch.ao's dynamic model divided by the weight-only file of amp_kernels is within 5% of "
         "the published ratio. Otherwise falsified.",
         judge_bytes,
@@ -342,7 +342,7 @@ def retrieval(rows: Sequence[Row]) -> Table:
     return Table(
         f"File size relative to fp32, and retrieval among {queries} documents in percent, ± standard error over the "
         "queries",
-        ("model", "size", "MRR", "MRR less fp32's, points", "top-1", "top-1 less fp32's, points"),
+        ("model", "size", "MRR", "MRR minus fp32's, points", "top-1", "top-1 minus fp32's, points"),
         tuple(lines),
         reasons_below(mine),
     )

@@ -190,7 +190,10 @@ def is_slow(way: str, name: str, settings: Settings) -> bool:
 def left_out(way: str, name: str, settings: Settings) -> str:
     """Why torchao is not timed in every network: 60 s for the U-Net's 20 shapes."""
     if way == TORCHAO and (name != ENCODER or settings.is_quick):
-        return "timed in the encoder of a full run alone, because it compiles its step for 2 to 7 s for each shape"
+        return (
+            "timed only for the encoder, and only in a full run, because it compiles its step, which takes 2 to 7 s "
+            "per shape"
+        )
     return ""
 
 
@@ -357,10 +360,10 @@ CLAIMS = (
     ),
     Claim(
         "16-bit weights under the optimizer of amp_kernels take less time than torch's autocast to the same dtype.",
-        "A pair is a network and a dtype; here p20 and p80 are the least and the largest of all seeds. A pair is won "
-        "if the p80 of amp_kernels is below the p20 of autocast, and lost if the p20 of amp_kernels is above the p80 "
-        "of autocast. Holds if at least four of the six pairs are won and none is lost. Falsified if at least three "
-        "are lost. Otherwise undecided.",
+        "A pair is a network and a dtype; here p20 is the smallest p20 of the seeds, and p80 the largest p80. A pair "
+        "is won if the p80 of amp_kernels is below the p20 of autocast, and lost if the p20 of amp_kernels is above "
+        "the p80 of autocast. Holds if at least four of the six pairs are won and none is lost. Falsified if at least "
+        "three are lost. Otherwise undecided.",
         ours_takes_less_time,
     ),
 )
@@ -437,7 +440,8 @@ of Python's standard library. The ways to train them are:
 All ways take turns in one process. Each time is divided by the time of the fp32 step in the same round. On a GPU,
 memory is the most that the allocator held during a step. On a CPU, it is the bytes of weights, gradients, optimizer
 state and what the forward pass keeps for the backward pass. torch's fp16 convolutions and products on a CPU take many
-times as long as its fp32 ones. On a CPU such steps are timed in 4 rounds only, and no loss is reported.
+times as long as its fp32 ones. On a CPU, autocast to fp16 (U-Net and encoder) and amp_kernels in fp16 (U-Net) are
+therefore timed in 4 rounds only, and no loss is reported for them.
 """
 
 
