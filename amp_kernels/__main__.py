@@ -29,7 +29,7 @@ def info() -> int:
     print(f"torch {torch.__version__}, {platforms}, {gpu}")
     print(f"triton {_version('triton')}")
     print(f"compiled kernels: {_loader.load_error() or _compiled()}")
-    print(NOT_RUN)
+    print(HAVE_RUN)
     for note in _platform_notes():
         print(note)
 
@@ -64,8 +64,9 @@ def _version(distribution: str) -> str:
         return "is not installed"
 
 
-NOT_RUN = (
-    "No kernel of this version has run on a GPU yet. On a GPU run `python -m amp_kernels verify --device cuda` first."
+HAVE_RUN = (
+    "The kernels have run on an H100 and an H200. "
+    "On any other GPU run `python -m amp_kernels verify --device cuda` first."
 )
 PLATFORMS = {
     "Darwin": "macOS: never tried; CPU kernels are compiled as on Linux, and the reference serves MPS tensors.",

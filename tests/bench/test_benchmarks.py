@@ -235,7 +235,8 @@ def test_a_line_has_the_fastest_peer_of_the_largest_size_and_fp32_apart(summary,
         "",
     ]
     assert (win.verdict, loss.verdict, win.verdict_of_fp32) == ("faster", "slower", "slower")
-    absent, broken = ("absent", "nosuch is not installed"), ("amp_kernels FusedSGD", "wrong: error 1")
+    said = "wrong: error 1, in step, broken, float16, 1,000 elements"
+    absent, broken = ("absent", "nosuch is not installed"), ("amp_kernels FusedSGD", said)
     assert summary.not_timed(rows) == {absent: 1, broken: 1}
     assert summary.missing_packages(rows) == ["nosuch"]
 
@@ -247,7 +248,8 @@ def test_a_machine_s_section_counts_its_losses(summary, tmp_path):
     counts = "amp_kernels is faster than the fastest peer in 1 of 2 cases and slower in 1."
     assert f"a machine, torch 2, amp_kernels 1, 2026-11-23. {counts}" in told
     assert f"[sgd.png]({tmp_path.name}/sgd.png)" in told
-    assert "- absent: nosuch is not installed (1 case)\n- amp_kernels FusedSGD: wrong: error 1 (1 case)" in told
+    said = "wrong: error 1, in step, broken, float16, 1,000 elements"
+    assert f"- absent: nosuch is not installed (1 case)\n- amp_kernels FusedSGD: {said} (1 case)" in told
 
 
 @pytest.mark.parametrize(
