@@ -225,8 +225,8 @@ case of a benchmark at its largest size.
   result. Peers of an optimizer step run under torch's scaler.
 - **times faster (spread)**: the peer's time divided by that of amp_kernels, the median over the rounds. In brackets:
   from the 20th to the 80th percentile. **Bold means that amp_kernels is slower.** If the spread includes 1 there is no
-  verdict. Older CSVs have no spread of the ratio. For these the brackets run from the peer's 20th percentile divided by
-  the 80th of amp_kernels to the peer's 80th divided by the 20th of amp_kernels, which is wider.
+  verdict. Older CSVs have no spread of the ratio. For these the lower end is the peer's 20th percentile divided by the
+  80th of amp_kernels, and the upper end the peer's 80th divided by the 20th of amp_kernels. These brackets are wider.
 - **fp32, ms**: the fastest peer that does the work in fp32 instead. **Bold means that fp32 is faster.**
 
 How it is measured:
@@ -241,13 +241,13 @@ How it is measured:
   one thread only: it shows what a call costs apart from its kernel.
 - The benchmarks make glibc keep freed memory, in pages of 2 MB, as torch's allocator for GPUs does. For folders named
   `fresh-memory` they left glibc as it is, so results of more than 32 MB lie in new pages at every call.
-- Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Read smaller
-  differences as equal. The counts at the top do not: they use the spread within one run.
+- Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Treat smaller
+  differences as none. The counts at the top do count them, because they use only the spread within one run.
 - A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
   timed, and why.
-- The products of the H200 were measured when `linear` still padded products of up to 2^34. There 8192 x 1023 x 1023
-  shows what a padded call costs the host. `products.csv` has times on the device, and `kernels.csv` of the H100 what
-  Nsight Compute says.
+- When the products of the H200 were measured, `linear` also padded products of at most 2^34 multiplications. It no
+  longer does. So the row 8192 x 1023 x 1023 shows what a padded call costs the host. `products.csv` has times on the
+  device, and `kernels.csv` of the H100 has what Nsight Compute says.
 
 `make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes two minutes, has fewer sizes,
 and needs no clone. On a GPU `make gpu-check` builds, tests and measures, and says which folder to send us.
