@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import amp_kernels
-from amp_kernels import padding, testing
+from amp_kernels import padding, testing, torch_private
 from amp_kernels.testing import matmul as cases
 
 OPS = torch.ops.amp_kernels
@@ -421,6 +421,14 @@ def test_compiled_is_eager_to_the_bit_where_torch_multiplies(rows: int, dtype: t
 def test_bad_input_gets_a_sentence(call: Callable[..., Any], error: type[Exception], sentence: str) -> None:
     with pytest.raises(error, match=sentence):
         call(randn(4, 6), randn(3, 6))
+
+
+def test_the_package_can_be_imported_where_tensors_are_fake(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: True, raising=False)
+    with FakeTensorMode():
+        assert torch_private._mixes_rows()
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
+    assert not torch_private._mixes_rows()
 
 
 # ---------------------------------------------------------------------------------------------------------- padding
