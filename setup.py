@@ -16,7 +16,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 sys.path.insert(0, "csrc")
-import build_backend  # noqa: F401  # looks at the version of setuptools, also where no pip builds
+import build_backend  # noqa: F401  # its import refuses an old setuptools, also where no pip builds
 import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py

@@ -27,7 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 # Such a process has two CUDA devices that the emulator plays. torch looks for devices when it is imported.
 FAKE_GPUS = os.environ.get("AMP_KERNELS_FAKE_GPUS", "")
 if FAKE_GPUS:
-    # Their products are the CPU's, and with AMX those of torch 2.13 mix rows (amp_kernels/torch_private.py).
+    # The CPU multiplies for these GPUs. With AMX torch 2.13's bf16 product mixes rows (amp_kernels/torch_private.py).
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
     from cuda_on_cpu import torch_device
     from cuda_on_cpu.build import build_gpus

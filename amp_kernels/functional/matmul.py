@@ -116,8 +116,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     """Apply a linear layer and an activation to 16-bit tensors of any size.
 
     The result is `activation(x @ weight.T + bias)`, as `torch.nn.functional.linear` with the bias added before
-    rounding. The activation is a second pass over the rounded result; kernels forced by `use_backend` apply it before
-    rounding. On a GPU operands and results are padded as in `matmul`. The backward pass reads the gradient once for the
+    rounding. The activation is a second pass over the rounded result. There are two exceptions: kernels forced by
+    `use_backend` apply it before rounding, and on a GPU cuBLAS applies `relu` where no gradient is needed. On a GPU
+    operands and results are padded as in `matmul`. The backward pass reads the gradient once for the
     derivative of the activation, the gradient of the bias (fp32 sums) and the padding of its two products. Under
     autocast operands are cast, as torch casts them.
 
@@ -328,7 +329,7 @@ def _linear(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, activatio
     rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
     tensors = (rows, weight) if bias is None else (rows, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    # On a GPU a pass of our own over the gradient was not faster than two of torch: H200, fp16, 4096^3, gelu, forward
+    # On a GPU one pass of ours over the gradient was not faster than two of torch: H200, fp16, 4096^3, gelu, forward
     # and backward, 0.69 and 0.67 ms.
     is_one_call = _adds_before_rounding(x, bias) if engine == CPU else activation is None or needs_grad
     if is_one_call and _is_torchs(engine, rows, weight.t()):

@@ -243,7 +243,7 @@ def test_large_products_of_codes_elsewhere(fake_gpus: Any) -> None:
 
 
 def many_rows(dtype: torch.dtype, n: int = 64, per: int = 64) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """x, weight, scale and bias of 2**32 products of which few are different."""
+    """x, weight, scale and bias of a layer with 2**32 multiplications. The rows of x repeat."""
     x = torch.randn(64, 64, generator=torch.Generator().manual_seed(3)).to("cuda", dtype)
     weight = torch.arange(n * 64).remainder(255).sub(127).to("cuda", torch.int8).view(n, 64)
     scale = torch.rand(per, generator=torch.Generator().manual_seed(4)).add(0.1).to("cuda")
@@ -269,7 +269,7 @@ def test_the_weight_of_many_rows_is_dequantized(fake_gpus: Any, dtype: torch.dty
 
 
 def test_the_weight_of_other_products_is_not_dequantized(fake_gpus: Any) -> None:
-    """Of fp32, of fewer rows or products, and where the C++ kernels are forced."""
+    """Codes are multiplied in fp32, with fewer rows or multiplications, and where the C++ kernels are forced."""
     x, weight, scale, bias = many_rows(torch.float16)
     wide = ones(1, 4128).expand(255, 4128), int8(1, 4128).expand(4128, 4128)
     with fake_gpus.planning():

@@ -353,7 +353,7 @@ def compile_matmul(
     inner: tuple[int, int] = (int8_matmul.COLUMNS.value, int8_matmul.ROWS.value), wide: bool = True,
     codes: bool = False, split: bool = False, odd: bool = False,
 ) -> Compiled:  # fmt: skip
-    """Of an fp32 or bf16 output, of codes, or of one share of K; `odd`: K is no multiple of 16."""
+    """The kernel for an fp32 or bf16 result, for codes, or for one share of K. `odd`: K is not a multiple of 16."""
     out = "int8" if codes else "bf16" if dtype == "int8" else dtype
     bias = "fp32" if dtype == "int8" else dtype
     partials = "*fp32" if dtype != "int8" else "*i64" if zero_points else "*i32"
