@@ -33,12 +33,14 @@ test test-slow:
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(SLOW) $(PYTEST_ARGS)
 
 # What CI has no time for: every test of a device on the emulator's GPUs, the planted faults, random programs under
-# AddressSanitizer. About two hours on two cores; tests/faults/run alone takes one.
+# AddressSanitizer, the wheel under today's torch, today's trainers, the pages in a browser. What is short comes first.
 nightly: SLOW := -m nightly
 nightly: test
-	$(BIN)/python tests/faults/run --trust
-	$(MAKE) asan-events EVENTS_ARGS='--seconds 1800'
 	$(MAKE) docs-browser
+	$(MAKE) test-clients
+	$(MAKE) test-matrix MATRIX=torch
+	$(MAKE) asan-events EVENTS_ARGS='--seconds 1800'
+	$(BIN)/python tests/faults/run --trust
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made
