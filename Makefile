@@ -120,7 +120,7 @@ asan-events: build
 	  PYTHONPATH=build/asan $(BIN)/python tests/clients/run_events.py $(or $(EVENTS_ARGS),--seconds 60)
 
 gpu-check:
-	$(PYTHON) benchmarks/gpu_check.py
+	$(PYTHON) benchmarks/gpu/gpu_check.py
 
 build: $(VENV)/built
 venv: $(VENV)/made

@@ -6,15 +6,12 @@ neighbours need is torch's (`amp_kernels/functional/matmul.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .library import operator
+from .library import Kernels, operator
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
@@ -22,13 +19,6 @@ OUT_DTYPES = (torch.float32, *DTYPES)
 # Tensor cores are fed 16 bytes at a time, so our kernels need rows that are a multiple of 16 bytes apart. cuBLAS needs
 # more (padding.py).
 ALIGNMENT = 16
-
-
-class Kernels(Protocol):
-    """What writes into results that exist, of batches of matrices; activations by their index."""
-
-    _matmul_: Callable[..., None]
-    _copy_pad_: Callable[..., None]
 
 
 def round_up(n: int, multiple: int) -> int:

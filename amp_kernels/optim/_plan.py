@@ -32,8 +32,8 @@ from ..ops.table import (
 from ._observe import ABSENT, UNREAD, local, plain_gradient, sweep
 
 if TYPE_CHECKING:
-    from ..backends import Kernels
     from ..families import Family
+    from ..ops.library import Kernels
 
 LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words that a group's fp32 hyper-parameters take

@@ -40,6 +40,37 @@ from .common import (
     written_outside,
 )
 
+LR = {"sgd": 0.1, "rmsprop": 0.01, "adam": 0.01}
+# Options of the optimizers as users write them, by family. Together they reach every branch of a formula. "full" and
+# "maximize" keep every state.
+EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
+    "sgd": {
+        "plain": {},
+        "weight_decay": {"weight_decay": 0.1},
+        "momentum": {"momentum": 0.9},
+        "dampening": {"momentum": 0.9, "dampening": 0.3},
+        "full": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        "maximize": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
+    },
+    "rmsprop": {
+        "plain": {},
+        "weight_decay": {"weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
+        "momentum": {"momentum": 0.9},
+        "centered": {"centered": True},
+        "full": {"centered": True, "momentum": 0.9, "weight_decay": 0.01},
+        "maximize": {"centered": True, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
+    },
+    "adam": {
+        "plain": {},
+        "weight_decay": {"weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-3},
+        "momentum": {"betas": (0.95, 0.99)},
+        "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        "amsgrad": {"amsgrad": True, "betas": (0.9, 0.5)},
+        "full": {"amsgrad": True, "weight_decay": 0.01},
+        "maximize": {"amsgrad": True, "weight_decay": 0.01, "decoupled_weight_decay": True, "maximize": True},
+    },
+}
+
 
 class Update:
     """What is tried of an update family, found by its name.
@@ -49,7 +80,7 @@ class Update:
         optimizer: ours.
         torch: the plain optimizer that ours subclasses, whose formula it is.
         lr: that of the examples.
-        examples: options by name, without `lr`.
+        examples: options by name.
     """
 
     def __init__(self, family: Family) -> None:
@@ -58,11 +89,7 @@ class Update:
         ours = (getattr(optim, name) for name in optim.__all__)
         self.optimizer: Any = next(kind for kind in ours if getattr(kind, "_family", None) is family)
         self.torch: Any = next(kind for kind in self.optimizer.__mro__ if not issubclass(kind, FusedOptimizer))
-        self.lr: float = family.examples["plain"]["lr"]
-        self.examples = {
-            name: {key: value for key, value in options.items() if key != "lr"}
-            for name, options in family.examples.items()
-        }
+        self.lr, self.examples = LR[family.name], EXAMPLES[family.name]
 
     def defaults(self) -> dict[str, Any]:
         """torch's options, all of them."""

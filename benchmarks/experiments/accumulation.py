@@ -19,8 +19,8 @@ from torch.optim import Optimizer
 import amp_kernels
 from amp_kernels.optim import FusedAdamW, FusedSGD
 
-from ..digits import Split, network
 from . import images
+from .digits import Split, network
 from .harness import (
     FALSIFIED,
     HOLDS,

@@ -20,10 +20,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import amp_kernels
 from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
-from ..demo_training import Size, Transformer, batches
-from ..digits import Split, network
+from ..demo.training import Size, Transformer, batches
 from ..plot import BLUES
 from . import images, text
+from .digits import Split, network
 from .harness import (
     FALSIFIED,
     HOLDS,
@@ -51,7 +51,7 @@ OPTIONS = {
     (CNN, "RMSprop"): {"lr": 1e-3},
     (CNN, "AdamW"): {"lr": 2e-3},
     (TRANSFORMER, "SGD"): {"lr": 0.1, "momentum": 0.9},
-    (TRANSFORMER, "RMSprop"): {"lr": 3e-4},  # at 1e-3 rounding grows to 4 % of the loss (demo_training.py)
+    (TRANSFORMER, "RMSprop"): {"lr": 3e-4},  # at 1e-3 rounding grows to 4 % of the loss (demo/training.py)
     (TRANSFORMER, "AdamW"): {"lr": 1e-3},
 }
 FIRST_SCALE = 2.0**12  # from the default of 2^16 most runs of the Transformer lose their first step

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
-from ..digits import Split
+from .digits import Split
 
 PATCH = 8  # pixels; times 3 colours
 

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_kernels.optim import FusedAdamW
 
-from ..demo_training import Size, Transformer, batches
+from ..demo.training import Size, Transformer, batches
 from ..plot import BLUES
 from . import text
 from .harness import (

@@ -1,8 +1,8 @@
 """What gpu_check.py runs in processes of their own: cases on every tile, the machine's ceilings, kernels to profile.
 
-python -m benchmarks.gpu_parts cases --device cuda
-python -m benchmarks.gpu_parts ceilings --device cuda --out FOLDER
-python -m benchmarks.gpu_parts kernels --device cuda
+python benchmarks/gpu/gpu_parts.py cases --device cuda
+python benchmarks/gpu/gpu_parts.py ceilings --device cuda --out FOLDER
+python benchmarks/gpu/gpu_parts.py kernels --device cuda
 """
 
 import argparse
@@ -80,14 +80,14 @@ def cases(args):
         if wrong and (says := lost_context(args.device)):
             print(says, flush=True)
             rest = ["--first", str(index + 1), "--failures", str(failures)]
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, "cases", "--device", args.device, *rest])
+            os.execv(sys.executable, [sys.executable, __file__, "cases", "--device", args.device, *rest])
     print(f"{len(chosen)} cases, {failures} failed")
     return min(failures, 1)
 
 
 def ceilings(args):
     """What the machine can do at most: to read, to copy, to multiply; by torch's own functions."""
-    from .common import milliseconds  # not above: what it needs is not needed by cases
+    from amp_kernels.benchmarks.common import milliseconds  # not above: what it needs is not needed by cases
 
     device, small = torch.device(args.device), args.device == "cpu"
     count, side = (2**20, 256) if small else (2**30, 8192)

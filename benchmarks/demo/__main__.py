@@ -31,7 +31,7 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from .demo_training import (
+from .training import (
     DTYPES,
     EVALUATION_BATCHES,
     OURS,

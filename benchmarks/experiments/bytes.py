@@ -1,6 +1,6 @@
 """Bytes a parameter for optimizers: weights, gradients, masters and states, as the table of docs/guides/optimizers.md.
 
-    python -m benchmarks.bytes
+    python -m benchmarks.experiments.bytes
 
 Every row of amp_kernels and torch is measured on the CPU: a model of a million parameters takes a step, and the memory
 of every tensor that is then alive is added up. The rows of bitsandbytes and flashoptim are counted from the formats
