@@ -177,7 +177,7 @@ class _Int8Weight(FixedDtypes):
     """A layer with int8 codes [N, K] for a weight, and a dtype, which follows `.half()`."""
 
     # torch saves this number with the tensors.
-    _version = 3
+    _version = 1
 
     weight_codes: Tensor
     weight_scale: Tensor

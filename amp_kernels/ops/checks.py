@@ -78,7 +78,7 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
 
 
 def why_not_loaded(what: str, saved: object, known: int) -> str | None:
-    """A sentence if a state dict has a format number of a release to come; the first releases wrote none, so None."""
+    """A sentence if a state dict has a format number of a release to come. torch's state dicts have none, so None."""
     if saved is None or saved in range(known + 1):
         return None
     return (

@@ -116,7 +116,6 @@ class Update:
 
 
 UPDATES = {name: Update(family) for name, family in FAMILIES.items()}
-SGD_OPTIONS, RMSPROP_OPTIONS = UPDATES["sgd"].examples, UPDATES["rmsprop"].examples
 
 
 class UpdateInputs:
