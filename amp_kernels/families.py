@@ -17,7 +17,8 @@ from . import reference
 class HyperType(Protocol):
     """A NamedTuple of floats, in the order of the columns that kernels read."""
 
-    def __call__(self, *columns: Any) -> Any: ...
+    def __call__(self, *columns: Any) -> Any:
+        """Make one from its columns."""
 
     def of(self, options: Mapping[str, Any]) -> tuple[float, ...]:
         """Make one from the options that users know."""
@@ -50,6 +51,8 @@ def _sign(options: Mapping[str, Any]) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------- SGD
 class SgdHyper(NamedTuple):
+    """In the order in which `csrc/formulas/sgd.h` reads them."""
+
     momentum: float
     one_minus_dampening: float
     weight_decay: float
@@ -58,6 +61,7 @@ class SgdHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SgdHyper:
+        """Make one from the options that users know."""
         return cls(
             float(options["momentum"]),
             1.0 - options["dampening"],
@@ -90,6 +94,8 @@ SGD = Family("sgd", "dampening", ("momentum_buffer",), 1, SgdHyper, _sgd)
 
 # ------------------------------------------------------------------------------------------------------------ RMSprop
 class RmspropHyper(NamedTuple):
+    """In the order in which `csrc/formulas/rmsprop.h` reads them."""
+
     alpha: float
     one_minus_alpha: float
     eps: float
@@ -99,6 +105,7 @@ class RmspropHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RmspropHyper:
+        """Make one from the options that users know."""
         return cls(
             float(options["alpha"]),
             1.0 - options["alpha"],
@@ -131,6 +138,8 @@ RMSPROP = Family("rmsprop", "alpha", ("square_avg", "momentum_buffer", "grad_avg
 
 # --------------------------------------------------------------------------------------------------------------- Adam
 class AdamHyper(NamedTuple):
+    """In the order in which `csrc/formulas/adam.h` reads them."""
+
     one_minus_beta1: float
     one_minus_beta2: float
     eps: float
@@ -140,6 +149,7 @@ class AdamHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> AdamHyper:
+        """Make one from the options that users know."""
         beta1, beta2 = options["betas"]
         return cls(
             1.0 - float(beta1),

@@ -21,7 +21,7 @@ def join(weight, remainder, DTYPE: tl.constexpr):
 
 @triton.jit
 def split(master, DTYPE: tl.constexpr):
-    """(weights in fp32, int32 remainders)"""
+    """(weights in fp32, int32 remainders)."""
     weight = rounded(master, DTYPE)
     if DTYPE == BF16:
         remainder = master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)

@@ -16,6 +16,7 @@ SIZABLE = 0.1
 
 
 def check_model(op: str, model: object) -> None:
+    """A model can be converted only if it is an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be an nn.Module, got {type(model).__name__}")
 

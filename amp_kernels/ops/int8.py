@@ -87,8 +87,11 @@ def scale_strides(groups: Groups, out: Sequence[int]) -> tuple[int, ...]:
 
 
 class Strides(NamedTuple):
-    """Strides of a result and of its scales. A result has x's order of dimensions if kernels can walk that, else one in
-    which every group is a row. Blocks are row-major; so are codes with random bits, numbered in that order."""
+    """Strides of a result and of its scales.
+
+    A result has x's order of dimensions if kernels can walk that, else one in which every group is a row. Blocks are
+    row-major; so are codes with random bits, numbered in that order.
+    """
 
     out: tuple[int, ...]
     scale: tuple[int, ...]
@@ -96,6 +99,7 @@ class Strides(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Strides:
+        """Those of the result for `x`; `is_numbered` if its elements have random bits."""
         dims = range(x.dim())
         is_row_major = groups.block is not None or is_numbered
         out = dense_strides(groups.shape, dims) if is_row_major else nearest_dense(groups.shape, x.stride())

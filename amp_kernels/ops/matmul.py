@@ -22,6 +22,7 @@ ALIGNMENT = 16
 
 
 def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
 
 
@@ -36,6 +37,7 @@ def new_result(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, pads
 
 # ------------------------------------------------------------------------------------------------------------ checks
 def check_activation(op: str, activation: object) -> None:
+    """One of `ACTIVATIONS`."""
     if activation not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")

@@ -51,8 +51,9 @@ OVERHEAD = 1024  # assumed: a chunk's header, barriers and last loads take as lo
 
 
 def chunk_size(total: int, tensors: int, blocks: int) -> int:
-    """Elements of a chunk, for `tensors` tensors of `total` elements and kernels of which `blocks` blocks run at a time
-    (0: those of a CPU).
+    """Elements of a chunk, for `tensors` tensors of `total` elements.
+
+    `blocks` blocks of the kernels run at a time (0: kernels of a CPU).
 
     Each block takes `rounds` chunks, one after the other. Tensors end in chunks that are not full, one each, so that
     ``rounds * blocks - tensors`` full ones have to hold everything. Of all numbers of rounds we take the one that is
@@ -75,8 +76,10 @@ def chunk_size(total: int, tensors: int, blocks: int) -> int:
 
 
 def cut(numels: Sequence[int], order: Sequence[int] | None = None, blocks: int = 0) -> Chunks:
-    """Cuts tensors of these sizes into chunks, tensor by tensor, in `order` (default: as listed), for kernels of which
-    `blocks` blocks run at a time."""
+    """Cuts tensors of these sizes into chunks, tensor by tensor, in `order` (default: as listed).
+
+    `blocks` blocks of the kernels run at a time.
+    """
     order = range(len(numels)) if order is None else order
     size = chunk_size(sum(numels[t] for t in order), len(order), blocks)
     entries = array("i")  # in Python: torch's repeat_interleave wakes its threads even for three elements
@@ -134,8 +137,9 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def shares_memory(tensors: Sequence[Tensor]) -> int | None:
-    """The position of a tensor one of whose elements is another element too, of the same tensor or of one before it in
-    memory; None if all elements are apart.
+    """The position of a tensor that shares an element; None if all elements are apart.
+
+    It shares the element with itself or with a tensor before it in memory.
 
     Kernels write all tensors at once, torch one after the other: where elements are shared, results differ. Views may
     be interleaved, as the columns of a fused matrix are.

@@ -159,8 +159,10 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
 
 
 def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
-    """The error rule for each large tensor, and for all small ones together: on one element torch's error may
-    happen to be 0."""
+    """The error rule for each large tensor, and for all small ones together.
+
+    On one element torch's error may happen to be 0.
+    """
     rows = list(zip(ours, theirs, truth, strict=True))
     for i, row in enumerate(rows):
         if row[0].numel() >= 1000:
@@ -268,6 +270,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def generator(seed: int) -> torch.Generator:
+    """Random numbers that depend on this seed and on that of `verify`."""
     return torch.Generator().manual_seed(1_000_003 * _seeds_begin_at + seed)
 
 
@@ -333,10 +336,12 @@ VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
 
 
 def values(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """A tensor of one kind of `VALUES`."""
     return [VALUES[kind](dtype).to(dtype)]
 
 
 def of_sizes(dtype: torch.dtype, sizes: Sequence[int] = SIZES, seed: int = 0) -> list[Tensor]:
+    """A random vector of each size."""
     return [randn(n, dtype=dtype, seed=seed + n) for n in sizes]
 
 
@@ -361,10 +366,12 @@ def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
 
 
 def shaped(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """A random tensor that every layout can hold."""
     return [randn(*SHAPE, dtype=dtype, seed=seed)]
 
 
 def many(dtype: torch.dtype) -> list[Tensor]:
+    """40 random vectors of 1 to 13 elements."""
     return [randn(1 + i % 13, dtype=dtype, seed=i) for i in range(40)]
 
 
@@ -377,10 +384,12 @@ def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor
 
 
 def place(tensors: Sequence[Tensor], device: torch.device, layout: str = "contiguous") -> list[Tensor]:
+    """Copies on a device, in one of the `LAYOUTS`."""
     return [LAYOUTS[layout](x.to(device)) for x in tensors]
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each."""
     return [x.clone() for x in tensors]
 
 

@@ -136,7 +136,7 @@ def only_new_objects() -> Iterator[None]:
 
 def measure(make: Make, dtype: torch.dtype, grad_dtype: torch.dtype | None = None) -> tuple[float, ...]:
     """Bytes a parameter after one step: weights, gradients, masters with what belongs to them, states."""
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    params: list[Tensor] = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     for p in params:
         if grad_dtype is not None:
             p.grad_dtype = grad_dtype

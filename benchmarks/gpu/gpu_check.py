@@ -236,7 +236,8 @@ def headlines(files: Path, room: int) -> list[str]:
         if path.name not in ("ceilings.csv", "parts.csv"):
             families[path.stem] = _ratios(path)
     names = list(itertools.chain(*itertools.zip_longest(*([key] * len(of) for key, of in families.items()))))
-    count, left = defaultdict(int), room - 160
+    count: dict[str, int] = defaultdict(int)
+    left = room - 160
     for name in filter(None, names):
         left -= len(families[name][count[name]]) + 1
         if left < 0:
@@ -330,10 +331,10 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         note = "the Python files alone" if rehearsal else ""
         return Part(name, command, {"AMP_KERNELS_BUILD": what, **arch}, ROOT, after=after, note=note)
 
-    def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, **rest: str) -> Part:
+    def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, after: str = "") -> Part:
         blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if name == "smoke_blocking" else {}
         command = [*prefix, *own, "cases", "--device", device]
-        return Part(name, command, few | blocking, why_not=why_not, **rest)
+        return Part(name, command, few | blocking, why_not=why_not, after=after)
 
     def under(name: str, tool: str, options: Callable[[str], list[str]], *command: str | Path) -> Part:
         """A part under one of CUDA's tools, alone in a rehearsal."""
@@ -358,7 +359,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         )
 
     def bench(prefix: str, family: str, out: Path, seconds: str, *options: str) -> Part:
-        timed = ["--device", device, "--no-compile", "--seconds", seconds, "--out", out]
+        timed = ["--device", device, "--no-compile", "--seconds", seconds, "--out", str(out)]
         timed += ["--rehearse"] if rehearsal else []
         return Part(prefix + family, [*module(f"bench_{family}"), *timed, *options], shared)
 
