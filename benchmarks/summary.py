@@ -246,7 +246,7 @@ How it is measured:
 - A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
   timed, and why.
 - When the products of the H200 were measured, `linear` also padded products of at most 2^34 multiplications. It no
-  longer does. So the row 8192 x 1023 x 1023 shows what a padded call costs the host. `products.csv` has times on the
+  longer does. The row 8192 x 1023 x 1023 is one of these. Its time is that of the host. `products.csv` has times on the
   device, and `kernels.csv` of the H100 has what Nsight Compute says.
 
 `make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes two minutes, has fewer sizes,
@@ -254,7 +254,8 @@ and needs no clone. On a GPU `make gpu-check` builds, tests and measures, and sa
 """
 # Where each is explained is its script's docstring.
 OTHERS = {
-    "digits": "Accuracy of int8 on the digits of scikit-learn (`benchmarks/digits.py`)",
+    "digits": "Accuracy of int8 on the digits of scikit-learn (`benchmarks/digits.py`). A flipped prediction differs "
+    "from that of fp32",
 }
 MACHINE_COLUMNS = ("device_name", "torch_version", "amp_kernels_version")
 

@@ -317,8 +317,9 @@ CLAIMS = (
     ),
     Claim(
         "With batch norm the loss curves differ.",
-        f"Holds if, in every seed, the largest relative difference is more than {FEW} times the largest that another "
-        "order makes in any seed of either network. Falsified if it is so in no seed. Otherwise undecided.",
+        "Another order of the images makes a difference too, by rounding; the bound is the largest that it makes, over "
+        f"all seeds and both networks. Holds if the largest relative difference is more than {FEW} times this bound in "
+        "every seed. Falsified if it is so in no seed. Otherwise undecided.",
         partial(beside_rounding, NORM, True),
     ),
     Claim(
