@@ -302,7 +302,8 @@ CLAIMS = (
         for name in OURS
     ),
     Claim(
-        "Quantization-aware training is better than the same training followed by static quantization.",
+        "Quantization-aware training is better than fp32 training on the same batches, followed by static "
+        "quantization.",
         "d is the mean difference of their MRR over three seeds, s its standard error. Holds if d > 2s. Falsified if "
         "d < -2s. Otherwise undecided.",
         judge_qat,
