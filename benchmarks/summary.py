@@ -237,24 +237,25 @@ How it is measured:
 - Before every call, a copy of arrays four times as large as all last-level caches together evicts the caches, as the
   rest of a training step does.
 - Small tensors (they fit into a core's cache) have two rows: 50 calls in a row with warm caches, and single calls,
-  named "cold caches". The CSVs of the Xeon are older: their one row has single calls. `overhead` has calls in a row on
-  one thread only: it shows what a call costs apart from its kernel.
+  named "cold caches". The CSVs of the Xeon are older: their one row has single calls. The table `overhead`
+  shows what a call costs apart from its kernel: it has only repeated calls, on one thread.
 - The benchmarks make glibc keep freed memory, in pages of 2 MB, as torch's allocator for GPUs does. For folders named
-  `fresh-memory` they left glibc as it is, so results of more than 32 MB lie in new pages at every call.
+  `fresh-memory` they left glibc as it is, so tensors of more than 32 MB that a call returns lie in new pages.
 - Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Treat smaller
   differences as none. The counts at the top do count them, because they use only the spread within one run.
 - A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
   timed, and why.
 - When the products of the H200 were measured, `linear` also padded products of at most 2^34 multiplications. It no
-  longer does. So the row 8192 x 1023 x 1023 shows what a padded call costs the host. `products.csv` has times on the
-  device, and `kernels.csv` of the H100 has what Nsight Compute says.
+  longer does. This concerns the row 8192 x 1023 x 1023, where the host takes longer than the device. `products.csv`
+  has times on the device, and `kernels.csv` of the H100 has what Nsight Compute says.
 
 `make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes two minutes, has fewer sizes,
 and needs no clone. On a GPU `make gpu-check` builds, tests and measures, and says which folder to send us.
 """
 # Where each is explained is its script's docstring.
 OTHERS = {
-    "digits": "Accuracy of int8 on the digits of scikit-learn (`benchmarks/experiments/digits.py`)",
+    "digits": "Accuracy of int8 on the digits of scikit-learn (`benchmarks/experiments/digits.py`). A flipped "
+    "prediction differs from that of fp32",
 }
 MACHINE_COLUMNS = ("device_name", "torch_version", "amp_kernels_version")
 

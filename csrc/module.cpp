@@ -1,6 +1,6 @@
 // `import amp_kernels._C` runs the static registrations of csrc/ops, which serve torch's dispatcher; the module
 // itself holds what takes Python objects.
-#include "ops/observe.h"
+#include "ops/sweep.h"
 #ifdef USE_CUDA
 #include "ops/on_gpu.h"
 #endif

@@ -6,7 +6,6 @@ alone. csrc/table.h describes the table.
 
 from __future__ import annotations
 
-import bisect
 import itertools
 from array import array
 from collections.abc import Callable, Sequence
@@ -23,13 +22,13 @@ from ..ops.table import (
     Row,
     cut,
     int64_tensor,
-    is_dense,
     resend,
     same_layout,
     send,
     shares_memory,
 )
-from ._observe import ABSENT, UNREAD, local, plain_gradient, sweep
+from ._sweep import ABSENT, UNREAD, sweep
+from ._tensors import Spans, check_written, local, read_gradient
 
 if TYPE_CHECKING:
     from ..families import Family
@@ -79,37 +78,6 @@ class Hyper(NamedTuple):
 
     values: Any
     lr: float | Tensor
-
-
-def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
-    """The gradient's memory on this rank, which kernels can read."""
-    grad = plain_gradient(param, name)
-    if grad.shape != target.shape:  # as one kept from before its parameter's .data was replaced
-        raise RuntimeError(
-            f"step: the gradient of {name} must have the parameter's shape {tuple(target.shape)}, got "
-            f"{tuple(grad.shape)}; set it to None when the parameter's .data is replaced"
-        )
-    if grad.device != target.device:
-        raise RuntimeError(
-            f"step: the gradient of {name} must be on {target.device} with the parameter, got {grad.device}; set it to "
-            "None when the parameter is moved"
-        )
-    return grad
-
-
-def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
-    """Before gradients are multiplied in place: each is written once, and autograd may know of it."""
-    inference = next((name for name, g in zip(names, grads, strict=True) if g.is_inference()), None)
-    if inference is not None:
-        raise RuntimeError(
-            f"unscale_: the gradient of {inference} must not be an inference tensor, since it is written; clone() it"
-        )
-    shared = shares_memory(grads)
-    if shared is not None:
-        raise RuntimeError(
-            f"unscale_: the gradient of {names[shared]} must not share memory with itself or another gradient, "
-            "since it is written; clone() it"
-        )
 
 
 def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence[Tensor]) -> None:
@@ -513,26 +481,6 @@ class NativePlan(Plan):
     @property
     def is_captured(self) -> bool:
         return bool(self._kept)
-
-
-class Spans:
-    """The memory of dense tensors that share none."""
-
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        spans = sorted((t.data_ptr(), _end(t)) for t in tensors if t.numel() > 0)
-        self.starts = [start for start, _ in spans]
-        self.ends = [end for _, end in spans]
-
-    def meet(self, tensor: Tensor) -> bool:
-        """Whether a dense tensor lies in it. One that has gaps is copied before anything is written."""
-        if tensor.numel() == 0 or not is_dense(tensor):
-            return False
-        i = bisect.bisect_right(self.ends, tensor.data_ptr())
-        return i < len(self.ends) and self.starts[i] < _end(tensor)
-
-
-def _end(tensor: Tensor) -> int:
-    return tensor.data_ptr() + tensor.numel() * tensor.element_size()
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from .. import reference
 from ..families import Family
-from ._plan import Column, Hyper, Members, Plan, Read, check_apart, check_written, read_gradient
+from ._plan import Column, Hyper, Members, Plan, Read, check_apart
+from ._tensors import check_written, read_gradient
 
 
 class ReferencePlan(Plan):

@@ -1,7 +1,14 @@
-"""The optimizer inside of an optimizer."""
+"""What other code has put around an optimizer, or around its step.
+
+Wrappers do not say that they are there, so they are recognized: by the optimizer that they hold, by the module of the
+function around a step, and by the functions that wait for the step to return. A scaler needs the first two: a step that
+is not ours alone is owed unscaled gradients. `max_grad_norm` needs the third: under ZeroRedundancyOptimizer each rank
+would clip by the norm of its part.
+"""
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -33,3 +40,22 @@ def _shares(inner: torch.optim.Optimizer, holder: Any) -> bool:
         return True
     params = {id(p) for group in groups for p in group["params"]}
     return any(id(p) in params for group in inner.param_groups for p in group["params"])
+
+
+def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
+    """Whether `step` is the function `ours` in torch's wrappers alone: hooks, profiler, learning rate schedulers.
+
+    The globals of a wrapper's code tell whose it is; `functools.wraps` copies everything else.
+    """
+    step = getattr(step, "__func__", step)
+    while step is not ours and getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
+        step = getattr(step, "__wrapped__", None)
+    return step is ours
+
+
+def is_called_by(module: str) -> bool:
+    """Whether a function of `module` waits for this one to return."""
+    frame = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None

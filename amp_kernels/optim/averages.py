@@ -15,7 +15,7 @@ from ..functional.update import update
 from ..ops.checks import as_list, check_memory, check_same_shapes, check_states, check_tensors
 from ..ops.table import DTYPE_CODES
 from ._base import FusedOptimizer
-from ._observe import has_memory, kind, local
+from ._tensors import has_memory, kind, local
 from ._wrappers import wrapped
 
 # SGD whose gradient is what the average follows: average - lr * (average - weight).

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._base import FusedOptimizer
-from ._observe import kind
+from ._tensors import kind
 from ._wrappers import wrapped
 
 _LOW = (torch.float16, torch.bfloat16)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from .. import functional, optim
 from ..families import FAMILIES, Family
-from ..optim._base import FusedOptimizer
 from ..reference._master import split
 from ..reference._update import parameters
 from .common import (
@@ -88,7 +87,7 @@ class Update:
         self.function: Callable[..., None] = getattr(functional, f"{family.name}_")
         ours = (getattr(optim, name) for name in optim.__all__)
         self.optimizer: Any = next(kind for kind in ours if getattr(kind, "_family", None) is family)
-        self.torch: Any = next(kind for kind in self.optimizer.__mro__ if not issubclass(kind, FusedOptimizer))
+        self.torch: Any = next(k for k in self.optimizer.__mro__ if not k.__module__.startswith(optim.__name__))
         self.lr, self.examples = LR[family.name], EXAMPLES[family.name]
 
     def defaults(self) -> dict[str, Any]:

@@ -256,7 +256,7 @@ def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
     control_told = f"up to {rounding:.2g}" if is_far else f"{rounding:.2g} in the median seed"
     told = (
         f"The largest relative difference of the two loss curves is {least:.2g} to {most:.2g} over {len(found)} seeds. "
-        f"Another order of the images alone gives {control_told}."
+        f"Another order of the images within the batches of 32 makes a difference of {control_told}."
     )
     return decided(yes, no, told)
 
@@ -307,8 +307,8 @@ CLAIMS = (
         "The largest relative difference of the loss over all steps is compared with the difference that another order "
         "of the images in each batch of 32 makes, which is rounding alone. Holds if, in every seed, the difference is "
         f"at most {FEW} times the median (over seeds) of what another order makes. Falsified if it is more in every "
-        f"seed. Otherwise undecided. (Before the data was there the bound was {FEW} times the maximum over seeds. That "
-        "was a thousand times what was measured, and the median replaced it.)",
+        "seed. Otherwise undecided. (The rule was changed after the measurement. Until then the bound was "
+        f"{FEW} times the maximum over seeds, which is a thousand times the differences that were measured.)",
         partial(beside_rounding, NO_NORM, False),
     ),
     Claim(
@@ -319,8 +319,9 @@ CLAIMS = (
     ),
     Claim(
         "With batch norm the loss curves differ.",
-        f"Holds if, in every seed, the largest relative difference is more than {FEW} times the largest that another "
-        "order makes in any seed of either network. Falsified if it is so in no seed. Otherwise undecided.",
+        "Another order of the images makes a difference too, by rounding. The bound is the largest difference by "
+        "order, over all seeds, with and without batch norm. Holds if the largest relative difference is more than "
+        f"{FEW} times this bound in every seed. Falsified if it is so in no seed. Otherwise undecided.",
         partial(beside_rounding, NORM, True),
     ),
     Claim(

@@ -238,7 +238,7 @@ torchao's AdamW with 8-bit state.
 All contenders take turns in one process, each with its own parameters. Each time is divided by the time of the for-loop
 in the same round. Steps of less than a millisecond are repeated, up to 50 times, so small tensors are in the caches.
 The plot at the end of this section shows which implementation is the fastest by the median. It also shows how many
-times as fast as the for-loop that is.
+times as fast as the for-loop this implementation is.
 """
 
 

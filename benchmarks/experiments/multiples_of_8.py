@@ -245,8 +245,8 @@ ABOVE, BELOW = "True if p20 > {0}, false if p80 <= {0}.", "True if p80 <= {0}, f
 TIMES = "The ratio compares the speeds. Holds if p20 >= {0}. Falsified if p80 < {0}. Otherwise undecided."
 CLAIMS = (
     Claim(
-        f"Where K or N is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as long as on average "
-        "at 1016, 1024 and 1032.",
+        f"Where K or N is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as long as torch's "
+        "average over 1016, 1024 and 1032, which are multiples of 8.",
         ABOVE.format(SLACK),
         partial(by_sizes, TORCH, "ratio", SLACK, True),
     ),
@@ -257,7 +257,7 @@ CLAIMS = (
     ),
     Claim(
         f"Where K or N is no multiple of 8, the product of amp_kernels takes at most {SLACK} times as long as torch's "
-        "on average at 1016, 1024 and 1032.",
+        "average over 1016, 1024 and 1032, which are multiples of 8.",
         BELOW.format(SLACK),
         partial(by_sizes, OURS, "ratio", SLACK, False),
     ),

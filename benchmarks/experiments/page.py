@@ -23,8 +23,8 @@ page from the committed CSVs.
 
 - Published figures have tables of their own. Times under "Ours" are ratios within one process, since seconds on two
   machines cannot be compared. In a *round* each contender has one turn.
-- Each claim and the rule that decides it were committed before the data was measured. One bound was tightened
-  afterwards; its rule says so. A claim **holds**, is **falsified**, or stays **undecided**. Its rule says what
+- Each claim and the rule that decides it were committed before the data was measured. One rule was made
+  stricter afterwards; its text says so. A claim **holds**, is **falsified**, or stays **undecided**. Its rule says what
   leaves it undecided: a spread larger than the difference, or cases that do not agree.
 """
 

@@ -302,7 +302,8 @@ CLAIMS = (
         for name in OURS
     ),
     Claim(
-        "Quantization-aware training is better than the same training followed by static quantization.",
+        "Quantization-aware training is better than fp32 training on the same batches, followed by static "
+        "quantization.",
         "d is the mean difference of their MRR over three seeds, s its standard error. Holds if d > 2s. Falsified if "
         "d < -2s. Otherwise undecided.",
         judge_qat,
@@ -432,9 +433,9 @@ cosine; texts end after 64 tokens. About a quarter of the files is for calibrati
 test. MRR is the mean of 1 / rank of the right document. top-1 is the share of queries that rank it first.
 
 amp_kernels ("ours") quantizes embeddings to int8 too. torch.ao, torchao and bitsandbytes run with their defaults, which
-leave embeddings in fp32. Static ranges come from 64 pairs. Times are for one text and for 32 texts, of 64 tokens each;
-all models take turns in one process. QAT trains with the arithmetic of static int8 for a few batches, and an fp32 model
-trains on the same batches for comparison.""",
+leave embeddings in fp32. Static quantization takes its ranges of activations from 64 docstrings. Times are for one text
+and for 32 texts, of 64 tokens each; all models take turns in one process. QAT trains with the
+arithmetic of static int8 for a few batches, and an fp32 model trains on the same batches for comparison.""",
     columns=(
         "part", "contender", "seed", "texts", "beside", "queries", "mrr", "mrr_difference", "mrr_error", "top1",
         "top1_difference", "top1_error", "bytes", "rounds", "ratio", "ratio_low", "ratio_high",

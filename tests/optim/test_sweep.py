@@ -12,8 +12,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_kernels import _loader
 from amp_kernels.ops.table import DTYPE_CODES, Row
-from amp_kernels.optim import FusedSGD, _observe
-from amp_kernels.optim._observe import ABSENT, UNREAD
+from amp_kernels.optim import FusedSGD, _sweep
+from amp_kernels.optim._sweep import ABSENT, UNREAD
 
 CPU = torch.device("cpu")
 KEYS = ("exp_avg", "exp_avg_sq", None)
@@ -24,10 +24,10 @@ compiled = pytest.mark.skipif(not _loader.load(), reason="not built")
 @pytest.fixture(params=SWEEPS)
 def sweep(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "python":
-        monkeypatch.setattr("amp_kernels.optim._plan.sweep", lambda: _observe._IN_PYTHON)
-        monkeypatch.setattr("amp_kernels.optim._base.sweep", lambda: _observe._IN_PYTHON)
+        monkeypatch.setattr("amp_kernels.optim._plan.sweep", lambda: _sweep._IN_PYTHON)
+        monkeypatch.setattr("amp_kernels.optim._base.sweep", lambda: _sweep._IN_PYTHON)
     else:
-        assert _observe.sweep() is not _observe._IN_PYTHON
+        assert _sweep.sweep() is not _sweep._IN_PYTHON
     return request.param
 
 
@@ -68,7 +68,7 @@ def read(
     table = torch.full((Row.STATE + len(keys), len(params)), 99)
     forms = torch.full((len(params),), 99)
     checked = torch.full_like(table, -1) if checked is None else checked
-    unread, gradients = _observe.sweep().columns(
+    unread, gradients = _sweep.sweep().columns(
         params, states, [7] * len(params), ((),) * 7 + (keys,), device, table, forms, checked, writes
     )
     assert unread == forms.tolist().count(UNREAD) and gradients == sum(p.grad is not None for p in params)
@@ -213,7 +213,7 @@ class Memory:
 
     def apart(self) -> int:
         table, forms = read(self.params, self.states, keys=())
-        return _observe.sweep().apart(table, torch.tensor(forms), self.checked, self.spans)
+        return _sweep.sweep().apart(table, torch.tensor(forms), self.checked, self.spans)
 
 
 @compiled
@@ -254,7 +254,7 @@ def test_written_tensors_that_meet():
 
 @pytest.mark.parametrize("kind", SWEEPS)
 def test_the_same_objects_in_the_same_order(kind):
-    same = (_observe._IN_PYTHON if kind == "python" else _observe.sweep()).same
+    same = (_sweep._IN_PYTHON if kind == "python" else _sweep.sweep()).same
     a, b, c = (parameter() for _ in range(3))
     state = {a: {}, b: {}, "global": 1}
     keys, values = list(state), list(state.values())
@@ -299,12 +299,12 @@ def test_a_parameter_that_is_transposed_where_it_lies(sweep):
 
 
 def test_without_the_interface_python_sweeps(monkeypatch):
-    _observe.sweep.cache_clear()
+    _sweep.sweep.cache_clear()
     monkeypatch.setattr(Tensor, "__dlpack_c_exchange_api__", 0, raising=False)
     try:
-        assert _observe.sweep() is _observe._IN_PYTHON
+        assert _sweep.sweep() is _sweep._IN_PYTHON
     finally:
-        _observe.sweep.cache_clear()
+        _sweep.sweep.cache_clear()
 
 
 def train(optimizer_class: type[torch.optim.Optimizer], *, in_fp32: bool) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""What a step reads of the tensors that it works on: where they lie, how they are laid out, which gradients there are.
+"""Reads the tensors of a step: where they lie, how they are laid out, which gradients there are.
 
 Nothing of it is kept for the next step, since anybody may write, move or replace them.
 """
@@ -13,87 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed._functional_collectives import AsyncCollectiveTensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Parameter
 
 from .. import _loader, torch_private
-from ..ops.table import DTYPE_CODES
 
 ABSENT, UNREAD = -1, -2  # in place of a form: a column without gradient and state, and one that is left to Python
-
-
-def has_memory(tensor: Tensor) -> bool:
-    """Whether the elements of `tensor`, of a DTensor those of its shard, lie in strided memory of its own.
-
-    Not those of wrapper subclasses, which lie in other tensors or nowhere, nor of fake and meta tensors. A subclass
-    without a ``__torch_dispatch__`` of its own is ordinary memory.
-    """
-    tensor = local(tensor)
-    is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
-    return not (is_wrapper or tensor.is_meta) and tensor.layout is torch.strided
-
-
-def local(tensor: Tensor) -> Tensor:
-    """The memory on this rank: of a DTensor its shard."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def kind(tensor: Any) -> str:
-    """For an error message: what `tensor` is."""
-    if not isinstance(tensor, Tensor):
-        return f"a {type(tensor).__name__}"
-    layout = "" if tensor.layout is torch.strided else f" of layout {tensor.layout}"
-    return f"a {tensor.dtype} {type(tensor).__name__}{layout} on {tensor.device}"
-
-
-def plain_gradient(param: Tensor, name: str) -> Tensor:
-    """The memory of the gradient of `param` on this rank.
-
-    Where kernels cannot read ``param.grad``, an equal tensor that they can read takes its place: of a gradient that is
-    placed otherwise than its DTensor parameter (redistributed, as torch's operators do), that a collective is still
-    computing (waited for), that is a negated view or a tensor of zeros without memory.
-
-    Raises:
-        TypeError, RuntimeError: there is no such tensor.
-    """
-    grad = param.grad
-    assert grad is not None
-    if isinstance(grad, AsyncCollectiveTensor):
-        grad = param.grad = grad.wait()
-    if isinstance(param, DTensor) or isinstance(grad, DTensor):
-        grad = _redistributed(param, grad, name)
-        if isinstance(local(grad), AsyncCollectiveTensor):
-            grad = param.grad = torch.empty_like(grad).copy_(grad)
-    if grad.layout is not torch.strided:
-        raise RuntimeError(f"step: the gradient of {name} must be dense, got {grad.layout}; use torch.optim for it")
-    if not has_memory(grad):
-        raise TypeError(
-            f"step: the gradient of {name} must be a Tensor or DTensor with memory of its own, got {kind(grad)}; use "
-            "torch.optim for it"
-        )
-    if grad.dtype not in DTYPE_CODES:
-        raise TypeError(f"step: the gradient of {name} must be float32, float16 or bfloat16, got {grad.dtype}")
-    if not is_held(local(grad)):
-        grad = param.grad = torch.empty_like(grad).copy_(grad)
-    return local(grad)
-
-
-def _redistributed(param: Tensor, grad: Tensor, name: str) -> DTensor:
-    if not (isinstance(param, DTensor) and isinstance(grad, DTensor) and param.device_mesh == grad.device_mesh):
-        raise RuntimeError(
-            f"step: {name} and its gradient must both be tensors, or both DTensors of one mesh, got {kind(param)} and "
-            f"{kind(grad)}"
-        )
-    if param.placements != grad.placements:
-        grad = grad.redistribute(placements=param.placements)
-        param.grad = grad
-    return grad
-
-
-def is_held(plain: Tensor) -> bool:
-    """Whether memory holds the elements: not those of a negated view, nor of `torch._efficientzerotensor`."""
-    return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
 class Sweep(NamedTuple):

@@ -1,5 +1,5 @@
 // What a step reads of Python's objects, in compiled code: Python's own getters take half a dozen sweeps over objects
-// that a step finds cold. amp_kernels/optim/_observe.py says what the functions do.
+// that a step finds cold. amp_kernels/optim/_sweep.py says what the functions do.
 #pragma once
 
 #include "python.h"

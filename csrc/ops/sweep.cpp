@@ -1,4 +1,4 @@
-#include "observe.h"
+#include "sweep.h"
 
 #include <algorithm>
 #include <cstring>

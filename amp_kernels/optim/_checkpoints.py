@@ -1,0 +1,255 @@
+"""Checkpoints of the fused optimizers: state dicts that torch's optimizers can load, with fp32 masters."""
+
+from __future__ import annotations
+
+import warnings
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families import FAMILIES
+from ..ops.checks import why_not_loaded
+from ._reference_plan import unsigned
+from ._state import WithState, check_step, zeros_like
+from ._tensors import has_memory, kind, local
+
+
+class WithCheckpoints(WithState):
+    """An optimizer that saves its masters, and loads what torch's optimizers have saved."""
+
+    _format = 1  # of state dicts; a higher one is for what earlier releases would misread
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return a state dict as torch's, with the fp32 masters of 16-bit parameters. Waits for the device.
+
+        States are in fp32 and `step` is an fp32 CPU tensor, as in torch. If there are no 16-bit parameters, the
+        matching torch optimizer loads the state dict too; it ignores the additional key "format".
+
+        Returns:
+            The state dict.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
+            >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=0.5)
+            >>> optimizer.init_state()
+            >>> optimizer.state_dict()["state"][0]["master"]
+            tensor([1., 1.])
+        """
+        handle = self.register_state_dict_post_hook(self._export, prepend=True)  # before the user's
+        try:
+            return super().state_dict()
+        finally:
+            handle.remove()
+
+    @staticmethod
+    @torch.no_grad()
+    def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+        """State as torch keeps it: `step` an fp32 tensor of the CPU, masters in fp32; before the first update no state
+        but the master."""
+        assert isinstance(optimizer, WithCheckpoints)
+        state_dict["format"] = optimizer._format
+        keys = (key for group in state_dict["param_groups"] for key in group["params"])
+        params = {key: (name, p) for key, (name, _, p) in zip(keys, optimizer._named_parameters(), strict=True)}
+        low = optimizer._dtypes_before_fp32()
+        for key, state in state_dict["state"].items():
+            if not isinstance(state, dict) or key not in params:
+                continue
+            ours: dict[str, Tensor | None] = {}
+            if "remainder" in state:
+                name, param = params[key]
+                master = optimizer._master(name, param, low.get(param))
+                is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
+                ours = {"remainder": None, "master": master if is_needed else None}
+            if "step" in state:
+                step = _exported(state["step"])
+                ours |= {"step": step} if step > 0 else dict.fromkeys({"step", *optimizer._family.states})
+            state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
+
+    def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
+        """The 16-bit dtypes that fp32 parameters with a remainder had before a cast, as ``model.float()``.
+
+        A remainder does not say its dtype, so the weights have to: a parameter was bf16 if at least half of its
+        elements are bf16 numbers. Of random fp16 numbers one in eight is. With fewer than 16 elements other than 0, the
+        other parameters decide.
+        """
+        params = [
+            p
+            for _, _, p in self._named_parameters()
+            if p.dtype is torch.float32 and "remainder" in self.state.get(p, ())
+        ]
+        are_bf16 = {p: _is_mostly(local(p), torch.bfloat16) for p in params}
+        usual = torch.bfloat16 if all(are_bf16.values()) else torch.float16
+        return {
+            p: (torch.bfloat16 if int(local(p).count_nonzero()) >= 16 else usual) if is_bf16 else torch.float16
+            for p, is_bf16 in are_bf16.items()
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state dict of this class or of the matching torch optimizer.
+
+        Masters and states stay fp32 whatever the dtype of the parameters. Whatever a torch state dict lacks starts from
+        its default. A state dict of fp32 parameters has no masters: the present ones stay. If the weights were saved in
+        the other 16-bit dtype, a master is within a unit in the last place of the weight. To keep all its bits, use
+        `load_fp32_state_dict`.
+
+        Args:
+            state_dict: What `state_dict()` returned.
+
+        Raises:
+            ValueError: The state dict belongs to another optimizer or to a later release; a state has another shape
+                than its parameter or is not a floating-point tensor; a state, a master or a step is missing or invalid.
+                Nothing was modified.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(2))
+            >>> torch_optimizer = torch.optim.Adam([weight], lr=0.5)
+            >>> weight.sum().backward()
+            >>> torch_optimizer.step()
+            >>> optimizer = amp_kernels.optim.FusedAdam([weight])
+            >>> optimizer.load_state_dict(torch_optimizer.state_dict())
+            >>> optimizer.param_groups[0]["lr"], int(optimizer.state[weight]["step"])
+            (0.5, 1)
+        """
+        saved: dict[int, dict[str, Any]] = {}
+
+        def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
+            if reason := why_not_loaded(type(self).__name__, loaded.get("format"), self._format):
+                raise ValueError(reason)
+            for group in loaded["param_groups"]:
+                self._check_family(group)
+            rest = dict(loaded["state"])
+            keys = ((key, group) for group in loaded["param_groups"] for key in group["params"])
+            named = self._named_parameters()
+            for position, ((key, group), (name, _index, param)) in enumerate(zip(keys, named, strict=False)):
+                entry = rest.get(key)
+                if isinstance(entry, dict):
+                    saved[position] = {k: v for k, v in entry.items() if k in self._keys}
+                    rest[key] = {k: v for k, v in entry.items() if k not in self._keys}
+                    self._check_entry(f"{type(self).__name__}.load_state_dict: {{}} of {name}", param, group, entry)
+            return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
+
+        before = dict(self.__dict__)
+        handles = (
+            self.register_load_state_dict_pre_hook(set_aside),  # the last to run
+            self.register_load_state_dict_post_hook(lambda _: self._load_entries(saved, before["state"]), prepend=True),
+        )
+        try:
+            super().load_state_dict(state_dict)
+        except BaseException:
+            self.__dict__.update(before)  # whose state and groups are still what they were
+            raise
+        finally:
+            for handle in handles:
+                handle.remove()
+        self._warn_of_lost_bits(saved)
+
+    def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any]) -> None:
+        """Loads the entries of a state dict, by the positions of parameters. `before` is the state until then."""
+        # A state dict of fp32 parameters has no masters: what load_fp32_state_dict loaded stays.
+        keeps_masters = not any("master" in entry for entry in saved.values())
+        for position, (name, index, param) in enumerate(self._named_parameters() if saved else ()):
+            if keeps_masters and "remainder" in before.get(param, {}):
+                self.state[param]["remainder"] = before[param]["remainder"]
+            if position in saved:
+                self._load_entry(name, param, self.param_groups[index], saved[position])
+
+    def _check_family(self, group: dict[str, Any]) -> None:
+        others = [family.name for family in FAMILIES.values() if family.option in group]
+        if others and self._family.name not in others:
+            raise ValueError(
+                f"{type(self).__name__}.load_state_dict: the state dict must be one of {self._family.name}, got one of "
+                f"{others[0]} (its groups have {FAMILIES[others[0]].option!r}); load it into that optimizer"
+            )
+
+    def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
+        """Raises ValueError if a saved state cannot be loaded. `what` begins the message, with a place for the key."""
+        if "remainder" in entry and entry.get("master") is None:
+            # torch fills a flattened state dict by the names in `optimizer.state`, and so drops the masters.
+            raise ValueError(
+                f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place, as "
+                "torch.distributed.checkpoint makes it with flatten_optimizer_state_dict=True; get, load and set state "
+                "dicts without that option"
+            )
+        for key in ("master", *self._family.states):
+            value = entry.get(key)
+            if value is None:
+                continue
+            if not (isinstance(value, Tensor) and has_memory(value) and value.is_floating_point()):
+                raise ValueError(f"{what.format(key)} must be a tensor of floats with memory, got {kind(value)}")
+            if value.shape != param.shape:
+                raise ValueError(f"{what.format(key)} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
+        steps = check_step(what.format("step"), entry["step"]) if "step" in entry else None
+        needed = {key for key in self._state_names({**self.defaults, **group}) if key is not None}
+        needed -= {self._set_at_first_step}  # torch.optim.SGD counts no steps, and may have no buffer yet
+        if self._set_at_first_step is None and steps is None and any(entry.get(key) is not None for key in needed):
+            raise ValueError(f"{what.format('step')} must be in the state dict with the other states; it has none")
+        missing = sorted(key for key in needed if entry.get(key) is None)
+        if steps and missing:
+            raise ValueError(
+                f"{what.format(missing[0])} must be in the state dict after the first of {steps} steps; it has none"
+            )
+
+    def _warn_of_lost_bits(self, saved: dict[int, dict[str, Any]]) -> None:
+        lacking = [
+            name
+            for position, (name, _, param) in enumerate(self._named_parameters())
+            if _lacks_bits(param, saved.get(position, {}).get("master"))
+        ]
+        if lacking:
+            warnings.warn(
+                f"{type(self).__name__}.load_state_dict: {len(lacking)} fp32 parameters ({lacking[0]} is the first) "
+                "hold 16-bit weights, whose fp32 masters in this checkpoint have more bits; to keep them save weights "
+                "with amp_kernels.optim.fp32_state_dict(model, optimizer) and load them with load_fp32_state_dict",
+                stacklevel=4,
+            )
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        # torch expects a step in every entry that is not empty.
+        entries = state.get("state", {})
+        stepless = {p: entry for p, entry in entries.items() if isinstance(entry, dict) and "step" not in entry}
+        rest = defaultdict(dict, {p: entry for p, entry in entries.items() if p not in stepless})
+        super().__setstate__({**state, "state": rest})
+        self.state.update(stepless)
+        for group in self.param_groups:
+            for key, value in self.defaults.items():
+                group.setdefault(key, value)
+
+    def _load_entry(self, name: str, param: Tensor, group: dict[str, Any], saved: dict[str, Any]) -> None:
+        if saved.get("master") is not None:
+            self._load_master(name, param, saved["master"])
+        if not param.requires_grad and saved.keys() <= {"master"}:
+            return
+        self._fit_state(name, param, group)
+        state = self.state[param]
+        for key in self._family.states:
+            if saved.get(key) is not None:
+                if key not in state:  # the options do without it now, but may ask for it again
+                    state[key] = zeros_like(param)
+                state[key].copy_(saved[key])
+        # torch.optim.SGD counts no steps: a momentum buffer says that there was one.
+        step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
+        state["step"].fill_(int(step))
+
+
+def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
+    """Whether an fp32 parameter is what its master was rounded to. Waits for the device."""
+    if param.dtype is not torch.float32 or master is None:
+        return False
+    plain, fp32 = local(param), local(zeros_like(param).copy_(master))
+    low = (torch.float16, torch.bfloat16)
+    return not torch.equal(plain, fp32) and any(torch.equal(plain, fp32.to(dtype).float()) for dtype in low)
+
+
+def _exported(step: Any) -> Tensor:
+    """As torch keeps it."""
+    is_count = isinstance(step, Tensor) and step.dtype is torch.int32
+    return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
+
+
+def _is_mostly(plain: Tensor, dtype: torch.dtype) -> bool:
+    """Whether more than half of the elements that are not 0 are numbers of `dtype`."""
+    numbers = plain[plain != 0]
+    return 2 * int((numbers.to(dtype).float() == numbers).sum()) >= numbers.numel()

@@ -1,0 +1,59 @@
+"""The options of the fused optimizers: of the constructor, and of parameter groups."""
+
+from __future__ import annotations
+
+import contextlib
+import numbers
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+# Options that torch compares with numbers before it looks at their types.
+_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "alpha", "eps")
+
+
+def check_params(name: str, params: Any) -> None:
+    if isinstance(params, torch.nn.Module):
+        got = f"the module {type(params).__name__}; pass model.parameters()"
+    elif isinstance(params, Mapping):
+        got = f"one {type(params).__name__}; pass model.parameters(), or a list of groups [{{'params': ...}}]"
+    elif isinstance(params, Iterable):  # a Tensor too, for which torch has words
+        return
+    else:
+        got = f"{params!r}; pass model.parameters()"
+    raise TypeError(f"{name}: params must be an iterable of parameters or of parameter groups, got {got}")
+
+
+def check_options(name: str, options: Mapping[str, Any]) -> None:
+    """Of the constructor or of a parameter group; torch checks the ranges."""
+    for key in _NUMBERS:
+        value = options.get(key, 0)
+        if not isinstance(value, (numbers.Real, Tensor)):
+            raise TypeError(f"{name}: {key} must be a number or a Tensor of one element, got {value!r}")
+    betas: Any = options.get("betas", (0, 0))
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not (is_pair and all(isinstance(beta, (numbers.Real, Tensor)) for beta in betas)):
+        raise TypeError(f"{name}: betas must be two numbers, as (0.9, 0.999), got {betas!r}")
+
+
+def check_max_grad_norm(name: str, value: Any) -> float | None:
+    is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
+    if value is not None and not (is_number and value > 0):
+        error = ValueError if is_number else TypeError
+        raise error(f"{name}: max_grad_norm must be a positive number or None, got {value!r}")
+    return value
+
+
+@contextlib.contextmanager
+def restored(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
+    """Restores the caller's parameter groups after an error: torch writes its defaults into them."""
+    before = [(group, dict(group)) for group in groups]
+    try:
+        yield
+    except BaseException:
+        for group, items in before:
+            group.clear()
+            group.update(items)
+        raise

@@ -1,0 +1,235 @@
+"""State of the fused optimizers: what `optimizer.state` holds for a parameter, and the fp32 master of a 16-bit one."""
+
+from __future__ import annotations
+
+import math
+import numbers
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..families import Family
+from ..ops.table import shares_memory
+from ..reference._master import join, split
+from ._tensors import check_parameter, dense, has_memory, is_count, is_laid_out, kind, local
+
+
+class WithState(torch.optim.Optimizer):
+    """An optimizer whose states are fp32 and lie as its parameters do; see `FusedSGD` for what users see."""
+
+    _family: Family
+    _set_at_first_step: str | None = None  # a state that the first step sets without reading it
+
+    def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
+        """The states of a parameter in table order; None for one that the options do without."""
+        raise NotImplementedError
+
+    def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
+        for g, group in enumerate(self.param_groups):
+            names = group.get("param_names")
+            for i, param in enumerate(group["params"]):
+                yield (names[i] if names else f"param_groups[{g}]['params'][{i}]"), g, param
+
+    def _params_by_group(self) -> Iterator[list[Tensor]]:
+        return (group["params"] for group in self.param_groups)
+
+    @property
+    def _keys(self) -> set[str]:
+        """The keys of a parameter's state that belong to the optimizer; all other keys are passed through."""
+        return {"step", "master", "remainder", *self._family.states}
+
+    # ------------------------------------------------------------------------------------------------ the fp32 master
+    @torch.compiler.disable
+    @torch.inference_mode(False)
+    @torch.no_grad()
+    def master(self, param: Tensor) -> Tensor:
+        """Return a copy of the fp32 master of a parameter.
+
+        A 16-bit weight is its master rounded to nearest even. `state[param]["remainder"]` holds the rest: 16 bits per
+        element. An fp32 parameter is its own master.
+
+        Weight and remainder keep the master exactly, with these exceptions:
+
+        - bf16: of two masters that lie halfway between two weights and round to the same one, the one farther from 0
+          moves by one fp32 unit. These are one in 131,072 masters.
+        - fp16: a master below 2^-16 is kept to within 2^-40. A master that rounds to more than 65504 is infinite.
+        - After other code changed the weight, the master is within half a unit in the last place of the weight.
+
+        Args:
+            param: One of the optimizer's parameters, of any dtype; a DTensor too.
+
+        Returns:
+            An fp32 tensor in the shape of `param`; for a DTensor a DTensor.
+
+        Raises:
+            ValueError: `param` is not one of the optimizer's parameters.
+
+        Examples:
+            >>> weight = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+            >>> optimizer = amp_kernels.optim.FusedSGD([weight], lr=2**-10)
+            >>> weight.grad = torch.full((1,), 0.125, dtype=torch.bfloat16)
+            >>> optimizer.step()
+            >>> weight.item(), optimizer.master(weight).item()
+            (1.0, 0.9998779296875)
+        """
+        name = next((name for name, _, p in self._named_parameters() if p is param), None)
+        if name is None:
+            raise ValueError(
+                f"{type(self).__name__}.master: param must be one of the optimizer's parameters, got {kind(param)}"
+            )
+        return self._master(name, param)
+
+    def _master(self, name: str, param: Tensor, low: torch.dtype | None = None) -> Tensor:
+        """The fp32 value of a parameter. `low`: the dtype that an fp32 one with a remainder was cast from, to have the
+        master that it had then; without it an fp32 parameter is its own master."""
+        master, state = zeros_like(param), self.state.get(param, {})
+        is_fp32 = param.dtype is torch.float32
+        if (is_fp32 and low is None) or "remainder" not in state:
+            return master.copy_(state.get("master", param))
+        self._check_state(name, "remainder", param, state["remainder"])
+        weight = local(param).to(low) if is_fp32 else local(param)
+        local(master).copy_(join(weight, local(state["remainder"]).to(param.device)))
+        if is_fp32:  # other elements were written after the cast
+            local(master).copy_(torch.where(weight.float() == local(param), local(master), local(param)))
+        return master
+
+    def _load_master(self, name: str, param: Tensor, master: Tensor) -> None:
+        """Into the state of a 16-bit parameter, which itself is `master`, rounded, or will be."""
+        if param.dtype is not torch.float32:
+            self._check_state(name, "master", param, master)
+            self.state[param]["remainder"] = _remainder(param, master)
+
+    def _remainder_of(self, param: Tensor) -> Tensor | None:
+        """The memory of the remainder of a 16-bit parameter, on its device; None for others."""
+        if param.dtype is torch.float32:
+            return None
+        remainder = self.state.get(param, {}).get("remainder")
+        remainder = local(zeros_like(param, torch.int16) if remainder is None else remainder)
+        return remainder if remainder.device == param.device else remainder.to(param.device)
+
+    # ---------------------------------------------------------------------------------------------------------- state
+    def _is_fitted(self, name: str, param: Tensor, names: Sequence[str | None]) -> bool:
+        """Whether `_fit_state` would change nothing."""
+        check_parameter(type(self).__name__, name, param)
+        state, is_fp32 = self.state.get(param), param.dtype is torch.float32
+        if not isinstance(state, dict) or "master" in state or ("remainder" in state) == is_fp32:
+            return False
+        target, step = dense(local(param)), state.get("step")
+        if not (is_count(step, target.device) and step is not None and step.ndim == 0):
+            return False
+        return all(
+            isinstance(state.get(key), Tensor) and is_laid_out(local(state[key]), target, _dtype_of(key))
+            for key in (*names, None if is_fp32 else "remainder")
+            if key is not None
+        )
+
+    def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
+        """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
+        check_parameter(type(self).__name__, name, param)
+        state, target = self.state[param], dense(local(param))
+        names = [key for key in self._state_names(group) if key is not None]
+        if param.dtype is not torch.float32:
+            names.append("remainder")
+        self._check_before_fitting(name, param, state, names)
+        state["step"] = _as_count(state.get("step", 0), target.device)
+        master = state.pop("master", None)  # ZeroRedundancyOptimizer writes entries of a state dict into `state`
+        if param.dtype is torch.float32:
+            state.pop("remainder", None)
+        elif master is not None:
+            state["remainder"] = _remainder(param, master)
+        elif "remainder" in state and state["remainder"].shape != param.shape:
+            del state["remainder"]  # a pruned parameter's: without it the master is the weight, half a unit away
+        for key in names:
+            if state.get(key) is None:
+                state[key] = zeros_like(param, _dtype_of(key))
+                if key == self._set_at_first_step:
+                    state["step"].zero_()
+            elif not is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device, a memory format
+                state[key] = zeros_like(param, _dtype_of(key)).copy_(state[key])
+
+    def _check_before_fitting(self, name: str, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
+        """Raises an error if `_fit_state` could not fit the state; nothing was modified."""
+        target, step = dense(local(param)), state.get("step", 0)
+        if not is_count(step, target.device):
+            if not isinstance(step, Tensor) or step.device.type == "cpu":
+                check_step(f"{type(self).__name__}: step of {name}", step)
+            self._check_own(name, "step", step)
+        for key in ("master", *names):
+            value = state.get(key)
+            if value is None or (key == "remainder" and value.shape != param.shape):
+                continue
+            self._check_state(name, key, param, value)
+            if key != "master" and not is_laid_out(local(value), target, _dtype_of(key)):
+                self._check_own(name, key, value)
+
+    def _check_own(self, name: str, key: str, state: Any) -> None:
+        """Raises RuntimeError if a state that has to be replaced is in shared memory: other processes would keep the
+        old one."""
+        if isinstance(state, Tensor) and has_memory(state) and local(state).device.type == "cpu" and state.is_shared():
+            raise RuntimeError(
+                f"{type(self).__name__}: {key} of {name} must be as init_state() makes it, since it is in shared "
+                f"memory and cannot be replaced, got {kind(state)}; call init_state() before share_memory_()"
+            )
+
+    def _check_state(self, name: str, key: str, param: Tensor, state: Tensor) -> None:
+        is_number = state.dtype is torch.int16 if key == "remainder" else state.is_floating_point()
+        if not (has_memory(state) and is_number and shares_memory([local(state)]) is None):
+            what = "int16 numbers" if key == "remainder" else "floats"
+            raise TypeError(
+                f"{type(self).__name__}: {key} of {name} must be a tensor of {what} with memory for each, got "
+                f"{kind(state)}; delete optimizer.state[parameter] to reset it"
+            )
+        if state.shape != param.shape:
+            raise RuntimeError(
+                f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, got {tuple(param.shape)}; "
+                "delete optimizer.state[parameter] to reset it"
+            )
+
+    def _drop_unset_states(self) -> None:
+        """Deletes momentum buffers that no step has set, if the options no longer ask for momentum.
+
+        The first step with momentum sets the buffer, and a kept buffer of zeros would count as set. Reading the count
+        waits for the device; only parameters with such a buffer are read.
+        """
+        first = self._set_at_first_step
+        for _, index, param in self._named_parameters():
+            state = self.state.get(param)
+            if first is None or not isinstance(state, dict) or first not in state or "step" not in state:
+                continue
+            if first not in self._state_names(self.param_groups[index]) and int(state["step"]) == 0:
+                del state[first]
+
+
+def check_step(what: str, value: Any) -> int:
+    """The number of steps that were taken; waits for the device of a tensor."""
+    number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and has_memory(value) else value
+    is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
+    if not (is_number and math.isfinite(number) and number == int(number) and 0 <= number < 2**31 - 1):
+        got = kind(value) if isinstance(value, Tensor) and value.numel() != 1 else repr(number)
+        raise ValueError(f"{what} must be a whole number from 0 to 2^31 - 2, got {got}")
+    return int(number)
+
+
+def _as_count(step: Any, device: torch.device) -> Tensor:
+    if is_count(step, device):
+        return step.view(())
+    if isinstance(step, Tensor) and step.device.type != "cpu":
+        return step.detach().to(device, torch.int32).view(())
+    return torch.full((), int(step), dtype=torch.int32, device=device)
+
+
+def _dtype_of(key: str) -> torch.dtype:
+    return torch.int16 if key == "remainder" else torch.float32
+
+
+def zeros_like(param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.zeros_like(param, dtype=dtype, requires_grad=False)
+
+
+def _remainder(param: Tensor, master: Tensor) -> Tensor:
+    fp32 = zeros_like(param).copy_(master)
+    remainder = zeros_like(param, torch.int16)
+    local(remainder).copy_(split(local(fp32), param.dtype)[1])
+    return remainder
