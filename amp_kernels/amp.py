@@ -561,8 +561,10 @@ def _device_type(model: torch.nn.Module, args: Iterable[Any], more: Iterable[Any
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `dtype`, also in containers and in what has a method `to` but modules. What holds none
-    to be cast is returned itself."""
+    """Floating-point tensors in `dtype`, also in containers and in what has a method `to`, except modules.
+
+    What holds none to be cast is returned itself.
+    """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, torch.nn.Module):

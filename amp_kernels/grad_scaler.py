@@ -37,8 +37,10 @@ def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimiz
 
 
 def _only_forwards(optimizer: Any) -> bool:
-    """Whether an object says by its ``__getattr__`` alone, so in another's name, that its step takes the scale: what a
-    scaler sets on it would not arrive there."""
+    """Whether an object says by its ``__getattr__`` alone, so in another's name, that its step takes the scale.
+
+    What a scaler sets on such an object would not arrive at the optimizer.
+    """
     name = "_step_supports_amp_scaling"
     is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
     return not is_its_own and getattr(optimizer, name, False)

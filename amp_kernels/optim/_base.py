@@ -139,8 +139,9 @@ class FusedOptimizer(WithCheckpoints):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a scaler may set ``grad_scale`` and ``found_inf``, instead of unscaling the gradients and waiting
-        for the device.
+        """Whether a scaler may set ``grad_scale`` and ``found_inf``.
+
+        Otherwise it unscales the gradients and waits for the device.
 
         Not if the step that it calls is not ours alone: a subclass, a wrapper or a delegating object may change
         gradients, and is owed what torch's default optimizers get. Nor for parameters of FSDP1, whose ranks have to
@@ -241,8 +242,11 @@ class FusedOptimizer(WithCheckpoints):
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 
     def _agree_over_meshes(self, flags: list[Tensor]) -> Tensor | None:
-        """The verdict of all devices, and of all ranks that hold shards of a parameter. Ranks without a gradient take
-        part: shards of a parameter that only some ranks update would no longer fit together."""
+        """The verdict of all devices, and of all ranks that hold shards of a parameter.
+
+        Ranks without a gradient take part: shards of a parameter that only some ranks update would no longer fit
+        together.
+        """
         meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
         if not flags and meshes:
             flags = [torch.zeros((), dtype=torch.float32, device=meshes[0].device_type)]

@@ -46,8 +46,10 @@ class WithCheckpoints(WithState):
     @staticmethod
     @torch.no_grad()
     def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """State as torch keeps it: `step` an fp32 tensor of the CPU, masters in fp32; before the first update no state
-        but the master."""
+        """State as torch keeps it: `step` an fp32 tensor of the CPU, masters in fp32.
+
+        Before the first update there is no state but the master.
+        """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
         keys = (key for group in state_dict["param_groups"] for key in group["params"])

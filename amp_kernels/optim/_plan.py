@@ -133,8 +133,10 @@ class Plan:
         raise NotImplementedError
 
     def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
-        """The gradient pass, into `norm`, `found_inf` and `record`; without `clear` the verdict of an earlier pass over
-        the same gradients stands, and this one is not counted."""
+        """The gradient pass, into `norm`, `found_inf` and `record`.
+
+        Without `clear` the verdict of an earlier pass over the same gradients stands, and this one is not counted.
+        """
         raise NotImplementedError
 
     def update(
@@ -366,8 +368,10 @@ class NativePlan(Plan):
         return Block.of(send(self._ops, self._host.words, self.device), self._count, *self._shape)
 
     def _kernel_forms(self) -> dict[int, Form]:
-        """Of each column that is there. Parameters of one combination of dtypes share a launch, with all states that
-        one of them has."""
+        """Of each column that is there.
+
+        Parameters of one combination of dtypes share a launch, with all states that one of them has.
+        """
         present = {t: form for t, form in enumerate(self._row(-1)) if form >= 0}
         states: dict[int, int] = {}
         for form in present.values():
@@ -376,8 +380,10 @@ class NativePlan(Plan):
         return {t: Form(f & 3, f & 3 != fp32, f >> 2 & 3, states[f & 15]) for t, f in present.items()}
 
     def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
-        """Loads the kernels of a step, which a capture may not do. Returns how many blocks run at a time of the update
-        that has most elements."""
+        """Loads the kernels of a step, which a capture may not do.
+
+        Returns how many blocks run at a time of the update that has most elements.
+        """
         self._ops._load_unscale(self.norm)
         blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(forms.values())}
         elements = dict.fromkeys(blocks, 0)

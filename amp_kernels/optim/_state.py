@@ -82,8 +82,11 @@ class WithState(torch.optim.Optimizer):
         return self._master(name, param)
 
     def _master(self, name: str, param: Tensor, low: torch.dtype | None = None) -> Tensor:
-        """The fp32 value of a parameter. `low`: the dtype that an fp32 one with a remainder was cast from, to have the
-        master that it had then; without it an fp32 parameter is its own master."""
+        """The fp32 value of a parameter.
+
+        `low` is the dtype that an fp32 parameter with a remainder was cast from, to have the master that it had then.
+        Without it an fp32 parameter is its own master.
+        """
         master, state = zeros_like(param), self.state.get(param, {})
         is_fp32 = param.dtype is torch.float32
         if (is_fp32 and low is None) or "remainder" not in state:
@@ -165,8 +168,10 @@ class WithState(torch.optim.Optimizer):
                 self._check_own(name, key, value)
 
     def _check_own(self, name: str, key: str, state: Any) -> None:
-        """Raises RuntimeError if a state that has to be replaced is in shared memory: other processes would keep the
-        old one."""
+        """Raises RuntimeError if a state that has to be replaced is in shared memory.
+
+        Other processes would keep the old one.
+        """
         if isinstance(state, Tensor) and has_memory(state) and local(state).device.type == "cpu" and state.is_shared():
             raise RuntimeError(
                 f"{type(self).__name__}: {key} of {name} must be as init_state() makes it, since it is in shared "

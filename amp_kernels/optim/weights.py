@@ -124,8 +124,10 @@ def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
 def _with_masters(
     caller: str, optimizer: FusedOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[int, tuple[str, Tensor]]:
-    """The model's 16-bit parameters that `optimizer` trains. The key is ``id(parameter)``, the value its first name in
-    `state_dict` and the parameter."""
+    """The model's 16-bit parameters that `optimizer` trains.
+
+    The key is ``id(parameter)``, the value its first name in `state_dict` and the parameter.
+    """
     of_model = {id(p): name for name, p in model.named_parameters()}
     params = {id(p): p for _, _, p in optimizer._named_parameters() if id(p) in of_model and p.dtype in _LOW}
     names: dict[int, tuple[str, Tensor]] = {}
