@@ -8,10 +8,10 @@ import statistics
 import pytest
 import torch
 
-for package in ("matplotlib", "sklearn", "tabulate", "tqdm"):
+PACKAGE = "amp_kernels.benchmarks.experiments"  # not in a wheel
+for package in ("matplotlib", "sklearn", "tabulate", "tqdm", PACKAGE):
     pytest.importorskip(package)
 
-PACKAGE = "amp_kernels.benchmarks.experiments"
 harness = importlib.import_module(f"{PACKAGE}.harness")
 page = importlib.import_module(f"{PACKAGE}.page")
 load = importlib.import_module(f"{PACKAGE}.__main__").load
