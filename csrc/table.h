@@ -99,7 +99,7 @@ struct Form {
 
 struct Update {
   Table table;
-  int32_t* ticket;     // how many blocks of a GPU have ended; 0 between launches
+  int32_t* ticket;     // on a GPU, how many blocks have ended; 0 between launches
   const float* hyper;  // [groups, kHyperColumns], in the order of the formula
   const int64_t* lr;   // [groups]: addresses of fp32 scalars, so that a launch in a graph reads the current lr
   const float* grad_scale;

@@ -1,7 +1,7 @@
 """The update of every optimizer: one read of gradient, parameter and state, one write of all but the gradient.
 
-The optimizer's formula says what happens to an element. It is a `@triton.jit` function in the file with the family's
-name (sgd.py, rmsprop.py, adam.py), as the structs of csrc/formulas are:
+The optimizer's formula computes the new values of an element, as a struct of csrc/formulas does in C++. It is a
+`@triton.jit` function in the file with the family's name (sgd.py, rmsprop.py, adam.py):
 
     p, state = formula(p, g, state, has, hyper, lr, factor, step)
 

@@ -1,4 +1,4 @@
-// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states), and a 16-bit weight is p, rounded.
+// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states). A 16-bit weight gets p, rounded.
 // Bytes per element are those of a GPU (csrc/cuda/update.cuh). A thread takes a chunk in blocks of 512 elements:
 //
 //   16-bit gradient   -> fp32 in L1     \

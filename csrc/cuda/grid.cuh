@@ -58,9 +58,9 @@ struct Division {
 // The chunks of a block: every gridDim.x-th of a table, from the first or (kBackwards) from the last one on.
 //
 // Three loads depend on each other: a chunk's entry names its tensor, the tensor's column holds addresses, and these
-// lead to the elements. To hide them, a block loads ahead. The header of a chunk is its entry, the first kRows rows of
-// its column, and a count. The header of the current chunk lies in shared memory; meanwhile thread r loads word r of
-// the next one. With c, c + 1, c + 2 for the chunks of the block:
+// lead to the elements. To hide their latency, a block loads ahead. The header of a chunk is its entry, the first kRows
+// rows of its column, and a count. The header of the current chunk lies in shared memory; meanwhile thread r loads word
+// r of the next one. With c, c + 1, c + 2 for the chunks of the block:
 //
 //   while it works on c:   header of c + 1 -> registers (word_, count_);  tensor of c + 2 -> a register (tensor_)
 //   advance():             header of c + 1 -> shared memory

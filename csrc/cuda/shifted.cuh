@@ -19,7 +19,7 @@ struct Span {
     int64_t size, stride;
   };
 
-  // For 16-bit elements, of which there is at least one.
+  // For at least one 16-bit element.
   static Span of(const void* tensor, std::initializer_list<Dimension> dimensions) {
     int64_t last = 0;
     for (const Dimension& dimension : dimensions) last += (dimension.size - 1) * dimension.stride;

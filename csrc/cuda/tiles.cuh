@@ -14,10 +14,10 @@ constexpr int kResidentBlocks = 1;
 constexpr int kResidentBlocks = 2;
 #endif
 
-// Where a chunk of a row lies. In products a chunk is 16 bytes of shared memory (in table.h it is a range of a tensor).
-// A row is 64 bytes along k, four chunks. ldmatrix reads the same chunk of eight rows at once. In their own order,
-// those of rows r and r + 2 would begin in the same of the 32 banks of 4 bytes. So each pair of rows stores its chunks
-// in another order, and the eight lie in different banks.
+// The place of a chunk in its row. In products a chunk is 16 bytes of shared memory (in table.h, a range of a tensor),
+// and a row is 64 bytes along k, four chunks. ldmatrix reads the same chunk of eight rows at once. Stored in order, the
+// chunks of rows r and r + 2 would begin in the same bank, of 32 banks of 4 bytes. So each pair of rows stores its
+// chunks in another order, and the eight lie in different banks.
 struct MatrixSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row >> 1 & 3); }
 };
@@ -51,7 +51,7 @@ struct ResultTile {
   static constexpr int kStride = kN + (kTransposed ? 4 : 8);
   static constexpr int kBytes = kRows * kStride * 4;
 
-  // Where the sum of a row and column of the half lies in shared memory.
+  // The place in shared memory of the sum at a row and column of the half.
   static __device__ __forceinline__ int at(int row, int column) { return row * kStride + (column ^ (column >> 3 & 4)); }
 
   // Calls f(first row of the half, its sums in shared memory) for both halves.

@@ -1,5 +1,5 @@
-// The update of every optimizer: p, states <- formula(p, factor * g, states), and a 16-bit weight is p, rounded.
-// csrc/formulas has the formulas (families.h says what they are), and remainder.h the split masters of 16-bit weights.
+// The update of every optimizer: p, states <- formula(p, factor * g, states). A 16-bit weight gets p, rounded.
+// families.h explains formulas, and remainder.h the split masters of 16-bit weights.
 //
 // Bytes per element, read and written:
 //   parameter   8   in fp32, or as weight and remainder
@@ -109,8 +109,8 @@ struct Packs : Division<kPack> {
   template <class Walk>
   __device__ __forceinline__ Packs(const Walk& walk, const Arrays<V>& arrays)
       : Division<kPack>(walk.template divide<kPack>(0)) {
-    int own = V::kIsFp32 ? -1 : phase(arrays.master);
-    bool states_agree = true;  // and the master
+    int own = V::kIsFp32 ? -1 : phase(arrays.master);  // the phase of master and states
+    bool states_agree = true;
 #pragma unroll
     for (int k = 0; k < V::kStates; ++k) {
       if (!arrays.has(k)) continue;

@@ -29,7 +29,7 @@ AMP_KERNELS_HD bool fast_sum_is_exact(T sum) {
 // The factor of elements for their second sum on a GPU. That sum is fp32, too: on consumer GPUs an fp64 square takes 64
 // times as long, and gradients of embeddings, full of zeros, need many second sums. If the fast sum is small, all
 // elements are below 1e-12; if not, one is above 1e19 or not finite. Squares of the multiplied elements are between
-// 1e-30 and 1e36, except those that are negligible next to the largest.
+// 1e-30 and 1e36, except some that are negligible next to the largest.
 template <class T>
 AMP_KERNELS_HD float rescue_scale(T fast_sum) {
   return fast_sum < T(1) ? 0x1p100f : 0x1p-70f;

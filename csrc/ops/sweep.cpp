@@ -165,8 +165,8 @@ class Columns {
   // The address of a tensor's memory; 0 if it has none.
   int64_t address(const Description& tensor) const { return reinterpret_cast<int64_t>(tensor.address()); }
 
-  // Fills the column, except kGroup. Returns the code of the parameter's dtype | that of the gradient's << 2 | states
-  // << 4, or kUnread.
+  // Fills the column, except kGroup. Returns param | grad << 2 | states << 4, where param and grad are codes of dtypes,
+  // or kUnread.
   int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step, PyObject* keys) {
     torch_.claim(param);
     Description description;
@@ -201,8 +201,8 @@ class Columns {
   }
 
   // Whether the parameter or a state is a negated view, whose memory holds the negative of its values. A test of every
-  // tensor at every step would take a sixth of the sweep, so that only new tensors and those that have moved are
-  // tested. Public functions make only one dense tensor that is negated: a view of one element (`z.conj().imag`).
+  // tensor at every step would take a sixth of the sweep, so only new and moved tensors are tested. Public functions
+  // make only one kind of dense negated tensor: a view of one element (`z.conj().imag`).
   bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
     PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
     if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;
@@ -362,8 +362,8 @@ PyObject* apart(PyObject*, PyObject* arguments) {
   }
   const int64_t *const table = words(table_address), *const forms = words(forms_address);
   // `checked` keeps the table and the forms of the last call that found no overlap, and behind them how many ranges a
-  // step writes (-1: there was no such call). `starts` and `ends` keep these ranges. If everything is as it was, so is
-  // the answer. If no array that is written has moved, only the gradients are checked.
+  // step writes (-1: there was no such call). `starts` and `ends` keep these ranges. If nothing has changed, nothing is
+  // checked. If no array that is written has moved, only the gradients are.
   int64_t* const checked = words(checked_address);
   int64_t* const starts = words(spans_address);
   const int64_t most = count * (rows - kParam), size = rows * count;
