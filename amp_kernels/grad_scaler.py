@@ -39,7 +39,7 @@ def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimiz
 def _only_forwards(optimizer: Any) -> bool:
     """Whether `optimizer` is a proxy that has ``_step_supports_amp_scaling`` by its ``__getattr__`` alone.
 
-    What a scaler sets on a proxy does not reach the optimizer inside.
+    Attributes that a scaler sets on a proxy do not reach the optimizer inside.
     """
     name = "_step_supports_amp_scaling"
     is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
@@ -146,7 +146,7 @@ class Overflow(NamedTuple):
     """Where the last skipped step came from.
 
     Attributes:
-        step: Number of the step under the scaler, from 1. Skipped steps count too.
+        step: Number of the optimizer's step under a scaler, from 1. Skipped steps count too.
         parameter: Name of the first parameter whose gradient held NaN or inf.
 
     Examples:
@@ -454,7 +454,7 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        """Steps if all was finite, as torch's method. What the host read is noted for averages and warnings."""
+        """Steps if all was finite, as torch does. Notes the flags that the host read, for averages and warnings."""
         flags = optimizer_state["found_inf_per_device"].values()
         found = any(flag.item() for flag in flags)
         optimizer_state["is_skipped"] = found
@@ -588,7 +588,7 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's scaler.
 
-        What a torch state dict lacks keeps the value of this scaler. The count of skipped steps starts at 0.
+        Values that a torch state dict lacks stay those of this scaler. The count of skipped steps starts at 0.
 
         Args:
             state_dict: What `state_dict()` returned.

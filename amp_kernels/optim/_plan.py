@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..backends import Kernels
     from ..families import Family
 
-LR_COLUMN = HYPER_COLUMNS - 1  # of a group's float learning rate; a tensor lr is read at its own address
+LR_COLUMN = HYPER_COLUMNS - 1  # holds a group's float learning rate; a tensor lr is read at its own address
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words that a group's fp32 hyper-parameters take
 LAYOUTS = 4  # layouts that a plan keeps, since steps may alternate between sets of gradients, or between their dtypes
 
@@ -161,6 +161,7 @@ class Plan:
         grad_norm: Tensor | None,
         max_norm: float,
     ) -> None:
+        """Updates the parameters, unless `found_inf` is not 0. Gradients are divided by `grad_scale` and clipped."""
         raise NotImplementedError
 
     @property
@@ -196,7 +197,7 @@ class Block(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What depends only on sizes, dtypes and groups, on the device."""
+    """The part of a step that depends only on sizes, dtypes and groups; it stays on the device."""
 
     key: Tensor  # the sizes, dtypes and groups, on the host: forms and fixed rows of the table
     chunk_size: int
@@ -226,7 +227,7 @@ class NativePlan(Plan):
         self._count = len(members.params)
         self._shape: tuple[int, int] | None = None  # rows of the table, and groups
         self._layouts: list[Layout] = []  # the most recently used first
-        self._block: Block | None = None  # which the kernels of this step read; None until it is sent
+        self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
         self._columns: dict[int, Column] = {}  # the columns that Python read; the sweep keeps no tensors
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients, and copies with the strides of the parameter
         self._rate_tensors: dict[int, Tensor] = {}  # by group, learning rates that kernels read
@@ -299,7 +300,7 @@ class NativePlan(Plan):
         return True
 
     def _write(self, t: int, form: int, rows: Sequence[int]) -> None:
-        # Through the array: two assignments to tensors take 11 us more for each column.
+        # Through the array: two assignments to tensors would take 11 us more for each column.
         self._words[t : (1 + len(self._table)) * self._count : self._count] = array("q", (form, *rows))
 
     def _laid_out(self, grad: Tensor, column: Column) -> Tensor:

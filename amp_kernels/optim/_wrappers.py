@@ -44,7 +44,7 @@ def _shares(inner: torch.optim.Optimizer, holder: Any) -> bool:
 
 
 def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
-    """Whether `step` is the function `ours`, wrapped by nothing but torch (hooks, profiler, schedulers).
+    """Whether `step` is the function `ours`, and all its wrappers are of torch (hooks, profiler, schedulers).
 
     The globals of a wrapper tell which module it belongs to; `functools.wraps` copies everything else.
     """

@@ -151,8 +151,9 @@ def _cases() -> Iterator[Case]:
             yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
             yield case("matmul", f"few_rows_aligned_{name}", _product, (2, 136, 144), pair, dtype, dtype)
             yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
-        # On a GPU with 3 multiprocessors, or one that pretends to have 3 (csrc/cuda/portable.h), three tiles of 128 x
-        # 128 or of 128 x 256 are the cheapest choice, and for a result of one tile three splits of k.
+        # These sizes reach kernels with tiles of 128 x 128 and 128 x 256 on a GPU with 3 multiprocessors, or on one
+        # that pretends to have 3 (csrc/cuda/portable.h): three such tiles are the cheapest choice there. For a result
+        # of one tile, three splits of k are.
         for tile, (m, n), k in (("medium", (120, 125), 1600), ("large", (121, 250), 2600)):
             for left, right in itertools.product(("padded", "padded_column"), repeat=2):
                 yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)
