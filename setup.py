@@ -3,6 +3,8 @@
 One binary, cudart linked into it, serves every Python >= 3.10 and every torch >= 2.10 of its CUDA major.
 """
 
+from __future__ import annotations
+
 import os
 import platform
 import re
@@ -14,6 +16,7 @@ from glob import glob
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, "csrc")
 import build_backend  # noqa: F401  # its import refuses an old setuptools, also where no pip builds
@@ -21,6 +24,7 @@ import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
+Nvcc = tuple[tuple[int, int], Path]  # its version and the folder of its toolkit
 OLDEST_TORCH = (2, 10)
 INSTALL = "pip install --no-build-isolation ."
 # pip and `build` unpack setuptools into a folder of this name for an isolated build, uv into the other.
@@ -30,18 +34,20 @@ SECONDS, SECONDS_A_GENERATION, SECONDS_A_GPU = 85, 50, 25
 LIMITED_API = "" if sysconfig.get_config_var("Py_GIL_DISABLED") else "cp310"
 
 
-def find_nvcc():
-    """(version, toolkit folder) or None. The compiler itself is asked: the nvcc on PATH may be a wrapper."""
+def find_nvcc() -> Nvcc | None:
+    """None if there is none. The compiler itself is asked: the nvcc on PATH may be a wrapper."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     nvcc = shutil.which(f"{home}/bin/nvcc" if home else "nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
     if nvcc is None:
         return None
     says = subprocess.run([nvcc, "--dryrun", "-x", "cu", os.devnull], capture_output=True, text=True).stderr
-    version = re.search(r"CUDACC_VER_MAJOR__=(\d+) .*?CUDACC_VER_MINOR__=(\d+)", says).groups()
-    return tuple(map(int, version)), Path(re.search(r"TOP=(.+)", says)[1]).resolve()
+    version = re.search(r"CUDACC_VER_MAJOR__=(\d+) .*?CUDACC_VER_MINOR__=(\d+)", says)
+    top = re.search(r"TOP=(.+)", says)
+    assert version and top, f"{nvcc} --dryrun printed no version: {says}"
+    return (int(version[1]), int(version[2])), Path(top[1]).resolve()
 
 
-def decide(wanted):
+def decide(wanted: str) -> tuple[str, str, Nvcc | None]:
     """What to build, the sentence that says why not more, and the nvcc to use."""
     if wanted not in ("auto", "cpu", "cuda", "none"):
         raise SystemExit(f"setup: AMP_KERNELS_BUILD must be auto, cpu, cuda or none, got {wanted!r}")
@@ -78,10 +84,10 @@ def decide(wanted):
     if wanted == "cuda":
         raise SystemExit(f"setup: AMP_KERNELS_BUILD=cuda cannot be done: {why}; {first}run `{INSTALL}`")
     missing = "nothing was compiled" if what == "none" else "the CUDA kernels were not compiled"
-    return what, f"{missing} because {why}; {first}run `{INSTALL}`", ()
+    return what, f"{missing} because {why}; {first}run `{INSTALL}`", None
 
 
-def architectures(version):
+def architectures(version: tuple[int, int]) -> str:
     """Return TORCH_CUDA_ARCH_LIST for nvcc of this version. The binary serves every GPU from 7.5 on.
 
     Machine code runs on GPUs with the same major version and the same or a higher minor one. PTX runs on every later
@@ -93,13 +99,13 @@ def architectures(version):
     return "7.5;8.0;8.6;8.9;9.0+PTX" + newer
 
 
-def gencode(archs):
+def gencode(archs: str) -> list[str]:
     """nvcc's flags for a TORCH_CUDA_ARCH_LIST; none for names such as Ampere, which torch translates.
 
     One PTX for each generation (7.x, 8.x, 9.0, and from 10.0 on), from which the machine code of all of its members is
     made: for 8.6 and 8.9 it is that of their own PTX to the bit. Making PTX takes 1.6 times as long as machine code.
     """
-    members = {}
+    members: dict[str | int, list[tuple[int, str, str]]] = {}
     for arch in archs.replace(" ", ";").split(";"):
         match = re.fullmatch(r"(\d+)\.(\d)(a?)(\+PTX)?", arch)
         if match is None:
@@ -116,7 +122,7 @@ def gencode(archs):
     return flags
 
 
-def announce(archs, flags, jobs):
+def announce(archs: str, flags: list[str], jobs: int) -> None:
     """Print what a CUDA build is for, about how long it takes, and how to shorten it. pip shows it with -v."""
     generations = len({flag.partition(",")[0] for flag in flags})
     gpus = len(re.findall("code=sm_", " ".join(flags))) or len(archs.split(";"))
@@ -128,7 +134,7 @@ def announce(archs, flags, jobs):
     print("; progress is shown by `pip install -v`")
 
 
-def extension(version=None, toolkit=None):
+def extension(nvcc: Nvcc | None) -> tuple[list[Extension], dict[str, Any]]:
     from torch.utils import cpp_extension
 
     x86 = platform.machine().lower() in ("x86_64", "amd64")
@@ -143,7 +149,8 @@ def extension(version=None, toolkit=None):
     ext.libraries, ext.define_macros = ["torch_cpu"], [("TORCH_TARGET_VERSION", "0x020a000000000000")]
     ext.extra_compile_args = {"cxx": flags, "nvcc": ["-O3", "-Xcompiler=-fvisibility=hidden"]}
     ext.depends, ext.py_limited_api = glob("csrc/**/*.*h", recursive=True), bool(LIMITED_API)
-    if toolkit:
+    if nvcc:
+        version, toolkit = nvcc
         cpp_extension.CUDA_HOME = str(toolkit)  # torch looks beside the wrapper, where there are no headers
         archs = os.environ.get("TORCH_CUDA_ARCH_LIST") or architectures(version)
         flags, cores = gencode(archs), len(os.sched_getaffinity(0))
@@ -161,21 +168,21 @@ def extension(version=None, toolkit=None):
 
 
 class BuildPy(build_py):
-    def run(self):
+    def run(self) -> None:
         super().run()
         root = self.get_package_dir("") if self.editable_mode else self.build_lib
         Path(root, "amp_kernels/_build.txt").write_text(NOTE)  # for `python -m amp_kernels info`
 
-    def get_source_files(self):  # for an sdist packed where nothing can be compiled
+    def get_source_files(self) -> list[str]:  # for an sdist packed where nothing can be compiled
         return [*super().get_source_files(), *glob("csrc/**/*.*", recursive=True)]
 
 
 WHAT, NOTE, NVCC = decide(os.environ.get("AMP_KERNELS_BUILD", "auto"))
 TARGETS = {"none": "nothing", "cpu": "the CPU", "cuda": "the CPU and CUDA"}
-print(f"amp_kernels: compiling for {TARGETS[WHAT]}", *(f"with {toolkit}/bin/nvcc" for toolkit in NVCC[1:]))
+print(f"amp_kernels: compiling for {TARGETS[WHAT]}", *([f"with {NVCC[1]}/bin/nvcc"] if NVCC else []))
 if NOTE:
     print(f"amp_kernels: {NOTE}")
-MODULES, COMMANDS = ([], {}) if WHAT == "none" else extension(*NVCC)
+MODULES, COMMANDS = ([], {}) if WHAT == "none" else extension(NVCC)
 COMMANDS["build_py"] = BuildPy
 # A release's wheels for CUDA 12 and 13 are 0.1.0+cu12 and 0.1.0+cu13: without this all have one name.
 LOCAL = os.environ.get("AMP_KERNELS_LOCAL_VERSION")

@@ -1,5 +1,8 @@
-"""Commands about this install and this machine. `info` shows which backend handles each device. `verify` compares the
-operators with their specification. `audit` finds layers with slow shapes. `bench` times the kernels and their peers."""
+"""Commands about this install and this machine.
+
+`info` shows which backend handles each device. `verify` compares the operators with their specification. `audit` finds
+layers with slow shapes. `bench` times the kernels and their peers.
+"""
 
 from __future__ import annotations
 
@@ -100,6 +103,7 @@ def _names(parser: argparse.ArgumentParser, typed: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
+    """Runs a command line; returns the exit code."""
     name = "python -m amp_kernels" if Path(sys.argv[0]).name == "__main__.py" else "amp-kernels"
     parser: argparse.ArgumentParser = _Parser(prog=name, description=__doc__)
     parser.add_argument("--version", action="version", version=f"amp_kernels {amp_kernels.__version__}")

@@ -14,39 +14,21 @@ import importlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import _loader, torch_private
-from .ops.library import DEFINITIONS, triton_kernels
+from .ops.library import DEFINITIONS, Kernels, triton_kernels
 
 # Automatic choice, first that runs.
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 
 _loader.load()  # registers the kernel ops of CPU and, if built for it, CUDA
-
-Kernel = Callable[..., Any]
-
-
-class Kernels(Protocol):
-    """The kernel ops that every backend has, called as their schemas say."""
-
-    _unscale_table_: Kernel
-    _update_table_: Kernel
-    _load_unscale: Kernel
-    _load_update: Kernel
-
-
-class DeviceKernels(Kernels, Protocol):
-    """Those of the backends of a GPU. On a CPU tables need no sending."""
-
-    _send_: Kernel
-
 
 PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may be no memory at all
 _entries = 0  # of `use_backend` in all threads
@@ -202,14 +184,13 @@ def automatic(device: torch.device) -> str:
 
 @functools.cache
 def kernels(backend: str) -> Kernels | None:
-    """The kernel ops that a backend has; None for the reference, which works on lists."""
+    """The kernels of tables that a backend has; None for the reference, which works on lists."""
     if backend == "reference":
         return None
     if backend == "triton":
         return triton_kernels()
-    names = ["_unscale_table_", "_update_table_", "_load_unscale", "_load_update"]
-    names += [] if backend == "cpu" else ["_send_"]
-    return SimpleNamespace(**{op: getattr(torch.ops.amp_kernels, op).default for op in names})
+    names = ("_unscale_table_", "_update_table_", "_load_unscale", "_load_update", "_send_")
+    return SimpleNamespace(**{name: getattr(torch.ops.amp_kernels, name).default for name in names})
 
 
 def _why_not_compiled(key: str) -> str | None:

@@ -7,11 +7,21 @@ A name leads to the rest: ``csrc/formulas/<name>.h`` is the arithmetic in C++ (l
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from . import reference
+
+
+class HyperType(Protocol):
+    """A NamedTuple of floats, in the order of the columns that kernels read."""
+
+    def __call__(self, *columns: Any) -> Any:
+        """Make one from its columns."""
+
+    def of(self, options: Mapping[str, Any]) -> tuple[float, ...]:
+        """Make one from the options that users know."""
 
 
 class Family(NamedTuple):
@@ -22,21 +32,17 @@ class Family(NamedTuple):
         option: of its optimizers, one that no other family has, which tells whose a checkpoint is.
         states: in the order of the table's rows.
         optional: how many of the last of them a parameter may lack, by its options.
-        hyper: the type of its hyper-parameters without the learning rate, a NamedTuple in the order of their columns;
-            ``hyper.of(options)`` makes one of the options that users know.
+        hyper: the type of its hyper-parameters without the learning rate.
         reference: ``(params, grads, states, masters, hyper, *, lr, steps_taken, grad_scale, found_inf)``, with a list
             for each state, empty for one that there is not; `steps_taken` may be a 0-dim int32 tensor.
-        examples: by name, options of the optimizer as users write them; together they reach every branch of the
-            formula, and ``"full"`` and ``"maximize"`` keep every state. `verify` and all tests run them.
     """
 
     name: str
     option: str
     states: tuple[str, ...]
     optional: int
-    hyper: Any
+    hyper: HyperType
     reference: Callable[..., None]
-    examples: Mapping[str, Mapping[str, Any]]
 
 
 def _sign(options: Mapping[str, Any]) -> float:
@@ -45,6 +51,8 @@ def _sign(options: Mapping[str, Any]) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------- SGD
 class SgdHyper(NamedTuple):
+    """In the order in which `csrc/formulas/sgd.h` reads them."""
+
     momentum: float
     one_minus_dampening: float
     weight_decay: float
@@ -53,6 +61,7 @@ class SgdHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SgdHyper:
+        """Make one from the options that users know."""
         return cls(
             float(options["momentum"]),
             1.0 - options["dampening"],
@@ -80,26 +89,13 @@ def _sgd(
     )  # fmt: skip
 
 
-SGD = Family(
-    "sgd",
-    "dampening",
-    ("momentum_buffer",),
-    1,
-    SgdHyper,
-    _sgd,
-    {
-        "plain": {"lr": 0.1},
-        "weight_decay": {"lr": 0.1, "weight_decay": 0.1},
-        "momentum": {"lr": 0.1, "momentum": 0.9},
-        "dampening": {"lr": 0.1, "momentum": 0.9, "dampening": 0.3},
-        "full": {"lr": 0.1, "momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
-        "maximize": {"lr": 0.1, "momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
-    },
-)
+SGD = Family("sgd", "dampening", ("momentum_buffer",), 1, SgdHyper, _sgd)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSprop
 class RmspropHyper(NamedTuple):
+    """In the order in which `csrc/formulas/rmsprop.h` reads them."""
+
     alpha: float
     one_minus_alpha: float
     eps: float
@@ -109,6 +105,7 @@ class RmspropHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RmspropHyper:
+        """Make one from the options that users know."""
         return cls(
             float(options["alpha"]),
             1.0 - options["alpha"],
@@ -136,26 +133,13 @@ def _rmsprop(
     )  # fmt: skip
 
 
-RMSPROP = Family(
-    "rmsprop",
-    "alpha",
-    ("square_avg", "momentum_buffer", "grad_avg"),
-    2,
-    RmspropHyper,
-    _rmsprop,
-    {
-        "plain": {"lr": 0.01},
-        "weight_decay": {"lr": 0.01, "weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
-        "momentum": {"lr": 0.01, "momentum": 0.9},
-        "centered": {"lr": 0.01, "centered": True},
-        "full": {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.01},
-        "maximize": {"lr": 0.01, "centered": True, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
-    },
-)
+RMSPROP = Family("rmsprop", "alpha", ("square_avg", "momentum_buffer", "grad_avg"), 2, RmspropHyper, _rmsprop)
 
 
 # --------------------------------------------------------------------------------------------------------------- Adam
 class AdamHyper(NamedTuple):
+    """In the order in which `csrc/formulas/adam.h` reads them."""
+
     one_minus_beta1: float
     one_minus_beta2: float
     eps: float
@@ -165,6 +149,7 @@ class AdamHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> AdamHyper:
+        """Make one from the options that users know."""
         beta1, beta2 = options["betas"]
         return cls(
             1.0 - float(beta1),
@@ -193,28 +178,6 @@ def _adam(
     )  # fmt: skip
 
 
-ADAM = Family(
-    "adam",
-    "betas",
-    ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"),
-    1,
-    AdamHyper,
-    _adam,
-    {
-        "plain": {"lr": 0.01},
-        "weight_decay": {"lr": 0.01, "weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-3},
-        "momentum": {"lr": 0.01, "betas": (0.95, 0.99)},
-        "decoupled": {"lr": 0.01, "weight_decay": 0.1, "decoupled_weight_decay": True},
-        "amsgrad": {"lr": 0.01, "amsgrad": True, "betas": (0.9, 0.5)},
-        "full": {"lr": 0.01, "amsgrad": True, "weight_decay": 0.01},
-        "maximize": {
-            "lr": 0.01,
-            "amsgrad": True,
-            "weight_decay": 0.01,
-            "decoupled_weight_decay": True,
-            "maximize": True,
-        },
-    },
-)
+ADAM = Family("adam", "betas", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), 1, AdamHyper, _adam)
 
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

@@ -18,8 +18,10 @@ MIN_WORK = 2**34
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether a matrix, or every one of a batch, can be loaded 16 bytes at a time: row- or column-major with an aligned
-    pitch. Nothing is loaded of an empty one."""
+    """Whether a matrix, or every one of a batch, can be loaded 16 bytes at a time.
+
+    It can if it is row- or column-major with an aligned pitch. Nothing is loaded of an empty one.
+    """
     elements = ALIGNMENT // x.element_size()
     (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
     if x.numel() == 0:
@@ -32,6 +34,7 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def is_column_major(x: Tensor) -> bool:
+    """Whether elements of a column are neighbours; row-major if both orders are possible."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
@@ -52,6 +55,7 @@ def padded_shapes(a: Tensor, b: Tensor) -> tuple[tuple[int, int], tuple[int, int
 
 
 def needs_copy(x: Tensor, shape: tuple[int, int]) -> bool:
+    """Whether `x` must be copied to be loaded as a matrix of this shape."""
     return x.shape[-2:] != shape or not is_aligned(x)
 
 

@@ -7,14 +7,18 @@ them in its step (bench_sgd).
     python -m benchmarks.bench_ema --help
 """
 
+from __future__ import annotations
+
 import sys
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from amp_kernels.optim import FusedSGD, ema_
 
-from .common import Case, Contender, Job, Report, disagreement, layouts, parse_arguments, run_case, sample
+from .common import Case, Contender, Job, Layout, Report, disagreement, layouts, parse_arguments, run_case, sample
 
 DECAY, CHECKED_CALLS = 0.999, 2
 
@@ -22,24 +26,26 @@ DECAY, CHECKED_CALLS = 0.999, 2
 class Weights:
     """What is averaged: fp32 values, of which 16-bit weights with remainders lose next to nothing."""
 
-    def __init__(self, layout, dtype, device):
+    def __init__(self, layout: Layout, dtype: torch.dtype, device: torch.device) -> None:
         generator = torch.Generator(device).manual_seed(0)
         self.dtype = dtype
         self.masters = [torch.randn(s, generator=generator, device=device) for s in layout.shapes]
         self.start = [torch.randn(s, generator=generator, device=device) for s in layout.shapes]
 
-    def averages(self):
+    def averages(self) -> list[Tensor]:
         return [x.clone() for x in self.start]
 
-    def expected(self, masters, dtype):
+    def expected(self, masters: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
         """Sampled averages after the checked calls."""
         average, master = sample(self.start).to(dtype), sample(masters).to(dtype)
         for _ in range(CHECKED_CALLS):
             average.lerp_(master, 1 - DECAY)
         return average
 
-    def job(self, run, averages, masters, slack=0.0):
-        def check():
+    def job(
+        self, run: Callable[[], object], averages: list[Tensor], masters: Sequence[Tensor], slack: float = 0.0
+    ) -> Job:
+        def check() -> str:
             for _ in range(CHECKED_CALLS):
                 run()
             exact = self.expected(masters, torch.float64)
@@ -48,7 +54,7 @@ class Weights:
         return Job(run, check, settle=lambda: torch._foreach_copy_(averages, self.start))
 
 
-def ours(data):
+def ours(data: Weights) -> Job:
     params = [torch.nn.Parameter(m.to(data.dtype, copy=True)) for m in data.masters]
     optimizer = FusedSGD(params, lr=1e-3)
     for p in params:
@@ -61,28 +67,28 @@ def ours(data):
     return data.job(partial(ema_, averages, optimizer, DECAY), averages, masters)
 
 
-def of_masters(data):
+def of_masters(data: Weights) -> Job:
     averages = data.averages()
 
-    def run():
+    def run() -> None:
         torch._foreach_lerp_(averages, data.masters, 1 - DECAY)
 
     return data.job(run, averages, data.masters)
 
 
-def of_weights(data):
+def of_weights(data: Weights) -> Job:
     weights, averages = [m.to(data.dtype) for m in data.masters], data.averages()
     widened = [torch.empty_like(m) for m in data.masters]
 
-    def run():
+    def run() -> None:
         torch._foreach_copy_(widened, weights)
         torch._foreach_lerp_(averages, widened, 1 - DECAY)
 
     return data.job(run, averages, data.masters, slack=torch.finfo(data.dtype).eps)
 
 
-def contenders(data):
-    def contender(name, build):
+def contenders(data: Weights) -> list[Contender]:
+    def contender(name: str, build: Callable[[Weights], Job]) -> Contender:
         return Contender(name, "none", 8, partial(build, data))
 
     if data.dtype is torch.float32:
@@ -94,7 +100,7 @@ def contenders(data):
     ]
 
 
-def main():
+def main() -> int:
     args = parse_arguments(__doc__)
     report = Report("ema", args)
     for layout in layouts(args):

@@ -8,14 +8,20 @@ products in fp32 and bf16, and torchao and bitsandbytes where they run.
     python -m benchmarks.bench_int8 --help
 """
 
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Callable, Iterator
 from functools import cache, partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import amp_kernels
-from amp_kernels import reference
+from amp_kernels import Int8Tensor, reference
 from amp_kernels.testing.int8 import integers
 
 from .common import (
@@ -33,7 +39,7 @@ from .common import (
 )
 
 SIDE = {"cpu": 4096, "cuda": 8192}
-GROUPS = {
+GROUPS: dict[str, dict[str, Any]] = {
     "rows": {"dim": -1},
     "rows, asymmetric": {"dim": -1, "symmetric": False},
     "tensor": {},
@@ -53,8 +59,12 @@ SIZES = {
 }  # fmt: skip
 LINEAR_ROWS = (1, 8, 512)
 
+Cases = Iterator[tuple[Case, list[Contender]]]  # made as they come
 
-def by_torch(x, dim=None, block_size=None, symmetric=True):
+
+def by_torch(
+    x: Tensor, dim: int | None = None, block_size: int | None = None, symmetric: bool = True
+) -> tuple[Tensor, Tensor, Tensor | None]:
     """The formula in torch's operators, as one would write it."""
     view = x if block_size is None else x.view(*x.shape[:-1], -1, block_size)
     dims = -1 if block_size is not None else tuple(range(x.dim())) if dim is None else dim
@@ -68,10 +78,10 @@ def by_torch(x, dim=None, block_size=None, symmetric=True):
     return ((view / scale).round() + zero_point).clamp(-128, 127).to(torch.int8), scale, zero_point
 
 
-def exact(run, expected):
+def exact(run: Callable[[], Int8Tensor], expected: Callable[[], tuple[Tensor, Tensor, Tensor | None]]) -> Job:
     """Ours: every code and scale."""
 
-    def check():
+    def check() -> str:
         ours = run()
         pairs = zip((ours.values, ours.scale), expected()[:2], strict=True)
         return "" if all(torch.equal(a, b) for a, b in pairs) else "wrong: codes or scales differ"
@@ -79,10 +89,10 @@ def exact(run, expected):
     return Job(run, check)
 
 
-def nearly(run, expected, tolerance):
+def nearly(run: Callable[[], Tensor], expected: Callable[[], Tensor], tolerance: float) -> Job:
     """Peers may round otherwise."""
 
-    def check():
+    def check() -> str:
         ours, theirs = run().float().flatten(), expected().float().flatten()
         error = (ours - theirs).abs().max().item()
         return "" if error <= tolerance else f"wrong: off by {error:.3g}, allowed {tolerance:.3g}"
@@ -90,30 +100,30 @@ def nearly(run, expected, tolerance):
     return Job(run, check)
 
 
-def compiled(args, function):
+def compiled(args: argparse.Namespace, function: Callable[..., Any]) -> Callable[..., Any]:
     if args.no_compile:
         raise RuntimeError("left out by --no-compile or --quick")
     return torch.compile(function, dynamic=False)
 
 
-def contender(name, memory, build):
+def contender(name: str, memory: int, build: Callable[[], Job]) -> Contender:
     return Contender(name, "none", memory, build)
 
 
-def quantize_case(x, options, args):
+def quantize_case(x: Tensor, options: dict[str, Any], args: argparse.Namespace) -> list[Contender]:
     dims = {**options, "dim": (options["dim"],)} if "dim" in options else options
 
     @cache
-    def expected():
+    def expected() -> tuple[Tensor, Tensor, Tensor | None]:
         return reference.quantize_int8(x, **dims)
 
-    def codes():
+    def codes() -> Tensor:
         return expected()[0].flatten()
 
-    def with_torch():
+    def with_torch() -> Tensor:
         return by_torch(x, **options)[0]
 
-    def by_compiler():
+    def by_compiler() -> Job:
         function = compiled(args, by_torch)
         return nearly(lambda: function(x, **options)[0], codes, 1)
 
@@ -139,18 +149,18 @@ def quantize_case(x, options, args):
     return [*(contender(name, 8, build) for name, build in plan), *forced]
 
 
-def bitsandbytes_rows(x):
+def bitsandbytes_rows(x: Tensor) -> Callable[[], Tensor]:
     from bitsandbytes.functional import int8_vectorwise_quant
 
     return lambda: int8_vectorwise_quant(x)[0]
 
 
-def dequantize_case(q, dtype, args):
-    def with_torch(values=q.values, scale=q.scale):
+def dequantize_case(q: Int8Tensor, dtype: torch.dtype, args: argparse.Namespace) -> list[Contender]:
+    def with_torch(values: Tensor = q.values, scale: Tensor = q.scale) -> Tensor:
         return (values * scale).to(dtype)
 
     @cache
-    def expected():
+    def expected() -> Tensor:
         return reference.dequantize_int8(q.values, q.scale, dtype=dtype)
 
     plan = [
@@ -161,14 +171,14 @@ def dequantize_case(q, dtype, args):
     return [contender(name, 8, build) for name, build in plan]
 
 
-def fake_case(x, scale, args):
+def fake_case(x: Tensor, scale: Tensor) -> list[Contender]:
     step = scale.item()  # once: it waits for the device
 
-    def with_torch():
+    def with_torch() -> Tensor:
         return torch.fake_quantize_per_tensor_affine(x, step, 0, -127, 127)
 
     @cache
-    def expected():
+    def expected() -> Tensor:
         return reference.fake_quantize_int8(x, scale=scale)[0]
 
     plan = [
@@ -181,33 +191,34 @@ def fake_case(x, scale, args):
     return [contender(name, 12, build) for name, build in plan]
 
 
-def matmul_case(size, device, args):
+def matmul_case(size: tuple[int, ...], device: torch.device) -> list[Contender]:
     """Codes by row and column with scales; the peers that stop at int32 do less."""
     rows, columns, inner = size
     a, weight = integers(rows, inner, seed=1).to(device), integers(columns, inner, seed=2).to(device)
-    left = amp_kernels.Int8Tensor(a, torch.full((rows, 1), 0.01, device=device), dim=(-1,))
-    right = amp_kernels.Int8Tensor(weight.t(), torch.full((1, columns), 0.02, device=device), dim=(0,))
+    left = Int8Tensor(a, torch.full((rows, 1), 0.01, device=device), dim=(-1,))
+    right = Int8Tensor(weight.t(), torch.full((1, columns), 0.02, device=device), dim=(0,))
     zeros = torch.full((rows, 1), 5, dtype=torch.int32, device=device)
-    shifted = amp_kernels.Int8Tensor(a, left.scale, zeros, dim=(-1,))
+    shifted = Int8Tensor(a, left.scale, zeros, dim=(-1,))
     fp32, bf16 = ((a.to(dtype), weight.to(dtype)) for dtype in (torch.float32, torch.bfloat16))
 
-    def expected(operand=left):
-        parts = (operand.values[:16], right.values, operand.scale[:16], None, right.scale, None)
-        parts = (*parts[:3], None if operand.zero_point is None else operand.zero_point[:16], *parts[4:])
-        return reference.int8_matmul(*(p if p is None else p.cpu() for p in parts)).to(device)
+    def expected(operand: Int8Tensor = left) -> Tensor:
+        zeros = None if operand.zero_point is None else operand.zero_point[:16].cpu()
+        parts = (x.cpu() for x in (operand.values[:16], right.values, operand.scale[:16], right.scale))
+        codes, weights, scale, weight_scale = parts
+        return reference.int8_matmul(codes, weights, scale, zeros, weight_scale, None).to(device)
 
-    def first(run):
+    def first(run: Callable[[], Tensor]) -> Callable[[], Tensor]:
         return lambda: run()[:16]
 
-    def ours(operand):
+    def ours(operand: Int8Tensor) -> Job:
         run = partial(amp_kernels.int8_matmul, operand, right)
         return Job(run, nearly(first(run), partial(expected, operand), 0).check)
 
-    def integer():
+    def integer() -> Job:
         run = partial(torch._int_mm, a, weight.t())
         return Job(run, nearly(first(run), lambda: a[:16].double() @ weight.double().t(), 0).check)
 
-    def scaled_by_torchao():
+    def scaled_by_torchao() -> Job:
         from torchao.kernel import int_scaled_matmul
 
         run = partial(int_scaled_matmul, a, weight.t(), left.scale)
@@ -234,17 +245,17 @@ def matmul_case(size, device, args):
     return [*(contender(name, 10, build) for name, build in plan), *forced]
 
 
-def linear_case(rows, dtype, device, args):
+def linear_case(rows: int, dtype: torch.dtype, device: torch.device) -> list[Contender]:
     x = normal(rows, 4096, dtype=dtype, device=device, seed=1)
     weight = normal(4096, 4096, dtype=torch.float32, device=device, seed=2)
     q = amp_kernels.quantize_int8(weight, dim=-1)
     full, fp32 = weight.to(dtype), weight.float()
 
-    def ours():
+    def ours() -> Tensor:
         return torch.ops.amp_kernels.int8_linear(x, q.values, q.scale, None)
 
     @cache
-    def expected():
+    def expected() -> Tensor:
         return reference.int8_linear(x.cpu(), q.values.cpu(), q.scale.cpu()).to(device)
 
     largest = 64 * 5 * torch.finfo(dtype).eps + 1e-3
@@ -256,8 +267,7 @@ def linear_case(rows, dtype, device, args):
     return [contender(name, 8, build) for name, build in plan]
 
 
-def quantization_cases(args):
-    """(case, its contenders), made as they come; so below."""
+def quantization_cases(args: argparse.Namespace) -> Cases:
     device = args.device
     side = SIDE[device.type] // (4 if args.quick else 1)
     square = Layout(f"{side} x {side}", ((side, side),))
@@ -276,29 +286,29 @@ def quantization_cases(args):
         yield Case("int8", "dequantize rows", dtype, square, 1 + size, words), dequantize_case(q, dtype, args)
         scale = torch.tensor(0.03, device=device)
         words = f"{size} read + {size} written"
-        yield Case("int8", "fake quantize, scale given", dtype, square, 2 * size, words), fake_case(x, scale, args)
+        yield Case("int8", "fake quantize, scale given", dtype, square, 2 * size, words), fake_case(x, scale)
 
 
-def product_cases(args):
+def product_cases(args: argparse.Namespace) -> Cases:
     device = args.device
     for size in args.shapes or (QUICK_SHAPES if args.quick else SIZES[device.type]):
         rows, columns, inner = size
         for layout in by_size("x".join(map(str, size)), ((rows, inner), (columns, inner)), device):
             operations = 2 * rows * columns * inner
             case = Case("int8", "int8_matmul", torch.int8, layout, 1, "the codes, read once", operations)
-            yield case, matmul_case(size, device, args)
+            yield case, matmul_case(size, device)
 
 
-def linear_cases(args):
+def linear_cases(args: argparse.Namespace) -> Cases:
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for rows in LINEAR_ROWS[:: 2 if args.quick else 1]:
             layout = Layout(f"{rows}x4096x4096", ((4096, 4096),))
             operations = 2 * rows * 4096 * 4096
             case = Case("int8", "int8_linear (w8a16)", dtype, layout, 1, "the weight, read once", operations)
-            yield case, linear_case(rows, dtype, args.device, args)
+            yield case, linear_case(rows, dtype, args.device)
 
 
-def main():
+def main() -> int:
     args = parse_arguments(__doc__)
     report = Report("int8", args)
     for cases in (product_cases,) if args.shapes else (quantization_cases, product_cases, linear_cases):

@@ -6,14 +6,20 @@ product (Inductor's pad_mm), and in fp32. Bytes are those of the operands and th
     python -m benchmarks.bench_matmul --help
 """
 
+from __future__ import annotations
+
+import argparse
 import sys
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import amp_kernels
+from amp_kernels.functional.matmul import Activation
 from amp_kernels.testing.matmul import compare
 
 from .common import (
@@ -30,6 +36,7 @@ from .common import (
 )
 
 CHECKED_ROWS = 16
+Function = Callable[[Tensor, Tensor, Tensor], Tensor]  # of input, weight and bias
 # (rows, outputs, inputs): aligned ones and their odd neighbours, a vocabulary, few rows.
 SIZES = {
     "cpu": (
@@ -44,7 +51,7 @@ SIZES = {
 }  # fmt: skip
 
 
-def padded(x, dim):
+def padded(x: Tensor, dim: int) -> Tensor:
     pad = [0, 0] * (x.dim() - 1 - dim) + [0, -x.shape[dim] % 8]
     return F.pad(x, pad)
 
@@ -52,7 +59,9 @@ def padded(x, dim):
 class Data:
     """Operands of a case, and what the first and the last rows of its result are in fp64."""
 
-    def __init__(self, sizes, dtype, device, activation=None):
+    def __init__(
+        self, sizes: tuple[int, ...], dtype: torch.dtype, device: torch.device, activation: Activation | None = None
+    ) -> None:
         rows, outputs, inputs = sizes
         made = partial(normal, dtype=dtype, device=device)
         self.x = made(rows, inputs, seed=1)
@@ -61,13 +70,13 @@ class Data:
         self.grad = made(rows, outputs, seed=4)
         self.activation = activation
 
-    def job(self, function):
+    def job(self, function: Function) -> Job:
         run = partial(function, self.x, self.weight, self.bias)
         picked = torch.cat([torch.arange(len(self.x))[:CHECKED_ROWS], torch.arange(len(self.x))[-CHECKED_ROWS:]])
         x = self.x[picked.to(self.x.device)]
 
-        def check():
-            def truth(dtype):
+        def check() -> str:
+            def truth(dtype: torch.dtype) -> Tensor:
                 y = F.linear(x.to(dtype), self.weight.to(dtype), self.bias.to(dtype))
                 return F.gelu(y) if self.activation == "gelu" else y
 
@@ -77,14 +86,14 @@ class Data:
 
         return Job(run, check)
 
-    def both_passes(self, function):
+    def both_passes(self, function: Function) -> Job:
         """Forward and backward, as a training step does."""
         leaves = [t.clone().requires_grad_() for t in (self.x, self.weight, self.bias)]
 
-        def run():
+        def run() -> tuple[Tensor, ...]:
             return torch.autograd.grad(function(*leaves), leaves, self.grad)
 
-        def check():
+        def check() -> str:
             exact = [t.detach().double().requires_grad_() for t in leaves]
             y = F.linear(*exact)
             truth = torch.autograd.grad(F.gelu(y) if self.activation == "gelu" else y, exact, self.grad.double())
@@ -96,23 +105,23 @@ class Data:
         return Job(run, check)
 
 
-def contenders(data, make, args):
+def contenders(data: Data, make: Callable[[Function], Job], args: argparse.Namespace) -> list[Contender]:
     ours = partial(amp_kernels.linear, activation=data.activation)
 
-    def with_torch(x, weight, bias):
+    def with_torch(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         y = F.linear(x, weight, bias)
         return F.gelu(y) if data.activation == "gelu" else y
 
-    def by_padding(x, weight, bias):
+    def by_padding(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         y = F.linear(padded(x, 1), padded(padded(weight, 1), 0), padded(bias, 0))[:, : weight.shape[0]]
         return F.gelu(y) if data.activation == "gelu" else y
 
-    def in_fp32():
+    def in_fp32() -> Job:
         other = Data.__new__(Data)
         other.__dict__ = {k: v.float() if isinstance(v, torch.Tensor) else v for k, v in data.__dict__.items()}
         return (other.job if make == data.job else other.both_passes)(with_torch)
 
-    def compiled():
+    def compiled() -> Job:
         if args.no_compile:
             raise RuntimeError("left out by --no-compile or --quick")
         return make(torch.compile(with_torch, dynamic=False))
@@ -128,7 +137,7 @@ def contenders(data, make, args):
     return [*(Contender(name, "none", 8, build) for name, build in plan), *forced]
 
 
-def main():
+def main() -> int:
     args = parse_arguments(__doc__)
     report = Report("matmul", args)
     sizes = args.shapes or (QUICK_SHAPES if args.quick else SIZES[args.device.type])
@@ -137,7 +146,8 @@ def main():
         for layout in by_size("x".join(map(str, size)), ((rows, inputs), (outputs, inputs)), args.device):
             if layout.elements > args.max_elements:
                 continue
-            passes = [("linear", None, 1), ("linear + gelu", "gelu", 1), ("forward and backward", None, 3)]
+            passes: list[tuple[str, Activation | None, int]] = [("linear", None, 1), ("linear + gelu", "gelu", 1)]
+            passes += [("forward and backward", None, 3)]
             # in fp16 torch's take minutes, with an activation no longer than without
             passes += [("forward and backward + gelu", "gelu", 3)] if dtype == torch.bfloat16 else []
             for name, activation, products in passes[:1] if args.quick or args.shapes else passes:

@@ -7,31 +7,43 @@ threads torch may run (default 1: with more, a small call waits for the others t
     python -m benchmarks.bench_overhead --help
 """
 
+from __future__ import annotations
+
 import argparse
 import sys
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
 
 import amp_kernels
 from amp_kernels.optim import FusedSGD
 
 from .common import Case, Contender, Job, Layout, Report, parse_arguments, run_case
 
-SGD = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
+SGD: dict[str, Any] = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 0.0, "nesterov": False, "maximize": False}
 LR = 1e-3
 
+Built = Iterator[tuple[str, Callable[[], Job]]]  # contenders by name, ours first
 
-def tensors(count, size, device, dtype=torch.float32):
+
+def tensors(count: int, size: int, device: torch.device) -> list[Tensor]:
     generator = torch.Generator(device).manual_seed(0)
-    return [torch.randn(size, generator=generator, device=device).to(dtype) for _ in range(count)]
+    return [torch.randn(size, generator=generator, device=device) for _ in range(count)]
 
 
-def job(run, result, expected, tolerance=1e-6):
+def job(
+    run: Callable[[], Any],
+    result: Callable[[Any], Sequence[Tensor]],
+    expected: Sequence[Tensor],
+    tolerance: float = 1e-6,
+) -> Job:
     """Runs `run` once and compares what `result` then returns with `expected`."""
 
-    def check():
+    def check() -> str:
         returned = run()
         found = result(returned)
         pairs = zip(found, expected, strict=True)
@@ -41,10 +53,10 @@ def job(run, result, expected, tolerance=1e-6):
     return Job(run, check)
 
 
-def unscale(count, device):
+def unscale(count: int, device: torch.device) -> Built:
     grads, one = tensors(count, 64, device), torch.ones((), device=device)
 
-    def build(function):
+    def build(function: Callable[..., object]) -> Job:
         mine, found_inf = [g.clone() for g in grads], torch.zeros((), device=device)
         return job(partial(function, mine, one, found_inf), lambda _: mine, grads)
 
@@ -55,21 +67,21 @@ def unscale(count, device):
     )
 
 
-def norm(count, device):
+def norm(count: int, device: torch.device) -> Built:
     grads = tensors(count, 64, device)
     expected = [torch.linalg.vector_norm(torch.cat(grads))]
     for name, function in (
         ("amp_kernels.grad_norm", amp_kernels.grad_norm),
         ("torch.nn.utils.get_total_norm", torch.nn.utils.get_total_norm),
     ):
-        yield name, lambda function=function: job(partial(function, grads), lambda norm: [norm], expected, 1e-5)
+        yield name, partial(job, partial(function, grads), lambda norm: [norm], expected, 1e-5)
 
 
-def sgd(count, device):
+def sgd(count: int, device: torch.device) -> Built:
     grads, start = tensors(count, 64, device), tensors(count, 64, device)
     expected = [p - LR * g for p, g in zip(start, grads, strict=True)]
 
-    def build(function):
+    def build(function: Callable[..., object]) -> Job:
         params, buffers = [p.clone() for p in start], [torch.zeros_like(p) for p in start]
         return job(partial(function, params, grads, buffers), lambda _: params, expected)
 
@@ -83,11 +95,11 @@ def sgd(count, device):
     )
 
 
-def step(count, device):
+def step(count: int, device: torch.device) -> Built:
     grads, start = tensors(count, 64, device), tensors(count, 64, device)
     expected = [p - LR * g for p, g in zip(start, grads, strict=True)]
 
-    def build(make):
+    def build(make: Callable[..., torch.optim.Optimizer]) -> Job:
         params = [torch.nn.Parameter(p.clone()) for p in start]
         for p, g in zip(params, grads, strict=True):
             p.grad = g
@@ -97,31 +109,31 @@ def step(count, device):
     yield "torch SGD(fused=True).step", partial(build, partial(torch.optim.SGD, fused=True))
 
 
-def int8_matmul(size, device):
+def int8_matmul(size: int, device: torch.device) -> Built:
     a, b = (amp_kernels.quantize_int8(torch.randn(size, size, device=device), dim=-1) for _ in range(2))
     b = b.t()
     expected = [(a.values.double() @ b.values.double()).float() * a.scale * b.scale]
     yield "amp_kernels.int8_matmul", lambda: job(partial(amp_kernels.int8_matmul, a, b), lambda c: [c], expected, 1e-5)
 
-    def library():
+    def library() -> Tensor:
         return torch._int_mm(a.values, b.values).float() * a.scale * b.scale
 
     yield "torch._int_mm(...).float() * s * t", lambda: job(library, lambda c: [c], expected, 1e-5)
 
 
-def dequantize(size, device):
+def dequantize(size: int, device: torch.device) -> Built:
     q = amp_kernels.quantize_int8(torch.randn(size, size, device=device), dim=-1)
     expected = [q.values.float() * q.scale]
     yield "amp_kernels.dequantize_int8", lambda: job(q.dequantize, lambda x: [x], expected)
     yield "torch values.float() * scale", lambda: job(lambda: q.values.float() * q.scale, lambda x: [x], expected)
 
 
-def linear(dtype, size, device):
+def linear(dtype: torch.dtype, size: int, device: torch.device) -> Built:
     x, weight = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     bias = torch.randn(size, device=device).to(dtype)
     expected = [F.linear(x.double(), weight.double(), bias.double())]
     for name, function in (("amp_kernels.linear", amp_kernels.linear), ("torch F.linear", F.linear)):
-        yield name, lambda f=function: job(partial(f, x, weight, bias), lambda y: [y], expected, 0.1)
+        yield name, partial(job, partial(function, x, weight, bias), lambda y: [y], expected, 0.1)
 
 
 CASES = {
@@ -138,7 +150,7 @@ CASES = {
 }
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--threads", type=int, default=1)
     own, sys.argv[1:] = parser.parse_known_args()

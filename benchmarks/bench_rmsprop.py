@@ -7,9 +7,12 @@ model: 24 = 4 + 4 + 8 weight + 8 square average. torch has no fused RMSprop.
     python -m benchmarks.bench_rmsprop --help
 """
 
+from __future__ import annotations
+
 import sys
 
 import torch
+from torch import Tensor
 
 from amp_kernels.optim import FusedRMSprop
 
@@ -18,7 +21,13 @@ from .steps import Family, main
 LR, ALPHA, EPS = 1e-3, 0.99, 1e-8
 
 
-def update(weights, grads, masters, square_avgs, inv_scale):
+def update(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    masters: list[Tensor],
+    square_avgs: list[Tensor],
+    inv_scale: Tensor,
+) -> None:
     grads = [grad.float() * inv_scale for grad in grads]
     torch._foreach_mul_(square_avgs, ALPHA)
     torch._foreach_addcmul_(square_avgs, grads, grads, value=1 - ALPHA)

@@ -8,9 +8,12 @@ have been checked before the first weight changes, hence the second read.) With 
     python -m benchmarks.bench_sgd --help
 """
 
+from __future__ import annotations
+
 import sys
 
 import torch
+from torch import Tensor
 
 from amp_kernels.optim import FusedSGD
 
@@ -19,7 +22,13 @@ from .steps import Family, main
 LR, MOMENTUM = 1e-3, 0.9
 
 
-def update(weights, grads, masters, buffers, inv_scale):
+def update(
+    weights: list[Tensor],
+    grads: list[Tensor],
+    masters: list[Tensor],
+    buffers: list[Tensor],
+    inv_scale: Tensor,
+) -> None:
     torch._foreach_mul_(buffers, MOMENTUM)
     torch._foreach_add_(buffers, [grad.float() * inv_scale for grad in grads])
     torch._foreach_add_(masters, buffers, alpha=-LR)

@@ -326,7 +326,9 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
     _free_memory(args.device)
     source, target = (torch.ones(_copy_elements(case, args.device), device=args.device) for _ in range(2))
     jobs: dict[Contender, Job] = {}
-    rows = {contender: {"contender": contender.name, "scaler": contender.scaler} for contender in contenders}
+    rows: dict[Contender, dict[str, object]] = {
+        contender: {"contender": contender.name, "scaler": contender.scaler} for contender in contenders
+    }
     for contender in contenders:
         job, why = _build(contender, case, args.device)
         if job is None:
@@ -345,7 +347,12 @@ def run_case(case: Case, contenders: Sequence[Contender], args: argparse.Namespa
         rows[contender] |= _statistics(samples, size) | shares | {"note": case.traffic}
         if case.operations:
             rows[contender]["tera_ops"] = float(f"{case.operations / statistics.median(samples) / 1e9:.4g}")
-    copy = {"contender": COPY, "scaler": "none", "bytes": copy_bytes, "note": "bytes read and written"}
+    copy: dict[str, object] = {
+        "contender": COPY,
+        "scaler": "none",
+        "bytes": copy_bytes,
+        "note": "bytes read and written",
+    }
     all_copies = [sample for samples in copies.values() for sample in samples]
     copy |= _statistics(all_copies or [milliseconds(copy_once, args.device)], copy_bytes) | {"copy_percent": 100.0}
     report.add(case, [*rows.values(), copy])
@@ -373,7 +380,7 @@ def _build(contender: Contender, case: Case, device: torch.device) -> tuple[Job 
     needed = (contender.memory + 6) * case.layout.elements
     if needed > free_bytes(device):
         return None, f"needs about {needed / 1e9:.1f} GB, {free_bytes(device) / 1e9:.1f} GB are free"
-    why = ""
+    job, why = None, ""
     _free_memory(device)
     try:
         job = contender.build()

@@ -18,6 +18,7 @@ import textwrap
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -82,7 +83,7 @@ def panels(rows: Sequence[Row]) -> Iterator[tuple[str, list[Row]]]:
         yield case, list(group)
 
 
-def draw_speed(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, object]]) -> None:
+def draw_speed(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, Any]]) -> None:
     rows = timed(rows)
     for name in dict.fromkeys(map(label, rows)):
         points = sorted((int(row["elements"]), float(row["gb_s"])) for row in rows if label(row) == name)
@@ -91,7 +92,7 @@ def draw_speed(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, objec
     axes.grid(alpha=0.3)
 
 
-def draw_largest(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, object]]) -> None:
+def draw_largest(axes: Axes, rows: Sequence[Row], style: dict[str, dict[str, Any]]) -> None:
     """The slowest below, and on top what was not timed."""
     rows = [row for row in largest(rows) if row["contender"] != COPY]
     rows.sort(key=lambda row: -float(row["median_ms"] or 0))
@@ -179,11 +180,13 @@ def ratios(path: Path, rows: Sequence[Row]) -> None:
     plt.close(chart)
 
 
-def draw_ratios(axes: Axes, members: Sequence[tuple[str, list[Row]]], style: dict[str, dict[str, object]]) -> None:
+def draw_ratios(axes: Axes, members: Sequence[tuple[str, list[Row]]], style: dict[str, dict[str, Any]]) -> None:
     for place, (_, group) in enumerate(members):
         ours = next((row for row in timed(group) if row["contender"].startswith(OURS)), None)
         peers = [row for row in timed(group) if label(row) in style and row["ratio_to_ours"]]
-        for row in peers if ours else []:
+        for row in peers:
+            if ours is None:
+                break
             ratio, (low, high) = float(row["ratio_to_ours"]), spread(row, ours)
             around = [[max(ratio - low, 0)], [max(high - ratio, 0)]]
             axes.errorbar(

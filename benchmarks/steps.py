@@ -22,11 +22,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, partial
 from itertools import product
+from typing import Any
 
 import torch
 from torch import Tensor
 
 import amp_kernels
+from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
 from .common import (
     Case,
@@ -49,7 +51,7 @@ SCALERS: dict[str, type[torch.amp.GradScaler]] = {OURS: amp_kernels.GradScaler, 
 MAX_COMPILED_TENSORS = 200
 MIN_COMPILED_ELEMENTS = 10_000_000  # of few large tensors: to compile for every size would take minutes
 
-Update = Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Sequence[Tensor], Tensor], None]
+Update = Callable[[list[Tensor], list[Tensor], list[Tensor], list[Tensor], Tensor], None]
 
 
 @dataclass(frozen=True)
@@ -57,9 +59,9 @@ class Family:
     """An optimizer: our class, torch's class, and names in other packages, with one set of options."""
 
     name: str
-    ours: type[torch.optim.Optimizer]
+    ours: type[FusedSGD | FusedRMSprop | FusedAdamW]
     torch_class: type[torch.optim.Optimizer]
-    options: dict[str, float]
+    options: dict[str, Any]
     variants: tuple[str, ...]  # of torch: "fused", "foreach"
     update: Update | None  # the same as a function over (weights, grads, masters, states, inv_scale), to be compiled
     traffic: dict[torch.dtype, tuple[int, str]]  # bytes that a parameter costs, and the sum in words
@@ -106,7 +108,7 @@ class Model:
         return parameters
 
     def preset(self, step: Step, scale: float) -> None:
-        grads = [p.grad for p in step.params]
+        grads = grads_of(step.params)
         torch._foreach_copy_(grads, self.grads)
         torch._foreach_mul_(grads, scale if step.scaler is not None else 1.0)
 
@@ -142,11 +144,16 @@ class Model:
         def precede() -> None:
             # A step comes after Python has walked the model: forward read every weight, backward wrote every gradient.
             # After the copy alone, a small model would begin with thousands of cold Python objects.
-            for p, grad in zip(step.params, self.grads, strict=True):
+            for p, own, grad in zip(step.params, grads_of(step.params), self.grads, strict=True):
                 p.detach().norm()
-                p.grad.copy_(grad)
+                own.copy_(grad)
 
         return Job(step.run, check, settle, precede)
+
+
+def grads_of(params: Sequence[Tensor]) -> list[Tensor]:
+    """The gradients, which every parameter has."""
+    return [p.grad for p in params if p.grad is not None]
 
 
 def make_scaler(kind: str, device: torch.device) -> torch.amp.GradScaler | None:
@@ -173,7 +180,7 @@ def fused_by_us(model: Model, kind: str) -> Step:
     optimizer, scaler = model.family.ours(params, **model.family.options), make_scaler(kind, model.device)
     low = params if model.dtype != torch.float32 else ()
 
-    def weights() -> list[Tensor]:
+    def weights() -> Sequence[Tensor]:
         return [optimizer.master(p) for p in params] if low else params
 
     return Step(user_step(optimizer, scaler), params, weights, low, scaler)
@@ -181,7 +188,7 @@ def fused_by_us(model: Model, kind: str) -> Step:
 
 def torch_fp32(model: Model, variant: str, compiled: bool = False) -> Step:
     params, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
-    optimizer = model.family.torch_class(params, **model.family.options, **{variant: True})
+    optimizer: Any = model.family.torch_class(params, **{**model.family.options, variant: True})
     if compiled:
         optimizer.step = torch.compile(optimizer.step, dynamic=False)
     return Step(user_step(optimizer, scaler), params, lambda: params, (), scaler)
@@ -190,15 +197,15 @@ def torch_fp32(model: Model, variant: str, compiled: bool = False) -> Step:
 def masters_by_hand(model: Model, variant: str) -> Step:
     low = model.parameters(model.dtype)
     masters, scaler = model.parameters(torch.float32), make_scaler(STOCK, model.device)
-    optimizer = model.family.torch_class(masters, **model.family.options, **{variant: True})
-    grads, master_grads = [p.grad for p in low], [p.grad for p in masters]
+    optimizer = model.family.torch_class(masters, **{**model.family.options, variant: True})
+    grads, master_grads = grads_of(low), grads_of(masters)
     update = user_step(optimizer, scaler)
 
     def step() -> None:
         with torch.no_grad():
             torch._foreach_copy_(master_grads, grads)
             update()
-            torch._foreach_copy_(low, masters)
+            torch._foreach_copy_((*low,), (*masters,))
 
     return Step(step, low, lambda: masters, low, scaler)
 
@@ -206,6 +213,8 @@ def masters_by_hand(model: Model, variant: str) -> Step:
 class CompiledMasters(torch.optim.Optimizer):
     """What a careful user would write around a compiled update of masters, to run under the stock scaler."""
 
+    grad_scale: Tensor
+    found_inf: Tensor
     _step_supports_amp_scaling = True  # the scaler only checks the 16-bit gradients; the step unscales them
 
     def __init__(self, params: Sequence[Tensor], update: Update) -> None:
@@ -216,9 +225,9 @@ class CompiledMasters(torch.optim.Optimizer):
         self._update = torch.compile(update, dynamic=False)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
+    def step(self, closure: Any = None) -> Any:
         if not self.found_inf.item():
-            grads = [p.grad for p in self.param_groups[0]["params"]]
+            grads = grads_of(self.param_groups[0]["params"])
             self._update(self.low, grads, self.masters, self.states, self.grad_scale.reciprocal())
 
 

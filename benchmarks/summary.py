@@ -254,8 +254,8 @@ and needs no clone. On a GPU `make gpu-check` builds, tests and measures, and sa
 """
 # Where each is explained is its script's docstring.
 OTHERS = {
-    "digits": "Accuracy of int8 on the digits of scikit-learn (`benchmarks/digits.py`). A flipped prediction differs "
-    "from that of fp32",
+    "digits": "Accuracy of int8 on the digits of scikit-learn (`benchmarks/experiments/digits.py`). A flipped "
+    "prediction differs from that of fp32",
 }
 MACHINE_COLUMNS = ("device_name", "torch_version", "amp_kernels_version")
 

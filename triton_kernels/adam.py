@@ -1,5 +1,6 @@
-"""Adam (Kingma and Ba 2015), AdamW (Loshchilov and Hutter 2019) and AMSGrad (Reddi et al. 2018) as torch.optim writes
-them; see update.py for what a formula takes.
+"""Adam, AdamW and AMSGrad as torch.optim writes them; see update.py for what a formula takes.
+
+Sources: Kingma and Ba 2015, Loshchilov and Hutter 2019, Reddi et al. 2018.
 
 Adam:   g <- factor * grad + weight_decay * p
 AdamW:  p <- p - lr * weight_decay * p

@@ -43,8 +43,10 @@ def bounded(steps):
 
 @triton.jit
 def affine_of(low, high, SYMMETRIC: tl.constexpr):
-    """(scale, inverse, zero point) of groups by their extremes: two ordered keys, or with SYMMETRIC the bits of the
-    largest magnitude in `high` alone."""
+    """(scale, inverse, zero point) of groups by their extremes.
+
+    These are two ordered keys, or with SYMMETRIC the bits of the largest magnitude in `high` alone.
+    """
     if SYMMETRIC:
         finite = high < INFINITY_BITS
         scale = tl.div_rn(high.to(tl.float32, bitcast=True), tl.full(high.shape, 127.0, tl.float32))
@@ -132,8 +134,10 @@ def noise_of_each(index, seed):
 
 @triton.jit
 def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] numbers for elements with neighbouring indices along a row. `index` [ROWS, COLUMNS / 4] has every
-    fourth of them, a multiple of 4, so that one counter serves four elements."""
+    """[ROWS, COLUMNS] numbers for elements with neighbouring indices along a row.
+
+    `index` [ROWS, COLUMNS / 4] has every fourth index, a multiple of 4, so that one counter serves four elements.
+    """
     w0, w1, w2, w3 = _words(index, seed)
     return _uniform(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLUMNS)))
 

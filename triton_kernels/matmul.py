@@ -132,8 +132,10 @@ def _finish_tile(
     ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
     OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of a large tile in parts: what is computed beside its sums would leave them no registers (with parts of 64
-    columns sm_90 and sm_100 still spill)."""
+    """Of a large tile in parts: what is computed beside its sums would leave them no registers.
+
+    With parts of 64 columns sm_90 and sm_100 still spill.
+    """
     PART: tl.constexpr = 32 if BM * BN > 64 * 64 and BN > 64 else BN
     PARTS: tl.constexpr = BN // PART
     parts = (sums,)
@@ -372,8 +374,10 @@ def _descriptor_tiles(m: int, n: int, k: int, batches: int, capability: tuple[in
 
 
 def _flattens(capability: tuple[int, int]) -> bool:
-    """Not for sm_120, where compiling took two minutes, nor before Triton 3.9, whose 3.6 to 3.8 cannot: "source has 1
-    operands, but target successor needs 6"."""
+    """Not for sm_120, where compiling took two minutes, nor before Triton 3.9.
+
+    Triton 3.6 to 3.8 cannot: "source has 1 operands, but target successor needs 6".
+    """
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     return capability[0] in (9, 10) and version >= (3, 9)
 

@@ -503,8 +503,10 @@ def rounds_before_activation(a: Tensor) -> bool:
 
 
 def _is_slow(a: Tensor) -> bool:
-    """Whether torch's CPU product takes ages: of many rows of fp16 a second where fp32 took 19 ms ([2048, 256] @
-    [256, 1024] and back, two cores)."""
+    """Whether torch's CPU product is slow, as it is for many rows of fp16.
+
+    [2048, 256] @ [256, 1024] and back took a second, where fp32 took 19 ms (two cores).
+    """
     return a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS
 
 
@@ -548,8 +550,10 @@ def _multiply_by_library(
 
 
 def _bias_of(input: Tensor | None, b: Tensor) -> Tensor | None:
-    """The row of which `input` consists, with as many elements as `b` has columns, which cuBLASLt adds; None if it is
-    not one row. With two dimensions torch would copy it first."""
+    """The row of which `input` consists, with as many elements as `b` has columns; None if it is not one row.
+
+    cuBLASLt adds such a row. With two dimensions torch would copy it first.
+    """
     if input is None or input.dim() != 2 or input.stride(0) != 0 or input.shape[0] == 0:
         return None
     return _widened(input.select(0, 0), b.shape[1:])
@@ -645,6 +649,7 @@ def _check_dtypes(op: str, out_dtype: object = None, **operands: Tensor) -> None
 
 
 def check_dimensions(op: str, **operands: Tensor) -> None:
+    """Matrices or batches of them."""
     if any(x.dim() == 0 for x in operands.values()):
         dims = " and ".join(str(x.dim()) for x in operands.values())
         raise ValueError(

@@ -16,6 +16,7 @@ SIZABLE = 0.1  # a larger share of the parameters' bytes that is left unconverte
 
 
 def check_model(op: str, model: object) -> None:
+    """A model can be converted only if it is an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be an nn.Module, got {type(model).__name__}")
 
@@ -82,10 +83,8 @@ class LoadsItsKind(nn.Module):
                 expected += "" if key == name else f" called {name}"
                 if own.is_floating_point():
                     remedy = "make the model int8 first, as that of the checkpoint was"
-                elif given.is_floating_point():
-                    remedy = "load floats first and quantize the model then"
                 else:
-                    remedy = "no release wrote this format: convert the float model again"
+                    remedy = "load floats first and quantize the model then"
                 reasons.append(f"load_state_dict: {prefix}{key} must be {expected}, got {given.dtype}; {remedy}")
         return reasons
 

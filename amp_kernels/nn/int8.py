@@ -101,6 +101,7 @@ class DequantizedWeight(Tensor):
         return self
 
     def elements(self) -> Tensor:
+        """The dequantized weight as an ordinary tensor."""
         with torch.inference_mode(False):  # this weight has a version counter, which inference tensors refuse
             return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
 
@@ -132,10 +133,12 @@ class DequantizedWeight(Tensor):
         self._write("an assignment to elements", lambda elements: elements.__setitem__(index, value))
 
     def fill_diagonal_(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Refused if it changes an element, as other in-place operators are."""
         return self._write("fill_diagonal_", lambda elements: elements.fill_diagonal_(*args, **kwargs))
 
     @property
     def data(self) -> Tensor:
+        """The same weight without a gradient."""
         return self.detach()
 
     @data.setter
@@ -176,7 +179,7 @@ for _name in (
 class _Int8Weight(FixedDtypes):
     """A layer with int8 codes [N, K] in place of a weight, and with a dtype that `.half()` changes."""
 
-    _version = 3  # torch saves this number in state dicts
+    _version = 1  # torch saves this number in state dicts
 
     weight_codes: Tensor
     weight_scale: Tensor

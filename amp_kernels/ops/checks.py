@@ -24,12 +24,14 @@ def check_are_tensors(op: str, **arguments: object) -> None:
 
 
 def check_are_tensors_or_none(op: str, **arguments: object) -> None:
+    """As `check_are_tensors`, of arguments that may be absent."""
     for name, argument in arguments.items():
         if argument is not None:
             check_are_tensors(op, **{name: argument})
 
 
 def check_dtype(op: str, name: str, dtype: object) -> None:
+    """A `torch.dtype`, whichever."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}; pass a torch.dtype")
 
@@ -78,7 +80,7 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
 
 
 def why_not_loaded(what: str, saved: object, known: int) -> str | None:
-    """A sentence if a state dict has a format number of a release to come; the first releases wrote none, so None."""
+    """A sentence if a state dict has a format number of a release to come. torch's state dicts have none, so None."""
     if saved is None or saved in range(known + 1):
         return None
     return (
@@ -107,19 +109,6 @@ def check_states(
     check_tensors(op, name, states, dtypes)
     check_same_shapes(op, name, states, params)
     check_written(op, name, states)
-
-
-def check_pass(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool) -> None:
-    """Arguments of `unscale_` (`write`) and `grad_norm`."""
-    check_tensors(op, "grads", grads)
-    if write:
-        check_written(op, "grads", grads)
-    check_pass_scalars(op, grads, inv_scale, found_inf)
-
-
-def check_pass_scalars(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:
-    check_scalar(op, "inv_scale", inv_scale, grads[0].device)
-    check_scalar(op, "found_inf", found_inf, grads[0].device)
 
 
 def check_update(

@@ -9,15 +9,15 @@ from __future__ import annotations
 
 import importlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import _loader, reference
 from .checks import check_are_tensors, check_dtype, check_scalar, check_values
-from .library import LIBRARY, operator
+from .library import LIBRARY, Kernels, operator
 from .table import DTYPE_CODES
 
 MAX_K = 131071  # terms of a product of codes that int32 surely holds: 2^31 / 128^2
@@ -87,8 +87,11 @@ def scale_strides(groups: Groups, out: Sequence[int]) -> tuple[int, ...]:
 
 
 class Strides(NamedTuple):
-    """Strides of a result and of its scales. A result has x's order of dimensions if kernels can walk that, else one in
-    which every group is a row. Blocks are row-major; so are codes with random bits, numbered in that order."""
+    """Strides of a result and of its scales.
+
+    A result has x's order of dimensions if kernels can walk that, else one in which every group is a row. Blocks are
+    row-major; so are codes with random bits, numbered in that order.
+    """
 
     out: tuple[int, ...]
     scale: tuple[int, ...]
@@ -96,6 +99,7 @@ class Strides(NamedTuple):
 
     @classmethod
     def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Strides:
+        """Those of the result for `x`; `is_numbered` if its elements have random bits."""
         dims = range(x.dim())
         is_row_major = groups.block is not None or is_numbered
         out = dense_strides(groups.shape, dims) if is_row_major else nearest_dense(groups.shape, x.stride())
@@ -158,16 +162,6 @@ def layout_of(groups: Groups, x: Sequence[int], out: Sequence[int], scale: Seque
 
 
 # ------------------------------------------------------------------------------------ operators by kernels in Python
-class Kernels(Protocol):
-    """What launches kernels: `amp_kernels.triton_kernels`, or the emulator of tests."""
-
-    _quantize_int8_: Callable[..., None]
-    _dequantize_int8_: Callable[..., None]
-    _straight_through_int8_: Callable[..., None]
-    _int8_matmul_: Callable[..., None]
-    _int8_linear_: Callable[..., None]
-
-
 def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """The tensor itself if it has these strides and this dtype, else a copy that has."""
     have = all(n == 1 or s == wanted for n, s, wanted in zip(x.shape, x.stride(), strides, strict=True))

@@ -25,7 +25,7 @@ import importlib
 import importlib.util
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -35,12 +35,35 @@ from .. import _loader
 LIBRARY = torch.library.Library("amp_kernels", "DEF")
 
 
+Kernel = Callable[..., Any]
+
+
+class Kernels(Protocol):
+    """The kernels that Python launches: those of Triton, or in tests those of the emulator.
+
+    A step plan needs those of tables alone. C++ has these too, as operators (`backends.kernels`).
+    """
+
+    _unscale_table_: Kernel
+    _update_table_: Kernel
+    _load_unscale: Kernel
+    _load_update: Kernel
+    _send_: Kernel  # not called for tensors on a CPU, whose kernels read the table where it is
+    _matmul_: Kernel
+    _copy_pad_: Kernel
+    _quantize_int8_: Kernel
+    _dequantize_int8_: Kernel
+    _straight_through_int8_: Kernel
+    _int8_matmul_: Kernel
+    _int8_linear_: Kernel
+
+
 class Definition(NamedTuple):
     """What Python knows of an operator; each is called with its arguments."""
 
     check: Callable[..., None]
     reference: Callable[..., Any]
-    launch: Callable[..., Any] | None  # after the kernels to launch: Triton's module, or in tests the emulator's
+    launch: Callable[..., Any] | None  # its first argument is the `Kernels`
     compiled: Any  # the operator that runs the C++ kernels alone
 
 
@@ -66,7 +89,7 @@ def operator(
             words; `call` then asks this for them. The three below are called after it.
         reference: the specification in plain torch, without gradients.
         fake: makes what tracing takes for the results.
-        launch: calls kernels that have no C++ before them, Triton's; they are its first argument.
+        launch: calls the kernels that have no C++ before them. They are its first argument, `Kernels`.
         is_differentiable: the caller registers autograd.
         delegates: the CUDA kernel may leave a call to Triton or torch.
 
@@ -99,9 +122,10 @@ def operator(
     return op
 
 
-def triton_kernels() -> Any:
+def triton_kernels() -> Kernels:
     """The module of the Triton kernels."""
-    return importlib.import_module("amp_kernels.triton_kernels")
+    module: Any = importlib.import_module("amp_kernels.triton_kernels")
+    return module
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..families import FAMILIES
+from .library import Kernels
 from .table import (
     DTYPE_CODES,
     GRADIENT_ROWS,
@@ -25,10 +26,6 @@ from .table import (
     same_layout,
     send,
 )
-
-if TYPE_CHECKING:
-    from ..backends import Kernels
-
 
 # Cached, since a model is cut the same way at every step, and to cut a billion elements takes Python 1 or 2 ms.
 _cut = functools.lru_cache(maxsize=8)(cut)

@@ -6,15 +6,12 @@ neighbours need is torch's (`amp_kernels/functional/matmul.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Protocol
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
-from .library import operator
+from .library import Kernels, operator
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
@@ -24,14 +21,8 @@ OUT_DTYPES = (torch.float32, *DTYPES)
 ALIGNMENT = 16
 
 
-class Kernels(Protocol):
-    """What writes into results that exist, of batches of matrices; activations by their index."""
-
-    _matmul_: Callable[..., None]
-    _copy_pad_: Callable[..., None]
-
-
 def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple that is at least n."""
     return -(-n // multiple) * multiple
 
 
@@ -46,6 +37,7 @@ def new_result(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, pads
 
 # ------------------------------------------------------------------------------------------------------------ checks
 def check_activation(op: str, activation: object) -> None:
+    """One of `ACTIVATIONS`."""
     if activation not in ACTIVATIONS:
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")

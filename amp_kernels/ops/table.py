@@ -6,13 +6,12 @@ import itertools
 from array import array
 from collections.abc import Iterable, Sequence
 from enum import IntEnum
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from ..backends import DeviceKernels, Kernels
+from .library import Kernels
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 HYPER_COLUMNS = 8
@@ -118,7 +117,7 @@ def resend(ops: Kernels, host: Tensor, to: Tensor) -> None:
     if to.device.type == "cpu":
         to.copy_(host)
     else:
-        cast("DeviceKernels", ops)._send_(host.view(-1).view(torch.int64), to.view(-1).view(torch.int64))
+        ops._send_(host.view(-1).view(torch.int64), to.view(-1).view(torch.int64))
 
 
 def is_dense(tensor: Tensor) -> bool:

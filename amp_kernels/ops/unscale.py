@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,10 +10,7 @@ from torch import Tensor
 from .. import reference
 from . import lists
 from .checks import check_scalar, check_tensors, check_written
-from .library import LIBRARY, operator
-
-if TYPE_CHECKING:
-    from ..backends import Kernels
+from .library import LIBRARY, Kernels, operator
 
 
 def _check(op: str, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor) -> None:

@@ -39,8 +39,8 @@ from ._sweep import ABSENT, UNREAD, sweep
 from ._tensors import Spans, check_written, local, read_gradient
 
 if TYPE_CHECKING:
-    from ..backends import Kernels
     from ..families import Family
+    from ..ops.library import Kernels
 
 LR_COLUMN = HYPER_COLUMNS - 1  # holds a group's float learning rate; a tensor lr is read at its own address
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words that a group's fp32 hyper-parameters take

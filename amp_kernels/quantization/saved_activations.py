@@ -16,7 +16,7 @@ from ..functional import Int8Tensor, quantize_int8
 from ..ops.table import DTYPE_CODES
 
 
-class int8_saved_activations(contextlib.ContextDecorator):
+class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called as a function)
     """Save activations for the backward pass in int8, inside a `with` block: 1.06 bytes per element, not 2 or 4.
 
     Each `block_size` elements have one scale and one zero point (asymmetric codes: Chen et al. 2021, "ActNN"; Liu et

@@ -36,6 +36,7 @@ def addmm(
 
 
 def activate(x: Tensor, activation: str | None) -> Tensor:
+    """The activation of this name."""
     if activation is None:
         return x
     if activation == "relu":

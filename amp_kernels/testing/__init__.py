@@ -26,7 +26,7 @@ from .common import (
     rounded_once,
     written_outside,
 )
-from .updates import RMSPROP_OPTIONS, SGD_OPTIONS, UpdateInputs, torch_step
+from .updates import UpdateInputs, torch_step
 
 CASES: dict[str, tuple[Case, ...]] = {**unscale.CASES, **updates.CASES, **int8.CASES, **matmul.CASES}
 """The cases of every operator, by its name."""
@@ -35,8 +35,6 @@ __all__ = [
     "CASES",
     "DTYPES",
     "LAYOUTS",
-    "RMSPROP_OPTIONS",
-    "SGD_OPTIONS",
     "SHAPE",
     "SIZES",
     "Case",

@@ -271,6 +271,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def generator(seed: int) -> torch.Generator:
+    """Random numbers that depend on this seed and on that of `verify`."""
     return torch.Generator().manual_seed(1_000_003 * _seeds_begin_at + seed)
 
 
@@ -336,10 +337,12 @@ VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
 
 
 def values(kind: str, dtype: torch.dtype) -> list[Tensor]:
+    """A tensor of one kind of `VALUES`."""
     return [VALUES[kind](dtype).to(dtype)]
 
 
 def of_sizes(dtype: torch.dtype, sizes: Sequence[int] = SIZES, seed: int = 0) -> list[Tensor]:
+    """A random vector of each size."""
     return [randn(n, dtype=dtype, seed=seed + n) for n in sizes]
 
 
@@ -364,10 +367,12 @@ def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
 
 
 def shaped(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
+    """A random tensor that every layout can hold."""
     return [randn(*SHAPE, dtype=dtype, seed=seed)]
 
 
 def many(dtype: torch.dtype) -> list[Tensor]:
+    """40 random vectors of 1 to 13 elements."""
     return [randn(1 + i % 13, dtype=dtype, seed=i) for i in range(40)]
 
 
@@ -380,10 +385,12 @@ def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor
 
 
 def place(tensors: Sequence[Tensor], device: torch.device, layout: str = "contiguous") -> list[Tensor]:
+    """Copies on a device, in one of the `LAYOUTS`."""
     return [LAYOUTS[layout](x.to(device)) for x in tensors]
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """A copy of each."""
     return [x.clone() for x in tensors]
 
 

@@ -39,6 +39,37 @@ from .common import (
     written_outside,
 )
 
+LR = {"sgd": 0.1, "rmsprop": 0.01, "adam": 0.01}
+# Options of the optimizers as users write them, by family. Together they reach every branch of a formula. "full" and
+# "maximize" keep every state.
+EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
+    "sgd": {
+        "plain": {},
+        "weight_decay": {"weight_decay": 0.1},
+        "momentum": {"momentum": 0.9},
+        "dampening": {"momentum": 0.9, "dampening": 0.3},
+        "full": {"momentum": 0.9, "nesterov": True, "weight_decay": 0.01},
+        "maximize": {"momentum": 0.9, "dampening": 0.5, "weight_decay": 0.01, "maximize": True},
+    },
+    "rmsprop": {
+        "plain": {},
+        "weight_decay": {"weight_decay": 0.1, "alpha": 0.9, "eps": 1e-3},
+        "momentum": {"momentum": 0.9},
+        "centered": {"centered": True},
+        "full": {"centered": True, "momentum": 0.9, "weight_decay": 0.01},
+        "maximize": {"centered": True, "momentum": 0.9, "weight_decay": 0.01, "maximize": True},
+    },
+    "adam": {
+        "plain": {},
+        "weight_decay": {"weight_decay": 0.1, "betas": (0.5, 0.9), "eps": 1e-3},
+        "momentum": {"betas": (0.95, 0.99)},
+        "decoupled": {"weight_decay": 0.1, "decoupled_weight_decay": True},
+        "amsgrad": {"amsgrad": True, "betas": (0.9, 0.5)},
+        "full": {"amsgrad": True, "weight_decay": 0.01},
+        "maximize": {"amsgrad": True, "weight_decay": 0.01, "decoupled_weight_decay": True, "maximize": True},
+    },
+}
+
 
 class Update:
     """The public function and the optimizer of an update family, and torch's optimizer to compare with.
@@ -47,8 +78,8 @@ class Update:
         function: The functional update, for example `sgd_`.
         optimizer: The fused optimizer.
         torch: The optimizer of torch that it subclasses.
-        lr: The learning rate of the example "plain".
-        examples: Options of the family's examples by name, without `lr`.
+        lr: The learning rate of the examples.
+        examples: Other options of the optimizer, by the example's name.
     """
 
     def __init__(self, family: Family) -> None:
@@ -57,11 +88,7 @@ class Update:
         ours = (getattr(optim, name) for name in optim.__all__)
         self.optimizer: Any = next(kind for kind in ours if getattr(kind, "_family", None) is family)
         self.torch: Any = next(k for k in self.optimizer.__mro__ if not k.__module__.startswith(optim.__name__))
-        self.lr: float = family.examples["plain"]["lr"]
-        self.examples = {
-            name: {key: value for key, value in options.items() if key != "lr"}
-            for name, options in family.examples.items()
-        }
+        self.lr, self.examples = LR[family.name], EXAMPLES[family.name]
 
     def defaults(self) -> dict[str, Any]:
         """Returns all options of torch's optimizer, with their defaults."""
@@ -88,7 +115,6 @@ class Update:
 
 
 UPDATES = {name: Update(family) for name, family in FAMILIES.items()}
-SGD_OPTIONS, RMSPROP_OPTIONS = UPDATES["sgd"].examples, UPDATES["rmsprop"].examples
 
 
 class UpdateInputs:

@@ -52,6 +52,7 @@ class Failure(NamedTuple):
         return self.operator, self.backend, re.sub(r"\[\d+\]", "", self.comparison)
 
     def sentence(self) -> str:
+        """What was wrong, and how to run it again."""
         where = f"{self.operator} on {self.backend}, dtype {self.dtype}, case {self.case}: {self.comparison}"
         if self.at is not None:
             index = "" if self.at.index is None else f" at index {list(self.at.index)}"
@@ -75,6 +76,7 @@ class Row:
     failures: list[Failure] = field(default_factory=list)
 
     def cells(self) -> list[str]:
+        """The row of the table."""
         errors = (self.worst.error, self.worst.allowed)
         shown = ["exact" if x == self.worst.allowed == 0 else f"{x:.2g}" for x in errors]
         passed = f"NO ({len(self.failures)} failed)" if self.failures else "yes"
@@ -97,6 +99,7 @@ class Counter:
         self._next = time.monotonic() + (0 if self._in_place else _SECONDS_IN_A_LOG)
 
     def count(self, where: str) -> None:
+        """One more case is done."""
         self._done += 1
         if time.monotonic() < self._next and self._done < self._total:
             return

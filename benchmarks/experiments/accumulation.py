@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -19,8 +20,8 @@ from torch.optim import Optimizer
 import amp_kernels
 from amp_kernels.optim import FusedAdamW, FusedSGD
 
-from ..digits import Split, network
 from . import images
+from .digits import Split, network
 from .harness import (
     FALSIFIED,
     HOLDS,
@@ -45,7 +46,7 @@ BATCH = 32  # of what the fp32 networks learn from in one step, as published
 LARGE, SPLIT, SMALL, REORDERED = "32 x 1", "16 x 2", "16 x 1", "32 x 1, other order"
 PARTS = {LARGE: 1, SPLIT: 2, SMALL: 1, REORDERED: 1}
 NORM, NO_NORM = "batch norm", "no batch norm"
-SGD = {"lr": 0.02, "momentum": 0.9}
+SGD: dict[str, Any] = {"lr": 0.02, "momentum": 0.9}
 FEW = 10  # how many times the distance that rounding alone makes still counts as rounding
 
 SIXTEEN = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -157,9 +158,10 @@ def gradient_error(model: nn.Module, scale: float, x: Tensor, y: Tensor) -> floa
     """Of all gradients together, relative to the whole batch in fp64 with the same weights."""
     exact = copy.deepcopy(model).double()
     F.cross_entropy(exact(x.double()), y).backward()
-    pairs = [(p.grad.double() / scale, q.grad) for p, q in zip(model.parameters(), exact.parameters(), strict=True)]
-    square = sum((found - expected).square().sum() for found, expected in pairs)
-    return math.sqrt(square / sum(expected.square().sum() for _, expected in pairs))
+    found, expected = (
+        torch.cat([p.grad.flatten().double() for p in of.parameters() if p.grad is not None]) for of in (model, exact)
+    )
+    return float((found / scale - expected).norm() / expected.norm())
 
 
 @dataclass(frozen=True)
@@ -436,9 +438,9 @@ def draw(rows: Sequence[Row], path: Path) -> None:
             values = [100 * value for value in column(rows, "amp_kernels", way, "error", dtype).values()]
             if values:
                 mean, error = mean_and_error(values)
-                error = None if math.isnan(error) else error
+                yerr = None if math.isnan(error) else error
                 bar = right.bar(
-                    place + 0.27 * (k - 1), mean, 0.25, yerr=error, capsize=3, color=colour, label="" if place else way
+                    place + 0.27 * (k - 1), mean, 0.25, yerr=yerr, capsize=3, color=colour, label="" if place else way
                 )
                 right.bar_label(bar, fmt="%.2g", fontsize=8, padding=2)
     right.set_xticks(range(len(SIXTEEN)), SIXTEEN)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -20,10 +21,10 @@ from torch.optim.lr_scheduler import LambdaLR
 import amp_kernels
 from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 
-from ..demo_training import Size, Transformer, batches
-from ..digits import Split, network
+from ..demo.training import Size, Transformer, batches
 from ..plot import BLUES
 from . import images, text
+from .digits import Split, network
 from .harness import (
     FALSIFIED,
     HOLDS,
@@ -42,6 +43,8 @@ from .peers import first_line, reasons_below
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+from matplotlib.lines import Line2D
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CNN, TRANSFORMER, MLP = "CNN", "Transformer", "MLP"
@@ -51,7 +54,7 @@ OPTIONS = {
     (CNN, "RMSprop"): {"lr": 1e-3},
     (CNN, "AdamW"): {"lr": 2e-3},
     (TRANSFORMER, "SGD"): {"lr": 0.1, "momentum": 0.9},
-    (TRANSFORMER, "RMSprop"): {"lr": 3e-4},  # at 1e-3 rounding grows to 4 % of the loss (demo_training.py)
+    (TRANSFORMER, "RMSprop"): {"lr": 3e-4},  # at 1e-3 rounding grows to 4 % of the loss (demo/training.py)
     (TRANSFORMER, "AdamW"): {"lr": 1e-3},
 }
 FIRST_SCALE = 2.0**12  # from the default of 2^16 most runs of the Transformer lose their first step
@@ -143,7 +146,7 @@ class Training:
 
     def __init__(self, model: nn.Module, way: Way, optimizer: str, options: dict, steps: int, device: torch.device):
         self.way, self.device = way, device
-        self.model = images.in_16_bits(model.to(device), way.weights)
+        self.model: Any = images.in_16_bits(model.to(device), way.weights)
         if way.weights is not FP32:
             amp_kernels.nn.convert_linear_(self.model)
         self.optimizer = way.find(optimizer)(self.model.parameters(), **options)
@@ -171,6 +174,10 @@ def picks(count: int, size: int, epochs: int, seed: int, device: torch.device) -
         yield from torch.randperm(count, generator=generator).to(device).split(size)
 
 
+def _loss(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return F.cross_entropy(model(x).float(), y)
+
+
 def cnn(way: Way, optimizer: str, seed: int, of: Plan, device: torch.device) -> tuple[float, float]:
     torch.manual_seed(seed)
     split = Split(seed, device)
@@ -178,7 +185,7 @@ def cnn(way: Way, optimizer: str, seed: int, of: Plan, device: torch.device) -> 
     order = list(picks(len(y), BATCH, of.epochs, seed, device))
     training = Training(images.cnn(), way, optimizer, OPTIONS[CNN, optimizer], len(order), device)
     for batch in order:
-        training.step(lambda batch=batch: F.cross_entropy(training.model(x[batch].to(way.weights)).float(), y[batch]))
+        training.step(partial(_loss, training.model, x[batch].to(way.weights), y[batch]))
     return images.evaluate(training.model, split, way.weights)
 
 
@@ -189,7 +196,7 @@ def transformer(
     options = options or OPTIONS[TRANSFORMER, optimizer]
     training = Training(Transformer(of.size), way, optimizer, options, of.steps, device)
     for batch in islice(batches(text.text(device)[0], of.size, seed), of.steps):
-        training.step(lambda batch=batch: training.model(batch), divisor)
+        training.step(partial(training.model, batch), divisor)
     return training
 
 
@@ -233,9 +240,11 @@ def _range(training: Training, of: Plan, divisor: int) -> Row:
     """The gradients of the linear layers' outputs after training in fp32: how large, and which are 0 in fp16."""
     found: list[Tensor] = []
     linear = (layer for layer in training.model.modules() if isinstance(layer, nn.Linear))
-    hooks = [
-        layer.register_full_backward_hook(lambda _, __, grads: found.append(grads[0].flatten())) for layer in linear
-    ]
+
+    def keep(_: nn.Module, __: object, grads: Any) -> None:
+        found.append(grads[0].flatten())
+
+    hooks = [layer.register_full_backward_hook(keep) for layer in linear]
     (training.model(next(batches(text.text(training.device)[0], of.size, seed=1))) / divisor).backward()
     for hook in hooks:
         hook.remove()
@@ -284,7 +293,7 @@ def small_updates(kind: Make, dtype: torch.dtype, seed: int, of: Plan, device: t
         scaler.update()
         if before:
             moved = sum(int((p != old).sum()) for p, old in zip(parameters, before, strict=True))
-            lost = 100 - 100 * moved / sum(int((p.grad != 0).sum()) for p in parameters)
+            lost = 100 - 100 * moved / sum(int(p.grad.count_nonzero()) for p in parameters if p.grad is not None)
     return result(*images.evaluate(model, split, dtype)) | {"unchanged": f"{lost:.4g}"}
 
 
@@ -430,27 +439,27 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         tuple(lines),
         reasons_below(rows, "way"),
     )
-    lines = []
+    by_divisor = []
     for divisor in DIVISORS:
         found = (accuracies(rows, part=SCALING, divisor=divisor, way=way) for way in names(rows, SCALING))
         zeros = [number(row, "zeros") for row in rows if (row["part"], row["divisor"]) == (RANGE, str(divisor))]
-        lines.append((f"{divisor}", *(shown(list(values.values())) for values in found), shown(zeros)))
+        by_divisor.append((f"{divisor}", *(shown(list(values.values())) for values in found), shown(zeros)))
     scaled = Table(
         "Transformer, AdamW: accuracy in % if each loss is divided by the number of micro-batches. Last column: of the "
         "gradients with respect to the outputs of linear layers, the share that becomes 0 in fp16 without scaling",
         ("divided by", *names(rows, SCALING), "become 0, %"),
-        tuple(lines),
+        tuple(by_divisor),
     )
-    lines = []
+    by_masters = []
     for way in names(rows, MASTERS):
         unchanged = [number(row, "unchanged") for row in rows if (row["part"], row["way"]) == (MASTERS, way)]
-        lines.append((way, shown(list(accuracies(rows, part=MASTERS, way=way).values())), shown(unchanged)))
+        by_masters.append((way, shown(list(accuracies(rows, part=MASTERS, way=way).values())), shown(unchanged)))
     small = Table(
         f"MLP, plain SGD with a learning rate of {SMALL_LR}: accuracy in %. Last column: of the weights whose gradient "
         "is not 0, the share that one step in the middle of training leaves unchanged. With masters the update is kept "
         "there although the 16-bit weight does not change",
         ("weights", "accuracy", "unchanged weights, %"),
-        tuple(lines),
+        tuple(by_masters),
     )
     return [main, scaled, small]
 
@@ -506,7 +515,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def _draw_differences(axes: plt.Axes, rows: Sequence[Row]) -> None:
+def _draw_differences(axes: Axes, rows: Sequence[Row]) -> None:
     ways = [way for way in names(rows, SAME) if way != AS_FP32]
     for model, marker, shift in ((CNN, "s", -0.15), (TRANSFORMER, "o", 0.15)):
         for place, way in enumerate(ways):
@@ -527,11 +536,11 @@ def _draw_differences(axes: plt.Axes, rows: Sequence[Row]) -> None:
     axes.set_ylim(len(ways) - 0.5, -0.5)
     axes.set_xlabel("accuracy minus that of fp32, points (higher is better)\n± 2 standard errors", fontsize=9)
     axes.set_title("Same hyper-parameters as fp32", fontsize=11)
-    markers = [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in "so"]
+    markers = [Line2D([], [], color="black", marker=marker, linestyle="") for marker in "so"]
     axes.legend([*markers, span], [CNN, TRANSFORMER, f"± {MARGIN} points"], fontsize=8, loc="upper right")
 
 
-def _draw_range(axes: plt.Axes, rows: Sequence[Row]) -> None:
+def _draw_range(axes: Axes, rows: Sequence[Row]) -> None:
     row = next((row for row in rows if (row["part"], row["divisor"]) == (RANGE, str(DIVISOR))), None)
     pairs = [tuple(map(float, pair.split(":"))) for pair in row["histogram"].split()] if row else []
     shift = int(math.log2(FIRST_SCALE))
@@ -550,7 +559,7 @@ def _draw_range(axes: plt.Axes, rows: Sequence[Row]) -> None:
     axes.legend(fontsize=8, loc="upper center", ncols=3)
 
 
-def _draw_masters(axes: plt.Axes, rows: Sequence[Row]) -> None:
+def _draw_masters(axes: Axes, rows: Sequence[Row]) -> None:
     ways = names(rows, MASTERS)
     for place, way in enumerate(ways):
         values = list(accuracies(rows, part=MASTERS, way=way).values())

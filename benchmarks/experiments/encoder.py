@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -157,7 +158,7 @@ def pretrained(device: torch.device) -> Encoder:
 
 
 @functools.cache
-def tokenizer(longest: int):
+def tokenizer(longest: int) -> Any:
     from tokenizers import Tokenizer
 
     found = Tokenizer.from_file(str(folder() / "tokenizer.json"))

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -35,12 +36,13 @@ from .peers import Build, ready, reasons_below
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
-from matplotlib.patches import Patch
+from matplotlib.axes import Axes
+from matplotlib.patches import Patch, Rectangle
 
 OURS = {"SGD": FusedSGD, "RMSprop": FusedRMSprop, "AdamW": FusedAdamW}
 OPTIONS = {"SGD": {"lr": 1e-3, "momentum": 0.9}, "RMSprop": {"lr": 1e-3}, "AdamW": {"lr": 1e-3}}
 LOOP, FOREACH, FUSED = "torch for-loop", "torch foreach", "torch fused"
-FLAGS = {LOOP: {"foreach": False}, FOREACH: {"foreach": True}, FUSED: {"fused": True}}
+FLAGS: dict[str, dict[str, Any]] = {LOOP: {"foreach": False}, FOREACH: {"foreach": True}, FUSED: {"fused": True}}
 FP32, FP16 = "amp_kernels", "amp_kernels, fp16 weights"
 BITSANDBYTES, FLASHOPTIM, FLASHOPTIM_FP16 = "bitsandbytes", "flashoptim", "flashoptim, fp16 weights"
 TORCHAO = "torchao, 8-bit state"
@@ -68,10 +70,10 @@ def builds(name: str, make: Callable[[torch.dtype], list], settings: Settings) -
     """Every contender; `make` returns parameters with gradients."""
     options = OPTIONS[name]
 
-    def step(optimizer: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = torch.float32, **more: object):
+    def step(optimizer: Callable[..., torch.optim.Optimizer], dtype: torch.dtype = torch.float32, **more: Any) -> Build:
         return lambda: optimizer(make(dtype), **options, **more).step
 
-    def peer(package: str, of: str, dtype: torch.dtype = torch.float32, **more: object) -> Build:
+    def peer(package: str, of: str, dtype: torch.dtype = torch.float32, **more: Any) -> Build:
         def build() -> Callable[[], object]:
             module = importlib.import_module(package)
             return step(getattr(module, of), dtype, **more)()
@@ -79,7 +81,8 @@ def builds(name: str, make: Callable[[torch.dtype], list], settings: Settings) -
         return build
 
     on_gpu = settings.device.type == "cuda"
-    plain = {"quantize": False, "master_weight_bits": None, "fused": on_gpu}  # the one way that runs on a CPU
+    # The one way that runs on a CPU.
+    plain: dict[str, Any] = {"quantize": False, "master_weight_bits": None, "fused": on_gpu}
     found = {variant: step(getattr(torch.optim, name), **flag) for variant, flag in FLAGS.items()}
     found |= {
         FP32: step(OURS[name]),
@@ -244,7 +247,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     groups = {"torch's own": (LOOP, FOREACH, FUSED), "all with fp32 weights and state": SAME_WORK}
     figure, grid = plt.subplots(2, 3, figsize=(10, 6.5), layout="constrained", sharex=True, sharey=True)
     found, shown = cells(rows), set()
-    counts, sizes = ([*dict.fromkeys(sorted(key[place] for key in found))] for place in (1, 2))
+    counts, sizes = sorted({count for _, count, _ in found}), sorted({size for *_, size in found})
     for line, (title, contenders) in zip(grid, groups.items(), strict=True):
         for axes, name in zip(line, OURS, strict=True):
             axes.set_title(f"{name}, {title}", fontsize=10)
@@ -265,10 +268,10 @@ def draw(rows: Sequence[Row], path: Path) -> None:
     plt.close(figure)
 
 
-def _tile(axes: plt.Axes, x: int, y: int, times: Mapping[str, float]) -> str:
+def _tile(axes: Axes, x: int, y: int, times: Mapping[str, float]) -> str:
     """Draws the winner of a cell and returns its name."""
-    winner = min((c for c in times if not math.isnan(times[c])), key=times.get)
-    axes.add_patch(plt.Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, color=COLOURS[winner], alpha=0.6, linewidth=0))
+    winner = min((c for c in times if not math.isnan(times[c])), key=lambda c: times[c])
+    axes.add_patch(Rectangle((x - 0.47, y - 0.47), 0.94, 0.94, color=COLOURS[winner], alpha=0.6, linewidth=0))
     axes.text(x, y, f"{1 / times[winner]:.2g}", ha="center", va="center", fontsize=10)
     return winner
 

@@ -11,11 +11,11 @@ import csv
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tqdm import tqdm
@@ -25,6 +25,7 @@ import amp_kernels
 from ..common import device_name
 
 Row = dict[str, Any]
+Name = TypeVar("Name", bound=Hashable)
 HOLDS, FALSIFIED, UNDECIDED = "holds", "falsified", "undecided"
 SHARED = ("run", "seconds", "device_name", "torch_version", "amp_kernels_version", "date", "note")
 
@@ -136,11 +137,11 @@ def carry_out(experiment: Experiment, settings: Settings, folder: Path, is_fresh
 
 
 def seconds_side_by_side(
-    contenders: Mapping[str, Callable[[], object]], rounds: int, device: torch.device, warm_ups: int = 2
-) -> dict[str, list[float]]:
+    contenders: Mapping[Name, Callable[[], object]], rounds: int, device: torch.device, warm_ups: int = 2
+) -> dict[Name, list[float]]:
     """Seconds of each contender in each round. They take turns, so that a load on the machine slows all of them; ratios
     are to be taken within a round (`ratio`)."""
-    times: dict[str, list[float]] = {name: [] for name in contenders}
+    times: dict[Name, list[float]] = {name: [] for name in contenders}
     for turn in range(warm_ups + rounds):
         for name, run in contenders.items():
             _wait(device)

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from sklearn.datasets import load_sample_images
 from torch import Tensor, nn
 
-from ..digits import Split
+from .digits import Split
 
 PATCH = 8  # pixels; times 3 colours
 
@@ -49,7 +50,7 @@ def evaluate(model: nn.Module, split: Split, dtype: torch.dtype) -> tuple[float,
 def patches(device: torch.device) -> tuple[Tensor, Tensor]:
     """The two photos that come with scikit-learn, cut into squares: [squares, 192], from 0 to 1."""
 
-    def cut(image) -> Tensor:
+    def cut(image: Any) -> Tensor:
         pixels = torch.from_numpy(image.copy()).permute(2, 0, 1).to(device).float() / 255
         return pixels.unfold(1, PATCH, PATCH).unfold(2, PATCH, PATCH).permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -101,13 +102,13 @@ def sweep(settings: Settings, dtype: str, dimension: str, rows: int, rounds: int
         for name, multiply in PRODUCTS.items():
             calls[name, size] = repeated(partial(multiply, a, b), settings.pick(cpu=1, cuda=10, quick=1))
     times = seconds_side_by_side(calls, rounds, settings.device)
-    times = {(name, size): [seconds / size for seconds in times[name, size]] for name, size in times}
-    round_sizes = [times[TORCH, size] for size in sizes if size % 8 == 0]
+    per_size = {(name, size): [seconds / size for seconds in times[name, size]] for name, size in times}
+    round_sizes = [per_size[TORCH, size] for size in sizes if size % 8 == 0]
     aligned = [statistics.mean(seconds) for seconds in zip(*round_sizes, strict=True)]
     shared = {"part": SWEEP, "dtype": dtype, "dimension": dimension, "rows": rows, "rounds": rounds}
     found = []
-    for (name, size), seconds in times.items():
-        of_torch = ratio(seconds, times[TORCH, size])
+    for (name, size), seconds in per_size.items():
+        of_torch = ratio(seconds, per_size[TORCH, size])
         measured = figures("ratio", ratio(seconds, aligned)) | figures("of_torch", of_torch)
         found.append({**shared, "contender": name, "size": size, **measured})
     return found
@@ -163,7 +164,7 @@ def _torchao_int8(model: nn.Module) -> nn.Module:
 def _bitsandbytes_int8(model: nn.Module) -> nn.Module:
     import bitsandbytes
 
-    weight = model[0].weight
+    weight: Any = next(model.parameters())
     layer = bitsandbytes.nn.Linear8bitLt(*weight.shape[::-1], bias=False, has_fp16_weights=False)
     layer.weight = bitsandbytes.nn.Int8Params(weight.data.half().cpu(), requires_grad=False, has_fp16_weights=False)
     return nn.Sequential(layer.to(weight.device))

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from sklearn.datasets import load_digits, load_sample_images
 from torch import Tensor, nn
 
-from ..demo_training import read_text
+from ..demo.training import read_text
 from .harness import Settings
 
 FEED_FORWARD, U_NET, ENCODER = "feed-forward", "U-Net", "encoder"

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from .harness import Row
+from .harness import Name, Row
 
 Build = Callable[[], Callable[[], object]]  # makes a contender ready and returns what is timed
 
 
-def ready(builds: Mapping[str, Build]) -> tuple[dict[str, Callable[[], object]], dict[str, str]]:
+def ready(builds: Mapping[Name, Build]) -> tuple[dict[Name, Callable[[], object]], dict[Name, str]]:
     """Contenders that were built and have run once, and the reasons of the others: their exceptions' first lines."""
-    runs, reasons = {}, {}
+    runs: dict[Name, Callable[[], object]] = {}
+    reasons: dict[Name, str] = {}
     for name, build in builds.items():
         try:
             run = build()

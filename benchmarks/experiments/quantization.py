@@ -392,6 +392,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.lines import Line2D
 
     names = [row["contender"] for row in select(rows, "accuracy") if row.get("mrr")]
     figure, (bytes_, loss, time) = plt.subplots(1, 3, figsize=(9, 4.5), dpi=110, layout="constrained", sharey=True)
@@ -405,7 +406,7 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         for row, marker, shift in zip(timed, "os", (-0.15, 0.15), strict=False):
             middle, low, high = spread(row, "ratio")
             time.errorbar(middle, y + shift, xerr=[[middle - low], [high - middle]], fmt=marker, **style)
-            marks[size(row)] = plt.Line2D([], [], color="0.3", marker=marker, linestyle="")
+            marks[size(row)] = Line2D([], [], color="0.3", marker=marker, linestyle="")
     bytes_.set_yticks(range(len(names)), [name.replace(", ours", ", amp_kernels") for name in names])
     bytes_.invert_yaxis()
     bytes_.set_xlabel("file size, fp32 = 1\n(lower is better)")

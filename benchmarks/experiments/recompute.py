@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from amp_kernels.optim import FusedAdamW
 
-from ..demo_training import Size, Transformer, batches
+from ..demo.training import Size, Transformer, batches
 from ..plot import BLUES
 from . import text
 from .harness import (
@@ -42,6 +42,7 @@ from .peers import first_line, reasons_below
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
+from matplotlib.lines import Line2D
 
 LR = 1e-3
 MARGIN = 0.3  # points of accuracy, the most by which the published ones of 16 bits and fp32 differ (experiment 1)
@@ -408,8 +409,8 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         for row in picked(rows, LARGEST)
     )
     title = f"Largest batch whose activations and gradients fit {of['budget_mb']} MB"
-    columns = "way", "batch", "peak, MB", "time per sequence (everything kept: 1)"
-    second = Table(title, columns, tuple(full))
+    of_largest = "way", "batch", "peak, MB", "time per sequence (everything kept: 1)"
+    second = Table(title, of_largest, tuple(full))
     groups: dict[tuple[str, str, str], list[Row]] = {}
     for row in picked(rows, TRAINED):
         groups.setdefault((row["way"], row["batch"], row["steps"]), []).append(row)
@@ -472,8 +473,8 @@ def draw(rows: Sequence[Row], path: Path) -> None:
         bars = [[middle - low], [high - middle]]
         style = {"color": COLOURS[row["way"]], "marker": markers[row["batch"]], "markersize": 8, "capsize": 3}
         left.errorbar(number(row, "peak_ratio") + aside.get(row["way"], 0), middle, yerr=bars, **style)
-    handles = [plt.Line2D([], [], color=colour, marker="s", linestyle="") for colour in COLOURS.values()]
-    handles += [plt.Line2D([], [], color="black", marker=marker, linestyle="") for marker in markers.values()]
+    handles = [Line2D([], [], color=colour, marker="s", linestyle="") for colour in COLOURS.values()]
+    handles += [Line2D([], [], color="black", marker=marker, linestyle="") for marker in markers.values()]
     labels = [*COLOURS, *(f"batch {batch}" for batch in markers)]
     figure.legend(handles, labels, fontsize=9, loc="outside upper center", ncols=len(labels))
     left.set(

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from amp_kernels.quantization import int8_saved_activations
 
-from ..demo_training import Size, Transformer, batches, read_text
+from ..demo.training import Size, Transformer, batches, read_text
 
 EVALUATION = 20, 32  # batches of so many sequences
 

@@ -242,8 +242,10 @@ def runs(settings: Settings) -> list[Run]:
         fast = [way for way in WAYS if way not in slow and not left_out(way, name, settings)]
         found.append(Run(f"{name} memory", partial(memory_of, settings, name)))
         rounds = task(name, settings).rounds
-        for seed in settings.seeds:
-            found.append(Run(f"{name} seed {seed}", partial(time_of, settings, name, fast, seed, rounds, True)))
+        found += [
+            Run(f"{name} seed {seed}", partial(time_of, settings, name, fast, seed, rounds, True))
+            for seed in settings.seeds
+        ]
         if slow:
             few = settings.pick(cpu=4, cuda=4, quick=2)
             found.append(Run(f"{name} slow", partial(time_of, settings, name, [FP32, *slow], 0, few, False)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch.distributed as dist
@@ -15,7 +16,8 @@ def test_the_example_of_ddp():
     pytest.importorskip("sklearn")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "amp_kernels.benchmarks.ddp", "--epochs", "4"],
+        [*command, "-m", "benchmarks.demo.ddp", "--epochs", "4"],
+        cwd=Path(__file__).parents[2],
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,

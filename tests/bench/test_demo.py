@@ -94,5 +94,5 @@ def test_the_budget_cuts_the_steps(tmp_path):
 def test_wrong_arguments_get_a_sentence(option, value, sentence, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["demo", *TINY, option, value])
     with pytest.raises(SystemExit) as error:
-        importlib.import_module("amp_kernels.benchmarks.demo").main()
+        importlib.import_module("amp_kernels.benchmarks.demo.__main__").main()
     assert error.value.code == 2 and sentence in capsys.readouterr().err

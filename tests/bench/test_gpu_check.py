@@ -23,7 +23,7 @@ from cuda_on_cpu.build import missing_headers
 from amp_kernels import testing
 
 ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "benchmarks" / "gpu_check.py"
+SCRIPT = ROOT / "benchmarks" / "gpu" / "gpu_check.py"
 README = ROOT / "README.md"
 
 

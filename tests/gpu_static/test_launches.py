@@ -24,10 +24,10 @@ from cuda_on_cpu.build import missing_headers
 from occupancy import resident_blocks
 
 from amp_kernels import testing
-from amp_kernels.families import FAMILIES
 from amp_kernels.optim import FusedSGD, ema_
+from amp_kernels.testing.updates import EXAMPLES
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 from gpu_check import SHAPES
 from gpu_parts import TILES
 
@@ -73,9 +73,9 @@ def average(dtype: torch.dtype) -> None:
 def is_of_values(case: testing.Case) -> bool:
     """Whether it is a case of values, sizes or layouts of an update, whose kernel dtypes and options alone choose."""
     family = case.op.rstrip("_")
-    if family not in FAMILIES:
+    if family not in EXAMPLES:
         return False
-    examples = FAMILIES[family].examples
+    examples = EXAMPLES[family]
     return case.name not in {"options", "split", *examples, *(f"split_{name}" for name in examples)}
 
 

@@ -9,7 +9,7 @@ from cuda_on_cpu import backend
 
 from amp_kernels import testing
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
 from gpu_parts import TILES
 
 with backend.serving():

@@ -23,13 +23,13 @@ TABLES = (
 CASES = {"int8": ("int8/triton_int8_cases.py",), "matmul": ("matmul/triton_matmul_cases.py",)}
 
 
-@pytest.mark.parametrize("files", (TABLES, *CASES.values()), ids=("tables", *CASES))
+@pytest.mark.parametrize("files", [TABLES, *CASES.values()], ids=("tables", *CASES))
 @pytest.mark.skipif(WHY_NOT["triton-interpret"]() is not None, reason=str(WHY_NOT["triton-interpret"]()))
 def test_under_the_interpreter(files: Sequence[str]) -> None:
     run_pytest(*(str(TESTS / file) for file in files), TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("files", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("files", [*CASES.values()], ids=CASES)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_on_the_gpu(files: Sequence[str]) -> None:
     run_pytest(*(str(TESTS / file) for file in files))

@@ -1,8 +1,7 @@
-"""Models to int8: which layers are replaced, calibration, QAT, chains of codes, and the accuracy on digits."""
+"""Models to int8: which layers are replaced, calibration, QAT, and chains of codes."""
 
 import copy
 import functools
-import importlib
 import logging
 
 import pytest
@@ -680,29 +679,6 @@ def test_a_model_that_was_converted_is_named_as_such():
     mixed = quantize_(mlp(), filter_fn=lambda _, name: name == "0")
     first = mixed[0]
     assert quantize_(mixed, "dynamic")[0] is first and mixed[2].mode == "dynamic"
-
-
-# ------------------------------------------------------------------------------------------------------------- digits
-@pytest.fixture
-def digits():
-    pytest.importorskip("sklearn")
-    return importlib.import_module("amp_kernels.benchmarks.digits")
-
-
-def test_digits_within_half_a_point_of_fp32(digits):
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        rows = {row["model"]: row for row in digits.measure(3, device, epochs=12)}
-    finally:
-        torch.set_num_threads(threads)
-    assert len(rows) == 9 and rows["fp32"]["accuracy_percent"] > 94
-    for name, row in rows.items():
-        assert row["delta_points"] >= -0.5, row
-        if not name.startswith(("QAT", "int8 saved")):  # the same weights: only what is near the border may flip
-            assert row["flipped"] <= 0.005 * row["predictions"], row
-    assert rows["weight-only"]["model_bytes"] < 0.56 * rows["fp16"]["model_bytes"]
 
 
 def test_our_linear_is_quantized_as_torchs() -> None:

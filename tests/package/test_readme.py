@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from amp_kernels.benchmarks import bytes as table
+from amp_kernels.benchmarks.experiments import bytes as table
 from pages import DOCS, README, ROOT, blocks
 
 from amp_kernels import backends
@@ -89,7 +89,7 @@ def test_the_questions_are_answered_in_sections() -> None:
 
 
 def test_the_table_of_bytes() -> None:
-    """The rows of torch are not measured again: `python -m benchmarks.bytes` printed them."""
+    """The rows of torch are not measured again: `python -m benchmarks.experiments.bytes` printed them."""
     printed = OPTIMIZERS.read_text().splitlines()
     assert len([row for row in printed if row.startswith("| torch ")]) == sum(r.library == "torch" for r in table.ROWS)
     with table.only_new_objects():

@@ -1,4 +1,4 @@
-"""Checkpoints of earlier commits load, and go on with the bits that those computed (tests/package/saved)."""
+"""Checkpoints of releases load, and go on with the bits that those computed (tests/package/saved)."""
 
 from __future__ import annotations
 
@@ -17,26 +17,24 @@ from amp_kernels import use_backend
 from amp_kernels.backends import backend_reasons
 
 SAVED = Path(__file__).with_name("saved")
-commits = pytest.mark.parametrize("commit", sorted({path.parent.name for path in SAVED.glob("*/*.pt")}))
-LAYERS = [name for name in MODELS if MODELS[name].is_converted]  # that hold int8 layers
-WITHOUT_CODES = "2034688"  # no release: its int8 layers had codes under the name of the weight
+releases = pytest.mark.parametrize("release", sorted({path.parent.name for path in SAVED.glob("*/*.pt")}))
 
 
-def load(commit: str, name: str) -> dict[str, Any]:
-    return torch.load(SAVED / commit / f"{name}.pt", weights_only=True)
+def load(release: str, name: str) -> dict[str, Any]:
+    return torch.load(SAVED / release / f"{name}.pt", weights_only=True)
 
 
-@commits
-def test_every_case_is_there(commit):
-    assert {path.stem for path in (SAVED / commit).iterdir()} == {*TRAININGS, *INT8}
+@releases
+def test_every_case_is_there(release):
+    assert {path.stem for path in (SAVED / release).iterdir()} == {*TRAININGS, *INT8}
 
 
-@commits
+@releases
 @pytest.mark.parametrize("name", TRAININGS)
-def test_training_goes_on(commit, name):
+def test_training_goes_on(release, name):
     if reason := backend_reasons("cpu")["cpu"]:
         pytest.skip(reason)  # the bits are its own; other backends keep the error rule
-    file = load(commit, name)
+    file = load(release, name)
     training = TRAININGS[name]
     training.resume(file["saved"])
     with use_backend("cpu"):
@@ -45,16 +43,10 @@ def test_training_goes_on(commit, name):
     assert found == file["numbers"]
 
 
-@commits
+@releases
 @pytest.mark.parametrize("name", INT8)
-def test_int8_goes_on(backend, device, commit, name):
-    file = load(commit, name)
-    if commit == WITHOUT_CODES and name in LAYERS:
-        for saved in (file["saved"], dict(file["saved"])):  # also without torch's metadata, as safetensors keep it
-            says = r"0\.weight must be codes called weight_codes, got torch\.int8"
-            with use_backend("reference"), pytest.raises(RuntimeError, match=says):
-                INT8[name].resume(saved, device)
-        return
+def test_int8_goes_on(backend, device, release, name):
+    file = load(release, name)
     with use_backend("reference"):  # models are made on the CPU, and then moved
         INT8[name].resume(file["saved"], device)
     found = INT8[name].go_on()
@@ -99,11 +91,11 @@ def test_torch_loads_what_has_a_format():
 @pytest.mark.parametrize("name", ["weight_only", "dynamic", "static"])
 def test_newer_int8_layers(name):
     state = MODELS[name].save()
-    layers = [layer for layer, kept in state._metadata.items() if kept["version"] == 3]
+    layers = [layer for layer in state._metadata if f"{layer}.weight_codes" in state]
     assert layers
     for layer in layers:
-        state._metadata[layer]["version"] = 4
-    with pytest.raises(RuntimeError, match=re.escape(NEWER.format(3, 4))) as error:
+        state._metadata[layer]["version"] = 2
+    with pytest.raises(RuntimeError, match=re.escape(NEWER.format(1, 2))) as error:
         MODELS[name].resume(state)
-    assert str(error.value).count("must be at most 3, got 4") == len(layers)
+    assert str(error.value).count("must be at most 1, got 2") == len(layers)
     MODELS[name].resume(dict(state))  # without torch's metadata, as safetensors keep it

@@ -1,12 +1,12 @@
 """Trainings and int8 models that are saved, resumed and continued, for the checkpoints in the folders beside this file.
 
-Each folder holds what the commit or release of its name saved, and the numbers that it computed when it went on. Here
-the same checkpoints must load and give the same bits (tests/package/test_saved.py). To keep those of another one, in a
-clone that is at that commit and built for the CPU:
+Each folder holds what the release of its name saved, and the numbers that it computed when it went on. Here the same
+checkpoints must load and give the same bits (tests/package/test_saved.py). To keep those of another one, in a clone
+that is at that release and built for the CPU:
 
     python HERE/tests/package/saved/cases.py HERE/tests/package/saved/NAME
 
-Only public names are used, since commits of long ago run this file too. Values are small multiples of powers of two:
+Only public names are used, since older releases run this file too. Values are small multiples of powers of two:
 they are the same in every dtype and on every torch, and sums of products are exact in any order.
 """
 

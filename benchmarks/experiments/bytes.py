@@ -1,6 +1,6 @@
 """Bytes a parameter for optimizers: weights, gradients, masters and states, as the table of docs/guides/optimizers.md.
 
-    python -m benchmarks.bytes
+    python -m benchmarks.experiments.bytes
 
 Every row of amp_kernels and torch is measured on the CPU: a model of a million parameters takes a step, and the memory
 of every tensor that is then alive is added up. The rows of bitsandbytes and flashoptim are counted from the formats
@@ -136,7 +136,7 @@ def only_new_objects() -> Iterator[None]:
 
 def measure(make: Make, dtype: torch.dtype, grad_dtype: torch.dtype | None = None) -> tuple[float, ...]:
     """Bytes a parameter after one step: weights, gradients, masters with what belongs to them, states."""
-    params = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+    params: list[Tensor] = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
     for p in params:
         if grad_dtype is not None:
             p.grad_dtype = grad_dtype

@@ -31,7 +31,7 @@ from tabulate import tabulate
 from torch import Tensor
 from tqdm import tqdm
 
-from .demo_training import (
+from .training import (
     DTYPES,
     EVALUATION_BATCHES,
     OURS,
@@ -256,7 +256,7 @@ def main() -> int:
     args.deadline = time.perf_counter() + 0.9 * args.budget_seconds  # the rest is for the report
     interrupts = []
 
-    def interrupt(*_) -> None:  # finish the step and report; a second Ctrl-C ends it at once
+    def interrupt(*_: object) -> None:  # finish the step and report; a second Ctrl-C ends it at once
         interrupts.append(True)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

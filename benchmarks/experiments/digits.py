@@ -1,6 +1,6 @@
 """Accuracy of int8 on the handwritten digits of scikit-learn, which come with the package.
 
-    python -m benchmarks.digits [--device cuda] [--seeds 10] [--out folder]
+    python -m benchmarks.experiments.digits [--device cuda] [--seeds 10] [--out folder]
 
 An MLP 64-128-64-10 is trained in fp32 on a random half for each seed and predicts the other half, 8980 predictions for
 ten seeds. fp16 and bf16 are that model cast; weight-only, dynamic and static are it quantized. QAT and int8 saved
@@ -30,7 +30,7 @@ from tqdm import tqdm
 import amp_kernels
 from amp_kernels.quantization import convert_, int8_saved_activations, prepare_, prepare_qat_, quantize_
 
-from .common import device_name, results_folder
+from ..common import device_name, results_folder
 
 EPOCHS, BATCH, LR = 30, 64, 3e-3
 COLUMNS = ("model", "accuracy_percent", "delta_points", "standard_error", "flipped", "predictions", "model_bytes")

@@ -7,9 +7,9 @@ both complete at any moment: whatever ends this program later, they stay. A part
 itself alone. What is printed last is the summary; please send us the folder.
 
     make gpu-check                                          # all three stages: 35 minutes at most
-    python benchmarks/gpu_check.py --parts first            # the first one
-    python benchmarks/gpu_check.py --parts build,smoke,sgd --minutes 5
-    python benchmarks/gpu_check.py --rehearse               # every part, small, on a CPU: no result means anything
+    python benchmarks/gpu/gpu_check.py --parts first            # the first one
+    python benchmarks/gpu/gpu_check.py --parts build,smoke,sgd --minutes 5
+    python benchmarks/gpu/gpu_check.py --rehearse               # every part, small, on a CPU: no result means anything
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parents[1]
-HERE = ROOT / "benchmarks"
-FAMILIES = sorted(path.stem.removeprefix("bench_") for path in HERE.glob("bench_*.py"))
+HERE = Path(__file__).resolve().parent
+BENCHMARKS = HERE.parent
+ROOT = BENCHMARKS.parent
+FAMILIES = sorted(path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("bench_*.py"))
 
 
 def of_families(prefix: str, limit: int, **others: int) -> dict[str, int]:
@@ -235,7 +236,8 @@ def headlines(files: Path, room: int) -> list[str]:
         if path.name not in ("ceilings.csv", "parts.csv"):
             families[path.stem] = _ratios(path)
     names = list(itertools.chain(*itertools.zip_longest(*([key] * len(of) for key, of in families.items()))))
-    count, left = defaultdict(int), room - 160
+    count: dict[str, int] = defaultdict(int)
+    left = room - 160
     for name in filter(None, names):
         left -= len(families[name][count[name]]) + 1
         if left < 0:
@@ -315,6 +317,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
     shared = {"PYTHONPATH": os.pathsep.join(places), "PYTHONUNBUFFERED": "1"}
     shared |= {"OMP_NUM_THREADS": "1"} if rehearsal else {}
     few = shared | {"AMP_KERNELS_MULTIPROCESSORS": "3"}
+    own = [python, str(HERE / "gpu_parts.py")]  # this and the tests are not in the build
 
     def compiled() -> str:
         return "" if rehearsal or has_cuda_kernels(lib) else "no CUDA kernels were built"
@@ -328,10 +331,10 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         note = "the Python files alone" if rehearsal else ""
         return Part(name, command, {"AMP_KERNELS_BUILD": what, **arch}, ROOT, after=after, note=note)
 
-    def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, **rest: str) -> Part:
+    def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, after: str = "") -> Part:
         blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if name == "smoke_blocking" else {}
-        command = [*prefix, *module("gpu_parts"), "cases", "--device", device]
-        return Part(name, command, few | blocking, why_not=why_not, **rest)
+        command = [*prefix, *own, "cases", "--device", device]
+        return Part(name, command, few | blocking, why_not=why_not, after=after)
 
     def under(name: str, tool: str, options: Callable[[str], list[str]], *command: str | Path) -> Part:
         """A part under one of CUDA's tools, alone in a rehearsal."""
@@ -356,7 +359,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         )
 
     def bench(prefix: str, family: str, out: Path, seconds: str, *options: str) -> Part:
-        timed = ["--device", device, "--no-compile", "--seconds", seconds, "--out", out]
+        timed = ["--device", device, "--no-compile", "--seconds", seconds, "--out", str(out)]
         timed += ["--rehearse"] if rehearsal else []
         return Part(prefix + family, [*module(f"bench_{family}"), *timed, *options], shared)
 
@@ -375,7 +378,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         return Part(name, [*pytest, *parallel, *chosen], environment | expected, ROOT / "tests", why_not, note=note)
 
     ncu = ("--clock-control", "none", "--csv", "--kernel-name-base", "demangled", "--kernel-name", "regex:amp_kernels")
-    first, own = files / "first", module("gpu_parts")
+    first = files / "first"
     sizes, shapes = ("1e4", "32x48x64") if rehearsal else (SIZES, SHAPES)
     few_cases = ("--sizes", sizes, "--shapes", shapes)
     selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS, FEW_TESTS]
@@ -449,7 +452,7 @@ def main() -> int:
     else:
         name, capability = gpu[0], tuple(gpu[1])
         slug = re.sub(r"[^a-z0-9]+", "-", name.lower().replace("nvidia", "")).strip("-")
-        out, work = args.out or HERE / "results" / slug, ROOT / "build" / "gpu" / slug
+        out, work = args.out or BENCHMARKS / "results" / slug, ROOT / "build" / "gpu" / slug
         machine = f"{name}, compute capability {'.'.join(map(str, capability))}, {machine}"
     out, work = out.resolve(), work.resolve()
     if "build" in args.parts:

@@ -1,9 +1,11 @@
 """What gpu_check.py runs in processes of their own: cases on every tile, the machine's ceilings, kernels to profile.
 
-python -m benchmarks.gpu_parts cases --device cuda
-python -m benchmarks.gpu_parts ceilings --device cuda --out FOLDER
-python -m benchmarks.gpu_parts kernels --device cuda
+python benchmarks/gpu/gpu_parts.py cases --device cuda
+python benchmarks/gpu/gpu_parts.py ceilings --device cuda --out FOLDER
+python benchmarks/gpu/gpu_parts.py kernels --device cuda
 """
+
+from __future__ import annotations
 
 import argparse
 import csv
@@ -11,8 +13,10 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -65,7 +69,7 @@ TILES = {
 }  # fmt: skip
 
 
-def cases(args):
+def cases(args: argparse.Namespace) -> int:
     """Runs the cases from the `--first` on; where one takes the context away, another process runs the rest."""
     chosen = [(op, case) for op, names in TILES.items() for case in testing.CASES[op] if str(case) in names]
     failures = args.failures
@@ -80,21 +84,21 @@ def cases(args):
         if wrong and (says := lost_context(args.device)):
             print(says, flush=True)
             rest = ["--first", str(index + 1), "--failures", str(failures)]
-            os.execv(sys.executable, [sys.executable, "-m", __spec__.name, "cases", "--device", args.device, *rest])
+            os.execv(sys.executable, [sys.executable, __file__, "cases", "--device", args.device, *rest])
     print(f"{len(chosen)} cases, {failures} failed")
     return min(failures, 1)
 
 
-def ceilings(args):
+def ceilings(args: argparse.Namespace) -> int:
     """What the machine can do at most: to read, to copy, to multiply; by torch's own functions."""
-    from .common import milliseconds  # not above: what it needs is not needed by cases
+    from amp_kernels.benchmarks.common import milliseconds  # not above: what it needs is not needed by cases
 
     device, small = torch.device(args.device), args.device == "cpu"
     count, side = (2**20, 256) if small else (2**30, 8192)
     source, target = torch.ones(count, device=device), torch.empty(count, device=device)
     # Of ones, or zeros, a GPU multiplies 13 % more in the same time.
     a, b = (torch.randn(side, side, device=device, dtype=torch.bfloat16) for _ in range(2))
-    work = {
+    work: dict[str, tuple[Callable[[], object], float, str]] = {
         "read": (source.sum, 4 * count / 1e12, "TB/s"),
         "copy": (partial(target.copy_, source), 8 * count / 1e12, "TB/s"),
         f"bf16 {side}^3": (partial(torch.mm, a, b), 2 * side**3 / 1e12, "TFLOP/s"),
@@ -110,13 +114,13 @@ def ceilings(args):
     return 0
 
 
-def kernels(args):
+def kernels(args: argparse.Namespace) -> int:
     """Runs every kernel that matters once, at a size where it should be at its best: ncu adds the figures."""
     small = args.device == "cpu"
     elements, side, odd = (10_000, 64, 63) if small else (100_000_000, 4096, 4095)
     make = partial(torch.randn, device=args.device, dtype=torch.float16)
 
-    def step(optimizer, **options):
+    def step(optimizer: Callable[..., torch.optim.Optimizer], **options: Any) -> None:
         parameter = torch.nn.Parameter(make(elements))
         parameter.grad = make(elements)
         optimizer([parameter], lr=0.1, **options).step()
@@ -130,8 +134,8 @@ def kernels(args):
     wide, few = make(2 * side, side), make(8, side)
     q, w = (amp_kernels.quantize_int8(t, dim=-1) for t in (x, weight))
     few_q = amp_kernels.quantize_int8(few, dim=-1)
-    leaves = [t.requires_grad_() for t in (make(side, odd), make(odd, odd), make(odd))]
-    work = {
+    odd_x, odd_weight, odd_bias = (t.requires_grad_() for t in (make(side, odd), make(odd, odd), make(odd)))
+    work: dict[str, Callable[[], object]] = {
         "grad_norm": lambda: amp_kernels.grad_norm(grads, **scalars),
         "unscale_": lambda: amp_kernels.unscale_(grads, **scalars),
         **{
@@ -148,7 +152,7 @@ def kernels(args):
         "int8_linear": lambda: torch.ops.amp_kernels.int8_linear(x, w.values, w.scale, None),
         "matmul": lambda: amp_kernels.linear(x, weight, bias),
         "matmul, few rows": lambda: amp_kernels.linear(few, weight, bias),
-        "odd, gelu, both passes": lambda: amp_kernels.linear(*leaves, "gelu").sum().backward(),
+        "odd, gelu, both passes": lambda: amp_kernels.linear(odd_x, odd_weight, odd_bias, "gelu").sum().backward(),
     }
     with amp_kernels.use_backend(args.device):
         for name, run in work.items():
@@ -158,7 +162,7 @@ def kernels(args):
     return 0
 
 
-def main():
+def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     what = {"cases": cases, "ceilings": ceilings, "kernels": kernels}
     parser.add_argument("what", choices=what)

@@ -1,6 +1,6 @@
 """fp16 weights under DistributedDataParallel, one process for each device; on a CPU with gloo.
 
-    torchrun --nproc-per-node 2 -m benchmarks.ddp [--epochs 10]
+    torchrun --nproc-per-node 2 -m benchmarks.demo.ddp [--epochs 10]
 
 An MLP learns the handwritten digits of scikit-learn, every rank a part of each batch. The loss is scaled, gradients are
 averaged in fp16, and rank 0 finds an overflow in one step, which every rank skips: DDP hands the infinity to all of
@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 from amp_kernels import GradScaler
 from amp_kernels.optim import FusedAdamW
 
-from .digits import BATCH, Split, network
+from ..experiments.digits import BATCH, Split, network
 
 OVERFLOW = 5  # the step in which rank 0 has one
 

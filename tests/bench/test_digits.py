@@ -1,18 +1,20 @@
-"""The accuracy of int8 on the digits at a small size: its table adds up."""
+"""The accuracy of int8 on the digits: how far it is from fp32, and that its table adds up."""
 
 import csv
+import importlib
 import os
 import subprocess
 import sys
 
 import pytest
+import torch
 
-pytestmark = pytest.mark.slow
+PACKAGE = "amp_kernels.benchmarks.experiments"
 
 
 def rows_of(script, folder, *options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", f"amp_kernels.benchmarks.{script}"]
+    command = [sys.executable, "-m", f"{PACKAGE}.{script}"]
     command += ["--device", "cpu", "--out", str(folder), *options]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -20,7 +22,26 @@ def rows_of(script, folder, *options):
         return list(csv.DictReader(file))
 
 
-def test_digits(tmp_path):
+def test_within_half_a_point_of_fp32():
+    pytest.importorskip("sklearn")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        measured = importlib.import_module(f"{PACKAGE}.digits").measure(3, device, epochs=12)
+    finally:
+        torch.set_num_threads(threads)
+    rows = {row["model"]: row for row in measured}
+    assert len(rows) == 9 and rows["fp32"]["accuracy_percent"] > 94
+    for name, row in rows.items():
+        assert row["delta_points"] >= -0.5, row
+        if not name.startswith(("QAT", "int8 saved")):  # the same weights: only what is near the border may flip
+            assert row["flipped"] <= 0.005 * row["predictions"], row
+    assert rows["weight-only"]["model_bytes"] < 0.56 * rows["fp16"]["model_bytes"]
+
+
+@pytest.mark.slow
+def test_the_table(tmp_path):
     pytest.importorskip("sklearn")
     rows = {row["model"]: row for row in rows_of("digits", tmp_path, "--seeds", "2", "--epochs", "1")}
     expected = ["fp32", "fp16", "bf16", "weight-only", "dynamic", "static", "QAT, dynamic", "QAT, static"]

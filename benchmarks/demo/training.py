@@ -139,7 +139,8 @@ class Training:
 
     def __init__(self, run: Run, text: Tensor, seed: int, steps: int):
         torch.manual_seed(seed)
-        self.run, self.steps, self.times = run, steps, []
+        self.run, self.steps = run, steps
+        self.times: list[float] = []
         self.model = Transformer(run.size).to(text.device, DTYPES[run.precision])
         if run.precision != "fp32":
             amp_kernels.nn.convert_linear_(self.model)
@@ -246,7 +247,7 @@ def compare_optimizers(training: Training, repeats: int = 20) -> None:
         for p in parameters:
             p.grad = torch.randn_like(p)
         steps[name] = make(training.run, parameters)
-    times = {name: [] for name in rivals}
+    times: dict[str, list[float]] = {name: [] for name in rivals}
     for _ in range(repeats):
         for name, step in steps.items():
             began = time.perf_counter()
@@ -276,24 +277,25 @@ def torch_step(run: Run, parameters: list[nn.Parameter]) -> Callable[[], None]:
         masters = [nn.Parameter(p.detach().float()) for p in parameters]
         for master in masters:
             master.grad = torch.empty_like(master)
+    grads, master_grads = ([p.grad for p in of if p.grad is not None] for of in (parameters, masters))
     optimizer = TORCH[run.optimizer](masters, **OPTIONS[run.optimizer], **FASTEST[run.optimizer])
     scaler = ready_scaler(torch.amp.GradScaler, run, parameters)
 
     @torch.no_grad()
     def step() -> None:
         if masters is not parameters:
-            torch._foreach_copy_([m.grad for m in masters], [p.grad for p in parameters])
+            torch._foreach_copy_(master_grads, grads)
         scaler.unscale_(optimizer)
         nn.utils.clip_grad_norm_(masters, MAX_GRAD_NORM)
         scaler.step(optimizer)
         scaler.update()
         if masters is not parameters:
-            torch._foreach_copy_(parameters, masters)
+            torch._foreach_copy_((*parameters,), (*masters,))
 
     return step
 
 
-def ready_scaler(kind: type[torch.amp.GradScaler], run: Run, parameters: list[nn.Parameter]):
+def ready_scaler(kind: type[torch.amp.GradScaler], run: Run, parameters: list[nn.Parameter]) -> torch.amp.GradScaler:
     device = parameters[0].device
     scaler = kind(device.type, init_scale=1.0, enabled=run.precision == "fp16")
     scaler.scale(torch.ones((), device=device))  # it makes its tensors when first asked to scale
