@@ -9,7 +9,6 @@
 namespace amp_kernels::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 8;  // 2048 threads fill a multiprocessor of sm_80 and sm_90
 
 // How many blocks of a kernel run at a time. Loads the kernel, which fails during a graph capture.
 template <class Kernel>
