@@ -164,12 +164,14 @@ def quantize_int8(
     - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
       and the scale 1.
 
-    A dense `x` is read in place if, in the order of memory, it has kept dimensions, then reduced ones, then kept ones.
-    Each of the three may be absent: rows, columns, channels of `[B, T, C]`, columns of experts `[E, N, K]`, output
-    channels of a channels_last weight, tokens of a permuted `[B, H, T, D]`. Blocks are read in place if the last
-    dimension is the innermost one. Everything else is copied once: slices with gaps, channels of NCHW images, heads of
-    a permuted `[B, H, T, D]`. The copy has x's size and is freed at the end of the call. Codes of a dense `x` then take
-    a copy too, into x's strides. With stochastic rounding `x` is also copied if it is not row-major.
+    `x` is read in place if it is dense and its dimensions, in the order of memory, are kept ones, then reduced ones,
+    then kept ones. Any of the three may be absent. That covers rows, columns, channels of `[B, T, C]`, columns of
+    experts `[E, N, K]`, output channels of a channels_last weight, and tokens of a permuted `[B, H, T, D]`. Blocks are
+    read in place if the last dimension is the innermost one.
+
+    Every other `x` is copied once: slices with gaps, channels of NCHW images, heads of a permuted `[B, H, T, D]`. The
+    copy takes as many bytes as `x`, until the call returns. If `x` is dense, its codes are then copied into its
+    strides. Stochastic rounding copies an `x` that is not row-major.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides. Codes have x's strides if `x` is dense: if its elements fill
@@ -225,7 +227,7 @@ def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor
 
     Returns:
         A tensor of this dtype and of q's shape. It has the strides of the codes if they are dense, else it is
-        row-major.
+            row-major.
 
     Raises:
         TypeError: `q` is not an `Int8Tensor`, or `dtype` is another one.

@@ -1,8 +1,8 @@
 """int8 codes and products of them: schemas, checks, shapes while tracing, gradients, and what calls Triton's kernels.
 
 csrc/int8.h draws how a tensor is cut into groups and how kernels walk them. `Plan` decides where the elements of a call
-lie. It is needed while tracing, which has to know the strides of results, and by Triton's kernels, which run without
-compiled code too. Compiled operators have the same arithmetic in csrc/ops/int8_layout.h, which says what is copied.
+lie. Tracing uses it for the strides of results. Triton's kernels use it too, since they also run where nothing is
+compiled. Compiled operators have the same arithmetic in csrc/ops/int8_layout.h, which says what is copied.
 """
 
 from __future__ import annotations

@@ -14,15 +14,15 @@
 // A thread loads all of its kEach packs before it waits for a scale or for a pack. That is how many bytes it has in
 // flight.
 //
-// What an Op has:
+// An Op has these members:
 //
-//   wide                             whether every pack can be one access: where rows begin, addresses are aligned to
-//   it load(offset)                     a pack, as it lies in memory store(raw, offset, group_at)     the results of a
-//   loaded pack. False: nothing was stored, narrow() has to do it narrow(offset, count, group_at)  the results of up to
-//   kPack elements, which it reads and writes one at a time affine(group)                    scale and zero point of a
-//   group, from memory Group                            what store() needs to know of a group; group_at(k) is that of a
-//   pack's element k Group::is_plain()                whether store() is exact for this group; else narrow() does its
-//   elements
+//   wide                             true if every pack can be one access: addresses are aligned wherever a row begins
+//   load(offset)                     reads a pack as it lies in memory
+//   store(raw, offset, group_at)     writes the results of a loaded pack. Returns false if it wrote none: narrow() must
+//   narrow(offset, count, group_at)  reads and writes up to kPack elements, one at a time
+//   affine(group)                    reads scale and zero point of a group
+//   Group                            what store() takes of a group; group_at(k) is that of element k of the pack
+//   Group::is_plain()                true if store() is exact for this group. Elements of other groups go narrow
 #pragma once
 
 #include <algorithm>
