@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib.metadata
+import os
 import platform
 import sys
 from collections.abc import Callable, Iterator
@@ -115,7 +116,13 @@ def main() -> int:
     audit.add_command(commands)
     bench.add_command(commands)
     arguments = parser.parse_args()
-    return arguments.run(arguments)
+    try:
+        code = arguments.run(arguments)
+        sys.stdout.flush()
+    except BrokenPipeError:  # `| head` has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it exits
+        return 1
+    return code
 
 
 if __name__ == "__main__":

@@ -110,7 +110,7 @@ def adamw_(
 ) -> None:
     """Take one AdamW step on lists of tensors: `adam_` with `decoupled_weight_decay=True`.
 
-    Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019). Error messages begin with `adam_`.
+    Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019).
 
     It takes the arguments of `amp_kernels.adam_`.
 
@@ -123,8 +123,11 @@ def adamw_(
         >>> param
         tensor([0.6250])
     """
-    adam_(
-        params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, lr=lr, betas=betas, eps=eps,
-        weight_decay=weight_decay, maximize=maximize, decoupled_weight_decay=True, steps_taken=steps_taken,
-        grad_scale=grad_scale, found_inf=found_inf,
-    )  # fmt: skip
+    try:
+        adam_(
+            params, grads, exp_avgs, exp_avg_sqs, max_exp_avg_sqs, masters, lr=lr, betas=betas, eps=eps,
+            weight_decay=weight_decay, maximize=maximize, decoupled_weight_decay=True, steps_taken=steps_taken,
+            grad_scale=grad_scale, found_inf=found_inf,
+        )  # fmt: skip
+    except (TypeError, ValueError) as error:
+        raise type(error)(str(error).replace("adam_: ", "adamw_: ", 1)) from None

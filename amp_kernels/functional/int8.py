@@ -206,8 +206,8 @@ def quantize_int8(
         seed = _signed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
     elif seed is not None:
         raise ValueError("quantize_int8: seed must be None without stochastic rounding; pass rounding='stochastic'")
-    dims = _dims(dim)
-    _check_is_bool(symmetric)
+    dims = _dims("quantize_int8", dim)
+    _check_is_bool("quantize_int8", symmetric)
     values, *own = call(ops.quantize_int8, x, scale, zero_point, dims, block_size, symmetric, seed)
     if scale is None:
         scale, zero_point = own[0], None if symmetric else own[1]
@@ -278,11 +278,12 @@ def fake_quantize_int8(
         >>> y.detach(), x.grad
         (tensor([  0.,   1., 127.]), tensor([1., 1., 0.]))
     """
-    _check_is_bool(symmetric)
+    dims = _dims("fake_quantize_int8", dim)
+    _check_is_bool("fake_quantize_int8", symmetric)
     if not torch_private.is_transformed():
-        return call(ops.fake_quantize_int8, x, scale, zero_point, _dims(dim), block_size, symmetric)[0]
+        return call(ops.fake_quantize_int8, x, scale, zero_point, dims, block_size, symmetric)[0]
     # Autograd functions have no rule for transforms: the same value and derivative by torch's operators.
-    values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, _dims(dim), block_size, symmetric)
+    values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, dims, block_size, symmetric)
     if scale is None:
         scale, zero_point = own[0], None if symmetric else own[1]
     return values + ops.straight_through(x - x.detach(), x, scale, zero_point, block_size)
@@ -346,18 +347,18 @@ def int8_matmul(
     )  # fmt: skip
 
 
-def _dims(dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
+def _dims(op: str, dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
     if dim is None or type(dim) is int:
         return None if dim is None else (dim,)
     try:
         return tuple(map(operator.index, dim if isinstance(dim, Sequence) else [dim])) or None
     except TypeError:
-        raise TypeError(f"quantize_int8: dim must be an int, several, or None, got {dim!r}") from None
+        raise TypeError(f"{op}: dim must be an int, several, or None, got {dim!r}") from None
 
 
-def _check_is_bool(symmetric: object) -> None:
+def _check_is_bool(op: str, symmetric: object) -> None:
     if type(symmetric) is not bool:  # torch's dispatcher makes one of None, too
-        raise TypeError(f"quantize_int8: symmetric must be a bool, got {symmetric!r}")
+        raise TypeError(f"{op}: symmetric must be a bool, got {symmetric!r}")
 
 
 def _check_is_quantized(op: str, name: str, q: object) -> None:

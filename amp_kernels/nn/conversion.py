@@ -98,7 +98,8 @@ def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
     """Describes which parameters of a model are converted and which are left, with their shares of the bytes.
 
-    Numbered layers share a name. A share below 1% is not listed. A weight that another layer keeps counts as left.
+    Numbered layers share a name. A share below 1% is not listed. What is left is named with the class that holds it,
+    which says why: only the weights of some classes are converted. A weight that another layer keeps counts as left.
 
     Args:
         model: The model before the conversion.
@@ -109,6 +110,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
         The line, and whether more than `SIZABLE` is left in matrices that neither embeddings nor `spared` hold.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
+    spared = set(spared)
     owners = [*spared, *(m for m in model.modules() if isinstance(m, nn.Embedding))]
     excused = {id(p) for owner in owners for p in owner.parameters(recurse=False)}
     converted: Counter[str] = Counter()
@@ -118,8 +120,12 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
         if is_lazy(parameter):
             continue
         of_all_layers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # h.0.weight and h.1.weight: h.*.weight
-        (converted if id(parameter) in done else left)[of_all_layers] += parameter.nbytes
-        if parameter.dim() > 1 and id(parameter) not in done | excused:
+        if id(parameter) in done:
+            converted[of_all_layers] += parameter.nbytes
+            continue
+        owner = model.get_submodule(name.rpartition(".")[0])
+        left[f"{of_all_layers} of {type(owner).__name__}{' by filter_fn' * (owner in spared)}"] += parameter.nbytes
+        if parameter.dim() > 1 and id(parameter) not in excused:
             unexpected += parameter.nbytes
     total = max(1, converted.total() + left.total())
     line = f"converted {_listed(converted, total)} of the parameters' bytes; left {_listed(left, total)}"

@@ -97,7 +97,8 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
       parametrize or shard), and the projection in `nn.MultiheadAttention`, whose forward is never called;
     - layers with an attribute `activation`, or with a `forward` that was assigned to the instance.
 
-    The logger "amp_kernels" gets a line of level INFO with the converted and the unchanged parameters.
+    The logger "amp_kernels" gets a line of level INFO with the converted parameters, and the unchanged ones with the
+    classes of their layers.
 
     Args:
         model: Changed in place. It may be a layer itself.

@@ -7,6 +7,7 @@ compiled. Compiled operators have the same arithmetic in csrc/ops/int8_layout.h,
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
@@ -282,9 +283,8 @@ def _reference_matmul(
 # ------------------------------------------------------------------------------------------------------------- checks
 def _check_quantize(
     x: Tensor, scale: Tensor | None, zero_point: Tensor | None, dim: Sequence[int] | None, block_size: int | None,
-    symmetric: bool, seed: int | None = None,
+    symmetric: bool, seed: int | None = None, *, op: str = "quantize_int8",
 ) -> None:  # fmt: skip
-    op = "quantize_int8"
     check_values(op, "x", x, DTYPE_CODES)
     _check_blocks(op, x, block_size)
     if block_size is not None and dim is not None and [d % x.dim() for d in dim] != [x.dim() - 1]:
@@ -512,7 +512,7 @@ quantize_int8 = operator(
 fake_quantize_int8 = operator(
     "fake_quantize_int8(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric) -> "
     "(Tensor, Tensor, Tensor)",
-    check=_check_quantize,
+    check=functools.partial(_check_quantize, op="fake_quantize_int8"),
     reference=_reference_fake_quantize,
     fake=_traced_fake_quantize,
     launch=_fake_quantize,

@@ -227,8 +227,7 @@ def convert_(model: nn.Module) -> nn.Module:
             layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
-    # All modules count as left out: preparing the model has already warned of what is left.
-    result = _replaced("convert_", model, new, model.modules())
+    result = _replaced("convert_", model, new, None)  # preparing the model has warned of what is left
     _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
     return result
 
@@ -581,14 +580,15 @@ def _has_hooks(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
 
 
-def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any]) -> nn.Module:
-    said, is_unexpected = shares(model, new.keys(), spared)
+def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
+    said, is_unexpected = shares(model, new.keys(), spared or ())
+    warns = is_unexpected and spared is not None
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
     _leave_fused_kernels(model, set(new.values()))
-    LOG.log(logging.WARNING if is_unexpected else logging.INFO, "%s: %s", op, said)
+    LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, said)
     return new.get(model, model)
 
 

@@ -753,7 +753,6 @@ def losses_of(name: str, *arguments: str) -> list[float]:
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
-        timeout=300,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return [float(line.removeprefix("loss ")) for line in done.stdout.splitlines() if line.startswith("loss ")]

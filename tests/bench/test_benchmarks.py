@@ -29,7 +29,7 @@ PEERS = {
 def run(module, *options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"{PACKAGE}.{module}", *map(str, options)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

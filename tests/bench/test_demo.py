@@ -15,11 +15,20 @@ ROOT = Path(__file__).parents[2]
 TINY = ("--device", "cpu", "--model", "small", "--layers", "1", "--width", "32")
 
 
-def start(*options):
-    command = [sys.executable, "-m", "benchmarks.demo", *TINY, *map(str, options)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    pipe = subprocess.PIPE
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+@pytest.fixture
+def start():
+    started = []
+
+    def run(*options):
+        command = [sys.executable, "-m", "benchmarks.demo", *TINY, *map(str, options)]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipe = subprocess.PIPE
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+        return started[-1]
+
+    yield run
+    for process in started:
+        process.kill()
 
 
 def table(folder):
@@ -28,9 +37,9 @@ def table(folder):
         return list(csv.DictReader(file))
 
 
-def test_results_of_a_small_run(tmp_path):
-    demo = start("--steps", 12, "--out", tmp_path)
-    output, errors = demo.communicate(timeout=300)
+def test_results_of_a_small_run(start, tmp_path):
+    demo = start("--steps", 12, "--budget-seconds", 10_000, "--out", tmp_path)
+    output, errors = demo.communicate()
     assert demo.returncode == 0, output + errors
     rows = table(tmp_path)
     precisions = ["fp32 SGD", "fp16 FusedSGD", "fp32 RMSprop", "fp16 FusedRMSprop"]
@@ -54,15 +63,15 @@ def test_results_of_a_small_run(tmp_path):
     assert f"{difference:+.2%} (fp16 FusedSGD)" in output
 
 
-def test_an_interrupt_leaves_what_was_done(tmp_path):
-    demo = start("--steps", 100_000, "--budget-seconds", 1000, "--optimizer", "rmsprop", "--out", tmp_path)
+def test_an_interrupt_leaves_what_was_done(start, tmp_path):
+    demo = start("--steps", 100_000, "--budget-seconds", 10_000, "--optimizer", "rmsprop", "--out", tmp_path)
     seen = []
     for line in demo.stdout:
         seen.append(line)
         if "step 2 skipped" in line:
             demo.send_signal(signal.SIGINT)
             break
-    output, errors = demo.communicate(timeout=300)
+    output, errors = demo.communicate()
     assert demo.returncode == 130, "".join(seen) + output + errors
     assert "interrupted" in output
     rows = table(tmp_path)
@@ -74,9 +83,9 @@ def test_an_interrupt_leaves_what_was_done(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_budget_cuts_the_steps(tmp_path):
+def test_the_budget_cuts_the_steps(start, tmp_path):
     demo = start("--steps", 100_000, "--budget-seconds", 5, "--optimizer", "sgd", "--out", tmp_path)
-    output, errors = demo.communicate(timeout=300)
+    output, errors = demo.communicate()
     assert demo.returncode == 0, output + errors
     assert "Cut from 100000 to" in output
     assert 0 < int(table(tmp_path)[0]["steps"]) < 100_000

@@ -16,7 +16,7 @@ def rows_of(script, folder, *options):
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", f"{PACKAGE}.{script}"]
     command += ["--device", "cpu", "--out", str(folder), *options]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     with (folder / f"{script}.csv").open(newline="") as file:
         return list(csv.DictReader(file))

@@ -114,14 +114,14 @@ def test_what_was_finished_outlives_the_driver(count: int, tmp_path: Path) -> No
     with tarfile.open(tmp_path / "results.tar.gz") as archive:
         assert {f"results/table{i}.csv" for i in range(count)} <= set(archive.getnames())
     summary = (tmp_path / "summary.txt").read_text()
-    assert all(f"part{i} 0 s" in summary for i in range(count)) and "killer" not in summary
+    assert all(re.search(rf"part{i} \d+ s", summary) for i in range(count)) and "killer" not in summary
 
 
 @pytest.mark.parametrize("name", ["csv.writer", "os.replace", "tarfile.TarFile.addfile", "gpu_check.Path.write_text"])
 def test_a_death_among_the_files_leaves_each_complete(script: ModuleType, name: str, tmp_path: Path) -> None:
     kill(tmp_path, 3, IN_A_FUNCTION.format(name=name))
     assert {"part0", "part1"} <= set(logs(tmp_path))
-    assert "part0 0 s, part1 0 s" in (tmp_path / "summary.txt").read_text()
+    assert re.search(r"part0 \d+ s, part1 \d+ s", (tmp_path / "summary.txt").read_text())
     assert {"part0", "part1"} <= set(script.Check(tmp_path, tmp_path / "work", "machine", 60).results)
 
 
@@ -133,20 +133,21 @@ def test_a_later_call_adds_to_what_is_there(script: ModuleType, tmp_path: Path) 
     call("build", "smoke")
     call("sgd", "smoke", code="raise SystemExit('it broke')")
     summary = (tmp_path / "summary.txt").read_text()
-    assert summary.startswith("machine\npassed: build 0 s\n")
+    assert re.match(r"machine\npassed: build \d+ s\n", summary)
     assert summary.count("FAILED: exit code 1") == 2 and summary.count("it broke") == 2
 
 
 # -------------------------------------------------------------------------------------------------------- one part
 def run(script: ModuleType, tmp_path: Path, limit: float, *parts: tuple[str, str], **rest: str) -> dict[str, str]:
     made = [script.Part(name, ["sh", "-c", command], cwd=tmp_path, **rest) for name, command in parts]
-    check = script.Check(tmp_path, tmp_path / "work", "machine", 60, {name: limit for name, _ in parts})
+    limits = {name: limit if name == "hangs" else 60 for name, _ in parts}
+    check = script.Check(tmp_path, tmp_path / "work", "machine", 600, limits)
     check.run(made)
     return {name: result for name, (result, _) in check.results.items()}
 
 
 def test_a_part_that_hangs_or_crashes_ends_alone(script: ModuleType, tmp_path: Path) -> None:
-    waits = "trap 'echo interrupted; exit' INT; sleep 60 & echo $! > child; wait"
+    waits = "trap 'echo interrupted; exit' INT; sleep 600 & echo $! > child; wait"
     hangs, dies, works = ("hangs", waits), ("dies", "echo 'error: why'; kill -SEGV $$"), ("works", "true")
     results = run(script, tmp_path, 2, hangs, dies, works)
     assert results == {"hangs": "FAILED: took more than 2 s", "dies": "FAILED: SIGSEGV", "works": "passed"}
@@ -154,7 +155,7 @@ def test_a_part_that_hangs_or_crashes_ends_alone(script: ModuleType, tmp_path: P
     summary = (tmp_path / "summary.txt").read_text()
     assert "hangs: FAILED: took more than 2 s" in summary and "  error: why" in summary
     child = int((tmp_path / "child").read_text())
-    for _ in range(100):  # its parent has ended: until init has collected it
+    for _ in range(1000):  # its parent has ended: until init has collected it
         stat = Path(f"/proc/{child}/stat")
         if not stat.exists() or stat.read_text().rpartition(") ")[2][0] == "Z":
             break

@@ -66,7 +66,7 @@ class Browser:
         request = urllib.request.Request(self._address + path, json.dumps(body).encode(), method="POST")
         request.add_header("Content-Type", "application/json")
         try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
+            with urllib.request.urlopen(request, timeout=600) as answer:
                 return json.load(answer)["value"]
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"chromedriver refused {path}: {error.read().decode()[:500]}") from None
@@ -98,7 +98,7 @@ class Browser:
 
     def close(self) -> None:
         request = urllib.request.Request(self._address + self._session, method="DELETE")
-        urllib.request.urlopen(request, timeout=60).close()
+        urllib.request.urlopen(request, timeout=600).close()
 
 
 @contextlib.contextmanager
@@ -133,11 +133,11 @@ def browser() -> Iterator[Browser]:
 
 
 def _wait_for(port: int) -> None:
-    for _ in range(100):
+    for _ in range(600):
         with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), timeout=1):
             return
         time.sleep(0.1)
-    raise RuntimeError("chromedriver did not start within 10 seconds")
+    raise RuntimeError("chromedriver did not start within a minute")
 
 
 def look(session: Browser, url: str, width: int) -> tuple[bytes, list[str]]:

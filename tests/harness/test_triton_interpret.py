@@ -1,10 +1,12 @@
-"""Runs files of tests in processes of their own, where Triton interprets: Triton reads TRITON_INTERPRET when it is
-imported, and an interpreted process can compile nothing. Files of ``*_cases.py`` know no other backend.
+"""Runs files of tests in processes of their own, where Triton interprets.
+
+Triton reads TRITON_INTERPRET when it is imported, and an interpreted process can compile nothing. Files of
+``*_cases.py`` know no other backend.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,24 +14,30 @@ from conftest import TESTS, WHY_NOT, run_pytest
 
 from amp_kernels.families import FAMILIES
 
-UPDATES = [file for name in FAMILIES if (TESTS / (file := f"update/test_{name}.py")).exists()]
-TABLES = (
+pytestmark = pytest.mark.timeout(0)  # each test in such a process has a limit of its own
+
+FOR_TRITON_ALONE = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
+FILES = (
+    *FOR_TRITON_ALONE,
     "unscale/test_unscale_table.py",
     "update/test_update_table.py",
     "update/test_remainder.py",
     "update/test_averages.py",
-    *UPDATES,
+    *(file for name in FAMILIES if (TESTS / (file := f"update/test_{name}.py")).exists()),
 )
-CASES = {"int8": ("int8/triton_int8_cases.py",), "matmul": ("matmul/triton_matmul_cases.py",)}
 
 
-@pytest.mark.parametrize("files", [TABLES, *CASES.values()], ids=("tables", *CASES))
+def stem(file: str) -> str:
+    return Path(file).stem
+
+
+@pytest.mark.parametrize("file", FILES, ids=stem)
 @pytest.mark.skipif(WHY_NOT["triton-interpret"]() is not None, reason=str(WHY_NOT["triton-interpret"]()))
-def test_under_the_interpreter(files: Sequence[str]) -> None:
-    run_pytest(*(str(TESTS / file) for file in files), TRITON_INTERPRET="1")
+def test_under_the_interpreter(file: str) -> None:
+    run_pytest(str(TESTS / file), TRITON_INTERPRET="1")
 
 
-@pytest.mark.parametrize("files", [*CASES.values()], ids=CASES)
+@pytest.mark.parametrize("file", FOR_TRITON_ALONE, ids=stem)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-def test_on_the_gpu(files: Sequence[str]) -> None:
-    run_pytest(*(str(TESTS / file) for file in files))
+def test_on_the_gpu(file: str) -> None:
+    run_pytest(str(TESTS / file))

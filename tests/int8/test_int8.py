@@ -874,7 +874,7 @@ TWO = torch.ones(2)
         ),
         (lambda: amp_kernels.quantize_int8(X, dim="all"), TypeError, "dim must be an int, several, or None, got 'all'"),
         (lambda: amp_kernels.quantize_int8(None), TypeError, "x must be a Tensor, got NoneType"),
-        (lambda: amp_kernels.fake_quantize_int8([1.0]), TypeError, "x must be a Tensor, got list"),
+        (lambda: amp_kernels.fake_quantize_int8([1.0]), TypeError, "^fake_quantize_int8: x must be a Tensor, got list"),
         (lambda: amp_kernels.quantize_int8(X, scale=0.5), TypeError, "scale must be a Tensor, got float"),
         (
             lambda: amp_kernels.quantize_int8(X, scale=TWO[0], zero_point=3),
@@ -889,7 +889,11 @@ TWO = torch.ones(2)
         ),
         (lambda: amp_kernels.quantize_int8(X, symmetric=[]), TypeError, r"symmetric must be a bool, got \[\]"),
         (lambda: amp_kernels.quantize_int8(X, symmetric=None), TypeError, "symmetric must be a bool, got None"),
-        (lambda: amp_kernels.fake_quantize_int8(X, symmetric="no"), TypeError, "symmetric must be a bool, got 'no'"),
+        (
+            lambda: amp_kernels.fake_quantize_int8(X, symmetric="no"),
+            TypeError,
+            "^fake_quantize_int8: symmetric must be a bool, got 'no'",
+        ),
         (lambda: amp_kernels.quantize_int8(X[0, 0], dim=-1), IndexError, r"dim must be None for a 0-dim tensor.*, got"),
         (lambda: amp_kernels.quantize_int8(X, dim=torch.tensor(0.5)), TypeError, "dim must be an int, several, or"),
         (lambda: amp_kernels.quantize_int8(X, dim=np.array([0, 1])), TypeError, "dim must be an int, several, or None"),

@@ -406,7 +406,7 @@ def test_what_was_converted_and_left_is_said(caplog):
     total = matrices + table + vectors
     blocks = f"h.*.c_fc.weight {matrices / 2 / total:.1%}, h.*.c_proj.weight {matrices / 2 / total:.1%}"
     both = f"{blocks}, wte.weight {table / total:.1%}"
-    biases = f"h.*.c_fc.bias {2 * 128 * 4 / total:.1%}"
+    biases = f"h.*.c_fc.bias of Conv1D {2 * 128 * 4 / total:.1%}"
     expected = (
         f"converted {(matrices + table) / total:.1%} ({both}) of the parameters' bytes; "
         f"left {vectors / total:.1%} ({biases})"
@@ -415,11 +415,13 @@ def test_what_was_converted_and_left_is_said(caplog):
     for call, name in zip(calls, ("quantize_", "quantize_", "prepare_", "prepare_qat_"), strict=True):
         model, text, warns = said(caplog, lambda call=call: call(GPT2()))
         assert (text, warns) == (f"{name}: {expected}", False)
-    assert said(caplog, lambda: convert_(model))[1:] == (f"convert_: {expected}", False)
+    of_prepared = expected.replace("Conv1D", "QATLinear")
+    assert said(caplog, lambda: convert_(model))[1:] == (f"convert_: {of_prepared}", False)
     # The weight that the last layer shares stays for an embedding that is left.
     spares = functools.partial(quantize_, filter_fn=lambda layer, _: type(layer) is not nn.Embedding)
     _, text, warns = said(caplog, lambda: spares(GPT2()))
-    assert f"converted {matrices / total:.1%} ({blocks})" in text and f"(wte.weight {table / total:.1%}" in text
+    assert f"converted {matrices / total:.1%} ({blocks})" in text
+    assert f"(wte.weight of Embedding by filter_fn {table / total:.1%}" in text
     assert not warns
 
 
@@ -430,7 +432,8 @@ def test_a_sizable_part_that_is_left_is_a_warning(caplog):
     assert not said(caplog, lambda: quantize_(model(1)))[2]
     converted, line, warns = said(caplog, lambda: quantize_(model(4)))
     assert warns and type(converted[0]) is Int8Linear
-    assert line == "quantize_: converted 71.9% (*.weight 71.9%) of the parameters' bytes; left 28.1% (*.weight 28.1%)"
+    left = "left 28.1% (*.weight of Conv2d 28.1%)"
+    assert line == f"quantize_: converted 71.9% (*.weight 71.9%) of the parameters' bytes; {left}"
     two = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     assert not said(caplog, lambda: quantize_(two, filter_fn=lambda _, name: name == "0"))[
         2

@@ -137,7 +137,7 @@ def test_it_says_what_it_converted_and_left(caplog: pytest.LogCaptureFixture) ->
         convert_linear_(model)
     assert caplog.record_tuples == [
         ("amp_kernels", 20, "convert_linear_: converted 72.7% (*.weight 72.7%) of the parameters' bytes; left 27.3% "
-         "(*.*.weight 27.3%)")
+         "(*.*.weight of Conv2d 27.3%)")
     ]  # fmt: skip
 
 

@@ -124,6 +124,16 @@ def test_a_mistyped_option_suggests_the_right_one(
     assert said.startswith("usage: amp-kernels ")
 
 
+def test_a_reader_that_stops_is_no_error(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "amp_kernels", "info"]
+    with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as info:
+        assert info.stdout is not None
+        assert info.stderr is not None
+        info.stdout.close()
+        assert info.stderr.read() == ""
+    assert info.returncode == 1
+
+
 @pytest.mark.slow
 def test_bench_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     printed = run_installed(installed, "-m", "amp_kernels", "bench", "overhead", cwd=tmp_path)
