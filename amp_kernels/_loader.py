@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, amp_kernels._C, and keeps the reason when it cannot."""
+"""Loads the compiled kernels, amp_kernels._C, or tells why they cannot be loaded."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _REBUILD = "rebuild it with `pip install --no-build-isolation .`"
 
 
 def load() -> bool:
-    """Registers the kernels of amp_kernels._C with the dispatcher, once; False if they cannot be had."""
+    """Registers the kernels of amp_kernels._C with the dispatcher, once. Returns False if they cannot be loaded."""
     return load_error() is None
 
 
 @functools.cache
 def load_error() -> str | None:
-    """None if amp_kernels._C is loaded, else a sentence that says why not and what to do."""
+    """Returns None if amp_kernels._C is loaded, otherwise a sentence that says why not and what to do."""
     if importlib.util.find_spec("amp_kernels._C") is None:
         return shadowed() or build_note() or f"amp_kernels._C has not been built; {_REBUILD}"
     try:
         importlib.import_module("amp_kernels._C")
-    except ImportError as error:  # also what the dynamic linker says, e.g. of a CUDA build under a CPU torch
+    except ImportError as error:  # for example from the dynamic linker, for a CUDA build under a CPU build of torch
         return f"amp_kernels._C was built for another torch and cannot be loaded ({error}); {_REBUILD}"
     return None
 
 
 def build_note() -> str | None:
-    """What the build left out, why, and what to do (written by setup.py); None if it left out nothing."""
+    """Returns what the build left out, why, and what to do (written by setup.py); None if it left out nothing."""
     try:
         return (_PACKAGE / "_build.txt").read_text() or None
     except FileNotFoundError:
@@ -38,11 +38,12 @@ def build_note() -> str | None:
 
 
 def shadowed() -> str | None:
-    """A sentence if this is not the installed package but the source folder, as Python runs in the clone.
+    """Returns a sentence if the source folder was imported in place of the installed package; None if not.
 
-    That folder holds neither the compiled kernels nor the Triton ones.
+    This happens if Python runs in the clone. The source folder holds neither compiled nor Triton kernels.
     """
-    # Several, since an install leaves its metadata in the clone too. An editable install has no such folder.
+    # There may be several distributions, since an install leaves metadata in the clone too. An editable install has no
+    # such folder.
     for distribution in importlib.metadata.distributions(name="amp-kernels"):
         installed = Path(str(distribution.locate_file("amp_kernels")))
         if (installed / "__init__.py").exists() and not installed.samefile(_PACKAGE):

@@ -59,7 +59,7 @@ _REPLACED: dict[type, type[FusedOptimizer]] = {
     torch.optim.AdamW: FusedAdamW,
 }
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-_PLAIN_CLASS = "_amp_kernels_plain_class"  # of a class whose forward casts
+_PLAIN_CLASS = "_amp_kernels_plain_class"  # the attribute of a casting class that holds the original class
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -103,12 +103,12 @@ def initialize(
     """Prepare models and optimizers for mixed precision, in place. Call it before data parallelism.
 
     Pass all models and optimizers in one call. Weights are cast, and each model casts its inputs and outputs. A torch
-    optimizer becomes a fused one: the same object, with its groups and state, so learning rate schedulers go on. (A
-    scheduler that exists already warns once that `optimizer.step()` has been overridden.)
+    optimizer becomes a fused one: the same object, with its groups and state, so learning rate schedulers keep working.
+    (A scheduler that exists already warns once that `optimizer.step()` has been overridden.)
 
-    Another call, for example when a notebook cell runs again, starts again with the given models and optimizers, its
-    own level and new loss scales. An optimizer that is given again keeps its state and masters. A new optimizer over
-    fp16 weights starts from the rounded weights. `scale_loss` then refuses optimizers of earlier calls.
+    Another call, for example when a notebook cell runs again, starts with new loss scales and its own level. An
+    optimizer that is passed again keeps its state and masters. A new optimizer over fp16 weights starts from the
+    rounded weights. `scale_loss` then refuses optimizers that were passed to earlier calls only.
 
     Args:
         models: A module or a list of modules with fp32 parameters and buffers, or modules from an earlier call.
@@ -216,19 +216,19 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
     if not scaler.is_enabled():
         yield loss.float()
         return
-    # Copies, since DistributedDataParallel may write the next gradient where the last one lies.
+    # Copies, since DistributedDataParallel may write the next gradient into the memory of the last one.
     earlier = [None if p.grad is None else p.grad.clone() for p in params]
     for p in params:
         p.grad = None
     if all(grad is None for grad in earlier):
-        for optimizer in ours:  # a verdict on gradients that were thrown away
+        for optimizer in ours:  # an earlier verdict is on gradients that were thrown away
             _forget_verdict(optimizer)
     try:
         yield scaler.scale(loss.float())
         _unscale(scaler, ours, params)
     except BaseException:
         for p, grad in zip(params, earlier, strict=True):
-            p.grad = grad  # instead of one that is scaled
+            p.grad = grad  # p.grad may still be scaled
         scaler._per_optimizer_states.clear()
         raise
     for p, grad in zip(params, earlier, strict=True):
@@ -275,7 +275,7 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load scales and counts that `state_dict`, or that of `apex.amp`, returned.
+    """Load scales and counts that this module's `state_dict`, or that of `apex.amp`, returned.
 
     The bounds of the scale stay those of `initialize`.
 
@@ -285,7 +285,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: `initialize` was not called.
         TypeError: A value has a wrong type. Nothing was loaded.
-        ValueError: It belongs to other losses, lacks a scale that is needed, or a value is out of range. Nothing was
+        ValueError: `state_dict` is for another number of losses, lacks a scale, or a value is out of range. Nothing was
             loaded.
 
     Examples:
@@ -308,15 +308,15 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
         for name, scaler in scalers.items()
         if scaler.is_enabled()
     ]
-    for scaler, values in checked:  # once all of them may be loaded
+    for scaler, values in checked:  # after all were checked
         scaler._load(values)
 
 
 def _scale_and_counts(saved: Any) -> dict[str, Any]:
-    """Of a loss, under torch's names; empty if there is no scale."""
+    """Returns the saved scale and counts of a loss under torch's names; an empty dict if there is no scale."""
     if not isinstance(saved, Mapping):
         return {}
-    if {"loss_scale", "unskipped"} <= saved.keys():  # Apex's
+    if {"loss_scale", "unskipped"} <= saved.keys():  # saved by Apex
         return {"scale": saved["loss_scale"], "_growth_tracker": saved["unskipped"]}
     names = ("scale", "_growth_tracker", "skipped_steps")
     return {name: saved[name] for name in names if name in saved} if {*names[:2]} <= saved.keys() else {}
@@ -394,7 +394,7 @@ def _check_model(name: str, model: torch.nn.Module) -> None:
 
 
 def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
-    """`is_cast`: by an earlier `initialize`, whose fp16 is welcome."""
+    """Raises TypeError if `tensor` is 16-bit. `is_cast`: an earlier `initialize` cast it, so fp16 is accepted."""
     if is_cast and tensor.dtype is torch.float16:
         return
     if tensor.is_floating_point() and tensor.dtype is not torch.float32:
@@ -405,7 +405,7 @@ def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collection[int]) -> None:
-    """`cast`: ids of the parameters that an earlier `initialize` may have cast."""
+    """Raises an error if `optimizer` cannot be used. `cast`: ids of parameters that an earlier `initialize` cast."""
     if not isinstance(optimizer, FusedOptimizer) and type(optimizer) not in _REPLACED:
         raise TypeError(
             f"amp.initialize: {name} must be an SGD, RMSprop, Adam or AdamW of torch.optim or one of "
@@ -427,7 +427,7 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collecti
 def _check_loss(
     loss: Any, optimizers: Any, loss_id: int, unknown: Mapping[str, Any]
 ) -> tuple[list[GradScaler], list[FusedOptimizer], list[Tensor]]:
-    """The loss scales, the optimizers as a list, and their parameters."""
+    """Checks the arguments of `scale_loss`. Returns the loss scales, the optimizers as a list, and their parameters."""
     known, scalers = _initialized("scale_loss")
     if unknown:
         raise TypeError(
@@ -477,10 +477,10 @@ def _summary(opt_level: str, level: _Level, optimizers: Sequence[torch.optim.Opt
 
 
 def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int, FusedOptimizer]) -> None:
-    """To the level's dtypes. Parameters keep their identity: optimizers hold them.
+    """Casts a model to the level's dtypes. Parameters stay the same objects, since optimizers hold them.
 
-    An earlier call may have made a parameter fp16; if it becomes fp32 again it is its master. `optimizers` has the one
-    that keeps the master, by the parameter's id.
+    An earlier call may have made a parameter fp16. If it becomes fp32 again, it gets the value of its master.
+    `optimizers` maps the id of a parameter to the optimizer that keeps its master.
     """
     for module in model.modules():
         dtype = torch.float32 if level.keep_batchnorm_fp32 and isinstance(module, _BATCH_NORMS) else level.dtype
@@ -497,12 +497,12 @@ def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
-    """An optimizer of torch becomes one of ours: the same object and the same groups, since schedulers hold them."""
+    """Turns a torch optimizer into a fused one: the same object with the same groups, since schedulers hold them."""
     if not isinstance(optimizer, FusedOptimizer):
         saved, groups = optimizer.state_dict(), optimizer.param_groups
         optimizer.__class__ = _REPLACED[type(optimizer)]
         assert isinstance(optimizer, FusedOptimizer)
-        optimizer.__dict__.pop("step", None)  # a scheduler's, around torch's step
+        optimizer.__dict__.pop("step", None)  # a scheduler's wrapper of torch's step
         optimizer._setup(max_grad_norm=None, foreach=None, fused=None)
         optimizer.load_state_dict(saved)
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
@@ -514,10 +514,10 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
 # ------------------------------------------------------------------------------------------------------------ forward
 @functools.cache
 def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
-    """The class of a model whose forward casts.
+    """Returns a subclass of `model_class` whose forward casts.
 
-    A forward of the object would belong to one object: the replicas that DataParallel makes of it, and copies, would
-    compute with the weights of the first.
+    A forward assigned to a model would be bound to that model: copies of it, and the replicas that DataParallel makes,
+    would compute with its weights.
     """
 
     @functools.wraps(model_class.forward)
@@ -530,7 +530,7 @@ def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
 
     def reduced(self: torch.nn.Module, protocol: Any) -> Any:
         made_by, arguments, *rest = super(casting, self).__reduce_ex__(protocol)
-        if arguments == (casting,):  # which pickle would look for in a module
+        if arguments == (casting,):  # pickle would look for this class in a module
             made_by, arguments = _new_casting, (model_class, dtype, autocast)
         return made_by, arguments, *rest
 
@@ -555,21 +555,21 @@ def _new_casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> torch.
 
 
 def _device_type(model: torch.nn.Module, args: Iterable[Any], more: Iterable[Any]) -> str:
-    """Where a model computes; DataParallel's replicas have no parameters."""
+    """Returns the type of the device that a model computes on, also for DataParallel's replicas without parameters."""
     tensors = (t for t in itertools.chain(model.parameters(), args, more) if isinstance(t, Tensor))
     return next((t.device.type for t in tensors), "cpu")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors in `dtype`, also in containers and in what has a method `to`, except modules.
+    """Casts floating-point tensors to `dtype`, also in containers, and in objects with a method `to` except modules.
 
-    What holds none to be cast is returned itself.
+    Returns `value` itself if there is nothing to cast in it.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, torch.nn.Module):
         return value
-    if hasattr(value, "to"):  # a packed sequence, a batch of one's own
+    if hasattr(value, "to"):  # a packed sequence, or a class of the user's
         return value.to(dtype)
     if isinstance(value, dict):
         return _with_entries(value, {key: _cast(v, dtype) for key, v in value.items()})
@@ -588,7 +588,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_entries(container: Any, entries: dict[Any, Any]) -> Any:
-    """A copy of a dict or list, of its class, or itself if that would be the same."""
+    """Returns a copy of a dict or list, of the same class, with new entries; `container` itself if none is new."""
     if all(new is container[key] for key, new in entries.items()):
         return container
     result = copy.copy(container)
@@ -607,15 +607,15 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
         )
     for p, grad in grads:
         if grad.dtype is torch.float16:
-            p.grad_dtype = None  # any may be assigned
-            p.grad = grad.float()  # unscaled in fp16, what is below 2^-25 would be 0 again
+            p.grad_dtype = None  # allows a gradient of any dtype
+            p.grad = grad.float()  # in fp16, unscaling would round values below 2^-25 to 0
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     found_inf = scaler._found_inf()
     assert found_inf is not None  # there was a gradient
     for optimizer in optimizers:
-        # Where torch's scaler puts it; `_forget_verdict` takes it away after the step. A copy or a sum, since the next
-        # check clears the flag.
+        # In the attribute that torch's scaler uses. `_forget_verdict` deletes it after the step. The value is a copy or
+        # a sum, since the next check clears the flag.
         earlier = optimizer.__dict__.get("found_inf")
         optimizer.found_inf = found_inf.clone() if earlier is None else found_inf + earlier
     scaler.update()

@@ -26,20 +26,20 @@ from .optim._wrappers import wrapped
 
 __all__ = ["GradScaler", "Overflow"]
 
-PATIENCE = 50  # skipped steps in a row, after which something else than the scale is wrong
-# By the names of torch's, whose eps may be 0 in fp16.
+PATIENCE = 50  # skipped steps in a row before a warning: by then something other than the scale is wrong
+# Replacements of the torch optimizers whose eps may round to 0 in fp16.
 _OURS = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
 
 
 def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
-    """Whether the step takes scale and verdict from the device; else torch's plain protocol is right."""
+    """Whether the step of `optimizer` reads scale and verdict on the device. If not, torch's own protocol applies."""
     return isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
 
 
 def _only_forwards(optimizer: Any) -> bool:
-    """Whether an object says by its ``__getattr__`` alone, so in another's name, that its step takes the scale.
+    """Whether `optimizer` is a proxy that has ``_step_supports_amp_scaling`` by its ``__getattr__`` alone.
 
-    What a scaler sets on such an object would not arrive at the optimizer.
+    Attributes that a scaler sets on a proxy do not reach the optimizer inside.
     """
     name = "_step_supports_amp_scaling"
     is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
@@ -47,7 +47,10 @@ def _only_forwards(optimizer: Any) -> bool:
 
 
 def _warn_of_eps(optimizer: Any) -> None:
-    """A quotient by ``sqrt(v) + eps`` in fp16 is 0 / 0 as soon as squares of gradients vanish too."""
+    """Warns if torch's `optimizer` divides by ``sqrt(v) + eps`` in fp16 and eps is 0 there.
+
+    The quotient is 0 / 0 as soon as the square of a gradient rounds to 0 too.
+    """
     optimizer = wrapped(optimizer)
     if isinstance(optimizer, FusedOptimizer):
         return
@@ -91,7 +94,7 @@ def _check_group(group: Any, device_type: str) -> None:
 
 
 class _Rule(NamedTuple):
-    """The numbers that an option or a count may be, in words and as bounds that belong to them."""
+    """The numbers that an option or a count may be: in words, and as the least and the largest of them."""
 
     words: str
     least: float
@@ -102,7 +105,7 @@ class _Rule(NamedTuple):
 _MAX_FP32 = torch.finfo(torch.float32).max
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _SCALE = "a finite number of at least 0"
-# Names are those of a state dict, and of the constructor. Scale and counts are kept as fp32, int32 and, skips, int64.
+# By the names in the constructor and in state dicts. The scale is stored as fp32, trackers as int32, skips as int64.
 _RULES = {
     "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "scale": _Rule(_SCALE, 0, _MAX_FP32),
@@ -116,7 +119,7 @@ _RULES = {
     "_hysteresis_tracker": _Rule("an integer", -_INT32, _INT32, True),
     "skipped_steps": _Rule("an integer of at least 0", 0, _INT64, True),
 }
-# Keys of a state dict: torch's, which all have, and those that only amp_kernels.GradScaler saves.
+# Keys of a state dict: those that torch's scaler saves too, and those that only amp_kernels.GradScaler saves.
 _BY_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _BY_US = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
 
@@ -135,7 +138,7 @@ def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """The number in a tensor of one element, as some formats of checkpoints keep it."""
+    """Returns the number in a tensor of one element, since some formats of checkpoints keep numbers as tensors."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
@@ -143,7 +146,7 @@ class Overflow(NamedTuple):
     """Where the last skipped step came from.
 
     Attributes:
-        step: The optimizer's steps under a scaler, counted from 1, with skipped ones.
+        step: Number of the optimizer's step under a scaler, from 1. Skipped steps count too.
         parameter: Name of the first parameter whose gradient held NaN or inf.
 
     Examples:
@@ -151,23 +154,23 @@ class Overflow(NamedTuple):
         'head.weight'
     """
 
-    step: int  # the optimizer's steps under a scaler, counted from 1, skipped ones included
-    parameter: str  # the first parameter whose gradient held NaN or inf
+    step: int
+    parameter: str
 
 
 class GradScaler(torch.amp.GradScaler):
     """`torch.amp.GradScaler` that does not wait for the device with the optimizers of `amp_kernels.optim`.
 
     Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`. With a fused optimizer the
-    check for NaN and inf is the first pass of the step, gradients are not written, and the device decides to skip.
-    After `step` gradients are still scaled: to read them call `unscale_` before it, or read `optimizer.grad_norm`. fp16
-    and bf16 gradients are accepted.
+    check for NaN and inf is the first pass of the step, gradients are not written, and the device decides whether to
+    skip. Gradients stay scaled after `step`. To read them unscaled, call `unscale_` before `step`.
+    `optimizer.grad_norm` is always unscaled. fp16 and bf16 gradients are accepted.
 
     Other optimizers work as under torch's scaler, which waits for the device once per step. This includes a fused
     optimizer whose `step` is overridden or wrapped, or whose parameters belong to FSDP1.
 
-    A warning is given once after 50 skipped steps in a row, if the host knows of them: the scale is on the CPU, or
-    every optimizer waits for the device as above. Another one is given at the first step without any gradient.
+    After 50 skipped steps in a row there is a warning, if the host can count them: the scale is on the CPU, or every
+    optimizer waits for the device as above. There is another warning at the first step without any gradient.
 
     Args:
         device: As in torch.
@@ -176,18 +179,17 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: As in torch.
         growth_interval: As in torch.
         enabled: As in torch.
-        min_scale: The scale starts no lower and never falls below it. (torch's scale reaches 0.0 after some 150
-            overflows.)
-        max_scale: The scale starts no higher and never rises above it. A 16-bit model whose loss is fp16 overflows at
-            the default scale of 65536. A checkpoint of this class replaces both bounds; the scale in a checkpoint of
+        min_scale: Lower bound of the scale, also of `init_scale`. (torch's scale reaches 0.0 after some 150 overflows.)
+        max_scale: Upper bound of the scale, also of `init_scale`. A 16-bit model whose loss is fp16 overflows at the
+            default scale of 65536. A checkpoint of this class replaces both bounds. A scale from a checkpoint of
             torch's scaler is clamped to them.
         hysteresis: The scale is first reduced at this many overflows in a row, as in Apex. 1 reduces it at every
             overflow, as torch does. One step without overflow starts the count again. Steps with overflows are skipped
             either way.
-        process_group: If a rank of the group finds NaN or inf, all its ranks skip the step. Every rank must call `step`
-            (or `unscale_`) for the same optimizers in the same order, also without a gradient. Not needed if gradients
-            are averaged over the ranks (DistributedDataParallel), nor for DTensors. A scaler with a group cannot be
-            copied or pickled.
+        process_group: If one rank of the group finds NaN or inf, all ranks of the group skip the step. Every rank must
+            call `step` (or `unscale_`) for the same optimizers in the same order, also without a gradient. No group is
+            needed if gradients are averaged over the ranks (DistributedDataParallel), nor for DTensors. A scaler with a
+            group cannot be copied or pickled.
 
     Raises:
         TypeError: A scale, bound or factor is not a number, `growth_interval` or `hysteresis` is not an integer, or
@@ -210,9 +212,9 @@ class GradScaler(torch.amp.GradScaler):
         (1, Overflow(step=2, parameter='weight'))
     """
 
-    _format = 1  # of state dicts; a higher one is for what earlier releases would misread
+    _format = 1  # the version of state dicts; raised when earlier releases would misread them
     _has_warned_of_no_gradient = False
-    _last_of_gone: tuple[int, Overflow] | None = None  # overflow in an optimizer that is gone, and its iteration
+    _last_of_gone: tuple[int, Overflow] | None = None  # the last overflow in deleted optimizers, after its iteration
 
     def __init__(
         self,
@@ -228,34 +230,33 @@ class GradScaler(torch.amp.GradScaler):
         hysteresis: int = 1,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        ours = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
+        options = {"init_scale": init_scale, "min_scale": min_scale, "max_scale": max_scale, "hysteresis": hysteresis}
         _check_device(device)
-        _check_numbers("GradScaler", ours)
+        _check_numbers("GradScaler", options)
         if process_group is not None:
             _check_group(process_group, torch.device(device).type)
         init_scale = min(max(init_scale, min_scale), max_scale)
         super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval, enabled)
-        if self._enabled:  # torch's checks come first, and let NaN pass
-            theirs = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
-            _check_numbers("GradScaler", {**ours, **theirs, "growth_interval": growth_interval})
+        if self._enabled:  # after torch's own checks, which let NaN pass
+            factors = {"growth_factor": growth_factor, "backoff_factor": backoff_factor}
+            _check_numbers("GradScaler", {**options, **factors, "growth_interval": growth_interval})
         self._min_scale = min_scale
         self._max_scale = max_scale
         self._process_group = process_group
         self._skips_in_a_row = 0
-        self._seen_optimizers = WeakIdKeyDictionary()  # by themselves: ids are given again
+        self._seen_optimizers = WeakIdKeyDictionary()  # objects, since a new object may get an old id
         self._hysteresis = hysteresis
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        # For each log how far its count of checks lies behind the iterations, to tell which overflow came last, and the
-        # optimizer that it belongs to.
+        # For each log: iterations minus its count of checks, which orders the overflows of all logs, and its optimizer.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._process_group is not None and self._scale is None:
-            # A rank that had no loss: the others wait for its verdict.
+            # This rank had no loss, but the other ranks wait for its verdict.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
@@ -271,7 +272,7 @@ class GradScaler(torch.amp.GradScaler):
 
     # ----------------------------------------------------------------------------------------------- what it knows
     def __repr__(self) -> str:
-        """The scale and what changes it. If the scale is on a GPU this waits for the GPU, as `get_scale` does."""
+        """Returns the scale and the options that change it. Waits for the device, as `get_scale` does."""
         if not self._enabled:
             return f"{type(self).__name__}(enabled=False)"
         shown = {
@@ -283,7 +284,7 @@ class GradScaler(torch.amp.GradScaler):
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     def _shown(self) -> str:
-        """The scale, or why it cannot be read: a repr must not end a capture, nor fail after an error of CUDA."""
+        """Returns the scale, or why it cannot be read: a repr must not break a capture, nor fail after a CUDA error."""
         if self._scale is None:
             return str(self._init_scale)
         if capturing(self._scale.device):
@@ -310,16 +311,16 @@ class GradScaler(torch.amp.GradScaler):
         return None if last is None else last[1]
 
     def _last_in(self, logs: Iterable[OverflowLog]) -> tuple[int, Overflow] | None:
-        """The last overflow, and the iteration that it happened in. Waits for the device."""
+        """Returns the last overflow in `logs` and in deleted optimizers, after its iteration. Waits for the device."""
         found = [(last[0] + self._logs[log][0], Overflow(*last)) for log in logs for last in log.overflows()]
         if self._last_of_gone is not None:
             found.append(self._last_of_gone)
         return max(found, key=lambda overflow: overflow[0], default=None)
 
     def _forget_the_gone(self) -> None:
-        """Drops the logs of optimizers that are gone, except for the last overflow in them.
+        """Drops the logs of deleted optimizers, and keeps the last overflow in them.
 
-        This waits for the device, once after an optimizer died. A capture must not wait; a later iteration drops them.
+        It waits for the device once after an optimizer was deleted. A capture must not wait: a later iteration does it.
         """
         gone = [log for log, (_, owner) in self._logs.items() if owner() is None]
         if gone and not any(capturing(device) for log in gone for device in log.records):
@@ -335,7 +336,7 @@ class GradScaler(torch.amp.GradScaler):
             optimizer: The optimizer.
 
         Raises:
-            RuntimeError: It was called before since the last `update`, or after `step`.
+            RuntimeError: `unscale_` or `step` was called for the optimizer since the last `update`.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -371,7 +372,7 @@ class GradScaler(torch.amp.GradScaler):
             What `optimizer.step` returned, or None if it was not called.
 
         Raises:
-            RuntimeError: It was called before since the last `update`, or with a closure.
+            RuntimeError: `step` was called for the optimizer since the last `update`, or a closure was passed.
         """
         if self._enabled and _only_forwards(optimizer):
             return self._step_plainly(optimizer, *args, **kwargs)
@@ -379,9 +380,8 @@ class GradScaler(torch.amp.GradScaler):
             if self._enabled and self._is_new(optimizer):
                 _warn_of_eps(optimizer)
             return super().step(optimizer, *args, **kwargs)
-        if (
-            any(arg is not None for arg in args) or "closure" in kwargs
-        ):  # it would replace the gradients that were checked
+        # A closure would replace the gradients that were checked.
+        if any(arg is not None for arg in args) or "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
@@ -396,7 +396,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _is_new(self, optimizer: Any) -> bool:
-        """Whether this is its first step; False for objects without weak references, as of classes with slots."""
+        """Whether this is the first step of `optimizer`. False if it has no weak references, as classes with slots."""
         try:
             is_new = optimizer not in self._seen_optimizers
             self._seen_optimizers[optimizer] = True
@@ -405,7 +405,7 @@ class GradScaler(torch.amp.GradScaler):
         return is_new
 
     def _step_plainly(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        """torch's protocol for those that know nothing of scalers: unscale, and step unless there was NaN or inf."""
+        """Follows torch's protocol for optimizers without scaler support: unscale, then step if all was finite."""
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -417,7 +417,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> Verdict:
-        """The verdict of all ranks."""
+        """Registers the optimizer's log, and returns the verdict of all ranks."""
         flag = verdict.found_inf
         self._logs[optimizer._log] = self._iterations - optimizer._log.checks, ref(optimizer)
         flags = self._agree_over_group({} if flag is None else {flag.device: flag})
@@ -440,7 +440,7 @@ class GradScaler(torch.amp.GradScaler):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and param.grad.dtype is torch.float16:
-                # Adding duplicates may overflow, which the check has to see.
+                # Duplicates are added before the check, since the sum may overflow.
                 param.grad = param.grad.coalesce()
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
@@ -454,7 +454,7 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        """As torch's; what the host saw is kept."""
+        """Steps if all was finite, as torch does. Notes the flags that the host read, for averages and warnings."""
         flags = optimizer_state["found_inf_per_device"].values()
         found = any(flag.item() for flag in flags)
         optimizer_state["is_skipped"] = found
@@ -541,7 +541,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _warn_of_no_gradient(self) -> None:
-        """torch's scaler raises an AssertionError in `step`. Here another optimizer may still have gradients then."""
+        """Warns once, where torch's scaler raises an AssertionError: another optimizer may still have gradients."""
         if not self._has_warned_of_no_gradient:
             self._has_warned_of_no_gradient = True
             warnings.warn(
@@ -551,7 +551,7 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
-        """Overflows in a row still tolerated; full again after a step without one."""
+        """Counts down the overflows in a row that do not reduce the scale. A step without overflow starts again."""
         assert self._hysteresis_tracker is not None  # allocated with the scale
         full = torch.full_like(self._hysteresis_tracker, self._hysteresis)
         return self._hysteresis_tracker.copy_(torch.where(found_inf != 0, self._hysteresis_tracker - 1, full))
@@ -588,16 +588,17 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's scaler.
 
-        What a torch state dict lacks keeps the value it was constructed with.
+        Values that a torch state dict lacks stay those of this scaler. The count of skipped steps starts at 0.
 
         Args:
             state_dict: What `state_dict()` returned.
 
         Raises:
-            TypeError: It is not a dict, or a value has another type than the constructor takes. Nothing was loaded.
-            ValueError: A value is out of range, a key of torch's is missing, or a later release saved it. Nothing was
+            TypeError: `state_dict` is not a dict, or a value has another type than the constructor takes. Nothing was
                 loaded.
-            RuntimeError: It is empty: its scaler was not enabled.
+            ValueError: A value is out of range, a key of torch's scaler is missing, or a later release saved the state
+                dict. Nothing was loaded.
+            RuntimeError: `state_dict` is empty: its scaler was not enabled.
 
         Examples:
             >>> scaler = amp_kernels.GradScaler("cpu")
@@ -609,7 +610,7 @@ class GradScaler(torch.amp.GradScaler):
             self._load(self._checked("GradScaler.load_state_dict", state_dict))
 
     def _checked(self, caller: str, state_dict: Any) -> dict[str, Any]:
-        """All that `_load` needs: from `state_dict`, or from this scaler what torch's state dicts lack."""
+        """Returns all that `_load` needs, or raises an error. This scaler supplies what torch's state dicts lack."""
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"{caller}: state_dict must be a dict, got a {type(state_dict).__name__}")
         if not state_dict:
@@ -635,7 +636,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis = values["hysteresis"]
         self._init_hysteresis_tracker = values["_hysteresis_tracker"]
         self._init_skipped_steps = values["skipped_steps"]
-        # In place, for a captured graph keeps their addresses.
+        # In place, since a captured graph keeps the addresses.
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
         if self._skipped_steps is not None:
@@ -654,7 +655,7 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_skipped_steps"] = counts["skipped_steps"]
             state["_hysteresis_tracker"] = state["_skipped_steps"] = None
         state["_logs"], state["_last_of_gone"] = {}, None
-        del state["_seen_optimizers"]  # which cannot be pickled
+        del state["_seen_optimizers"]  # weak references cannot be pickled
         return state
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,7 +1,8 @@
 """int8: quantize and dequantize, whose limit is memory, and products of codes, whose limit is arithmetic.
 
 Bytes are what the work must move: a row is read once and its codes written (3 bytes an element of fp16, 5 of fp32);
-with one scale for the whole tensor it is read twice; to dequantize costs the same as rows. Peers: the formula in
+with one scale for the whole tensor it is read twice; to dequantize costs the same as rows. One scale for each head of a
+permuted [B, H, T, D] costs a copy of x and one of the codes. Peers: the formula in
 torch's operators, compiled or not, torch's own fake quantization and per-channel quantization, torch._int_mm, torch's
 products in fp32 and bf16, and torchao and bitsandbytes where they run.
 
@@ -111,7 +112,8 @@ def contender(name: str, memory: int, build: Callable[[], Job]) -> Contender:
 
 
 def quantize_case(x: Tensor, options: dict[str, Any], args: argparse.Namespace) -> list[Contender]:
-    dims = {**options, "dim": (options["dim"],)} if "dim" in options else options
+    dim = options.get("dim")
+    dims = {**options, "dim": (dim,)} if isinstance(dim, int) else options
 
     @cache
     def expected() -> tuple[Tensor, Tensor, Tensor | None]:
@@ -132,12 +134,13 @@ def quantize_case(x: Tensor, options: dict[str, Any], args: argparse.Namespace) 
         ("torch operators", lambda: nearly(with_torch, codes, 1)),
         ("torch operators, compiled", by_compiler),
     ]
-    if options == {"dim": -1} and x.dtype == torch.float32 and x.device.type == "cpu":
+    is_rows = options == {"dim": -1} and x.dim() == 2
+    if is_rows and x.dtype == torch.float32 and x.device.type == "cpu":
         scale = expected()[1].flatten().double()
         zeros = torch.zeros(len(scale), dtype=torch.int64)
         given = partial(torch.quantize_per_channel, x, scale, zeros, 0, torch.qint8)
         plan.append(("torch.quantize_per_channel, scales given", lambda: nearly(lambda: given().int_repr(), codes, 1)))
-    if options == {"dim": -1} and x.dtype == torch.float16:
+    if is_rows and x.dtype == torch.float16:
         plan.append(("bitsandbytes int8_vectorwise_quant", lambda: nearly(bitsandbytes_rows(x), codes, 1)))
     forced = on_other_backends(
         "amp_kernels.quantize_int8",
@@ -281,6 +284,20 @@ def quantization_cases(args: argparse.Namespace) -> Cases:
                 Case("int8", f"quantize {name}", dtype, square, reads * size + 1, words),
                 quantize_case(x, options, args),
             )
+        batch, heads, depth = 8, 32, 128
+        permuted = x.view(batch, -1, heads, depth).transpose(1, 2)  # dense
+        layout = Layout("[B, H, T, D] permuted", (tuple(permuted.shape),))
+        words = f"1 x {size} read + 1 written"
+        yield (
+            Case("int8", "quantize tokens", dtype, layout, size + 1, words),
+            quantize_case(permuted, {"dim": -1}, args),
+        )
+        # Heads take a fourth axis, so each becomes a row of a copy.
+        words = f"4 x {size} + 3: copies of x and of the codes, which hold {size + 1} bytes an element during the call"
+        yield (
+            Case("int8", "quantize heads", dtype, layout, 4 * size + 3, words),
+            quantize_case(permuted, {"dim": (2, 3)}, args),
+        )
         q = amp_kernels.quantize_int8(x, dim=-1)
         words = f"1 read + {size} written"
         yield Case("int8", "dequantize rows", dtype, square, 1 + size, words), dequantize_case(q, dtype, args)

@@ -5,56 +5,51 @@
 
 namespace amp_kernels {
 
-// How a tensor is cut into groups: the elements of a group share one scale and one zero point. csrc/ops/int8_layout.h
-// makes a layout of a tensor's shape and strides; every int8 kernel (CPU, CUDA, Triton) walks it, in these words.
+// How a tensor is cut into groups. The elements of a group share one scale and one zero point.
 //
-// The codes are dense. In the order of their memory they are four nested axes, the outermost first; a kept axis tells
-// groups apart, a reduced one lies inside a group. An axis that is not needed has size 1.
+// The kernels (CPU, CUDA, Triton) see dense memory of three axes, [outer][reduced][inner]. x, codes and results lie the
+// same way: one offset serves all of them. Group g = o * inner + i has the elements at (o * reduced + r) * inner + i,
+// for all r. Scales and zero points lie in the order of the groups. An axis that is not needed has size 1.
 //
-//   kOuterGroup    kOuterReduced    kInnerGroup    kInnerReduced
-//        1               1               1               n          the whole tensor
-//        1             rows              1               n          the whole tensor, with gaps between its rows
-//      batch             1             rows              n          rows: heads, slices of a fused qkv
-//      rows              1            blocks         block size     blocks of the last dimension
-//        1             rows           columns            1          columns: per channel of [B, T, C]
-//     experts          rows           columns            1          columns of [E, N, K]
-//        1            images          channels         pixels       channels of NCHW
+//   outer     reduced      inner
+//     1       all           1         the whole tensor
+//   rows      columns       1         rows of a matrix; output channels of a channels_last weight
+//   blocks    block size    1         blocks of the last dimension
+//     1       rows         columns    columns of a matrix; channels of [B, T, C] and of channels_last images
+//   experts   N            K          columns of [E, N, K]
 //
-// A row is a run of neighbours in memory, along the inner axis. That axis is the inner reduced one, so that a row
-// belongs to one group (by rows), or where this has size 1 the inner group axis, so that a row has an element of each
-// of its groups (by columns):
+// A kernel walks in one of two ways, always along memory:
 //
-//   by rows                                            by columns
-//                                                           scale[0] scale[1] ...
-//     a a a a a a a a a a a a     scale[0], group a           a b c d   e f g h     outer reduced 0
-//     b b b b b b b b b b b b     scale[1], group b           a b c d   e f g h     outer reduced 1
-//     |segment|segment|                                       a b c d   e f g h     outer reduced 2
-//                                                            | band  | | band  |
+//   by rows (inner is 1):                      by columns (inner is above 1):
+//   neighbours belong to one group             neighbours belong to different groups
 //
-//   segment   a part of a row that is handled at once
-//   band      neighbouring groups that are handled together, with all of their rows: by columns some of a row's groups,
+//     a a a a a a a a    group 0                 a b c d    groups 0 to 3     r = 0
+//     b b b b b b b b    group 1                 a b c d                      r = 1
+//     c c c c c c c c    group 2                 e f g h    groups 4 to 7     r = 0
+//                                                e f g h                      r = 1
+//
+// Words that all kernels use:
+//
+//   band      neighbouring groups that are handled together: by columns some columns with all of their rows,
 //             by rows one group or some short ones
-//   piece     a part of the rows of a band (by rows, of the elements of a long group), where there are fewer bands than
-//             threads or thread blocks
+//   piece     a part of a band, where there are fewer bands than threads or thread blocks
+//   segment   neighbours in memory that are handled at once
 //
-// Strides count elements. `x` may have gaps or repeat its rows, but along the inner axis its elements are neighbours;
-// other tensors are copied first. `out` is dense; the index that numbers the random bits of an element is its place in
-// `out`, which is row-major then. A last block that is shorter than the others is cut off by `length`.
+// If a row of the tensor is no multiple of the block size, its last block is shorter, and the next row follows it
+// immediately. `row` is the length of such rows. Elsewhere no block is cut, and `row` counts all elements.
 struct Int8Layout {
-  enum Axis { kOuterGroup, kOuterReduced, kInnerGroup, kInnerReduced, kAxes };
-  int64_t size[kAxes];
-  int64_t x[kAxes];    // strides of the floating-point tensor that is read
-  int64_t out[kAxes];  // strides of the codes, and of floating-point results
-  int64_t scale[2];    // strides of scale and zero_point over the two group axes
-  int64_t length;      // an element exists iff inner group * size[kInnerReduced] + inner reduced < length
+  int64_t outer, reduced, inner;
+  int64_t row;
 
-  AMP_KERNELS_HD int64_t groups() const { return size[kOuterGroup] * size[kInnerGroup]; }
+  AMP_KERNELS_HD bool is_by_columns() const { return inner > 1; }
+  AMP_KERNELS_HD int64_t groups() const { return outer * inner; }
 
-  AMP_KERNELS_HD int64_t elements() const { return size[kOuterGroup] * size[kOuterReduced] * length; }
+  // Groups of a row: by rows alone.
+  AMP_KERNELS_HD int64_t groups_of_row() const { return (row + reduced - 1) / reduced; }
 
-  AMP_KERNELS_HD bool is_by_columns() const { return size[kInnerReduced] == 1 && size[kInnerGroup] > 1; }
-
-  AMP_KERNELS_HD Axis inner() const { return is_by_columns() ? kInnerGroup : kInnerReduced; }
+  AMP_KERNELS_HD int64_t elements() const {
+    return is_by_columns() ? outer * reduced * inner : outer / groups_of_row() * row;
+  }
 };
 
 struct Quantize {
@@ -71,7 +66,7 @@ struct Quantize {
 };
 
 struct Dequantize {
-  const int8_t* values;  // laid out by layout.out, like `out`; layout.x is not read
+  const int8_t* values;
   const float* scale;
   const int32_t* zero_point;
   void* out;
@@ -81,8 +76,8 @@ struct Dequantize {
 
 // Gradient of a fake quantization: `grad` where the code was inside the range before clamping, else 0.
 struct StraightThrough {
-  const void* grad;  // laid out by layout.out, like `out`
-  const void* x;     // laid out by layout.x
+  const void* grad;
+  const void* x;
   const float* scale;
   const int32_t* zero_point;
   void* out;

@@ -1,5 +1,5 @@
-// `import amp_kernels._C` runs the static registrations of csrc/ops, which serve torch's dispatcher; the module
-// itself holds what takes Python objects.
+// The module amp_kernels._C. Its import runs the static registrations of csrc/ops with torch's dispatcher. The
+// functions of the module itself are those that take Python objects.
 #include "ops/sweep.h"
 #ifdef USE_CUDA
 #include "ops/on_gpu.h"
@@ -8,7 +8,7 @@
 #ifdef USE_CUDA
 namespace {
 
-// Why nothing of this binary runs on a GPU, by its index; "" if it does.
+// Why this binary has no kernels for the GPU of an index; "" if it has.
 PyObject* why_no_kernel(PyObject*, PyObject* gpu) {
   const long index = PyLong_AsLong(gpu);
   if (index == -1 && PyErr_Occurred() != nullptr) return nullptr;

@@ -18,7 +18,7 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _half_of_one_plus_tanh(x):
-    """(1 + tanh(u)) / 2 is 1 / (1 + exp(-2u)): libdevice's tanh is missing from the interpreter."""
+    """(1 + tanh(u)) / 2, as 1 / (1 + exp(-2u)): the interpreter has no tanh of libdevice."""
     return 1.0 / (1.0 + tl.exp((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE * -2.0))
 
 
@@ -35,7 +35,7 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def derivative(x, KIND: tl.constexpr):
-    """Of relu by its result, of the others by their argument."""
+    """The derivative of an activation. `x` is the argument of the activation; for relu it is the result."""
     tl.static_assert(KIND != IDENTITY)
     if KIND == RELU:
         return tl.where(x > 0.0, 1.0, 0.0)

@@ -21,7 +21,7 @@ def formula(p, g, state, has, hyper, lr, factor, step):
     m, v, u = state  # exp_avg, exp_avg_sq, max_exp_avg_sq; an absent one reads as 0
     one_minus_beta1, one_minus_beta2, eps, weight_decay, sign, decoupled = hyper[:6]
     g *= factor * sign
-    # One fma, see csrc/formulas; and no decay leaves an infinite parameter as it is, as in torch.
+    # One fma, see csrc/formulas. Without decay g and p are not touched: 0 times an infinite parameter would be NaN.
     is_added = (weight_decay != 0.0) & (decoupled == 0.0)
     is_taken = (weight_decay != 0.0) & (decoupled != 0.0)
     g = tl.where(is_added, tl.fma(weight_decay, p, g), g)
@@ -38,7 +38,7 @@ def formula(p, g, state, has, hyper, lr, factor, step):
 
 @triton.jit
 def _correction(one_minus_beta, step):
-    """1 - beta^t in fp64: fp32 would be 1e-5 off at the first step of beta = 0.999. tl.exp has .ftz instructions."""
+    """1 - beta^t by squaring in fp64: fp32 is 1e-5 off at the first step with beta = 0.999, and tl.exp uses .ftz."""
     square = 1.0 - one_minus_beta.to(tl.float64)
     power = tl.full((), 1.0, tl.float64)
     t = step + 1

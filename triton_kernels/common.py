@@ -1,4 +1,4 @@
-"""What the kernels share: rows of the table, element access through int64 addresses, the launch."""
+"""What the Triton kernels share: the table (csrc/table.h), element access through int64 addresses, the launch."""
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def table_entry(table_ptr, n_tensors, ROW: tl.constexpr, tensor):
+    """The word in a row of the table, and in the column of a tensor."""
     return tl.load(table_ptr + ROW * n_tensors.to(tl.int64) + tensor)
 
 
@@ -50,7 +51,7 @@ def chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size):
 
 @triton.jit
 def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE: tl.constexpr):
-    """Address of the chunk's first element in an array of the table; 0 where the tensor has no such array."""
+    """The address of the chunk's first element in the array of this row; 0 if the tensor has no such array."""
     address = table_entry(table_ptr, n_tensors, ROW, tensor)
     return tl.where(address == 0, 0, address + begin * (4 if DTYPE == FP32 else 2))
 
@@ -64,9 +65,9 @@ def optional_scalar(address, absent):
 
 @triton.jit
 def is_last(ticket_ptr):
-    """Whether this program is the last to come here, with what all others wrote before it; puts the counter back to 0.
+    """Whether this program comes here last. If it does, it sees what all others wrote before.
 
-    `ticket_ptr`: int64, 0 between launches.
+    `ticket_ptr`: an int64 counter, which is 0 between launches. The last program sets it back to 0.
     """
     tl.debug_barrier()
     pointer = ticket_ptr.to(tl.pointer_type(tl.int32))
@@ -77,11 +78,12 @@ def is_last(ticket_ptr):
 
 
 # --------------------------------------------------------------------------------------------- element access
-# VEC is how many neighbours one access of a thread covers. Callers take VEC > 1 only in a branch where the
-# address and the count are multiples of it; both are rounded down to it there, which changes nothing and
-# keeps the hint true wherever the compiler moves the code.
-# bf16 travels as int16: the interpreter (3.6 to 3.9) misreads bf16 subnormals and truncates where it should
-# round.
+# VEC is how many neighbours one access of a thread covers. VEC > 1 is only for a branch where address and count are
+# multiples of it. Both are rounded down to it there. This changes no value, but `multiple_of` then stays true wherever
+# the compiler moves the code.
+#
+# bf16 is loaded and stored as int16: the interpreter (3.6 to 3.9) misreads bf16 subnormals, and truncates where it
+# should round.
 
 
 @triton.jit
@@ -107,7 +109,7 @@ def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Elements as fp32, of INT16 as int32; 0 where the mask is off."""
+    """Elements as fp32, or those of INT16 as int32; 0 where the mask is off."""
     x = tl.load(element_pointers(address, offsets, DTYPE, VEC), mask=mask, other=0)
     if DTYPE == INT16:
         x = x.to(tl.int32)
@@ -120,7 +122,7 @@ def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr
 
 @triton.jit
 def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Store fp32 values, rounded to nearest even, or int32 values as INT16."""
+    """Stores fp32 values, rounded to nearest even, or int32 values as INT16."""
     if DTYPE == FP32:
         y = x
     elif DTYPE == INT16:
@@ -147,6 +149,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bf16_bits(x):
+    """fp32 values rounded to bf16, as int16."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
@@ -155,12 +158,12 @@ def _bf16_bits(x):
 # ----------------------------------------------------------------------------------------------------- launch
 
 
-# Of 128 threads and 96 registers, on a multiprocessor of 65536.
+# Programs of 128 threads with 96 registers each, on a multiprocessor with 65536 registers.
 _PROGRAMS = 5
 
 
 def programs_at_a_time(beside: torch.Tensor) -> int:
-    """How many programs of 128 threads run at a time; on a CPU, interpreted, 0, as for the kernels of a CPU."""
+    """How many programs of 128 threads run at a time; 0 on a CPU (interpreted), as for CPU kernels."""
     if not beside.is_cuda:
         return 0
     return _PROGRAMS * torch.cuda.get_device_properties(beside.device).multi_processor_count
@@ -179,10 +182,10 @@ def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 
 
 def load(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Compiles a variant and loads it on `device`. A graph capture forbids loading, so this comes before.
+    """Compiles a variant of a kernel, and loads it on `device`: loading fails during a graph capture.
 
-    `args` are the kernel's arguments, with a dtype for each tensor. The values of numbers do not matter, since kernels
-    specialise on none.
+    `args` are the kernel's arguments, with a dtype in place of each tensor. The values of numbers do not matter, since
+    kernels specialise on none.
     """
     if isinstance(kernel, triton.JITFunction):  # the interpreter compiles nothing
         with current(device):
@@ -190,19 +193,20 @@ def load(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> Non
             _ = kernel.warmup(*args, **constants, **_OPTIONS, grid=(1,)).run
 
 
-# Fused multiply-add as nvcc has it: the default changes with Triton 3.10.
+# Fused multiply-add, as with nvcc. Triton 3.10 changes the default.
 _OPTIONS = {"enable_fp_fusion": True}
 
 
 def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **constants: Any) -> None:
-    """Runs one program per chunk on the table's device and its current stream.
+    """Runs `n_programs` programs on the device of `table` (or another first tensor), on its current stream.
 
-    Kernels specialise on no argument ("is 1", "is a multiple of 16"), and every number has an annotated type: Triton
-    would type a Python int by its value. Specialising would gain nothing, and a new value could then compile a
+    Kernels specialise on no argument ("is 1", "is a multiple of 16"), and every number has an annotated type, since
+    Triton would type a Python int by its value. Specialising would gain nothing, and a new value could then compile a
     variant in the middle of a graph capture.
 
-    The hardware hands out chunks as blocks retire, which evens out short tails and skipped tensors. A
-    persistent grid would divide the work beforehand, by the multiprocessor count of the right device.
+    Kernels that walk a table have a program for each chunk. The hardware starts a program when another ends, which
+    evens out short tails and skipped tensors. A persistent grid would divide the work beforehand, and would need the
+    multiprocessor count of the right device.
     """
     if n_programs == 0:
         return

@@ -1,12 +1,12 @@
-"""A matrix into rows that are multiples of 16 bytes apart, in one pass.
+"""Copies a matrix into rows that are a multiple of 16 bytes apart, in one pass.
 
-    out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 behind the last column)
-    bias_grad[c] = sum over r of the same, before it is rounded
+    out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 after the last column)
+    bias_grad[c] = sum over r of out[r, c] before rounding
 
 Bytes per element: 2 read (4 with `pre`), 2 written.
 
-A program takes up to 256 columns of one share of the rows, in tiles of 2048 elements from top to bottom, and adds up
-its columns; a second kernel adds the shares' sums in a fixed order:
+A program takes up to 256 columns of one share of the rows, in tiles of 2048 elements from top to bottom, and sums each
+column. A second kernel adds the sums of the shares in a fixed order:
 
               columns 0-255   columns 256-511   ..
     share 0 | program 0     | program 1       | ..      -> sums[0, :]  \
@@ -37,7 +37,7 @@ def _load(
     DTYPE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
-    # Up to 16 bytes that hold something.
+    # Accesses of VEC elements are whole if they hold an element of the matrix; the others of them become 0 below.
     exist_rows = rows < (round_up(n_rows, VEC) if INNER == ROWS else n_rows)
     exist_columns = columns < (round_up(n_columns, VEC) if INNER == COLUMNS else n_columns)
     x = load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)
@@ -106,7 +106,7 @@ _COLUMNS = 256
 
 
 def _tile(pitch: int, wide: bool) -> tuple[int, int]:
-    """(rows, columns): 16 elements a thread of four warps; by element, each with an address of its own, eight."""
+    """(rows, columns) of a tile: 16 elements a thread of four warps, or 8 that each need an address of their own."""
     columns = min(_COLUMNS, 1 << (pitch - 1).bit_length())
     return (2048 if wide else 1024) // columns, columns
 

@@ -17,26 +17,19 @@ import triton.language as tl
 from ..ops.table import DTYPE_CODES
 from .common import load_elements, store_elements
 from .int8 import code_pointers, given_affine, launch_unfused, unclamped_codes, values_of
-from .int8_tiles import Layout, groups_of_band, offsets_of, positions_of_tile, streaming_plan
+from .int8_tiles import Layout, groups_of_band, offsets_of_tile, streaming_plan
 
 
-@triton.jit(do_not_specialize=list(range(17)))
+@triton.jit(do_not_specialize=list(range(10)))
 def _dequantize_kernel(
     codes_ptr,
     scale_ptr,
     zero_point_ptr,
     out_ptr,
-    size_outer_group: tl.int64,
-    size_outer_reduced: tl.int64,
-    size_inner_group: tl.int64,
-    size_inner_reduced: tl.int64,
-    out_outer_group: tl.int64,
-    out_outer_reduced: tl.int64,
-    out_inner_group: tl.int64,
-    out_inner_reduced: tl.int64,
-    scale_outer_group: tl.int64,
-    scale_inner_group: tl.int64,
-    length: tl.int64,
+    outer: tl.int64,
+    reduced: tl.int64,
+    inner: tl.int64,
+    row: tl.int64,
     n_tiles: tl.int32,
     n_pieces: tl.int32,
     DTYPE: tl.constexpr,
@@ -45,42 +38,28 @@ def _dequantize_kernel(
     WIDTH: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
+    sizes = (outer, reduced, inner, row)
     piece = tl.program_id(0) % n_pieces
     band = (tl.program_id(0) // n_pieces).to(tl.int64)
-    out_strides = (out_outer_group, out_outer_reduced, out_inner_group, out_inner_reduced)
-    outer_group, inner_group, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
-    scale_offset = outer_group * scale_outer_group + inner_group * scale_inner_group
-    scale, _, zero_point = given_affine(scale_ptr, zero_point_ptr, scale_offset, exist_groups)
+    groups, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
+    scale, _, zero_point = given_affine(scale_ptr, zero_point_ptr, groups, exist_groups)
     for tile in range(piece, n_tiles, n_pieces):
-        position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
-        offsets = offsets_of(position, out_strides, BY_COLUMNS, VEC)
+        offsets, exist = offsets_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
         codes = tl.load(code_pointers(codes_ptr, offsets, VEC), mask=exist, other=0)
         store_elements(out_ptr.to(tl.int64), offsets, values_of(codes, scale, zero_point), exist, DTYPE, VEC)
 
 
-@triton.jit(do_not_specialize=list(range(22)))
+@triton.jit(do_not_specialize=list(range(11)))
 def _straight_through_kernel(
     grad_ptr,
     x_ptr,
     scale_ptr,
     zero_point_ptr,
     out_ptr,
-    size_outer_group: tl.int64,
-    size_outer_reduced: tl.int64,
-    size_inner_group: tl.int64,
-    size_inner_reduced: tl.int64,
-    x_outer_group: tl.int64,
-    x_outer_reduced: tl.int64,
-    x_inner_group: tl.int64,
-    x_inner_reduced: tl.int64,
-    out_outer_group: tl.int64,
-    out_outer_reduced: tl.int64,
-    out_inner_group: tl.int64,
-    out_inner_reduced: tl.int64,
-    scale_outer_group: tl.int64,
-    scale_inner_group: tl.int64,
-    length: tl.int64,
+    outer: tl.int64,
+    reduced: tl.int64,
+    inner: tl.int64,
+    row: tl.int64,
     n_tiles: tl.int32,
     n_pieces: tl.int32,
     DTYPE: tl.constexpr,
@@ -90,19 +69,14 @@ def _straight_through_kernel(
     VEC: tl.constexpr,
 ):
     LOWEST: tl.constexpr = -127 if zero_point_ptr is None else -128
-    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
+    sizes = (outer, reduced, inner, row)
     piece = tl.program_id(0) % n_pieces
     band = (tl.program_id(0) // n_pieces).to(tl.int64)
-    x_strides = (x_outer_group, x_outer_reduced, x_inner_group, x_inner_reduced)
-    out_strides = (out_outer_group, out_outer_reduced, out_inner_group, out_inner_reduced)
-    outer_group, inner_group, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
-    scale_offset = outer_group * scale_outer_group + inner_group * scale_inner_group
-    _, inverse, zero_point = given_affine(scale_ptr, zero_point_ptr, scale_offset, exist_groups)
+    groups, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
+    _, inverse, zero_point = given_affine(scale_ptr, zero_point_ptr, groups, exist_groups)
     for tile in range(piece, n_tiles, n_pieces):
-        position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
-        offsets = offsets_of(position, x_strides, BY_COLUMNS, VEC)
+        offsets, exist = offsets_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
         x = load_elements(x_ptr.to(tl.int64), offsets, exist, DTYPE, VEC)
-        offsets = offsets_of(position, out_strides, BY_COLUMNS, VEC)
         grad = load_elements(grad_ptr.to(tl.int64), offsets, exist, DTYPE, VEC)
         codes = unclamped_codes(x, inverse, zero_point)
         grad = tl.where((codes >= LOWEST) & (codes <= 127), grad, 0.0)
@@ -116,12 +90,11 @@ def _dequantize_int8_(
     out: torch.Tensor,
     layout: Sequence[int],
 ) -> None:
-    walk = Layout(layout)
-    access = walk.access((out, walk.out), (values, walk.out))
-    plan = streaming_plan(walk.size, access["VEC"] > 1)
+    walk = Layout(*layout)
+    access = walk.access(out, values)
+    plan = streaming_plan(walk, access["VEC"] > 1)
     launch_unfused(
-        _dequantize_kernel, plan.programs, out.device, values, scale, zero_point, out, *walk.size, *walk.out,
-        *walk.scale, walk.length, plan.tiles, plan.pieces,
+        _dequantize_kernel, plan.programs, out.device, values, scale, zero_point, out, *walk, plan.tiles, plan.pieces,
         DTYPE=DTYPE_CODES[out.dtype], **plan.constants(), **access,
     )  # fmt: skip
 
@@ -134,11 +107,10 @@ def _straight_through_int8_(
     out: torch.Tensor,
     layout: Sequence[int],
 ) -> None:
-    walk = Layout(layout)
-    access = walk.access((x, walk.x), (grad, walk.out), (out, walk.out))
-    plan = streaming_plan(walk.size, access["VEC"] > 1)
+    walk = Layout(*layout)
+    access = walk.access(x, grad, out)
+    plan = streaming_plan(walk, access["VEC"] > 1)
     launch_unfused(
-        _straight_through_kernel, plan.programs, out.device, grad, x, scale, zero_point, out, *walk.size, *walk.x,
-        *walk.out, *walk.scale, walk.length, plan.tiles, plan.pieces,
-        DTYPE=DTYPE_CODES[x.dtype], **plan.constants(), **access,
+        _straight_through_kernel, plan.programs, out.device, grad, x, scale, zero_point, out, *walk, plan.tiles,
+        plan.pieces, DTYPE=DTYPE_CODES[x.dtype], **plan.constants(), **access,
     )  # fmt: skip

@@ -34,8 +34,7 @@ from .int8 import (
 from .int8_tiles import (
     Layout,
     groups_of_band,
-    offsets_of,
-    positions_of_tile,
+    offsets_of_tile,
     register_plan,
     streaming_plan,
     two_pass_plan,
@@ -73,22 +72,22 @@ def _reduced(low, high, SYMMETRIC: tl.constexpr, BY_COLUMNS: tl.constexpr):
 
 @triton.jit
 def _extremes_of_tiles(
-    x_address, sizes, x_strides, band, first, n_tiles, step,
+    x_address, sizes, band, first, n_tiles, step,
     SYMMETRIC: tl.constexpr, DTYPE: tl.constexpr,
     BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     low = tl.zeros((ROWS, WIDTH), tl.int32)
     high = tl.zeros((ROWS, WIDTH), tl.int32)
     for tile in range(first, n_tiles, step):
-        position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
-        x = load_elements(x_address, offsets_of(position, x_strides, BY_COLUMNS, VEC), exist, DTYPE, VEC)
+        offsets, exist = offsets_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+        x = load_elements(x_address, offsets, exist, DTYPE, VEC)
         low, high = _include(low, high, x, SYMMETRIC)
     return _reduced(low, high, SYMMETRIC, BY_COLUMNS)
 
 
 @triton.jit
 def _extremes_of_partials(
-    partials_ptr, n_pieces, n_groups, group, exist,
+    partials_ptr, n_pieces, n_groups, groups, exist,
     SYMMETRIC: tl.constexpr, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     low = tl.zeros((ROWS, WIDTH), tl.int32)
@@ -99,26 +98,21 @@ def _extremes_of_partials(
     for i in range(0, n_pieces, FOLD):
         piece = i + lanes
         mask = (piece < n_pieces) & exist
-        pointers = partials_ptr + piece.to(tl.int64) * n_groups + group
+        pointers = partials_ptr + groups + piece.to(tl.int64) * n_groups
         high = tl.maximum(high, tl.load(pointers, mask=mask, other=0))
         if not SYMMETRIC:
             low = tl.minimum(low, tl.load(pointers + n_pieces * n_groups, mask=mask, other=0))
     return _reduced(low, high, SYMMETRIC, BY_COLUMNS)
 
 
-@triton.jit(do_not_specialize=list(range(13)))
+@triton.jit(do_not_specialize=list(range(8)))
 def _extremes_kernel(
     x_ptr,
     partials_ptr,  # int32 [1 or 2, pieces, groups]: high, low
-    size_outer_group: tl.int64,
-    size_outer_reduced: tl.int64,
-    size_inner_group: tl.int64,
-    size_inner_reduced: tl.int64,
-    x_outer_group: tl.int64,
-    x_outer_reduced: tl.int64,
-    x_inner_group: tl.int64,
-    x_inner_reduced: tl.int64,
-    length: tl.int64,
+    outer: tl.int64,
+    reduced: tl.int64,
+    inner: tl.int64,
+    row: tl.int64,
     n_tiles: tl.int32,
     n_pieces: tl.int32,
     SYMMETRIC: tl.constexpr,
@@ -128,17 +122,16 @@ def _extremes_kernel(
     WIDTH: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
-    x_strides = (x_outer_group, x_outer_reduced, x_inner_group, x_inner_reduced)
+    sizes = (outer, reduced, inner, row)
     piece = tl.program_id(0) % n_pieces
     band = (tl.program_id(0) // n_pieces).to(tl.int64)
     low, high = _extremes_of_tiles(
-        x_ptr.to(tl.int64), sizes, x_strides, band, piece, n_tiles, n_pieces,
+        x_ptr.to(tl.int64), sizes, band, piece, n_tiles, n_pieces,
         SYMMETRIC, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
     )  # fmt: skip
-    outer_group, inner_group, exist = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
-    n_groups = size_outer_group * size_inner_group
-    pointers = partials_ptr + piece.to(tl.int64) * n_groups + outer_group * size_inner_group + inner_group
+    groups, exist = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
+    n_groups = outer * inner
+    pointers = partials_ptr + piece.to(tl.int64) * n_groups + groups
     tl.store(pointers, high, mask=exist)
     if not SYMMETRIC:
         tl.store(pointers + n_pieces * n_groups, low, mask=exist)
@@ -147,27 +140,25 @@ def _extremes_kernel(
 # ------------------------------------------------------------------------------------------------------- quantize
 @triton.jit
 def _noise(
-    sizes, out_strides, band, tile, seed,
+    sizes, band, tile, seed,
     BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, FOURS: tl.constexpr,
 ):  # fmt: skip
     STEP: tl.constexpr = 4 if FOURS else 1
-    position, _ = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, 1, STEP)
-    index = offsets_of(position, out_strides, BY_COLUMNS, 1)
+    index, _ = offsets_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, 1, STEP)
     return noise_of_fours(index, seed, ROWS, WIDTH) if FOURS else noise_of_each(index, seed)
 
 
 @triton.jit
 def _write(
-    out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, band, tile, seed,
+    out_ptr, x, scale, inverse, zero_point, offsets, exist, sizes, band, tile, seed,
     SYMMETRIC: tl.constexpr, FAKE: tl.constexpr, STOCHASTIC: tl.constexpr, FOURS: tl.constexpr, DTYPE: tl.constexpr,
     BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     if STOCHASTIC:
-        noise = _noise(sizes, out_strides, band, tile, seed, BY_COLUMNS, ROWS, WIDTH, FOURS)
+        noise = _noise(sizes, band, tile, seed, BY_COLUMNS, ROWS, WIDTH, FOURS)
         codes = stochastic_codes_of(x, noise, inverse, zero_point, SYMMETRIC)
     else:
         codes = codes_of(x, inverse, zero_point, SYMMETRIC)
-    offsets = offsets_of(position, out_strides, BY_COLUMNS, VEC)
     if FAKE:
         values = tl.where(x == x, values_of(codes, scale, zero_point), x)
         store_elements(out_ptr.to(tl.int64), offsets, values, exist, DTYPE, VEC)
@@ -175,28 +166,17 @@ def _write(
         tl.store(code_pointers(out_ptr, offsets, VEC), codes.to(tl.int8), mask=exist)
 
 
-@triton.jit(do_not_specialize=list(range(24)))
+@triton.jit(do_not_specialize=list(range(13)))
 def _quantize_kernel(
     x_ptr,
     out_ptr,  # int8 codes, or with FAKE values of x's dtype
     scale_ptr,
     zero_point_ptr,  # or None: symmetric
     partials_ptr,  # of _extremes_kernel, or None
-    size_outer_group: tl.int64,
-    size_outer_reduced: tl.int64,
-    size_inner_group: tl.int64,
-    size_inner_reduced: tl.int64,
-    x_outer_group: tl.int64,
-    x_outer_reduced: tl.int64,
-    x_inner_group: tl.int64,
-    x_inner_reduced: tl.int64,
-    out_outer_group: tl.int64,
-    out_outer_reduced: tl.int64,
-    out_inner_group: tl.int64,
-    out_inner_reduced: tl.int64,
-    scale_outer_group: tl.int64,
-    scale_inner_group: tl.int64,
-    length: tl.int64,
+    outer: tl.int64,
+    reduced: tl.int64,
+    inner: tl.int64,
+    row: tl.int64,
     n_tiles: tl.int32,  # of a band
     n_pieces: tl.int32,  # of a band: programs that share its tiles
     n_partials: tl.int32,
@@ -212,52 +192,48 @@ def _quantize_kernel(
     VEC: tl.constexpr,
 ):
     SYMMETRIC: tl.constexpr = zero_point_ptr is None
-    sizes = (size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length)
-    x_strides = (x_outer_group, x_outer_reduced, x_inner_group, x_inner_reduced)
-    out_strides = (out_outer_group, out_outer_reduced, out_inner_group, out_inner_reduced)
+    sizes = (outer, reduced, inner, row)
     piece = tl.program_id(0) % n_pieces
     band = (tl.program_id(0) // n_pieces).to(tl.int64)
     x_address = x_ptr.to(tl.int64)
-    outer_group, inner_group, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
-    scale_offset = outer_group * scale_outer_group + inner_group * scale_inner_group
+    groups, exist_groups = groups_of_band(sizes, band, BY_COLUMNS, ROWS, WIDTH)
 
     if FROM == REGISTERS:
-        position, exist = positions_of_tile(sizes, band, piece, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
-        x = load_elements(x_address, offsets_of(position, x_strides, BY_COLUMNS, VEC), exist, DTYPE, VEC)
+        offsets, exist = offsets_of_tile(sizes, band, piece, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+        x = load_elements(x_address, offsets, exist, DTYPE, VEC)
         none = tl.zeros((ROWS, WIDTH), tl.int32)
         low, high = _include(none, none, x, SYMMETRIC)
         low, high = _reduced(low, high, SYMMETRIC, BY_COLUMNS)
     elif FROM == TWO_READS:
         low, high = _extremes_of_tiles(
-            x_address, sizes, x_strides, band, piece, n_tiles, 1,
+            x_address, sizes, band, piece, n_tiles, 1,
             SYMMETRIC, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
         )  # fmt: skip
     elif FROM == PARTIALS:
         low, high = _extremes_of_partials(
-            partials_ptr, n_partials, size_outer_group * size_inner_group,
-            outer_group * size_inner_group + inner_group, exist_groups, SYMMETRIC, BY_COLUMNS, ROWS, WIDTH,
+            partials_ptr, n_partials, outer * inner, groups, exist_groups, SYMMETRIC, BY_COLUMNS, ROWS, WIDTH,
         )  # fmt: skip
     if FROM == GIVEN:
-        scale, inverse, zero_point = given_affine(scale_ptr, zero_point_ptr, scale_offset, exist_groups)
+        scale, inverse, zero_point = given_affine(scale_ptr, zero_point_ptr, groups, exist_groups)
     else:
         scale, inverse, zero_point = affine_of(low, high, SYMMETRIC)
         if piece == 0:
-            tl.store(scale_ptr + scale_offset, scale, mask=exist_groups)
+            tl.store(scale_ptr + groups, scale, mask=exist_groups)
             if not SYMMETRIC:
-                tl.store(zero_point_ptr + scale_offset, zero_point, mask=exist_groups)
+                tl.store(zero_point_ptr + groups, zero_point, mask=exist_groups)
 
     if FROM == REGISTERS:
         _write(
-            out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, band, piece,
-            seed, SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
+            out_ptr, x, scale, inverse, zero_point, offsets, exist, sizes, band, piece, seed,
+            SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
         )  # fmt: skip
     else:
         for tile in range(piece, n_tiles, n_pieces):
-            position, exist = positions_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
-            x = load_elements(x_address, offsets_of(position, x_strides, BY_COLUMNS, VEC), exist, DTYPE, VEC)
+            offsets, exist = offsets_of_tile(sizes, band, tile, BY_COLUMNS, ROWS, WIDTH, VEC, 1)
+            x = load_elements(x_address, offsets, exist, DTYPE, VEC)
             _write(
-                out_ptr, x, scale, inverse, zero_point, sizes, position, exist, out_strides, band,
-                tile, seed, SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
+                out_ptr, x, scale, inverse, zero_point, offsets, exist, sizes, band, tile, seed,
+                SYMMETRIC, FAKE, STOCHASTIC, FOURS, DTYPE, BY_COLUMNS, ROWS, WIDTH, VEC,
             )  # fmt: skip
 
 
@@ -272,26 +248,26 @@ def _quantize_int8_(
     stochastic: bool,
     seed: int,
 ) -> None:
-    walk = Layout(layout)
-    access = walk.access((x, walk.x), (out, walk.out)) | {"DTYPE": DTYPE_CODES[x.dtype]}
+    walk = Layout(*layout)
+    access = walk.access(x, out) | {"DTYPE": DTYPE_CODES[x.dtype]}
     wide, partials = access["VEC"] > 1, None
     if is_static:
-        source, plan = GIVEN, streaming_plan(walk.size, wide)
-    elif (fitting := register_plan(walk.size, wide)) is not None:
+        source, plan = GIVEN, streaming_plan(walk, wide)
+    elif (fitting := register_plan(walk, wide)) is not None:
         source, plan = REGISTERS, fitting
     else:
-        plan = two_pass_plan(walk.size, wide)
+        plan = two_pass_plan(walk, wide)
         source = TWO_READS if plan.pieces == 1 else PARTIALS
     if source == PARTIALS:
         symmetric = zero_point is None
-        shape = (1 if symmetric else 2, plan.pieces, walk.size[0] * walk.size[2])
+        shape = (1 if symmetric else 2, plan.pieces, walk.outer * walk.inner)
         partials = torch.empty(shape, dtype=torch.int32, device=x.device)
         launch_unfused(
-            _extremes_kernel, plan.programs, x.device, x, partials, *walk.size, *walk.x, walk.length,
-            plan.tiles, plan.pieces, SYMMETRIC=symmetric, **plan.constants(), **access,
+            _extremes_kernel, plan.programs, x.device, x, partials, *walk, plan.tiles, plan.pieces,
+            SYMMETRIC=symmetric, **plan.constants(), **access,
         )  # fmt: skip
     launch_unfused(
-        _quantize_kernel, plan.programs, x.device, x, out, scale, zero_point, partials, *layout,
+        _quantize_kernel, plan.programs, x.device, x, out, scale, zero_point, partials, *walk,
         plan.tiles, plan.pieces, plan.pieces, _signed(seed),
         FROM=source.value, FAKE=out.dtype != torch.int8, STOCHASTIC=stochastic,
         FOURS=stochastic and walk.has_index_of_fours(), **plan.constants(), **access,

@@ -1,7 +1,7 @@
 """How the int8 kernels of Triton walk an Int8Layout, in the words of csrc/int8.h.
 
-A program takes a band of groups, or a piece of one (`pieces` programs share a band), in tiles of [ROWS, WIDTH]: some
-rows by some neighbours of each. The scales of the band's groups stay in registers from tile to tile.
+A program takes a band of groups, or a piece of one (`pieces` programs share a band), in tiles of [ROWS, WIDTH]. The
+scales of the band's groups stay in registers from tile to tile.
 
     by rows: a band is ROWS groups,                         by columns: a band is WIDTH columns,
     a tile a segment of each                                a tile ROWS of their rows
@@ -18,78 +18,60 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
 
-# `sizes` are those of the four axes and the length; strides and positions are tuples over the axes: outer group, outer
-# reduced, inner group, inner reduced.
+# `sizes` is (outer, reduced, inner, row), as in Int8Layout.
 @triton.jit
-def positions_of_tile(
+def offsets_of_tile(
     sizes, band, tile,
     BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Positions of a tile's elements, every STEP-th of the inner axis, and which of them exist."""
-    size_outer_group, size_outer_reduced, size_inner_group, size_inner_reduced, length = sizes
-    outer = tl.arange(0, ROWS)[:, None].to(tl.int64)
-    inner = (tl.arange(0, WIDTH // STEP) * STEP)[None, :].to(tl.int64)
+    """Offsets of a tile's elements, of every STEP-th along memory, and which of them exist.
+
+    With VEC > 1 every group (by rows) or row (by columns) begins and ends at a multiple of it.
+    """
+    outer, reduced, inner, row = sizes
+    down = tl.arange(0, ROWS)[:, None].to(tl.int64)
+    across = (tl.arange(0, WIDTH // STEP) * STEP)[None, :].to(tl.int64)
     if BY_COLUMNS:
-        bands = tl.cdiv(size_inner_group, WIDTH)
-        outer_group = band // bands
-        inner_group = band % bands * WIDTH + inner
-        outer_reduced = tile * tl.full((), ROWS, tl.int64) + outer
-        inner_reduced = tl.full((), 0, tl.int64)
-        end = tl.where(outer_reduced < size_outer_reduced, length, 0)
-        position = inner_group
+        if VEC > 1:
+            inner = inner // VEC * VEC
+        bands = tl.cdiv(inner, WIDTH)
+        r = tile * tl.full((), ROWS, tl.int64) + down
+        first = band % bands * WIDTH
+        begin = band // bands * reduced * inner + first + r * inner
+        exist = (r < reduced) & (first + across < inner)
     else:
-        group = band * ROWS + outer
-        outer_group = group // size_inner_group
-        inner_group = group % size_inner_group
-        tiles = tl.cdiv(size_inner_reduced, WIDTH).to(tl.int32)  # 32 bits: a division in every tile
-        outer_reduced = (tile // tiles).to(tl.int64)
-        inner_reduced = (tile % tiles).to(tl.int64) * WIDTH + inner
-        rest = length - inner_group * size_inner_reduced  # a last block may be shorter than the others
-        end = tl.where(outer_group < size_outer_group, tl.minimum(size_inner_reduced, rest), 0)
-        position = inner_reduced
-    if VEC > 1:
-        end = end // VEC * VEC
-    return (outer_group, outer_reduced, inner_group, inner_reduced), position < end
-
-
-@triton.jit
-def offsets_of(position, strides, BY_COLUMNS: tl.constexpr, VEC: tl.constexpr):
-    """The inner stride is 1, and with VEC the others are multiples of it."""
-    outer_group, outer_reduced, inner_group, inner_reduced = position
-    stride_outer_group, stride_outer_reduced, stride_inner_group, _ = strides
-    if VEC > 1:
-        stride_outer_group = stride_outer_group // VEC * VEC
-        stride_outer_reduced = stride_outer_reduced // VEC * VEC
-        stride_inner_group = stride_inner_group // VEC * VEC
-    row = outer_group * stride_outer_group + outer_reduced * stride_outer_reduced
-    if BY_COLUMNS:
-        return row + inner_group
-    return row + inner_group * stride_inner_group + inner_reduced
+        if VEC > 1:
+            reduced = reduced // VEC * VEC
+            row = row // VEC * VEC
+        groups_of_row = tl.cdiv(row, reduced)
+        group = band * ROWS + down
+        before = group % groups_of_row * reduced  # elements of its row
+        first = tile * tl.full((), WIDTH, tl.int64)
+        begin = group // groups_of_row * row + before + first
+        exist = (group < outer) & (first + across < tl.minimum(reduced, row - before))
+    return begin + across, exist
 
 
 @triton.jit
 def groups_of_band(sizes, band, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """(outer group, inner group) of each group of a band, and which of them exist, in the shape of a reduced tile."""
-    size_inner_group = sizes[2]
+    """The number of each group of a band, and which of them exist, in the shape of a reduced tile."""
+    outer, _, inner, _ = sizes
     if BY_COLUMNS:
-        bands = tl.cdiv(size_inner_group, WIDTH)
-        outer_group = band // bands
-        inner_group = band % bands * WIDTH + tl.arange(0, WIDTH)[None, :].to(tl.int64)
-        exist = inner_group < size_inner_group
+        bands = tl.cdiv(inner, WIDTH)
+        column = band % bands * WIDTH + tl.arange(0, WIDTH)[None, :].to(tl.int64)
+        group = band // bands * inner + column
+        exist = column < inner
     else:
         group = band * ROWS + tl.arange(0, ROWS)[:, None].to(tl.int64)
-        outer_group = group // size_inner_group
-        inner_group = group % size_inner_group
-        exist = outer_group < sizes[0]
-    return outer_group, inner_group, exist
+        exist = group < outer
+    return group, exist
 
 
 # ----------------------------------------------------------------------------------------------------------- plans
@@ -125,77 +107,73 @@ def _power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def _is_by_columns(size: Sequence[int]) -> bool:
-    return size[3] == 1
+class Layout(NamedTuple):
+    """Int8Layout of csrc/int8.h."""
+
+    outer: int
+    reduced: int
+    inner: int
+    row: int
+
+    @property
+    def is_by_columns(self) -> bool:
+        return self.inner > 1
+
+    def access(self, *tensors: torch.Tensor) -> dict[str, Any]:
+        """How many neighbours go into one access to all of these tensors."""
+        vec = min(16 // tensor.element_size() for tensor in tensors)
+        runs = (self.inner,) if self.is_by_columns else (self.reduced, self.row)  # elements before an access ends
+        wide = all(n % vec == 0 for n in runs)
+        wide = wide and all(tensor.data_ptr() % (vec * tensor.element_size()) == 0 for tensor in tensors)
+        return {"VEC": vec if wide else 1}
+
+    def has_index_of_fours(self) -> bool:
+        """Whether the random bits of four neighbours in a tile always have one counter."""
+        if self.is_by_columns:
+            return self.inner >= 4 and (self.inner % 4 == 0 or self.outer * self.reduced == 1)
+        groups_of_row = -(-self.row // self.reduced)
+        groups_begin = self.outer == 1 or self.reduced % 4 == 0
+        return self.reduced >= 4 and groups_begin and (self.outer == groups_of_row or self.row % 4 == 0)
 
 
-def _plan(size: Sequence[int], rows: int, width: int, wide: bool) -> Plan:
-    outer_group, outer_reduced, inner_group, inner_reduced = size
-    by_columns = _is_by_columns(size)
-    if by_columns:
-        bands, tiles = outer_group * math.ceil(inner_group / width), math.ceil(outer_reduced / rows)
+def _plan(layout: Layout, rows: int, width: int, wide: bool) -> Plan:
+    if layout.is_by_columns:
+        bands, tiles = layout.outer * math.ceil(layout.inner / width), math.ceil(layout.reduced / rows)
     else:
-        bands, tiles = math.ceil(outer_group * inner_group / rows), outer_reduced * math.ceil(inner_reduced / width)
+        bands, tiles = math.ceil(layout.outer / rows), math.ceil(layout.reduced / width)
     warps = min(max(rows * width // (512 if wide else 256), 1), 16)
-    return Plan(by_columns, rows, width, bands, tiles, 1, warps)
+    return Plan(layout.is_by_columns, rows, width, bands, tiles, 1, warps)
 
 
 @functools.lru_cache(maxsize=4096)
-def streaming_plan(size: tuple[int, ...], wide: bool) -> Plan:
+def streaming_plan(layout: Layout, wide: bool) -> Plan:
     """For kernels that need no extremes. A program has at most four tiles."""
-    outer_group, outer_reduced, inner_group, inner_reduced = size
-    if _is_by_columns(size):
-        width = min(_power_of_two(inner_group), 4 * _COLUMNS_OF_TILE)
-        rows = min(_power_of_two(outer_reduced), _TILE[wide] // width)
+    if layout.is_by_columns:
+        width = min(_power_of_two(layout.inner), 4 * _COLUMNS_OF_TILE)
+        rows = min(_power_of_two(layout.reduced), _TILE[wide] // width)
     else:
-        width = min(_power_of_two(inner_reduced), _TILE[wide])
-        rows = min(_power_of_two(outer_group * inner_group), _TILE[wide] // width)
-    plan = _plan(size, rows, width, wide)
+        width = min(_power_of_two(layout.reduced), _TILE[wide])
+        rows = min(_power_of_two(layout.outer), _TILE[wide] // width)
+    plan = _plan(layout, rows, width, wide)
     return dataclasses.replace(plan, pieces=math.ceil(plan.tiles / 4))
 
 
 @functools.lru_cache(maxsize=4096)
-def register_plan(size: tuple[int, ...], wide: bool) -> Plan | None:
+def register_plan(layout: Layout, wide: bool) -> Plan | None:
     """With whole groups in one tile, or None where they do not fit."""
-    outer_group, outer_reduced, inner_group, inner_reduced = size
-    if _is_by_columns(size):
-        rows = _power_of_two(outer_reduced)
-        width = min(_power_of_two(inner_group), max(_COLUMNS_OF_TILE, _TILE[wide] // rows))
+    if layout.is_by_columns:
+        rows = _power_of_two(layout.reduced)
+        width = min(_power_of_two(layout.inner), max(_COLUMNS_OF_TILE, _TILE[wide] // rows))
     else:
-        width = _power_of_two(inner_reduced)
-        rows = min(_power_of_two(outer_group * inner_group), max(1, _TILE[wide] // width))
-    fits = rows * width <= _REGISTER_TILE[wide] and (_is_by_columns(size) or outer_reduced == 1)
-    return _plan(size, rows, width, wide) if fits else None
+        width = _power_of_two(layout.reduced)
+        rows = min(_power_of_two(layout.outer), max(1, _TILE[wide] // width))
+    return _plan(layout, rows, width, wide) if rows * width <= _REGISTER_TILE[wide] else None
 
 
 @functools.lru_cache(maxsize=4096)
-def two_pass_plan(size: tuple[int, ...], wide: bool) -> Plan:
+def two_pass_plan(layout: Layout, wide: bool) -> Plan:
     """One program for each band where that fills the device; else several share a band."""
-    plan = streaming_plan(size, wide)
-    # Every program of the second kernel folds the extremes of all pieces of its band: few, beside its elements.
-    most = min(_PROGRAMS // plan.bands, math.isqrt(size[1] * size[3]))
+    plan = streaming_plan(layout, wide)
+    # Every program of the second kernel folds the extremes of all pieces of its band: few, compared with its elements.
+    most = min(_PROGRAMS // plan.bands, math.isqrt(layout.reduced))
     return dataclasses.replace(plan, pieces=max(1, min(plan.tiles, most)))
-
-
-class Layout:
-    """The 15 integers of Int8Layout (csrc/int8.h)."""
-
-    def __init__(self, numbers: Sequence[int]) -> None:
-        self.size, self.x, self.out = (tuple(numbers[i : i + 4]) for i in (0, 4, 8))
-        self.scale, self.length = tuple(numbers[12:14]), numbers[14]
-        self.inner = 2 if _is_by_columns(self.size) else 3
-
-    def _divides(self, n: int, strides: Sequence[int]) -> bool:
-        """Whether rows are a multiple of n elements apart."""
-        return all(strides[axis] % n == 0 for axis in range(4) if axis != self.inner and self.size[axis] > 1)
-
-    def access(self, *tensors: tuple[torch.Tensor, Sequence[int]]) -> dict[str, Any]:
-        """How many neighbours go into one access to all of these tensors."""
-        vec = min(16 // tensor.element_size() for tensor, _ in tensors)
-        wide = self.size[self.inner] % vec == 0 and self.length % vec == 0
-        wide = wide and all(t.data_ptr() % (vec * t.element_size()) == 0 and self._divides(vec, s) for t, s in tensors)
-        return {"VEC": vec if wide else 1}
-
-    def has_index_of_fours(self) -> bool:
-        """Whether the random bits of four neighbours always have one counter."""
-        return self._divides(4, self.out) and self.size[self.inner] >= 4

@@ -1,4 +1,4 @@
-"""fp32 masters of 16-bit weights, as weight and remainder: csrc/formulas/remainder.h says what they are."""
+"""Split masters: fp32 masters of 16-bit weights, as weight and remainder (csrc/formulas/remainder.h)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .common import BF16, rounded
 
 @triton.jit
 def join(weight, remainder, DTYPE: tl.constexpr):
-    """Masters in fp32, of weights of DTYPE in fp32 and int32 remainders."""
+    """The fp32 masters of weights, which have DTYPE's values and are fp32, and int32 remainders."""
     if DTYPE == BF16:
         master = (weight.to(tl.int32, bitcast=True) + remainder).to(tl.float32, bitcast=True)
     else:
@@ -21,7 +21,7 @@ def join(weight, remainder, DTYPE: tl.constexpr):
 
 @triton.jit
 def split(master, DTYPE: tl.constexpr):
-    """(weights in fp32, int32 remainders)."""
+    """The weights, which have DTYPE's values and are fp32, and the int32 remainders of fp32 masters."""
     weight = rounded(master, DTYPE)
     if DTYPE == BF16:
         remainder = master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)
@@ -30,13 +30,13 @@ def split(master, DTYPE: tl.constexpr):
         exponent = _exponent(weight)
         units = (master - weight) * _power_of_2(280 - exponent)
         units = tl.where(exponent == 255, 0.0, tl.minimum(tl.maximum(units, -32767.0), 32767.0))
-        remainder = ((units + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: to the nearest integer, as by rint
+        remainder = ((units + 12582912.0) - 12582912.0).to(tl.int32)  # plus, less 1.5 * 2^23: rounds like rint
     return weight, remainder
 
 
 @triton.jit
 def _exponent(weight):
-    """That of fp16 numbers, biased as in fp32."""
+    """The exponents of fp16 numbers, biased as in fp32. Subnormal numbers have that of the smallest normal one."""
     return tl.maximum((weight.to(tl.int32, bitcast=True) >> 23) & 0xFF, 113)
 
 

@@ -20,7 +20,7 @@ def formula(p, g, state, has, hyper, lr, factor, step):
     momentum = tl.where(has[1], momentum, 0.0)
     centering = tl.where(has[2], one_minus_alpha, 0.0)
     g *= factor * sign
-    # One fma, see csrc/formulas; and no decay leaves an infinite parameter as it is, as in torch.
+    # One fma, see csrc/formulas. Without decay g is not touched: 0 times an infinite parameter would be NaN.
     g = tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
     v = alpha * v + one_minus_alpha * g * g
     a += centering * (g - a)

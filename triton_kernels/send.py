@@ -1,4 +1,4 @@
-"""Small tables to the device. No kernel: Triton would compile a variant for every mix of argument types."""
+"""Sends small tables to the device. Not by a kernel: Triton would compile a variant for every mix of argument types."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def _send_(host: torch.Tensor, to: torch.Tensor) -> None:
 
 
 def _write_by_value(host: torch.Tensor, to: torch.Tensor) -> None:
-    # A captured copy would read host memory again at every replay; a foreach call passes scalars as arguments
-    # of its kernels, which the graph keeps.
+    # A captured copy would read host memory again at every replay. A foreach call passes scalars as arguments of its
+    # kernels, and the graph keeps these.
     to.zero_()
     torch._foreach_add_(list(to.view(-1).unbind()), host.view(-1).tolist())

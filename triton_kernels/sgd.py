@@ -16,9 +16,9 @@ def formula(p, g, state, has, hyper, lr, factor, step):
     (b,) = state  # momentum_buffer
     momentum, one_minus_dampening, weight_decay, nesterov, sign = hyper[:5]
     g *= factor * sign
-    # One fma, see csrc/formulas; and no decay leaves an infinite parameter as it is, as in torch.
+    # One fma, see csrc/formulas. Without decay g is not touched: 0 times an infinite parameter would be NaN.
     g = tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
-    first = (step == 0) | (not has[0])  # without a buffer every step is a first one: b = g
+    first = (step == 0) | (not has[0])  # without a buffer every step is computed like the first: b = g
     b = tl.where(first, g, momentum * b + one_minus_dampening * g)
     lookahead = tl.where((nesterov != 0.0) & has[0], momentum, 0.0)
     p -= lr * tl.where(lookahead != 0.0, g + lookahead * b, b)

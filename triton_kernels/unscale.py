@@ -1,20 +1,19 @@
 """The gradient pass, one launch for any mix of dtypes.
 
     norm      = sqrt(sum of g^2) * factor
-    found_inf = 1 if any g is NaN or inf, and the first tensor that holds one
+    found_inf = 1 if any g is NaN or inf; the record has the first tensor with one
     g        <- g * factor                                  (with WRITE)
 
-Bytes per element: 4 (fp32) or 2 read; with WRITE as many written, from the registers that the sum was taken of.
+Bytes per element: 4 (fp32) or 2 read; with WRITE as many written, from the registers that were summed.
 
 One program of 128 threads takes one chunk, tile by tile; a tile is 8192 bytes, four accesses of 16 bytes a thread.
-Tiles begin where the gradient is aligned to 16 bytes; what lies before and behind them, less than 16 bytes each, goes
-by element:
+Tiles begin where the gradient is aligned to 16 bytes. The elements before and after them, less than 16 bytes each, go
+one by one:
 
     chunk:   | tile 0 | tile 1 | ..                      fp32 sum of a tile -> fp64 sum of the chunk -> partials[chunk]
     tile:    | t0 | t1 | .. | t127 | t0 | t1 | ..        each 16 bytes: 4 fp32 or 8 16-bit elements
 
-The program that finishes last adds all partials in the order of the chunks, so that the same gradients give the same
-bits.
+The program that ends last adds all partials in the order of the chunks, so that the same gradients give the same bits.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ _FOLD = tl.constexpr(1024)  # partial sums read at a time
 
 @triton.jit
 def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Of n elements, a multiple of VEC, from an aligned address on."""
+    """The sum of squares of n elements, a multiple of VEC, from an aligned address on."""
     TILE: tl.constexpr = _TILE_BYTES // (4 if DTYPE == FP32 else 2)
     total = tl.full((), 0.0, tl.float64)
     n = n // VEC * VEC
@@ -62,15 +61,15 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
         x = load_elements(address, offsets, mask, DTYPE, VEC)
         if WRITE:
             store_elements(address, offsets, x * factor, mask, DTYPE, VEC)
-        # Fast: squares in fp32, added in a lane and then as a tree. NaN or inf make the sum non-finite; so do
-        # finite elements above 1.8e19, and those below 1e-19 vanish from it.
+        # Fast: squares in fp32, added in a thread and then as a tree. The sum is not finite if an element is NaN, inf
+        # or above 1.8e19. Elements below 1e-19 vanish from it.
         s = tl.sum(x * x)
         if (s >= 1e-24) & (s < float("inf")):
             total += s
         else:
-            # Slow, from registers: with WRITE, memory has changed. fp64 squares of fp32 elements neither
-            # overflow nor vanish. The largest magnitude, as an integer, spares tiles of zeros (embedding rows
-            # nobody used) the fp64 work.
+            # Slow, from registers: with WRITE, memory has changed. fp64 squares of fp32 elements neither overflow nor
+            # vanish. Tiles of zeros (unused rows of an embedding) skip the fp64 work: their largest magnitude, as an
+            # integer, is 0.
             magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
             if magnitude > 0:
                 wide = x.to(tl.float64)
@@ -98,7 +97,7 @@ def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, clear):
-    # Fixed order: same inputs, same bits, whichever block is the last. .cg because other blocks wrote these.
+    # The order is fixed, whichever program is the last. Others wrote the partials, so .cg reads them from L2.
     lanes = tl.full((_FOLD,), 0.0, tl.float64)
     for i in range(0, n_chunks, _FOLD):
         offsets = i + tl.arange(0, _FOLD)
@@ -145,7 +144,7 @@ def _unscale_kernel(
     if divide != 0:
         factor = tl.div_rn(1.0, factor)
     chunk = tl.program_id(0).to(tl.int64)
-    if chunk < n_chunks:  # without any chunk the one program that runs has only to finish
+    if chunk < n_chunks:  # if there are no chunks, one program runs and only finishes the pass
         tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
         grad = table_entry(table_ptr, n_tensors, GRAD, tensor)
         dtype = table_entry(table_ptr, n_tensors, GRAD_DTYPE, tensor)

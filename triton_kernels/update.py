@@ -1,7 +1,7 @@
 """The update of every optimizer: one read of gradient, parameter and state, one write of all but the gradient.
 
-What happens to an element is the optimizer's formula, a `@triton.jit` function with the interface of a struct in
-csrc/formulas, in the file of the family's name (sgd.py, rmsprop.py):
+The optimizer's formula computes the new values of an element, as a struct of csrc/formulas does in C++. It is a
+`@triton.jit` function in the file with the family's name (sgd.py, rmsprop.py, adam.py):
 
     p, state = formula(p, g, state, has, hyper, lr, factor, step)
 
@@ -13,15 +13,20 @@ csrc/formulas, in the file of the family's name (sgd.py, rmsprop.py):
     factor    fp32 scalar: factor * g is the unscaled, clipped gradient
     step      int64 scalar: updates applied so far, 0 at the first
 
-Bytes per element, read and written: 8 for the parameter, in fp32 or as weight and remainder (remainder.py; with an fp32
-master beside the weight 10), and 8 for each state; 4 or 2 for the gradient, read. SGD with momentum moves 20 for fp32
-parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum 36 and 34. An average that follows a
-16-bit weight and its remainder, which are its gradient, moves 12.
+Bytes per element, read and written:
 
-One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. Where each
-array is aligned to its packs only the last elements, three at most, go one by one; else all do. ptxas decides in which
-order the loads of a tile are asked for: on sm_90 all of them before one is used (RMSprop and AdamW without optional
-states), or 32 of 80 bytes a thread first (SGD of 16-bit weights, of which eight programs fit on a multiprocessor).
+    parameter   8   in fp32, or as weight and remainder (remainder.py)
+               10   as 16-bit weight with an fp32 master: the weight is only written
+    state       8   for each
+    gradient    4 or 2, read
+
+SGD with momentum moves 20 for fp32 parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum
+moves 36 and 34. An average (`ema_`) that follows a 16-bit weight and its remainder moves 12.
+
+One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. If every array
+is aligned to its packs, only the last elements, at most three, go one by one; otherwise all do. ptxas decides how many
+loads of a tile start before one is used. On sm_90 these are all (RMSprop and AdamW without optional states), or 32 of
+80 bytes a thread (SGD of 16-bit weights, of which eight programs fit on a multiprocessor).
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements
@@ -66,15 +71,15 @@ from .common import (
 )
 from .remainder import join, split
 
-# Four neighbours a thread are 16 bytes of fp32, side by side in a warp, and 8 bytes of a 16-bit array. With eight,
-# each fp32 access of a warp would skip every other 16 bytes, and most bytes of an update are fp32.
+# Elements of a pack: 16 bytes of fp32, which are most of the traffic, and 8 bytes of a 16-bit array. With eight, each
+# fp32 access of a warp would skip every other 16 bytes.
 _VEC = tl.constexpr(4)
 _WARPS = 4
-# Eight elements a thread, two where access is by element: there each needs an address and a predicate of its own, and
-# with four of them that path spills (Adam, sm_90, 48 bytes).
+# Eight elements a thread, but two where access is by element: each then needs its own address and predicate, and four
+# spill registers (Adam, sm_90, 48 bytes).
 _TILE = tl.constexpr(_WARPS * 32 * 8)
 _TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 2)
-# Left alone, ptxas takes 72 and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
+# Without this limit ptxas takes 72 registers and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
 _REGISTERS = 96
 _FOLD = tl.constexpr(1024)  # chunks whose counts are raised at a time
 
@@ -86,11 +91,11 @@ def _is_skipped(found_inf):
 
 @triton.jit
 def _factor(grad_scale, grad_norm, max_norm):
-    """What a gradient is multiplied by on its way into an update: unscaling and clipping."""
+    """The factor of gradients in an update: unscaling and clipping."""
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), optional_scalar(grad_scale, 1.0))
     # 1e-6 is clip_grad_norm_'s.
     coefficient = tl.div_rn(tl.full((), max_norm, tl.float32), optional_scalar(grad_norm, 0.0) + 1e-6)
-    # Written so that a NaN norm stays visible.
+    # NaN > 1.0 is false, so that a NaN norm stays visible.
     return factor * tl.where((grad_norm == 0) | (coefficient > 1.0), 1.0, coefficient)
 
 
@@ -124,15 +129,16 @@ def _update_chunk(
     GRAD_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Elements `begin` to `end` of a chunk; both are multiples of VEC."""
+    """Updates elements `begin` to `end` of a chunk; both are multiples of VEC."""
     if VEC > 1:
         begin = begin // VEC * VEC
         end = end // VEC * VEC
     JOINS_GRAD: tl.constexpr = PARAM_DTYPE == FP32 and MASTER_DTYPE == INT16
     TILE: tl.constexpr = _TILE if VEC > 1 else _TILE_BY_ELEMENT
     has = [address != 0 for address in states]
-    # Absent state is masked rather than branched around, so that all loads fly together. A state that is always there
-    # shares the parameter's mask: with one of its own, RMSprop's registers spill. One that no tensor has is not there.
+    # A state that this tensor lacks is masked, not branched around, so that all loads start together. A state that
+    # every tensor has shares the parameter's mask: with a mask of its own, RMSprop spills registers. A state that no
+    # tensor has (STATES) is not loaded.
     ends = ()
     for k in tl.static_range(N_STATES):
         ends = ends + (end if k < N_STATES - N_OPTIONAL else tl.where(has[k], end, 0),)
@@ -219,15 +225,15 @@ def _update_kernel(
         if PARAM_DTYPE != FP32 or MASTER_DTYPE == INT16:
             master = chunk_address(table_ptr, n_tensors, MASTER, tensor, begin, MASTER_DTYPE)
         states = ()
-        fp32 = tl.zeros((), tl.int64)
+        state_bits = tl.zeros((), tl.int64)  # all addresses of states, or-ed: aligned if each of them is
         for k in tl.static_range(N_STATES):
-            state = fp32 * 0
+            state = state_bits * 0
             if STATES >> k & 1:
                 state = chunk_address(table_ptr, n_tensors, STATE + k, tensor, begin, FP32)
             states = states + (state,)
-            fp32 = fp32 | state
+            state_bits = state_bits | state
         aligned = is_aligned(grad, GRAD_DTYPE, _VEC) & is_aligned(param, PARAM_DTYPE, _VEC)
-        aligned = aligned & is_aligned(master, MASTER_DTYPE, _VEC) & is_aligned(fp32, FP32, _VEC)
+        aligned = aligned & is_aligned(master, MASTER_DTYPE, _VEC) & is_aligned(state_bits, FP32, _VEC)
 
         group = table_entry(table_ptr, n_tensors, GROUP, tensor)
         hyper = _hyper_parameters(hyper_ptr, group)
@@ -235,7 +241,7 @@ def _update_kernel(
         factor = _factor(grad_scale, grad_norm, max_norm)
         step = tl.load(_step_address(table_ptr, n_tensors, tensor)).to(tl.int64)
         whole = tl.where(aligned, n // _VEC * _VEC, 0)
-        # The rest goes first: afterwards it would keep registers that the tiles need.
+        # The elements after the tiles go first: later, their code would keep registers that the tiles need.
         _update_chunk(
             grad,
             param,
@@ -277,13 +283,13 @@ def _update_kernel(
             _VEC,
         )
     if not skipped:  # noqa: SIM102
-        # Nested, since Triton evaluates both sides of an `and`. A count is raised once every program has read it.
+        # Nested, since Triton evaluates both sides of an `and`. Every program has read the counts by now.
         if is_last(ticket_ptr):
             _raise_steps(table_ptr, chunks_ptr, n_tensors)
 
 
 def formula_of(family: str) -> dict[str, Any]:
-    """What the kernel has to be told of a family."""
+    """The constants of the kernel that a family decides."""
     known = FAMILIES[family]
     formula = importlib.import_module(f".{family}", __package__).formula
     return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": known.optional}

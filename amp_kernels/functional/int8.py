@@ -164,10 +164,18 @@ def quantize_int8(
     - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
       and the scale 1.
 
+    `x` is read in place if it is dense and its dimensions, in the order of memory, are kept ones, then reduced ones,
+    then kept ones. Any of the three may be absent. That covers rows, columns, channels of `[B, T, C]`, columns of
+    experts `[E, N, K]`, output channels of a channels_last weight, and tokens of a permuted `[B, H, T, D]`. Blocks are
+    read in place if the last dimension is the innermost one.
+
+    Every other `x` is copied once: slices with gaps, channels of NCHW images, heads of a permuted `[B, H, T, D]`. The
+    copy takes as many bytes as `x`, until the call returns. If `x` is dense, its codes are then copied into its
+    strides. Stochastic rounding copies an `x` that is not row-major.
+
     Args:
-        x: fp16, bf16 or fp32, of any shape and strides. If it is dense, codes keep its memory layout, except in blocks
-            and with stochastic rounding, where they are row-major. `x` is copied first if its reduced dimensions are
-            separated by others, as in `dim=(0, 2)` of four dimensions.
+        x: fp16, bf16 or fp32, of any shape and strides. Codes have x's strides if `x` is dense: if its elements fill
+            one range of memory, in any order of dimensions. Otherwise codes are row-major.
         dim: The dimensions that share a scale, as in `torch.amax(x, dim, keepdim=True)`: None for the whole tensor, -1
             for a scale per row or token, 0 for a scale per column of a matrix.
         block_size: Length of a group along the last dimension. The last group may be shorter.
@@ -218,7 +226,8 @@ def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor
         dtype: fp32, fp16 or bf16.
 
     Returns:
-        A tensor of this dtype and of q's shape.
+        A tensor of this dtype and of q's shape. It has the strides of the codes if they are dense, else it is
+            row-major.
 
     Raises:
         TypeError: `q` is not an `Int8Tensor`, or `dtype` is another one.
@@ -255,7 +264,7 @@ def fake_quantize_int8(
         zero_point: Given zero points, as in `quantize_int8`.
 
     Returns:
-        A tensor of x's shape and dtype.
+        A tensor of x's shape and dtype. It has x's strides if `x` is dense, else it is row-major.
 
     Raises:
         TypeError: A dtype or a type does not fit.

@@ -1,4 +1,4 @@
-"""The gradient pass over lists: unscaling, the check for NaN and inf, the norm, clipping.
+"""Unscaling, the check for NaN and inf, the norm and clipping, for lists of gradients.
 
 Lists may mix fp16, bf16 and fp32, span devices, and hold empty tensors and views of any strides.
 """
@@ -30,8 +30,8 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
     Args:
         grads: fp16, bf16 or fp32 tensors of any strides, on any devices.
         inv_scale: One fp32 element.
-        found_inf: One fp32 element. It becomes 1.0 if an element is NaN or inf before the product. It is never set to
-            0.
+        found_inf: One fp32 element. It becomes 1.0 if a gradient holds NaN or inf before the product. It is never set
+            to 0.
 
     Raises:
         TypeError: A gradient has another dtype or is not a tensor.
@@ -59,11 +59,11 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     Args:
         grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.
         inv_scale: One fp32 element; None for 1.
-        found_inf: One fp32 element, or None. It becomes 1.0 if an element is NaN or inf. It is never set to 0.
+        found_inf: One fp32 element, or None. It becomes 1.0 if a gradient holds NaN or inf. It is never set to 0.
 
     Returns:
-        A 0-dim fp32 tensor on the device of the first gradient. It is inf or NaN if an element is, and 0 for an empty
-            list.
+        A 0-dim fp32 tensor on the device of the first gradient. It is inf or NaN if a gradient holds inf or NaN, and 0
+            for an empty list.
 
     Raises:
         TypeError: A gradient has another dtype or is not a tensor.
@@ -84,12 +84,12 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
 
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
-    """`scalar` on `device`; waits only where it is the host that reads it, which an asynchronous copy would race."""
+    """Returns `scalar` on `device`. A copy to the CPU waits, since the host could read it before it is complete."""
     return scalar if scalar.device == device else scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """The norm over devices from a norm a device, on the first one's; nothing overflows that the result does not."""
+    """Combines the norms of several devices into one, on the device of the first. Squares are taken in fp64."""
     device = norms[0].device
     gathered = torch.stack([moved(norm, device) for norm in norms])
     return torch.linalg.vector_norm(gathered, dtype=torch.float64).float()
@@ -103,10 +103,10 @@ def clip_grad_norm_(
     error_if_nonfinite: bool = False,
     foreach: bool | None = None,
 ) -> Tensor:
-    """Clip the L2 norm of gradients in place, as `torch.nn.utils.clip_grad_norm_`, with two fused passes.
+    """Clip the L2 norm of gradients in place, as `torch.nn.utils.clip_grad_norm_`, in two fused passes.
 
-    Gradients are multiplied by `min(1, max_norm / (norm + 1e-6))` (Pascanu et al. 2013). With the optimizers of
-    `amp_kernels.optim` use their `max_grad_norm` instead: it clips inside the update and writes no gradient.
+    Gradients are multiplied by `min(1, max_norm / (norm + 1e-6))` (Pascanu et al. 2013). The optimizers of
+    `amp_kernels.optim` have the option `max_grad_norm`, which clips inside the update and writes no gradient.
 
     Args:
         parameters: A tensor, or several. Tensors without a gradient are left out.
@@ -134,8 +134,8 @@ def clip_grad_norm_(
     if is_generator and not parameters:
         warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)  # torch's
     grads = [p.grad for p in parameters if p.grad is not None]
-    ours = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
-    if float(norm_type) != 2.0 or not grads or not ours:
+    fit = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
+    if float(norm_type) != 2.0 or not grads or not fit:
         return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite, foreach)
     norm = grad_norm(grads)
     if error_if_nonfinite and not bool(norm.isfinite()):
@@ -154,7 +154,7 @@ def _check_scalars(op: str, inv_scale: Tensor | None, found_inf: Tensor | None) 
 
 
 def _on_each_device(op: Any, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
-    """Results of the operator for the gradients of each device; nearly always there is one."""
+    """Calls the operator for the gradients of each device. Nearly always there is one device: this is tried first."""
     if not grads:
         return []
     try:
@@ -174,7 +174,7 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
 def _on_device(
     op: Any, device: torch.device, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None
 ) -> Tensor:
-    """The result of the operator with the scalars on `device`."""
+    """Calls the operator with the scalars on `device`."""
     flag = found_inf
     if flag is None or flag.device != device:
         flag = torch.zeros((), dtype=torch.float32, device=device)

@@ -1,7 +1,7 @@
-"""What the functional updates share.
+"""The code that `sgd_`, `rmsprop_` and `adam_` share.
 
-Lists may mix fp16, bf16 and fp32 and hold empty tensors and views of any strides; the tensors of one update share a
-device. Nothing here waits for it.
+Lists may mix fp16, bf16 and fp32 and hold empty tensors and views of any strides. The tensors of one update are on one
+device. Nothing here waits for the device.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ def update(
     found_inf: Tensor | None,
     grad_remainders: Sequence[Tensor] | None = None,
 ) -> None:
-    """One update of every parameter.
+    """Updates every parameter once.
 
     Args:
-        states: by the plural of their names, in the order of the family; None for one that there is not.
-        options: the hyper-parameters but the learning rate, by their names in torch.
-        steps_taken: 0 if this is the first step, which some states are set by.
-        grad_remainders: given if the parameters are fp32 averages, and `grads` the weights that they follow: those of
-            the 16-bit weights, in their order.
+        states: The list of each state under its name in the plural, in the order of the family. None for a state that
+            is not kept.
+        options: The hyper-parameters except the learning rate, under their names in torch.
+        steps_taken: Number of earlier steps. At 0 some states are set without being read.
+        grad_remainders: For averages, where `params` are fp32 averages and `grads` the weights: the remainders of the
+            16-bit weights, in order.
     """
     op = f"{family.name}_"
     params, grads, masters = (

@@ -1,4 +1,4 @@
-"""What all conversions of models share: which layers are linear, what they load, and what they say."""
+"""What all conversions of models share: recognizing linear layers, checks of state dicts, and the line for the log."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 LOG = logging.getLogger("amp_kernels")
-SIZABLE = 0.1
+SIZABLE = 0.1  # a larger share of the parameters' bytes that is left unconverted is worth a warning
 
 
 def check_model(op: str, model: object) -> None:
@@ -23,33 +23,33 @@ def check_model(op: str, model: object) -> None:
 
 # ----------------------------------------------------------------------------------------------------------- Conv1D
 def is_conv1d(layer: nn.Module) -> bool:
-    """Whether it is the `Conv1D` of transformers (GPT-2), a linear layer whose weight is [in_features, out_features].
+    """Whether `layer` is transformers' `Conv1D` (GPT-2), a linear layer whose weight is [in_features, out_features].
 
-    By its name, so that nothing is imported; a subclass may do something else.
+    It is recognized by name, so that nothing is imported. Subclasses are not, since they may compute something else.
     """
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
 
 
 def is_transposed(layer: Any) -> bool:
-    """Whether its weight is [in_features, out_features]: a Conv1D, or what `prepare_` made of one."""
+    """Whether the weight of `layer` is [in_features, out_features]: a Conv1D, or a layer that was made from one."""
     return is_conv1d(layer) or getattr(layer, "is_transposed", False)
 
 
 def matrix(layer: Any) -> Tensor:
-    """The weight as [out_features, in_features]; of a Conv1D a view."""
+    """Returns the weight as [out_features, in_features], for a Conv1D as a view."""
     return layer.weight.t() if is_transposed(layer) else layer.weight
 
 
 # ------------------------------------------------------------------------------------------------------ checkpoints
-# A float layer's weight, and the codes of an int8 layer.
+# Maps the key of a float layer's weight to that of an int8 layer's codes, and back.
 _OTHER_KIND = {"weight": "weight_codes", "weight_codes": "weight"}
 
 
 class LoadsItsKind(nn.Module):
-    """A module that loads floats into floats and codes into codes.
+    """A module that refuses to load floats into int8 codes, and codes into floats.
 
-    torch copies either into the other, and with ``strict=False`` nobody sees the keys that do not fit.
+    torch would copy either into the other, and with ``strict=False`` it would skip keys that do not fit.
     """
 
     def _load_from_state_dict(
@@ -70,7 +70,7 @@ class LoadsItsKind(nn.Module):
         )
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
-        """Sentences; none if the state dict has what this module loads."""
+        """Returns a sentence for each entry of the wrong kind."""
         reasons = []
         for name, own in (*self._parameters.items(), *self._buffers.items()):
             for key in (name, _OTHER_KIND.get(name)):
@@ -91,20 +91,20 @@ class LoadsItsKind(nn.Module):
 
 # ------------------------------------------------------------------------------------------------------ what is said
 def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
-    """Ids of the parameters that layers of the model other than `taken` hold."""
+    """Returns the ids of parameters that layers of the model other than `taken` hold."""
     return {id(p) for m in model.modules() if m not in taken for p in m.parameters(recurse=False)}
 
 
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
-    """What is converted of a model and what is left, by name and share of the parameters' bytes, in a line.
+    """Describes which parameters of a model are converted and which are left, with their shares of the bytes.
 
-    Numbered layers share a name, and what is less than 1% has none. What is left is named with the class that holds it,
+    Numbered layers share a name. A share below 1% is not listed. What is left is named with the class that holds it,
     which says why: only the weights of some classes are converted. A weight that another layer keeps counts as left.
 
     Args:
-        model: as it is before.
-        taken: the layers whose weights are converted.
-        spared: layers that `filter_fn` left out.
+        model: The model before the conversion.
+        taken: The layers whose weights are converted.
+        spared: Layers that `filter_fn` left out.
 
     Returns:
         The line, and whether more than `SIZABLE` is left in matrices that neither embeddings nor `spared` hold.

@@ -1,7 +1,7 @@
 """Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
 
 `amp_kernels.quantization` puts them into a model. Codes and scales are buffers. `.half()` and `.to(dtype)` change the
-dtype of the results, not codes or scales.
+dtype of the layer and of its results, not codes or scales.
 
 `layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs its
 elements computes them from the codes. An operator that would change it in place raises an error. A write into a view or
@@ -29,19 +29,19 @@ from .conversion import LoadsItsKind, is_transposed, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
-# Backward passes expand so many weights at a time: 8 MB in 16 bits, and panels wide enough for a fast product.
+# Weights that a backward pass dequantizes at a time: 8 MB in 16 bits, and wide enough for a fast product.
 PANEL = 2**22
 
 _Fn = Callable[[Tensor], Tensor]
-# A layer holds the name of its mode in a tensor. The names differ in length, so that the mode is read from the shape,
-# without a wait for the device, and every loader of checkpoints refuses another mode as a tensor of another shape.
+# A layer holds the name of its mode in a tensor. The names differ in length. The mode is therefore read from the shape,
+# without a wait for the device, and any loader of checkpoints refuses another mode, since its tensor has another shape.
 _MODE_OF_LENGTH = {len(mode): mode for mode in MODES}
 
 
 class FixedDtypes(LoadsItsKind):
-    """A module whose buffers keep their dtypes, and stay shared with other modules, in `.to()`."""
+    """A module whose buffers keep their dtypes in `.to()`, and stay shared with other modules."""
 
-    _dtype_of = ""  # the buffer that has the dtype of the layer
+    _dtype_of = ""  # the name of the buffer whose dtype is the layer's; `.to()` changes it
 
     def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         before = dict(self._buffers)
@@ -57,7 +57,7 @@ class FixedDtypes(LoadsItsKind):
 
 
 def _moved(old: Tensor, new: Tensor) -> Tensor:
-    """Turn `old` into `new` in place, as torch moves parameters: modules that share it follow the first of them."""
+    """Turns `old` into `new` in place, as torch moves parameters, so that modules that share it keep sharing it."""
     if new is old:
         return old
     try:
@@ -65,7 +65,7 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
     except RuntimeError:  # of another kind, such as a meta tensor
         try:
             torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # an autograd graph or a weak reference holds it: the modules part
+        except RuntimeError:  # an autograd graph or a weak reference holds it: the modules no longer share it
             return new
     return old
 
@@ -73,10 +73,10 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
 class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer. Every operator that needs its elements computes them from the codes.
 
-    Its dtype, shape and device cost nothing: T5 reads `wo.weight.dtype` in every forward pass, and the elements of a
-    large head are a gigabyte. No elements are kept, so a weight that was read before `load_state_dict` follows the
-    layer. An operator that changes the weight in place raises an error, since the codes would not change. One that
-    changes no element passes: RWKV divides by 1.
+    Its dtype, shape and device are known without its elements: T5 reads `wo.weight.dtype` in every forward pass, and
+    the elements of a large head take a gigabyte. No elements are kept, so a weight that was read before
+    `load_state_dict` has the new values after it. An operator that changes the weight in place raises an error, since
+    the codes would not change. An operator that leaves every element as it was raises none: RWKV divides by 1.
     """
 
     codes: Int8Tensor
@@ -88,11 +88,11 @@ class DequantizedWeight(Tensor):
 
     @staticmethod
     def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
-        """The weight with these codes by row, perhaps of the transposed matrix; at once where torch has no wrappers."""
+        """Returns the weight for codes [N, K], as [K, N] if `is_transposed`; dequantized if torch has no wrappers."""
         oriented = codes.t() if is_transposed else codes
         self = None
-        # The compiler drops an operator whose result is not needed. Codes that torch.vmap batches can be read while it
-        # handles the operator, and no longer when a wrapper dequantizes them.
+        # No wrapper while compiling: the compiler drops the operator if its result is not needed. No wrapper inside of
+        # torch.vmap: its batched codes can be dequantized here, but no longer when the wrapper would do it.
         if not (torch.compiler.is_compiling() or torch_private.are_functorch_transforms_active()):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
@@ -106,7 +106,7 @@ class DequantizedWeight(Tensor):
             return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
 
     def _write(self, name: str, write: Callable[[Tensor], object]) -> Tensor:
-        """Applies an operator in place to a copy of the elements, and raises an error if it changed one."""
+        """Applies an in-place operator to a copy of the elements, and raises an error if it changed one."""
         elements = self.elements()
         write(elements)
         if not torch.allclose(elements, self.elements(), rtol=0, atol=0, equal_nan=True):
@@ -118,7 +118,7 @@ class DequantizedWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:  # what `.data` returns: an operator in place changes it too
+        if func is torch.ops.aten.detach.default:  # also for `.data`, on which in-place operators are refused too
             return DequantizedWeight.of(args[0].codes, args[0].is_transposed, args[0].dtype_of, args[0].dtype)
         written = [tensor for tensor in _written_by(func, args, kwargs) if isinstance(tensor, DequantizedWeight)]
         if any(tensor is not args[0] for tensor in written):
@@ -154,7 +154,7 @@ def _written(write: str) -> RuntimeError:
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """What an operator changes of its arguments."""
+    """Returns the arguments that an operator writes."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -169,7 +169,7 @@ def _of_elements(name: str) -> Callable[..., Any]:
     return method
 
 
-# What torch answers from memory, without an operator.
+# Methods that read memory without an operator.
 for _name in (
     "__deepcopy__", "__dlpack__", "__reduce_ex__", "numpy", "share_memory_", "storage", "tolist", "untyped_storage",
 ):  # fmt: skip
@@ -177,27 +177,26 @@ for _name in (
 
 
 class _Int8Weight(FixedDtypes):
-    """A layer with int8 codes [N, K] for a weight, and a dtype, which follows `.half()`."""
+    """A layer with int8 codes [N, K] in place of a weight, and with a dtype that `.half()` changes."""
 
-    # torch saves this number with the tensors.
-    _version = 1
+    _version = 1  # torch saves this number in state dicts
 
     weight_codes: Tensor
     weight_scale: Tensor
     weight_dtype: Tensor
     _dtype_of = "weight_dtype"
-    is_transposed = False  # whether `weight` is [K, N], as that of the Conv1D which the layer stands in for
+    is_transposed = False  # whether `weight` is [K, N], because the layer replaces a Conv1D
 
     def __init__(self, rows: int, columns: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.register_buffer("weight_codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
         self.register_buffer("weight_scale", torch.ones(rows, 1, dtype=torch.float32, device=device))
-        # A tensor, since state dicts hold nothing else: `load_state_dict(assign=True)` brings the dtype along.
+        # A tensor, since state dicts hold tensors only: `load_state_dict(assign=True)` then loads the dtype too.
         self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device))
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of `weight`, at first that of the original weight; `.half()` and `.to(dtype)` change it."""
+        """The dtype of `weight`: that of the original weight, until `.half()` or `.to(dtype)` changes it."""
         return self.weight_dtype.dtype
 
     @property
@@ -209,14 +208,14 @@ class _Int8Weight(FixedDtypes):
         return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype, self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Not a setter of the property: nn.Module registers a Parameter before it looks for one.
+        # Not in a setter of the property, since nn.Module registers a Parameter before it looks for a setter.
         if name == "weight":
             self._tie(value)
         else:
             super().__setattr__(name, value)
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Add a parameter, as `nn.Module` does, but not the weight of an int8 layer.
+        """Add a parameter, as `nn.Module` does, but refuse the weight of an int8 layer.
 
         Args:
             name: Its name.
@@ -228,7 +227,7 @@ class _Int8Weight(FixedDtypes):
         Examples:
             >>> amp_kernels.nn.Int8Linear(4, 2).register_parameter("gain", torch.nn.Parameter(torch.ones(2)))
         """
-        if isinstance(param, DequantizedWeight):  # torch.nn.utils.prune, which would then fail and leave it behind
+        if isinstance(param, DequantizedWeight):  # from torch.nn.utils.prune, which would fail later and leave it here
             raise TypeError(
                 f"{type(self).__name__}: {name} must be a parameter with memory of its own, got the weight of an int8 "
                 "layer; prune or reparametrize the float layer before converting it"
@@ -239,7 +238,7 @@ class _Int8Weight(FixedDtypes):
         return Int8Tensor(self.weight_codes, self.weight_scale, None, (1,))
 
     def _tie(self, weight: object) -> None:
-        """Shares the codes of another layer, and takes its dtype; nothing else can be assigned."""
+        """Shares codes and dtype of another layer, whose weight is assigned; refuses any other value."""
         shape = self.weight.shape
         if not (
             isinstance(weight, DequantizedWeight)
@@ -255,12 +254,12 @@ class _Int8Weight(FixedDtypes):
         self.weight_dtype = weight.dtype_of
 
     def _share(self, codes: Int8Tensor, dtype: torch.dtype) -> None:
-        """Takes the place of a float layer with these codes and this dtype."""
+        """Sets the codes and the dtype of the float layer that this layer replaces."""
         self.weight_codes, self.weight_scale = codes.values, codes.scale
         self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
 
-    # State dicts hold `weight_dtype` under the name of the weight: a float layer refuses it as a tensor of another
-    # shape, also with strict=False, where it would miss its weight silently.
+    # State dicts hold `weight_dtype` under the key `weight`. A float layer then refuses it, since its shape differs.
+    # Without such a key, and with strict=False, a float layer would silently get no weight.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = destination.pop(f"{prefix}weight_dtype")
@@ -286,17 +285,18 @@ class Int8Linear(_Int8Weight):
     | mode | what it computes |
     |---|---|
     | `"weight_only"` | `x @ (weight_codes * weight_scale).T + bias`, in fp32, from the codes. |
-    | `"dynamic"` | `int8_matmul`, after each row of `x` got asymmetric codes from its own range. |
-    | `"static"` | The same with one calibrated range. With `output_scale` it returns an `Int8Tensor`. |
+    | `"dynamic"` | `int8_matmul` of codes. Each row of `x` is quantized, asymmetrically, by its own range. |
+    | `"static"` | The same with one calibrated range for all of `x`. With `output_scale` it returns an `Int8Tensor`. |
 
-    A weight-only layer does not expand its weight in memory, with one exception: on CUDA torch multiplies 256 or more
-    rows of fp16 or bf16, if they take `2**32` multiplications or more. `weight_codes * weight_scale` is then rounded to
-    the dtype of `x`, and in memory during the call. `use_backend("cuda")` multiplies by the codes in any case.
+    A weight-only layer does not dequantize its weight in memory, with one exception: on CUDA, products with 256 or more
+    rows of fp16 or bf16 and `2**32` or more multiplications are computed by torch. For the time of the call,
+    `weight_codes * weight_scale` is then in memory, rounded to the dtype of `x`. `use_backend("cuda")` multiplies by
+    the codes in any case.
 
-    Results have the dtype of `x`; under autocast, autocast's dtype; for an `Int8Tensor`, the layer's `dtype`. The
-    gradient of `x` is `grad @ weight`; where `x` was quantized it is 0 outside of the range of the codes (Jacob et al.
-    2018). The weight is frozen. The bias is a parameter in the dtype of the original layer. int8 results have no
-    gradient.
+    Results have the dtype of `x`, or under autocast that of autocast. For an `Int8Tensor` they have the layer's
+    `dtype`. The gradient of `x` is `grad @ weight`. If `x` was quantized, the gradient is 0 outside of the range of the
+    codes (Jacob et al. 2018). The weight is frozen. The bias is a parameter in the dtype of the original layer. int8
+    results have no gradient.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -309,8 +309,8 @@ class Int8Linear(_Int8Weight):
     Attributes:
         weight_codes: int8 `[out_features, in_features]`.
         weight_scale: fp32 `[out_features, 1]`.
-        weight_dtype: A 0 in the layer's dtype. A state dict carries it under the name `weight`.
-        mode_name: The mode in ASCII, uint8. A state dict carries it.
+        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
+        mode_name: The mode in ASCII, uint8. State dicts hold it.
         bias: `[out_features]`, or None.
         input_scale: fp32 `[1]` of a static layer, else None.
         input_zero_point: int32 `[1]` of a static layer, else None.
@@ -318,7 +318,7 @@ class Int8Linear(_Int8Weight):
         output_zero_point: int32 `[1]` if the layer returns codes, else None.
 
     Raises:
-        ValueError: `mode` is unknown, or `in_features` is above 131071 in another mode than `"weight_only"`.
+        ValueError: `mode` is unknown, or `in_features` is above 131071 and `mode` is not `"weight_only"`.
 
     Examples:
         >>> layer = amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4), mode="dynamic")
@@ -430,7 +430,7 @@ class Int8Linear(_Int8Weight):
             >>> layer(torch.ones(2, 3, 16)).shape
             torch.Size([2, 3, 4])
         """
-        output_scale = self.output_scale  # a look-up of nn.Module's is no small part of a small product
+        output_scale = self.output_scale  # once: for a small product, a look-up in an nn.Module takes much of the time
         if output_scale is not None and torch_private.is_transformed():
             raise RuntimeError(
                 "Int8Linear: a layer that returns codes must be outside of torch.func's transforms and of forward-mode "
@@ -448,7 +448,7 @@ class Int8Linear(_Int8Weight):
             x = x.to(compute_dtype(x))
             bias: Tensor | None = self.bias
             bias = None if bias is None else bias.to(x.dtype)
-            # The specification is torch's operators: it serves transforms, for which autograd functions have no rule.
+            # In transforms the reference, which consists of torch's operators: autograd functions have no rule there.
             multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
             result = multiply(_rows(x), self.weight_codes, self.weight_scale, bias)
         else:
@@ -518,7 +518,7 @@ class Int8Embedding(_Int8Weight):
     Attributes:
         weight_codes: int8 `[num_embeddings, embedding_dim]`.
         weight_scale: fp32 `[num_embeddings, 1]`.
-        weight_dtype: A 0 in the layer's dtype. A state dict carries it under the name `weight`.
+        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
 
     Examples:
         >>> layer = amp_kernels.nn.Int8Embedding.from_embedding(torch.nn.Embedding(100, 8))
@@ -583,7 +583,7 @@ class Int8Embedding(_Int8Weight):
             torch.float16
         """
         codes, scale = F.embedding(index, self.weight_codes), F.embedding(index, self.weight_scale)
-        # Without an Int8Tensor, whose checks cost a tenth of the time.
+        # The operator itself: the checks of an Int8Tensor would take a tenth of the time.
         rows = call(ops.dequantize_int8, codes, scale, None, None, self.dtype)
         return renormalized(rows, self.max_norm, self.norm_type)
 
@@ -612,12 +612,12 @@ def w8a8(
     zero_point: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """``int8_matmul`` of the codes of `x` [M, K] and `weight` [N, K], with straight-through gradients.
+    """Multiplies the codes of `x` [M, K] and `weight` [N, K] (``int8_matmul``), with straight-through gradients.
 
     Args:
         weight: int8 codes, or floats that are quantized here (training).
-        weight_scale: of the codes; None for floats.
-        scale, zero_point: of `x`, one element each; None for those of its rows.
+        weight_scale: Scale of the codes; None for floats.
+        scale, zero_point: One element each, for `x`; None to quantize each row of `x` by its own range.
     """
     if torch_private.is_transformed():
         return _w8a8_by_torch(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
@@ -625,14 +625,17 @@ def w8a8(
 
 
 def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
-    """Codes of activations: with a given scale, or asymmetric ones by row."""
+    """Quantizes activations by the given scale, or asymmetrically, each row by its own range."""
     if scale is None:
         return quantize_int8(x, dim=-1, symmetric=False)
     return quantize_int8(x, scale=scale, zero_point=zero_point)
 
 
 def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
-    """An `nn.TransformerEncoder` passes nested tensors on, if its layers were converted without the encoder itself."""
+    """Raises TypeError if `x` is nested.
+
+    An `nn.TransformerEncoder` passes nested tensors if its layers were converted without the encoder itself.
+    """
     if getattr(x, "is_nested", False):
         raise TypeError(
             f"{op}: x must be a dense tensor, got a nested one; pad it, or if an nn.TransformerEncoder made it, set "
@@ -641,7 +644,7 @@ def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
 
 
 def renormalized(rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
-    """Rows [..., N] with `nn.Embedding`'s `max_norm`; as there, the factor is a constant to the gradient."""
+    """Applies `max_norm` to rows [..., N]. As in `nn.Embedding`, the factors are constants for the gradient."""
     if max_norm is None:
         return rows
     values = rows.float()
@@ -651,12 +654,12 @@ def renormalized(rows: Tensor, max_norm: float | None, norm_type: float) -> Tens
 
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
-    """Contiguous codes [out_features, in_features], symmetric by row."""
+    """Quantizes the weight of a layer to contiguous codes [out_features, in_features], symmetric, one scale per row."""
     return quantize_int8(matrix(layer).detach().contiguous(), dim=-1)
 
 
 def _codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
-    """The given codes of the weight, checked, or those that `codes_of_weight` makes."""
+    """Checks and returns the given codes of a weight; without `codes`, returns what `codes_of_weight` makes."""
     if codes is None:
         return codes_of_weight(layer)
     shape = matrix(layer).shape
@@ -689,7 +692,7 @@ class _W8A8(torch.autograd.Function):
         zero_point: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        # Codes are made again in the backward pass: all that is kept is what nn.Linear keeps.
+        # Only what nn.Linear saves is saved. The backward pass computes the codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
         ctx.bias_dtype = None if bias is None else bias.dtype
         codes = _weight_codes(weight, weight_scale).t()
@@ -708,7 +711,7 @@ class _W8A8(torch.autograd.Function):
             grad_x = times_codes(grad, codes).to(x.dtype)
             grad_x = ops.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
         if needs_weight:
-            # Codes of a symmetric range of its own are never clamped: nothing to mask.
+            # No mask, since symmetric codes by the weight's own range are never clamped.
             grad_weight = (grad.t() @ inputs.dequantize(grad.dtype)).to(weight.dtype)
         if needs_bias:
             grad_bias = grad.sum(0).to(ctx.bias_dtype)
@@ -724,14 +727,14 @@ def _w8a8_by_torch(
     zero_point: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """`w8a8` as a product of dequantized values in fp32, by operators that transforms know."""
+    """Computes `w8a8` as a product of dequantized fp32 values, with operators that work in transforms."""
     with torch.autocast(x.device.type, enabled=False):
         inputs, values = _fake_inputs(x, scale, zero_point), _fake_weight(weight, weight_scale)
         return F.linear(inputs, values, None if bias is None else bias.float()).to(out_dtype)
 
 
 def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The gradients of `_W8A8`, by operators that can be differentiated again."""
+    """Computes the gradients of `_W8A8` with operators that can be differentiated again."""
     x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
     needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
     grad_x = grad_weight = None
@@ -745,14 +748,14 @@ def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
-    """The dequantized `codes_of`, fp32 and differentiable."""
+    """Returns the dequantized result of `codes_of`, in fp32 and differentiable."""
     if scale is None:
         return fake_quantize_int8(x.float(), dim=-1, symmetric=False)
     return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
 
 
 def _fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """The dequantized weight, fp32, and differentiable if it is given as floats."""
+    """Returns the dequantized weight in fp32, differentiable if it is given as floats."""
     if scale is None:
         return fake_quantize_int8(weight.float(), dim=-1)
     return dequantize_int8(Int8Tensor(weight, scale, None, (1,)))
@@ -772,7 +775,10 @@ class _WeightOnly(torch.autograd.Function):
 
 
 def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
-    """``grad @ weight.dequantize(grad.dtype)`` of [N, K] codes, in panels of columns: each is rounded once."""
+    """Returns ``grad @ weight.dequantize(grad.dtype)`` for codes [N, K], in panels of columns of the weight.
+
+    Each element of the result belongs to one panel, so it is rounded once.
+    """
     outputs, inputs = weight.shape
     width = max(1, PANEL // max(1, outputs))
     if width >= inputs:
@@ -795,12 +801,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Where autocast is on, its dtype."""
-    if device.type == "meta":  # which torch has no autocast for, and raises an error
+    """Returns the dtype of autocast if it is on, otherwise None."""
+    if device.type == "meta":  # torch has no autocast for it, and raises an error
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Of the result of a linear layer."""
+    """Returns the dtype of the result of a linear layer."""
     return autocast_dtype(x.device) or x.dtype

@@ -1,4 +1,4 @@
-"""`amp_kernels.nn.Linear`, and putting it in the place of `nn.Linear`."""
+"""`amp_kernels.nn.Linear`, and the conversion of `nn.Linear` layers to it."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .conversion import LOG, LoadsItsKind, check_model, shares
 class Linear(LoadsItsKind, nn.Linear):
     """`torch.nn.Linear` that is fast also if its features are not multiples of 8, with an optional activation.
 
-    Parameters, initial values and state dict are those of `torch.nn.Linear`. Parameters stay dense: optimizers,
-    checkpoints, FSDP2 and tied weights see no difference. fp16 and bf16 go through `amp_kernels.linear`, under autocast
-    too. torch computes fp32, fp64, tensor subclasses (DTensor, nested), meta tensors, transforms of `torch.func` and
-    forward-mode differentiation.
+    Parameters, initial values and state dict are those of `torch.nn.Linear`. Parameters are not padded, so optimizers,
+    checkpoints, FSDP2 and tied weights work as before. fp16 and bf16 inputs use `amp_kernels.linear`, under autocast
+    too. torch computes the result for fp32, fp64, tensor subclasses (DTensor, nested) and meta tensors, and inside
+    transforms of `torch.func` and forward-mode differentiation.
 
     On a GPU the result is a view of a wider tensor if `out_features` is not a multiple of 8: replace a `y.view(...)`
     that merges the last dimension with others by `y.reshape(...)`.
@@ -42,7 +42,7 @@ class Linear(LoadsItsKind, nn.Linear):
         torch.Size([4, 3])
     """
 
-    # Of the class, so that a layer which was an nn.Linear before `convert_linear_` or unpickling has it.
+    # An attribute of the class too, since a layer that `convert_linear_` has changed has none of its own.
     activation: Activation | None = None
 
     def __init__(
@@ -91,11 +91,11 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
     """Turn every `torch.nn.Linear` of a model into an `amp_kernels.nn.Linear`, in place.
 
     A layer stays the same object and changes its class. Parameters, hooks, tied weights and references to the layer
-    stay, so an optimizer may exist already. No activation is fused. Unchanged are:
+    stay, so an optimizer may exist already. No activation is fused. These layers are left unchanged:
 
     - subclasses of `torch.nn.Linear`: parametrized layers, layers wrapped by `fully_shard` (convert first, then
       parametrize or shard), and the projection in `nn.MultiheadAttention`, whose forward is never called;
-    - layers with an attribute `activation`, or with a `forward` of the instance.
+    - layers with an attribute `activation`, or with a `forward` that was assigned to the instance.
 
     The logger "amp_kernels" gets a line of level INFO with the converted parameters, and the unchanged ones with the
     classes of their layers.

@@ -1,15 +1,14 @@
 """int8 codes and products of them: schemas, checks, shapes while tracing, gradients, and what calls Triton's kernels.
 
-csrc/int8.h draws how a tensor is cut into groups and how kernels walk them. Compiled kernels get their layouts from
-csrc/ops/int8_layout.h; the same arithmetic is here for Triton's kernels, and for tracing, which has to know the strides
-of results.
+csrc/int8.h draws how a tensor is cut into groups and how kernels walk them. `Plan` decides where the elements of a call
+lie. Tracing uses it for the strides of results. Triton's kernels use it too, since they also run where nothing is
+compiled. Compiled operators have the same arithmetic in csrc/ops/int8_layout.h, which says what is copied.
 """
 
 from __future__ import annotations
 
 import functools
 import importlib
-import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -19,7 +18,7 @@ from torch import Tensor
 from .. import _loader, reference
 from .checks import check_are_tensors, check_dtype, check_scalar, check_values
 from .library import LIBRARY, Kernels, operator
-from .table import DTYPE_CODES
+from .table import DTYPE_CODES, is_dense
 
 MAX_K = 131071  # terms of a product of codes that int32 surely holds: 2^31 / 128^2
 _FLOATS = "float32, float16 or bfloat16"
@@ -27,18 +26,20 @@ _FLOATS = "float32, float16 or bfloat16"
 
 # ---------------------------------------------------------------------------------------------------------- groups
 class Groups(NamedTuple):
-    """Elements share a scale if their indices differ in reduced dimensions only, or if they are in one block."""
+    """Elements share a scale if their indices differ in reduced dimensions only.
+
+    With blocks the last dimension is the reduced one, and is cut.
+    """
 
     shape: tuple[int, ...]
-    kept: tuple[bool, ...]  # of each dimension; all True where there are blocks
-    block: int | None = None  # elements of a block of the last dimension
+    kept: tuple[bool, ...]  # of each dimension: not reduced
+    block: int | None = None  # elements of a block
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """That of `torch.amax(keepdim=True)`, or with the number of blocks as its last size."""
-        if self.block is not None:
-            return (*self.shape[:-1], -(-self.shape[-1] // self.block))
-        return tuple(n if kept else 1 for n, kept in zip(self.shape, self.kept, strict=True))
+        """The shape that `torch.amax(keepdim=True)` returns, or with the number of blocks as its last size."""
+        sizes = [n if kept else 1 for n, kept in zip(self.shape, self.kept, strict=True)]
+        return tuple(sizes) if self.block is None else (*sizes[:-1], -(-self.shape[-1] // self.block))
 
 
 def groups_of(
@@ -46,13 +47,12 @@ def groups_of(
 ) -> Groups:
     """Blocks if there is a `block_size`, else groups by a given scale's shape, else groups over `dim` (None: all)."""
     if block_size is not None:
-        return Groups(tuple(x.shape), (True,) * x.dim(), block_size)
-    if scale is not None:
-        return Groups(
-            tuple(x.shape), (False,) * x.dim() if scale.numel() == 1 else tuple(bool(n != 1) for n in scale.shape)
-        )
-    reduced = {d % x.dim() for d in (dim or range(x.dim()))}
-    return Groups(tuple(x.shape), tuple(d not in reduced for d in range(x.dim())))
+        reduced = {x.dim() - 1}
+    elif scale is None:
+        reduced = {d % x.dim() for d in (dim or range(x.dim()))}
+    else:
+        reduced = {d for d in range(x.dim()) if scale.numel() == 1 or scale.shape[d] == 1}
+    return Groups(tuple(x.shape), tuple(d not in reduced for d in range(x.dim())), block_size)
 
 
 def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
@@ -69,97 +69,46 @@ def storage_order(strides: Sequence[int]) -> list[int]:
     return sorted(range(len(strides)), key=lambda d: -strides[d])
 
 
-def nearest_dense(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor with the same order of dimensions: row-major if one of them is expanded."""
-    is_expanded = any(stride == 0 and n > 1 for n, stride in zip(shape, strides, strict=True))
-    return dense_strides(shape, range(len(shape)) if is_expanded else storage_order(strides))
+def layout_of(groups: Groups, strides: Sequence[int]) -> tuple[int, int, int, int] | None:
+    """struct Int8Layout (csrc/int8.h) for a dense tensor with these strides; None if it takes more than three axes."""
+    sizes, axis = [1, 1, 1], 0  # inner, reduced, outer
+    for d in reversed(storage_order(strides)):
+        if groups.shape[d] > 1:  # where a size is 0, kernels are not called, and strides are as if it were 1
+            axis += groups.kept[d] != (axis != 1)
+            if axis > 2:
+                return None
+            sizes[axis] *= groups.shape[d]
+    inner, reduced, outer = sizes
+    row = inner * reduced * outer
+    if groups.block is not None and reduced > groups.block:
+        if inner > 1:
+            return None
+        row = row if reduced % groups.block == 0 else reduced
+        outer, reduced = outer * groups.scale_shape[-1], groups.block
+    if reduced == 1:  # each element has a scale: neighbours are columns
+        return 1, 1, outer * inner, row
+    return outer, reduced, inner, row
 
 
-def alternates_too_often(groups: Groups, strides: Sequence[int]) -> bool:
-    """Whether kept and reduced dimensions of a dense tensor alternate more often than the four axes of a layout."""
-    kinds = [groups.kept[d] for d in storage_order(strides) if groups.shape[d] != 1]
-    runs = [kept for kept, _ in itertools.groupby(kinds)]
-    return len(runs) + (runs[-1:] == [True]) > 4
+class Plan(NamedTuple):
+    """Where the elements of a call lie."""
 
-
-def scale_strides(groups: Groups, out: Sequence[int]) -> tuple[int, ...]:
-    """Scales have the order of their groups in `out`, so that kept dimensions which merge there merge here."""
-    return dense_strides(groups.scale_shape, storage_order(out))
-
-
-class Strides(NamedTuple):
-    """Strides of a result and of its scales.
-
-    A result has x's order of dimensions if kernels can walk that, else one in which every group is a row. Blocks are
-    row-major; so are codes with random bits, numbered in that order.
-    """
-
-    out: tuple[int, ...]
-    scale: tuple[int, ...]
-    is_by_rows: bool = False  # an order of their own, in which every group is a row
+    out: tuple[int, ...]  # strides of results
+    walk: tuple[int, ...]  # strides of what kernels read and write: those of `out`, or of copies
+    scale: tuple[int, ...]  # strides of scales: groups in the order in which kernels number them
+    layout: tuple[int, int, int, int] | None  # None: numbered, and row-major groups take more than three axes
 
     @classmethod
-    def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Strides:
-        """Those of the result for `x`; `is_numbered` if its elements have random bits."""
-        dims = range(x.dim())
-        is_row_major = groups.block is not None or is_numbered
-        out = dense_strides(groups.shape, dims) if is_row_major else nearest_dense(groups.shape, x.stride())
-        if not alternates_too_often(groups, out):
-            return cls(out, scale_strides(groups, out))
-        rows = dense_strides(groups.shape, sorted(dims, key=lambda d: not groups.kept[d]))
-        return cls(out if is_numbered else rows, scale_strides(groups, rows), True)
-
-
-class _Dimension(NamedTuple):
-    """One dimension, or several that are walked as one: its size and its strides."""
-
-    size: int
-    x: int
-    out: int
-    scale: int
-    kept: bool
-
-    def continues_in(self, inner: _Dimension) -> bool:
-        """Whether this one and `inner` are one in memory: a step of this one goes as far as all of `inner`."""
-        ends = (inner.size * stride for stride in (inner.x, inner.out, inner.scale))
-        return self.kept == inner.kept and (self.x, self.out, self.scale) == tuple(ends)
-
-
-_IS_GROUP_AXIS = (True, False, True, False)  # of the four axes of Int8Layout (csrc/int8.h)
-
-
-def layout_of(groups: Groups, x: Sequence[int], out: Sequence[int], scale: Sequence[int]) -> list[int] | None:
-    """struct Int8Layout (csrc/int8.h) as a flat list, for these strides; None if x cannot be read in place."""
-    kept = groups.kept
-    dims = [_Dimension(groups.shape[d], x[d], out[d], scale[d] if kept[d] else 0, kept[d]) for d in storage_order(out)]
-    length = None
-    if groups.block is not None:
-        last, count = dims.pop(), groups.scale_shape[-1]
-        size = groups.block if count > 1 else last.size
-        dims.append(_Dimension(count, last.x * size, last.out * size, last.scale, True))
-        dims.append(_Dimension(size, last.x, last.out, 0, False))
-        length = None if count * size == last.size else last.size
-    mergeable = len(dims) if length is None else len(dims) - 2  # a length is that of one row's blocks
-    merged: list[_Dimension] = []
-    for i, dim in enumerate(dims):
-        if dim.size == 1:
-            continue
-        if i < mergeable and merged and merged[-1].continues_in(dim):
-            dim = dim._replace(size=dim.size * merged.pop().size)
-        merged.append(dim)
-    if merged and merged[-1].x != 1:
-        return None
-    axes = [_Dimension(1, 0, 0, 0, is_group_axis) for is_group_axis in _IS_GROUP_AXIS]
-    axis = len(axes)
-    for dim in reversed(merged):
-        axis -= 1
-        if axis >= 0 and axes[axis].kept != dim.kept:
-            axis -= 1
-        if axis < 0:
-            return None
-        axes[axis] = dim
-    sizes, xs, outs, scales, _ = zip(*axes, strict=True)
-    return [*sizes, *xs, *outs, scales[0], scales[2], length or sizes[2] * sizes[3]]
+    def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Plan:
+        """is_numbered: whether kernels number elements in row-major order, for random bits."""
+        row_major = dense_strides(groups.shape, range(x.dim()))
+        out = dense_strides(groups.shape, storage_order(x.stride())) if is_dense(x) else row_major
+        walk = row_major if is_numbered else out
+        layout = layout_of(groups, walk)
+        if layout is None and not is_numbered:  # with kept dimensions outside every group is a row
+            walk = dense_strides(groups.shape, sorted(storage_order(out), key=lambda d: not groups.kept[d]))
+            layout = layout_of(groups, walk)
+        return cls(out, walk, dense_strides(groups.scale_shape, storage_order(walk)), layout)
 
 
 # ------------------------------------------------------------------------------------ operators by kernels in Python
@@ -176,15 +125,6 @@ def _in_order(side: Tensor | None, strides: Sequence[int]) -> Tensor | None:
     return side if side is None or side.numel() == 1 else _with_strides(side, strides)
 
 
-def _walked(x: Tensor, groups: Groups, strides: Strides) -> tuple[Tensor, list[int]]:
-    """x, or a copy of it, and how kernels walk it."""
-    layout = layout_of(groups, x.stride(), strides.out, strides.scale)
-    if layout is None:
-        x, layout = _with_strides(x, strides.out), layout_of(groups, strides.out, strides.out, strides.scale)
-        assert layout is not None
-    return x, layout
-
-
 Quantized = tuple[Tensor, Tensor, Tensor]
 
 
@@ -193,29 +133,31 @@ def _quantize(
     block_size: int | None, symmetric: bool, seed: int | None, *, fake: bool = False,
 ) -> Quantized:  # fmt: skip
     groups = groups_of(x, scale, dim, block_size)
-    strides = Strides.of(x, groups, is_numbered=seed is not None)
-    if seed is not None and strides.is_by_rows:
-        # Random bits are numbered by row-major index, which a copy with groups as rows would not have: every element
-        # gets its scale beside it.
+    plan = Plan.of(x, groups, is_numbered=seed is not None)
+    if plan.layout is None:
+        # Random bits need x in row-major order, where these groups take more than three axes. Scales come from a call
+        # without random bits; then every element gets the scale of its group.
         x, own = x.contiguous(), _absent(x)
         if scale is None:
             _, scale, zero_point = _quantize(kernels, x, None, None, dim, None, symmetric, None)
             own, zero_point = (scale, zero_point), None if symmetric else zero_point
         spread, zeros = (None if side is None else side.expand(x.shape).contiguous() for side in (scale, zero_point))
-        return _quantize(kernels, x, spread, zeros, None, None, symmetric, seed)[0], *own
+        codes = _quantize(kernels, x, spread, zeros, None, None, symmetric, seed)[0]
+        return _with_strides(codes, plan.out), *own
     is_static = scale is not None
     if scale is None:
-        scale = torch.empty_strided(groups.scale_shape, strides.scale, dtype=torch.float32, device=x.device)
+        scale = torch.empty_strided(groups.scale_shape, plan.scale, dtype=torch.float32, device=x.device)
         zero_point = None if symmetric else torch.empty_like(scale, dtype=torch.int32)
-    out = torch.empty_strided(x.shape, strides.out, dtype=x.dtype if fake else torch.int8, device=x.device)
-    sides = [_in_order(side, strides.scale) for side in (scale, zero_point)]
+    out = torch.empty_strided(x.shape, plan.walk, dtype=x.dtype if fake else torch.int8, device=x.device)
+    sides = [_in_order(side, plan.scale) for side in (scale, zero_point)]
     if x.numel() > 0:
-        x, layout = _walked(x, groups, strides)
-        kernels._quantize_int8_(x, out, *sides, layout, is_static, seed is not None, seed or 0)
+        x = _with_strides(x, plan.walk)
+        kernels._quantize_int8_(x, out, *sides, plan.layout, is_static, seed is not None, seed or 0)
     elif not is_static:  # groups without elements are like those of zeros
         scale.fill_(1.0)
         zero_point = None if zero_point is None else zero_point.fill_(0)
     none, no_zero_point = _absent(x)
+    out = _with_strides(out, plan.out)
     return out, none if is_static else scale, no_zero_point if is_static or zero_point is None else zero_point
 
 
@@ -235,28 +177,24 @@ def _dequantize(
     kernels: Kernels, values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None,
     dtype: torch.dtype,
 ) -> Tensor:  # fmt: skip
-    groups = groups_of(values, scale, None, block_size)
-    strides = Strides.of(values, groups)
-    out = torch.empty_strided(values.shape, strides.out, dtype=dtype, device=values.device)
+    plan = Plan.of(values, groups_of(values, scale, None, block_size))
+    out = torch.empty_strided(values.shape, plan.walk, dtype=dtype, device=values.device)
     if values.numel() > 0:
-        codes, layout = _walked(_with_strides(values, strides.out), groups, strides)
-        sides = (_in_order(side, strides.scale) for side in (scale, zero_point))
-        kernels._dequantize_int8_(codes, *sides, out, layout)
-    return out
+        sides = (_in_order(side, plan.scale) for side in (scale, zero_point))
+        kernels._dequantize_int8_(_with_strides(values, plan.walk), *sides, out, plan.layout)
+    return _with_strides(out, plan.out)
 
 
 def _straight_through(
     kernels: Kernels, grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
 ) -> Tensor:
-    groups = groups_of(x, scale, None, block_size)
-    strides = Strides.of(x, groups)
-    out = torch.empty_strided(x.shape, strides.out, dtype=x.dtype, device=x.device)
+    plan = Plan.of(x, groups_of(x, scale, None, block_size))
+    out = torch.empty_strided(x.shape, plan.walk, dtype=x.dtype, device=x.device)
     if x.numel() > 0:
-        sides = (_in_order(side, strides.scale) for side in (scale, zero_point))
-        grad = _with_strides(grad, strides.out, x.dtype)
-        x, layout = _walked(x, groups, strides)
-        kernels._straight_through_int8_(grad, x, *sides, out, layout)
-    return out
+        sides = (_in_order(side, plan.scale) for side in (scale, zero_point))
+        grad, x = _with_strides(grad, plan.walk, x.dtype), _with_strides(x, plan.walk)
+        kernels._straight_through_int8_(grad, x, *sides, out, plan.layout)
+    return _with_strides(out, plan.out)
 
 
 def _matmul(
@@ -289,12 +227,12 @@ def _as_traced(
     *, is_numbered: bool = False,
 ) -> Quantized:  # fmt: skip
     """What the reference made, with the strides that tracing knows; `scale`: the given one."""
-    strides, (none, no_zero_point) = Strides.of(x, groups, is_numbered=is_numbered), _absent(x)
+    plan, (none, no_zero_point) = Plan.of(x, groups, is_numbered=is_numbered), _absent(x)
     own_scale, own_zero_point = made[1:] if scale is None else (None, None)
     return (
-        _with_strides(made[0], strides.out),
-        none if own_scale is None else _with_strides(own_scale, strides.scale),
-        no_zero_point if own_zero_point is None else _with_strides(own_zero_point, strides.scale),
+        _with_strides(made[0], plan.out),
+        none if own_scale is None else _with_strides(own_scale, plan.scale),
+        no_zero_point if own_zero_point is None else _with_strides(own_zero_point, plan.scale),
     )
 
 
@@ -322,14 +260,14 @@ def _reference_dequantize(
     values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
 ) -> Tensor:
     out = reference.dequantize_int8(values, scale, zero_point, block_size=block_size, dtype=dtype)
-    return _with_strides(out, Strides.of(values, groups_of(values, scale, None, block_size)).out)
+    return _with_strides(out, Plan.of(values, groups_of(values, scale, None, block_size)).out)
 
 
 def _reference_straight_through(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
 ) -> Tensor:
     out = reference.straight_through_int8(grad, x, scale, zero_point, block_size=block_size)
-    return _with_strides(out, Strides.of(x, groups_of(x, scale, None, block_size)).out, x.dtype)
+    return _with_strides(out, Plan.of(x, groups_of(x, scale, None, block_size)).out, x.dtype)
 
 
 def _reference_matmul(
@@ -520,12 +458,12 @@ def _traced_quantize(
     symmetric: bool, seed: int | None, *, fake: bool = False,
 ) -> Quantized:  # fmt: skip
     groups = groups_of(x, scale, dim, block_size)
-    strides = Strides.of(x, groups, is_numbered=seed is not None)
-    out = x.new_empty_strided(x.shape, strides.out, dtype=x.dtype if fake else torch.int8)
+    plan = Plan.of(x, groups, is_numbered=seed is not None)
+    out = x.new_empty_strided(x.shape, plan.out, dtype=x.dtype if fake else torch.int8)
     none, no_zero_point = _absent(x)
     if scale is not None:
         return out, none, no_zero_point
-    scales = groups.scale_shape, strides.scale
+    scales = groups.scale_shape, plan.scale
     own = x.new_empty_strided(*scales, dtype=torch.float32)
     return out, own, no_zero_point if symmetric else x.new_empty_strided(*scales, dtype=torch.int32)
 
@@ -540,14 +478,14 @@ def _traced_fake_quantize(
 def _traced_dequantize(
     values: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None, dtype: torch.dtype
 ) -> Tensor:
-    strides = Strides.of(values, groups_of(values, scale, None, block_size))
-    return values.new_empty_strided(values.shape, strides.out, dtype=dtype)
+    plan = Plan.of(values, groups_of(values, scale, None, block_size))
+    return values.new_empty_strided(values.shape, plan.out, dtype=dtype)
 
 
 def _traced_straight_through(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
 ) -> Tensor:
-    return x.new_empty_strided(x.shape, Strides.of(x, groups_of(x, scale, None, block_size)).out)
+    return x.new_empty_strided(x.shape, Plan.of(x, groups_of(x, scale, None, block_size)).out)
 
 
 def _traced_matmul(

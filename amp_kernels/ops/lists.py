@@ -1,4 +1,4 @@
-"""The list operators on kernels without C++ before them, Triton's: a table for one call, as of csrc/ops/lists.h."""
+"""The operators on lists, for Triton's kernels: they make a table for one call, as csrc/ops/lists.h does in C++."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from .table import (
     send,
 )
 
-# A model is cut the same way at every step, and a billion elements take a millisecond or two of Python.
+# Cached, since a model is cut the same way at every step, and to cut a billion elements takes Python 1 or 2 ms.
 _cut = functools.lru_cache(maxsize=8)(cut)
 
 
 def are_fake(tensors: Sequence[Tensor]) -> bool:
-    """Whether they have no memory to look at, as while tracing."""
+    """Whether the tensors have no memory, as during tracing."""
     first = tensors[0]
     return first.is_meta or type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
@@ -40,7 +40,7 @@ def are_fake(tensors: Sequence[Tensor]) -> bool:
 def gradient_pass(
     ops: Kernels, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
 ) -> Tensor:
-    """One read of every gradient; returns the norm."""
+    """Reads every gradient once, and returns the norm."""
     device = found_inf.device
     dense = [g if is_dense(g) else g.contiguous() for g in grads]
     chunks = _cut(tuple(g.numel() for g in dense), blocks=ops._load_unscale(found_inf))
@@ -79,16 +79,16 @@ class Update(NamedTuple):
     steps_taken: int
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    grad_remainders: list[Tensor] | None = None  # of the 16-bit gradients, if weights are the gradients of averages
+    grad_remainders: list[Tensor] | None = None  # for averages: the remainders of the 16-bit weights in `grads`
 
     @property
     def states(self) -> tuple[list[Tensor] | None, ...]:
-        """As many as the family has."""
+        """The lists of states, as many as the family has."""
         return (self.state0, self.state1, self.state2)[: len(FAMILIES[self.family].states)]
 
 
 def update(ops: Kernels, *arguments: Any) -> None:
-    """One update of every parameter, one launch for each combination of dtypes."""
+    """Updates every parameter once, with one launch for each combination of dtypes."""
     given = Update(*arguments)
     if not given.params:
         return
@@ -99,11 +99,12 @@ def update(ops: Kernels, *arguments: Any) -> None:
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     is_average = given.grad_remainders is not None
-    beside = _of_low(grads, given.grad_remainders or ()) if is_average else _of_low(params, masters)
-    dense_beside = [None if b is None else _as_laid_out(b, p) for b, p in zip(beside, dense_params, strict=True)]
+    # For each parameter the array in row MASTER, or None.
+    master_row = _of_low(grads, given.grad_remainders or ()) if is_average else _of_low(params, masters)
+    dense_row = [None if m is None else _as_laid_out(m, p) for m, p in zip(master_row, dense_params, strict=True)]
 
     steps = torch.full((len(params),), given.steps_taken, dtype=torch.int32, device=device)
-    table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_beside, steps), device)
+    table = send(ops, _update_table(dense_params, dense_grads, dense_states, dense_row, steps), device)
     record = torch.zeros(RECORD, dtype=torch.int64, device=device)
     hyper_row = torch.tensor(
         [*given.hyper, *itertools.repeat(0.0, HYPER_COLUMNS - len(given.hyper))], dtype=torch.float32, device="cpu"
@@ -113,10 +114,10 @@ def update(ops: Kernels, *arguments: Any) -> None:
         if given.tensor_lr is None
         else given.tensor_lr
     )
-    kept = sum(bool(state) << k for k, state in enumerate(states))
+    present = sum(bool(state) << k for k, state in enumerate(states))  # bit k: there is a k-th state
     numels = tuple(p.numel() for p in dense_params)
-    for codes, order in _by_dtypes(dense_params, dense_beside, dense_grads):
-        chunks = _cut(numels, order, ops._load_update(table, given.family, *codes, kept))
+    for codes, order in _by_dtypes(dense_params, dense_row, dense_grads):
+        chunks = _cut(numels, order, ops._load_update(table, given.family, *codes, present))
         entries = send(ops, chunks.entries, device)
         ops._update_table_(
             given.family,
@@ -127,7 +128,7 @@ def update(ops: Kernels, *arguments: Any) -> None:
             send(ops, hyper_row, device),
             send(ops, int64_tensor([rate.data_ptr()]), device),
             *codes,
-            kept,
+            present,
             given.grad_scale,
             given.found_inf,
             None,
@@ -135,14 +136,14 @@ def update(ops: Kernels, *arguments: Any) -> None:
         )
     _copy_back(params, dense_params)
     if not is_average:
-        _copy_back(masters, [b for b in dense_beside if b is not None])
+        _copy_back(masters, [m for m in dense_row if m is not None])
     for state, dense_state in zip(states, dense_states, strict=True):
         _copy_back(state, dense_state)
 
 
-def _of_low(tensors: Sequence[Tensor], beside: Sequence[Tensor]) -> list[Tensor | None]:
-    """What there is for each 16-bit tensor, in their order, at the places of these."""
-    rest = iter(beside)
+def _of_low(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
+    """Returns, for each of `tensors`, None if it is fp32, otherwise the next of `given`."""
+    rest = iter(given)
     return [None if t.dtype is torch.float32 else next(rest) for t in tensors]
 
 
@@ -150,13 +151,13 @@ def _update_table(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     states: Sequence[Sequence[Tensor]],
-    beside: Sequence[Tensor | None],
+    master_row: Sequence[Tensor | None],
     steps: Tensor,
 ) -> Tensor:
     table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64, device="cpu")
     table[:GRADIENT_ROWS] = gradient_table(grads)
     table[Row.PARAM] = int64_tensor(p.data_ptr() for p in params)
-    table[Row.MASTER] = int64_tensor(0 if b is None else b.data_ptr() for b in beside)
+    table[Row.MASTER] = int64_tensor(0 if m is None else m.data_ptr() for m in master_row)
     table[Row.STEP] = int64_tensor(steps.data_ptr() + t * steps.element_size() for t in range(len(params)))
     for k, state in enumerate(states):
         if state:
@@ -165,19 +166,19 @@ def _update_table(
 
 
 def _by_dtypes(
-    params: Sequence[Tensor], beside: Sequence[Tensor | None], grads: Sequence[Tensor]
+    params: Sequence[Tensor], master_row: Sequence[Tensor | None], grads: Sequence[Tensor]
 ) -> Iterator[tuple[tuple[int, bool, int], tuple[int, ...]]]:
-    """Combinations of dtypes, and the positions of their parameters."""
+    """Yields each combination of dtypes, and the positions of its parameters."""
     codes = [
-        (DTYPE_CODES[p.dtype], b is not None and b.dtype is torch.int16, DTYPE_CODES[g.dtype])
-        for p, b, g in zip(params, beside, grads, strict=True)
+        (DTYPE_CODES[p.dtype], m is not None and m.dtype is torch.int16, DTYPE_CODES[g.dtype])
+        for p, m, g in zip(params, master_row, grads, strict=True)
     ]
     for code in sorted(set(codes)):
         yield code, tuple(i for i, c in enumerate(codes) if c == code)
 
 
 def _as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:
-    """`tensor`, or a copy of it, with its elements in the same order in memory as those of the dense `model`."""
+    """Returns `tensor`, or a copy, with its elements in the same order in memory as those of the dense `model`."""
     return tensor if same_layout(tensor, model) else torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
 
 

@@ -1,4 +1,4 @@
-"""The table that every native kernel takes (csrc/table.h): built here, on the host, for lists and for optimizers."""
+"""The table that native kernels read (csrc/table.h): its rows, the chunks of its tensors, and checks of memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .library import Kernels
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 HYPER_COLUMNS = 8
-RECORD = 4  # int64 numbers of the `Record` of csrc/table.h
+RECORD = 4  # int64 numbers in the `Record` of csrc/table.h
 
 
 class Row(IntEnum):
@@ -31,36 +31,38 @@ class Row(IntEnum):
     STATE = 7
 
 
-FIXED_ROWS = 3  # the rows of sizes, dtypes and groups, which come before those of addresses
-GRADIENT_ROWS = 4
-UPDATE_ROWS = 10
+FIXED_ROWS = 3  # the rows of sizes, dtypes and groups; rows of addresses follow
+GRADIENT_ROWS = 4  # the rows that the gradient pass reads
+UPDATE_ROWS = 10  # all rows, with three states
 
 
 class Chunks(NamedTuple):
-    """How tensors are cut for the kernels: ``entries`` int32 [N, 2] of (tensor, chunk in the tensor)."""
+    """The pieces into which tensors are cut for the kernels."""
 
-    entries: Tensor
+    entries: Tensor  # int32 [chunks, 2]: position of the tensor, and of the chunk in the tensor
     size: int
 
 
-# Of a chunk on a GPU, in elements.
-UNIT = 128  # what a warp updates at a time: at most an eighth of a chunk is there to round its size up
+# Elements of a chunk on a GPU.
+UNIT = 128  # what a warp updates at a time; rounding up to a multiple of it adds at most an eighth to a chunk
 LEAST = 1024
-MOST = 1 << 16  # the chunks of 10^9 elements are then 15,000, which the last block folds in microseconds
-OVERHEAD = 1024  # assumed: a chunk's header, barriers and last loads take as long as so many elements of an update
+MOST = 1 << 16  # 10^9 elements are then 15,000 chunks, whose sums the last block adds up in microseconds
+OVERHEAD = 1024  # assumed: the header, barriers and last loads of a chunk take as long as updating so many elements
 
 
 def chunk_size(total: int, tensors: int, blocks: int) -> int:
-    """Elements of a chunk, for `tensors` tensors of `total` elements.
+    """Returns the number of elements in a chunk. csrc/chunks.h has the same function.
 
-    `blocks` blocks of the kernels run at a time (0: kernels of a CPU).
+    Each thread block takes `rounds` chunks, one after the other. Every tensor ends in a chunk that may not be full, so
+    ``rounds * blocks - tensors`` full chunks have to hold everything. Few rounds make chunks long, because the ends of
+    tensors leave few full chunks. Many rounds add overhead. The number of rounds that finishes first is taken.
 
-    Each block takes `rounds` chunks, one after the other. Tensors end in chunks that are not full, one each, so that
-    ``rounds * blocks - tensors`` full ones have to hold everything. Of all numbers of rounds we take the one that is
-    done first: with few rounds the ends of tensors make chunks long, with many there is more overhead. csrc/chunks.h
-    has the same function.
+    On a CPU chunks have 16384 elements, which its threads share evenly, and 65536 from 2^27 elements in total.
 
-    A CPU takes 16384, which its threads share out evenly, and from 2^27 elements on 65536.
+    Args:
+        total: Elements of all tensors.
+        tensors: Number of tensors.
+        blocks: Number of thread blocks that run at a time; 0 for kernels of the CPU.
     """
     if blocks == 0:
         return 1 << 14 if total < 1 << 27 else MOST
@@ -76,9 +78,12 @@ def chunk_size(total: int, tensors: int, blocks: int) -> int:
 
 
 def cut(numels: Sequence[int], order: Sequence[int] | None = None, blocks: int = 0) -> Chunks:
-    """Cuts tensors of these sizes into chunks, tensor by tensor, in `order` (default: as listed).
+    """Cuts tensors into chunks, tensor by tensor.
 
-    `blocks` blocks of the kernels run at a time.
+    Args:
+        numels: Sizes of the tensors.
+        order: Positions of the tensors to cut, by default of all, as listed.
+        blocks: As in `chunk_size`.
     """
     order = range(len(numels)) if order is None else order
     size = chunk_size(sum(numels[t] for t in order), len(order), blocks)
@@ -93,13 +98,13 @@ def cut(numels: Sequence[int], order: Sequence[int] | None = None, blocks: int =
 
 
 def int64_tensor(values: Iterable[int]) -> Tensor:
-    """int64 host tensor; ten times faster than torch.tensor(list), which matters once a step."""
+    """Returns an int64 tensor on the host. It is ten times faster than torch.tensor(list), which matters in a step."""
     data = array("q", values)
     return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def send(ops: Kernels, host: Tensor, device: torch.device) -> Tensor:
-    """A copy of `host` (a multiple of 8 bytes) on `device`, without waiting and right inside a graph capture."""
+    """Copies `host` (a multiple of 8 bytes) to `device`. It does not wait, and can be captured in a graph."""
     if device.type == "cpu":
         return host.clone()
     to = torch.empty_like(host, device=device)
@@ -116,7 +121,7 @@ def resend(ops: Kernels, host: Tensor, to: Tensor) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in whatever order of dimensions."""
+    """Whether the elements fill one stretch of memory, each once, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -130,22 +135,20 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether walking the storage of both visits the elements in the same order."""
+    """Whether two tensors of one shape are dense and have their elements in the same order in memory."""
     if a.is_contiguous() and b.is_contiguous():
         return True
     return a.stride() == b.stride() and is_dense(a)
 
 
 def shares_memory(tensors: Sequence[Tensor]) -> int | None:
-    """The position of a tensor that shares an element; None if all elements are apart.
+    """Returns the position of a tensor that shares memory with itself or with another one; None if there is none.
 
-    It shares the element with itself or with a tensor before it in memory.
-
-    Kernels write all tensors at once, torch one after the other: where elements are shared, results differ. Views may
-    be interleaved, as the columns of a fused matrix are.
+    Kernels write all tensors at once, and torch writes one after the other: with shared memory, results would differ.
+    Interleaved views, such as the columns of a fused matrix, share no memory.
     """
     spans = sorted((t.data_ptr(), _span(t), i) for i, t in enumerate(tensors) if t.numel() > 0)
-    groups: list[list[int]] = []  # those whose spans meet
+    groups: list[list[int]] = []  # positions of tensors with overlapping spans
     end = 0
     for start, span, i in spans:
         if start >= end:
@@ -161,7 +164,7 @@ def shares_memory(tensors: Sequence[Tensor]) -> int | None:
 
 
 def _span(tensor: Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
+    """Returns the number of bytes from the first element to the end of the last."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -169,7 +172,10 @@ def _span(tensor: Tensor) -> int:
 
 
 def _is_apart(tensor: Tensor) -> bool:
-    """Whether each dimension steps over all that the smaller ones reach; if not, elements may still be apart."""
+    """Whether no two elements share memory. If False they may still be apart.
+
+    It is True if each stride is larger than what the dimensions with smaller strides span together.
+    """
     if tensor.is_contiguous():
         return True
     reach = 0
@@ -182,25 +188,25 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _first_meeting(tensors: Sequence[Tensor]) -> int | None:
-    """As `shares_memory`, exactly: marks every element of these, a byte for each, in a picture of their memory."""
+    """Does what `shares_memory` does, exactly: it marks the elements of one tensor after the other in a byte map."""
     begin = min(t.data_ptr() for t in tensors)
     unit = min(t.element_size() for t in tensors)
     marks = torch.zeros((max(t.data_ptr() + _span(t) for t in tensors) - begin) // unit, dtype=torch.bool, device="cpu")
     for i, tensor in enumerate(tensors):
         width = tensor.element_size() // unit
         strides = [*(stride * width for stride in tensor.stride()), 1]
-        mine = marks.as_strided((*tensor.shape, width), strides, (tensor.data_ptr() - begin) // unit)
+        own = marks.as_strided((*tensor.shape, width), strides, (tensor.data_ptr() - begin) // unit)
         marked = int(marks.sum())
-        if bool(mine.any()) or any(s == 0 and n > 1 for s, n in zip(strides, mine.shape, strict=True)):
+        if bool(own.any()) or any(s == 0 and n > 1 for s, n in zip(strides, own.shape, strict=True)):
             return i
-        mine.fill_(True)
-        if int(marks.sum()) - marked < mine.numel():
+        own.fill_(True)
+        if int(marks.sum()) - marked < own.numel():
             return i
     return None
 
 
 def gradient_table(grads: Sequence[Tensor]) -> Tensor:
-    """Host table of the gradient pass for dense tensors."""
+    """Returns the table for a gradient pass over dense tensors, on the host."""
     table = torch.zeros(GRADIENT_ROWS, len(grads), dtype=torch.int64, device="cpu")
     table[Row.NUMEL] = int64_tensor(g.numel() for g in grads)
     table[Row.GRAD_DTYPE] = int64_tensor(DTYPE_CODES[g.dtype] for g in grads)

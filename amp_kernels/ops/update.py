@@ -1,4 +1,4 @@
-"""The update of lists, one operator for all families of `amp_kernels.families`."""
+"""The operator that updates lists of parameters, for all families of `amp_kernels.families`."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def _check(family: str, *rest: Any) -> None:
     check_update(op, given.params, given.grads, states, masters, scalars)
     if given.grad_remainders is not None:
         check_grad_remainders(op, given.params, given.grads, states, given.grad_remainders)
-    if not lists.are_fake(given.params):  # which have no memory
+    if not lists.are_fake(given.params):  # fake tensors have no memory
         check_memory(op, {"params": given.params, "masters": masters, **states})
 
 
@@ -55,15 +55,16 @@ update_ = operator(
     fake=lambda *arguments: None,
     launch=lists.update,
 )
-# Of the step plan: they write through addresses that their schema does not show, so that nothing may trace them.
+# Only plans call these (optim/_plan.py). The first writes through addresses that its schema does not show: it must not
+# be traced.
 LIBRARY.define(
     "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) record, Tensor hyper, "
     "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, Tensor? grad_scale, Tensor? found_inf, "
     "Tensor? grad_norm, float max_norm) -> ()"
 )
-# Loads the kernel, which a graph capture may not do, and says how many of its blocks run at a time (0: on a CPU).
+# Loads the kernel, which a graph capture may not do. Returns how many of its thread blocks run at a time, 0 on a CPU.
 LIBRARY.define(
     "_load_update(Tensor beside, str family, int param_dtype, bool split, int grad_dtype, int states) -> int"
 )
-# Bytes travel as kernel arguments: no pinned memory, whose lifetime a captured copy would depend on.
+# Sends bytes as kernel arguments. A copy from pinned memory, if captured, would need that memory at every replay.
 LIBRARY.define("_send_(Tensor host, Tensor(a!) to) -> ()")

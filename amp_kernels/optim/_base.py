@@ -1,6 +1,7 @@
 """Base class of the fused optimizers: the step, and its protocol with a scaler.
 
-The layers under it are classes too, one subject each: `_state.py` (states and masters), `_checkpoints.py`.
+Its own base classes are in `_checkpoints.py` (state dicts) and `_state.py` (states and masters). A step works on one
+plan for each device; `_plan.py` explains the terms plan, table, layout and form.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 @dataclass(eq=False)
 class OverflowLog:
-    """Where a scaler's checks met NaN or inf.
+    """The last NaN or inf that gradient passes under a scaler found, for each device.
 
-    The scaler keeps the log when the optimizer is deleted, until its next `update`.
+    If the optimizer is deleted, the scaler keeps the log until the scaler's next `update`.
     """
 
     records: dict[torch.device, Tensor] = field(default_factory=dict)  # the `Record` of csrc/table.h
-    names: dict[torch.device, list[str]] = field(default_factory=dict)  # of the parameters there
-    checks: int = 0  # gradient passes under a scaler, as far as the host knows
+    names: dict[torch.device, list[str]] = field(default_factory=dict)  # the names of the device's parameters
+    checks: int = 0  # gradient passes under a scaler, without those that CUDA graphs replay
 
     def overflows(self) -> Iterator[tuple[int, str]]:
-        """For each device the last check that met NaN or inf, and the parameter. Waits for it."""
+        """Yields the number of a device's last pass that found NaN or inf, and the parameter. Waits for the device."""
         for device, record in self.records.items():
             _, _, number, member = record.tolist()
             if number > 0:
@@ -52,12 +53,12 @@ class OverflowLog:
 class Verdict(NamedTuple):
     """What a gradient pass under a scaler found, for the step that follows.
 
-    plans: the plans that the pass has refreshed. Nothing runs between pass and step, so the step uses them as they are;
-        refreshing them again takes 20 us. None if step hooks may change gradients.
+    plans: The plans that the pass has refreshed. The step uses them as they are, which saves 20 us. None if gradients
+        may change between pass and step: there are step hooks, or the pass was that of `unscale_`.
     """
 
-    grad_scale: Tensor | None  # by which the update divides; None once gradients are unscaled
-    found_inf: Tensor | None  # over devices and ranks; None if there was no gradient
+    grad_scale: Tensor | None  # the update divides gradients by it; None if they are unscaled already
+    found_inf: Tensor | None  # not 0 if a device or rank found NaN or inf; None if there was no gradient
     plans: list[Plan] | None = None
 
 
@@ -69,13 +70,13 @@ class FusedOptimizer(WithCheckpoints):
     # `state`, object by object.
     _plan_params: list[list[Tensor]]
     _plan_state: tuple[list[Any], list[Any]]
-    _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # the states that the options asked for
-    _captured: tuple[Plan, ...] = ()  # plans that CUDA graphs still point to
-    # The verdict on the step under way: torch's scaler sets the first two, `_step_under` all three.
+    _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # for each group the names of its states
+    _captured: tuple[Plan, ...] = ()  # dropped plans whose memory CUDA graphs still use
+    # The verdict on the current step. torch's scaler sets the first two attributes, `_step_under` all three.
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _checked: list[Plan] | None = None
-    # That of the last step, for averages; a scaler that skips a step on the host sets it too.
+    # `found_inf` of the last step, for averages. A scaler that skips a step on the host sets it too.
     _last_found_inf: Tensor | None = None
 
     def __init__(
@@ -93,7 +94,7 @@ class FusedOptimizer(WithCheckpoints):
         check_options(name, options)
         if foreach and fused:
             raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
-        given: Any = params if isinstance(params, Tensor) else list(params)  # torch has words for a Tensor
+        given: Any = params if isinstance(params, Tensor) else list(params)  # torch refuses a Tensor
         with restored(group for group in given if isinstance(group, dict)):
             super().__init__(given, foreach=False, **options)  # type: ignore[call-arg]
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
@@ -113,7 +114,7 @@ class FusedOptimizer(WithCheckpoints):
     def max_grad_norm(self) -> float | None:
         """The norm that gradients are clipped to inside the step, or None.
 
-        Setting it sets it in every parameter group.
+        Setting this attribute sets the option in every parameter group.
         """
         norms = list(dict.fromkeys(group["max_grad_norm"] for group in self.param_groups))
         if len(norms) > 1:
@@ -131,39 +132,37 @@ class FusedOptimizer(WithCheckpoints):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The norm that the last step or scaler measured, before clipping; None before there was one.
+        """The gradient norm before clipping that the last step or scaler measured; None if none was measured yet.
 
-        A copy, 0-dim fp32 on the device of the parameters. For DTensors it is the norm of this rank's shards.
+        It is a copy, 0-dim fp32 on the device of the parameters. For DTensors it is the norm of this rank's shards.
         """
         return None if self._norm is None else self._norm.clone()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a scaler may set ``grad_scale`` and ``found_inf``.
+        """Whether a scaler may set ``grad_scale`` and ``found_inf`` in place of unscaling and waiting for the device.
 
-        Otherwise it unscales the gradients and waits for the device.
-
-        Not if the step that it calls is not ours alone: a subclass, a wrapper or a delegating object may change
-        gradients, and is owed what torch's default optimizers get. Nor for parameters of FSDP1, whose ranks have to
-        agree on a skip: torch's ShardedGradScaler lets them only as it unscales.
+        False if `step` is overridden, or wrapped by other code than torch's: that code may use the gradients, and
+        expects them unscaled. False for parameters of FSDP1 too: their ranks have to agree on a skip, and with torch's
+        ShardedGradScaler they do so only while it unscales.
         """
         return is_in_wrappers_of_torch(self.step, _OUR_STEP) and not self._is_flattened()
 
     def _is_flattened(self) -> bool:
-        # FSDP1 needs a process group. Without one a thousand parameters would be asked at every step.
+        # FSDP1 needs a process group. Without one, no step has to look at a thousand parameters.
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
         return any(getattr(p, "_fsdp_flattened", False) for params in self._params_by_group() for p in params)
 
     # ------------------------------------------------------------------------------------------------------- step
     @torch.compiler.disable
-    @torch.inference_mode(False)  # else state made here could not be written outside
+    @torch.inference_mode(False)  # state made in inference mode could not be written outside of it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one step, or none if a scaler found NaN or inf. Does not wait for the device.
 
         Args:
-            closure: Re-evaluates the model and returns the loss. Not under a scaler, as in torch.
+            closure: A function that evaluates the model again and returns the loss. As in torch, a scaler refuses it.
 
         Returns:
             What `closure` returned, or None.
@@ -172,7 +171,7 @@ class FusedOptimizer(WithCheckpoints):
             TypeError: A parameter or gradient is not fp32, fp16 or bf16, or has no memory of its own (wrapper
                 subclasses, fake and meta tensors).
             RuntimeError: A gradient is sparse, or its shape, device or mesh differs from its parameter's. Tensors that
-                are written share memory. `max_grad_norm` is set with sharded parameters. A CUDA graph is captured
+                the step writes share memory. `max_grad_norm` is set with sharded parameters. A CUDA graph is captured
                 before there is state.
 
         Examples:
@@ -205,7 +204,7 @@ class FusedOptimizer(WithCheckpoints):
         return loss
 
     def _refuse_partial_norm(self) -> None:
-        """Where this optimizer sees only a part of the gradients."""
+        """Raises RuntimeError if this rank has only a part of the gradients."""
         parts = {
             "DTensor parameters": any(isinstance(p, DTensor) for ps in self._params_by_group() for p in ps),
             "parameters of FSDP1": self._is_flattened(),
@@ -221,7 +220,7 @@ class FusedOptimizer(WithCheckpoints):
     def _pass_over(
         self, plans: Sequence[Plan], scale: Tensor | None, *, divide: bool, write: bool, clear: bool
     ) -> None:
-        """The gradient pass on every device; see `Plan.check`."""
+        """Runs the gradient pass on every device; see `Plan.check`."""
         self._log.checks += clear
         for plan in plans:
             plan.check(_on(scale, plan.device), divide=divide, write=write, clear=clear)
@@ -233,19 +232,18 @@ class FusedOptimizer(WithCheckpoints):
     @torch.inference_mode(False)
     @torch.no_grad()
     def _check(self, scale: Tensor | None, *, divide: bool = True, write: bool = False) -> Verdict:
-        """The gradient pass of an iteration. `divide`, `write`: as in `Plan.check`."""
+        """Runs the gradient pass for a scaler. `divide`, `write`: as in `Plan.check`."""
         plans = self._prepare(writes=write)
         self._pass_over(plans, scale, divide=divide, write=write, clear=True)
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
-        # Hooks may change gradients, but the verdict is on what the scaler was given, as in torch.
+        # Hooks may change gradients after this pass. As in torch, the verdict does not change with them.
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 
     def _agree_over_meshes(self, flags: list[Tensor]) -> Tensor | None:
-        """The verdict of all devices, and of all ranks that hold shards of a parameter.
+        """Combines the flags of all devices, and of all ranks that hold shards of a parameter.
 
-        Ranks without a gradient take part: shards of a parameter that only some ranks update would no longer fit
-        together.
+        Ranks without a gradient take part. If only some ranks updated a parameter, its shards would not fit together.
         """
         meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
         if not flags and meshes:
@@ -262,10 +260,10 @@ class FusedOptimizer(WithCheckpoints):
 
     @torch.compiler.disable  # dynamo of torch 2.11 cannot trace how the attributes are set
     def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
-        """Calls `step`, with everything that torch and schedulers have wrapped around it.
+        """Calls `step`, including what torch and schedulers have wrapped around it.
 
-        The verdict travels in attributes, as torch's scaler sends it. Step hooks may replace arguments, and a step
-        that lost its verdict would apply gradients that overflowed.
+        The verdict is passed in attributes, as torch's scaler passes it, and not as an argument: step hooks may replace
+        arguments, and a step without its verdict would apply gradients that overflowed.
         """
         self.grad_scale, self.found_inf, self._checked = verdict
         try:
@@ -275,11 +273,11 @@ class FusedOptimizer(WithCheckpoints):
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
-        """Lets the plans read the tensors of this step, and returns them.
+        """Lets the plans read the tensors of this step, and returns the plans that have a gradient.
 
         Args:
-            writes: gradients will be written.
-            of_all: return plans without any gradient too.
+            writes: Whether gradients will be written.
+            of_all: Whether to return plans without any gradient too.
         """
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
@@ -306,7 +304,7 @@ class FusedOptimizer(WithCheckpoints):
         return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
 
     def _follow(self) -> None:
-        """Makes new plans if parameters or backends changed, and passes them changed entries of `state`."""
+        """Makes new plans if parameters or backends changed. If entries of `state` changed, the plans take these."""
         lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
         same = sweep().same
         if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
@@ -323,7 +321,7 @@ class FusedOptimizer(WithCheckpoints):
         devices = (param.device for _, _, param in self._named_parameters() if not param.is_meta)
         first = next(devices, torch.device("cpu"))
         for name, index, param in self._named_parameters():
-            # What has no memory is on no device that has kernels; a gradient for it is refused in any plan.
+            # No device has kernels for a meta parameter. It may be in any plan: each refuses a gradient for it.
             device = first if param.is_meta else param.device
             members = by_device.setdefault(device, Members([], [], [], []))
             members.params.append(param)
@@ -351,7 +349,10 @@ class FusedOptimizer(WithCheckpoints):
         return NativePlan(backend, ops, self._family, device, members, record)
 
     def _column(self, name: str, index: int, param: Tensor) -> Column | None:
-        """The tensors of a parameter, in state that fits it; None if it has neither gradient nor a count of steps."""
+        """Returns the tensors of a parameter, after making its state fit.
+
+        None if the parameter has no gradient, and either no count of steps or state that cannot be made to fit.
+        """
         has_gradient = param.grad is not None
         if not has_gradient and "step" not in self.state.get(param, ()):
             return None
@@ -383,8 +384,8 @@ class FusedOptimizer(WithCheckpoints):
     def init_state(self) -> None:
         """Allocate state and tables for every parameter that requires a gradient, as the first step would.
 
-        Call it before capturing a CUDA graph whose first replay is the first step. Gradients are expected in their
-        parameters' dtypes.
+        Call it before capturing a CUDA graph whose first replay is the first step. Tables are made for gradients in
+        the dtypes of their parameters.
 
         Raises:
             TypeError: A parameter is not fp32, fp16 or bf16.
@@ -405,14 +406,14 @@ class FusedOptimizer(WithCheckpoints):
             plan.load()
 
     def _drop_plans(self) -> None:
-        # A graph may be replayed all the same, which must not write into freed memory.
+        # A CUDA graph may still be replayed, and must not write into freed memory.
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         self._plans = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()
         super().__setstate__(state)
-        self._last_found_inf = None  # of a step before what is loaded
+        self._last_found_inf = None  # the last step was taken before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
 
@@ -432,7 +433,7 @@ class FusedOptimizer(WithCheckpoints):
             >>> [group["lr"] for group in optimizer.param_groups]
             [0.5, 0.25]
         """
-        if isinstance(param_group, dict):  # torch has words for others
+        if isinstance(param_group, dict):  # torch refuses anything else
             check_max_grad_norm(type(self).__name__, param_group.get("max_grad_norm"))
         name, is_group = type(self).__name__, isinstance(param_group, dict)
         if is_group and "params" in param_group:
@@ -442,15 +443,14 @@ class FusedOptimizer(WithCheckpoints):
             super().add_param_group(param_group)
 
 
-# Options that torch compares with numbers before it looks at their types.
-_NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "alpha", "eps")
-
-
 _OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])
 
 
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
-    """What a scaler set: an fp32 tensor, or nothing; torch's sets the int 0 when there was no gradient."""
+    """Returns what a scaler set, as a 0-dim fp32 tensor. None if it set nothing, or the int 0.
+
+    torch's scaler sets the int 0 if there was no gradient.
+    """
     value = getattr(optimizer, name, None)
     if not isinstance(value, Tensor):
         return None

@@ -1,4 +1,4 @@
-"""Checkpoints of the fused optimizers: state dicts that torch's optimizers can load, with fp32 masters."""
+"""State dicts of the fused optimizers: torch's format, and fp32 masters for 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from ._tensors import has_memory, kind, local
 
 
 class WithCheckpoints(WithState):
-    """An optimizer that saves its masters, and loads what torch's optimizers have saved."""
+    """An optimizer that saves its fp32 masters, and that also loads state dicts of torch's optimizers."""
 
-    _format = 1  # of state dicts; a higher one is for what earlier releases would misread
+    _format = 1  # the version of state dicts; raised when earlier releases would misread them
 
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict as torch's, with the fp32 masters of 16-bit parameters. Waits for the device.
+        """Return a state dict in torch's format, with the fp32 masters of 16-bit parameters. Waits for the device.
 
         States are in fp32 and `step` is an fp32 CPU tensor, as in torch. If there are no 16-bit parameters, the
         matching torch optimizer loads the state dict too; it ignores the additional key "format".
@@ -37,7 +37,7 @@ class WithCheckpoints(WithState):
             >>> optimizer.state_dict()["state"][0]["master"]
             tensor([1., 1.])
         """
-        handle = self.register_state_dict_post_hook(self._export, prepend=True)  # before the user's
+        handle = self.register_state_dict_post_hook(self._export, prepend=True)  # before the user's hooks
         try:
             return super().state_dict()
         finally:
@@ -46,9 +46,9 @@ class WithCheckpoints(WithState):
     @staticmethod
     @torch.no_grad()
     def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """State as torch keeps it: `step` an fp32 tensor of the CPU, masters in fp32.
+        """Rewrites the entries of a state dict as torch keeps them: `step` is an fp32 CPU tensor, masters are fp32.
 
-        Before the first update there is no state but the master.
+        A parameter without an update has no state, except its master.
         """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
@@ -58,23 +58,23 @@ class WithCheckpoints(WithState):
         for key, state in state_dict["state"].items():
             if not isinstance(state, dict) or key not in params:
                 continue
-            ours: dict[str, Tensor | None] = {}
+            new: dict[str, Tensor | None] = {}  # None: the key is left out
             if "remainder" in state:
                 name, param = params[key]
                 master = optimizer._master(name, param, low.get(param))
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
-                ours = {"remainder": None, "master": master if is_needed else None}
+                new = {"remainder": None, "master": master if is_needed else None}
             if "step" in state:
                 step = _exported(state["step"])
-                ours |= {"step": step} if step > 0 else dict.fromkeys({"step", *optimizer._family.states})
-            state_dict["state"][key] = {k: v for k, v in {**state, **ours}.items() if k not in ours or v is not None}
+                new |= {"step": step} if step > 0 else dict.fromkeys({"step", *optimizer._family.states})
+            state_dict["state"][key] = {k: v for k, v in {**state, **new}.items() if k not in new or v is not None}
 
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
-        """The 16-bit dtypes that fp32 parameters with a remainder had before a cast, as ``model.float()``.
+        """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
-        A remainder does not say its dtype, so the weights have to: a parameter was bf16 if at least half of its
-        elements are bf16 numbers. Of random fp16 numbers one in eight is. With fewer than 16 elements other than 0, the
-        other parameters decide.
+        A remainder does not tell its dtype, but the weights do: a parameter was bf16 if at least half of its nonzero
+        elements are bf16 numbers. (One in eight random fp16 numbers is one too.) A parameter with fewer than 16 nonzero
+        elements counts as bf16 only if all parameters do.
         """
         params = [
             p
@@ -92,10 +92,10 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters and states stay fp32 whatever the dtype of the parameters. Whatever a torch state dict lacks starts from
-        its default. A state dict of fp32 parameters has no masters: the present ones stay. If the weights were saved in
-        the other 16-bit dtype, a master is within a unit in the last place of the weight. To keep all its bits, use
-        `load_fp32_state_dict`.
+        Masters and states are loaded in fp32, whatever the dtype of the parameters. State that a torch state dict lacks
+        starts from its default. A state dict of fp32 parameters has no masters: the optimizer then keeps its own. If
+        the weights were saved in the other 16-bit dtype, each master is within a unit in the last place of its weight.
+        To keep all bits of the masters, use `load_fp32_state_dict`.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -115,6 +115,7 @@ class WithCheckpoints(WithState):
             >>> optimizer.param_groups[0]["lr"], int(optimizer.state[weight]["step"])
             (0.5, 1)
         """
+        # The entries that this class loads itself: torch would cast them to the dtypes of the parameters.
         saved: dict[int, dict[str, Any]] = {}
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -135,13 +136,13 @@ class WithCheckpoints(WithState):
 
         before = dict(self.__dict__)
         handles = (
-            self.register_load_state_dict_pre_hook(set_aside),  # the last to run
+            self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks
             self.register_load_state_dict_post_hook(lambda _: self._load_entries(saved, before["state"]), prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
         except BaseException:
-            self.__dict__.update(before)  # whose state and groups are still what they were
+            self.__dict__.update(before)  # nothing has modified its state and groups
             raise
         finally:
             for handle in handles:
@@ -149,8 +150,8 @@ class WithCheckpoints(WithState):
         self._warn_of_lost_bits(saved)
 
     def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any]) -> None:
-        """Loads the entries of a state dict, by the positions of parameters. `before` is the state until then."""
-        # A state dict of fp32 parameters has no masters: what load_fp32_state_dict loaded stays.
+        """Loads entries by the positions of their parameters. `before` is the optimizer's state before the load."""
+        # A state dict of fp32 parameters has no masters. Those that load_fp32_state_dict loaded stay.
         keeps_masters = not any("master" in entry for entry in saved.values())
         for position, (name, index, param) in enumerate(self._named_parameters() if saved else ()):
             if keeps_masters and "remainder" in before.get(param, {}):
@@ -167,9 +168,9 @@ class WithCheckpoints(WithState):
             )
 
     def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
-        """Raises ValueError if a saved state cannot be loaded. `what` begins the message, with a place for the key."""
+        """Raises ValueError if a saved entry cannot be loaded. `what` begins the message, with {} for the key."""
         if "remainder" in entry and entry.get("master") is None:
-            # torch fills a flattened state dict by the names in `optimizer.state`, and so drops the masters.
+            # torch fills a flattened state dict by the keys of `optimizer.state`, which has remainders and no masters.
             raise ValueError(
                 f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place, as "
                 "torch.distributed.checkpoint makes it with flatten_optimizer_state_dict=True; get, load and set state "
@@ -228,16 +229,16 @@ class WithCheckpoints(WithState):
         state = self.state[param]
         for key in self._family.states:
             if saved.get(key) is not None:
-                if key not in state:  # the options do without it now, but may ask for it again
+                if key not in state:  # the options do not need it now, but may change back
                     state[key] = zeros_like(param)
                 state[key].copy_(saved[key])
-        # torch.optim.SGD counts no steps: a momentum buffer says that there was one.
+        # torch.optim.SGD counts no steps. A momentum buffer shows that at least one was taken.
         step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
         state["step"].fill_(int(step))
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
-    """Whether an fp32 parameter is what its master was rounded to. Waits for the device."""
+    """Whether an fp32 parameter holds its master rounded to 16 bits. Waits for the device."""
     if param.dtype is not torch.float32 or master is None:
         return False
     plain, fp32 = local(param), local(zeros_like(param).copy_(master))
@@ -246,12 +247,12 @@ def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
 
 
 def _exported(step: Any) -> Tensor:
-    """As torch keeps it."""
+    """Returns a count of steps as torch keeps it, in fp32 on the CPU."""
     is_count = isinstance(step, Tensor) and step.dtype is torch.int32
     return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
 
 
 def _is_mostly(plain: Tensor, dtype: torch.dtype) -> bool:
-    """Whether more than half of the elements that are not 0 are numbers of `dtype`."""
+    """Whether at least half of the nonzero elements are numbers of `dtype`."""
     numbers = plain[plain != 0]
     return 2 * int((numbers.to(dtype).float() == numbers).sum()) >= numbers.numel()

@@ -1,4 +1,4 @@
-"""The options of the fused optimizers: of the constructor, and of parameter groups."""
+"""Checks of the options that fused optimizers get in their constructor and in parameter groups."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# Options that torch compares with numbers before it looks at their types.
+# torch compares these options with numbers before it checks their types, and its error does not name them.
 _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "alpha", "eps")
 
 
@@ -19,7 +19,7 @@ def check_params(name: str, params: Any) -> None:
         got = f"the module {type(params).__name__}; pass model.parameters()"
     elif isinstance(params, Mapping):
         got = f"one {type(params).__name__}; pass model.parameters(), or a list of groups [{{'params': ...}}]"
-    elif isinstance(params, Iterable):  # a Tensor too, for which torch has words
+    elif isinstance(params, Iterable):  # also a Tensor, which torch refuses
         return
     else:
         got = f"{params!r}; pass model.parameters()"
@@ -27,7 +27,7 @@ def check_params(name: str, params: Any) -> None:
 
 
 def check_options(name: str, options: Mapping[str, Any]) -> None:
-    """Of the constructor or of a parameter group; torch checks the ranges."""
+    """Raises TypeError if an option has a wrong type. torch checks the ranges."""
     for key in _NUMBERS:
         value = options.get(key, 0)
         if not isinstance(value, (numbers.Real, Tensor)):
@@ -48,7 +48,7 @@ def check_max_grad_norm(name: str, value: Any) -> float | None:
 
 @contextlib.contextmanager
 def restored(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restores the caller's parameter groups after an error: torch writes its defaults into them."""
+    """Restores the caller's group dicts after an error, since torch writes its defaults into them."""
     before = [(group, dict(group)) for group in groups]
     try:
         yield

@@ -1,7 +1,15 @@
-"""The step on one device: it writes a table of the tensors that it finds, and launches the kernels that read the table.
+"""The step on one device: a plan writes a table of its tensors, and launches the kernels that read the table.
 
-A plan remembers nothing about a tensor. It owns scratch memory, and chunk entries, which depend on sizes and dtypes
-alone. csrc/table.h describes the table.
+- The *table* (csrc/table.h) is int64, with a column for each parameter. Its rows hold the size, the dtype of the
+  gradient and the group, then the addresses of gradient, parameter, remainder, count of steps and states.
+- The *form* of a column is a number that encodes its dtypes and the states that it has. The kernel of an update is
+  compiled for one `Form`.
+- A *chunk* is a piece of a tensor, for one thread block. A *chunk entry* is its tensor and its position there.
+- A *layout* is what depends only on sizes, dtypes and groups, such as the chunk entries. It stays on the device.
+- A *block* is the memory that a step sends: forms, table and hyper-parameters.
+- A *mirror* is a dense copy of a parameter with gaps. Kernels write the mirror, and the plan copies it back.
+
+A plan remembers nothing about a tensor. It owns scratch memory and layouts.
 """
 
 from __future__ import annotations
@@ -34,9 +42,9 @@ if TYPE_CHECKING:
     from ..families import Family
     from ..ops.library import Kernels
 
-LR_COLUMN = HYPER_COLUMNS - 1  # a group's float learning rate; a tensor lr is read where it lies
+LR_COLUMN = HYPER_COLUMNS - 1  # holds a group's float learning rate; a tensor lr is read at its own address
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words that a group's fp32 hyper-parameters take
-LAYOUTS = 4  # that a plan keeps, for steps that alternate between sets of gradients or their dtypes
+LAYOUTS = 4  # layouts that a plan keeps, since steps may alternate between sets of gradients, or between their dtypes
 
 
 def capturing(device: torch.device) -> bool:
@@ -49,14 +57,14 @@ class Members(NamedTuple):
     params: list[Tensor]
     names: list[str]
     groups: list[int]
-    states: list[dict[str, Any] | None]  # those of ``optimizer.state``
+    states: list[dict[str, Any] | None]  # the entries of ``optimizer.state``
 
 
 class Column(NamedTuple):
     """The tensors of one parameter on this rank."""
 
-    memory: Tensor  # the parameter's
-    param: Tensor  # what kernels write: the same, or a dense mirror of it
+    memory: Tensor  # the parameter, or this rank's shard of it
+    param: Tensor  # what kernels write: `memory`, or its mirror
     remainder: Tensor | None  # of a 16-bit parameter's master
     step: Tensor
     states: tuple[Tensor | None, ...]
@@ -69,14 +77,14 @@ class Column(NamedTuple):
         return [t for t in (self.memory, self.remainder, self.step, *self.states) if t is not None]
 
 
-# (name, number of the group, parameter) -> its column; None if it has neither gradient nor state.
+# Takes a parameter's name, the number of its group, and the parameter. See `FusedOptimizer._column`.
 Read = Callable[[str, int, Tensor], Column | None]
 
 
 class Hyper(NamedTuple):
-    """The hyper-parameters of a group, as the type of its family has them, and its learning rate."""
+    """The hyper-parameters of a group, and its learning rate."""
 
-    values: Any
+    values: Any  # of the type `Family.hyper`
     lr: float | Tensor
 
 
@@ -89,7 +97,7 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
             f"step: {named[position][0]} and its state must not share memory with themselves, another parameter or "
             "its state; make one Parameter of what is shared, or clone() it"
         )
-    # Nobody else has a mirror, and a parameter that has one may have gaps.
+    # Without mirrored parameters, since `Spans` takes no tensors with gaps. No gradient can lie in a mirror.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])
     for name, grad in zip(names, grads, strict=True):
         if written.meet(grad):
@@ -104,38 +112,45 @@ def refuse_gradient(name: str) -> None:
 
 
 class Plan:
-    """What is common to the plan of the native kernels and the one of the reference."""
+    """Base class of the plans for native kernels and for the reference."""
 
     def __init__(self, backend: str, device: torch.device, members: Members, record: Tensor) -> None:
         self.backend = backend
         self.device = device
         self.members = members
-        # In the order of the parameters, which is the same on every rank.
+        # In the order of the parameters: every rank has to reduce over the meshes in the same order.
         self.meshes = list(dict.fromkeys(p.device_mesh for p in members.params if isinstance(p, DTensor)))
-        self.record = record  # int64: ticket, passes, pass and member of the last overflow (csrc/table.h)
+        # int64, the `Record` of csrc/table.h: ticket, passes, then pass and parameter of the last overflow.
+        self.record = record
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
 
     def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
-        """Reads the tensors of the step to come; False if a parameter is on another device.
+        """Reads the tensors for the next pass and update. Returns False if a parameter is on another device.
 
         Args:
-            keys: for each group the names of its states, in the order of rows.
-            writes: gradients will be written.
+            keys: For each group the names of its states, in the order of rows.
+            read: Reads the column of a parameter.
+            writes: Whether gradients will be written.
         """
         raise NotImplementedError
 
     def load(self) -> None:
-        """Makes ready what a capture may not: scratch memory, chunk entries, kernels."""
+        """Allocates scratch memory and chunk entries, and loads kernels, which a graph capture may not do."""
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         raise NotImplementedError
 
     def check(self, scale: Tensor | None, *, divide: bool, write: bool, clear: bool) -> None:
-        """The gradient pass, into `norm`, `found_inf` and `record`.
+        """Runs the gradient pass, which sets `norm`, `found_inf` and `record`.
 
-        Without `clear` the verdict of an earlier pass over the same gradients stands, and this one is not counted.
+        Args:
+            scale: Factor of the gradients, or None.
+            divide: Whether to divide by `scale`.
+            write: Whether to write the scaled gradients.
+            clear: Whether `found_inf` starts at 0 and `record` counts the pass. Otherwise the pass adds to the verdict
+                of an earlier pass over the same gradients.
         """
         raise NotImplementedError
 
@@ -146,55 +161,57 @@ class Plan:
         grad_norm: Tensor | None,
         max_norm: float,
     ) -> None:
+        """Updates the parameters, unless `found_inf` is not 0. Gradients are divided by `grad_scale` and clipped."""
         raise NotImplementedError
 
     @property
     def is_captured(self) -> bool:
-        """Whether a CUDA graph points to what this plan owns."""
+        """Whether a CUDA graph uses memory of this plan."""
         return False
 
 
 class Form(NamedTuple):
-    """What the kernel of an update is compiled for (csrc/table.h)."""
+    """The combination of dtypes and states that an update kernel is compiled for (csrc/table.h)."""
 
-    param_dtype: int
-    split: bool
+    param_dtype: int  # of `DTYPE_CODES`
+    split: bool  # whether masters are stored as remainders
     grad_dtype: int
-    states: int
+    states: int  # bit k: some tensor has the k-th state
 
 
 class Block(NamedTuple):
-    """Words that a step sends, and their parts."""
+    """The int64 words that a step sends, and views of their parts."""
 
     words: Tensor
-    forms: Tensor
-    table: Tensor
-    rates: Tensor  # addresses
-    hyper: Tensor
+    forms: Tensor  # [parameters]
+    table: Tensor  # [rows, parameters]
+    rates: Tensor  # [groups], the addresses of learning rates
+    hyper: Tensor  # fp32 [groups, HYPER_COLUMNS]
 
     @classmethod
     def of(cls, words: Tensor, count: int, rows: int, groups: int) -> Block:
-        """For `count` parameters in so many groups."""
+        """Splits `words` into the parts for `count` parameters."""
         forms, table, rates, hyper = words.split([count, rows * count, groups, groups * HYPER_WORDS])
         hyper = hyper.view(torch.float32).view(groups, HYPER_COLUMNS)
         return cls(words, forms, table.view(rows, count), rates, hyper)
 
 
 class Layout(NamedTuple):
-    """What follows from sizes, dtypes and groups alone, on the device."""
+    """The part of a step that depends only on sizes, dtypes and groups; it stays on the device."""
 
-    key: Tensor  # host copy of those: the plan's forms and the fixed rows of its table
+    key: Tensor  # the sizes, dtypes and groups, on the host: forms and fixed rows of the table
     chunk_size: int
-    entries: Tensor
-    buckets: list[tuple[Form, Tensor]]  # the entries of one combination of dtypes
-    partials: Tensor
-    block: Block  # as the plan's block on the host, of which it holds the key
+    entries: Tensor  # the chunk entries, int32 [chunks, 2]
+    buckets: list[tuple[Form, Tensor]]  # the chunk entries of each form
+    partials: Tensor  # fp64, for each chunk the sum of its squares
+    block: Block  # on the device; it already holds the key
 
 
 class NativePlan(Plan):
-    """Two launches a step: `check`, and `update` for each combination of dtypes, over a table that each step writes.
+    """Launches native kernels: one for `check`, and one for `update` of each form.
 
-    The table is a part of one block of int64 words. A step sends what follows the key:
+    Each step writes the table into a block on the host. It sends only what follows the key, since the layout's block on
+    the device holds the key already:
 
         | forms | sizes, dtypes, groups | addresses: a row for each array | addresses of rates | fp32 hyper-parameters |
         |------------- key -------------|
@@ -206,21 +223,21 @@ class NativePlan(Plan):
         super().__init__(backend, device, members, record)
         self._ops = ops
         self._family = family.name
-        self._required = len(family.states) - family.optional
+        self._required = len(family.states) - family.optional  # states that every parameter has
         self._count = len(members.params)
         self._shape: tuple[int, int] | None = None  # rows of the table, and groups
-        self._layouts: list[Layout] = []  # the last used first
-        self._block: Block | None = None  # where the kernels of this step find theirs
-        self._columns: dict[int, Column] = {}  # those that Python read
-        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients laid out otherwise, and what kernels read
-        self._rate_tensors: dict[int, Tensor] = {}
-        self._kept: list[object] = []  # what captured graphs point to
+        self._layouts: list[Layout] = []  # the most recently used first
+        self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
+        self._columns: dict[int, Column] = {}  # the columns that Python read; the sweep keeps no tensors
+        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients, and copies with the strides of the parameter
+        self._rate_tensors: dict[int, Tensor] = {}  # by group, learning rates that kernels read
+        self._kept: list[object] = []  # objects whose memory captured graphs use
 
-    # ------------------------------------------------------------------------------------------------ what a step finds
+    # ---------------------------------------------------------------------------------------------- reading the tensors
     def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
         self._block = None
         self._columns, self._relaid = {}, []
-        if not any(name for names in keys for name in names[self._required :]):
+        if not any(name for names in keys for name in names[self._required :]):  # the table may end after these rows
             keys = tuple(names[: self._required] for names in keys)
         self._fit_block(keys)
         members = self.members
@@ -246,17 +263,17 @@ class NativePlan(Plan):
         return True
 
     def _fit_block(self, keys: tuple[tuple[str | None, ...], ...]) -> None:
-        """Makes host memory for as many rows as `keys` has states: the kernels read all rows, or the required ones."""
+        """Allocates the host's block for a table with a row for each state in `keys`."""
         shape = Row.STATE + len(keys[0]) if keys else Row.STATE, len(keys)
         if shape == self._shape:
             return
         self._shape = rows, groups = shape
-        # Python reads the array: a look into a tensor could as well be one that waits for a device.
+        # Python reads numbers from this array: a read from a tensor could be mistaken for one that waits for a device.
         self._words = array("q", bytes(8 * ((1 + rows) * self._count + groups * (1 + HYPER_WORDS))))
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
         self._forms, self._table = self._host.forms, self._host.table
         self._key = self._host.words[: (1 + FIXED_ROWS) * self._count]
-        # For `Sweep.apart`: the table and forms that it saw last, and the memory that is written by them.
+        # Scratch memory of `Sweep.apart`: table and forms of its last call, and the stretches that a step writes.
         self._checked = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
         self._spans = _host(2 * self._count * (rows - Row.PARAM))
         self._hyper_key: list[Any] = []
@@ -268,12 +285,12 @@ class NativePlan(Plan):
         return self._words[(1 + row) * self._count : (2 + row) * self._count]
 
     def _read_columns(self, read: Read) -> bool:
-        """Fills in the columns that the sweep left. False if a parameter is on another device."""
+        """Writes the columns that the sweep left to Python. Returns False if a parameter is on another device."""
         for t in [t for t, form in enumerate(self._row(-1)) if form == UNREAD]:
             param, name = self.members.params[t], self.members.names[t]
             column = read(name, self.members.groups[t], param)
             self._write(t, ABSENT, [0] * len(self._table))
-            if column is None or (column.is_mirrored and param.grad is None):  # a mirror would be written back
+            if column is None or (column.is_mirrored and param.grad is None):  # the mirror would be copied back
                 continue
             if column.param.device != self.device:
                 return False
@@ -283,10 +300,11 @@ class NativePlan(Plan):
         return True
 
     def _write(self, t: int, form: int, rows: Sequence[int]) -> None:
-        # Through the array: two assignments to tensors take 11 us more for each column.
+        # Through the array: two assignments to tensors would take 11 us more for each column.
         self._words[t : (1 + len(self._table)) * self._count : self._count] = array("q", (form, *rows))
 
     def _laid_out(self, grad: Tensor, column: Column) -> Tensor:
+        """Returns the gradient, or a copy with the strides of its parameter."""
         if same_layout(grad, column.param):
             return grad
         copy = torch.empty_like(column.param, dtype=grad.dtype).copy_(grad)
@@ -296,15 +314,16 @@ class NativePlan(Plan):
     def _put(self, t: int, column: Column, grad: Tensor | None) -> None:
         code = DTYPE_CODES[column.param.dtype]
         grad_code = code if grad is None else DTYPE_CODES[grad.dtype]
-        # Kernels pass over a tensor whose gradient has no address, but the updates of an empty tensor count.
+        # Kernels skip a column whose gradient has the address 0. An empty gradient has no address, but its parameter's
+        # updates are counted: it gets another address.
         where = 0 if grad is None else grad.data_ptr() or column.step.data_ptr()
         arrays = (column.param, column.remainder, column.step, *column.states[: len(self._table) - Row.STATE])
-        kept = sum((state is not None) << k for k, state in enumerate(column.states))
+        states = sum((state is not None) << k for k, state in enumerate(column.states))
         rows = column.param.numel(), grad_code, self.members.groups[t], where, *map(_address, arrays)
-        self._write(t, code | grad_code << 2 | kept << 4, rows)
+        self._write(t, code | grad_code << 2 | states << 4, rows)
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
-        """Those that kernels may write, and their parameters' names."""
+        """Returns the gradients that there are, after the names of their parameters."""
         named = zip(self.members.names, self.members.params, strict=True)
         found = [(name, local(p.grad)) for name, p in named if p.grad is not None]
         return [name for name, _ in found], [grad for _, grad in found]
@@ -319,7 +338,7 @@ class NativePlan(Plan):
             self._check_each(read)
 
     def _check_each(self, read: Read) -> None:
-        """The same in Python, where views may be interleaved, and those without a gradient may share memory."""
+        """Does the same in Python, exactly: interleaved views, and parameters without a gradient, are no error."""
         members, columns = self.members, {}
         for t in [t for t, grad in enumerate(self._row(Row.GRAD)) if grad]:
             column = self._columns.get(t) or read(members.names[t], members.groups[t], members.params[t])
@@ -332,7 +351,7 @@ class NativePlan(Plan):
         self._layout()
 
     def _layout(self) -> Layout:
-        """That of this step."""
+        """Returns the layout of this step: one that is kept, or a new one."""
         for i, layout in enumerate(self._layouts):
             if torch.equal(layout.key, self._key):
                 if i > 0:
@@ -347,9 +366,9 @@ class NativePlan(Plan):
         return self._layouts[0]
 
     def _make_layout(self) -> Layout:
-        """Cuts the tensors into chunks, those of a combination of dtypes side by side."""
+        """Cuts the tensors into chunks, ordered by form, so that the chunks of a launch are side by side."""
         forms = self._kernel_forms()
-        numels = [max(1, n) for n in self._row(Row.NUMEL)]  # an empty tensor has a chunk, which counts updates
+        numels = [max(1, n) for n in self._row(Row.NUMEL)]  # an empty tensor gets a chunk, which counts its updates
         chunks = cut(numels, sorted(forms, key=forms.__getitem__), self._load_kernels(numels, forms))
         rows = chunks.entries[:, 0].tolist()
         entries = send(self._ops, chunks.entries, self.device)
@@ -363,14 +382,14 @@ class NativePlan(Plan):
         return Layout(self._key.clone(), chunks.size, entries, buckets, partials, block)
 
     def _block_on_device(self) -> Block:
-        """One with the words that the host's has now."""
+        """Sends all words of the host's block to a new one on the device."""
         assert self._shape is not None
         return Block.of(send(self._ops, self._host.words, self.device), self._count, *self._shape)
 
     def _kernel_forms(self) -> dict[int, Form]:
-        """Of each column that is there.
+        """Returns, for each column with tensors, the form of the kernel that updates it.
 
-        Parameters of one combination of dtypes share a launch, with all states that one of them has.
+        Parameters with the same dtypes share a launch. Its form has every state that one of them has.
         """
         present = {t: form for t, form in enumerate(self._row(-1)) if form >= 0}
         states: dict[int, int] = {}
@@ -380,9 +399,9 @@ class NativePlan(Plan):
         return {t: Form(f & 3, f & 3 != fp32, f >> 2 & 3, states[f & 15]) for t, f in present.items()}
 
     def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
-        """Loads the kernels of a step, which a capture may not do.
+        """Loads the kernels of a step, which a graph capture may not do.
 
-        Returns how many blocks run at a time of the update that has most elements.
+        Returns how many thread blocks run at a time in the update with the most elements.
         """
         self._ops._load_unscale(self.norm)
         blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(forms.values())}
@@ -403,14 +422,14 @@ class NativePlan(Plan):
             row[LR_COLUMN] = lr
 
     def _is_live(self, lr: Tensor) -> bool:
-        """Whether kernels can read it; another one costs a look at its value a step."""
+        """Whether kernels can read a tensor lr. The value of any other is read on the host at every step."""
         return lr.device == self.device and lr.dtype is torch.float32
 
     # --------------------------------------------------------------------------------------------------- launches
     def _ready(self) -> tuple[Layout, Block]:
-        """The layout of this step, and the block on the device."""
+        """Returns the layout of this step, and the block on the device, which is sent if it was not yet."""
         layout = self._layout()
-        if self._block is None and capturing(self.device):
+        if self._block is None and capturing(self.device):  # a block of its own, which later steps do not overwrite
             self._put_rates(layout.block)
             self._block = self._block_on_device()
             self._put_rates(self._block)
@@ -425,10 +444,10 @@ class NativePlan(Plan):
         return layout, self._block
 
     def _put_rates(self, block: Block) -> None:
-        """A float rate lies in the block itself."""
-        own, step = block.hyper.data_ptr() + 4 * LR_COLUMN, 4 * HYPER_COLUMNS
+        """Writes the addresses of the learning rates. A float rate is in `block` itself, in its hyper-parameters."""
+        first, pitch = block.hyper.data_ptr() + 4 * LR_COLUMN, 4 * HYPER_COLUMNS
         tensors = self._rate_tensors
-        rates = [tensors[g].data_ptr() if g in tensors else own + step * g for g in range(len(block.rates))]
+        rates = [tensors[g].data_ptr() if g in tensors else first + pitch * g for g in range(len(block.rates))]
         if rates != self._rates:
             self._rates = rates
             self._host.rates.copy_(int64_tensor(rates))
@@ -482,7 +501,7 @@ class NativePlan(Plan):
         torch.autograd.graph.increment_version(self.written)
         for column in mirrored:
             column.memory.copy_(column.param)
-        self._columns, self._relaid = {}, []  # gradients are not ours to keep
+        self._columns, self._relaid = {}, []  # a plan does not keep gradients alive
 
     @property
     def is_captured(self) -> bool:
@@ -494,4 +513,4 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _host(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int64, device="cpu")  # whatever torch.set_default_device says
+    return torch.zeros(size, dtype=torch.int64, device="cpu")  # whatever torch.set_default_device was given

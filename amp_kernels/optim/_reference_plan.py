@@ -1,4 +1,4 @@
-"""A step in plain torch, with the outcomes of the native plan: where nothing is compiled, and as its specification."""
+"""The plan in plain torch: the specification of the native plan, and its replacement where nothing is compiled."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ._tensors import check_written, read_gradient
 
 
 class ReferencePlan(Plan):
-    """Loops over the parameters; sync-free like the kernels, since every choice is a `torch.where`."""
+    """Updates one parameter after the other. Like kernels it does not wait: every decision is a `torch.where`."""
 
     def __init__(self, family: Family, device: torch.device, members: Members, record: Tensor) -> None:
         super().__init__("reference", device, members, record)
@@ -81,9 +81,9 @@ class ReferencePlan(Plan):
                 steps_taken=unsigned(column.step), grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
             column.step.add_(applied)
-        self._found = {}  # gradients are not ours to keep
+        self._found = {}  # a plan does not keep gradients alive
 
 
 def unsigned(step: Tensor) -> Tensor:
-    """What kernels read in an int32 count."""
+    """Returns an int32 count of steps as kernels read it: unsigned."""
     return step.to(torch.int64) & 0xFFFFFFFF

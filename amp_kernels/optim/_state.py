@@ -1,4 +1,9 @@
-"""State of the fused optimizers: what `optimizer.state` holds for a parameter, and the fp32 master of a 16-bit one."""
+"""State of the fused optimizers: the entries of `optimizer.state`.
+
+The entry of a parameter holds fp32 states such as ``momentum_buffer``, and ``step``, the int32 count of its updates.
+For a 16-bit parameter it also holds an int16 ``remainder``: parameter and remainder together are the fp32 master
+(csrc/formulas/remainder.h).
+"""
 
 from __future__ import annotations
 
@@ -17,13 +22,13 @@ from ._tensors import check_parameter, dense, has_memory, is_count, is_laid_out,
 
 
 class WithState(torch.optim.Optimizer):
-    """An optimizer whose states are fp32 and lie as its parameters do; see `FusedSGD` for what users see."""
+    """An optimizer with fp32 states that have the strides of their parameters. `FusedSGD` documents it for users."""
 
     _family: Family
     _set_at_first_step: str | None = None  # a state that the first step sets without reading it
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        """The states of a parameter in table order; None for one that the options do without."""
+        """Returns the names of a group's states in the order of table rows; None for a state that it does not need."""
         raise NotImplementedError
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
@@ -52,8 +57,8 @@ class WithState(torch.optim.Optimizer):
 
         Weight and remainder keep the master exactly, with these exceptions:
 
-        - bf16: of two masters that lie halfway between two weights and round to the same one, the one farther from 0
-          moves by one fp32 unit. These are one in 131,072 masters.
+        - bf16: of the two masters that are halfway between weights and round to the same weight, the one farther from
+          0 moves by one fp32 unit. One in 131,072 masters does.
         - fp16: a master below 2^-16 is kept to within 2^-40. A master that rounds to more than 65504 is infinite.
         - After other code changed the weight, the master is within half a unit in the last place of the weight.
 
@@ -82,10 +87,10 @@ class WithState(torch.optim.Optimizer):
         return self._master(name, param)
 
     def _master(self, name: str, param: Tensor, low: torch.dtype | None = None) -> Tensor:
-        """The fp32 value of a parameter.
+        """Returns a copy of the fp32 master of a parameter.
 
-        `low` is the dtype that an fp32 parameter with a remainder was cast from, to have the master that it had then.
-        Without it an fp32 parameter is its own master.
+        An fp32 parameter is its own master. If `low` is given and it has a remainder, it was cast from the 16-bit dtype
+        `low`, and the master from before the cast is returned.
         """
         master, state = zeros_like(param), self.state.get(param, {})
         is_fp32 = param.dtype is torch.float32
@@ -94,18 +99,18 @@ class WithState(torch.optim.Optimizer):
         self._check_state(name, "remainder", param, state["remainder"])
         weight = local(param).to(low) if is_fp32 else local(param)
         local(master).copy_(join(weight, local(state["remainder"]).to(param.device)))
-        if is_fp32:  # other elements were written after the cast
+        if is_fp32:  # elements that were written after the cast are their own masters
             local(master).copy_(torch.where(weight.float() == local(param), local(master), local(param)))
         return master
 
     def _load_master(self, name: str, param: Tensor, master: Tensor) -> None:
-        """Into the state of a 16-bit parameter, which itself is `master`, rounded, or will be."""
+        """Stores the remainder of a 16-bit parameter. The caller sets the parameter to `master`, rounded."""
         if param.dtype is not torch.float32:
             self._check_state(name, "master", param, master)
             self.state[param]["remainder"] = _remainder(param, master)
 
     def _remainder_of(self, param: Tensor) -> Tensor | None:
-        """The memory of the remainder of a 16-bit parameter, on its device; None for others."""
+        """Returns the remainder of a 16-bit parameter on its device, zeros if it has none; None for an fp32 one."""
         if param.dtype is torch.float32:
             return None
         remainder = self.state.get(param, {}).get("remainder")
@@ -129,7 +134,7 @@ class WithState(torch.optim.Optimizer):
         )
 
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        """Gives a parameter the state that its dtype and the options of its group ask for, keeping what it has."""
+        """Makes the state of a parameter fit its dtype and the options of its group. Values that exist are kept."""
         check_parameter(type(self).__name__, name, param)
         state, target = self.state[param], dense(local(param))
         names = [key for key in self._state_names(group) if key is not None]
@@ -143,17 +148,17 @@ class WithState(torch.optim.Optimizer):
         elif master is not None:
             state["remainder"] = _remainder(param, master)
         elif "remainder" in state and state["remainder"].shape != param.shape:
-            del state["remainder"]  # a pruned parameter's: without it the master is the weight, half a unit away
+            del state["remainder"]  # the parameter was pruned. Its master is then the weight, at most half a unit away
         for key in names:
             if state.get(key) is None:
                 state[key] = zeros_like(param, _dtype_of(key))
                 if key == self._set_at_first_step:
                     state["step"].zero_()
-            elif not is_laid_out(local(state[key]), target, _dtype_of(key)):  # model.to(): a device, a memory format
+            elif not is_laid_out(local(state[key]), target, _dtype_of(key)):  # after model.to(device or memory format)
                 state[key] = zeros_like(param, _dtype_of(key)).copy_(state[key])
 
     def _check_before_fitting(self, name: str, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
-        """Raises an error if `_fit_state` could not fit the state; nothing was modified."""
+        """Raises an error if `_fit_state` cannot make the state fit, before anything is modified."""
         target, step = dense(local(param)), state.get("step", 0)
         if not is_count(step, target.device):
             if not isinstance(step, Tensor) or step.device.type == "cpu":
@@ -193,10 +198,11 @@ class WithState(torch.optim.Optimizer):
             )
 
     def _drop_unset_states(self) -> None:
-        """Deletes momentum buffers that no step has set, if the options no longer ask for momentum.
+        """Deletes momentum buffers that no step has set, if the options no longer need them.
 
-        The first step with momentum sets the buffer, and a kept buffer of zeros would count as set. Reading the count
-        waits for the device; only parameters with such a buffer are read.
+        The first step with momentum has to set the buffer, and a buffer of zeros that stays would count as set. Whether
+        a step has set it follows from the count, and reading the count waits for the device. The count is read only for
+        parameters with a buffer that is not needed.
         """
         first = self._set_at_first_step
         for _, index, param in self._named_parameters():
@@ -208,7 +214,7 @@ class WithState(torch.optim.Optimizer):
 
 
 def check_step(what: str, value: Any) -> int:
-    """The number of steps that were taken; waits for the device of a tensor."""
+    """Returns a count of steps as an int, or raises ValueError. Waits for the device of a tensor."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and has_memory(value) else value
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
     if not (is_number and math.isfinite(number) and number == int(number) and 0 <= number < 2**31 - 1):

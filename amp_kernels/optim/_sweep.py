@@ -1,6 +1,6 @@
-"""Reads the tensors of a step: where they lie, how they are laid out, which gradients there are.
+"""The sweep: it reads the addresses, sizes and dtypes of a step's tensors into the columns of the table.
 
-Nothing of it is kept for the next step, since anybody may write, move or replace them.
+Nothing is kept for the next step, since other code may write, move or replace the tensors.
 """
 
 from __future__ import annotations
@@ -17,24 +17,26 @@ from torch.nn import Parameter
 
 from .. import _loader, torch_private
 
-ABSENT, UNREAD = -1, -2  # in place of a form: a column without gradient and state, and one that is left to Python
+# In place of a form. ABSENT: the parameter has neither gradient nor state. UNREAD: the column is left to Python.
+ABSENT, UNREAD = -1, -2
 
 
 class Sweep(NamedTuple):
-    """What reads the tensors of a step: `amp_kernels._C`, or where it cannot, Python.
+    """The functions of the sweep, from `amp_kernels._C`, or in Python if that cannot serve.
 
     Attributes:
         columns: ``(params, states, groups, keys, device, table, forms, checked, writes) -> (unread, gradients)``.
-            Writes the column of each parameter into `table`, int64 [rows, parameters] of the host (`ops.table.Row`),
-            and into `forms`, int64 [parameters], its dtypes and states, or `ABSENT`, or `UNREAD`. `states` are the
-            dicts of ``optimizer.state``, `groups` the parameters' group numbers, `keys` the names of each group's
-            states in the order of rows. `writes`: gradients will be written, which ends their sharing of memory with
-            lazy clones; parameters always do. For a thousand parameters it takes a twelfth of the time of Python.
-        apart: ``(table, forms, checked, spans) -> int``. -1 if no two of the tensors that a step writes share memory,
-            and no gradient lies in them; else the column of a gradient that does, or -2. It answers as the last time
-            if table and forms, of which it keeps a copy in `checked`, are bit for bit what they were.
-        same: ``(lists, copies, state, keys, values) -> bool``. Whether lists of parameters and the dict hold the same
-            objects in the same order.
+            Writes the column of each parameter into `table`, int64 [rows, parameters] on the host (`ops.table.Row`),
+            and its form into `forms`, int64 [parameters]. Returns the number of columns left to Python, and the number
+            of columns with a gradient. `states` are the entries of ``optimizer.state``, `groups` the parameters' group
+            numbers, `keys` the names of each group's states in the order of rows. A parameter that shares its memory
+            with a lazy clone gets memory of its own, since it will be written; if `writes` is True, so does a gradient.
+            In C++ a thousand parameters take a twelfth of the time that Python takes.
+        apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that lies in a tensor that
+            the step writes; -2 if the spans of two written tensors overlap, perhaps as interleaved views; -1 if
+            neither. It keeps copies of table and forms in `checked`, and computes nothing if they have not changed.
+        same: ``(lists, copies, state, keys, values) -> bool``. Whether the lists hold the same objects as their copies,
+            and the dict those in `keys` and `values`, in the same order.
     """
 
     columns: Callable[..., tuple[int, int]]
@@ -47,12 +49,12 @@ def sweep() -> Sweep:
     api = torch_private.tensor_exchange_api()
     if api is None or not _loader.load():
         return _IN_PYTHON
-    torchs = (api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)
+    of_torch = (api, Tensor, Parameter, Tensor.is_neg, Tensor.data_ptr)
     compiled = importlib.import_module("amp_kernels._C")
     try:
-        compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, torchs)
+        compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, of_torch)
         compiled.same([], [], {}, [], [])
-    except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version, of `_C` or of the interface
+    except (AttributeError, TypeError, ValueError, NotImplementedError):  # `_C` or the capsule is of another version
         return _IN_PYTHON
 
     def columns(
@@ -61,7 +63,7 @@ def sweep() -> Sweep:
     ) -> tuple[int, int]:  # fmt: skip
         where = (1, 0) if device.type == "cpu" else (2, device.index)  # as DLPack numbers devices
         pointers = table.data_ptr(), forms.data_ptr(), checked.data_ptr()
-        found: tuple[int, int] = compiled.sweep(params, states, groups, keys, where, *pointers, writes, torchs)
+        found: tuple[int, int] = compiled.sweep(params, states, groups, keys, where, *pointers, writes, of_torch)
         return found
 
     def apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
@@ -78,14 +80,14 @@ def _columns(
     params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
     forms: Tensor, checked: Tensor, writes: bool,
 ) -> tuple[int, int]:  # fmt: skip
-    """Leaves all to the plan, which looks at each column in Python."""
+    """Leaves every column to Python."""
     table.zero_()
     forms.fill_(UNREAD)
     return len(params), sum(param.grad is not None for param in params)
 
 
 def _apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
-    """-2: the plan looks at the tensors themselves."""
+    """Returns -2, after which the plan compares the tensors in Python."""
     return -2
 
 

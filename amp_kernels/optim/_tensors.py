@@ -1,4 +1,4 @@
-"""Which tensors a kernel can take, and what takes the place of others."""
+"""Which tensors kernels can read and write, and by what the others are replaced."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from ..ops.table import DTYPE_CODES, is_dense, same_layout, shares_memory
 
 
 def local(tensor: Tensor) -> Tensor:
-    """The memory on this rank: of a DTensor its shard."""
+    """Returns this rank's shard of a DTensor; any other tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def has_memory(tensor: Tensor) -> bool:
-    """Whether the elements of `tensor`, of a DTensor those of its shard, lie in strided memory of its own.
+    """Whether a tensor, or the shard of a DTensor, has strided memory of its own.
 
-    Not those of wrapper subclasses, which lie in other tensors or nowhere, nor of fake and meta tensors. A subclass
-    without a ``__torch_dispatch__`` of its own is ordinary memory.
+    False for wrapper subclasses, whose elements are in other tensors or nowhere, and for fake and meta tensors. A
+    subclass that does not define ``__torch_dispatch__`` has ordinary memory.
     """
     tensor = local(tensor)
     is_wrapper = type(tensor).__torch_dispatch__ is not Tensor.__torch_dispatch__
@@ -31,12 +31,12 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_held(plain: Tensor) -> bool:
-    """Whether memory holds the elements: not those of a negated view, nor of `torch._efficientzerotensor`."""
+    """Whether memory holds the values. False for a negated view, and for `torch._efficientzerotensor`."""
     return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
 def kind(tensor: Any) -> str:
-    """For an error message: what `tensor` is."""
+    """Describes `tensor` for an error message."""
     if not isinstance(tensor, Tensor):
         return f"a {type(tensor).__name__}"
     layout = "" if tensor.layout is torch.strided else f" of layout {tensor.layout}"
@@ -44,25 +44,26 @@ def kind(tensor: Any) -> str:
 
 
 def dense(plain: Tensor) -> Tensor:
-    """What kernels can walk: `plain`, or where it has gaps or is a negated view a mirror of it, not filled."""
+    """Returns `plain` if it is dense and not negated; otherwise a mirror of it, which is not filled yet."""
     return plain if is_dense(plain) and not plain.is_neg() else torch.empty_like(plain)
 
 
 def is_laid_out(state: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels can use a state as it is, together with the parameter's memory `target`."""
     is_usable = state.dtype is dtype and has_memory(state) and is_held(state) and not state.is_inference()
     is_alike = state.device == target.device and state.shape == target.shape
     return is_usable and is_alike and same_layout(state, target)
 
 
 def is_count(step: Any, device: torch.device) -> bool:
-    """Whether kernels can count there."""
+    """Whether kernels can use `step` as their count of steps."""
     if not isinstance(step, Tensor) or step.dtype is not torch.int32 or step.numel() != 1 or not has_memory(step):
         return False
     return step.device == device and not isinstance(step, DTensor) and not step.is_inference()
 
 
 def check_parameter(caller: str, name: str, param: Tensor) -> None:
-    """Raises an error if no kernel can update `param`, called `name` in the error of `caller`."""
+    """Raises an error if no kernel can update `param`. `caller` and `name` begin the message."""
     if param.dtype not in DTYPE_CODES:
         raise TypeError(f"{caller}: {name} must be float32, float16 or bfloat16, got {param.dtype}")
     is_partial = isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements)
@@ -79,9 +80,9 @@ def check_parameter(caller: str, name: str, param: Tensor) -> None:
 
 
 def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
-    """The gradient's memory on this rank, which kernels can read."""
+    """Returns the gradient on this rank as a plain tensor that kernels can read, or raises an error."""
     grad = _plain_gradient(param, name)
-    if grad.shape != target.shape:  # as one kept from before its parameter's .data was replaced
+    if grad.shape != target.shape:  # for example, the parameter's .data was replaced after the backward pass
         raise RuntimeError(
             f"step: the gradient of {name} must have the parameter's shape {tuple(target.shape)}, got "
             f"{tuple(grad.shape)}; set it to None when the parameter's .data is replaced"
@@ -95,14 +96,15 @@ def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
 
 
 def _plain_gradient(param: Tensor, name: str) -> Tensor:
-    """The memory of the gradient of `param` on this rank.
+    """Returns the gradient of `param` on this rank as a plain tensor.
 
-    Where kernels cannot read ``param.grad``, an equal tensor that they can read takes its place: of a gradient that is
-    placed otherwise than its DTensor parameter (redistributed, as torch's operators do), that a collective is still
-    computing (waited for), that is a negated view or a tensor of zeros without memory.
+    If kernels cannot read ``param.grad``, it is replaced by an equal tensor that they can read. A DTensor with other
+    placements than its parameter is redistributed, as in torch's operators. The result of a running collective is
+    waited for. A negated view, and a tensor of zeros without memory, are copied.
 
     Raises:
-        TypeError, RuntimeError: there is no such tensor.
+        TypeError: The gradient has no memory, or another dtype than fp32, fp16 and bf16.
+        RuntimeError: The gradient is sparse, or does not belong to the mesh of its parameter.
     """
     grad = param.grad
     assert grad is not None
@@ -139,7 +141,7 @@ def _redistributed(param: Tensor, grad: Tensor, name: str) -> DTensor:
 
 
 def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
-    """Before gradients are multiplied in place: each is written once, and autograd may know of it."""
+    """Raises RuntimeError if gradients cannot be written in place: they share memory, or are inference tensors."""
     inference = next((name for name, g in zip(names, grads, strict=True) if g.is_inference()), None)
     if inference is not None:
         raise RuntimeError(
@@ -154,7 +156,7 @@ def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
 
 
 class Spans:
-    """The memory of dense tensors that share none."""
+    """The stretches of memory of dense tensors that share no memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         spans = sorted((t.data_ptr(), _end(t)) for t in tensors if t.numel() > 0)
@@ -162,7 +164,7 @@ class Spans:
         self.ends = [end for _, end in spans]
 
     def meet(self, tensor: Tensor) -> bool:
-        """Whether a dense tensor lies in it. One that has gaps is copied before anything is written."""
+        """Whether a tensor overlaps one of them. False for a tensor with gaps, which is copied before any write."""
         if tensor.numel() == 0 or not is_dense(tensor):
             return False
         i = bisect.bisect_right(self.ends, tensor.data_ptr())

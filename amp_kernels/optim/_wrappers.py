@@ -1,9 +1,9 @@
-"""What other code has put around an optimizer, or around its step.
+"""Finds out whether other code wraps an optimizer, or its step.
 
-Wrappers do not say that they are there, so they are recognized: by the optimizer that they hold, by the module of the
-function around a step, and by the functions that wait for the step to return. A scaler needs the first two: a step that
-is not ours alone is owed unscaled gradients. `max_grad_norm` needs the third: under ZeroRedundancyOptimizer each rank
-would clip by the norm of its part.
+Wrappers do not announce themselves. A wrapper of an optimizer has it as an attribute (`wrapped`). A wrapper of a step
+is a function of another module (`is_in_wrappers_of_torch`). A scaler needs both: code around a step expects unscaled
+gradients. ZeroRedundancyOptimizer is found on the call stack (`is_called_by`): under it `max_grad_norm` is refused,
+since each rank would clip by the norm of its part.
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import torch
 
 
 def wrapped(optimizer: Any) -> Any:
-    """The innermost optimizer that others hold as an attribute, whatever its name.
+    """Returns the innermost optimizer in a chain of wrappers; `optimizer` itself if it wraps none.
 
-    torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``, trainers ``optimizer``, Lookahead and SAM
-    ``_base_optimizer``, ``base_optimizer`` and more. An attribute counts if it steps parameters of its holder.
+    The attribute that holds an optimizer may have any name. torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``,
+    trainers ``optimizer``, Lookahead and SAM ``_base_optimizer``, ``base_optimizer`` and more. It counts if it steps
+    parameters of its holder.
     """
-    seen = [optimizer]  # one may also refer to its holder
+    seen = [optimizer]  # an optimizer may also have its wrapper as an attribute
     while True:
         held = (getattr(seen[-1], "optim", None), getattr(seen[-1], "optimizer", None))  # may be properties
         inner = (
@@ -43,9 +44,9 @@ def _shares(inner: torch.optim.Optimizer, holder: Any) -> bool:
 
 
 def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
-    """Whether `step` is the function `ours` in torch's wrappers alone: hooks, profiler, learning rate schedulers.
+    """Whether `step` is the function `ours`, and all its wrappers are of torch (hooks, profiler, schedulers).
 
-    The globals of a wrapper's code tell whose it is; `functools.wraps` copies everything else.
+    The globals of a wrapper tell which module it belongs to; `functools.wraps` copies everything else.
     """
     step = getattr(step, "__func__", step)
     while step is not ours and getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
@@ -54,7 +55,7 @@ def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
 
 
 def is_called_by(module: str) -> bool:
-    """Whether a function of `module` waits for this one to return."""
+    """Whether a function of `module` is on the call stack."""
     frame = sys._getframe()
     while frame is not None and frame.f_globals.get("__name__") != module:
         frame = frame.f_back  # type: ignore[assignment]

@@ -18,7 +18,7 @@ from ._base import FusedOptimizer
 from ._tensors import has_memory, kind, local
 from ._wrappers import wrapped
 
-# SGD whose gradient is what the average follows: average - lr * (average - weight).
+# An SGD step with the average as parameter and the weight as gradient computes average - lr * (average - weight).
 _FOLLOW = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 1.0, "nesterov": False, "maximize": True}
 
 
@@ -28,22 +28,23 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     """Move fp32 averages of the weights towards the masters of an optimizer.
 
     For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step. If the last step
-    was skipped by a scaler, nothing changes; the device decides this without waiting. (`torch.amp.GradScaler` does not
-    report a skip for an optimizer whose `step` is wrapped or overridden.) It moves 12 bytes per parameter, in one
-    launch per combination of dtypes.
+    was skipped by a scaler, nothing changes; the device decides this, so the host does not wait. (A skip by
+    `torch.amp.GradScaler` is not seen if the optimizer's `step` is wrapped or overridden.) A call reads and writes 12
+    bytes per weight, in one launch per combination of dtypes.
 
     The kernel computes `average - (1 - decay) * (average - master)`. With a decay of 0 the average may therefore differ
     from the master in its last bits.
 
     Args:
-        averages: One fp32 tensor per parameter, in the order of the optimizer's groups, of its shape, device and
-            (DTensor) placement. Start with `[optimizer.master(p) for p in params]`. The average of a parameter that
-            cannot be trained (an integer tensor) stays.
+        averages: One fp32 tensor per parameter, in the order of the optimizer's groups, with the shape, the device and
+            the DTensor placements of the parameter. Start with `[optimizer.master(p) for p in params]`. The average of
+            a parameter that cannot be trained (an integer tensor) does not change.
         optimizer: An optimizer of `amp_kernels.optim`.
         decay: From 0 to 1, for example 0.9999.
 
     Raises:
-        TypeError: `optimizer` is another one, `decay` is not a number, or an average is not fp32. Nothing was modified.
+        TypeError: `optimizer` is not of `amp_kernels.optim`, `decay` is not a number, or an average is not fp32.
+            Nothing was modified.
         ValueError: `decay` is out of range, or the averages do not fit the parameters. Nothing was modified.
 
     Examples:
@@ -73,7 +74,7 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     remainders = [optimizer._remainder_of(params[t]) for t in trainable]
     try:
         _follow(followers, leaders, remainders, 1 - decay, optimizer._last_found_inf)
-    except (RuntimeError, TypeError, ValueError):  # C++ looks at its arguments without words
+    except (RuntimeError, TypeError, ValueError):  # C++ refuses arguments without a message
         check_same_shapes("ema_", "averages", own, weights)
         _check(followers, leaders)
         raise
@@ -86,9 +87,10 @@ def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     Floating-point parameters and buffers are averaged in fp32, fp64 and complex tensors in their own dtype. Each mean
     is rounded to the dtype in the first model. Integers keep the first model's values.
 
-    An optimizer of the first model follows: the master of a 16-bit parameter is then within half a unit in the last
-    place of the rounded mean. To average the masters themselves, load the `fp32_state_dict` of each model into an fp32
-    copy, average the copies, and load the mean with `load_fp32_state_dict`.
+    The masters of an optimizer of the first model change with its weights: the master of a 16-bit parameter is then
+    within half a unit in the last place of the rounded mean. To average the masters themselves, load the
+    `fp32_state_dict` of each model into an fp32 copy, average the copies, and load the mean with
+    `load_fp32_state_dict`.
 
     Args:
         models: Models with the same names and shapes, of any dtypes and devices. The first is changed.
@@ -116,7 +118,7 @@ def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     first, *others = (_numbers(model) for model in models)
     for i, values in enumerate(others, 1):
         _check_same(first, values, i)
-    names = list({id(value): name for name, value in reversed(first.items())}.values())  # of tied ones the first
+    names = list({id(value): name for name, value in reversed(first.items())}.values())  # one for tied entries
     means = [first[name].to(torch.promote_types(first[name].dtype, torch.float32), copy=True) for name in names]
     for count, values in enumerate(others, 2):
         theirs = [values[name].to(mean.device) for name, mean in zip(names, means, strict=True)]
@@ -142,11 +144,11 @@ def _follow(
     rate: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Moves each fp32 average by `rate` of its way to the weight, or to the master that has this remainder."""
+    """Moves each fp32 average by the fraction `rate` towards its weight, or with a remainder towards its master."""
     by_device: dict[torch.device, list[int]] = {}
     for t, weight in enumerate(weights):
         by_device.setdefault(weight.device, []).append(t)
-    if len(by_device) > 1:  # before a device is done
+    if len(by_device) > 1:  # before the averages of the first device are modified
         _check(averages, weights)
     for device, members in by_device.items():
         kept = [r for t in members if (r := remainders[t]) is not None]
@@ -158,7 +160,7 @@ def _follow(
 
 
 def _numbers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """What has a mean."""
+    """Returns the entries of the state dict that have a mean: floating-point and complex tensors."""
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
     tensors = {name: local(value) for name, value in entries.items() if isinstance(value, Tensor)}
     return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}

@@ -18,9 +18,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     Formula: `torch.optim.SGD` (Sutskever et al. 2013), in fp32; `amp_kernels.sgd_` spells it out.
 
     **Masters.** A 16-bit parameter has fp32 states and an fp32 master. The parameter is the master rounded to nearest
-    even, and 16 bits of state hold the rest (see `master`). If other code changes the parameter, the master follows. A
-    new optimizer over 16-bit weights starts from the rounded weights; `fp32_state_dict`, or the optimizer's own state
-    dict, keeps the full masters.
+    even, and 16 bits of state hold the rest (see `master`). If other code changes the parameter, the master changes
+    with it. A new optimizer over 16-bit weights starts from the rounded weights. To keep the full masters, use
+    `fp32_state_dict` or the optimizer's own state dict.
 
     **Gradients.** They may be fp16, bf16 or fp32, and are not written.
 

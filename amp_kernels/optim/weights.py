@@ -1,4 +1,4 @@
-"""Weights in full precision, in and out: the masters of an optimizer under the parameters' names in the model."""
+"""Saves and loads weights in full precision: masters in place of 16-bit parameters, under their names in the model."""
 
 from __future__ import annotations
 
@@ -68,12 +68,13 @@ def load_fp32_state_dict(
 ) -> None:
     """Load fp32 weights into a model and into the masters of its optimizer.
 
-    The other state of the optimizer stays; load it before or after. Masters are exact, with the exceptions that the
-    `master` method of the optimizers lists.
+    The other state of the optimizer does not change; load it before or after. Masters are exact, with the exceptions
+    that the `master` method of the optimizers lists.
 
     Args:
         model: A model of any dtypes.
-        optimizer: An optimizer for some or all of its parameters. Only those of `amp_kernels.optim` have masters.
+        optimizer: An optimizer that trains some or all parameters of the model. Only optimizers of `amp_kernels.optim`
+            have masters.
         state_dict: What `fp32_state_dict`, or `state_dict()` of the model in fp32, returned.
 
     Raises:
@@ -94,7 +95,7 @@ def load_fp32_state_dict(
     names = _with_masters("load_fp32_state_dict", ours, model, model.state_dict(keep_vars=True))
     model.load_state_dict(state_dict)
     for name, param in names.values():
-        # Its weight alone, if a hook of the model found it under another name.
+        # If a hook of the model renames the entry, the master is the rounded weight that was loaded.
         value = state_dict.get(name, param.detach())
         ours._load_master(name, param, value.to(torch.float32).reshape(param.shape))
     lacking = [name for name, _ in names.values() if name not in state_dict]
@@ -108,7 +109,7 @@ def load_fp32_state_dict(
 
 
 def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
-    """The optimizer that keeps masters, if there is one."""
+    """Checks the arguments. Returns the optimizer if it is of `amp_kernels.optim`, otherwise None."""
     for name, value, what in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(value, what):
             raise TypeError(f"{caller}: {name} must be a torch {what.__name__}, got {kind(value)}")
@@ -124,10 +125,7 @@ def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
 def _with_masters(
     caller: str, optimizer: FusedOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[int, tuple[str, Tensor]]:
-    """The model's 16-bit parameters that `optimizer` trains.
-
-    The key is ``id(parameter)``, the value its first name in `state_dict` and the parameter.
-    """
+    """Returns the model's 16-bit parameters that `optimizer` trains, by id, with their first names in `state_dict`."""
     of_model = {id(p): name for name, p in model.named_parameters()}
     params = {id(p): p for _, _, p in optimizer._named_parameters() if id(p) in of_model and p.dtype in _LOW}
     names: dict[int, tuple[str, Tensor]] = {}

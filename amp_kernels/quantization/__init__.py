@@ -5,14 +5,15 @@
 - `prepare_qat_`, training, `convert_`: dynamic or static layers from weights that were trained for them.
 - `int8_saved_activations`: training with less memory.
 
-Converted are `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding`. (Without its embeddings a small
-sentence transformer would keep two thirds of its bytes.) The logger "amp_kernels" gets a line with the converted and
-the unchanged parameters and their share of the bytes. Its level is INFO. It is WARNING, which Python prints by default,
-if more than a tenth of the bytes stays in other matrices than embeddings and layers that `filter_fn` left out.
+The layers `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding` are converted. (Without its embeddings a
+small sentence transformer would keep two thirds of its bytes.) The logger "amp_kernels" gets a line with the converted
+and the unchanged parameters and their share of the bytes. The level of the line is INFO. It is WARNING, which Python
+prints by default, if more than a tenth of the bytes stays in matrices other than embeddings and layers that `filter_fn`
+left out.
 
-A range is the smallest to the largest value. Percentiles are not offered. On a small pretrained sentence transformer,
-clipping at 99.9% cost 6.2 points of R@1, since the outliers of transformers carry signal; the full range cost less than
-0.5. On an MLP there was no difference.
+A range goes from the smallest to the largest value. Percentiles are not offered. On a small pretrained sentence
+transformer, clipping at 99.9% cost 6.2 points of R@1, since the outliers of transformers carry signal; the full range
+cost less than 0.5. On an MLP there was no difference.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ def quantize_(
 ) -> nn.Module:
     """Replace linear and embedding layers of a model by int8 layers for inference.
 
-    Replaced are exactly `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding`, not subclasses, which may
-    compute something else. A weight that several layers share is quantized once and stays shared. If one of these
-    layers is not replaced, none of them is.
+    Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D` or `torch.nn.Embedding`. Subclasses
+    are not, since they may compute something else. A weight that several layers share is quantized once and stays
+    shared. If one of these layers is not replaced, none of them is.
 
     Scheme: symmetric codes per output row, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
 
-    An `nn.TransformerEncoder` with int8 layers returns at padded positions what a float one returns in training mode or
-    with gradients. Without gradients in eval mode a float one may return zeros there: give a mean or a maximum over
-    positions the mask.
+    At padded positions, an `nn.TransformerEncoder` with int8 layers returns what a float one returns in training mode
+    or with gradients. A float one in eval mode without gradients may return zeros there. Pass the mask to a mean or a
+    maximum over positions.
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
@@ -78,7 +79,8 @@ def quantize_(
     Raises:
         TypeError: `model` is not an `nn.Module`, or a weight is not fp16, bf16 or fp32.
         ValueError: `mode` is unknown, there is no layer to replace, a layer has more than 131071 inputs (`"dynamic"`),
-            or a layer has hooks or a `forward` of the instance (accelerate's hooks), which a new layer would lose.
+            or a layer has hooks or a `forward` assigned to the instance (accelerate's hooks), which a new layer would
+            lose.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU())
@@ -104,8 +106,8 @@ def quantize_(
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
     """Make linear layers record the range of their inputs, for `convert_`.
 
-    Then run some batches in eval mode. Outputs do not change, and nothing waits for the device. Embeddings have no
-    input range; they are only marked for `convert_`.
+    After this call, run some batches in eval mode. Outputs do not change, and nothing waits for the device. Embeddings
+    have no input range; they are only marked for `convert_`.
 
     Args:
         model: Changed in place.
@@ -140,16 +142,16 @@ def prepare_qat_(
     """Make linear and embedding layers compute in int8 during training, for `convert_` (quantization-aware training).
 
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
-    before and after `convert_` have the same bits. The backward pass multiplies the quantized operands; gradients pass
-    straight through where a value was inside its range (Jacob et al. 2018). Parameters stay the same objects, so an
-    optimizer may exist already. `layer.weight` is the float parameter until `convert_`, and the dequantized weight
-    after it.
+    before and after `convert_` have the same bits. The backward pass multiplies the quantized operands. The gradient of
+    a value passes through unchanged if the value was inside its range (Jacob et al. 2018). Parameters stay the same
+    objects, so an optimizer may exist already. `layer.weight` is the float parameter until `convert_`, and the
+    dequantized weight after it.
 
     Args:
         model: Changed in place.
-        mode: `"dynamic"` or `"static"`, of the linear layers that `convert_` will make. With `"static"`, training
-            quantizes each batch by its own range, so that activation checkpointing repeats it exactly. Eval mode and
-            the int8 layer use the range of all these batches.
+        mode: `"dynamic"` or `"static"`, the mode of the linear layers that `convert_` will make. With `"static"`,
+            training quantizes each batch by its own range, so that activation checkpointing repeats it exactly. Eval
+            mode and the int8 layer use the range of all batches of the training.
         filter_fn: As in `quantize_`.
 
     Returns:
@@ -183,11 +185,10 @@ def prepare_qat_(
 def convert_(model: nn.Module) -> nn.Module:
     """Replace the layers that `prepare_` or `prepare_qat_` made by `Int8Linear` and `Int8Embedding`.
 
-    After `prepare_`, int8 codes are passed directly between two linear layers that follow each other in an
-    `nn.Sequential`, with an `nn.ReLU` or nothing between them. The ReLU becomes an `nn.Identity`, because the smallest
-    code stands for 0 and the codes are clamped to it. In fp32 the results have the same bits as without this. To load
-    an int8 checkpoint, prepare a new model, run any batch, convert it, then call `load_state_dict`. Waits for the
-    device.
+    After `prepare_`, two linear layers that follow each other in an `nn.Sequential` pass int8 codes directly, if there
+    is an `nn.ReLU` or nothing between them. The ReLU becomes an `nn.Identity`, because the smallest code stands for 0
+    and the codes are clamped to it. In fp32 the results have the same bits as if floats were passed. To load an int8
+    checkpoint, prepare a new model, run any batch, convert it, then call `load_state_dict`. Waits for the device.
 
     Args:
         model: Changed in place.
@@ -233,7 +234,7 @@ def convert_(model: nn.Module) -> nn.Module:
 
 # -------------------------------------------------------------------------------------------------- prepared layers
 class MinMaxObserver(FixedDtypes):
-    """Record the smallest and the largest value of all batches, on their device and without waiting for it.
+    """Record the smallest and the largest value of all batches on the device, without waiting for it.
 
     Args:
         device: Device of the range.
@@ -337,12 +338,9 @@ def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Prepared(LoadsItsKind, nn.Linear):
-    """`nn.Linear` with the parameters of another, or of a Conv1D, whose weight stays [in_features, out_features].
+    """`nn.Linear` with the parameters of another layer. The weight of a Conv1D stays [in_features, out_features]."""
 
-    `observer` is None where ranges are those of rows.
-    """
-
-    observer: MinMaxObserver | None
+    observer: MinMaxObserver | None  # None if each row is quantized by its own range
     is_transposed: bool
 
     @classmethod
@@ -441,7 +439,7 @@ class QATLinear(_Prepared):
 
         Args:
             linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
-            mode: `"dynamic"` or `"static"`, of the int8 layer to come.
+            mode: `"dynamic"` or `"static"`, the mode of the int8 layer that `convert_` will make.
 
         Returns:
             The layer, which shares the parameters of `linear`.
@@ -455,7 +453,7 @@ class QATLinear(_Prepared):
             x: `[..., in_features]`, fp16, bf16 or fp32.
 
         Returns:
-            `[..., out_features]` in the dtype of `x`, under autocast in autocast's.
+            `[..., out_features]` in the dtype of `x`, or under autocast in that of autocast.
 
         Raises:
             TypeError: `x` is a nested tensor.
@@ -479,7 +477,7 @@ class QATLinear(_Prepared):
 
 
 class PreparedEmbedding(LoadsItsKind, nn.Embedding):
-    """`nn.Embedding` with the parameter of another, which `convert_` makes an `Int8Embedding`."""
+    """`nn.Embedding` with the parameter of another one. `convert_` replaces it by an `Int8Embedding`."""
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding) -> PreparedEmbedding:
@@ -497,7 +495,7 @@ class PreparedEmbedding(LoadsItsKind, nn.Embedding):
         return layer.train(embedding.training)
 
     def convert(self, weight: Int8Tensor) -> Int8Embedding:
-        """The int8 layer with these codes of the table."""
+        """Returns the int8 layer with these codes of the table."""
         return Int8Embedding.from_embedding(self, weight=weight)
 
 
@@ -510,13 +508,13 @@ class QATEmbedding(PreparedEmbedding):
 
 # -------------------------------------------------------------------------------------------------------- the parts
 class _SharedCodes:
-    """Codes of weights; layers that shared a parameter share one set of them, and the tensor of their dtype."""
+    """Makes layers that shared a parameter share its codes, and the tensor `weight_dtype`."""
 
     def __init__(self) -> None:
         self._first: dict[tuple[Tensor, bool], Any] = {}
 
     def give(self, layer: Any, convert: Callable[..., Any]) -> Any:
-        """What `convert` makes of `layer`, with the codes that it is called with."""
+        """Calls `convert` with the codes of the weight of `layer`, and returns the layer that it makes."""
         key = layer.weight, is_transposed(layer)
         first = self._first.get(key)
         made = convert(weight=codes_of_weight(layer) if first is None else first._codes())
@@ -525,7 +523,7 @@ class _SharedCodes:
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
-    """Layers to replace, each checked before any is, and those that `filter_fn` left out."""
+    """Returns the layers to replace, all of them checked, and the layers that `filter_fn` left out."""
     check_model(op, model)
     known = {layer: name for name, layer in model.named_modules() if _is_known(layer)}
     taken = {layer: name for layer, name in known.items() if filter_fn is None or filter_fn(layer, name)}
@@ -553,7 +551,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
 
 
 def _what_was_done(model: nn.Module) -> str:
-    """Why a model has no layers to replace, if they were replaced earlier."""
+    """Returns the reason why a model has no layers to replace, if they were replaced earlier."""
     if any(isinstance(layer, Int8Linear | Int8Embedding) for layer in model.modules()):
         return "; it is int8 already: for another mode convert the float model"
     if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
@@ -562,7 +560,7 @@ def _what_was_done(model: nn.Module) -> str:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Exactly of a class that is replaced, or what is the same: our `nn.Linear` without an activation, a Conv1D."""
+    """Whether a layer can be replaced: `nn.Linear`, a Conv1D, `nn.Embedding`, `Linear` without activation."""
     if type(layer) is Linear:
         return layer.activation is None
     return type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)
@@ -577,7 +575,7 @@ def _check_carries_nothing(op: str, name: str, layer: nn.Module) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """torch's, or those of accelerate, which are a `forward` of the instance."""
+    """Whether a module has hooks of torch, or of accelerate, which assigns a `forward` to the instance."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
 
@@ -595,19 +593,25 @@ def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: I
 
 
 def _leave_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
-    """In eval mode torch's transformer layers would not call their linear layers, but read the weights themselves."""
+    """Switches off the fused kernels of torch's transformer layers.
+
+    In eval mode they would read the weights of the linear layers, and not call the layers.
+    """
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerEncoder) and not new.isdisjoint(
             parent.modules()
         ):
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0
-            else:  # given a padding mask, it would make a nested tensor, which only the fused kernel takes
+            else:  # with a padding mask it would make a nested tensor, which only the fused kernel can read
                 parent.use_nested_tensor = False
 
 
 def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
-    """int8 from one static layer to the next where nothing or a ReLU is between them and nobody else sees it."""
+    """Lets a static layer return codes if the next layer is static, with a ReLU or nothing between them.
+
+    Both layers must be used only once in the model.
+    """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for parent in model.modules():
         if type(parent) is not nn.Sequential:
@@ -620,7 +624,7 @@ def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
                 continue
             assert second.input_scale is not None and second.input_zero_point is not None
             if has_relu:
-                # The range begins at 0, so this is its zero point already, but for a range of nothing but 0.
+                # After a ReLU the range begins at 0, so this is its zero point already, unless all values were 0.
                 second.input_zero_point = torch.full_like(second.input_zero_point, -128)
                 parent[i + 1] = nn.Identity()
             # Copies: safetensors refuses tensors that share memory.

@@ -1,4 +1,4 @@
-"""`int8_saved_activations`: what autograd keeps for the backward pass, in int8."""
+"""`int8_saved_activations`: autograd saves the activations for the backward pass in int8."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ from ..ops.table import DTYPE_CODES
 class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called as a function)
     """Save activations for the backward pass in int8, inside a `with` block: 1.06 bytes per element, not 2 or 4.
 
-    Codes are asymmetric, in blocks (Chen et al. 2021, "ActNN"; Liu et al. 2022, "GACT"). Only the forward pass has to
-    be inside the block; the backward pass dequantizes. Gradients are computed from the rounded activations. Put the
-    loss outside of the block: `log_softmax` saves logarithms, where half a step of the codes is a factor on the
-    gradient.
+    Each `block_size` elements have one scale and one zero point (asymmetric codes: Chen et al. 2021, "ActNN"; Liu et
+    al. 2022, "GACT"). Only the forward pass has to be inside the `with` block; the backward pass dequantizes. Gradients
+    are computed from the rounded activations. Put the loss outside of the `with` block: `log_softmax` saves logarithms,
+    where half a step of the codes is a factor on the gradient.
 
-    Not quantized are
+    These tensors are not quantized:
 
     - tensors that are in memory anyway or must be exact: inputs, targets, masks, buffers, the statistics of norms and
-      attention, parameters, views of parameters, and what autocast makes of them;
+      attention, parameters, views of parameters, and their casts by autocast;
     - dtypes other than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses;
-    - what a compiled model saves. Choose this or `torch.compile` for each part. Inside a compiled function the block
-      breaks the graph.
+    - tensors that a compiled model saves. Choose this or `torch.compile` for each part. Inside a compiled function the
+      `with` block breaks the graph.
 
     A tensor that several operators save is stored once, views included. Activations must not be written through
-    `.data`, NumPy or DLPack between the operators that save them. A block that holds NaN or inf comes back as NaN, so
-    that a GradScaler skips the step. Under `torch.utils.checkpoint` (`use_reentrant=False`) the inputs of the
-    checkpointed parts are quantized.
+    `.data`, NumPy or DLPack between the operators that save them. If one of the elements that share a scale is NaN or
+    inf, all of them are dequantized to NaN, so that a GradScaler skips the step. Under `torch.utils.checkpoint`
+    (`use_reentrant=False`) the inputs of the checkpointed parts are quantized.
 
     Args:
-        block_size: Elements that share a scale, neighbours in memory.
-        min_numel: Smaller tensors are not quantized.
-        rounding: `"nearest"` or `"stochastic"`, which is unbiased except at the ends of a block's range.
+        block_size: Number of elements, adjacent in memory, that share a scale.
+        min_numel: Tensors with fewer elements are not quantized.
+        rounding: `"nearest"` or `"stochastic"`, which is unbiased except at the ends of a range.
         seed: Seed of stochastic rounding. None draws one from torch's default generator, once.
 
     Raises:
@@ -75,7 +75,7 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
         self._codes: weakref.WeakValueDictionary[tuple[Any, ...], _Codes] = weakref.WeakValueDictionary()
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
-    # Around a compiled function Dynamo would trace the hooks, which look at a tensor's history.
+    # Otherwise Dynamo would trace the hooks, which read `grad_fn`, into a compiled function.
     @torch.compiler.disable
     def __enter__(self) -> int8_saved_activations:
         self._hooks.__enter__()
@@ -89,20 +89,20 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
 
     @property
     def nbytes(self) -> int:
-        """Bytes that codes, scales and zero points take now."""
+        """Number of bytes that codes, scales and zero points take now."""
         return sum(codes.tensor.nbytes for codes in self._codes.values())
 
     @property
     def original_nbytes(self) -> int:
-        """Bytes that the same activations would take now without int8."""
+        """Number of bytes that the same activations would take now without int8."""
         return sum(codes.tensor.values.numel() * codes.dtype.itemsize for codes in self._codes.values())
 
     @torch.compiler.disable
     @torch.no_grad()
     def _pack(self, tensor: Tensor) -> _Alone | _Packed:
         if not _is_activation(tensor):
-            return _Alone(tensor.detach(), tensor._version)  # for the check of `_unpack`
-        # An expanded dimension is one element.
+            return _Alone(tensor.detach(), tensor._version)  # `_unpack` compares the version
+        # An expanded dimension counts as one element.
         sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         core = tensor.detach().as_strided(sizes, tensor.stride())
         if core.numel() < self.min_numel:
@@ -113,13 +113,12 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
         return _Packed(codes, torch.Size(sizes), strides, tensor.shape)
 
     def _codes_of(self, x: Tensor, version: int) -> _Codes:
-        # While a weak reference to a storage exists, no other storage gets its address: the key is unique.
-        # The version is in the key because an operator in place (`x.relu_()`) between two saves makes another tensor of
-        # the same memory. An entry lives as long as the graph nodes that saved it, and is never looked up after a
-        # forward pass, so that it outlives no step. A write that counts no version (`.data`, numpy, DLPack) between two
-        # saves goes unseen, as torch's own check of saved tensors misses it: there the first operator gets the gradient
-        # of values that it never saw. Noticing it would take a read of every shared tensor and a wait for the device;
-        # without sharing, codes of the input of q, k and v would be held three times.
+        # Operators that save the same values share one `_Codes`; otherwise the input of q, k and v would be stored
+        # three times. The key is unique: while a weak reference to a storage exists, no other storage gets its address.
+        # The key holds the version, because an in-place operator (`x.relu_()`) between two saves changes the values.
+        # An entry of `_codes` lives as long as the graph nodes that saved it. A write that counts no version (`.data`,
+        # NumPy, DLPack) between two saves is not noticed; torch's own check of saved tensors misses it too. To notice
+        # it, every shared tensor would have to be read, with a wait for the device.
         storage = StorageWeakRef(x.untyped_storage())
         key = (storage.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version)
         codes = self._codes.get(key)
@@ -133,12 +132,14 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
 
 
 class _Alone(NamedTuple):
+    """A saved tensor that is not quantized."""
+
     tensor: Tensor
     version: int
 
 
 class _Codes:
-    """Codes of a piece of memory, in its order, and what keeps their key from meaning another."""
+    """The codes of a stretch of memory, and a weak reference to its storage, which keeps their key unique."""
 
     __slots__ = ("__weakref__", "dtype", "storage", "tensor")
 
@@ -147,8 +148,10 @@ class _Codes:
 
 
 class _Packed(NamedTuple):
+    """A saved tensor that is quantized."""
+
     codes: _Codes
-    sizes: torch.Size  # without expansion
+    sizes: torch.Size  # 1 for expanded dimensions
     strides: tuple[int, ...]
     shape: torch.Size
 
@@ -156,8 +159,8 @@ class _Packed(NamedTuple):
 @torch.compiler.disable
 def _unpack(saved: _Alone | _Packed) -> Tensor:
     if isinstance(saved, _Alone):
-        # torch makes this check of what it saves, but not of what hooks return. `detach()` shares the counter of the
-        # user's tensor: nothing is compared but a number from the forward pass with the number that it has now.
+        # torch checks this for tensors that it saves, but not for those that hooks return. `detach()` shares the
+        # version counter of the user's tensor.
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "int8_saved_activations: a tensor needed for the gradient was modified by an inplace operation: "
@@ -170,7 +173,7 @@ def _unpack(saved: _Alone | _Packed) -> Tensor:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Made by operators from what has a gradient, and not merely a view or a cast of a leaf."""
+    """Whether an operator made `tensor`, other than a view or a cast of a leaf, and it has a gradient."""
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_CODES:
         return False
     whole = tensor if tensor._base is None else tensor._base
@@ -184,7 +187,7 @@ def _is_activation(tensor: Tensor) -> bool:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor | None:
-    """The elements in one dimension as they lie in memory; None if there are gaps or overlaps."""
+    """Returns a 1-dim view of the elements in their order in memory; None if there are gaps or overlaps."""
     numel = 1
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in dims if size != 1):

@@ -1,9 +1,10 @@
 """The specification: the operators in plain torch, without a compiler, for any device.
 
-The functions have the names, arguments and results of those in `amp_kernels`, which run a compiled or Triton kernel
-where there is one. `clip_grad_norm_` is made of `grad_norm` and `unscale_`, `ema_` of `sgd_`; `addmm` and `linear` run
-the operator that `matmul` specifies. `int8_linear` is the operator of a weight-only `nn.Int8Linear`. The int8 operators
-here take and return plain tensors. Nothing is checked.
+The functions have the names, arguments and results of those in `amp_kernels`, but they run no compiled or Triton
+kernel. Some functions of `amp_kernels` need no specification of their own: `clip_grad_norm_` calls `grad_norm` and
+`unscale_`, `ema_` calls the operator of `sgd_`, and `addmm` and `linear` call that of `matmul`. `int8_linear` is the
+operator of a weight-only `nn.Int8Linear`. The int8 operators here take and return plain tensors. Arguments are not
+checked.
 """
 
 from . import matmul

@@ -1,4 +1,4 @@
-"""fp32 masters of 16-bit weights, as weight and remainder (csrc/formulas/remainder.h says which and why)."""
+"""fp32 masters split into a 16-bit weight and an int16 remainder; csrc/formulas/remainder.h explains the format."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of an fp16 or bf16 weight and its int16 remainder; the weight itself where they do not fit."""
+    """Returns the fp32 master of an fp16 or bf16 weight and its remainder; the weight if the two do not fit."""
     fp32 = weight.float()
     if weight.dtype is torch.bfloat16:
         master = (fp32.view(torch.int32) + remainder).view(torch.float32)
@@ -18,7 +18,7 @@ def join(weight: Tensor, remainder: Tensor) -> Tensor:
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """`master` rounded to `dtype`, and the int16 remainder."""
+    """Returns `master` rounded to `dtype`, and the remainder."""
     weight = master.to(dtype)
     fp32 = weight.float()
     if dtype is torch.bfloat16:
@@ -31,7 +31,7 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 def _exponent(fp32: Tensor) -> Tensor:
-    """That of fp16 numbers, biased as in fp32."""
+    """Returns the exponent of fp16 numbers, biased as in fp32; for denormals that of the smallest normal number."""
     return (fp32.view(torch.int32) >> 23 & 0xFF).clamp(min=113)
 
 

@@ -1,4 +1,4 @@
-"""What the optimizers' references share: gradients in, masters and weights out, and the skip without a sync."""
+"""What the references of the optimizers share: reading gradients, writing masters, skipping a step without a sync."""
 
 from __future__ import annotations
 
@@ -12,30 +12,30 @@ from ._master import join, split
 
 
 def gradient(grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None) -> Tensor:
-    """The gradient as the update sees it: fp32, divided by `grad_scale`, negated to maximize, plus decay."""
+    """Returns the gradient for the update: fp32, divided by `grad_scale`, negated to maximize, plus weight decay."""
     value = grad.float()
     if grad_scale is not None:
         value = value * grad_scale.view(()).float().reciprocal()
     if maximize:
         value = -value
-    # add(alpha) is one fma: two roundings would show where gradient and decay nearly cancel.
+    # add(alpha) is one fma. Two roundings would be visible where gradient and decay nearly cancel.
     return value if weight_decay == 0 else torch.add(value, fp32, alpha=weight_decay)
 
 
 class Parameter(NamedTuple):
-    """A parameter and, if it has 16 bits, its master: in fp32, or as the remainder of `_master.split`."""
+    """A parameter and, if it has 16 bits, its master: an fp32 tensor, or the remainder of `_master.split`."""
 
     param: Tensor
     master: Tensor | None
 
     def fp32(self) -> Tensor:
-        """What is updated."""
+        """Returns the fp32 value that is updated."""
         if self.master is None:
             return self.param
         return self.master if self.master.dtype is torch.float32 else join(self.param, self.master)
 
     def assign(self, value: Tensor, found_inf: Tensor | None) -> None:
-        """Makes it `value`, rounded where it has 16 bits, unless the step is skipped."""
+        """Sets parameter and master to `value`, unless the step is skipped. A 16-bit parameter is rounded."""
         if self.master is None:
             assign(self.param, value, found_inf)
             return
@@ -45,7 +45,7 @@ class Parameter(NamedTuple):
 
 
 def parameters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Parameter]:
-    """`masters` are those of the 16-bit parameters, in their order."""
+    """Pairs parameters with their masters. `masters` has one for each 16-bit parameter, in order."""
     master = iter(masters)
     return (Parameter(p, None if p.dtype is torch.float32 else next(master)) for p in params)
 

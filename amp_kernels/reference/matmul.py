@@ -9,7 +9,7 @@ from torch import Tensor
 
 def sums(input: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
     """``alpha * a @ b + beta * input`` in fp32."""
-    if torch.is_autocast_enabled(a.device.type):  # it would take the product in 16 bits
+    if torch.is_autocast_enabled(a.device.type):  # autocast would compute the product in 16 bits
         with torch.autocast(a.device.type, enabled=False):
             return sums(input, a, b, beta=beta, alpha=alpha)
     left, right = a.float(), b.float()
@@ -45,7 +45,7 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
 
 
 def activation_backward(grad: Tensor, saved: Tensor, activation: str | None) -> Tensor:
-    """fp32 gradient of the argument; `saved` is that argument, of relu its result."""
+    """Returns the fp32 gradient of the activation's argument. `saved` is the argument, or for relu the result."""
     grad = grad.float()
     if activation is None:
         return grad

@@ -1,4 +1,4 @@
-"""Unscale-and-check and the gradient norm."""
+"""Unscaling with the check for NaN and inf, and the gradient norm."""
 
 from __future__ import annotations
 

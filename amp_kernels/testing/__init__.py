@@ -1,4 +1,4 @@
-"""Test cases of every operator, the rule that bounds their errors, and the inputs that tests are made of.
+"""Test cases for every operator, the rule that bounds errors, and the inputs of the cases.
 
 `python -m amp_kernels verify` and the tests run the same cases. A case makes its inputs, runs one operator on one
 backend, and compares the result with fp64 and torch, or bit for bit with the reference on the CPU:

@@ -1,4 +1,4 @@
-"""What all cases are made of: comparisons, the error rule, inputs."""
+"""The parts of all cases: comparisons, the error rule, inputs."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from ..backends import use_backend
 
 Make = Callable[[], list[Tensor]]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtypes of the operators, by the names that cases have."""
+"""The dtypes of the operators, by the names that cases use."""
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
-"""Sizes around a 16-byte access and around a block of 1024, and more than one chunk of a table."""
+"""Sizes of tensors: around one 16-byte access, around 1024, and of more than one chunk."""
 NORM_TOLERANCE = 1e-6
 
 
 # ------------------------------------------------------------------------------------------------- comparison
 @dataclass(frozen=True)
 class Difference:
-    """The element that shows best what is wrong with a tensor. `index` is None if shapes or dtypes differ."""
+    """The wrong element of a tensor that a message shows. `index` is None if shapes or dtypes differ."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,7 +40,7 @@ class Result(NamedTuple):
         name: What was compared.
         error: The error, or the number of elements that differ.
         allowed: The largest error that passes.
-        at: The element that shows best what is wrong; None if nothing is.
+        at: If the comparison failed, the wrong element that a message shows.
 
     Examples:
         >>> from amp_kernels import testing
@@ -51,16 +51,16 @@ class Result(NamedTuple):
     name: str
     error: float
     allowed: float
-    at: Difference | None = None  # of a comparison that failed
+    at: Difference | None = None
 
     @property
     def passed(self) -> bool:
         """Whether the error is within the bound; False for NaN."""
-        return self.error <= self.allowed  # False for NaN
+        return self.error <= self.allowed
 
 
 def _difference(got: Tensor, expected: Tensor, is_wrong: Tensor) -> Difference:
-    """The first element for which `is_wrong` holds."""
+    """Describes the first element for which `is_wrong` is True."""
     position = int(is_wrong.flatten().int().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), got.shape))
     values = (x.detach().flatten()[position].item() for x in (got, expected))
@@ -68,7 +68,7 @@ def _difference(got: Tensor, expected: Tensor, is_wrong: Tensor) -> Difference:
 
 
 def _kinds(got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Difference:
-    """Of a tensor with another shape or dtype than expected."""
+    """Describes a tensor whose shape or dtype is not the expected one."""
     texts = (f"{_name(d)} {tuple(s)}" for d, s in ((got.dtype, got.shape), (dtype, shape)))
     return Difference(tuple(got.shape), _name(got.dtype), None, *texts)
 
@@ -78,13 +78,13 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def same_kind(name: str, got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Result:
-    """A tensor has this shape and dtype."""
+    """Compares the shape and dtype of a tensor with the expected ones."""
     is_right = got.dtype == dtype and tuple(got.shape) == tuple(shape)
     return Result(name, float(not is_right), 0, None if is_right else _kinds(got, shape, dtype))
 
 
 def exact(name: str, got: Tensor, expected: Tensor) -> Result:
-    """Two tensors are the same element by element, as `differing` counts."""
+    """Compares two tensors element by element, as `differing` does."""
     got, expected = got.detach().cpu(), expected.detach().cpu()
     count = differing(got, expected)
     if count == 0:
@@ -95,7 +95,7 @@ def exact(name: str, got: Tensor, expected: Tensor) -> Result:
 
 
 def unchanged(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Result:
-    """No bit of any tensor changed."""
+    """Compares tensors before and after, bit by bit."""
     counts = [changed(old, new) for old, new in zip(before, after, strict=True)]
     if not sum(counts):
         return Result(name, 0, 0)
@@ -104,7 +104,7 @@ def unchanged(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> R
 
 
 def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float = 0.0) -> Result:
-    """The error rule, which allows at least `least`."""
+    """Applies the error rule. Errors up to `least` always pass."""
     error, allowed = error_and_allowed(ours, theirs, truth)
     allowed = max(allowed, least)
     if error <= allowed:
@@ -116,7 +116,7 @@ def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float 
 
 
 def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
-    """How far each element is from the truth: 0 where torch overflowed and ours is the same, inf for NaN."""
+    """Returns the distance of each element from the truth: inf for NaN, but 0 where torch gave the same NaN or inf."""
     ours, theirs, truth = (x.detach().double().cpu() for x in (ours, theirs, truth))
     distance = (ours - truth).abs().nan_to_num(nan=math.inf)
     return distance.where(theirs.isfinite() | (ours != theirs) & ~(ours.isnan() & theirs.isnan()), 0.0)
@@ -125,9 +125,10 @@ def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
 def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
     """Return the error of a result and the bound for it.
 
-    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`. Where torch got NaN or inf (an overflow
-    in fp32), our result must be the same or right to six digits; otherwise the error is inf. (torch's own kernels
-    differ in what overflows: squares times `1 - alpha` on a GPU, `(1 - alpha) * g * g` on a CPU.)
+    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`. Where torch's result is NaN or inf (an
+    overflow in fp32), ours must be the same or right to six digits; otherwise the error is inf. (torch's own kernels
+    overflow at different values, since they multiply in different orders: squares times `1 - alpha` on a GPU,
+    `(1 - alpha) * g * g` on a CPU.)
 
     Args:
         ours: The result.
@@ -159,9 +160,9 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
 
 
 def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
-    """The error rule for each large tensor, and for all small ones together.
+    """Applies the error rule to each large tensor, and to all small ones together.
 
-    On one element torch's error may happen to be 0.
+    On a single element torch's error, and thus the allowed error, may happen to be 0.
     """
     rows = list(zip(ours, theirs, truth, strict=True))
     for i, row in enumerate(rows):
@@ -172,7 +173,7 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
         flat = [[x.flatten().double() for x in row] for row in small.values()]
         ours_flat, theirs_flat, truth_flat = (torch.cat(column) for column in zip(*flat, strict=True))
         result = within(f"small {name}", ours_flat, theirs_flat, truth_flat)
-        if not result.passed:  # says which of them
+        if not result.passed:  # finds the small tensor that is wrong
             farthest = {i: _distances(*row).max().item() if row[0].numel() else 0.0 for i, row in small.items()}
             i = max(farthest, key=farthest.__getitem__)
             distance = _distances(*small[i])
@@ -186,7 +187,7 @@ def differing(ours: Tensor, expected: Tensor) -> int:
 
     Args:
         ours: A tensor.
-        expected: A tensor. If its shape or dtype is another, all elements count as different.
+        expected: Another tensor. If shapes or dtypes differ, all elements count as different.
 
     Returns:
         The number.
@@ -211,7 +212,7 @@ def changed(before: Tensor, after: Tensor) -> int:
 
     Args:
         before: A tensor of 16- or 32-bit elements.
-        after: Another one, of the same shape and dtype.
+        after: Another tensor of the same shape and dtype.
 
     Returns:
         The number.
@@ -260,7 +261,7 @@ _seeds_begin_at = 0
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Inputs made inside the ``with`` block hold other random numbers; 0 are those of the tests."""
+    """Changes the random numbers of inputs that are made inside the ``with`` block. The tests use seed 0."""
     global _seeds_begin_at
     _seeds_begin_at = seed
     try:
@@ -275,11 +276,11 @@ def generator(seed: int) -> torch.Generator:
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    """Return normal random numbers, equal on every machine, on the CPU.
+    """Return a CPU tensor of normally distributed random numbers, the same on every machine.
 
     Args:
         *shape: Sizes.
-        dtype: Numbers are made in fp32, then rounded to this dtype.
+        dtype: The numbers are drawn in fp32, then rounded to this dtype.
         seed: Seed of the generator.
 
     Returns:
@@ -376,7 +377,7 @@ def many(dtype: torch.dtype) -> list[Tensor]:
 
 
 def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
-    """Three tensors, the second of several chunks; `value` is the first, middle or last element of all."""
+    """Makes three tensors, the second with several chunks. `value` is the first, middle or last element of them all."""
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]
     tensors[tensor][index] = value
@@ -395,7 +396,7 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 # ------------------------------------------------------------------------------------------------------ cases
 def lost_context(device: torch.device | str) -> str:
-    """What CUDA says if it refuses every later call of this process, as after an illegal address; else ""."""
+    """Returns CUDA's message if it refuses all further calls of this process (an illegal address); otherwise ""."""
     try:
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)

@@ -1,4 +1,4 @@
-"""Cases of the matmul family under the error rule; the truth is the product in fp64, the yardstick torch's own."""
+"""Cases of the matmul family, under the error rule: the truth is computed in fp64, the allowed error from torch's."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _nan_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
     return torch.full(tuple(shape), math.nan, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
 
-# Copies of a matrix, or a batch of them, in other layouts; memory around them is NaN.
+# Functions that copy a matrix, or a batch of matrices, into another layout. The memory around the copy is NaN.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": Tensor.clone,
     "column": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
@@ -46,7 +46,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def compare(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Result:
-    """The error rule, where a correctly rounded result is always right: on few elements torch's error may be 0."""
+    """Applies the error rule. A correctly rounded result always passes: on few elements torch's error may be 0."""
     largest = truth.abs().max().item() if truth.numel() > 0 else 0.0
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(ours.dtype, 0.0)
     return within(name, ours.cpu(), theirs, truth, least=(1.001 * rounding if rounding else 2e-6) * largest)
@@ -67,7 +67,7 @@ def _product(
 def _by_element(
     sizes: tuple[int, int, int], layouts: tuple[str, str], dtype: torch.dtype, device: torch.device
 ) -> Iterator[Result]:
-    """The operator itself: the public functions copy what cannot be loaded 16 bytes at a time."""
+    """Calls the operator itself: the public functions would copy operands that cannot be read 16 bytes at a time."""
     m, n, k = sizes
     a, b = randn(1, m, k, dtype=dtype, seed=1), randn(1, k, n, dtype=dtype, seed=2)
     on_device = [LAYOUTS[layout](x.to(device)) for layout, x in zip(layouts, (a, b), strict=True)]
@@ -84,7 +84,7 @@ def _addmm(
         input = randn(*shape, dtype=dtype, seed=3)
         truth = beta * input.double() + alpha * (a.double() @ b.double())
         theirs = (beta * input.float() + alpha * (a.float() @ b.float())).to(dtype)
-        if beta == 0:  # then it is not read
+        if beta == 0:  # input must not be read then
             input.fill_(math.nan)
         laid_out = LAYOUTS[layout](input.to(device)) if input.dim() > 1 else input.to(device)
         ours = addmm(laid_out, a.to(device), b.to(device), beta=beta, alpha=alpha)
@@ -103,7 +103,7 @@ def _linear(
     between = dtype if rounds_before_activation(moved[0]) else torch.float32
 
     def passes(cast: torch.dtype | None) -> list[Tensor]:
-        """The result and the gradients by torch, in fp64 or in the dtype of the operands with fp32 inside."""
+        """Computes the result and the gradients by torch, in `cast`, or with fp32 inside in the operands' dtype."""
         leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
         argument = F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None)
         result = activate(argument if cast else argument.to(between).float(), activation)
@@ -115,9 +115,10 @@ def _linear(
     grads = torch.autograd.grad(ours, leaves, LAYOUTS[layouts[0]](grad.to(device)))
     with torch.no_grad():
         again = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
-    if forced() is not None or not ours.is_cuda:  # on a GPU torch's relu is another call without gradients
+    # On a GPU torch calls another relu without gradients, which may have other bits.
+    if forced() is not None or not ours.is_cuda:
         yield Result("without gradients", float(not torch.equal(ours, again)), 0)
-    # Gradients go through an activation's argument that was rounded, as torch's do.
+    # As in torch, the argument of the activation was rounded before the backward pass, so gradients may differ more.
     slack = 1.0 if activation is None else 4.0
     names = ("result", "grad of x", "grad of weight", "grad of bias")
     theirs, truth = passes(None), passes(torch.float64)
@@ -150,8 +151,9 @@ def _cases() -> Iterator[Case]:
             yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
             yield case("matmul", f"few_rows_aligned_{name}", _product, (2, 136, 144), pair, dtype, dtype)
             yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
-        # Where a GPU has 3 multiprocessors, or pretends so (csrc/cuda/portable.h), the cheapest are three tiles of
-        # 128 x 128, or of 128 x 256, and of one tile as many splits of k.
+        # These sizes reach kernels with tiles of 128 x 128 and 128 x 256 on a GPU with 3 multiprocessors, or on one
+        # that pretends to have 3 (csrc/cuda/portable.h): three such tiles are the cheapest choice there. For a result
+        # of one tile, three splits of k are.
         for tile, (m, n), k in (("medium", (120, 125), 1600), ("large", (121, 250), 2600)):
             for left, right in itertools.product(("padded", "padded_column"), repeat=2):
                 yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)

@@ -1,4 +1,4 @@
-"""The update families as `verify` and the tests know them, and their cases; the truth is torch's formula in fp64."""
+"""The update families as `verify` and the tests call them, and their cases. The truth is torch's formula in fp64."""
 
 from __future__ import annotations
 
@@ -72,14 +72,14 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Update:
-    """What is tried of an update family, found by its name.
+    """The public function and the optimizer of an update family, and torch's optimizer to compare with.
 
     Attributes:
-        function: on lists.
-        optimizer: ours.
-        torch: the plain optimizer that ours subclasses, whose formula it is.
-        lr: that of the examples.
-        examples: options by name.
+        function: The functional update, for example `sgd_`.
+        optimizer: The fused optimizer.
+        torch: The optimizer of torch that it subclasses.
+        lr: The learning rate of the examples.
+        examples: Other options of the optimizer, by the example's name.
     """
 
     def __init__(self, family: Family) -> None:
@@ -91,21 +91,21 @@ class Update:
         self.lr, self.examples = LR[family.name], EXAMPLES[family.name]
 
     def defaults(self) -> dict[str, Any]:
-        """torch's options, all of them."""
+        """Returns all options of torch's optimizer, with their defaults."""
         return self.torch([torch.zeros(1)], lr=self.lr).defaults
 
     def plain(self, params: Sequence[Tensor], lr: float, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """torch's optimizer, one tensor after the other where there is a choice."""
+        """Makes torch's optimizer, with `foreach=False` if it has that option."""
         choice = {"foreach": False} if "foreach" in inspect.signature(self.torch).parameters else {}
         return self.torch(params, lr=lr, **choice, **options)
 
     def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
-        """torch's defaults, these options and what `function` may have to know of earlier steps: those that it has."""
+        """Returns what `function` takes of torch's defaults, of these options, and of the number of earlier steps."""
         everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
 
     def states(self, options: dict[str, Any]) -> list[str]:
-        """The states that torch's optimizer keeps with these options, in the family's order."""
+        """Returns the names of the states that torch's optimizer keeps with these options, in the family's order."""
         param = torch.zeros(1, requires_grad=True)
         param.grad = torch.ones(1)
         optimizer = self.plain([param], self.lr, options)
@@ -118,7 +118,7 @@ UPDATES = {name: Update(family) for name, family in FAMILIES.items()}
 
 
 class UpdateInputs:
-    """Parameters, masters and state of a functional update, in the lists that it takes.
+    """Parameters, masters and states for a functional update, as the lists that it takes.
 
     Args:
         op: Name of the update, such as `"sgd_"`.
@@ -126,7 +126,7 @@ class UpdateInputs:
         options: Options of torch's optimizer that differ from its defaults.
         device: Device of the tensors.
         layout: A key of `LAYOUTS`.
-        masters: `"full"` in fp32, `"split"` into weight and remainder, or `"both"` in turns.
+        masters: `"full"` in fp32, `"split"` into weight and remainder, or `"both"`: every third one split.
 
     Examples:
         >>> from amp_kernels import testing
@@ -153,13 +153,13 @@ class UpdateInputs:
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
-        # Of three: where fp16 and bf16 alternate, each has masters of both kinds.
+        # A cycle of three: where fp16 and bf16 alternate, each dtype then has masters of both kinds.
         is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False, False]}[masters])
         kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
         self.masters = place(kept, device, layout)
         self.states: dict[str, list[Tensor]] = {name: [] for name in self._update.family.states}
         for name in self._update.states(self.options):
-            # A state that the first step sets must not be read by it.
+            # The first step must not read a state that it sets: a NaN would show.
             fill = math.nan if name == self._update.optimizer._set_at_first_step else 0.0
             self.states[name] = place([torch.full_like(x, fill) for x in fp32], device, layout)
 
@@ -339,7 +339,7 @@ def _update_cases(op: str) -> Iterator[Case]:
                 yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
         one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
-            # Not centered: the overflow of a square would make it inf - inf with an fma, or NaN, without one.
+            # Not the option `centered`: if a square overflows, whether the variance is NaN would depend on an fma.
             yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
         three = partial(with_element, 1.0, "middle", dtype)
         for value in (math.nan, math.inf):
@@ -354,7 +354,7 @@ def _update_cases(op: str) -> Iterator[Case]:
             yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found, "full"))
         if dtype is torch.float32:
             continue
-        # A weight and its remainder are read and written apart from all else: in every layout, with every value.
+        # Kernels have code of their own for weights with remainders, so it gets every layout and every value too.
         rest = {"masters": "split"}
         for name, options in every.items():
             yield case(dtype_name, f"split_{name}", options, params, grads, **rest)

@@ -32,7 +32,7 @@ _NONE = testing.Result("", 0.0, 0.0)
 
 
 class Failure(NamedTuple):
-    """The first comparison of a case that failed, or what was raised instead."""
+    """The first comparison of a case that failed, or the exception that was raised."""
 
     operator: str
     backend: str
@@ -46,7 +46,7 @@ class Failure(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """What failures have in common that are told as one: the exception, or operator, backend and comparison."""
+        """The key by which failures are grouped: the exception, or operator, backend and comparison."""
         if self.allowed == 0 and self.error == math.inf and self.at is None:
             return (self.comparison,)
         return self.operator, self.backend, re.sub(r"\[\d+\]", "", self.comparison)
@@ -65,7 +65,7 @@ class Failure(NamedTuple):
 
 @dataclass
 class Row:
-    """The cases of one operator, backend and dtype, and the comparison that came nearest to its bound."""
+    """The cases of one operator, backend and dtype, and the comparison that came closest to its allowed error."""
 
     operator: str
     backend: str
@@ -83,7 +83,7 @@ class Row:
         return [self.operator, self.backend, self.dtype, str(self.cases), f"{self.seconds:.1f}", *shown, passed]
 
     def record(self) -> dict[str, Any]:
-        """For JSON, which has no NaN and no inf."""
+        """Returns the row for JSON, which has no NaN and no inf."""
         return {
             "operator": self.operator, "backend": self.backend, "dtype": self.dtype, "cases": self.cases,
             "seconds": round(self.seconds, 3), "error": _number(self.worst.error),
@@ -92,7 +92,7 @@ class Row:
 
 
 class Counter:
-    """How many cases are done, on stderr: in place on a terminal, else a line every ten seconds."""
+    """Prints to stderr how many cases are done: in place on a terminal, otherwise a line every ten seconds."""
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._in_place = total, 0, sys.stderr.isatty()
@@ -113,7 +113,7 @@ class Counter:
         self._next = time.monotonic() + (1 / _PER_SECOND if self._in_place else _SECONDS_IN_A_LOG)
 
     def clear(self) -> None:
-        """Makes room for a line on the same terminal."""
+        """Erases the count, so that another line can be printed on the same terminal."""
         if self._in_place:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
@@ -156,7 +156,7 @@ def verify(
     seed: int = 0,
     as_json: bool = False,
 ) -> int:
-    """Prints a row when its cases end; returns 0, 1 if a case failed, or 2 if nothing that was asked for runs here."""
+    """Prints each row when its cases are done. Returns 0, 1 if a case failed, or 2 if no requested case runs here."""
     places, reasons = _places(backend, device)
     if not places:
         print(f"verify: {backend or 'what was asked for'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
@@ -166,7 +166,8 @@ def verify(
         (on, Row(op, f"{where} on {on}" if several and where in ("reference", "triton") else where, dtype), cases)
         for op in ops or testing.CASES
         for where, on in places
-        # Where no backend is forced torch multiplies on a GPU; every other operator has its first backend there.
+        # If no backend is forced, torch computes products on a GPU. Every other operator then runs on the first backend
+        # that can, which is verified anyway.
         if where != "default" or op in testing.matmul.CASES
         for dtype, cases in _by_dtype(op, dtypes, names).items()
     ]
@@ -200,7 +201,7 @@ def _by_dtype(op: str, dtypes: Sequence[str] | None, names: Sequence[str] | None
 
 
 def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, str]], list[str]]:
-    """(backend, device) that run here, of those asked for; and why the others do not."""
+    """Returns the requested pairs (backend, device) that can run here, and why the others cannot."""
     places, reasons = [], []
     for on in [device] if device else list(backends.PREFERENCE):
         if on == "cuda" and not torch.cuda.is_available():
@@ -219,7 +220,7 @@ def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, st
 
 
 def _run_row(row: Row, cases: Sequence[testing.Case], device: str, seed: int, counter: Counter) -> str:
-    """Runs the cases; returns "", or what CUDA says after a case that took the process its context."""
+    """Runs the cases. Returns CUDA's message if a case made it refuse all further calls, otherwise ""."""
     start, backend = time.monotonic(), row.backend.partition(" ")[0]
     for case in cases:
         results = _run(case, backend, device)
@@ -242,14 +243,14 @@ def _run(case: testing.Case, backend: str, device: str) -> list[testing.Result]:
 
 
 def _nearness(result: testing.Result) -> float:
-    """How much of its allowance a comparison uses; above all others where it fails."""
+    """Returns the share of the allowed error that a comparison uses; inf if it fails."""
     if not result.passed:
         return math.inf
     return result.error / result.allowed if result.allowed > 0 else -1.0
 
 
 def _command(case: testing.Case, backend: str, device: str, seed: int) -> str:
-    """The line for a shell that runs this case alone."""
+    """Returns the shell command that runs this case alone."""
     words = ["python", "-m", "amp_kernels", "verify", "--backend", backend, "--device", device]
     words += ["--op", case.op, "--dtype", case.dtype, "--case", case.name, *(["--seed", str(seed)] if seed else [])]
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET")
@@ -268,7 +269,7 @@ def _grouped(rows: Sequence[Row]) -> Iterator[list[Failure]]:
 
 
 def _print_failures(rows: Sequence[Row], stopped: str, _: int) -> int:
-    """The first failure of each kind and the number of the others; then the count of cases."""
+    """Prints the first failure of each kind and the number of others like it, then the count of cases."""
     for first, *others in _grouped(rows):
         print(f"\n{first.sentence()}\n  run it alone: {first.command}")
         if others:
@@ -305,5 +306,5 @@ def _failure_record(failure: Failure) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | str:
-    """JSON has no NaN and no inf: their names instead."""
+    """Returns NaN and inf by name, since JSON has neither."""
     return value if math.isfinite(value) else str(value)

@@ -43,7 +43,10 @@ TILES = {
     "unscale_": ("fp16-sizes", "bf16-misaligned"),
     "grad_norm": ("fp32-sizes", "fp16-many_tensors"),
     **dict.fromkeys((f"{name}_" for name in UPDATES), UPDATE_CASES),
-    "quantize_int8": ("fp16-contiguous", "bf16-transposed", "fp32-sliced", "fp16-stochastic", "bf16-long_rows"),
+    "quantize_int8": (
+        "fp16-contiguous", "bf16-transposed", "fp32-sliced", "fp16-stochastic", "bf16-long_rows",
+        "fp16-static_tensor_seed_11",
+    ),
     "dequantize_int8": ("fp16-contiguous", "bf16-misaligned"),
     "fake_quantize_int8": ("fp16-contiguous", "bf16-transposed"),
     "int8_matmul": (

@@ -1,4 +1,4 @@
-// Blocks of fp32, fp16 or bf16 to fp32 and back, rounding to nearest even.
+// Converts blocks of fp32, fp16 or bf16 to fp32 and back, rounding to nearest even.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>
@@ -25,7 +25,7 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>  ? kFloat
                            : std::is_same_v<T, Half> ? kHalf
                                                      : kBFloat16;
 
-// Calls f with a value of the C++ type that the code stands for.
+// Calls f with a zero of the type.
 template <class F>
 auto with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -38,10 +38,10 @@ auto with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-constexpr int64_t kChunksAhead = 8;
+constexpr int64_t kChunksAhead = 8;  // how much later the chunk of prefetch_head() comes
 
-// The same for the head of a chunk that comes later: with small tensors no chunk is long enough to prefetch itself, and
-// each of its arrays begins with a miss.
+// Prefetches the first elements of a later chunk, in one of its arrays. Chunks of small tensors are too short to
+// prefetch their own, and each array would begin with a cache miss.
 template <class T>
 void prefetch_head(const Table& table, const Chunk& chunk, int row) {
   prefetch(chunk.in<const T>(table, row), std::min<int64_t>(chunk.size, 256));
@@ -53,7 +53,8 @@ using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
 
-// Always inlined: called, they would pass their vectors through memory.
+// The same bits as another type. This and the functions below are always inlined: a call would pass vectors through
+// memory.
 template <class To, class From>
 [[gnu::always_inline]] inline To as(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -91,7 +92,7 @@ template <class To, class From>
 #endif
 }
 
-// bf16 in integer arithmetic. g++ 12 splits conversions of generic vectors of integers into halves.
+// bf16 by integer arithmetic, and by intrinsics: g++ 12 splits conversions of generic integer vectors into halves.
 [[gnu::always_inline]] inline Lanes load_lanes(const BFloat16* from) {
 #if defined(__AVX2__)
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -103,7 +104,7 @@ template <class To, class From>
 #endif
 }
 
-// The 16 bits of each lane.
+// Each lane rounded to bf16, in the low 16 bits.
 [[gnu::always_inline]] inline Words rounded_to_bf16(const Lanes& lanes) {
   const Words bits = as<Words>(lanes);
   // A NaN whose payload sits in the low bits would round to inf.
@@ -125,7 +126,7 @@ template <class To, class From>
   store_bf16(rounded_to_bf16(lanes), to);
 }
 
-// As store_lanes, past the caches (see `stream`); `to` on a boundary of 16 bytes.
+// Like store_lanes, but past the caches (see `stream`). `to` is aligned to 16 bytes.
 template <class T>
 [[gnu::always_inline]] inline void stream_lanes(const Lanes& lanes, T* to) {
 #if defined(__SSE2__)
@@ -139,7 +140,7 @@ template <class T>
 #endif
 }
 
-// g++ 12 splits this too into halves.
+// g++ 12 would split this conversion into halves, too.
 [[gnu::always_inline]] inline Lanes as_floats(const Integers& integers) {
 #if defined(__AVX2__)
   return as<Lanes>(_mm256_cvtepi32_ps(as<__m256i>(integers)));
@@ -150,6 +151,7 @@ template <class T>
 #endif
 }
 
+// Converts n elements to fp32.
 template <class T>
 void load(const T* from, float* to, int64_t n) {
   int64_t i = 0;
@@ -162,6 +164,7 @@ void load(const T* from, float* to, int64_t n) {
   std::copy_n(staged, n - i, to + i);
 }
 
+// Rounds n fp32 elements.
 template <class T>
 void store(const float* from, T* to, int64_t n) {
   int64_t i = 0;
@@ -174,7 +177,7 @@ void store(const float* from, T* to, int64_t n) {
   std::copy_n(rest, n - i, to + i);
 }
 
-// n elements as fp32: where they lie, or converted into `staged`.
+// n elements as fp32: in place, or converted into `staged`.
 inline const float* as_float(const float* from, float*, int64_t) { return from; }
 
 template <class T>
@@ -183,9 +186,10 @@ const float* as_float(const T* from, float* staged, int64_t n) {
   return staged;
 }
 
-// Copies past the caches. An ordinary store reads a line before it overwrites it, which for a weight that
-// nobody reads before the next forward pass is a tenth of an update's traffic. Before another thread may read,
-// fence_streams is to be called, as `share` does: a few hundred nanoseconds, too many for every row of a matrix.
+// Copies n elements past the caches. An ordinary store first reads the cache line that it overwrites: a tenth of the
+// traffic of an update, for weights that nobody reads before the next forward pass. Another thread may read the result
+// after fence_streams(), which share() calls. A fence takes a few hundred nanoseconds, too many for each row of a
+// matrix.
 template <class T>
 void stream(const T* from, T* to, int64_t n) {
   int64_t i = 0;
@@ -198,6 +202,7 @@ void stream(const T* from, T* to, int64_t n) {
   std::memcpy(to + i, from + i, (n - i) * sizeof(T));
 }
 
+// Waits until everything that was streamed is in memory.
 inline void fence_streams() {
 #if defined(__SSE2__)
   _mm_sfence();

@@ -1,4 +1,4 @@
-// Memory for a result that was allocated a moment ago.
+// Pages of 2 MB for large results.
 #pragma once
 
 #include <cstdint>
@@ -8,10 +8,10 @@
 
 namespace amp_kernels::cpu {
 
-// 32 MiB and more malloc takes from the kernel anew each time (DEFAULT_MMAP_THRESHOLD_MAX of glibc), and the first
-// write to each page of 4 KB waits for it: of dequantizing 16M codes to fp16 (Linux 6.18, two cores) 14 of 17 ms. Of
-// pages of 2 MB 16 do, which took half as long; the kernel gives them to who asks (`madvise` in
-// /sys/kernel/mm/transparent_hugepage/enabled). Where it gives none, nothing has changed.
+// Asks Linux for pages of 2 MB in memory that was just allocated. From 32 MiB on (DEFAULT_MMAP_THRESHOLD_MAX of glibc)
+// malloc takes new memory from Linux each time, and the first write to each page of 4 KB waits for Linux: 14 of the 17
+// ms of dequantizing 16M codes to fp16 (Linux 6.18, two cores). With 16 pages of 2 MB it took half as long. Linux gives
+// them if /sys/kernel/mm/transparent_hugepage/enabled is `madvise`. If it gives none, nothing changes.
 inline void advise_huge_pages(void* memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kFresh = int64_t{32} << 20;

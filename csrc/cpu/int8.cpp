@@ -46,7 +46,7 @@ template <class T, int kStep>
 void quantize_static(const Quantize& args, const Walk& walk, const Pieces& pieces) {
   for_each_piece(walk, pieces, [&](int64_t, const Band& band, int64_t begin, int64_t end) {
     Affines affines;
-    given_affines(args.scale, args.zero_point, walk, band, affines);
+    given_affines(args.scale, args.zero_point, band, affines);
     if (args.zero_point != nullptr && !args.fake) affines.bound(band.groups);
     quantize_pass<T, kStep>(args, walk, band, begin, end, affines, walk.ahead(band, sizeof(T)));
   });
@@ -57,7 +57,7 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {
-    const int64_t next = i + 1 == walk.bands() ? 0 : walk.band(i + 1).x - band.x;
+    const int64_t next = i + 1 == walk.bands() ? 0 : walk.band(i + 1).at - band.at;
     const auto ahead = [&](int64_t beyond) {
       return walk.by_columns() ? walk.ahead(band, sizeof(T)) : next * static_cast<int64_t>(sizeof(T)) + beyond;
     };
@@ -67,7 +67,7 @@ void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole)
     Ranges ranges(band.groups);
     find_ranges<T>(args, walk, band, begin, end, ahead(kBytesAhead / 2), ranges);
     Affines affines;
-    solve_affines(args, walk, band, ranges, affines);
+    solve_affines(args, band, ranges, affines);
     quantize_pass<T, kStep>(args, walk, band, begin, end, affines, ahead(kBytesAhead));
   });
 }
@@ -85,7 +85,7 @@ void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& piece
     Ranges* of_pieces = &ranges[b * pieces.each()];
     for (int64_t i = 1; i < pieces.each(); ++i)
       for (int64_t group = 0; group < band.groups; ++group) of_pieces->add(group, of_pieces[i].at(group));
-    solve_affines(args, walk, band, *of_pieces, affines[b]);
+    solve_affines(args, band, *of_pieces, affines[b]);
   }
   for_each_piece(walk, pieces, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {
     quantize_pass<T, kStep>(args, walk, band, begin, end, affines[i / pieces.each()], walk.ahead(band, sizeof(T)));

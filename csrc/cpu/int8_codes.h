@@ -227,21 +227,21 @@ template <bool kIsFinite, class T>
 // Encodes some rows of n >= kBlock columns, each column with its own affine.
 template <bool kIsFinite, class T>
 void encode_strip(const T* x, int64_t row_step, int64_t rows, int64_t ahead, const float* inverse,
-                  const int* zero_point, bool symmetric, int8_t* out, int64_t out_row_step, int64_t n, bool streams) {
+                  const int* zero_point, bool symmetric, int8_t* out, int64_t n, bool streams) {
   constexpr int64_t kLine = 64;  // of codes
   // A streaming store to an address that is not a multiple of 32 faults.
-  streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows > 1 ? out_row_step : 0)) % 32 == 0;
+  streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows > 1 ? row_step : 0)) % 32 == 0;
   const Encoder<1, kIsFinite, T> encode(inverse, zero_point, symmetric);
   int64_t i = 0;
   for (; i + kLine <= n; i += kLine)
     for (int64_t r = 0; r < rows; ++r)
       for (int64_t k = i; k < i + kLine; k += kBlock) {
         ask_for(x + r * row_step + k, kBlock, ahead);
-        store_codes(encode(x + r * row_step, k), out + r * out_row_step + k, streams);
+        store_codes(encode(x + r * row_step, k), out + r * row_step + k, streams);
       }
   for (; i < n; i += kBlock) {  // the last block may overlap the one before
     const int64_t k = std::min(i, n - kBlock);
-    for (int64_t r = 0; r < rows; ++r) store_codes(encode(x + r * row_step, k), out + r * out_row_step + k, false);
+    for (int64_t r = 0; r < rows; ++r) store_codes(encode(x + r * row_step, k), out + r * row_step + k, false);
   }
 }
 #else
@@ -251,8 +251,7 @@ template <bool kIsFinite, class T>
 void encode_blocks(const T*, int64_t, const float*, const int*, bool, int8_t*, int64_t, bool) {}
 
 template <bool kIsFinite, class T>
-void encode_strip(const T*, int64_t, int64_t, int64_t, const float*, const int*, bool, int8_t*, int64_t, int64_t,
-                  bool) {}
+void encode_strip(const T*, int64_t, int64_t, int64_t, const float*, const int*, bool, int8_t*, int64_t, bool) {}
 #endif
 
 }  // namespace amp_kernels::cpu

@@ -36,10 +36,9 @@ template <class T, class Ask, class F>
 // -------------------------------------------------------------------------------------------------------- passes
 // Each pass takes elements [begin, end) of a band.
 
-inline void given_affines(const float* scale, const int32_t* zero_point, const Walk& walk, const Band& band,
-                          Affines& affines) {
+inline void given_affines(const float* scale, const int32_t* zero_point, const Band& band, Affines& affines) {
   for (int64_t i = 0; i < band.groups; ++i) {
-    const int64_t at = band.scale + i * walk.scale_step();
+    const int64_t at = band.first_group + i;
     affines.set(i, given_affine(scale[at], zero_point == nullptr ? nullptr : zero_point + at));
     affines.are_codes &= affines.lowest[i] <= 0.0f && affines.highest[i] >= 0.0f;
   }
@@ -51,10 +50,10 @@ void find_ranges(const T* x, const Walk& walk, const Band& band, int64_t begin, 
                  Ranges& ranges) {
   if (walk.by_columns())
     return walk.for_each_strip(band, begin, end, [&](const Segment& first, int64_t rows) {
-      add_strip<kSymmetric>(x + first.x, walk.x_row_step(), rows, first.n, ranges, ahead);
+      add_strip<kSymmetric>(x + first.at, walk.row_size(), rows, first.n, ranges, ahead);
     });
   const auto add = [&](const Segment& part) {
-    ranges.add(part.group, range_of<kSymmetric>(x + part.x, part.n, ahead));
+    ranges.add(part.group, range_of<kSymmetric>(x + part.at, part.n, ahead));
   };
   if (walk.are_rows_groups(band, begin, end))
     walk.for_each_row(band, add);
@@ -79,17 +78,13 @@ template <bool kSymmetric>
 }
 
 // And writes scales and zero points.
-inline void solve_affines(const Quantize& args, const Walk& walk, const Band& band, const Ranges& ranges,
-                          Affines& affines) {
+inline void solve_affines(const Quantize& args, const Band& band, const Ranges& ranges, Affines& affines) {
   if (args.zero_point == nullptr)
     solve_affines<true>(ranges, band.groups, affines);
   else
     solve_affines<false>(ranges, band.groups, affines);
-  for (int64_t i = 0; i < band.groups; ++i) {
-    const int64_t at = band.scale + i * walk.scale_step();
-    args.scale[at] = affines.scale[i];
-    if (args.zero_point != nullptr) args.zero_point[at] = affines.zero_point[i];
-  }
+  std::copy_n(affines.scale, band.groups, args.scale + band.first_group);
+  if (args.zero_point != nullptr) std::copy_n(affines.zero_point, band.groups, args.zero_point + band.first_group);
 }
 
 // Encodes what is too short for encode_blocks(). Not inlined: the stack that it takes would be touched at every call.
@@ -162,24 +157,23 @@ template <bool kSymmetric, class T>
 void quantize_short_rows(const Quantize& args, const Walk& walk, const Band& band) {
   const bool streams = walk.streams();
   const int64_t ahead = walk.ahead(band, sizeof(T));
-  const int64_t x_step = walk.x_row_step(), out_step = walk.out_row_step();
   const int64_t rows = band.rows, length = band.length;
   const int64_t batch_rows = std::clamp<int64_t>(kBatchBytes / (length * sizeof(T)), 1, kBatchRows);
   const auto length_of = [&](int64_t row) { return row + 1 == rows ? band.last_length : length; };
-  const T *x = static_cast<const T*>(args.x) + band.x, *next = x;
-  auto* out = static_cast<int8_t*>(args.out) + band.out;
-  int64_t scale = band.scale;
+  const T *x = static_cast<const T*>(args.x) + band.at, *next = x;
+  auto* out = static_cast<int8_t*>(args.out) + band.at;
+  int64_t group = band.first_group;
   RowBatch batch{};
   for (int64_t first = 0; first < rows + batch_rows; first += batch_rows) {
     for (int64_t i = 0; i < batch_rows; ++i) {
       const int64_t row = first + i, before = row - batch_rows;
-      if (row < rows) batch.set(i, range_of<kSymmetric>(next, length_of(row), ahead)), next += x_step;
+      if (row < rows) batch.set(i, range_of<kSymmetric>(next, length_of(row), ahead)), next += length;
       if (before < 0 || before >= rows) continue;
       const bool is_finite = batch.inverse[i] != 0.0f;
       encode_row(x, 0, batch.inverse + i, batch.zero_point + i, kSymmetric, is_finite, out, length_of(before), streams);
-      args.scale[scale] = batch.scale[i];
-      if constexpr (!kSymmetric) args.zero_point[scale] = batch.zero_point[i];
-      x += x_step, out += out_step, scale += walk.scale_step();
+      args.scale[group] = batch.scale[i];
+      if constexpr (!kSymmetric) args.zero_point[group] = batch.zero_point[i];
+      x += length, out += length, ++group;
     }
     batch.template solve<kSymmetric>();
   }
@@ -197,13 +191,13 @@ void encode_columns(const Quantize& args, const Walk& walk, const Band& band, in
   walk.for_each_strip(band, begin, end, [&](const Segment& strip, int64_t rows) {
     const int64_t side_by_side = are_few || sizeof(T) == 2 ? 1 : rows;
     for (int64_t r = 0; r < rows; r += side_by_side) {
-      const T* x = static_cast<const T*>(args.x) + strip.x + r * walk.x_row_step();
-      int8_t* out = static_cast<int8_t*>(args.out) + strip.out + r * walk.out_row_step();
+      const T* x = static_cast<const T*>(args.x) + strip.at + r * walk.row_size();
+      int8_t* out = static_cast<int8_t*>(args.out) + strip.at + r * walk.row_size();
       if (are_few)
         encode_rest<1>(x, affines, 0, out, strip.n);
       else
-        encode_some(x, walk.x_row_step(), side_by_side, ahead, affines.inverse, affines.zero_point, symmetric, out,
-                    walk.out_row_step(), strip.n, walk.streams());
+        encode_some(x, walk.row_size(), side_by_side, ahead, affines.inverse, affines.zero_point, symmetric, out,
+                    strip.n, walk.streams());
     }
   });
 }
@@ -213,9 +207,9 @@ void encode_stochastically(const Quantize& args, const Walk& walk, const Band& b
                            const Affines& affines) {
   float staged[kSegment], noise[kSegment];
   walk.for_each_segment(band, begin, end, [&](const Segment& part) {
-    fill_noise(noise, part.out, part.n, args.seed);
-    const float* x = as_float(static_cast<const T*>(args.x) + part.x, staged, part.n);
-    encode<kStep>(x, noise, affines, part.group, static_cast<int8_t*>(args.out) + part.out, part.n);
+    fill_noise(noise, part.at, part.n, args.seed);
+    const float* x = as_float(static_cast<const T*>(args.x) + part.at, staged, part.n);
+    encode<kStep>(x, noise, affines, part.group, static_cast<int8_t*>(args.out) + part.at, part.n);
   });
 }
 
@@ -224,8 +218,8 @@ void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64
                  const Affines& affines, int64_t ahead) {
   const bool streams = walk.streams();
   const auto encode_one = [&](const Segment& part) {
-    const T* x = static_cast<const T*>(args.x) + part.x;
-    int8_t* out = static_cast<int8_t*>(args.out) + part.out;
+    const T* x = static_cast<const T*>(args.x) + part.at;
+    int8_t* out = static_cast<int8_t*>(args.out) + part.at;
     const float* inverse = affines.inverse + part.group;
     // In a group without a scale of its own some x may be infinite or NaN.
     const bool is_finite = !args.is_static && *inverse != 0.0f;
@@ -247,13 +241,13 @@ template <class T, int kStep, bool kIsRegular>
 void fake_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                const Affines& affines, int64_t ahead) {
   walk.for_each_segment(band, begin, end, [&](const Segment& part) {
-    const T* x = static_cast<const T*>(args.x) + part.x;
+    const T* x = static_cast<const T*>(args.x) + part.at;
     const OfGroups<kStep> inverse(affines.inverse, part.group), scale(affines.scale, part.group);
     const OfGroups<kStep> lowest(affines.lowest, part.group), highest(affines.highest, part.group);
     const auto ask = [&](int64_t i) {
       if (ahead != 0) ask_for(x + i, kAsk, ahead);
     };
-    write(static_cast<T*>(args.out) + part.out, part.n, walk.streams(), ask, [&](auto width, int64_t i) {
+    write(static_cast<T*>(args.out) + part.at, part.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V value = read<V>(x + i), exact = value * inverse.template at<V>(i);
       const V low = lowest.template at<V>(i), high = highest.template at<V>(i);
@@ -277,8 +271,8 @@ template <class T, int kStep>
 void fake_pass_by_formula(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                           const Affines& affines) {
   walk.for_each_segment(band, begin, end, [&](const Segment& part) {
-    const T* x = static_cast<const T*>(args.x) + part.x;
-    write_each(static_cast<T*>(args.out) + part.out, part.n, [&](int64_t i) {
+    const T* x = static_cast<const T*>(args.x) + part.at;
+    write_each(static_cast<T*>(args.out) + part.at, part.n, [&](int64_t i) {
       const Affine affine = affines.at(part.group + kStep * i);
       const float value = static_cast<float>(x[i]);
       return fake_of(value, code_of(value, affine), affine);
@@ -306,12 +300,12 @@ void quantize_pass(const Quantize& args, const Walk& walk, const Band& band, int
 template <class T, int kStep>
 void dequantize_pass(const Dequantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end) {
   Affines affines;
-  given_affines(args.scale, args.zero_point, walk, band, affines);
+  given_affines(args.scale, args.zero_point, band, affines);
   walk.for_each_segment(band, begin, end, [&](const Segment& part) {
-    const int8_t* codes = args.values + part.out;
+    const int8_t* codes = args.values + part.at;
     const OfGroups<kStep> scale(affines.scale, part.group);
     const auto ask = [&](int64_t i) { ask_for(codes + i, kAsk); };
-    write(static_cast<T*>(args.out) + part.out, part.n, walk.streams(), ask, [&](auto width, int64_t i) {
+    write(static_cast<T*>(args.out) + part.at, part.n, walk.streams(), ask, [&](auto width, int64_t i) {
       using V = decltype(width);
       const V steps = steps_of<V, kStep>(codes + i, affines.zero_point + part.group + kStep * i);
       return steps * scale.template at<V>(i);
@@ -324,14 +318,14 @@ template <class T, int kStep>
 void straight_through_pass(const StraightThrough& args, const Walk& walk, const Band& band, int64_t begin,
                            int64_t end) {
   Affines affines;
-  given_affines(args.scale, args.zero_point, walk, band, affines);
+  given_affines(args.scale, args.zero_point, band, affines);
   walk.for_each_segment(band, begin, end, [&](const Segment& part) {
-    const T* grad = static_cast<const T*>(args.grad) + part.out;
-    const T* x = static_cast<const T*>(args.x) + part.x;
+    const T* grad = static_cast<const T*>(args.grad) + part.at;
+    const T* x = static_cast<const T*>(args.x) + part.at;
     const OfGroups<kStep> inverse(affines.inverse, part.group);
     const OfGroups<kStep> lowest(affines.lowest, part.group), highest(affines.highest, part.group);
     const auto ask = [&](int64_t i) { ask_for(x + i, kAsk), ask_for(grad + i, kAsk); };
-    T* out = static_cast<T*>(args.out) + part.out;
+    T* out = static_cast<T*>(args.out) + part.at;
     if (!affines.are_codes)
       return write_each(out, part.n, [&](int64_t i) {
         const bool keeps = is_inside(static_cast<float>(x[i]), affines.at(part.group + kStep * i));

@@ -1,9 +1,8 @@
-// How a CPU walks an Int8Layout, in the words of csrc/int8.h: a thread takes a band of groups, or a piece of a band,
+// How a CPU walks an Int8Layout, in the words of csrc/int8.h. A thread takes a band of groups, or a piece of a band,
 // and reads it in segments.
 //
-//   by rows                                       by columns
-//   a band is one group with all of its rows,     a band is up to kGroups columns with all of their rows;
-//   or up to kGroups short groups of one row      its rows are read kStripRows at a time, side by side: a strip
+//   by rows: a band is one group,                 by columns: a band is up to kGroups columns with all of their rows;
+//   or up to kGroups short ones                   kStripRows of these at a time are read side by side: a strip
 //
 //     thread 0  [aaaa|aaaa|aa]  segments            thread 0        thread 1
 //     thread 1  [bbbb|bbbb|bb]                      [abcdefgh       [ijklmnop   strip
@@ -30,13 +29,15 @@ constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a secon
 
 // Neighbours in memory, at most one row.
 struct Segment {
-  int64_t x, out;  // offsets of the first element
+  int64_t at;  // offset of the first element
   int64_t n;
   int64_t group;  // of the first element, counted from the band's first group
 };
 
+// By rows a row is a group. By columns it has an element of each group.
 struct Band {
-  int64_t x, out, scale;  // offsets of the first element and of its group
+  int64_t at;           // offset of the first element
+  int64_t first_group;  // of the whole tensor
   int64_t groups;
   int64_t rows;
   int64_t length;       // of a row, in elements
@@ -46,23 +47,20 @@ struct Band {
 class Walk {
  public:
   explicit Walk(const Int8Layout& layout)
-      : layout_(layout),
-        by_columns_(layout.is_by_columns()),
-        is_row_a_group_(!by_columns_ && layout.size[Int8Layout::kOuterReduced] == 1),
-        row_axis_(is_row_a_group_ ? Int8Layout::kInnerGroup : Int8Layout::kOuterReduced),
-        row_size_(layout.size[layout.inner()]) {
+      : by_columns_(layout.is_by_columns()),
+        rows_(by_columns_ ? layout.reduced : 0),
+        row_size_(by_columns_ ? layout.inner : layout.reduced),
+        groups_of_part_(by_columns_ ? layout.inner : layout.groups_of_row()),
+        part_size_(by_columns_ ? layout.reduced * layout.inner : layout.row),
+        parts_(layout.groups() / groups_of_part_) {
     const int64_t short_groups = std::clamp<int64_t>(kBandSize / row_size_, 1, kGroups);
-    most_groups_ = by_columns_ ? kGroups : is_row_a_group_ ? short_groups : 1;
-    bands_of_an_outer_group_ = (layout.size[Int8Layout::kInnerGroup] + most_groups_ - 1) / most_groups_;
+    most_groups_ = std::min(by_columns_ ? kGroups : short_groups, groups_of_part_);
+    bands_of_part_ = (groups_of_part_ + most_groups_ - 1) / most_groups_;
   }
 
   bool by_columns() const { return by_columns_; }
-  int64_t bands() const { return layout_.size[Int8Layout::kOuterGroup] * bands_of_an_outer_group_; }
-  // Offsets from one row of a band to the next.
-  int64_t x_row_step() const { return layout_.x[row_axis_]; }
-  int64_t out_row_step() const { return layout_.out[row_axis_]; }
-  // From one group of a band to the next.
-  int64_t scale_step() const { return layout_.scale[1]; }
+  int64_t bands() const { return parts_ * bands_of_part_; }
+  int64_t row_size() const { return row_size_; }  // elements from one row of a band to the next
 
   // Whether results are stored past the caches (convert.h), since they are too large to be found there later.
   bool streams() const { return bands() * band_size() >= 1 << 22; }
@@ -73,36 +71,29 @@ class Walk {
   int64_t ahead(const Band& band, int64_t element_size) const {
     if (!by_columns_) return asks_ahead() ? kBytesAhead : 0;
     const int64_t row = band.length * element_size;
-    return std::max(kStripRows, (kBytesAhead + row - 1) / row) * x_row_step() * element_size;
+    return std::max(kStripRows, (kBytesAhead + row - 1) / row) * row_size_ * element_size;
   }
 
   // Elements of the largest band.
-  int64_t band_size() const {
-    const int64_t groups = std::min(most_groups_, layout_.size[Int8Layout::kInnerGroup]);
-    return groups * layout_.size[Int8Layout::kOuterReduced] * layout_.size[Int8Layout::kInnerReduced];
-  }
+  int64_t band_size() const { return most_groups_ * (by_columns_ ? rows_ : row_size_); }
 
   Band band(int64_t i) const {
-    const int64_t outer = i / bands_of_an_outer_group_;
-    const int64_t inner = (i - outer * bands_of_an_outer_group_) * most_groups_;
-    const int64_t groups = std::min(most_groups_, layout_.size[Int8Layout::kInnerGroup] - inner);
-    const int64_t length = by_columns_ ? groups : row_size_;
-    const int64_t end = (inner + groups) * layout_.size[Int8Layout::kInnerReduced];
-    const auto offset = [&](const int64_t* strides) {
-      return outer * strides[Int8Layout::kOuterGroup] + inner * strides[Int8Layout::kInnerGroup];
-    };
-    return {offset(layout_.x),
-            offset(layout_.out),
-            outer * layout_.scale[0] + inner * layout_.scale[1],
-            groups,
-            is_row_a_group_ ? groups : layout_.size[Int8Layout::kOuterReduced],
-            length,
-            by_columns_ ? length : length - std::max<int64_t>(0, end - layout_.length)};
+    const int64_t part = i / bands_of_part_;
+    const int64_t first = (i - part * bands_of_part_) * most_groups_;
+    const int64_t groups = std::min(most_groups_, groups_of_part_ - first);
+    Band band{part * part_size_, part * groups_of_part_ + first, groups, 0, 0, 0};
+    if (by_columns_) {
+      band.at += first;
+      band.rows = rows_, band.length = band.last_length = groups;
+    } else {
+      band.at += first * row_size_;
+      band.rows = groups, band.length = row_size_;
+      band.last_length = std::min(row_size_, part_size_ - (first + groups - 1) * row_size_);
+    }
+    return band;
   }
 
-  int64_t size(const Band& band) const {
-    return is_row_a_group_ ? (band.rows - 1) * band.length + band.last_length : band.rows * band.last_length;
-  }
+  int64_t size(const Band& band) const { return (band.rows - 1) * band.length + band.last_length; }
 
   // Calls f(segment) for elements [begin, end) of a band, counted row by row. By columns these are whole rows.
   template <class F>
@@ -111,20 +102,19 @@ class Walk {
                 : for_each_segment_of_rows(band, begin, end, f);
   }
 
-  // Whether elements [begin, end) of a band are groups of one whole row each.
+  // Whether elements [begin, end) of a band are whole rows, each of which is a group.
   bool are_rows_groups(const Band& band, int64_t begin, int64_t end) const {
-    return is_row_a_group_ && begin == 0 && end == size(band);
+    return !by_columns_ && begin == 0 && end == size(band);
   }
 
-  // Calls f(segment) with the band's rows, however long, if each of them is a group: for groups of 128 elements
-  // for_each_segment took as long as reading them.
+  // By rows: calls f(segment) with the band's rows, however long: for groups of 128 elements for_each_segment took as
+  // long as reading them.
   template <class F>
   void for_each_row(const Band& band, const F& f) const {
-    Segment row{band.x, band.out, band.length, 0};
-    for (; row.group < band.rows; ++row.group) {
+    Segment row{band.at, band.length, 0};
+    for (; row.group < band.rows; ++row.group, row.at += row_size_) {
       if (row.group + 1 == band.rows) row.n = band.last_length;
       f(row);
-      row.x += x_row_step(), row.out += out_row_step();
     }
   }
 
@@ -133,25 +123,21 @@ class Walk {
   void for_each_strip(const Band& band, int64_t begin, int64_t end, const F& f) const {
     const int64_t end_row = end / band.length;
     for (int64_t row = begin / band.length; row < end_row; row += kStripRows)
-      f(segment_at(band, row, 0, band.length, 0), std::min(kStripRows, end_row - row));
+      f(Segment{band.at + row * row_size_, band.length, 0}, std::min(kStripRows, end_row - row));
   }
 
  private:
   template <class F>
   void for_each_segment_of_rows(const Band& band, int64_t begin, int64_t end, const F& f) const {
-    const int64_t length = is_row_a_group_ ? band.length : band.last_length;
-    // Copies, and sums in place of products: for groups of 128 elements finding a segment took as long as reading it.
-    const int64_t x_step = x_row_step(), out_step = out_row_step();
-    int64_t row = begin == 0 ? 0 : begin / length;
-    int64_t column = begin - row * length;
-    Segment at = segment_at(band, row, column, 0, is_row_a_group_ ? row : 0);
+    const int64_t length = band.length;
+    Segment at{band.at + begin, 0, begin / length};
+    // A sum in place of a division for each segment: for groups of 128 elements that took as long as reading it.
+    int64_t column = begin - at.group * length;
     for (int64_t left = end - begin; left > 0; left -= at.n) {
       at.n = std::min({length - column, left, kSegment});
       f(at);
-      column += at.n, at.x += at.n, at.out += at.n;
-      if (column < length) continue;
-      column = 0;
-      at.x += x_step - length, at.out += out_step - length, at.group += is_row_a_group_;
+      column += at.n, at.at += at.n;
+      if (column == length) column = 0, ++at.group;
     }
   }
 
@@ -162,20 +148,16 @@ class Walk {
     for (int64_t strip = begin; strip < end; strip += kStripRows)
       for (int64_t column = 0; column < band.length; column += kColumnSegment)
         for (int64_t row = strip; row < std::min(strip + kStripRows, end); ++row)
-          f(segment_at(band, row, column, std::min(kColumnSegment, band.length - column), column));
+          f(Segment{band.at + row * row_size_ + column, std::min(kColumnSegment, band.length - column), column});
   }
 
-  Segment segment_at(const Band& band, int64_t row, int64_t column, int64_t n, int64_t group) const {
-    return {band.x + row * x_row_step() + column, band.out + row * out_row_step() + column, n, group};
-  }
-
-  Int8Layout layout_;
   bool by_columns_;
-  bool is_row_a_group_;
-  Int8Layout::Axis row_axis_;  // along which the rows of a band follow each other
-  int64_t row_size_;
+  int64_t rows_;      // by columns: of every band
+  int64_t row_size_;  // elements from one row of a band to the next
+  // A part of the tensor: by columns a matrix [reduced][inner], by rows a row of blocks, or everything if none is cut.
+  int64_t groups_of_part_, part_size_, parts_;
   int64_t most_groups_;  // of a band
-  int64_t bands_of_an_outer_group_;
+  int64_t bands_of_part_;
 };
 
 // Elements [begin, end) of a band, counted row by row.

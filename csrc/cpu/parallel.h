@@ -1,4 +1,4 @@
-// Work shared by the threads of torch's pool.
+// Shares work among the threads of torch's pool.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -14,14 +14,17 @@
 
 namespace amp_kernels::cpu {
 
-// Of a worker's share. A claim is a locked instruction, which waits until all that was streamed is in memory: one for
-// each row of a matrix took a tenth of quantizing it.
+// How many claims make up a worker's share: a worker claims a range of indices at a time. A claim is a locked
+// instruction, which waits until everything that was streamed is in memory. A claim for each row took a tenth of the
+// time of quantizing a matrix.
 constexpr int64_t kClaims = 128;
 
-// Calls f(i, worker) once for every i in [0, n), never twice at a time for one of the workers [0, threads); what was
-// streamed is then there for every thread. A worker begins with its own consecutive share, whose memory may be in its
-// core's cache from the pass before, and then helps the others: cores are seldom equally fast, and where another
-// process took a part of one, waiting for equal shares cost an update of 25M parameters 3 to 20 percent.
+// Calls f(i, worker) once for every i in [0, n). There are `threads` workers, and the calls of one do not overlap. On
+// return every thread sees what was streamed.
+//
+// A worker begins with its own consecutive share, which may be in its core's cache from the pass before. Then it helps
+// the others, since cores are seldom equally fast: where another process used a part of one core, an update of 25M
+// parameters took 3 to 20 percent longer without help.
 template <class F>
 void share(int64_t n, int64_t threads, const F& f) {
   struct alignas(64) Share {
@@ -49,10 +52,11 @@ void share(int64_t n, int64_t threads, const F& f) {
   });
 }
 
-// Calls f(begin, end, state) for all of [0, n), `grain` at a time or less, by up to `threads` workers; a worker's state
-// is made by make(worker), on its own stack if it is the only one. What every worker can make for itself it should:
-// memory that one core wrote and another reads goes through the caches of both, and 64 KiB of it took 40 us beside a
-// product's 30.
+// Calls f(begin, end, state) for ranges of at most `grain` that cover [0, n), by up to `threads` workers. Each worker
+// has a state of its own from make(worker), which a single worker keeps on its stack.
+//
+// What each worker can compute for itself should be in its state, not shared. Memory that one core wrote and another
+// reads goes through the caches of both: 64 KiB of it cost a product of 30 us another 40.
 template <class Make, class F>
 void in_ranges(int64_t n, int64_t grain, int64_t threads, const Make& make, const F& f) {
   if (n < grain * threads) grain = divide_up(n, divide_up(n, grain));  // evenly
@@ -70,6 +74,7 @@ void in_ranges(int64_t n, int64_t grain, int64_t threads, const Make& make, cons
   });
 }
 
+// Calls f(i) once for every i in [0, n), as share() does.
 template <class F>
 void for_each(int64_t n, int64_t threads, const F& f) {
   share(n, threads, [&](int64_t i, int64_t) { f(i); });

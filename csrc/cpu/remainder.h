@@ -1,5 +1,6 @@
-// 16-bit weights and their remainders to fp32 masters and back (formulas/remainder.h says what they are), in lanes:
-// loop by loop over what lies in L1, an update of 1M fp16 weights took three times as long as one of fp32 masters.
+// Joins 16-bit weights and remainders to fp32 masters, and splits these again (formulas/remainder.h). Eight elements at
+// a time take all steps in registers. With a loop over a block for each step, an update of 1M fp16 weights took three
+// times as long as one of fp32 masters.
 #pragma once
 
 #include "../formulas/remainder.h"
@@ -9,6 +10,7 @@ namespace amp_kernels::cpu {
 
 using LaneShorts = int16_t __attribute__((vector_size(2 * kLanes)));
 
+// Whether all bits are set.
 template <class Mask>
 bool is_full(const Mask& mask) {
   const Mask full = Mask{} - 1;
@@ -25,7 +27,7 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// Numbers of more than 16 bits become the largest and smallest of 16.
+// Stores as int16; larger and smaller numbers become 32767 and -32768.
 [[gnu::always_inline]] inline void store_integers(const Integers& integers, int16_t* to) {
 #if defined(__AVX2__)
   const __m256i words = as<__m256i>(integers);
@@ -36,7 +38,7 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// To the nearest, half to even.
+// Rounds to the nearest integer, half to even.
 [[gnu::always_inline]] inline Integers as_integers(const Lanes& lanes) {
 #if defined(__AVX2__)
   return as<Integers>(_mm256_cvtps_epi32(as<__m256>(lanes)));
@@ -47,7 +49,7 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// The second where the first is NaN. g++ 12 makes a comparison and a choice of `?`.
+// The larger of each pair, or the second if the first is NaN. g++ 12 would make two instructions of `?`.
 [[gnu::always_inline]] inline Lanes larger(const Lanes& lanes, const Lanes& others) {
 #if defined(__AVX2__)
   return as<Lanes>(_mm256_max_ps(as<__m256>(lanes), as<__m256>(others)));
@@ -56,13 +58,13 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// Of fp16 numbers, where fp32 has it.
+// The exponents of fp16 numbers, in the place of fp32 exponents.
 [[gnu::always_inline]] inline Words fp16_exponent(const Lanes& weight) {
   const Integers e = as<Integers>(weight) & 0x7f800000, least = Integers{} + (113 << 23);
   return as<Words>(e > least ? e : least);
 }
 
-// The master that `remainder` was split from, if the weight is still the one of then.
+// Weights plus remainders: the masters that these were split from, unless the weights were written since.
 template <class P>
 [[gnu::always_inline]] inline Lanes sum(const P* weight, const int16_t* remainder) {
   const Lanes widened = load_lanes(weight);
@@ -70,23 +72,24 @@ template <class P>
   return widened + as_floats(load_integers(remainder)) * as<Lanes>(fp16_exponent(widened) - (26u << 23));
 }
 
-// All bits where the sum of a weight and a remainder is rounded to that weight, else none.
+// All bits where the sum of a weight and a remainder rounds to that weight, else none.
 [[gnu::always_inline]] inline LaneShorts belongs(const Lanes& sum, const Half* weight, const int16_t*) {
   Half rounded[kLanes];
   store_lanes(sum, rounded);
-  LaneShorts ours, theirs;
-  std::memcpy(&ours, rounded, sizeof(ours));
-  std::memcpy(&theirs, weight, sizeof(theirs));
-  return ours == theirs;
+  LaneShorts found, expected;
+  std::memcpy(&found, rounded, sizeof(found));
+  std::memcpy(&expected, weight, sizeof(expected));
+  return found == expected;
 }
 
-// By the cases in which it is not, a third of the instructions: the tie below an odd weight, and a remainder that leads
-// beyond infinity or zero, to the bits of NaN.
+// For bf16 it is cheaper, by two thirds of the instructions, to find the sums that do not round to the weight: the tie
+// below an odd weight, and a NaN, where the remainder leads beyond infinity or zero.
 [[gnu::always_inline]] inline Integers belongs(const Lanes& sum, const BFloat16* weight, const int16_t* remainder) {
   const Integers is_tie = load_integers(remainder) == -32768, is_odd = as<Integers>(load_lanes(weight)) << 15 >> 31;
   return (sum == sum) & ~(is_tie & is_odd);
 }
 
+// The masters: weights plus remainders, or where these do not belong together the weights.
 template <class P>
 [[gnu::always_inline]] inline Lanes joined(const P* weight, const int16_t* remainder) {
   const Lanes master = sum(weight, remainder);
@@ -109,7 +112,7 @@ template <class P>
   }
 }
 
-// Of n elements.
+// Joins n elements.
 template <class P>
 void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
   const int64_t whole = n / kLanes * kLanes;
@@ -119,8 +122,8 @@ void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
     all &= belongs(lanes, weight + i, remainder + i);
     store_lanes(lanes, master + i);
   }
-  // Somebody has written weights, which is rare. With this choice in the loop above, RMSprop of fp16 weights in a cache
-  // takes 7 % longer.
+  // Other code has written weights, which is rare. With a choice in the loop above, RMSprop of fp16 weights in a cache
+  // took 7 % longer.
   if (!is_full(all))
     for (int64_t i = 0; i < whole; i += kLanes) store_lanes(joined(weight + i, remainder + i), master + i);
   if (whole == n) return;
@@ -134,6 +137,7 @@ void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
   std::copy_n(masters, n - i, master + i);
 }
 
+// Splits n elements.
 template <class P>
 void split(const float* master, P* weight, int16_t* remainder, int64_t n) {
   int64_t i = 0;

@@ -8,6 +8,7 @@
 
 namespace amp_kernels::cpu {
 
+// How many elements the chunks of a table have.
 inline int64_t elements(const Table& table) {
   int64_t sum = 0;
   for (int64_t c = 0; c < table.chunk_count; ++c) sum += Chunk(table, c).size;
@@ -32,8 +33,8 @@ void run_update(const Update& update) {
   if (is_skipped(update)) return;
   const float factor = update_factor(update);
   const int64_t size = elements(update.table);
-  // From 8 MB of weights on. With RMSprop's division and root between the bursts a Xeon took 40% longer than with
-  // ordinary stores (25M parameters: 17.8 ms for 12.9), an EPYC (Zen 4) 15% less; with SGD both take less.
+  // Streaming pays from 8 MB of weights on. SGD gains on both CPUs that were measured. RMSprop has a division and a
+  // root between its stores: with 25M parameters an EPYC (Zen 4) took 15% less, a Xeon 40% more (17.8 ms, not 12.9).
   const bool streams = update.form.param_dtype != kFloat && !update.form.split &&
                        (Formula::kStates == 1 || !is_intel()) && size >= 1 << 22;
   with_dtype(update.form.param_dtype, [&](auto param) {

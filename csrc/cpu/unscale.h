@@ -1,9 +1,9 @@
 // The gradient pass on a CPU: norm = sqrt(sum of g^2) * factor, found_inf, and with `write` g <- g * factor.
-// Bytes per element: 4 (fp32) or 2 read, with `write` as many written. A thread takes a chunk, in blocks of 1024
+// Bytes per element: 4 (fp32) or 2 read, with `write` as many written. A thread takes a chunk in blocks of 1024
 // elements:
 //
-//   block:  | 8 lanes of sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | ...     fp32; a block whose sum may be inexact again
-//                                                                        in fp64 (fast_sum_is_exact)
+//   block:  | 8 lanes of sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | ...     in fp32; if that may be inexact
+//                                                                        (fast_sum_is_exact), again in fp64
 #pragma once
 
 #include <algorithm>
@@ -17,12 +17,13 @@
 namespace amp_kernels::cpu {
 
 using Wide = double __attribute__((vector_size(8 * kLanes)));
-constexpr int kSums = 4;  // in flight
+constexpr int kSums = 4;  // that do not wait for each other
 constexpr int64_t kStride = kSums * kLanes;
-constexpr int64_t kSquares = 1024;  // 32 squares a lane: at most 1e-6 of rounding in the norm even when it is one-sided
+// Elements of a block. A lane adds 32 squares, so that the norm is within 1e-6 even when all roundings go one way.
+constexpr int64_t kSquares = 1024;
 
-// The squares of n elements, a multiple of kStride, in Sum: Lanes, or Wide where fp32 is not enough. `each` sees every
-// eight elements.
+// The sum of squares of n elements, a multiple of kStride. Sum is Lanes (fp32), or Wide (fp64) where fp32 is not
+// enough. Calls each(i, elements) for every eight elements.
 template <class Sum, class G, class Each>
 double sum_of_squares(const G* x, int64_t n, const Each& each) {
   Sum sums[kSums] = {};
@@ -42,12 +43,13 @@ double sum_of_squares(const G* x, int64_t n, const Each& each) {
   return sum;
 }
 
-// Of a block that the fast sum fails for. Apart: inlined, its registers would spill those of the fast sum.
+// The sum of squares of a block, in fp64. Not inlined: its registers would make the fast sum spill its own.
 template <class G>
 [[gnu::noinline]] double exact_sum_of_squares(const G* x) {
   return sum_of_squares<Wide>(x, kSquares, [](int64_t, const Lanes&) {});
 }
 
+// The sum of squares of a block.
 template <class G>
 double checked_sum(const G* grad, bool ahead) {
   if (ahead) prefetch(grad + kSquares, kSquares);
@@ -55,7 +57,7 @@ double checked_sum(const G* grad, bool ahead) {
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad);
 }
 
-// The same, and the block times the factor.
+// The sum of squares of a block, which is multiplied by the factor.
 template <class G>
 double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
   float kept[kSquares];
@@ -68,7 +70,7 @@ double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(kept);
 }
 
-// Less than a block, exactly.
+// The sum of squares of less than a block, in fp64; with `write`, multiplies the elements.
 template <class G>
 double rest_of_sum(G* grad, float factor, bool write, int64_t n) {
   const int64_t whole = n - n % kStride;
@@ -107,7 +109,7 @@ inline void unscale_chunk(const GradientPass& pass, float factor, int64_t index)
   });
 }
 
-// Folds the partial sums in the order of the chunks, whatever thread made them.
+// norm, found_inf and record. Adds the partials in the order of the chunks, whatever thread computed them.
 inline void finish_pass(const GradientPass& pass, float factor) {
   double sum = 0.0;
   int64_t first_bad = std::numeric_limits<int64_t>::max();

@@ -1,7 +1,9 @@
-// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states), and p rounded to 16 bits.
-// Bytes per element as on a GPU (csrc/cuda/update.cuh). A thread takes a chunk, in blocks of 512 elements: the gradient
-// is widened into L1, a weight and its remainder are joined there, the formula is applied to vectors of the host's
-// width, and the result is split again from what is in L1.
+// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states). A 16-bit weight gets p, rounded.
+// Bytes per element are those of a GPU (csrc/cuda/update.cuh). A thread takes a chunk in blocks of 512 elements:
+//
+//   16-bit gradient   -> fp32 in L1     \
+//   weight, remainder -> master in L1    > formula, in vectors of the host's width -> master -> weight, remainder
+//   states            in place          /                                          -> states
 #pragma once
 
 #include <algorithm>
@@ -14,14 +16,15 @@
 
 namespace amp_kernels::cpu {
 
-// Elements. What is staged stays in L1; with blocks of 256 an update in a cache took 3 % longer.
+// Elements of a block. Its fp32 copies stay in L1. With 256, an update of arrays in a cache took 3 % longer.
 constexpr int64_t kUpdateBlock = 512;
-constexpr int64_t kUpdateAhead = 512;  // elements; on a Xeon with 2 MB of L2 a tenth faster than none, or than 2048
-// Where weights are streamed (convert.h): on a Zen 4 SGD of 25M parameters takes a sixth less than with none, RMSprop a
-// tenth; with 32 KiB both lose half of that.
+// How many elements ahead an update prefetches. On a Xeon with 2 MB of L2 a tenth faster than without, or than 2048.
+constexpr int64_t kUpdateAhead = 512;
+// How many bytes ahead it prefetches where weights are streamed (convert.h). On a Zen 4, with 25M parameters, SGD takes
+// a sixth less than without, and RMSprop a tenth less; with 32 KiB both gain half of that.
 constexpr int64_t kUpdateBytesAhead = 1 << 14;
 
-// kPresent: a bit for each state that there is; the others read as 0.
+// Applies the formula to n elements. kPresent has a bit for each state that there is; the others read as 0.
 template <class Formula, int kPresent>
 void apply(const Formula& formula, float* __restrict p, const float* __restrict g, float* __restrict s0,
            float* __restrict s1, float* __restrict s2, int64_t n) {
@@ -37,13 +40,14 @@ void apply(const Formula& formula, float* __restrict p, const float* __restrict 
   }
 }
 
+// apply() for the states in `present`.
 template <class Formula, int... kPresent>
 auto apply_to(int present, std::integer_sequence<int, kPresent...>) {
   static constexpr decltype(&apply<Formula, 0>) kApply[] = {&apply<Formula, kPresent>...};
   return kApply[present];
 }
 
-// The fp32 parameters of a chunk. R is int16_t for the remainders of weights of type P, else float.
+// The parameters of a chunk, as fp32 numbers. R is int16_t for the remainders of weights of type P, else float.
 template <class P, class R>
 struct Parameters {
   static constexpr bool kIsFp32 = std::is_same_v<P, float>, kIsSplit = std::is_same_v<R, int16_t>;
@@ -54,7 +58,7 @@ struct Parameters {
   Parameters(const Table& table, const Chunk& chunk)
       : weight(chunk.in<P>(table, kParam)), master(chunk.in<R>(table, kIsFp32 ? kParam : kMaster)) {}
 
-  // Elements [i, i + n): where they lie, or in `staged`.
+  // Elements [i, i + n) in fp32: in place, or in `staged`.
   float* load(int64_t i, float* staged, int64_t n) const {
     if constexpr (!kIsSplit) return master + i;
     if constexpr (kIsSplit) join(weight + i, master + i, staged, n);
@@ -73,8 +77,8 @@ struct Parameters {
   }
 };
 
-// M is of row kMaster: int16_t for remainders, else float. `streams`: the model is too large for its weights to stay in
-// a cache until they are used.
+// M is the type of row kMaster: int16_t for remainders, else float. `streams`: weights go past the caches, because the
+// model is too large for them to stay there until they are used.
 template <class Formula, class P, class M, class G>
 void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);
@@ -91,7 +95,7 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
       if (update.form.states >> k & 1) prefetch_head<float>(update.table, later, kState + k);
   }
   const Params params(update.table, chunk);
-  const int16_t* const rests = kJoins ? chunk.in<int16_t>(update.table, kMaster) : nullptr;
+  const int16_t* const grad_remainders = kJoins ? chunk.in<int16_t>(update.table, kMaster) : nullptr;
   float* state[3] = {};
   bool has[Formula::kStates];
   int present = 0;
@@ -116,14 +120,14 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
       else if (streams)
         ask_for(from + i, n, kUpdateBytesAhead);
     };
-    ask(grad), ask(params.master), ask(rests);
+    ask(grad), ask(params.master), ask(grad_remainders);
     if constexpr (Params::kIsSplit) ask(params.weight);
     for (const float* array : state) ask(array);
     const auto s = [&](int k) { return state[k] == nullptr ? nullptr : state[k] + i; };
     float* const p = params.load(i, joined, n);
     const float* g = staged;
     if constexpr (kJoins)
-      join(grad + i, rests + i, staged, n);
+      join(grad + i, grad_remainders + i, staged, n);
     else
       g = as_float(grad + i, staged, n);
     apply_here(formula, p, g, s(0), s(1), s(2), n);

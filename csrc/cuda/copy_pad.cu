@@ -1,16 +1,19 @@
-// A matrix into rows that are multiples of 16 bytes apart, in one pass:
-//   out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 behind the last column)
-//   bias_grad[c] = sum over r of the same, before it is rounded
+// Copies a matrix into rows that are a multiple of 16 bytes apart, in one pass:
+//   out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 after the last column)
+//   bias_grad[c] = sum over r of out[r, c] before rounding
 //
 // Bytes per element: 2 read (4 with `pre`), 2 written.
 //
-// A block takes `across` packs of 8 columns and `rows` rows; its threads stand kThreads / across rows deep:
+// A block takes a tile: `across` packs of 8 columns, and `rows` rows. A thread takes one pack in every (kThreads /
+// across)-th row, and loads four rows at a time (two with an activation, half as many where x is not aligned):
 //
-//           pack 0      pack 1     ..  pack across - 1        rows r, r + kThreads / across, ... of a pack: one thread,
-//   row 0 | thread 0  | thread 1 | .. | thread across - 1 |   4 of them under way (2 with an activation)
-//   row 1 | thread across | ..                            |
-//   ...                                                       sums of columns: threads -> shared memory -> partials of
-//                                                             the block -> fold_kernel, in a fixed order
+//           pack 0          pack 1     ..   pack across - 1
+//   row 0 | thread 0      | thread 1 | .. | thread across - 1 |
+//   row 1 | thread across | ..                                |
+//   ...
+//
+// Sums of columns are added in a fixed order: in each thread, then in shared memory (partials of the tile), then in
+// fold_kernel.
 #include "../formulas/activation.h"
 #include "grid.cuh"
 #include "pieces.cuh"
@@ -21,14 +24,14 @@ namespace {
 
 constexpr int kPack = 8;  // numbers of a 16-byte store
 constexpr int kMostAcross = 32;
-constexpr int kMostRows = 4;  // under way in a thread: 64 bytes, so that 48 KB are in flight on a multiprocessor
+constexpr int kMostRows = 4;  // that a thread loads at a time: 64 bytes, 48 KB on a multiprocessor
 constexpr int kResident = 3;  // blocks on a multiprocessor, for which a thread may have 80 registers
 
-// A block takes `across` packs of `rows` rows, kThreads / across rows at a time.
+// The size and the number of tiles.
 struct Grid {
   int across;
-  int64_t column_tiles, row_tiles, rows;  // rows: of a block, less than 2^31, or x would not fit in memory
-  int64_t x_step, pre_step, out_step;     // from one row of a thread to its next
+  int64_t column_tiles, row_tiles, rows;  // rows: of a tile; fewer than 2^31, or x would not fit in memory
+  int64_t x_step, pre_step, out_step;     // from a thread's row to its next row
 
   explicit Grid(const CopyPad& pass) {
     const int64_t packs = pass.pitch / kPack;
@@ -46,29 +49,29 @@ struct Grid {
   }
 };
 
-// The thread's pack of rows of x or of pre, one after the other.
+// Reads a thread's packs of x or of `pre`, row after row.
 template <class T>
 struct Reader {
   const T* next;
-  int columns;    // of the pack, that exist
-  bool by_words;  // not where the first or the last word of x begins before it or ends behind it
+  int columns;            // how many columns of the pack exist
+  bool can_read_aligned;  // false if columns are not neighbours, or an aligned 16-byte read would leave x
 
-  // From `row` on and before `end`.
+  // From `row` on, before `end`.
   __device__ Reader(const void* x, const Span& span, const int64_t (&strides)[2], int64_t row, int64_t end,
                     int64_t column, int64_t columns_of_x)
       : next(static_cast<const T*>(x)) {
     const int64_t left = columns_of_x - column;
     columns = left < 0 ? 0 : left < kPack ? static_cast<int>(left) : kPack;
     if (columns > 0) next += row * strides[0] + column * strides[1];
-    by_words = strides[1] == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + columns);
+    can_read_aligned = strides[1] == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + columns);
   }
 
-  // Asks for N rows `step` apart, of which `left` exist. Shifted::first(columns) waits. kByWords: stride is 1.
-  template <bool kByWords, int N>
+  // Starts the loads of N rows `step` apart, of which the first `left` exist. Shifted::first(columns) waits for them.
+  template <bool kAligned, int N>
   __device__ __forceinline__ void load(int left, int64_t step, int64_t stride, Shifted<T> (&packs)[N]) {
 #pragma unroll
     for (int i = 0; i < N; ++i, next += step) {
-      if constexpr (kByWords) {
+      if constexpr (kAligned) {
         packs[i].load(next, i < left ? columns : 0);
       } else {
         packs[i].set(load_strided(next, stride, i < left ? columns : 0));
@@ -77,7 +80,7 @@ struct Reader {
   }
 };
 
-// The threads' sums of `8 * across` columns, added in a fixed order.
+// Adds the threads' sums of the tile's 8 * across columns, in a fixed order.
 __device__ __forceinline__ void store_sums(const float (&sums)[kPack], int across, int64_t first, int64_t columns,
                                            float* partials) {
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [kThreads / across, 8 * across]
@@ -104,15 +107,15 @@ __global__ void __launch_bounds__(kThreads, kResident)
     Reader<T> pre(pass.pre, pre_span, pass.pre_strides, begin, end, column, pass.columns);
     T* out = static_cast<T*>(pass.out) + begin * pass.pitch + column;
     const int rows = static_cast<int>(((end - begin) * grid.across + kThreads - 1) / kThreads);  // of this thread
-    const auto copy = [&](auto by_words) {
-      constexpr int kRows = kMostRows / (kActivation == kIdentity ? 1 : 2) / (by_words ? 1 : 2);
+    const auto copy = [&](auto aligned) {
+      constexpr int kRows = kMostRows / (kActivation == kIdentity ? 1 : 2) / (aligned ? 1 : 2);
 #pragma unroll 1
       for (int left = rows; left > 0; left -= kRows) {
         Shifted<T> numbers[kRows];
         [[maybe_unused]] Shifted<T> arguments[kRows];
-        x.template load<by_words>(left, grid.x_step, pass.x_strides[1], numbers);
+        x.template load<aligned>(left, grid.x_step, pass.x_strides[1], numbers);
         if constexpr (kActivation != kIdentity)
-          pre.template load<by_words>(left, grid.pre_step, pass.pre_strides[1], arguments);
+          pre.template load<aligned>(left, grid.pre_step, pass.pre_strides[1], arguments);
 #pragma unroll
         for (int i = 0; i < kRows; ++i, out += grid.out_step) {
           if (i >= left) continue;
@@ -132,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
 #pragma unroll
             for (int j = 0; j < kPack; ++j) sums[j] += product[j];
           }
-          if constexpr (by_words) {
+          if constexpr (aligned) {
             store_wide(out, pack);
           } else {
             store_each(out, pack, 1, kPack);
@@ -140,7 +143,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
         }
       }
     };
-    if (x.by_words && (kActivation == kIdentity || pre.by_words) && is_aligned16(pass.out)) {
+    if (x.can_read_aligned && (kActivation == kIdentity || pre.can_read_aligned) && is_aligned16(pass.out)) {
       copy(std::true_type());
     } else {
       copy(std::false_type());
@@ -150,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     store_sums(sums, grid.across, first_column * kPack, pass.columns, partials + row_tile * pass.columns);
 }
 
-// Adds the partial sums [row_tiles, columns], 32 columns in a block.
+// Adds the partials [row_tiles, columns] of tiles, 32 columns per block.
 __global__ void __launch_bounds__(kThreads)
     fold_kernel(const float* partials, int64_t row_tiles, int64_t columns, float* bias_grad) {
   constexpr int kWarps = kThreads / 32;

@@ -1,4 +1,4 @@
-// The launch shape that all kernels share, and how a block walks the chunks of a table.
+// The launch over the chunks of a table (../table.h): the grid, how a block walks its chunks, how it divides a chunk.
 #pragma once
 
 #include <algorithm>
@@ -9,17 +9,16 @@
 namespace amp_kernels::cuda {
 
 constexpr int kThreads = 256;
-constexpr int kBlocksPerMultiprocessor = 8;  // 2048 threads fill a multiprocessor of sm_80 and sm_90
 
-// How many blocks of a kernel run at a time. Loads the kernel, which a graph capture may not do.
+// How many blocks of a kernel run at a time. Loads the kernel, which fails during a graph capture.
 template <class Kernel>
 int64_t blocks_at_a_time(Kernel* kernel, size_t shared_bytes) {
   return static_cast<int64_t>(multiprocessor_count()) * resident_blocks(kernel, kThreads, shared_bytes);
 }
 
-// Blocks walk the chunks of a table with a stride, at most as many as run at a time: more would be a second wave, of
-// which a part of the multiprocessors has nothing to do. No more than go round evenly: of 396 chunks and 264 blocks at
-// a time 198 blocks take two each, for otherwise 132 would take two and 132 one.
+// Block b takes the chunks b, b + gridDim.x, ... There are at most as many blocks as run at a time: a second wave would
+// leave a part of the multiprocessors idle. There are no more than the same number of rounds needs: if 264 blocks run
+// at a time, 396 chunks take two rounds, so 198 blocks take two chunks each. Of 264 blocks 132 would take only one.
 template <class Kernel, class Pass>
 void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, Stream stream) {
   const int64_t chunks = std::max<int64_t>(1, pass.table.chunk_count), most = blocks_at_a_time(kernel, shared_bytes);
@@ -27,20 +26,21 @@ void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, S
   launch(kernel, static_cast<unsigned>((chunks + rounds - 1) / rounds), kThreads, shared_bytes, stream, pass);
 }
 
-// How elements are divided: aligned packs of neighbours, and the others beside them. These are less than a pack before
-// and behind all packs of a tensor, if its chunks take packs as they lie, and begin and end where they do:
+// How the elements of a chunk are divided among threads. A pack is kPack neighbours, aligned to their size: one access
+// of a thread. Chunks are shifted to begin and end where packs do, so only the head and the tail of a tensor lie
+// outside of packs, each with fewer than kPack elements:
 //
 //   tensor:  | head | pack | pack | ... | pack | pack | ... | pack | tail |
 //            | chunk 0 ..................| chunk 1 ...................... |
 template <int kPack>
 struct Division {
-  int lead;   // others before the packs
-  int first;  // element of the first pack
+  int lead;   // elements before the packs: of the head
+  int first;  // the element at which the first pack begins
   int packs;
-  int others;
+  int others;  // elements outside of packs: of head and tail
 
-  // Of a chunk whose first element by the table stands at place `phase` of an aligned pack; `begin` elements of its
-  // tensor are before it, `rest` from it on.
+  // By the table the chunk begins at element `begin` of its tensor, from where the tensor has `rest` elements. `phase`:
+  // the position of that element in an aligned pack.
   __device__ __forceinline__ Division(int64_t begin, int64_t rest, int64_t chunk_size, int phase)
       : first(-phase & (kPack - 1)) {
     const int64_t next = chunk_size + first;  // where the next chunk begins
@@ -50,26 +50,29 @@ struct Division {
     others = lead + (first < end ? end - first - packs * kPack : 0);
   }
 
-  // The element that is the k-th of the others.
+  // The k-th element outside of packs.
   __device__ __forceinline__ int other(int k) const { return k < lead ? k : k - lead + first + packs * kPack; }
 };
 
-// Every gridDim.x-th chunk of a table, from the first or (kBackwards) from the last one on.
+// The chunks of a block: every gridDim.x-th of a table, from the first or (kBackwards) from the last one on.
 //
-// What a block has to know of a chunk is three loads deep: its entry names a tensor, the tensor's column holds
-// addresses, and they lead to the elements. A header is the entry, the column's first kRows rows and a count. It lies
-// in shared memory; thread r fetches row r of the next one while this chunk is worked on:
+// Three loads depend on each other: a chunk's entry names its tensor, the tensor's column holds addresses, and these
+// lead to the elements. To hide their latency, a block loads ahead. The header of a chunk is its entry, the first kRows
+// rows of its column, and a count. The header of the current chunk lies in shared memory; meanwhile thread r loads word
+// r of the next one. With c, c + 1, c + 2 for the chunks of the block:
 //
-//   chunk c:   [ elements of c;  header of c + 1 to registers;  tensor of c + 2 ]  [ header of c + 1 to shared memory ]
+//   while it works on c:   header of c + 1 -> registers (word_, count_);  tensor of c + 2 -> a register (tensor_)
+//   advance():             header of c + 1 -> shared memory
 //
-// Nothing but publish() may look at what was fetched, not even to widen a number: it would wait.
+// Do not read word_, tensor_ or count_ before publish(), not even to widen a number: any use waits for the load.
 template <int kRows, bool kBackwards>
 class ChunkWalk {
  public:
   static constexpr int kWords = kRows + 2;
 
-  // `counts` are one for each chunk, or nullptr; `shared` is for kWords words. All threads of the block call. No kernel
-  // passes counts. They stay because nvcc 13.0, without this load, asks for 32 bytes in place of 64 before it waits, in
+  // All threads of the block call it. `shared`: kWords words. `counts`: one for each chunk, or nullptr.
+  //
+  // No kernel passes counts. They stay because without their load nvcc 13.0 loads 32 bytes, not 64, before it waits, in
   // one of the three loops of unscale_kernel (tests/gpu_static/test_bytes_in_flight.py).
   __device__ ChunkWalk(const Table& table, const int32_t* counts, int64_t* shared)
       : table_(table), counts_(counts), header_(shared), at_(static_cast<int>(blockIdx.x)) {
@@ -94,13 +97,13 @@ class ChunkWalk {
   __device__ int64_t begin() const { return (header_[kRows] >> 32) * table_.chunk_size; }
   __device__ int64_t rest() const { return row(kNumel) - begin(); }  // elements of the tensor from `begin` on
 
-  // By packs as they lie in the tensor.
+  // The chunk in packs; `phase` is that of Division.
   template <int kPack>
   __device__ Division<kPack> divide(int phase) const {
     return {begin(), rest(), table_.chunk_size, phase};
   }
 
-  // First element of the chunk in an array of the table; nullptr where the tensor has no such array.
+  // The first element of the chunk in the array of this row; nullptr if the tensor has no such array.
   template <class T>
   __device__ T* in(int row) const {
     const int64_t address = header_[row];
@@ -111,14 +114,15 @@ class ChunkWalk {
   __device__ int index_of(int at) const { return kBackwards ? static_cast<int>(table_.chunk_count) - 1 - at : at; }
   __device__ const int32_t* entry(int at) const { return table_.chunks + 2 * static_cast<int64_t>(index_of(at)); }
 
-  // Only the threads that fetch look up and fetch: of a number that all have nvcc makes a uniform register, and waits.
+  // Only threads that need a value load it. One that all threads load nvcc puts into a uniform register, and waits for.
   __device__ bool fetches(int at) const { return threadIdx.x < kWords && at < table_.chunk_count; }
 
+  // Loads the tensor of a chunk.
   __device__ void look_up(int at) {
     if (fetches(at)) tensor_ = entry(at)[0];
   }
 
-  // Of a chunk that was looked up; and looks up the one after it.
+  // Loads the header of a chunk that was looked up, and looks up the chunk after it.
   __device__ void fetch(int at) {
     if (!fetches(at)) return;
     const int word = static_cast<int>(threadIdx.x);
@@ -129,6 +133,7 @@ class ChunkWalk {
     look_up(at + gridDim.x);
   }
 
+  // Writes the loaded header to shared memory, and loads the next one.
   __device__ void publish() {
     if (threadIdx.x <= kRows) header_[threadIdx.x] = word_;
     if (threadIdx.x == kRows + 1) header_[kRows + 1] = count_;
@@ -140,9 +145,9 @@ class ChunkWalk {
   const int32_t* counts_;
   int64_t* header_;
   int at_;
-  int tensor_ = 0;    // of the chunk behind the one that is fetched
-  int64_t word_ = 0;  // of the next header
-  int count_ = 0;
+  int tensor_ = 0;    // of the chunk after the next
+  int64_t word_ = 0;  // this thread's word of the next header
+  int count_ = 0;     // of the next chunk
 };
 
 template <class T, int N>
@@ -153,12 +158,13 @@ __device__ __forceinline__ Vector<float, N> floats(const Vector<T, N>& elements)
   return values;
 }
 
-// The grid of a launch: beyond what CUDA takes, an error instead of a part of the work.
+// `count` as the grid of a launch. Throws beyond what CUDA takes: truncated, it would do a part of the work.
 inline unsigned blocks(int64_t count) {
   if (count > INT32_MAX) throw std::invalid_argument("amp_kernels: " + std::to_string(count) + " blocks are too many");
   return static_cast<unsigned>(count);
 }
 
+// Calls f with a zero of the type.
 template <class F>
 void with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -171,6 +177,7 @@ void with_dtype(Dtype dtype, const F& f) {
   }
 }
 
+// Calls f with a zero of the type, which is fp16 or bf16.
 template <class F>
 void with_16_bits(Dtype dtype, const F& f) {
   if (dtype == kHalf) return f(__half{});

@@ -2,9 +2,16 @@
 //
 //   code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)
 //
-// A GPU rounds to an integer, and converts, at an eighth of the rate at which it adds; it compares, selects and packs
-// at half of that rate. Two of the former or ten of the latter for each element would cost more time than the memory
-// takes. So elements are rounded by an addition (kMagic), clamped before that, and packed by shifts and sums of four.
+// Per element, two conversions or ten comparisons would take longer than memory does: a GPU rounds and converts at an
+// eighth of the rate at which it adds, and compares, selects and packs at half of it. So a pack is made of cheap steps:
+//
+//   steps = x * inverse
+//   clamp       between the steps of the lowest and of the highest code
+//   + kMagic    rounds to an integer, which the low bits then hold
+//   pack        the low bytes of four such numbers are a word of four codes
+//
+// The functions up to keeps_gradient() treat one element and every value that it can have. Those below treat a pack of
+// a plain group, as an Op's store() does (int8_walk.cuh).
 #pragma once
 
 #include "../formulas/int8.h"
@@ -12,10 +19,10 @@
 
 namespace amp_kernels::cuda {
 
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which its low bits then hold
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
 constexpr int kMagicBits = 0x4b400000;
 
-// NaN becomes 0. Beyond 512 steps a code saturates whatever its zero point is.
+// NaN becomes 0. Beyond 512 steps a code saturates, whatever its zero point is.
 __device__ __forceinline__ float bounded(float steps) {
   steps = steps == steps ? steps : 0.0f;
   return fminf(fmaxf(steps, -512.0f), 512.0f);
@@ -32,7 +39,8 @@ __device__ __forceinline__ int below(float steps) {
   return rounded - (add_rn(shifted, -kMagic) > v ? 1 : 0);
 }
 
-// Where `inverse` is 0 the zero point is 0 or the sum is 0, and the formulas' test for it makes no difference.
+// The formulas test whether `inverse` is 0. That is not needed here: the steps are 0 then, so the code is the zero
+// point.
 __device__ __forceinline__ int nearest_code(float x, const Affine& affine) {
   return clamped(nearest(multiply_rn(x, affine.inverse)) + affine.zero_point, affine.low);
 }
@@ -46,7 +54,7 @@ __device__ __forceinline__ bool keeps_gradient(float x, const Affine& affine) {
   return code >= affine.low && code <= 127;
 }
 
-// And the bounds of the steps from the zero point.
+// An Affine, and the bounds between which steps from the zero point are codes.
 struct BoundedAffine : Affine {
   float lowest, highest;
 
@@ -56,11 +64,11 @@ struct BoundedAffine : Affine {
         lowest(static_cast<float>(affine.low) - static_cast<float>(affine.zero_point)),
         highest(127.0f - static_cast<float>(affine.zero_point)) {}
 
-  // Whether the functions below are exact for packs without NaN.
+  // Whether the functions below are exact for packs without NaN steps.
   __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
 };
 
-// Of a symmetric group that has its own scale: its codes need no bounds.
+// For a symmetric group whose scale was measured: its codes need no bounds.
 struct InsideAffine {
   static constexpr int zero_point = 0;
   float scale, inverse;
@@ -73,13 +81,16 @@ struct InsideAffine {
   __device__ __forceinline__ bool is_plain() const { return scale == scale; }
 };
 
-// What is known of steps: nothing (kAny); that none is NaN (kNumbers), as in a group that has its own scale; that their
-// nearest integers are codes (kInside), if that scale is symmetric: two roundings and a reciprocal add less than 2^-20
-// to the 127 of the largest.
-enum Steps { kAny, kNumbers, kInside };
+// What is known of the steps of a plain group.
+enum Steps {
+  kAny,      // nothing: the scale was given
+  kNumbers,  // none is NaN: the scale was measured
+  kInside    // and their nearest integers are codes, since the scale is symmetric: the largest step is 127, to which
+             // two roundings and a reciprocal add less than 2^-20
+};
 
-// Clamps and rounds steps, and leaves kMagic more than they are. To clamp first is the same as to round first, because
-// the bounds are integers.
+// Clamps and rounds steps, and leaves them kMagic too large. To clamp first is the same as to round first, because the
+// bounds are integers.
 template <bool kStochastic, Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& affine_at) {
 #pragma unroll
@@ -89,9 +100,9 @@ __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& a
   }
 }
 
-// Codes of rounded steps, four to a word. The low byte of a rounded step is that of the integer it holds, in two's
-// complement: where the zero point is 0, that is the code. Else zero points are added to four at a time, and 128 to
-// each of them, so that no sum carries into the next code.
+// Packs the codes of rounded steps, four to a word. The low byte of a rounded step is the low byte of its integer. If
+// the zero point is 0, that is the code. Otherwise four steps and four zero points are added as one word. Each of the
+// four sums has 128 added, so that it is not negative and does not carry into the next code.
 template <Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float (&steps)[N],
                                            const AffineAt& affine_at) {
@@ -115,7 +126,7 @@ __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float
   }
 }
 
-// The uniform numbers of N elements with neighbouring indices. A counter of Philox gives the words of four.
+// The uniform numbers of N elements with neighbouring indices. A counter of Philox makes the words of four indices.
 template <int N>
 __device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t index, uint64_t seed) {
   uint32_t words[N + 4];
@@ -129,7 +140,7 @@ __device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t ind
     const RandomWords four = philox((index >> 2) + N / 4, seed);
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[N + i] = four.word[i];
-    // Shifts by a constant each, for an array in registers cannot be indexed by a variable.
+    // Shifts by 1 and by 2, since an array in registers cannot be indexed by a variable.
 #pragma unroll
     for (int k = 0; k < N + 3; ++k) words[k] = index & 1 ? words[k + 1] : words[k];
 #pragma unroll

@@ -34,9 +34,7 @@ struct DequantizeOp {
   Scales scales;
   bool wide;
 
-  __device__ __forceinline__ void move(int64_t, int64_t elements) { values += elements, out += elements; }
-
-  __device__ __forceinline__ Affine affine(const Offsets& offsets) const { return scales.at(offsets); }
+  __device__ __forceinline__ Affine affine(int64_t group) const { return scales.at(group); }
 
   template <class AffineAt>
   static __device__ __forceinline__ Vector<T, kPack> convert(const Vector<int8_t, kPack>& codes,
@@ -48,8 +46,8 @@ struct DequantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ void prefetch() const { amp_kernels::prefetch(values); }
-  __device__ __forceinline__ Raw load(int64_t, int64_t offset) const { return load_wide<kPack>(values + offset); }
+  __device__ __forceinline__ void prefetch(int64_t offset) const { amp_kernels::prefetch(values + offset); }
+  __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(values + offset); }
 
   // 2^23 with a byte in its low bits is the number 2^23 + byte: one instruction in place of a conversion.
   template <class AffineAt>
@@ -67,9 +65,9 @@ struct DequantizeOp {
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ void narrow(const Offsets& at, int count, const AffineAt& affine_at) const {
-    const Vector<int8_t, kPack> codes = load_each<kPack>(values + at.out, 1, count);
-    store_each(out + at.out, convert(codes, affine_at), 1, count);
+  __device__ __forceinline__ void narrow(int64_t offset, int count, const AffineAt& affine_at) const {
+    const Vector<int8_t, kPack> codes = load_each<kPack>(values + offset, 1, count);
+    store_each(out + offset, convert(codes, affine_at), 1, count);
   }
 };
 
@@ -77,7 +75,7 @@ template <class T>
 struct StraightThroughOp {
   static constexpr int kPack = 16 / sizeof(T);
   static constexpr int kEach = 2;  // of two arrays
-  static constexpr int kResidentRows = 4, kResidentColumns = 3;
+  static constexpr int kResidentRows = 4, kResidentColumns = sizeof(T) == 4 ? 4 : 3;
   using Group = BoundedAffine;
   struct Raw {
     Packed<T, kPack> grad, x;
@@ -89,11 +87,7 @@ struct StraightThroughOp {
   Scales scales;
   bool wide;
 
-  __device__ __forceinline__ void move(int64_t x_elements, int64_t elements) {
-    grad += elements, x += x_elements, out += elements;
-  }
-
-  __device__ __forceinline__ Affine affine(const Offsets& offsets) const { return scales.at(offsets); }
+  __device__ __forceinline__ Affine affine(int64_t group) const { return scales.at(group); }
 
   template <class AffineAt>
   static __device__ __forceinline__ Vector<T, kPack> convert(const Vector<T, kPack>& grad, const Vector<T, kPack>& x,
@@ -105,13 +99,13 @@ struct StraightThroughOp {
     return result;
   }
 
-  __device__ __forceinline__ void prefetch() const {
-    amp_kernels::prefetch(grad);
-    amp_kernels::prefetch(x);
+  __device__ __forceinline__ void prefetch(int64_t offset) const {
+    amp_kernels::prefetch(grad + offset);
+    amp_kernels::prefetch(x + offset);
   }
 
-  __device__ __forceinline__ Raw load(int64_t x_offset, int64_t offset) const {
-    return {load_wide<kPack>(grad + offset), load_wide<kPack>(x + x_offset)};
+  __device__ __forceinline__ Raw load(int64_t offset) const {
+    return {load_wide<kPack>(grad + offset), load_wide<kPack>(x + offset)};
   }
 
   template <class AffineAt>
@@ -128,45 +122,43 @@ struct StraightThroughOp {
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ void narrow(const Offsets& at, int count, const AffineAt& affine_at) const {
+  __device__ __forceinline__ void narrow(int64_t offset, int count, const AffineAt& affine_at) const {
     const Vector<T, kPack> result =
-        convert(load_each<kPack>(grad + at.out, 1, count), load_each<kPack>(x + at.x, 1, count), affine_at);
-    store_each(out + at.out, result, 1, count);
+        convert(load_each<kPack>(grad + offset, 1, count), load_each<kPack>(x + offset, 1, count), affine_at);
+    store_each(out + offset, result, 1, count);
   }
 };
 
 }  // namespace
 
 void launch_dequantize(const Dequantize& dequantize, Stream stream) {
-  const Axes axes(dequantize.layout);
+  const Int8Layout& layout = dequantize.layout;
   with_dtype(dequantize.dtype, [&](auto zero) {
     using T = decltype(zero);
     using Op = DequantizeOp<T>;
-    const bool wide = axes.is_wide(dequantize.values, 1, Op::kPack, &Axis::out) &&
-                      axes.is_wide(dequantize.out, sizeof(T), Op::kPack, &Axis::out);
+    const bool wide =
+        is_wide(layout, dequantize.values, 1, Op::kPack) && is_wide(layout, dequantize.out, sizeof(T), Op::kPack);
     launch_pass(Op{dequantize.values,
                    static_cast<T*>(dequantize.out),
                    {dequantize.scale, dequantize.zero_point, nullptr},
                    wide},
-                axes, stream);
+                layout, stream);
   });
 }
 
 void launch_straight_through(const StraightThrough& pass, Stream stream) {
-  const Axes axes(pass.layout);
+  const Int8Layout& layout = pass.layout;
   with_dtype(pass.dtype, [&](auto zero) {
     using T = decltype(zero);
     using Op = StraightThroughOp<T>;
-    const auto is_wide = [&](const void* p, int64_t Axis::* stride) {
-      return axes.is_wide(p, sizeof(T), Op::kPack, stride);
-    };
-    const bool wide = is_wide(pass.grad, &Axis::out) && is_wide(pass.x, &Axis::x) && is_wide(pass.out, &Axis::out);
+    const auto takes_packs = [&](const void* array) { return is_wide(layout, array, sizeof(T), Op::kPack); };
+    const bool wide = takes_packs(pass.grad) && takes_packs(pass.x) && takes_packs(pass.out);
     launch_pass(Op{static_cast<const T*>(pass.grad),
                    static_cast<const T*>(pass.x),
                    static_cast<T*>(pass.out),
                    {pass.scale, pass.zero_point, nullptr},
                    wide},
-                axes, stream);
+                layout, stream);
   });
 }
 

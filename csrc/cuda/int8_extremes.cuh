@@ -1,6 +1,6 @@
-// Scales from the data, for groups that do not fit on chip. Each block leaves the extremes of one piece of a group, and
-// a second launch folds the pieces into a scale and a zero point. Minima and maxima are exact in any order. x is read
-// once here: 2 or 4 bytes an element.
+// The scales of groups that do not fit on chip, in two launches. Each block of the first one finds the extremes of a
+// piece of a group. The second one folds the pieces of each group into a scale and a zero point. Minima and maxima are
+// exact in any order. x is read once here: 2 or 4 bytes an element.
 //
 //   by rows                                              by columns
 //   group  [piece 0    |piece 1    |piece 2    ]         band  [row           ]  piece 0: block 0
@@ -14,8 +14,8 @@
 
 namespace amp_kernels {
 
-// How far a group reaches from 0 to either side: bits of floats that are not negative compare like the floats, and NaN
-// is the largest of them.
+// How far a group reaches from 0 to either side, as bits of floats without a sign. Such bits have the order of the
+// floats, with NaN above all.
 struct Reach {
   uint32_t below = 0, above = 0;
 
@@ -58,8 +58,8 @@ __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   return {warp_max(reach.below), warp_max(reach.above)};
 }
 
-// The extremes of packs, N of them: extreme k is that of elements k, k + N, k + 2N... of every pack, and of 0. Two
-// numbers of 16 bits take one instruction. Missing elements of a pack are 0, which changes no extreme.
+// Running extremes of packs, N of each kind: extreme k is that of elements k, k + N, k + 2N... of every pack, and of 0.
+// One instruction compares two numbers of 16 bits. Missing elements of a pack are 0, which changes no extreme.
 template <class T, int N>
 struct Bounds {
   using Word = typename Held<T>::Type;
@@ -113,35 +113,34 @@ struct ExtremesPass {
 
   const T* x;
   bool wide;
+  int64_t groups;
   int64_t pieces;   // of a group
   Reach* partials;  // [groups, pieces]
 };
 
-// By rows. walk.outer is the outer reduced axis, the inner group axis, the outer group axis.
+// By rows.
 template <class T>
 __global__ void __launch_bounds__(kThreads, kResidentExtremes)
     row_extremes_kernel(const ExtremesPass<T> pass, const RowWalk walk) {
   constexpr int kPack = ExtremesPass<T>::kPack, kEach = ExtremesPass<T>::kEach;
   Reach* shared = reinterpret_cast<Reach*>(shared_memory());
-  const int64_t segments = walk.outer[0].size * walk.segments;  // of a group
-  const int64_t items = walk.outer[1].size * walk.outer[2].size * pass.pieces;
+  const int64_t items = pass.groups * pass.pieces;
   for (int64_t item = blockIdx.x; item < items; item += gridDim.x) {
     int64_t group = item;
     const int64_t piece = split_off(group, pass.pieces);
     RowBounds<T> bounds;
-    for (int64_t s = piece * walk.teams + walk.team(); s < segments; s += pass.pieces * walk.teams) {
-      const Segment segment = Segment::of<kPack>(walk, group * segments + s);
+    for (int64_t s = piece * walk.teams + walk.team(); s < walk.segments; s += pass.pieces * walk.teams) {
+      const Segment segment = Segment::of<kPack>(walk, group, s);
       if (pass.wide) {
         Packed<T, kPack> raw[kEach] = {};
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (segment.has<kPack>(j)) raw[j] = load_wide<kPack>(pass.x + segment.first.x + j * segment.stride);
+          if (segment.has<kPack>(j)) raw[j] = load_wide<kPack>(pass.x + segment.first + j * segment.stride);
 #pragma unroll
         for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }
-      segment.each_narrow<kPack>(pass.wide, [&](const Offsets& offsets, int count) {
-        bounds.add(load_each<kPack>(pass.x + offsets.x, 1, count));
-      });
+      segment.each_narrow<kPack>(
+          pass.wide, [&](int64_t offset, int count) { bounds.add(load_each<kPack>(pass.x + offset, 1, count)); });
     }
     const Reach reach = block_reach(bounds.reach(), shared);
     if (threadIdx.x == 0) pass.partials[item] = reach;
@@ -159,19 +158,19 @@ __global__ void __launch_bounds__(kThreads, kResidentExtremes)
     const Columns columns = Columns::of(walk, item, kPack);
     Bounds<T, kPack> bounds;
     if (pass.wide && columns.count == kPack) {
-      const T* from = pass.x + columns.first.x;
+      const T* from = pass.x + columns.first;
 #pragma unroll 1
-      for (int left = columns.rows; left > 0; left -= kEach, from += kEach * walk.step_x) {
+      for (int left = columns.rows; left > 0; left -= kEach, from += kEach * walk.step) {
         Packed<T, kPack> raw[kEach] = {};
 #pragma unroll
         for (int j = 0; j < kEach; ++j)
-          if (j < left) raw[j] = load_wide<kPack>(from + j * walk.step_x);
+          if (j < left) raw[j] = load_wide<kPack>(from + j * walk.step);
 #pragma unroll
         for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
       }
     } else {
-      columns.each_narrow(
-          walk, [&](const Offsets& offsets) { bounds.add(load_each<kPack>(pass.x + offsets.x, 1, columns.count)); });
+      columns.each_narrow(walk,
+                          [&](int64_t offset) { bounds.add(load_each<kPack>(pass.x + offset, 1, columns.count)); });
     }
 #pragma unroll
     for (int k = 0; k < kPack; ++k) shared[(team * kPack + k) * walk.lanes + lane] = bounds.at(k);
@@ -182,8 +181,7 @@ __global__ void __launch_bounds__(kThreads, kResidentExtremes)
       int64_t rest = item;
       const int64_t band = split_off(rest, walk.bands), piece = split_off(rest, walk.pieces);
       const int64_t i = (band * walk.lanes + lane) * kPack + team;
-      const int64_t group = rest * walk.outer.group + i * walk.inner.group;
-      if (i < walk.inner.size) pass.partials[group * pass.pieces + piece] = column;
+      if (i < walk.columns) pass.partials[(rest * walk.columns + i) * pass.pieces + piece] = column;
     }
     barrier();
   }
@@ -192,7 +190,6 @@ __global__ void __launch_bounds__(kThreads, kResidentExtremes)
 struct ScaleFold {
   const Reach* partials;
   int64_t groups, pieces;
-  Axis inner, outer;  // of the groups
   Affine* affine;
   float* scale;
   int32_t* zero_point;
@@ -210,12 +207,8 @@ static __global__ void __launch_bounds__(kThreads) fold_kernel(const ScaleFold f
     if (threadIdx.x % 32 != 0) continue;
     const Affine affine = affine_of(reach.extremes(), fold.zero_point == nullptr);
     fold.affine[group] = affine;
-    int64_t outer = group;
-    Offsets offsets;
-    offsets.move(fold.inner, split_off(outer, fold.inner.size));
-    offsets.move(fold.outer, outer);
-    fold.scale[offsets.scale] = affine.scale;
-    if (fold.zero_point != nullptr) fold.zero_point[offsets.scale] = affine.zero_point;
+    fold.scale[group] = affine.scale;
+    if (fold.zero_point != nullptr) fold.zero_point[group] = affine.zero_point;
   }
 }
 
@@ -229,29 +222,24 @@ struct ExtremesPlan {
   ColumnWalk columns;
   int64_t groups, pieces;
 
-  ExtremesPlan(const Axes& axes, int pack, int each)
-      : by_columns(axes.by_columns), rows{}, columns{}, groups(axes.groups()) {
+  ExtremesPlan(const Int8Layout& layout, int pack, int each)
+      : by_columns(layout.is_by_columns()), rows{}, columns{}, groups(layout.groups()) {
     if (by_columns) {
-      columns = column_walk(axes, pack, each, kResidentExtremes);
+      columns = column_walk(layout, pack, each, kResidentExtremes);
       pieces = columns.pieces;
     } else {
-      rows = row_walk(axes, pack, each, kThreads);
-      rows.outer[0] = axes[Int8Layout::kOuterReduced];
-      rows.outer[1] = axes[Int8Layout::kInnerGroup];
-      rows.outer[2] = axes[Int8Layout::kOuterGroup];
-      pieces = Pieces(ceil_div(rows.outer[0].size * rows.segments, rows.teams), groups,
-                      int64_t{multiprocessor_count()} * kResidentExtremes, 1)
-                   .count;
+      rows = row_walk(layout, pack, each, kThreads);
+      const int64_t resident = int64_t{multiprocessor_count()} * kResidentExtremes;
+      pieces = Pieces(ceil_div(rows.segments, rows.teams), groups, resident, 1).count;
     }
   }
 
   int64_t bytes() const { return groups * (sizeof(Affine) + pieces * sizeof(Reach)); }
 
   template <class T>
-  void launch(const T* x, bool wide, Affine* affine, const Axes& axes, float* scale, int32_t* zero_point,
-              Stream stream) const {
+  void launch(const T* x, bool wide, Affine* affine, float* scale, int32_t* zero_point, Stream stream) const {
     Reach* partials = reinterpret_cast<Reach*>(affine + groups);
-    const ExtremesPass<T> pass{x, wide, pieces, partials};
+    const ExtremesPass<T> pass{x, wide, groups, pieces, partials};
     if (by_columns) {
       amp_kernels::launch(column_extremes_kernel<T>, grid_of(columns.items), kThreads,
                           kThreads * ExtremesPass<T>::kPack * sizeof(Reach), stream, pass, columns);
@@ -259,8 +247,7 @@ struct ExtremesPlan {
       amp_kernels::launch(row_extremes_kernel<T>, grid_of(groups * pieces), kThreads, 32 * sizeof(Reach), stream, pass,
                           rows);
     }
-    const ScaleFold fold{partials, groups, pieces,    axes[Int8Layout::kInnerGroup], axes[Int8Layout::kOuterGroup],
-                         affine,   scale,  zero_point};
+    const ScaleFold fold{partials, groups, pieces, affine, scale, zero_point};
     amp_kernels::launch(fold_kernel, grid_of(ceil_div(groups, kThreads / 32)), kThreads, 0, stream, fold);
   }
 };

@@ -31,7 +31,7 @@ struct QuantizeOp {
   // Blocks on a multiprocessor. Random bits take up to 80 registers a thread by rows and 112 by columns, where bounds
   // for each column take 80 and inverses alone 56.
   static constexpr int kResidentRows = kStochastic ? 3 : 4;
-  static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside ? 4 : 3;
+  static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside || sizeof(T) == 4 ? 4 : 3;
   using Element = T;
   using Group = std::conditional_t<kKnown == kInside, InsideAffine, BoundedAffine>;
   using Raw = Packed<T, kPack>;
@@ -41,16 +41,9 @@ struct QuantizeOp {
   Scales scales;
   bool wide;
   uint64_t seed;
-  int64_t index = 0;  // of the element at `out`, which numbers its random bits
 
-  __device__ __forceinline__ void move(int64_t x_elements, int64_t out_elements) {
-    x += x_elements;
-    out += out_elements;
-    index += out_elements;
-  }
-
-  __device__ __forceinline__ Affine affine(const Offsets& offsets) const {
-    return kKnown == kInside ? scales.computed[offsets.group] : scales.at(offsets);
+  __device__ __forceinline__ Affine affine(int64_t group) const {
+    return kKnown == kInside ? scales.computed[group] : scales.at(group);
   }
 
   static __device__ __forceinline__ Out convert(float value, float noise, const Affine& affine) {
@@ -70,15 +63,15 @@ struct QuantizeOp {
     return result;
   }
 
-  __device__ __forceinline__ void prefetch() const { amp_kernels::prefetch(x); }
-  __device__ __forceinline__ Raw load(int64_t x_offset, int64_t) const { return load_wide<kPack>(x + x_offset); }
+  __device__ __forceinline__ void prefetch(int64_t offset) const { amp_kernels::prefetch(x + offset); }
+  __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(x + offset); }
 
-  // For plain groups. Stores nothing and returns false if a step is NaN, which a sum of all steps shows: that costs a
-  // quarter of a comparison and a selection for each.
+  // Stores nothing and returns false if a step is NaN, which the sum of all steps shows. The sum costs a quarter of
+  // what a comparison and a selection for each step would.
   template <Steps kSteps = kKnown, class AffineAt>
   __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;
-    if constexpr (kStochastic) neighbours_noise(noise, index + offset, seed);
+    if constexpr (kStochastic) neighbours_noise(noise, offset, seed);
 #pragma unroll
     for (int k = 0; k < kPack; ++k) {
       steps[k] = multiply_rn(to_float(raw.unpacked().data[k]), affine_at(k).inverse);
@@ -100,20 +93,20 @@ struct QuantizeOp {
   }
 
   template <class AffineAt>
-  __device__ __forceinline__ void narrow(const Offsets& at, int count, const AffineAt& affine_at) const {
+  __device__ __forceinline__ void narrow(int64_t offset, int count, const AffineAt& affine_at) const {
     float noise[kPack] = {};
-    if constexpr (kStochastic) neighbours_noise(noise, index + at.out, seed);
-    const Vector<T, kPack> values = load_each<kPack>(x + at.x, 1, count);
-    store_each(out + at.out, convert(values, noise, affine_at), 1, count);
+    if constexpr (kStochastic) neighbours_noise(noise, offset, seed);
+    const Vector<T, kPack> values = load_each<kPack>(x + offset, 1, count);
+    store_each(out + offset, convert(values, noise, affine_at), 1, count);
   }
 };
 
 // ------------------------------------------------------------------------------- rows held on chip
 
-constexpr int kHeldPacks = 8;    // of a thread: the costs of a row that do not grow with it equal those of 8 packs
+constexpr int kHeldPacks = 8;    // of a thread: what a row costs at any length equals the cost of 8 packs
 constexpr int kMostLanes = 512;  // of a block: two are resident, one loads while the other stores
 
-// What is not wide is read twice, the second time from cache.
+// Elements that are not in wide packs are read twice, the second time from cache.
 template <class Op>
 __global__ void __launch_bounds__(kMostLanes, Op::kResidentRows* kThreads / kMostLanes)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
@@ -123,24 +116,22 @@ __global__ void __launch_bounds__(kMostLanes, Op::kResidentRows* kThreads / kMos
   for (int64_t first = static_cast<int64_t>(blockIdx.x) * walk.teams; first < walk.items;
        first += static_cast<int64_t>(gridDim.x) * walk.teams) {
     const int64_t item = first + walk.team();
-    const Segment row = Segment::of<kPack, true>(walk, item);
-    Op here = op;
-    here.move(row.first.x, row.first.out);
+    const Segment row = item < walk.items ? Segment::of<kPack>(walk, item, 0) : Segment{};
     typename Op::Raw raw[kEach] = {};
     RowBounds<typename Op::Element> bounds;
 #pragma unroll
     for (int j = 0; j < kEach; ++j)
-      if (op.wide && row.has<kPack>(j)) raw[j] = here.load(j * row.stride, j * row.stride);
+      if (op.wide && row.has<kPack>(j)) raw[j] = op.load(row.first + j * row.stride);
 #pragma unroll
     for (int j = 0; j < kEach; ++j) bounds.add(raw[j]);
-    row.each_narrow<kPack>(
-        op.wide, [&](const Offsets& offsets, int count) { bounds.add(load_each<kPack>(op.x + offsets.x, 1, count)); });
+    row.each_narrow<kPack>(op.wide,
+                           [&](int64_t offset, int count) { bounds.add(load_each<kPack>(op.x + offset, 1, count)); });
     const Reach reach =
         walk.lanes > 32 ? block_reach(bounds.reach(), shared) : lanes_reduce(bounds.reach(), walk.lanes, Fold());
     const Affine affine = affine_of(reach.extremes(), symmetric);
     if (item < walk.items && walk.lane() == 0) {
-      scale[row.first.scale] = affine.scale;
-      if (!symmetric) zero_point[row.first.scale] = affine.zero_point;
+      scale[item] = affine.scale;
+      if (!symmetric) zero_point[item] = affine.zero_point;
     }
     const BoundedAffine group(affine);
     const auto affine_at = [&](int) { return group; };
@@ -148,28 +139,27 @@ __global__ void __launch_bounds__(kMostLanes, Op::kResidentRows* kThreads / kMos
     const auto store = [&](auto steps) {
 #pragma unroll
       for (int j = 0; j < kEach; ++j)
-        if (row.has<kPack>(j)) here.template store<steps>(raw[j], j * row.stride, affine_at);
+        if (row.has<kPack>(j)) op.template store<steps>(raw[j], row.first + j * row.stride, affine_at);
     };
     if (wide && symmetric && Op::kHasInside) {
       store(std::integral_constant<Steps, kInside>());
     } else if (wide) {
       store(std::integral_constant<Steps, kNumbers>());
     }
-    row.each_narrow<kPack>(wide, [&](const Offsets& offsets, int count) { op.narrow(offsets, count, affine_at); });
+    row.each_narrow<kPack>(wide, [&](int64_t offset, int count) { op.narrow(offset, count, affine_at); });
   }
 }
 
-bool fits_on_chip(const Axes& axes, int pack) {
-  return !axes.by_columns && axes[Int8Layout::kOuterReduced].size == 1 &&
-         axes[axes.inner].size <= static_cast<int64_t>(kMostLanes) * kHeldPacks * pack;
+bool fits_on_chip(const Int8Layout& layout, int pack) {
+  return !layout.is_by_columns() && layout.reduced <= static_cast<int64_t>(kMostLanes) * kHeldPacks * pack;
 }
 
 template <class Op>
-void launch_held(const Op& op, const Axes& axes, float* scale, int32_t* zero_point, Stream stream) {
-  RowWalk walk = row_walk(axes, Op::kPack, kHeldPacks, kMostLanes);
+void launch_held(const Op& op, const Int8Layout& layout, float* scale, int32_t* zero_point, Stream stream) {
+  RowWalk walk = row_walk(layout, Op::kPack, kHeldPacks, kMostLanes);
   int block = kThreads;
   if (walk.lanes > 32) {  // a block for a row, of just the warps it takes
-    block = static_cast<int>(ceil_div(ceil_div(walk.inner.size, Op::kPack * kHeldPacks), 32) * 32);
+    block = static_cast<int>(ceil_div(ceil_div(walk.length, Op::kPack * kHeldPacks), 32) * 32);
     walk.lanes = block;
     walk.shift = 10;
     walk.teams = 1;
@@ -181,21 +171,22 @@ void launch_held(const Op& op, const Axes& axes, float* scale, int32_t* zero_poi
 // ------------------------------------------------------------------------------------- host side
 
 template <class T, class Out, bool kStochastic>
-void launch_codes(const Quantize& quantize, const Axes& axes, const Affine* computed, Stream stream) {
+void launch_codes(const Quantize& quantize, const Affine* computed, Stream stream) {
   using Op = QuantizeOp<T, Out, kStochastic>;
   using InsideOp = QuantizeOp<T, Out, kStochastic, Op::kHasInside ? kInside : kAny>;
-  const Op op{static_cast<const T*>(quantize.x),
-              static_cast<Out*>(quantize.out),
-              {quantize.scale, quantize.zero_point, computed},
-              axes.is_wide(quantize.x, sizeof(T), Op::kPack, &Axis::x) &&
-                  axes.is_wide(quantize.out, sizeof(Out), Op::kPack, &Axis::out),
-              quantize.seed};
+  const Int8Layout& layout = quantize.layout;
+  const Op op{
+      static_cast<const T*>(quantize.x),
+      static_cast<Out*>(quantize.out),
+      {quantize.scale, quantize.zero_point, computed},
+      is_wide(layout, quantize.x, sizeof(T), Op::kPack) && is_wide(layout, quantize.out, sizeof(Out), Op::kPack),
+      quantize.seed};
   if (computed != nullptr && quantize.zero_point == nullptr) {
-    launch_pass(InsideOp{op.x, op.out, op.scales, op.wide, op.seed}, axes, stream);
+    launch_pass(InsideOp{op.x, op.out, op.scales, op.wide, op.seed}, layout, stream);
   } else if (quantize.is_static || computed != nullptr) {
-    launch_pass(op, axes, stream);
+    launch_pass(op, layout, stream);
   } else {
-    launch_held(op, axes, quantize.scale, quantize.zero_point, stream);
+    launch_held(op, layout, quantize.scale, quantize.zero_point, stream);
   }
 }
 
@@ -203,16 +194,14 @@ void launch_codes(const Quantize& quantize, const Axes& axes, const Affine* comp
 struct Scaling {
   static constexpr int kEach = 4;
 
-  Axes axes;
   int pack;
   bool is_pass;
   ExtremesPlan plan;
 
   explicit Scaling(const Quantize& quantize)
-      : axes(quantize.layout),
-        pack(quantize.dtype == kFloat ? 4 : 8),
-        is_pass(!quantize.is_static && !fits_on_chip(axes, pack)),
-        plan(axes, pack, kEach) {}
+      : pack(quantize.dtype == kFloat ? 4 : 8),
+        is_pass(!quantize.is_static && !fits_on_chip(quantize.layout, pack)),
+        plan(quantize.layout, pack, kEach) {}
 };
 
 }  // namespace
@@ -224,22 +213,21 @@ int64_t quantize_workspace(const Quantize& quantize) {
 
 void launch_quantize(const Quantize& quantize, void* workspace, Stream stream) {
   const Scaling scaling(quantize);
-  const Axes& axes = scaling.axes;
   with_dtype(quantize.dtype, [&](auto zero) {
     using T = decltype(zero);
     Affine* computed = nullptr;
     if (scaling.is_pass) {
       computed = static_cast<Affine*>(workspace);
-      const bool wide = axes.is_wide(quantize.x, sizeof(T), scaling.pack, &Axis::x);
-      scaling.plan.launch(static_cast<const T*>(quantize.x), wide, computed, axes, quantize.scale, quantize.zero_point,
+      const bool wide = is_wide(quantize.layout, quantize.x, sizeof(T), scaling.pack);
+      scaling.plan.launch(static_cast<const T*>(quantize.x), wide, computed, quantize.scale, quantize.zero_point,
                           stream);
     }
     if (quantize.fake) {
-      launch_codes<T, T, false>(quantize, axes, computed, stream);
+      launch_codes<T, T, false>(quantize, computed, stream);
     } else if (quantize.stochastic) {
-      launch_codes<T, int8_t, true>(quantize, axes, computed, stream);
+      launch_codes<T, int8_t, true>(quantize, computed, stream);
     } else {
-      launch_codes<T, int8_t, false>(quantize, axes, computed, stream);
+      launch_codes<T, int8_t, false>(quantize, computed, stream);
     }
   });
 }

@@ -1,4 +1,4 @@
-// What the CUDA sources offer to csrc/ops, which a host compiler builds: no device code here.
+// The functions of csrc/cuda that csrc/ops calls. A host compiler builds csrc/ops, so there is no device code here.
 #pragma once
 
 #include <string>
@@ -18,12 +18,12 @@ namespace cuda {
 
 void launch_unscale(const GradientPass& pass, Stream stream);
 void launch_update(std::string_view family, const Update& update, Stream stream);
-// These load kernels, which a graph capture may not do, and return how many of their blocks run at a time.
+// Load kernels, which fails during a graph capture, and return how many of their blocks run at a time.
 int64_t load_unscale();
 int64_t load_update(std::string_view family, const Form& form);
 void load_send();
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
-std::string why_no_kernel();  // on the current device, for which the binary may hold none; "" if there are
+std::string why_no_kernel();  // why the binary has no kernels for the current device; "" if it has
 
 int64_t quantize_workspace(const Quantize& quantize);  // bytes, aligned to 16, that launch_quantize takes
 void launch_quantize(const Quantize& quantize, void* workspace, Stream stream);

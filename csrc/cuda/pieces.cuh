@@ -1,8 +1,9 @@
-// How blocks share bands: neighbouring columns with all of their rows, or groups with all of their segments.
+// How bands are cut into pieces, one for each block. A band is what is reduced together: neighbouring columns with all
+// of their rows, or an int8 group with all of its segments (int8_extremes.cuh).
 //
 //   band 0   band 1   band 2
-//   [piece]  [piece]  [piece]     a block takes a piece, step by step; a step is a pack of each of its threads, or a
-//   [piece]  [piece]  [piece]     segment of each of its teams
+//   [piece]  [piece]  [piece]     A block takes its piece step by step. A step is a pack for each thread of the block,
+//   [piece]  [piece]  [piece]     or a segment for each team of threads.
 #pragma once
 
 #include <algorithm>
@@ -11,12 +12,12 @@
 namespace amp_kernels::cuda {
 
 struct Pieces {
-  int64_t steps;  // of a piece; the last of a band may have fewer
-  int64_t count;  // of a band
+  int64_t steps;  // per piece; the last piece of a band may have fewer
+  int64_t count;  // pieces per band
 
-  // Long pieces, which end together: of the divisions that take 1 to 8 waves of the blocks that are `resident`, the one
-  // whose waves take the least time. To begin a piece takes a latency of memory, in which a block makes `in_flight`
-  // steps.
+  // Chooses the fastest of the divisions that take 1 to 8 waves. A wave is `resident` pieces, which run at the same
+  // time. The first load of a piece takes as long as `in_flight` steps: long pieces pay this less often, short ones
+  // fill the last wave better.
   Pieces(int64_t steps_of_band, int64_t bands, int64_t resident, int64_t in_flight) : steps(0), count(0) {
     int64_t least = INT64_MAX;
     for (int waves = 1; waves <= 8; ++waves) {

@@ -1,6 +1,6 @@
-// All that our kernels use beyond plain C++, for nvcc and, with AMP_KERNELS_CUDA_ON_CPU, for a host compiler,
-// which gets tests/harness/cuda_on_cpu/emulator.h first, as nvcc gets its own header: the same kernels run without a
-// GPU. No torch header.
+// Everything that the CUDA kernels use beyond plain C++. nvcc compiles it, and with AMP_KERNELS_CUDA_ON_CPU a host
+// compiler, which includes tests/harness/cuda_on_cpu/emulator.h first: tests run the same kernels without a GPU. No
+// torch header.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,7 +50,7 @@ __host__ __device__ __forceinline__ bool is_aligned16(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// Rounded down.
+// a + b, rounded down.
 __device__ __forceinline__ float add_down(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rd(a, b);
@@ -60,7 +60,7 @@ __device__ __forceinline__ float add_down(float a, float b) {
 #endif
 }
 
-// What a register holds of elements as they come from memory: two of 16 bits. NaN is the larger and the smaller one.
+// The elements that one register holds as they come from memory: one of fp32, two of 16 bits.
 template <class T>
 struct Held;
 template <>
@@ -76,6 +76,7 @@ struct Held<__nv_bfloat16> {
   using Type = __nv_bfloat162;
 };
 
+// larger() and smaller() of NaN and a number are NaN.
 __device__ __forceinline__ float larger(float a, float b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   float result;
@@ -97,14 +98,14 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T data[N];
 };
 
-// The widest access to a pack: 16 bytes, 8 for four 16-bit elements beside four of fp32, 4 for four codes, else an
-// element. An integer type pins the width: nvcc may split the copy of a struct of 16-bit members.
+// The type of the widest access to N elements: 16 bytes, 8 (as for four 16-bit elements), 4 (as for four codes), or one
+// element. An integer type fixes the width: nvcc may split the copy of a struct of 16-bit members.
 template <class T, int N>
 using Access = std::conditional_t<
     sizeof(T) * N % 16 == 0, int4,
     std::conditional_t<sizeof(T) * N % 8 == 0, int2, std::conditional_t<sizeof(T) * N % 4 == 0, int, T>>>;
 
-// Of an address that was computed as an integer, for which the word below has no effect.
+// The pointer to an address that was computed as an integer. assume_global() below has no effect on such an address.
 template <class T>
 __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #ifdef __CUDA_ARCH__
@@ -114,7 +115,8 @@ __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #endif
 }
 
-// Addresses come from a table as integers, and without this word nvcc emits generic accesses (LD for LDG).
+// Tells nvcc that p points to global memory. Addresses come from a table as integers, and without this nvcc would emit
+// generic accesses (LD, not LDG).
 template <class T>
 __device__ __forceinline__ void assume_global(const T* p) {
 #ifdef __CUDA_ARCH__
@@ -124,8 +126,8 @@ __device__ __forceinline__ void assume_global(const T* p) {
 #endif
 }
 
-// The N neighbours at p, in wide accesses if `aligned` (to the access, and the same for the whole block: the
-// branch is uniform), else one by one.
+// The N neighbours at p: in accesses of type Access if p is `aligned` to it, else one by one. All threads of a block
+// pass the same `aligned`, so that the branch is uniform.
 template <int N, class T>
 __device__ __forceinline__ Vector<T, N> load_elements(const T* p, bool aligned) {
   using Word = Access<T, N>;
@@ -180,7 +182,7 @@ __device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool 
   store_elements<N>(p, raw, aligned);
 }
 
-// N elements as they come from memory. Held as elements, each of 16 bits would take a register of its own.
+// N elements as they come from memory, in words of 32 bits. As single elements, each of 16 bits would take a register.
 template <class T, int N>
 struct Packed {
   uint32_t word[sizeof(T) * N / 4];
@@ -192,7 +194,7 @@ struct Packed {
   }
 };
 
-// Asks for the sector of L2 that holds p, which may be anywhere in it, and waits for nothing.
+// Prefetches the sector that holds p, which need not be aligned, into L2.
 template <class T>
 __device__ __forceinline__ void prefetch(const T* p) {
 #ifdef __CUDA_ARCH__
@@ -202,7 +204,7 @@ __device__ __forceinline__ void prefetch(const T* p) {
 #endif
 }
 
-// The N elements at p, in accesses of up to 16 bytes: p is aligned to them.
+// The N elements at p, in accesses of up to 16 bytes, to which p must be aligned.
 template <int N, class T>
 __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
   using Word = Access<T, N>;
@@ -217,7 +219,7 @@ __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
   return packed;
 }
 
-// In PTX, because from a value put together element by element nvcc makes stores of 4 bytes more often than not.
+// Stores in PTX, because nvcc mostly makes stores of 4 bytes from a value that was put together element by element.
 __device__ __forceinline__ void store_word(int4* p, int4 word) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(word.x), "r"(word.y),
@@ -255,7 +257,7 @@ __device__ __forceinline__ void store_wide(T* p, const Vector<T, N>& elements) {
   }
 }
 
-// The first `count` of N elements one by one; the others are 0.
+// The first `count` of N elements that are `stride` apart, one by one; the others are 0.
 template <int N, class T>
 __device__ __forceinline__ Vector<T, N> load_each(const T* p, int64_t stride, int count) {
   assume_global(p);
@@ -276,7 +278,7 @@ __device__ __forceinline__ void store_each(T* p, const Vector<T, N>& elements, i
 
 // ---------------------------------------------------------------------------------- architectures
 
-// Whether this code is compiled for an architecture before `sm`, 80 as in sm_80: a constant for nvcc.
+// Whether this code is compiled for an architecture before `sm` (80 for sm_80). A constant for nvcc.
 __device__ __forceinline__ bool compiled_before(int sm) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   return emulator::compiled_for < sm;
@@ -287,7 +289,7 @@ __device__ __forceinline__ bool compiled_before(int sm) {
 #endif
 }
 
-// Ends the kernel, and later calls of CUDA return an error. For branches that cannot compute what they should.
+// Ends the kernel; later calls of CUDA return an error. For branches that an architecture cannot compute.
 __device__ __forceinline__ void trap() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::trap();
@@ -297,10 +299,10 @@ __device__ __forceinline__ void trap() {
 }
 
 // ------------------------------------------------------------------------------- block cooperation
-// blockDim.x is a multiple of 32, at most 1024, and blocks are one-dimensional; every thread of the block
-// calls.
+// Blocks are one-dimensional, and blockDim.x is a multiple of 32, at most 1024. Every thread of a block, or of a warp,
+// must call these functions.
 
-// The only shared memory a kernel may use (launch sizes it): the emulator poisons it before each block.
+// The only shared memory that a kernel may use; launch() sets its size. The emulator poisons it before each block.
 __device__ __forceinline__ char* shared_memory() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   return emulator::shared_memory();
@@ -335,15 +337,15 @@ __device__ __forceinline__ uint32_t warp_max(uint32_t value) {
 #endif
 }
 
-// Over groups of `lanes` neighbours in a warp, a power of two.
+// Reduces over groups of `lanes` neighbouring threads in a warp; `lanes` is a power of two.
 template <class T, class Combine>
 __device__ __forceinline__ T lanes_reduce(T value, int lanes, Combine combine) {
   for (int mask = lanes / 2; mask > 0; mask /= 2) value = combine(value, warp_shuffle_xor(value, mask));
   return value;
 }
 
-// Fixed order, and the same bits in every thread, since combine is commutative. `shared`: 32 values of T,
-// free again on return.
+// Reduces over a block in a fixed order. Every thread gets the same bits, since `combine` is commutative. `shared`: 32
+// values, free again on return.
 template <class T, class Combine>
 __device__ __forceinline__ T block_reduce(T value, T identity, T* shared, Combine combine) {
   const unsigned lane = threadIdx.x % 32;
@@ -381,8 +383,8 @@ __device__ __forceinline__ T block_min(T value, T identity, T* shared) {
   return block_reduce(value, identity, shared, Min());
 }
 
-// True in all threads of the block that gets here last. What thread 0 wrote before is then visible to that
-// block. It leaves `counter` at 0, as every launch must find it.
+// True in all threads of the block that comes here last. This block sees what thread 0 of every other block wrote
+// before. `counter`, the ticket of a launch, is 0 again afterwards, as the next launch expects it.
 __device__ __forceinline__ bool is_last_block(unsigned* counter) {
   bool last = false;
   if (threadIdx.x == 0) {
@@ -399,7 +401,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 
 inline void check(cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch, which may be torch's, would report it again
+  cudaGetLastError();  // clears the error: the next launch, which may be torch's, would report it again
   throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
@@ -421,12 +423,12 @@ inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiPr
 inline int block_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
 // The architecture (75 to 120, as in sm_75) for which nvcc compiled the code of kKernel that the current device runs.
-// __CUDA_ARCH__ was ten times that when it chose among the branches of the kernel. If a binary has only older PTX for a
-// device, the driver compiles that PTX, and the older branches apply. Asking loads the kernel and may wait for a lock
-// of the driver. The answer never changes, so it is kept for each device.
+// This tells which branches of __CUDA_ARCH__, ten times that number, the code has. If the binary has only older PTX for
+// a device, the driver compiles that PTX, and the older branches apply. The answer is kept for each device, since the
+// question loads the kernel and may wait for a lock of the driver.
 template <auto kKernel>
 int compiled_for() {
-  static std::atomic<int> known[64];  // 0: not asked yet; devices beyond are asked each time
+  static std::atomic<int> known[64];  // 0: not known yet; devices from 64 on are queried each time
   const int device = current_device();
   std::atomic<int>* const kept = device < 64 ? &known[device] : nullptr;
   if (kept != nullptr && *kept != 0) return *kept;
@@ -448,13 +450,13 @@ int resident_blocks(Kernel* kernel, unsigned, size_t) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream stream,
             Arguments... arguments) {
-  const auto call = [&] { kernel(arguments...); };  // on the stack, where a kernel finds its arguments
+  const auto call = [&] { kernel(arguments...); };  // the kernel's arguments are on this stack
   emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, std::ref(call));
 }
 
 #else
 
-// How many blocks of a kernel a multiprocessor holds at a time. The question loads the kernel.
+// How many blocks of a kernel a multiprocessor holds at a time. Loads the kernel.
 template <class Kernel>
 int resident_blocks(Kernel* kernel, unsigned block, size_t shared_bytes) {
   int blocks = 0;
@@ -473,7 +475,7 @@ void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t
 
 #endif
 
-// Of AMP_KERNELS_MULTIPROCESSORS, 0 without it.
+// The value of AMP_KERNELS_MULTIPROCESSORS; 0 if it is not set.
 inline int pretended_multiprocessors() {
   const char* text = std::getenv("AMP_KERNELS_MULTIPROCESSORS");
   if (text == nullptr) return 0;
@@ -482,8 +484,8 @@ inline int pretended_multiprocessors() {
                               std::string(text));
 }
 
-// What launchers divide work among. A pretended 3 sends the small products of tests to every tile: 132, the number of
-// an H100, leave them the smallest. The variable is read once in a process.
+// How many multiprocessors launchers divide work among. A test pretends to have 3, so that its small products use every
+// size of tile; with the 132 of an H100 they would use the smallest only. The variable is read once in a process.
 inline int multiprocessor_count() {
   static const int pretended = pretended_multiprocessors();
   return pretended > 0 ? pretended : device_multiprocessors();

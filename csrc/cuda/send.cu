@@ -1,5 +1,6 @@
-// Small tables to the device as kernel arguments: unlike a copy from pinned memory there is nothing to keep
-// alive, and a captured launch carries its values.
+// Sends small tables to the device as kernel arguments: to[i] = values[i], 8 bytes each, by one block, whose thread t
+// takes i = t, t + 256, ... A copy from pinned memory would have to keep that memory alive, also for the replays of a
+// graph; a captured launch holds its own values.
 #include <algorithm>
 #include <string>
 
@@ -8,8 +9,9 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// A small launch for the addresses of a step, since all of the parameters are copied, and what a large one may take:
-// 32764 bytes, of 4096 before CUDA 12.1. Drivers of CUDA 12.0 (525) run what CUDA 12 built, but not with that.
+// Values per launch. A launch copies all of its arguments, so that the addresses of a step go by a small kernel. A
+// large one takes what CUDA allows: 32764 bytes since CUDA 12.1, and 4096 before. A binary built with CUDA 12 has only
+// the small one, since it also runs on drivers of CUDA 12.0 (525).
 constexpr int kFew = 500, kMany = CUDART_VERSION >= 13000 ? 4000 : kFew;
 
 template <int kValues>
@@ -53,10 +55,10 @@ std::string why_no_kernel() {
     case cudaErrorInvalidPtx:
     case cudaErrorJitCompilationDisabled:
     case cudaErrorJitCompilerNotFound:
-      cudaGetLastError();  // or the next launch would report it
+      cudaGetLastError();  // clears the error: the next launch would report it
       return cudaGetErrorString(error);
     default:
-      check(error);  // out of memory, a capture: the answer may be another one next time
+      check(error);  // other errors, as in a capture or without memory, say nothing about the binary: they are thrown
       return "";
   }
 }

@@ -1,4 +1,7 @@
-// Rows of 16-bit numbers that begin anywhere, read 16 bytes at a time.
+// Reads rows of 16-bit numbers 16 bytes at a time, wherever they begin:
+//
+//   memory, in aligned 16-byte words:  | low             | high            |
+//   eight numbers:                            | p[0] ... p[7]    |             shift: bytes from `low` to p
 #pragma once
 
 #include <initializer_list>
@@ -7,8 +10,8 @@
 
 namespace amp_kernels::cuda {
 
-// The bytes from the first to the last element of a tensor, with what lies between its rows. No kernel reads any other:
-// behind them the allocation may end, and tools such as compute-sanitizer report it.
+// The memory from the first to the last element of a tensor, with the gaps between its rows. Kernels read nothing
+// outside of it: the allocation may end there, and tools such as compute-sanitizer report such a read.
 struct Span {
   uintptr_t first, end;
 
@@ -16,7 +19,7 @@ struct Span {
     int64_t size, stride;
   };
 
-  // Of 16-bit elements; there are some.
+  // For at least one 16-bit element.
   static Span of(const void* tensor, std::initializer_list<Dimension> dimensions) {
     int64_t last = 0;
     for (const Dimension& dimension : dimensions) last += (dimension.size - 1) * dimension.stride;
@@ -24,14 +27,15 @@ struct Span {
     return {first, first + 2 * (last + 1)};
   }
 
-  // Whether all aligned words of 16 bytes that hold something of [from, to) lie inside.
+  // Whether the aligned words of 16 bytes that cover [from, to) lie inside.
   __device__ __forceinline__ bool has_words(const void* from, const void* to) const {
     return reinterpret_cast<uintptr_t>(from) / 16 * 16 >= first &&
            (reinterpret_cast<uintptr_t>(to) + 15) / 16 * 16 <= end;
   }
 };
 
-// Eight neighbours in memory, in two steps so that many loads can be under way.
+// Eight neighbours in memory. load() starts their loads, all() or first() waits for them: in between a thread starts
+// others.
 template <class T>
 struct Shifted {
   static_assert(sizeof(T) == 2);
@@ -39,8 +43,8 @@ struct Shifted {
   int4 low, high;
   int shift;
 
-  // At p, which is aligned to an element; `count` of them exist. What is read are the aligned words of 16 bytes that
-  // hold one of those: callers ask Span::has_words first.
+  // Reads the aligned words of 16 bytes that hold one of the first `count` elements at p. Callers check with
+  // Span::has_words that these may be read.
   __device__ __forceinline__ void load(const T* p, int64_t count) {
     shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
     const int4* const aligned = reinterpret_cast<const int4*>(reinterpret_cast<uintptr_t>(p) - shift);
@@ -51,19 +55,19 @@ struct Shifted {
     if (shift != 0 && 2 * count > 16 - shift) high = aligned[1];
   }
 
-  // Eight that were read in another way.
+  // Takes eight elements that were read in another way.
   __device__ __forceinline__ void set(const Packed<T, 8>& pack) {
     shift = 0;
     memcpy(&low, pack.word, sizeof(low));
     high = make_int4(0, 0, 0, 0);
   }
 
-  // Those that do not exist are whatever memory holds.
+  // All eight. Elements from `count` on are whatever memory holds.
   __device__ __forceinline__ Packed<T, 8> all() const {
     uint32_t words[8];
     memcpy(words, &low, sizeof(low));
     memcpy(words + 4, &high, sizeof(high));
-    // By selections, because registers have no index.
+    // The words are selected step by step, because registers cannot be indexed.
 #pragma unroll
     for (int i = 0; i < 6; ++i) words[i] = shift & 8 ? words[i + 2] : words[i];
 #pragma unroll
@@ -74,7 +78,7 @@ struct Shifted {
     return pack;
   }
 
-  // Those from `count` on are 0.
+  // The first `count` elements; the others are 0.
   __device__ __forceinline__ Packed<T, 8> first(int64_t count) const {
     Packed<T, 8> pack = all();
     if (count >= 8) return pack;
@@ -85,7 +89,7 @@ struct Shifted {
   }
 };
 
-// Eight elements `stride` apart; those from `count` on are 0.
+// The first `count` of eight elements that are `stride` apart; the others are 0.
 template <class T>
 __device__ __forceinline__ Packed<T, 8> load_strided(const T* p, int64_t stride, int64_t count) {
   const Vector<T, 8> elements = load_each<8>(p, stride, count < 8 ? static_cast<int>(count) : 8);

@@ -1,8 +1,12 @@
-// Tensor cores and what feeds them, for nvcc and, as portable.h says, for a host compiler. Fragments are those of
-// mma.m16n8k32 (codes) and m16n8k16 (16-bit floats): with g = lane / 4 and t = lane % 4, words a[0] and a[2] of a lane
-// are of row g, a[1] and a[3] of row g + 8; b is of column g; word t of the first half of k is in a[0], a[1] and b[0],
-// of the second half in a[2], a[3] and b[1]; c[0] and c[1] are columns 2t and 2t + 1 of row g, c[2] and c[3] of row g
-// + 8.
+// Tensor-core instructions, and the copies that feed them, for nvcc and, as portable.h says, for a host compiler.
+//
+// A fragment is the part of a matrix that a lane holds. Fragments are those of mma.m16n8k32 (int8 codes) and m16n8k16
+// (16-bit floats). With g = lane / 4 and t = lane % 4:
+//
+//   a[0]   row g,      word t of the first half of k      b[0]         column g, word t of the first half of k
+//   a[1]   row g + 8,  word t of the first half           b[1]         column g, word t of the second half
+//   a[2]   row g,      word t of the second half          c[0], c[1]   row g,     columns 2t and 2t + 1
+//   a[3]   row g + 8,  word t of the second half          c[2], c[3]   row g + 8, columns 2t and 2t + 1
 #pragma once
 
 #include "portable.h"
@@ -29,18 +33,18 @@ __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i)  // a quarter each: half of the rows, half of k
+  for (int i = 0; i < 4; ++i)  // half of the rows, and half of k, at a time
     asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
         : "+r"(c[i % 2 * 2]), "+r"(c[i % 2 * 2 + 1])
         : "r"(a[i]), "r"(b[i / 2]));
 #endif
 }
 
-// Whether code that was compiled for `sm` multiplies bf16 on tensor cores. sm_75 has them for fp16 and codes alone.
+// Whether code compiled for `sm` multiplies bf16 on tensor cores. Those of sm_75 take only fp16 and codes.
 inline bool multiplies_bf16(int sm) { return sm >= 80; }
 
-// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word. bf16 kernels are compiled for sm_75 too, but must
-// not be launched there. Without the trap they would return zeros.
+// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word. bf16 kernels are compiled for sm_75 too, but must not be
+// launched there. Without the trap they would return zeros.
 template <class T>
 __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if (std::is_same_v<T, __nv_bfloat16> && compiled_before(80)) return trap();
@@ -71,7 +75,8 @@ __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (
 #endif
 }
 
-// Four matrices of 8 rows of 16 bytes: lane 8 i + j names row j of matrix i, and gets word t of row g of each.
+// Loads four matrices of 8 rows of 16 bytes from shared memory. Lane 8 i + j passes row j of matrix i, and gets word t
+// of row g of each matrix.
 __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const char* row) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::load_matrices(words, row);
@@ -83,7 +88,7 @@ __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const char* 
 #endif
 }
 
-// The same of the transposed matrices: words of two rows of a column.
+// Loads four such matrices of 16-bit numbers, transposed: a word holds two rows of one column.
 __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char* row) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::load_transposed(words, row);
@@ -95,17 +100,18 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char
 #endif
 }
 
-// Whether code that was compiled for `sm` copies parts of 16 bytes from global to shared memory.
+// Whether code compiled for `sm` can copy less than 16 bytes with copy_async().
 inline bool copies_parts(int sm) { return sm >= 80; }
 
-// On sm_75, traps unless `bytes` is a multiple of 16, since it cannot copy a part of 16 bytes.
+// Traps on sm_75, which cannot copy less than 16 bytes, unless `bytes` is a multiple of 16.
 __device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
   if (compiled_before(80) && bytes % 16 != 0) trap();
 }
 
-// `bytes` of 16 from global to shared memory, the rest of the 16 as zeros: 0 or 16 unless copies_parts(). Any but 0
-// reads all 16 (LDGSTS.128.ZFILL, and compute-sanitizer on an H100), so these must lie inside an allocation. They are
-// there after a wait_copies that covers them, for this thread; for the others after the next barrier.
+// Writes 16 bytes of shared memory: the first `bytes` from global memory, and zeros after them. Without copies_parts()
+// `bytes` must be 0 or 16. Unless it is 0, all 16 bytes are read (LDGSTS.128.ZFILL; compute-sanitizer shows it on an
+// H100), so all 16 must lie inside an allocation. The copy is complete for this thread after a wait_copies that covers
+// it, and for other threads after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::copy_async(shared, global, bytes);
@@ -115,8 +121,8 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
       "l"(__cvta_generic_to_global(global)), "r"(bytes)
       : "memory");
 #else
-  // Before sm_80 a load and a store, of 16 bytes or of none. Without branches the loads of a step all begin before the
-  // first of its stores.
+  // Before sm_80 it is a load and a store, of 16 bytes or of none. There is no branch, so that the loads of a step all
+  // start before the first of its stores.
   int4 chunk;
   asm("{ .reg .pred p; setp.gt.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
       "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4]; }"
@@ -126,6 +132,7 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
 #endif
 }
 
+// Makes a group of the copies since the last call.
 __device__ __forceinline__ void commit_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::commit_copies();
@@ -134,7 +141,7 @@ __device__ __forceinline__ void commit_copies() {
 #endif
 }
 
-// All but the last kPending groups of committed copies have arrived.
+// Waits until all but the last kPending groups of copies are complete.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU

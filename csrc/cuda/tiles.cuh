@@ -1,4 +1,5 @@
-// Tiles of a product in a block of eight warps: where they lie in shared memory and in the result, and how they leave.
+// The tile of a product that a block of eight warps computes: where operands lie in shared memory, which tile a block
+// takes, and how results leave.
 #pragma once
 
 #include "grid.cuh"
@@ -6,16 +7,17 @@
 
 namespace amp_kernels::cuda {
 
-// Two blocks of 48 KB on a multiprocessor and 128 registers a thread; sm_75 has memory for one.
+// Two blocks on a multiprocessor, of 48 KB of shared memory and 128 registers a thread. sm_75 has memory for one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 1;
 #else
 constexpr int kResidentBlocks = 2;
 #endif
 
-// Rows of 64 bytes along k, in chunks of 16. A warp reads chunks of many rows at once, and they must not begin in the
-// same bank of shared memory (32 of 4 bytes), so the chunks of a row trade places: eight rows of one chunk are apart,
-// for ldmatrix.
+// The place of a chunk in its row. In products a chunk is 16 bytes of shared memory (in table.h, a range of a tensor),
+// and a row is 64 bytes along k, four chunks. ldmatrix reads the same chunk of eight rows at once. Stored in order, the
+// chunks of rows r and r + 2 would begin in the same bank, of 32 banks of 4 bytes. So each pair of rows stores its
+// chunks in another order, and the eight lie in different banks.
 struct MatrixSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row >> 1 & 3); }
 };
@@ -23,7 +25,8 @@ struct MatrixSwizzle {
 // Eight warps: two down, four across.
 constexpr int kWarpsDown = 2, kWarpsAcross = 4;
 
-// Blocks that run at the same time take tiles near each other, so that both operands come from L2.
+// The first row and column of a block's tile. Blocks that run at the same time take tiles near each other, in bands of
+// eight rows of tiles, so that both operands come from L2.
 struct TilePosition {
   int64_t m, n;
 
@@ -38,20 +41,20 @@ struct TilePosition {
   }
 };
 
-// Results go through shared memory, half of the rows at a time, so that stores are wide. The padding keeps the
-// fragments of a warp in different banks. Of every other 32 columns neighbouring fours trade places: eight lanes that
-// each read two fours then find them in different banks, and 16 bytes of a warp take 4 cycles, not 8. kTransposed:
-// fragments are those of the transposed product.
+// Results go through shared memory, half of the tile's rows at a time, so that stores are wide. Rows are padded
+// (kStride), so that the fragments of a warp go to different banks. In every odd group of 32 columns neighbouring
+// blocks of four columns change places: eight lanes that each read two such blocks then find them in different banks,
+// and a read of 16 bytes takes a warp 4 cycles, not 8. kTransposed: the fragments are those of the transposed product.
 template <int kM, int kN, bool kTransposed = false>
 struct ResultTile {
-  static constexpr int kRows = kM / kWarpsDown, kColumns = kN / kWarpsAcross;  // of a warp
+  static constexpr int kRows = kM / kWarpsDown, kColumns = kN / kWarpsAcross;  // of a warp; a half has kRows rows
   static constexpr int kStride = kN + (kTransposed ? 4 : 8);
   static constexpr int kBytes = kRows * kStride * 4;
 
-  // Where a sum of a half is.
+  // The place in shared memory of the sum at a row and column of the half.
   static __device__ __forceinline__ int at(int row, int column) { return row * kStride + (column ^ (column >> 3 & 4)); }
 
-  // f(row of the tile, the sums in shared memory) for both halves.
+  // Calls f(first row of the half, its sums in shared memory) for both halves.
   template <class Sum, int kTall, int kBroad, class F>
   static __device__ __forceinline__ void for_halves(char* shared, const Sum (&sums)[kTall][kBroad][4], const F& f) {
     static_assert(sizeof(Sum) == 4 && kTall * 16 == (kTransposed ? kColumns : kRows) &&
@@ -78,7 +81,7 @@ struct ResultTile {
     }
   }
 
-  // f(row of the tile, column, Vector of kEach neighbouring sums) for all of those of a half.
+  // Calls f(row of the tile, column, Vector of kEach neighbouring sums) for all sums of a half.
   template <int kEach, class Sum, class F>
   static __device__ __forceinline__ void for_each_of(int first_row, const Sum* results, const F& f) {
 #pragma unroll 1

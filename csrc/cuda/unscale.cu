@@ -1,32 +1,33 @@
 // The gradient pass, one launch for any mix of dtypes:
 //   norm      = sqrt(sum of g^2) * factor
-//   found_inf = 1 if any g is NaN or inf, and the first tensor that holds one
+//   found_inf = 1 if any g is NaN or inf; the record has the first tensor with one
 //   g        <- g * factor                                  (with `write`)
 //
 // Bytes per element: 4 (fp32) or 2 read, with `write` as many written.
 //
-// A block takes every gridDim.x-th chunk of the table, elements of one tensor. Its threads take packs of 16 bytes (4 or
-// 8 elements), four at a time, and ask for all four before they use one:
+// A block takes every gridDim.x-th chunk of the table. A thread takes packs of 16 bytes (4 or 8 elements), four at a
+// time, and starts the loads of all four before it uses one:
 //
 //   chunk:  | head | pack of thread 0 | thread 1 | ... | thread 255 | thread 0 | ... | tail |
 //             fp32 sum of a pack -> fp64 sum of a thread -> fp64 sum of the block -> partials[chunk]
 //
-// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do: head and tail of a tensor are
-// less than a pack each. Of 16 bits, four elements beside the packs are half a pack, which a thread of the last warp
-// but one takes; what is left, at most three elements at either end, is the last warp's, one a thread. What is written
-// comes from the registers that the sum was taken of.
+// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do, so that head and tail of a
+// tensor are less than a pack each. If a head or tail has four or more 16-bit elements, four of them are half a pack:
+// one access of 8 bytes, by a thread of the second to last warp. The others, at most three at each end, go one per
+// thread of the last warp. With `write`, the products come from the registers that were summed: each gradient is read
+// once.
 //
-// The block that finishes last adds all partials in the order of the chunks, whatever block wrote them, so that the
-// same gradients give the same bits on one machine. Where a GPU has another number of multiprocessors the plan cuts
-// other chunks: the sums of packs are the same, their fp64 sums are added in another order. The norm, which is rounded
-// to fp32, then has another last bit in about one of ten million cases (an estimate).
+// The block that ends last adds all partials in the order of the chunks, so that the same gradients give the same bits
+// on one machine. On a GPU with another number of multiprocessors chunks have another length. The fp32 sums of packs
+// are the same there, but they are added (in fp64) in another order. The norm, rounded to fp32, then differs in its
+// last bit in about one of ten million cases (an estimate).
 #include "../formulas/unscale.h"
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-// Of 16 bytes, that a thread has under way: with five resident blocks of 256 threads 80 KB on a multiprocessor. One
+// Packs of 16 bytes that a thread loads at a time: 80 KB on a multiprocessor that holds five blocks of 256 threads. One
 // of sm_75 holds four blocks.
 constexpr int kPacks = 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
@@ -36,17 +37,17 @@ constexpr int kResidentBlocks = 5;
 #endif
 
 using GradientWalk = ChunkWalk<kGrad + 1, /*kBackwards=*/false>;
-constexpr int kReduced = 32;  // words of shared memory that a block's reductions take, before those of the header
+constexpr int kReduced = 32;  // words of shared memory for a block's reductions; the header of a chunk is behind them
 
-// fp64 runs at 1/64 of the fp32 rate on consumer GPUs: squares are added in fp32 within a pack and in fp64
-// between packs, one fp64 addition for 16 bytes, which stays hidden behind memory on all of them. Four or
-// eight additions in fp32 keep the norm within 1e-6 even when every rounding goes the same way.
+// The sum of squares of a pack, added in fp32; sums of packs are added in fp64. On consumer GPUs fp64 runs at 1/64 of
+// the fp32 rate, and one fp64 addition for 16 bytes stays hidden behind memory on all of them. Four or eight additions
+// in fp32 keep the norm within 1e-6 even when every rounding goes the same way.
 template <class T, int N>
 __device__ __forceinline__ double sum_of_squares(const Vector<float, N>& x) {
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < N; ++k) sum += x.data[k] * x.data[k];
-  // Squares of fp16 are between 3e-15 and 5e9.
+  // fp16 needs no rescue: its squares are between 3e-15 and 5e9.
   if (std::is_same_v<T, __half> || fast_sum_is_exact(sum)) return sum;
   const float scale = rescue_scale(sum);
   sum = 0.0f;
@@ -64,7 +65,7 @@ __device__ __forceinline__ double square(T x) {
   return wide * wide;
 }
 
-// The sum of squares of N neighbours that were loaded from `at`; with `write` it multiplies them there.
+// The sum of squares of N neighbours, which were loaded from `at`; with `write`, multiplies them in memory.
 template <class T, int N>
 __device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float factor, bool write) {
   const Vector<float, N> x = floats(loaded);
@@ -77,10 +78,10 @@ __device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float 
   return sum_of_squares<T>(x);
 }
 
-// The elements of a chunk that this thread takes beside packs.
+// This thread's part of head and tail: the sum of squares; with `write`, multiplies the elements.
 template <class T, int kPack>
 __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& division, float factor, bool write) {
-  // Half packs are aligned, but for a head that ends before the first pack, with its tensor.
+  // Half packs lie next to packs, which aligns them. A tensor that ends before its first pack has none.
   const int last = division.first + division.packs * kPack, behind = division.others - division.lead;
   const int half_head = division.lead == division.first ? division.lead & 4 : 0, half_tail = behind & 4;
   const int head = division.lead - half_head, others = division.others - half_head - half_tail;
@@ -101,7 +102,7 @@ __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& divi
   return sum;
 }
 
-// The sum of squares of a chunk's elements that this thread has; with `write` it multiplies them.
+// The sum of squares of this thread's elements of a chunk; with `write`, multiplies them.
 template <class T>
 __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, bool write) {
   constexpr int kPack = 16 / sizeof(T);
@@ -115,7 +116,7 @@ __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, boo
     Packed<T, kPack> packed[kPacks];
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
-      // One that there is not is the first one again, whose load costs nothing: a branch would be waited in.
+      // A pack past the end is replaced by pack k, whose second load is free. At a branch the compiler would wait.
       const int at = k + j * kThreads < packs ? k + j * kThreads : k;
       packed[j] = load_wide<kPack>(first + at * kPack);
     }
@@ -128,10 +129,11 @@ __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, boo
   return sum;
 }
 
+// The last block: norm, found_inf and record, from all partials.
 __device__ void finish_pass(const GradientPass& pass, float factor, double* shared) {
   double sum = 0.0;
   int64_t first_bad = INT64_MAX;
-#pragma unroll 4  // eight at a time, as nvcc would, spill on sm_120
+#pragma unroll 4  // nvcc would unroll eight, which spills registers on sm_120
   for (int64_t c = threadIdx.x; c < pass.table.chunk_count; c += kThreads) {
     const double partial = pass.partials[c];
     sum += partial;

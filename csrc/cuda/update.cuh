@@ -1,21 +1,27 @@
-// The update pass of every optimizer: p, states <- formula(p, factor * g, states), and p rounded to 16 bits.
-// The formula (csrc/formulas) says what happens to an element, remainder.h how a 16-bit weight is also its master.
+// The update of every optimizer: p, states <- formula(p, factor * g, states). A 16-bit weight gets p, rounded.
+// families.h explains formulas, and remainder.h the split masters of 16-bit weights.
 //
-// Bytes per element, read and written: 8 for the parameter, in fp32 or as weight and remainder (with an fp32 master
-// beside the weight 10), and 8 for each state; 4 or 2 for the gradient, read. SGD with momentum moves 20 for fp32
-// parameters, 18 for 16-bit weights and gradients; an average that follows a weight and its remainder 12.
+// Bytes per element, read and written:
+//   parameter   8   in fp32, or as weight and remainder
+//              10   as 16-bit weight with an fp32 master: the weight is only written
+//   state       8   for each
+//   gradient    4 or 2, read
+// SGD with momentum moves 20 for fp32 parameters, 18 for 16-bit weights and gradients. An average that follows a weight
+// and its remainder moves 12.
 //
-// A block takes every gridDim.x-th chunk of the table, the last one first. Its threads take packs of four neighbours,
-// two at a time, and ask for all arrays of both before they use any of them:
+// A block takes every gridDim.x-th chunk of the table, the last one first. A thread takes packs of four neighbours, two
+// at a time, and starts the loads of all arrays of both before it uses any:
 //
 //   chunk:  | head | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ... | tail |
 //                  | first packs: 1024 elements                | second packs                        |
 //
-// Packs begin where the states are aligned to 16 bytes. Head and tail of a tensor, at most three elements each, are
-// updated by the last warp, one by a thread: it has least to do where a tensor is short. A gradient or weight that is
-// aligned otherwise than the states, a view into a bucket, is read in the aligned words around each pack (Straddling).
-// Of a word that reaches out of the tensor, around its first or last pack, the elements inside go one by one. With head
-// and tail these are at most three at either end again.
+// Packs begin where the states are aligned to 16 bytes. Head and tail of a tensor have at most three elements each.
+// They go to the last warp, one per thread, since it has the fewest packs in a short tensor.
+//
+// A gradient or weight may be misaligned relative to the states, as a view into a bucket is. It is read in the aligned
+// words around each pack (Straddling). At the first and the last pack of a tensor such a word may reach beyond the
+// tensor; then only its elements in the tensor are read, one by one. Together with the head, or the tail, these are at
+// most three.
 #pragma once
 
 #include <utility>
@@ -26,8 +32,8 @@
 
 namespace amp_kernels::cuda {
 
-// Four elements: 16 bytes of fp32 a thread, neighbours side by side in a warp; states, which are fp32, are most of what
-// moves. Eight would make the fp32 accesses of a warp skip every other 16 bytes.
+// Elements. Four are one 16-byte access to fp32 states, which are most of the traffic. With eight, each fp32 access of
+// a warp would skip every other 16 bytes.
 constexpr int kPack = 4;
 
 template <class T>
@@ -35,9 +41,10 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>    ? kFloat
                            : std::is_same_v<T, __half> ? kHalf
                                                        : kBFloat16;
 
-// What a kernel is compiled for: its formula, how many of the states there are, and the types of parameters, of row
-// kMaster and of gradients. M is int16_t for the remainders of weights of type P, or where P is float of type G, else
-// float. The states are those that every parameter has, so that none is asked whether it is there, or all of them.
+// What a kernel is compiled for: a formula, a number of states, the types of parameters (P) and gradients (G), and the
+// type of row kMaster (M). M is int16_t for remainders (of the weights; of the gradients if P is float), else float.
+// kStates is Formula::kRequired, for the states that every parameter has and that need no test whether they are there,
+// or it is Formula::kStates, for all of them.
 template <class F, int kStates_, class P_, class M_, class G_>
 struct Variant {
   using Formula = F;
@@ -45,13 +52,13 @@ struct Variant {
   using M = M_;
   using G = G_;
   static constexpr int kStates = kStates_;
-  static constexpr bool kJoins = kJoinsGrad<P, M>;
+  static constexpr bool kJoins = kJoinsGrad<P, M>;  // an average: row kMaster holds the remainders of the gradient
   static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins;
   static constexpr bool kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
-  static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // whether it reads 16 bits that may lie otherwise
-  // As many as there are registers for without a spill. What a thread asks for before it waits is 80 bytes (SGD with
-  // momentum, 16 bits) to 160 (three states): 74 KB and more on a multiprocessor.
+  static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // 16-bit arrays are read, and may be misaligned
+  // As many blocks as there are registers for, without a spill. A thread loads 80 bytes (SGD with momentum, 16 bits) to
+  // 160 bytes (three states) before it waits: 74 KB or more on a multiprocessor.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   static constexpr int kResidentBlocks = kStates < 2 ? 4 : kStates < 3 ? 3 : 2;
 #else  // sm_86, sm_89 and sm_100 spill up to 104 bytes with one more
@@ -59,7 +66,7 @@ struct Variant {
 #endif
 };
 
-// Where an element stands in a pack that is aligned to its size.
+// The position of an element in its aligned pack: 0 to kPack - 1.
 template <class T>
 __device__ __forceinline__ int phase(const T* p) {
   return static_cast<int>(reinterpret_cast<uintptr_t>(p) / sizeof(T) % kPack);
@@ -70,7 +77,7 @@ template <class V>
 struct Arrays {
   const typename V::G* grad;
   typename V::P* weight;
-  typename V::M* master;  // none for an fp32 parameter
+  typename V::M* master;  // nullptr for an fp32 parameter
   float* state[V::kStates > 0 ? V::kStates : 1];
 
   template <class Walk>
@@ -87,32 +94,32 @@ struct Arrays {
   }
 };
 
-// How many elements of a tensor lie before a pack and behind it.
-struct Around {
-  int64_t before, behind;
+// The elements of the tensor before a pack and after it.
+struct Margin {
+  int64_t before, after;
 };
-constexpr Around kInside{kPack, kPack};  // as many as there are in a word of four, or more
+constexpr Margin kInside{kPack, kPack};  // enough that no word of the pack reaches beyond the tensor
 
-// The packs of a chunk, which are aligned where its states and its master are.
+// The division of a chunk into packs that are aligned in its states and its master.
 template <class V>
 struct Packs : Division<kPack> {
-  bool is_aligned;  // whether gradient and weight are, too
-  int from, to;     // of the packs those whose words lie in the tensor: all, but for its first and its last one
+  bool is_aligned;  // in gradient and weight, too
+  int from, to;     // the packs whose words lie in the tensor: all, or without the tensor's first or last one
 
   template <class Walk>
   __device__ __forceinline__ Packs(const Walk& walk, const Arrays<V>& arrays)
       : Division<kPack>(walk.template divide<kPack>(0)) {
-    int own = V::kIsFp32 ? -1 : phase(arrays.master);
-    bool is_one = true;
+    int own = V::kIsFp32 ? -1 : phase(arrays.master);  // the phase of master and states
+    bool states_agree = true;
 #pragma unroll
     for (int k = 0; k < V::kStates; ++k) {
       if (!arrays.has(k)) continue;
       if (own < 0) own = phase(arrays.state[k]);
-      is_one = is_one && phase(arrays.state[k]) == own;
+      states_agree = states_agree && phase(arrays.state[k]) == own;
     }
     if (own < 0) own = phase(arrays.weight);
     is_aligned = phase(arrays.grad) == own && phase(arrays.weight) == own;
-    if (!is_one) {  // as in no allocation of the optimizer's
+    if (!states_agree) {  // not with states that an optimizer allocated
       lead = others += packs * kPack;
       packs = from = to = 0;
       return;
@@ -121,53 +128,55 @@ struct Packs : Division<kPack> {
     from = 0;
     to = packs;
     if (!V::kStraddles || is_aligned || packs == 0) return;
-    const bool reaches_before = walk.begin() + first < kPack, reaches_behind = around(walk, packs - 1).behind < kPack;
+    const bool reaches_before = walk.begin() + first < kPack, reaches_after = margin(walk, packs - 1).after < kPack;
     if (reaches_before) from = 1;
-    if (reaches_behind && to > from) --to;
+    if (reaches_after && to > from) --to;
   }
 
   // The first element of a pack.
   __device__ __forceinline__ int at(int pack) const { return first + pack * kPack; }
 
   template <class Walk>
-  __device__ __forceinline__ Around around(const Walk& walk, int pack) const {
+  __device__ __forceinline__ Margin margin(const Walk& walk, int pack) const {
     return {walk.begin() + at(pack), walk.rest() - at(pack) - kPack};
   }
 };
 
-// N neighbours on their way: `load` asks for them, `get` waits. Between the two lie the loads of all other arrays.
+// N neighbours of one array: load() starts their loads, get() waits for them. In between a thread starts the loads of
+// all other arrays.
 template <class T, int N>
 struct Aligned {
   Packed<T, N> packed;
 
-  __device__ __forceinline__ void load(const T* p, Around) { packed = load_wide<N>(p); }
+  __device__ __forceinline__ void load(const T* p, Margin) { packed = load_wide<N>(p); }
   __device__ __forceinline__ Vector<T, N> get() const { return packed.unpacked(); }
 };
 
+// N neighbours, an access for each element.
 template <class T, int N>
 struct OneByOne {
   Vector<T, N> elements;
 
-  __device__ __forceinline__ void load(const T* p, Around) { elements = load_elements<N>(p, false); }
+  __device__ __forceinline__ void load(const T* p, Margin) { elements = load_elements<N>(p, false); }
   __device__ __forceinline__ Vector<T, N> get() const { return elements; }
 };
 
-// A pack of 16 bits in the one or two aligned words of 8 bytes that hold it. Of a word that reaches out of the tensor
-// only the elements of the pack are read.
+// A pack of 16-bit elements, read as the one or two aligned words of 8 bytes that hold it. If a word reaches beyond the
+// tensor, only its elements in the pack are read.
 template <class T>
 struct Straddling {
   static_assert(sizeof(T) == 2);
   uint64_t low, high;
   int shift;  // in bits
 
-  __device__ __forceinline__ void load(const T* p, Around around) {
-    const int here = phase(p), next = kPack - here;  // elements of the pack in the second word, and in the first one
+  __device__ __forceinline__ void load(const T* p, Margin margin) {
+    const int here = phase(p), next = kPack - here;  // the pack's elements in the second word, and in the first
     shift = here * 16;
     const auto* const words = reinterpret_cast<const uint64_t*>(p - here);
     assume_global(words);
     assume_global(words + 1);
-    low = around.before >= here ? words[0] : bits(p, next) << shift;
-    high = here == 0 ? 0 : around.behind >= next ? words[1] : bits(p + next, here);
+    low = margin.before >= here ? words[0] : bits(p, next) << shift;
+    high = here == 0 ? 0 : margin.after >= next ? words[1] : bits(p + next, here);
   }
 
   __device__ __forceinline__ Vector<T, kPack> get() const {
@@ -186,7 +195,8 @@ struct Straddling {
   }
 };
 
-// fp32 goes one by one where it is not aligned: four words of 4 bytes take no more registers than one of 16.
+// How N neighbours are loaded. Misaligned fp32 goes one by one: four words of 4 bytes take no more registers than one
+// of 16 bytes.
 template <class T, int N, bool kAligned>
 using Loading = std::conditional_t<
     N == 1, OneByOne<T, N>,
@@ -208,7 +218,8 @@ __device__ __forceinline__ void store_rounded(T* p, const Vector<float, N>& valu
   store<kAligned>(p, elements);
 }
 
-// fp32 masters of N weights.
+// The fp32 masters of N weights. Where a remainder does not belong to its weight (remainder.h), the master is the
+// weight.
 template <class P, int N>
 __device__ __forceinline__ Vector<float, N> join(const Vector<P, N>& weights, const Vector<int16_t, N>& remainders) {
   Vector<float, N> masters;
@@ -221,8 +232,8 @@ __device__ __forceinline__ Vector<float, N> join(const Vector<P, N>& weights, co
   return masters;
 }
 
-// N neighbouring elements. Loading and updating are apart, so that a thread can load one pack before it stores another:
-// the compiler cannot, since for all it knows the arrays overlap.
+// N neighbours in all arrays. Loading and updating are separate, so that a thread loads its second pack before it
+// stores the first. The compiler cannot reorder them itself, since it must assume that the arrays overlap.
 template <class V, int N, bool kAligned>
 struct Pack {
   Loading<typename V::G, N, kAligned> grad;
@@ -230,14 +241,14 @@ struct Pack {
   Loading<typename V::M, N, true> master;
   Loading<float, N, true> state[V::kStates > 0 ? V::kStates : 1];
 
-  __device__ __forceinline__ void load(const Arrays<V>& arrays, int i, Around around = kInside) {
-    grad.load(arrays.grad + i, around);
-    if constexpr (V::kReadsWeight) weight.load(arrays.weight + i, around);
-    if constexpr (!V::kIsFp32) master.load(arrays.master + i, around);
+  __device__ __forceinline__ void load(const Arrays<V>& arrays, int i, Margin margin = kInside) {
+    grad.load(arrays.grad + i, margin);
+    if constexpr (V::kReadsWeight) weight.load(arrays.weight + i, margin);
+    if constexpr (!V::kIsFp32) master.load(arrays.master + i, margin);
 #pragma unroll
     for (int k = 0; k < V::kStates; ++k) {
       state[k] = {};
-      if (arrays.has(k)) state[k].load(arrays.state[k] + i, around);
+      if (arrays.has(k)) state[k].load(arrays.state[k] + i, margin);
     }
   }
 
@@ -302,7 +313,7 @@ template <class V, bool kAligned>
 __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Packs<V>& packs,
                                              const typename V::Formula& formula) {
   for (int k = packs.from + threadIdx.x; k < packs.to; k += 2 * kThreads) {
-    // A thread without a second pack loads its first one twice: a branch would have the compiler wait before it.
+    // A thread without a second pack loads its first one twice: at a branch the compiler would wait for the loads.
     const bool has_second = k + kThreads < packs.to;
     const int i = packs.at(k), j = has_second ? i + kThreads * kPack : i;
     Pack<V, kPack, kAligned> first, second;
@@ -313,7 +324,8 @@ __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Pack
   }
 }
 
-// The packs around whose words the tensor ends: two threads of the last warp but one.
+// Updates the first and the last pack of a tensor, if their words reach beyond it: two threads of the second to last
+// warp.
 template <class V, class Walk>
 __device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs<V>& packs, const Walk& walk,
                                             const typename V::Formula& formula) {
@@ -321,10 +333,11 @@ __device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs
   if (end == 0 ? packs.from == 0 : end > 1 || packs.to == packs.packs) return;
   const int k = end == 0 ? 0 : packs.to;
   Pack<V, kPack, false> pack;
-  pack.load(arrays, packs.at(k), packs.around(walk, k));
+  pack.load(arrays, packs.at(k), packs.margin(walk, k));
   pack.update(arrays, formula, packs.at(k));
 }
 
+// Updates the elements outside of packs, one per thread, from the last warp on.
 template <class V>
 __device__ __forceinline__ void update_others(const Arrays<V>& arrays, const Packs<V>& packs,
                                               const typename V::Formula& formula) {
@@ -337,7 +350,7 @@ __device__ __forceinline__ void update_others(const Arrays<V>& arrays, const Pac
   }
 }
 
-// Last chunk first: the gradient pass has just left the tail of the gradients in L2.
+// The last chunk first: the gradient pass read it last, so its gradients may still be in L2.
 template <class V>
 using UpdateWalk = ChunkWalk<kState + V::kStates, /*kBackwards=*/true>;
 
@@ -366,13 +379,13 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
       update_packs<V, false>(arrays, packs, formula);
     }
   }
-  // A count is raised once every thread of every block has read it.
+  // The last block raises the counts of updates, which every thread of every block has read by then.
   barrier();
   if (!is_last_block(reinterpret_cast<unsigned*>(update.ticket))) return;
   for (int64_t c = threadIdx.x; c < update.table.chunk_count; c += kThreads) raise_step(update.table, c);
 }
 
-// Calls f with a Variant{} of the states: those that every parameter has, if no tensor has another, else all.
+// Calls f with a Variant{}: for the required states if no tensor has another one, else for all.
 template <class Formula, class P, class M, class G, class F>
 void with_states(int states, const F& f) {
   constexpr int kRequired = (1 << Formula::kRequired) - 1;

@@ -16,9 +16,10 @@ namespace amp_kernels {
 
 struct AdamFormula {
   static constexpr const char* kName = "adam";
-  static constexpr int kStates = 3;    // exp_avg, exp_avg_sq, max_exp_avg_sq; the last is there for AMSGrad
-  static constexpr int kRequired = 2;  // of them, the first; a parameter may lack the others
+  static constexpr int kStates = 3;  // exp_avg, exp_avg_sq, max_exp_avg_sq (with AMSGrad)
+  static constexpr int kRequired = 2;
 
+  // hyper: 1 - beta1, 1 - beta2, eps, weight_decay, -1 to maximize (else 1), whether decay is AdamW's
   float factor, one_minus_beta1, beta2, one_minus_beta2, eps, added_decay, shrinkage, rate, inverse_root;
   bool amsgrad;
 
@@ -39,7 +40,7 @@ struct AdamFormula {
     // One fma, as torch's add(p, alpha): two roundings would show where gradient and decay nearly cancel.
     if (added_decay != 0.0f) g = fmaf(added_decay, p, g);
     if (shrinkage != 0.0f) p = fmaf(-shrinkage, p, p);
-    // As torch's lerp: beta1 rounded to fp32 would add up to 1e-6 of m, and for beta1 = 0 this is g to the bit.
+    // As torch's lerp. With beta1 rounded to fp32, m would be off by up to 1e-6 of it; beta1 = 0 gives exactly g.
     s[0] = one_minus_beta1 < 0.5f ? s[0] + one_minus_beta1 * (g - s[0]) : g - (1.0f - one_minus_beta1) * (g - s[0]);
     s[1] = beta2 * s[1] + one_minus_beta2 * g * g;
     s[2] = amsgrad && (s[2] > s[1] || s[2] != s[2]) ? s[2] : s[1];  // NaN is kept
@@ -47,7 +48,7 @@ struct AdamFormula {
   }
 
  private:
-  // 1 - beta^t from 1 - beta: at the first step of beta = 0.999 the power itself, in fp32, would be 1e-5 off.
+  // 1 - beta^t, computed from 1 - beta. From an fp32 power it would be 1e-5 off at the first step with beta = 0.999.
   static AMP_KERNELS_HD float correction(float one_minus_beta, uint32_t step) {
     return -expm1f((static_cast<float>(step) + 1.0f) * log1pf(-one_minus_beta));
   }

@@ -1,4 +1,16 @@
-// The update families: a new optimizer's formula is added to this list, and to that of amp_kernels/families.py.
+// The formulas of the update families. A new optimizer adds its formula to `Families` below and to
+// amp_kernels/families.py.
+//
+// A formula is a struct that updates one element in fp32:
+//
+//   kName       name of the family
+//   kStates     how many states it has
+//   kRequired   how many of its states, the first ones, every parameter has
+//   Formula(hyper, lr, factor, step, has)
+//               hyper-parameters and learning rate of the parameter's group; factor * g is the unscaled, clipped
+//               gradient; step counts the updates before this one; has[k]: the parameter has the k-th state
+//   operator()(p, g, s)
+//               returns the new p, and writes the new states to s
 #pragma once
 
 #include <stdexcept>
@@ -12,7 +24,7 @@ namespace amp_kernels {
 
 template <class... Formulas>
 struct FamilyList {
-  // Calls f with Type<Formula>{} of the formula that has this name.
+  // Calls f with Type<Formula>{} for the formula that has this name.
   template <class F>
   static void with(std::string_view name, const F& f) {
     const bool is_known = (... || (name == Formulas::kName && (f(Type<Formulas>{}), true)));

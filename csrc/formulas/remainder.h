@@ -1,5 +1,5 @@
-// The fp32 master of a 16-bit weight, kept in 32 bits: the weight, which is the master rounded to nearest even, and an
-// int16 remainder, which says where among the fp32 numbers that round to the weight the master lies.
+// Split masters: the fp32 master of a 16-bit weight, kept in 32 bits. One half is the weight itself, which is the
+// master rounded to nearest even. The other is an int16 remainder: the distance from the weight to the master.
 //
 //   bf16:  bits(master) = bits(weight) + remainder
 //   fp16:  master = weight + remainder * ulp(weight) / 2^16
@@ -9,11 +9,12 @@
 //   remainder  -32768                          0                          32767
 //
 // What is lost:
-//   bf16   2^16 + 1 masters round to an even weight: of its two ties, the one farther from 0 is stored as its neighbour
-//   fp16   nothing from 2^-16 on; below, a master is stored to within 2^-40; one that rounds beyond 65504 is infinite
+//   bf16   2^16 + 1 masters round to an even weight; of its two ties, the one farther from 0 is stored as its neighbour
+//   fp16   nothing from 2^-16 on; a smaller master is stored to within 2^-40; one that rounds beyond 65504 is infinite
 //
-// Whoever writes the weight leaves a remainder that is another's. Where the two give a number that does not round to
-// the weight, bit for bit, the master is the weight; elsewhere it is at most half an ulp of the weight away.
+// If other code writes a weight, the remainder stays that of the old weight. If weight and remainder then join to a
+// number that does not round to the weight, bit for bit, the master is the weight. Otherwise the master is at most half
+// an ulp away from the weight.
 #pragma once
 
 #include <cmath>
@@ -43,12 +44,12 @@ struct Remainder;
 
 template <>
 struct Remainder<kBFloat16> {
-  // The caller keeps the result if it rounds to `weight`.
+  // The master, if it rounds to `weight`. If not, the caller takes the weight.
   static AMP_KERNELS_HD float joined(float weight, int32_t remainder) {
     return float_of(bits_of(weight) + static_cast<uint32_t>(remainder));
   }
 
-  // `weight` is `master`, rounded.
+  // The remainder of a master. `weight` is the master, rounded.
   static AMP_KERNELS_HD int32_t of(float master, float weight) {
     const auto difference = static_cast<int32_t>(bits_of(master) - bits_of(weight));
     const int32_t fits = difference < 32767 ? difference : 32767;
@@ -70,15 +71,16 @@ struct Remainder<kHalf> {
   }
 
  private:
-  // Of the fp16 format, biased as in fp32: subnormal numbers have that of the smallest normal one.
+  // The exponent of an fp16 number, biased as in fp32. Subnormal numbers have the exponent of the smallest normal one.
   static AMP_KERNELS_HD uint32_t exponent(float weight) {
     const uint32_t e = bits_of(weight) >> 23 & 0xff;
     return e < 113 ? 113 : e;
   }
 };
 
-// Calls f with a value of the type of row kMaster, for parameters of type P and gradients of type G. Averages, the only
-// ones that join a gradient, have no states: no kernel joins one for a formula that cannot do without.
+// Calls f with a zero of the type of row kMaster: int16_t if it holds remainders (`split`), else float. P and G are the
+// types of parameters and gradients. fp32 parameters with remainders are averages (kJoinsGrad). They have no states, so
+// that formulas with required states get no kernels for them.
 template <class Formula, class P, class G, class F>
 void with_master(bool split, const F& f) {
   if (!split) return f(float{});
@@ -89,7 +91,7 @@ void with_master(bool split, const F& f) {
     throw std::invalid_argument(std::string("amp_kernels: no average is made by ") + Formula::kName);
 }
 
-// Whether row kMaster, of type M, holds the remainders of the gradients: an average follows a weight of 16 bits.
+// Whether row kMaster, of type M, holds the remainders of the gradients. It does for averages (table.h).
 template <class P, class M>
 constexpr bool kJoinsGrad = std::is_same_v<P, float> && std::is_same_v<M, int16_t>;
 

@@ -14,9 +14,10 @@ namespace amp_kernels {
 
 struct RmspropFormula {
   static constexpr const char* kName = "rmsprop";
-  static constexpr int kStates = 3;    // square_avg, momentum_buffer, grad_avg; an absent one reads as 0
-  static constexpr int kRequired = 1;  // of them, the first; a parameter may lack the others
+  static constexpr int kStates = 3;  // square_avg, momentum_buffer, grad_avg; an absent one reads as 0
+  static constexpr int kRequired = 1;
 
+  // hyper: alpha, 1 - alpha, eps, weight_decay, -1 to maximize (else 1), momentum
   float factor, lr, alpha, one_minus_alpha, centering, eps, weight_decay, momentum;
 
   AMP_KERNELS_HD RmspropFormula(const float* hyper, float lr, float factor, uint32_t, const bool (&has)[kStates])

@@ -12,13 +12,14 @@ namespace amp_kernels {
 
 struct SgdFormula {
   static constexpr const char* kName = "sgd";
-  static constexpr int kStates = 1;    // momentum_buffer
-  static constexpr int kRequired = 0;  // of them, the first; a parameter may lack the others
+  static constexpr int kStates = 1;  // momentum_buffer
+  static constexpr int kRequired = 0;
 
+  // hyper: momentum, 1 - dampening, weight_decay, nesterov, -1 to maximize (else 1)
   float factor, lr, momentum, one_minus_dampening, weight_decay, lookahead;
   bool first;
 
-  // Without a momentum buffer every step is a first one: b = g.
+  // Without a momentum buffer every step is computed like the first: b = g.
   AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, uint32_t step, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         lr(lr),

@@ -1,5 +1,5 @@
-// From the arguments of the table ops (schemas: amp_kernels/ops) to the structs the kernels take.
-// Everything was checked in Python, where the table was built.
+// Converts the arguments of operators that take a table (schemas: amp_kernels/ops) to the structs of kernels. They need
+// no checks: Python has built the table.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -30,7 +30,8 @@ T* data(std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-// Registers a function with the library `m` as an operator's kernel on the device of class D.
+// Registers a function with the library `m`, as the kernel of an operator on the device of class D. A GPU for which the
+// binary has no code calls Name::uncompiled() (on_gpu.h).
 #define AMP_KERNELS_IMPL(m, D, operator_, ...)                                          \
   do {                                                                                  \
     struct Name {                                                                       \

@@ -1,4 +1,4 @@
-// What operators on CUDA tensors ask torch: the device to switch to, the stream to launch on.
+// What operators on CUDA tensors need from torch: the device to switch to, the stream to launch on, memory.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,7 +17,8 @@ inline Stream current_stream(const Tensor& tensor) {
   return static_cast<Stream>(stream);
 }
 
-// From torch's allocator, which gives the memory to nobody else on this stream before the kernels are done with it.
+// Memory on the device of a tensor. It may be freed before the kernels have run: torch's allocator reuses it on this
+// stream only, after them.
 inline Tensor workspace_beside(const Tensor& tensor, int64_t bytes) {
   return torch::stable::new_empty(tensor, {bytes}, torch::headeronly::ScalarType::Byte);
 }

@@ -1,20 +1,20 @@
-// Where an operator runs: what a CPU and a GPU do differently around the same kernel arguments.
+// Cpu and Cuda: what an operator does differently on a CPU and on a GPU, around the same kernel arguments.
 //
-// Each class stands for one call on the device of a tensor:
+// An object of either class stands for one call, on the device of a tensor:
 //   send(words, spare, fill)
-//                          the words where its kernels read them, with memory for `spare` more behind them; both last
-//                          as long as this object and `words`. fill(address) may write words that hold addresses of
-//                          others
-//   run(pass)              the gradient pass
-//   run(family, update)    the update of one combination of dtypes
+//                          returns the address at which kernels read the words; memory for `spare` more words is behind
+//                          them. Both last as long as this object and `words`. Before the words are sent, fill(address)
+//                          may write addresses of some words into others
+//   run(pass)              runs the gradient pass
+//   run(family, update)    runs the update of one form
 //   load_send(), load_pass(), load_update(family, form)
-//                          load the kernels that `send` and `run` will take, and say how many blocks of the latter run
-//                          at a time: 0 on a CPU, whose kernels have none
-//   run(args)              the int8 kernel that takes these arguments
+//                          load the kernels of `send` and `run`; the last two return how many blocks run at a time (0
+//                          on a CPU)
+//   run(args)              runs the int8 kernel that takes these arguments
 //   copies_parts_of_chunks()
 //                          whether products of codes gain from rows that begin at multiples of 16 bytes, for any K
-//   call(name, ...)        another operator of the dispatcher (CUDA)
-//   prefers_triton(tensor) whether large products of codes on its GPU are Triton's (CUDA)
+//   call(name, ...)        calls another operator of the dispatcher (only Cuda)
+//   prefers_triton(tensor) whether Triton computes large products of codes on the GPU of the tensor (only Cuda)
 //   kernel<Name, f>        the function to register for an operator whose kernel is f (AMP_KERNELS_IMPL)
 #pragma once
 
@@ -69,7 +69,7 @@ class Cuda : public cuda::Dispatch {
   explicit Cuda(const Tensor& tensor)
       : tensor_(tensor), guard_(tensor.get_device_index()), stream_(cuda::current_stream(tensor)) {}
 
-  // Bytes travel as kernel arguments: nothing waits, and a captured copy depends on no host memory.
+  // Words travel as kernel arguments (send.cu): nothing waits, and a captured graph depends on no host memory.
   template <class Fill>
   int64_t* send(std::vector<int64_t>& words, int64_t spare, const Fill& fill) {
     const auto count = static_cast<int64_t>(words.size());
@@ -88,13 +88,13 @@ class Cuda : public cuda::Dispatch {
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
 
-  // An operator that is registered elsewhere.
+  // Calls an operator that is registered elsewhere.
   template <class Result, class... Arguments>
   static Result call(const cuda::OperatorName& name, const Arguments&... arguments) {
     return cuda::call<Result>(name, arguments...);
   }
 
-  // Of large products of codes (amp_kernels/ops/int8.py).
+  // For large products of codes (amp_kernels/ops/int8.py).
   static bool prefers_triton(const Tensor& tensor) {
     const int64_t gpu = tensor.get_device_index();
     return cuda::kept_answer(tensor.get_device_index(),
@@ -114,7 +114,7 @@ class Cuda : public cuda::Dispatch {
   Tensor tensor_;
   cuda::Guard guard_;
   Stream stream_;
-  std::vector<Tensor> memory_;  // torch's allocator gives it to nobody else on this stream before the kernels are done
+  std::vector<Tensor> memory_;  // torch's allocator reuses it on this stream only, after the kernels
 };
 #endif
 

@@ -23,11 +23,6 @@ Dims sizes_of(const Tensor& tensor) {
   return {sizes.begin(), sizes.end()};
 }
 
-Dims strides_of(const Tensor& tensor) {
-  const auto strides = tensor.strides();
-  return {strides.begin(), strides.end()};
-}
-
 // Memory on the device of `beside`.
 Tensor new_tensor(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& beside) {
   AtenTensorHandle handle = nullptr;
@@ -91,6 +86,7 @@ Groups groups_over(const Tensor& x, const std::optional<Dims>& dim, const std::o
   if (block.has_value()) {
     require(*block > 0 && dims > 0 && (!dim.has_value() || reduced == Dims{dims - 1}));
     groups.block = *block;
+    groups.kept.back() = false;
   }
   return groups;
 }
@@ -118,40 +114,10 @@ Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_p
   return groups;
 }
 
-// Of results and of their scales: the dense layout nearest to x's, unless kernels cannot walk it, then every group is a
-// row; of blocks row-major, and of codes where random bits are numbered by row-major index.
-struct Strides {
-  Strides(const Tensor& x, const Groups& groups, bool is_numbered = false)
-      : out(groups.block > 0 || is_numbered ? row_major(groups.shape) : nearest_dense(groups.shape, strides_of(x))),
-        is_by_rows(alternates_too_often(groups, out)) {
-    const Dims rows = is_by_rows ? strides_of_rows(groups) : out;
-    scale = scale_strides(groups, rows);
-    if (!is_numbered) out = rows;
-  }
-
-  Dims out, scale;
-  bool is_by_rows;  // the codes have an order of their own, in which every group is a row
-};
-
 // A scale or zero point as kernels take it: in the order of its groups.
 MaybeTensor in_order(const MaybeTensor& side, const Dims& strides) {
   return side.has_value() && side->numel() > 1 ? MaybeTensor(with_strides(*side, strides)) : side;
 }
-
-// x, or a copy of it, and how kernels walk it.
-struct Walked {
-  Walked(const Tensor& given, const Groups& groups, const Strides& strides) : x(given) {
-    std::optional<Int8Layout> found = layout_of(groups, strides_of(x), strides.out, strides.scale);
-    if (!found.has_value()) {
-      x = with_strides(x, strides.out);
-      found = layout_of(groups, strides.out, strides.out, strides.scale);
-    }
-    layout = *found;
-  }
-
-  Tensor x;
-  Int8Layout layout;
-};
 
 // --------------------------------------------------------------------------------------------------- quantization
 using Quantized = std::tuple<Tensor, Tensor, Tensor>;  // those that were given, or that nobody needs, without elements
@@ -161,48 +127,50 @@ Tensor none(ScalarType dtype, const Tensor& beside) { return new_tensor({0}, dty
 template <class Device>
 Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, const std::optional<Dims>& dim,
                    const std::optional<int64_t>& block, bool symmetric, const std::optional<int64_t>& seed, bool fake) {
-  require(Operand(x).is_float());
+  const Operand input(x);
+  require(input.is_float());
   Groups groups = groups_over(x, dim, block);
   const bool is_static = scale.has_value();
   require(is_static || !zero_point.has_value());
   if (is_static) groups = groups_of(x, *scale, zero_point, block);
 
-  const Strides strides(x, groups, seed.has_value());
-  if (seed.has_value() && strides.is_by_rows) {
-    // Random bits are numbered by row-major index, which a copy with groups as rows would not have: every element gets
-    // its scale beside it.
+  const Plan plan(groups, input, seed.has_value());
+  if (!plan.layout.has_value()) {
+    // Random bits need x in row-major order, where these groups take more than three axes. Scales come from a call
+    // without random bits; then every element gets the scale of its group.
     const Tensor dense = in_rows(x);
     Tensor own_scale = none(ScalarType::Float, x), own_zero_point = none(ScalarType::Int, x);
     if (!is_static) {
       std::tie(std::ignore, own_scale, own_zero_point) =
-          quantize<Device>(dense, scale, zero_point, dim, block, symmetric, std::nullopt, false);
+          quantize<Device>(dense, scale, zero_point, dim, std::nullopt, symmetric, std::nullopt, false);
       scale = own_scale;
       if (!symmetric) zero_point = own_zero_point;
     }
-    scale = copied(*scale, groups.shape, strides.out, ScalarType::Float);
-    if (zero_point.has_value()) zero_point = copied(*zero_point, groups.shape, strides.out, ScalarType::Int);
-    const Quantized codes = quantize<Device>(dense, scale, zero_point, std::nullopt, block, symmetric, seed, false);
-    return {std::get<0>(codes), own_scale, own_zero_point};
+    scale = copied(*scale, groups.shape, plan.walk, ScalarType::Float);
+    if (zero_point.has_value()) zero_point = copied(*zero_point, groups.shape, plan.walk, ScalarType::Int);
+    const Quantized codes =
+        quantize<Device>(dense, scale, zero_point, std::nullopt, std::nullopt, symmetric, seed, false);
+    return {with_strides(std::get<0>(codes), plan.out), own_scale, own_zero_point};
   }
 
   if (is_static) {
-    scale = in_order(scale, strides.scale), zero_point = in_order(zero_point, strides.scale);
+    scale = in_order(scale, plan.scale), zero_point = in_order(zero_point, plan.scale);
   } else {
-    scale = new_tensor(groups.scale_shape(), strides.scale, ScalarType::Float, x);
-    if (!symmetric) zero_point = new_tensor(groups.scale_shape(), strides.scale, ScalarType::Int, x);
+    scale = new_tensor(groups.scale_shape(), plan.scale, ScalarType::Float, x);
+    if (!symmetric) zero_point = new_tensor(groups.scale_shape(), plan.scale, ScalarType::Int, x);
   }
-  const Tensor out = new_tensor(groups.shape, strides.out, fake ? x.scalar_type() : ScalarType::Char, x);
+  const Tensor out = new_tensor(groups.shape, plan.walk, fake ? x.scalar_type() : ScalarType::Char, x);
   if (x.numel() > 0) {
-    const Walked walked(x, groups, strides);
-    Device(x).run(Quantize{walked.x.data_ptr(), out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),
-                           walked.layout, dtype_of(x), fake, is_static, seed.has_value(),
+    const Tensor walked = with_strides(x, plan.walk);
+    Device(x).run(Quantize{walked.data_ptr(), out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),
+                           *plan.layout, dtype_of(x), fake, is_static, seed.has_value(),
                            static_cast<uint64_t>(seed.value_or(0))});
   } else if (!is_static) {  // groups without elements are like those of zeros
     torch::stable::fill_(*scale, 1.0);
     if (zero_point.has_value()) torch::stable::zero_(*zero_point);
   }
   const bool has_zero_point = !is_static && zero_point.has_value();
-  return {out, is_static ? none(ScalarType::Float, x) : *scale,
+  return {with_strides(out, plan.out), is_static ? none(ScalarType::Float, x) : *scale,
           has_zero_point ? *zero_point : none(ScalarType::Int, x)};
 }
 
@@ -221,16 +189,17 @@ Quantized fake_quantize_int8(Tensor x, MaybeTensor scale, MaybeTensor zero_point
 template <class Device>
 Tensor dequantize_int8(Tensor values, Tensor scale, MaybeTensor zero_point, std::optional<int64_t> block_size,
                        ScalarType dtype) {
-  require(Operand(values).dtype == static_cast<int32_t>(ScalarType::Char) && is_float(dtype));
+  const Operand codes(values);
+  require(codes.dtype == static_cast<int32_t>(ScalarType::Char) && is_float(dtype));
   const Groups groups = groups_of(values, scale, zero_point, block_size);
-  const Strides strides(values, groups);
-  const Tensor out = new_tensor(groups.shape, strides.out, dtype, values);
-  if (values.numel() == 0) return out;
-  const MaybeTensor side = in_order(scale, strides.scale), zeros = in_order(zero_point, strides.scale);
-  const Walked walked(with_strides(values, strides.out), groups, strides);
-  Device(values).run(Dequantize{data<int8_t>(walked.x), data<float>(side), data<int32_t>(zeros), out.data_ptr(),
-                                walked.layout, dtype_of(out)});
-  return out;
+  const Plan plan(groups, codes);
+  if (values.numel() == 0) return new_tensor(groups.shape, plan.out, dtype, values);
+  const Tensor out = new_tensor(groups.shape, plan.walk, dtype, values);
+  const MaybeTensor side = in_order(scale, plan.scale), zeros = in_order(zero_point, plan.scale);
+  const Tensor walked = with_strides(values, plan.walk);
+  Device(values).run(Dequantize{data<int8_t>(walked), data<float>(side), data<int32_t>(zeros), out.data_ptr(),
+                                *plan.layout, dtype_of(out)});
+  return with_strides(out, plan.out);
 }
 
 template <class Device>
@@ -239,15 +208,14 @@ Tensor straight_through_int8(Tensor grad, Tensor x, Tensor scale, MaybeTensor ze
   const Operand incoming(grad), input(x);
   require(input.is_float() && incoming.is_beside(input) && incoming.has_shape_of(input));
   const Groups groups = groups_of(x, scale, zero_point, block_size);
-  const Strides strides(x, groups);
-  const Tensor out = new_tensor(groups.shape, strides.out, x.scalar_type(), x);
-  if (x.numel() == 0) return out;
-  const MaybeTensor side = in_order(scale, strides.scale), zeros = in_order(zero_point, strides.scale);
-  const Tensor beside_out = with_strides(grad, strides.out, x.scalar_type());
-  const Walked walked(x, groups, strides);
-  Device(x).run(StraightThrough{beside_out.data_ptr(), walked.x.data_ptr(), data<float>(side), data<int32_t>(zeros),
-                                out.data_ptr(), walked.layout, dtype_of(x)});
-  return out;
+  const Plan plan(groups, input);
+  if (x.numel() == 0) return new_tensor(groups.shape, plan.out, x.scalar_type(), x);
+  const Tensor out = new_tensor(groups.shape, plan.walk, x.scalar_type(), x);
+  const MaybeTensor side = in_order(scale, plan.scale), zeros = in_order(zero_point, plan.scale);
+  const Tensor walked = with_strides(x, plan.walk), walked_grad = with_strides(grad, plan.walk, x.scalar_type());
+  Device(x).run(StraightThrough{walked_grad.data_ptr(), walked.data_ptr(), data<float>(side), data<int32_t>(zeros),
+                                out.data_ptr(), *plan.layout, dtype_of(x)});
+  return with_strides(out, plan.out);
 }
 
 // -------------------------------------------------------------------------------------------------------- products

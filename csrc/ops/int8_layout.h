@@ -1,14 +1,17 @@
-// From the shape and strides of a tensor to the Int8Layout that kernels walk, whose axes are drawn in csrc/int8.h.
-// amp_kernels/ops/int8.py has the same arithmetic for Triton, and for the compiler, which has to know the strides of
-// results; tests/test_int8.py compares the two.
+// Where the elements of an int8 call lie: the strides of results and of scales, and the Int8Layout that kernels walk
+// (csrc/int8.h). amp_kernels/ops/int8.py has the same arithmetic, for tracing and for Triton; tests/int8/test_int8.py
+// compares the two.
 //
-// Dimensions are sorted by their strides in the result, and neighbours that are one in memory are merged. If at most
-// the four axes of a layout are left, and the innermost one is contiguous in x, x is read in place. Otherwise it is
-// copied:
-// - into the strides of the result, where only x has gaps or another order;
-// - with its kept dimensions outside, where kept and reduced dimensions of the result alternate more often than the
-// four
-//   axes do. Every group is then a row, and the result has these strides.
+// Results have the strides of x if x is dense, else they are row-major. If three axes describe the groups of a tensor
+// with these strides, kernels read x and write results there. Other x are copied first:
+//
+//   x                                               kernels read               results
+//   dense, three axes                               x                          written in place
+//   gaps or expanded dimensions                     a row-major copy           written in place
+//   groups need more than three axes                a copy in which each       copied into their strides
+//                                                   group is a row
+//   random bits, which are numbered in row-major    a row-major copy           copied into their strides
+//   order, and x has another order
 #pragma once
 
 #include <algorithm>
@@ -17,26 +20,26 @@
 #include <vector>
 
 #include "../int8.h"
+#include "operand.h"
 
 namespace amp_kernels {
 
 using Dims = std::vector<int64_t>;
 
-// Elements share a scale if their indices differ in reduced dimensions only, or if they are in one block of the last
-// dimension.
+// Elements share a scale if their indices differ in reduced dimensions only. With blocks the last dimension is the
+// reduced one, and is cut.
 struct Groups {
   Dims shape;
-  std::vector<bool> kept;  // of each dimension; all true where there are blocks
+  std::vector<bool> kept;  // of each dimension: not reduced
   int64_t block = 0;       // elements of a block; 0: no blocks
 
   int64_t dims() const { return static_cast<int64_t>(shape.size()); }
-  int64_t blocks() const { return (shape.back() + block - 1) / block; }
 
   Dims scale_shape() const {
     Dims sizes(shape);
     for (int64_t d = 0; d < dims(); ++d)
       if (!kept[d]) sizes[d] = 1;
-    if (block > 0) sizes.back() = blocks();
+    if (block > 0) sizes.back() = (shape.back() + block - 1) / block;
     return sizes;
   }
 };
@@ -58,8 +61,7 @@ inline Dims row_major(const Dims& shape) {
   return dense_strides(shape, order);
 }
 
-// The dimensions from the outermost to the innermost. Where strides are equal (dimensions of size 1) the first one
-// counts as the outer one.
+// The dimensions from the outermost to the innermost. Of equal strides the first one counts as the outer one.
 inline Dims storage_order(const Dims& strides) {
   Dims order(strides.size());
   std::iota(order.begin(), order.end(), 0);
@@ -67,91 +69,50 @@ inline Dims storage_order(const Dims& strides) {
   return order;
 }
 
-// Strides of a dense tensor with the same order of dimensions: row-major if one of them is expanded.
-inline Dims nearest_dense(const Dims& shape, const Dims& strides) {
-  for (size_t d = 0; d < shape.size(); ++d)
-    if (strides[d] == 0 && shape[d] > 1) return row_major(shape);
-  return dense_strides(shape, storage_order(strides));
-}
-
-// Whether kept and reduced dimensions of a dense tensor alternate more often than the four axes of a layout.
-inline bool alternates_too_often(const Groups& groups, const Dims& strides) {
+// The layout of a dense tensor with these strides; nullopt if it takes more than three axes.
+inline std::optional<Int8Layout> layout_of(const Groups& groups, const Dims& strides) {
+  int64_t sizes[] = {1, 1, 1};  // inner, reduced, outer
+  int axis = 0;
   const Dims order = storage_order(strides);
-  int64_t runs = 0;
-  bool is_kept = false, inside = true;
   for (auto d = order.rbegin(); d != order.rend(); ++d) {
-    if (groups.shape[*d] == 1) continue;
-    if (inside && groups.kept[*d]) runs = 1;  // the inner reduced axis is not needed
-    if (inside || groups.kept[*d] != is_kept) ++runs;
-    is_kept = groups.kept[*d], inside = false;
+    if (groups.shape[*d] <= 1) continue;  // where a size is 0, strides are as if it were 1
+    const bool is_group_axis = axis != 1;
+    if (groups.kept[*d] != is_group_axis) ++axis;
+    if (axis > 2) return std::nullopt;
+    sizes[axis] *= groups.shape[*d];
   }
-  return runs > Int8Layout::kAxes;
+  auto [inner, reduced, outer] = sizes;
+  int64_t row = inner * reduced * outer;
+  if (groups.block > 0 && reduced > groups.block) {
+    if (inner > 1) return std::nullopt;
+    if (reduced % groups.block != 0) row = reduced;
+    outer *= groups.scale_shape().back();
+    reduced = groups.block;
+  }
+  if (reduced == 1) return Int8Layout{1, 1, outer * inner, row};  // each element has a scale: neighbours are columns
+  return Int8Layout{outer, reduced, inner, row};
 }
 
-// Strides of a dense tensor in which every group is a row.
-inline Dims strides_of_rows(const Groups& groups) {
-  Dims order(groups.shape.size());
-  std::iota(order.begin(), order.end(), 0);
-  std::stable_partition(order.begin(), order.end(), [&](int64_t d) { return groups.kept[d]; });
-  return dense_strides(groups.shape, order);
-}
-
-// Scales have the order of their groups in `out`, so that kept dimensions which merge there merge here.
-inline Dims scale_strides(const Groups& groups, const Dims& out) {
-  return dense_strides(groups.scale_shape(), storage_order(out));
-}
-
-// One dimension, or several that are walked as one.
-struct Dimension {
-  int64_t size, x, out, scale;
-  bool kept;
-
-  // Whether this one and `inner` are one in memory: in every tensor a step of this one goes as far as all of `inner`.
-  bool continues_in(const Dimension& inner) const {
-    return kept == inner.kept && x == inner.x * inner.size && out == inner.out * inner.size &&
-           scale == inner.scale * inner.size;
-  }
-};
-
-// The layout of a tensor with the strides `x`, a dense result with the strides `out` and scales with those of
-// scale_strides(); nullopt if x cannot be read in place.
-inline std::optional<Int8Layout> layout_of(const Groups& groups, const Dims& x, const Dims& out, const Dims& scale) {
-  std::vector<Dimension> dims, merged;
-  for (const int64_t d : storage_order(out))
-    dims.push_back({groups.shape[d], x[d], out[d], groups.kept[d] ? scale[d] : 0, groups.kept[d]});
-  int64_t ragged = 0;  // the length of rows whose last block is shorter than the others
-  if (groups.block > 0) {
-    const Dimension last = dims.back();  // of a contiguous result
-    const int64_t count = groups.blocks(), size = count > 1 ? groups.block : last.size;
-    dims.back() = {count, last.x * size, last.out * size, last.scale, true};
-    dims.push_back({size, last.x, last.out, 0, false});
-    ragged = count * size == last.size ? 0 : last.size;
-  }
-  const size_t mergeable =
-      ragged > 0 ? dims.size() - 2 : dims.size();  // Int8Layout::length is that of one row's blocks
-  for (size_t i = 0; i < dims.size(); ++i) {
-    if (dims[i].size == 1) continue;
-    if (i < mergeable && !merged.empty() && merged.back().continues_in(dims[i])) {
-      dims[i].size *= merged.back().size;
-      merged.pop_back();
+struct Plan {
+  // is_numbered: whether kernels number elements in row-major order, for random bits.
+  Plan(const Groups& groups, const Operand& x, bool is_numbered = false) {
+    const Dims by_rows = row_major(groups.shape);
+    out = x.is_dense() ? dense_strides(groups.shape, storage_order(Dims(x.strides, x.strides + x.dims))) : by_rows;
+    walk = is_numbered ? by_rows : out;
+    layout = layout_of(groups, walk);
+    if (!layout.has_value() && !is_numbered) {
+      Dims order = storage_order(out);  // with kept dimensions outside every group is a row
+      std::stable_partition(order.begin(), order.end(), [&](int64_t d) { return groups.kept[d]; });
+      walk = dense_strides(groups.shape, order);
+      layout = layout_of(groups, walk);
     }
-    merged.push_back(dims[i]);
+    scale = dense_strides(groups.scale_shape(), storage_order(walk));
   }
-  if (!merged.empty() && merged.back().x != 1) return std::nullopt;
-  Int8Layout layout{{1, 1, 1, 1}, {}, {}, {}, 0};
-  int axis = Int8Layout::kInnerReduced;
-  for (; !merged.empty(); merged.pop_back(), --axis) {
-    const Dimension& dim = merged.back();
-    const bool is_group_axis = axis == Int8Layout::kOuterGroup || axis == Int8Layout::kInnerGroup;
-    if (dim.kept != is_group_axis) --axis;
-    if (axis < 0) return std::nullopt;
-    layout.size[axis] = dim.size;
-    layout.x[axis] = dim.x;
-    layout.out[axis] = dim.out;
-    if (dim.kept) layout.scale[axis / 2] = dim.scale;
-  }
-  layout.length = ragged > 0 ? ragged : layout.size[Int8Layout::kInnerGroup] * layout.size[Int8Layout::kInnerReduced];
-  return layout;
-}
+
+  Dims out;                          // strides of results
+  Dims walk;                         // strides of what kernels read and write: those of `out`, or of copies
+  Dims scale;                        // strides of scales: groups in the order in which kernels number them
+  std::optional<Int8Layout> layout;  // nullopt: numbered, and the groups of row-major memory need more than three axes
+};
 
 }  // namespace amp_kernels

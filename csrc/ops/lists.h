@@ -1,8 +1,8 @@
-// Lists of tensors on their way into the table of csrc/table.h.
+// Writes lists of tensors into a table (../table.h).
 //
-// Kernels walk dense memory in storage order, so that the tensors of one column of the table must have their elements
-// in the same order. A tensor with gaps, or in another order than its parameter, is copied; what a kernel wrote is
-// copied back.
+// Kernels walk dense memory in storage order, so the tensors of one column must have their elements in the same order.
+// A tensor with gaps, or in another order than its parameter, is copied. If a kernel wrote to the copy, it is copied
+// back.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,7 @@ using Tensors = std::vector<Tensor>;
 
 using Operands = std::vector<Operand>;
 
-// fp32, fp16 or bf16 tensors, or int16 remainders, on the device of another.
+// Operands of tensors that must be fp32, fp16 or bf16 (or int16 remainders), and on the device of `beside`.
 inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool or_remainders = false) {
   Operands operands;
   operands.reserve(tensors.size());
@@ -31,9 +31,10 @@ inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool 
   return operands;
 }
 
-// Tensors as kernels take them, and the way back.
+// Makes tensors dense, by copies where they are not.
 class Dense {
  public:
+  // In any order.
   Operand operator()(const Operand& operand) {
     return operand.is_dense() ? operand : copied(operand, row_major(operand));
   }
@@ -44,7 +45,7 @@ class Dense {
     return copied(operand, {model.strides, model.strides + model.dims});
   }
 
-  // What kernels wrote.
+  // Copies what kernels wrote to the tensors that were copied.
   void copy_back() {
     const NoGrad guard;
     for (auto& [tensor, copy] : copies_) torch::stable::copy_(tensor, copy);
@@ -72,12 +73,12 @@ class Dense {
   std::vector<std::pair<Tensor, Tensor>> copies_;
 };
 
-// Marks the elements of tensors in a picture of their memory, a bit for each unit.
+// A map of memory with a bit for each `unit` bytes, in which the elements of tensors are marked.
 class Picture {
  public:
   Picture(int64_t begin, int64_t end, int64_t unit) : begin_(begin), unit_(unit), marks_((end - begin) / unit) {}
 
-  // Whether all elements were unmarked.
+  // Marks the elements. Returns false if one was marked before.
   bool mark(const Operand& operand) {
     return mark((operand.address - begin_) / unit_, operand.steps(), 0, operand.element_size() / unit_);
   }
@@ -100,8 +101,9 @@ class Picture {
   std::vector<bool> marks_;
 };
 
-// Kernels write all tensors at once, torch one after the other: where elements are shared, results differ. Tensors
-// whose memory interleaves, as the columns of a fused matrix do, are looked at element by element.
+// Requires that no element is shared. Kernels write all tensors at once, torch writes one after the other, so that
+// results of shared elements would differ. Tensors may interleave, as the columns of a fused matrix do: tensors whose
+// ranges of memory overlap are checked element by element.
 inline void require_apart(const std::vector<const Operand*>& written) {
   struct Span {
     int64_t begin, end;
@@ -124,7 +126,7 @@ inline void require_apart(const std::vector<const Operand*>& written) {
   }
 }
 
-// Chunks, two int32 numbers in a word: a tensor, and a chunk within it.
+// Entries of chunks, two int32 in a word: a tensor, and the index of the chunk in it.
 struct Chunks {
   std::vector<int64_t> words;
   int64_t size;
@@ -132,7 +134,7 @@ struct Chunks {
   int64_t count() const { return static_cast<int64_t>(words.size()); }
 };
 
-// The rows of a table, and how its tensors are cut.
+// A table in host memory.
 class HostTable {
  public:
   HostTable(int64_t rows, int64_t tensors) : tensors_(tensors), rows_(rows * tensors) {}
@@ -145,7 +147,7 @@ class HostTable {
     at(kGradDtype, t) = grad.code();
   }
 
-  // Cuts the tensors of these columns for kernels of which `blocks` blocks run at a time.
+  // Cuts the tensors of these columns into chunks. `blocks` is that of chunks.h.
   Chunks cut(const std::vector<int64_t>& columns, int64_t blocks) {
     int64_t total = 0;
     for (const int64_t t : columns) total += at(kNumel, t);
@@ -163,7 +165,7 @@ class HostTable {
   std::vector<int64_t> rows_;
 };
 
-// Words that are sent together; `add` says where a part begins.
+// Words that are sent to a device together. add() returns the position at which its part begins.
 class Words {
  public:
   int64_t add(const std::vector<int64_t>& part) {

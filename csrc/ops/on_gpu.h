@@ -24,11 +24,11 @@ inline std::string why_not_on(int32_t gpu) {
   return why_no_kernel();
 }
 
-// The answer of `ask` for a GPU. It is kept for each GPU; an error is not.
+// The answer of ask() for a GPU. It is kept for each GPU; an error is not kept.
 template <class Ask>
 bool kept_answer(int32_t gpu, const Ask& ask) {
   enum Answer : signed char { kUnknown, kYes, kNo };
-  static std::atomic<Answer> known[64];  // those of one lambda, which is a type of its own
+  static std::atomic<Answer> known[64];  // each lambda has its own: it is a type of its own
   if (gpu < 0 || gpu >= 64) return ask();
   if (known[gpu] == kUnknown) known[gpu] = ask() ? kYes : kNo;
   return known[gpu] == kYes;
@@ -72,6 +72,7 @@ struct IsTuple : std::false_type {};
 template <class... T>
 struct IsTuple<std::tuple<T...>> : std::true_type {};
 
+// How many results an operator with this return type has.
 template <class T>
 constexpr size_t kResults = 1;
 template <class... T>

@@ -1,4 +1,4 @@
-// A tensor as operators look at it before a kernel, and how they refuse what does not fit.
+// The properties of a tensor that operators check before they call a kernel.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -14,12 +14,12 @@
 
 namespace amp_kernels {
 
-// The words of every refusal are Python's (amp_kernels/ops), which looks at the arguments again.
+// Throws an error without details. Python then checks the arguments again, and raises one with them (amp_kernels/ops).
 inline void require(bool holds) {
   if (!holds) throw std::invalid_argument("amp_kernels: an argument does not fit; amp_kernels.functional says which");
 }
 
-// What a kernel has to know of a tensor, asked for once: torch's C interface takes 5 ns a question, and lists are long.
+// The properties of a tensor. Each is read once: torch's C interface takes 5 ns for it, and lists are long.
 struct Operand {
   Tensor tensor;
   int64_t address = 0, numel = 0, dims = 0;
@@ -75,7 +75,7 @@ struct Operand {
     return steps;
   }
 
-  // Whether the elements fill one stretch of memory, each once, in whatever order of dimensions.
+  // Whether the elements fill one range of memory, each once, in any order of dimensions.
   bool is_dense() const {
     if (is_contiguous) return true;
     const auto all = steps();
@@ -87,13 +87,13 @@ struct Operand {
     return true;
   }
 
-  // Whether walking the storage of both, of one shape, visits the elements in the same order.
+  // Whether both tensors, which have the same shape, are dense and have their elements in the same order.
   bool has_layout_of(const Operand& other) const {
     if (is_contiguous && other.is_contiguous) return true;
     return std::equal(strides, strides + dims, other.strides) && is_dense();
   }
 
-  // Whether an element stands for several, so that it cannot be written.
+  // Whether elements of the tensor are the same memory (stride 0), so that they cannot be written.
   bool is_expanded() const {
     if (is_contiguous) return false;
     const auto all = steps();
@@ -109,7 +109,7 @@ struct Operand {
   }
 };
 
-// From the first element to the end of the storage.
+// Bytes from the first element to the end of the storage.
 inline int64_t bytes_behind(const Tensor& tensor) {
   int64_t bytes = 0, offset = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
@@ -117,14 +117,14 @@ inline int64_t bytes_behind(const Tensor& tensor) {
   return bytes - offset * static_cast<int64_t>(tensor.element_size());
 }
 
-// One fp32 element on the device of the tensors.
+// Requires one fp32 element on the device of `beside`, if there is a scalar.
 inline void require_scalar(const std::optional<Tensor>& scalar, const Operand& beside) {
   if (!scalar.has_value()) return;
   const Operand operand(*scalar);
   require(operand.is_fp32() && operand.numel == 1 && operand.is_beside(beside));
 }
 
-// torch's own operators below an operator of ours must not see that a tensor requires a gradient.
+// Turns autograd off for operators of torch that are called in an operator of this library.
 class NoGrad {
  public:
   NoGrad() : was_enabled_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }

@@ -1,4 +1,4 @@
-// Python's C API, limited to what every Python since 3.10 has, and tensors as DLPack describes them to it.
+// Python's C API, limited to what every Python since 3.10 has, and DLPack's description of tensors.
 #pragma once
 
 // torch's build flags set Py_LIMITED_API too; the wheel's tag says cp310 (setup.py).
@@ -12,9 +12,8 @@
 
 namespace amp_kernels {
 
-// What of DLPack 1 (https://dmlc.github.io/dlpack) is used here. Torch describes a tensor through it in one call that
-// allocates nothing; asked by its Python getters for size, dtype and contiguity, a thousand parameters took twice as
-// long as now.
+// DLTensor of DLPack 1 (https://dmlc.github.io/dlpack). torch fills it in one call, which allocates nothing. With the
+// Python getters of size, dtype and contiguity, a thousand parameters took twice as long.
 struct Description {
   char* data;
   int32_t device_type, device_index, dims;
@@ -33,6 +32,7 @@ struct Description {
   static constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
 };
 
+// DLPackExchangeAPI of DLPack 1.
 struct ExchangeApi {
   uint32_t major, minor;
   const ExchangeApi* previous;
@@ -40,7 +40,7 @@ struct ExchangeApi {
   int (*describe)(PyObject*, Description*);  // 0, or -1 with an error set
 };
 
-// That of torch.Tensor.__dlpack_c_exchange_api__; nullptr with an error set if it is another version.
+// The interface in torch.Tensor.__dlpack_c_exchange_api__; nullptr, with a Python error set, for another version.
 inline const ExchangeApi* exchange_api(PyObject* capsule) {
   const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (api == nullptr || (api->major == 1 && api->describe != nullptr)) return api;

@@ -1,4 +1,4 @@
-// `_send_` of the step plan (schema: amp_kernels/ops/update.py): host words on their way to a GPU.
+// `_send_`, by which the step plan sends words to a GPU. Its schema is in amp_kernels/ops/update.py.
 #ifdef USE_CUDA
 #include "cuda_device.h"
 

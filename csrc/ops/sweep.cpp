@@ -10,7 +10,7 @@
 namespace amp_kernels {
 namespace {
 
-// A reference that this code owns; null after an error, which Python then holds.
+// An owned reference to a Python object, or null if the call that returns it has set a Python error.
 class Object {
  public:
   explicit Object(PyObject* object) : object_(object) {}
@@ -23,9 +23,9 @@ class Object {
   PyObject* object_;
 };
 
-// What a column of the table is, in the row of forms: dtypes and states (make_form), or one of these.
+// The form of a column: dtypes and states (Columns::form_of), or one of these.
 constexpr int64_t kAbsent = -1;  // the parameter has neither gradient nor state
-constexpr int64_t kUnread = -2;  // Python has to look at it
+constexpr int64_t kUnread = -2;  // the column is left to Python
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
@@ -41,12 +41,12 @@ struct Names {
   }
 };
 
-// The functions and types of torch that are needed, borrowed from the tuple that Python passes.
+// Functions and types of torch, borrowed from the tuple that Python passes.
 struct Torch {
   const ExchangeApi* api = nullptr;
   PyObject *tensor, *parameter, *is_neg, *data_ptr;
 
-  // False, with an error set, if this is another torch.
+  // Returns false, with a Python error set, if the interface is of another version.
   bool read(PyObject* tuple) {
     PyObject* capsule;
     if (!PyArg_ParseTuple(tuple, "OOOOO", &capsule, &tensor, &parameter, &is_neg, &data_ptr)) return false;
@@ -54,20 +54,20 @@ struct Torch {
     return api != nullptr;
   }
 
-  // Whether `object` is a tensor with memory of its own: a subclass may have none.
+  // Describes a plain tensor or parameter; returns false for other objects. A subclass may have no memory of its own.
   bool describe(PyObject* object, Description* description) const {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != tensor && type != parameter) return false;
     if (api->describe(object, description) == 0) return true;
-    PyErr_Clear();  // a sparse one
+    PyErr_Clear();  // a sparse tensor
     return false;
   }
 
-  // Asks for the address in order to write there: a tensor that shares its memory with a lazy clone gets memory of its
-  // own. DLPack only looks.
+  // Gives a tensor that shares its memory with a lazy clone memory of its own, before it is written. data_ptr() does
+  // it; DLPack does not.
   bool claim(PyObject* object) const {
     const Object address(PyObject_CallFunctionObjArgs(data_ptr, object, nullptr));
-    if (address.get() == nullptr) PyErr_Clear();  // there is none, which `describe` will say
+    if (address.get() == nullptr) PyErr_Clear();  // it has no address: describe() will return false
     return address.get() != nullptr;
   }
 
@@ -78,11 +78,12 @@ struct Torch {
   }
 };
 
+// The Dtype of a float tensor.
 int64_t code_of(const Description& tensor) {
   return tensor.bits == 32 ? kFloat : tensor.type == Description::kFloat ? kHalf : kBFloat16;
 }
 
-// A parameter, and what its kernels can walk along with it.
+// The layout of a parameter, and which other tensors have the same.
 struct Model {
   Description tensor;
   int64_t numel = 1;
@@ -96,7 +97,7 @@ struct Model {
     is_contiguous |= numel == 0;
   }
 
-  // Whether the elements fill one stretch of memory, each once, in whatever order of dimensions.
+  // Whether the elements fill one range of memory, each once, in any order of dimensions.
   bool is_dense() const {
     if (is_contiguous) return true;
     int64_t expected = 1;
@@ -115,7 +116,7 @@ struct Model {
     return tensor.device_type == other.device_type && tensor.device_index == other.device_index;
   }
 
-  // Whether `other` has this shape, and its elements in this order.
+  // Whether `other` has the same device and shape, and its elements in the same order.
   bool fits(const Description& other) const {
     if (other.dims != tensor.dims || !is_on_device_of(other)) return false;
     if (!std::equal(tensor.shape, tensor.shape + tensor.dims, other.shape)) return false;
@@ -124,7 +125,7 @@ struct Model {
   }
 };
 
-// Columns of the table, a parameter each.
+// Writes the columns of the table (../table.h), one for each parameter.
 class Columns {
  public:
   Columns(const Torch& torch, int64_t* table, int64_t* forms, const int64_t* checked, Py_ssize_t count,
@@ -137,7 +138,8 @@ class Columns {
         device_(device),
         writes_(writes) {}
 
-  // False after an error of Python. `keys`: names of the group's states in the order of rows, None for one without.
+  // Writes column t. Returns false if a Python error is set. `keys`: the names of the group's states in the order of
+  // rows, None for a state that the group does not use.
   bool take(Py_ssize_t t, PyObject* param, PyObject* state, int64_t group, PyObject* keys) {
     const Object grad(PyObject_GetAttr(param, Names::get().grad));
     if (grad.get() == nullptr) return false;
@@ -148,21 +150,23 @@ class Columns {
       forms_[t] = kAbsent;
     } else {
       forms_[t] = step == nullptr ? kUnread : form_of(t, param, grad.get(), state, step, keys);
-      if (forms_[t] >= 0 && is_elsewhere(t, keys) && has_negated(param, state, keys)) forms_[t] = kUnread;
+      if (forms_[t] >= 0 && has_moved(t, keys) && has_negated(param, state, keys)) forms_[t] = kUnread;
       unread += forms_[t] == kUnread;
     }
     at(kGroup, t) = forms_[t] < 0 ? 0 : group;
     return PyErr_Occurred() == nullptr;
   }
 
-  int64_t unread = 0, gradients = 0;
+  int64_t unread = 0, gradients = 0;  // how many columns are left to Python, and how many have a gradient
 
  private:
   int64_t& at(int row, Py_ssize_t t) const { return table_[row * count_ + t]; }
 
-  // The address of a tensor that has memory, 0 for others.
+  // The address of a tensor's memory; 0 if it has none.
   int64_t address(const Description& tensor) const { return reinterpret_cast<int64_t>(tensor.address()); }
 
+  // Fills the column, except kGroup. Returns param | grad << 2 | states << 4, where param and grad are codes of dtypes,
+  // or kUnread.
   int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step, PyObject* keys) {
     torch_.claim(param);
     Description description;
@@ -189,16 +193,16 @@ class Columns {
     return code | grad_code << 2 | states << 4;
   }
 
-  // Whether something that is written lies elsewhere than at the last check.
-  bool is_elsewhere(Py_ssize_t t, PyObject* keys) const {
+  // Whether an array that a step writes has moved since the last check (apart()).
+  bool has_moved(Py_ssize_t t, PyObject* keys) const {
     for (int row = kParam; row < kState + PyTuple_Size(keys); ++row)
       if (at(row, t) != checked_[row * count_ + t]) return true;
     return false;
   }
 
-  // Whether memory holds the negative of a parameter or state. To ask each at every step would take a sixth of the
-  // sweep: tensors are asked that are new or have moved. Of dense tensors only views of one element are negated by a
-  // public function (`z.conj().imag`).
+  // Whether the parameter or a state is a negated view, whose memory holds the negative of its values. A test of every
+  // tensor at every step would take a sixth of the sweep, so only new and moved tensors are tested. Public functions
+  // make only one kind of dense negated tensor: a view of one element (`z.conj().imag`).
   bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
     PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
     if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;
@@ -209,7 +213,7 @@ class Columns {
     return false;
   }
 
-  // Whether nothing is left of another dtype, or of a state dict.
+  // Whether the state has neither a remainder that an earlier 16-bit parameter left, nor the master of a state dict.
   static bool has_no_master(PyObject* state, int64_t code) {
     if (code == kFloat && PyDict_GetItemWithError(state, Names::get().remainder) != nullptr) return false;
     return PyDict_GetItemWithError(state, Names::get().master) == nullptr;
@@ -231,7 +235,8 @@ class Columns {
     return model.fits(description) && has_memory(description, model.numel);
   }
 
-  // A bit for each state that the options ask for; -1 if one does not fit.
+  // Writes the rows of states. Returns a bit for each state that the group uses, or -1 if one does not fit. Takes them
+  // off `others`, the number of entries of `state` that have no row yet.
   int64_t take_states(Py_ssize_t t, const Model& model, PyObject* state, PyObject* keys, Py_ssize_t* others) const {
     int64_t states = 0;
     for (Py_ssize_t k = 0; k < PyTuple_Size(keys); ++k) {
@@ -251,7 +256,8 @@ class Columns {
     Description description;
     if (!torch_.describe(grad, &description) || !description.is_float() || torch_.is_negated(grad)) return false;
     if (!model.fits(description) || !has_memory(description, model.numel)) return false;
-    // Kernels pass over a tensor whose gradient has no address, but the updates of an empty tensor count.
+    // Kernels skip a tensor whose gradient has address 0. An empty gradient gets another one, so that updates are
+    // counted.
     at(kGrad, t) = model.numel == 0 ? at(kStep, t) : address(description);
     *code = code_of(description);
     return true;
@@ -265,13 +271,13 @@ class Columns {
   bool writes_;
 };
 
-// The memory of a table's columns.
+// The memory that the columns of a table point to.
 class Memory {
  public:
   Memory(const int64_t* table, const int64_t* forms, int64_t count, int rows)
       : table_(table), forms_(forms), count_(count), rows_(rows) {}
 
-  // What a step writes, as stretches sorted by where they begin; empty if two of them meet.
+  // The ranges of memory that a step writes, as (begin, end), sorted; empty if two of them overlap.
   std::vector<std::pair<int64_t, int64_t>> written() const {
     std::vector<std::pair<int64_t, int64_t>> spans;
     spans.reserve(count_ * (rows_ - kParam));
@@ -284,8 +290,8 @@ class Memory {
     return spans;
   }
 
-  // The column of a gradient that lies in one of `count` stretches, given as starts and ends; -1 if none does.
-  int64_t meets(const int64_t* starts, const int64_t* ends, int64_t count) const {
+  // The column of a gradient that overlaps one of `count` sorted ranges; -1 if there is none.
+  int64_t overlapping_gradient(const int64_t* starts, const int64_t* ends, int64_t count) const {
     for (int64_t t = 0; t < count_; ++t) {
       const int64_t grad = at(kGrad, t), bytes = at(kNumel, t) * (at(kGradDtype, t) == kFloat ? 4 : 2);
       if (grad == 0 || bytes == 0) continue;
@@ -298,6 +304,7 @@ class Memory {
  private:
   int64_t at(int row, int64_t t) const { return table_[row * count_ + t]; }
 
+  // Adds the range of one array.
   void add(int row, int64_t t, std::vector<std::pair<int64_t, int64_t>>* spans) const {
     const int64_t begin = at(row, t);
     const bool is_low = row == kMaster || (row == kParam && (forms_[t] & 3) != kFloat);
@@ -310,6 +317,7 @@ class Memory {
   int rows_;
 };
 
+// Whether two lists hold the same objects.
 bool is_same(PyObject* list, PyObject* copy) {
   const Py_ssize_t size = PyList_Size(list);
   if (size != PyList_Size(copy)) return false;
@@ -353,30 +361,33 @@ PyObject* apart(PyObject*, PyObject* arguments) {
     return nullptr;
   }
   const int64_t *const table = words(table_address), *const forms = words(forms_address);
-  int64_t* const checked = words(checked_address);  // the rows and forms of the last answer; then the number of spans
+  // `checked` keeps the table and the forms of the last call that found no overlap, and behind them how many ranges a
+  // step writes (-1: there was no such call). `starts` and `ends` keep these ranges. If nothing has changed, nothing is
+  // checked. If no array that is written has moved, only the gradients are.
+  int64_t* const checked = words(checked_address);
   int64_t* const starts = words(spans_address);
   const int64_t most = count * (rows - kParam), size = rows * count;
-  int64_t *const ends = starts + most, *const known = checked + size + count;
+  int64_t *const ends = starts + most, *const ranges = checked + size + count;
   const Memory memory(table, forms, count, rows);
   const auto is_known = [&](int64_t begin, int64_t end) {
     return std::memcmp(table + begin, checked + begin, (end - begin) * sizeof(int64_t)) == 0;
   };
-  const bool forms_known = *known >= 0 && std::memcmp(forms, checked + size, count * sizeof(int64_t)) == 0;
+  const bool forms_known = *ranges >= 0 && std::memcmp(forms, checked + size, count * sizeof(int64_t)) == 0;
   const bool memory_known =
       forms_known && is_known(kNumel * count, (kNumel + 1) * count) && is_known(kParam * count, size);
   if (memory_known && is_known(0, size)) return PyLong_FromLong(-1);
   if (!memory_known) {
     const auto spans = memory.written();
-    *known = -1;
+    *ranges = -1;
     if (spans.empty() && count > 0 && std::any_of(forms, forms + count, [](int64_t form) { return form >= 0; }))
       return PyLong_FromLong(-2);
     for (size_t i = 0; i < spans.size(); ++i) starts[i] = spans[i].first, ends[i] = spans[i].second;
-    *known = static_cast<int64_t>(spans.size());
+    *ranges = static_cast<int64_t>(spans.size());
   }
-  const int64_t met = memory.meets(starts, ends, *known);
-  if (met >= 0) {
-    *known = -1;
-    return PyLong_FromLongLong(met);
+  const int64_t overlapping = memory.overlapping_gradient(starts, ends, *ranges);
+  if (overlapping >= 0) {
+    *ranges = -1;
+    return PyLong_FromLongLong(overlapping);
   }
   std::memcpy(checked, table, size * sizeof(int64_t));
   std::memcpy(checked + size, forms, count * sizeof(int64_t));

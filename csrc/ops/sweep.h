@@ -1,5 +1,5 @@
-// What a step reads of Python's objects, in compiled code: Python's own getters take half a dozen sweeps over objects
-// that a step finds cold. amp_kernels/optim/_sweep.py says what the functions do.
+// Reads the tensors of an optimizer step from Python objects. In Python this would take half a dozen passes over
+// objects that are in no cache. amp_kernels/optim/_sweep.py says what the functions do.
 #pragma once
 
 #include "python.h"

@@ -1,12 +1,13 @@
-// The gradient pass: `unscale_`, `grad_norm`, and of the step plan `_unscale_table_` and `_load_unscale` (schemas:
-// amp_kernels/ops/unscale.py).
+// The operators of the gradient pass: `unscale_` and `grad_norm` take lists; `_unscale_table_` and `_load_unscale`
+// serve the step plan of an optimizer. Their schemas are in amp_kernels/ops/unscale.py.
 #include "device.h"
 #include "lists.h"
 
 namespace amp_kernels {
 namespace {
 
-// One read of every gradient; returns the norm.
+// Launches the pass over a list. Sends these words: table | entries of chunks | record; behind them is memory for the
+// partials. Returns the norm.
 template <class Device>
 Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, bool write, const Tensor& found_inf) {
   const Operand flag(found_inf);

@@ -1,5 +1,5 @@
-// The updates of all families: `update_` of lists, and of the step plan `_update_table_` and `_load_update` (schemas:
-// amp_kernels/ops/update.py).
+// The operators of updates, for all families: `update_` takes lists; `_update_table_` and `_load_update` serve the step
+// plan of an optimizer. Their schemas are in amp_kernels/ops/update.py.
 #include <limits>
 #include <map>
 #include <tuple>
@@ -15,7 +15,8 @@ constexpr int kMaxStates = 3;
 
 auto as_tuple(const Form& form) { return std::tie(form.param_dtype, form.split, form.grad_dtype, form.states); }
 
-// Parameters, gradients, states and masters as kernels take them, in a table whose columns are the parameters.
+// The table of an update, with a column for each parameter, and the form of each column. `masters` has an entry for
+// each 16-bit parameter, and `grad_remainders` one for each 16-bit gradient.
 class UpdateTable {
  public:
   UpdateTable(const Tensors& params, const Tensors& grads, const MaybeTensors (&states)[kMaxStates],
@@ -69,7 +70,7 @@ class UpdateTable {
   }
 
  private:
-  // Before anything is written.
+  // Checks the operands, before anything is written.
   void check(const MaybeTensors (&states)[kMaxStates]) const {
     std::vector<const Operand*> low, all, written;
     for (const Operand& param : params_) {
@@ -85,6 +86,7 @@ class UpdateTable {
     require_apart(written);
   }
 
+  // Remainders of gradients are for averages: fp32 parameters without states.
   void check_remainders() const {
     require(grads_.size() == params_.size());
     for (const Operands& state : states_) require(state.empty());
@@ -112,11 +114,13 @@ class UpdateTable {
   Operand first_;
   Operands params_, grads_, masters_, grad_remainders_, states_[kMaxStates];
   HostTable table_;
-  Dense read_, written_;
+  Dense read_, written_;  // written_ is copied back
   std::vector<Form> forms_;
 };
 
-// One launch for each combination of dtypes.
+// Sends these words, and launches the kernel of each form:
+//
+//   table | hyper-parameters, lr | address of lr | ticket | counts of updates | entries of the chunks of each form
 template <class Device>
 void update(std::string family, Tensors params, Tensors grads, MaybeTensors first, MaybeTensors second,
             MaybeTensors third, MaybeTensors masters, std::vector<double> hyper, double lr,

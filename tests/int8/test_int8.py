@@ -11,7 +11,7 @@ import pickle
 import random
 import re
 import resource
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -145,18 +145,13 @@ def test_stochastic_rounding_is_unbiased(backend: str, device: torch.device) -> 
 
 
 # ---------------------------------------------------------------------------------------------------- the layout
-def walk(layout: list[int]) -> dict[int, tuple[int, int]]:
-    """For each offset in `out` that the loops visit: the offsets in x and in the scale."""
-    size, x, out = (layout[i : i + 4] for i in (0, 4, 8))
-    (s1, s2), length = layout[12:14], layout[14]
-    visited: dict[int, tuple[int, int]] = {}
-    for step in itertools.product(*map(range, size)):
-        if step[2] * size[3] + step[3] >= length:
-            continue
-        at = [sum(i * stride for i, stride in zip(step, strides, strict=True)) for strides in (x, out)]
-        assert at[1] not in visited
-        visited[at[1]] = (at[0], step[0] * s1 + step[2] * s2)
-    return visited
+def groups_by_offset(layout: Sequence[int]) -> Tensor:
+    """The number of the group of each element, in the order of memory, as csrc/int8.h says."""
+    outer, reduced, inner, row = layout
+    if inner > 1:
+        return torch.arange(outer * inner).view(outer, 1, inner).expand(-1, reduced, -1).flatten()
+    sizes = [min(reduced, row - begin) for begin in range(0, row, reduced)]
+    return torch.arange(outer).repeat_interleave(torch.tensor(sizes * (outer // max(1, len(sizes)))))
 
 
 VIEWS: dict[str, Callable[[], Tensor]] = {
@@ -257,7 +252,7 @@ def test_nothing_is_read_behind_a_tensor(backend: str, device: torch.device, dty
 
 @pytest.mark.parametrize("view", VIEWS)
 @pytest.mark.parametrize("block_size", [None, 1, 2, 4, 100])
-def test_the_layout_visits_every_element_once(view: str, block_size: int | None) -> None:
+def test_the_layout_has_every_element_in_its_group(view: str, block_size: int | None) -> None:
     x = VIEWS[view]()
     if block_size is not None and x.dim() == 0:
         return
@@ -265,47 +260,64 @@ def test_the_layout_visits_every_element_once(view: str, block_size: int | None)
     choices = itertools.chain.from_iterable(itertools.combinations(every, n) for n in range(x.dim() + 1))
     for dim in choices if block_size is None else [None]:
         groups = ops.groups_of(x, None, dim, block_size)
-        strides = ops.Strides.of(x, groups)
-        layout, read = ops.layout_of(groups, x.stride(), *strides[:2]), x.stride()
-        if layout is None:
-            layout, read = ops.layout_of(groups, strides.out, *strides[:2]), strides.out
-        assert layout is not None, "a dense copy fits"
-        # A tensor of scales that holds its own offsets.
-        scales = torch.arange(math.prod(groups.scale_shape)).as_strided(groups.scale_shape, strides.scale)
-        spread = reference.int8._spread(scales, x.shape, block_size).broadcast_to(x.shape)
-        visited = walk(layout)
-        assert len(visited) == x.numel()
-        for where in np.ndindex(*x.shape):
-            offsets = [sum(i * s for i, s in zip(where, each, strict=True)) for each in (strides.out, read)]
-            assert visited[offsets[0]] == (offsets[1], spread[where].item()), (view, dim, where)
+        plan = ops.Plan.of(x, groups)
+        assert plan.layout is not None, "a copy in which groups are rows fits"
+        # Scales that hold their own offsets, and codes that hold the number of their group.
+        scales = torch.arange(math.prod(groups.scale_shape)).as_strided(groups.scale_shape, plan.scale)
+        expected = reference.int8._spread(scales, x.shape, block_size).broadcast_to(x.shape)
+        assert torch.equal(groups_by_offset(plan.layout).as_strided(x.shape, plan.walk), expected), (view, dim)
+
+
+CONV = torch.zeros(4, 6, 3, 3).to(memory_format=torch.channels_last)
+PERMUTED = torch.zeros(2, 9, 3, 8).transpose(1, 2)  # dense [B, H, T, D]
 
 
 @pytest.mark.parametrize(
-    ("x", "dim"),
+    ("x", "dim", "block", "layout"),
     [
-        *itertools.product(
-            (VIEWS[v]() for v in ("transposed", "channels_last", "reversed", "misaligned", "matrix")),
-            (None, (-1,), (0,), (1,)),
-        ),
-        (torch.zeros(4, 6, 8), (0, 1)),  # per channel of [B, T, C]
-        (torch.zeros(4, 6, 8), (1,)),  # per column of experts [E, N, K]
-        (torch.zeros(4, 6, 3, 8)[:, :, 1], (-1,)),  # q of a fused qkv
-        (torch.zeros(4, 6, 8, 2).transpose(1, 2), (-1,)),  # heads
-        (torch.zeros(4, 6, 3, 3).to(memory_format=torch.channels_last), (1, 2, 3)),  # a convolution's weight
-        (torch.zeros(4, 6, 3, 3), (0, 2, 3)),  # the channels of images
+        (torch.zeros(5, 7), None, None, (1, 35, 1, 35)),
+        (torch.zeros(5, 7), (-1,), None, (5, 7, 1, 35)),
+        (torch.zeros(5, 7), (0,), None, (1, 5, 7, 35)),
+        (torch.zeros(7, 5).t(), (-1,), None, (1, 7, 5, 35)),
+        (torch.zeros(5, 7), (), None, (1, 35, 1, 35)),  # nothing named: all
+        (torch.zeros(5, 8), None, 4, (10, 4, 1, 40)),
+        (torch.zeros(5, 7), None, 4, (10, 4, 1, 7)),
+        (torch.zeros(5, 7), None, 1, (1, 1, 35, 35)),
+        (torch.zeros(5, 7), None, 100, (5, 7, 1, 35)),
+        (torch.zeros(7, 5).t(), None, 100, (1, 7, 5, 35)),
+        (torch.zeros(4, 6, 8), (0, 1), None, (1, 24, 8, 192)),  # per channel of [B, T, C]
+        (torch.zeros(4, 6, 8), (1,), None, (4, 6, 8, 192)),  # per column of experts [E, N, K]
+        (CONV, (1, 2, 3), None, (4, 54, 1, 216)),  # per output channel of a convolution's weight
+        (CONV, (0, 2, 3), None, (1, 36, 6, 216)),  # per channel of images
+        (PERMUTED, (-1,), None, (54, 8, 1, 432)),  # per token and head
+        (PERMUTED, None, 4, (108, 4, 1, 432)),
     ],
     ids=lambda value: f"{tuple(value.shape)}-{value.stride()}" if isinstance(value, Tensor) else str(value),
 )
-def test_views_are_read_in_place(x: Tensor, dim: tuple[int, ...] | None) -> None:
-    groups = ops.groups_of(x, None, dim)
-    assert ops.layout_of(groups, x.stride(), *ops.Strides.of(x, groups)[:2]) is not None
+def test_three_axes(x: Tensor, dim: tuple[int, ...] | None, block: int | None, layout: tuple[int, ...]) -> None:
+    plan = ops.Plan.of(x, ops.groups_of(x, None, dim, block))
+    assert plan.out == plan.walk == x.stride() and plan.layout == layout
+
+
+@pytest.mark.parametrize(
+    ("x", "dim", "block"),
+    [
+        (torch.zeros(4, 6, 3, 3), (0, 2, 3), None),  # per channel of NCHW images
+        (torch.zeros(4, 6, 8), (0, 2), None),
+        (PERMUTED, (2, 3), None),  # per head
+        (torch.zeros(7, 5).t(), None, 4),
+    ],
+    ids=lambda value: f"{tuple(value.shape)}-{value.stride()}" if isinstance(value, Tensor) else str(value),
+)
+def test_more_than_three_axes_are_copied(x: Tensor, dim: tuple[int, ...] | None, block: int | None) -> None:
+    plan = ops.Plan.of(x, ops.groups_of(x, None, dim, block))
+    assert plan.out == x.stride() != plan.walk and plan.layout is not None
 
 
 def test_the_layout_of_more_than_2_31_elements() -> None:
     row = 2**31 + 7
-    groups = ops.Groups((3, row), (True, False))
-    layout = ops.layout_of(groups, (2 * row, 1), (row, 1), (1, 1))
-    assert layout == [1, 1, 3, row, 0, 0, 2 * row, 1, 0, 0, row, 1, 0, 1, 3 * row]
+    assert ops.layout_of(ops.Groups((3, row), (True, False)), (row, 1)) == (3, row, 1, 3 * row)
+    assert ops.layout_of(ops.Groups((3, row), (True, False), 8), (row, 1)) == (3 * 2**28 + 3, 8, 1, row)
 
 
 def any_view(numbers: random.Random) -> Tensor:
@@ -331,7 +343,8 @@ def some_layout(x: Tensor, numbers: random.Random) -> Tensor:
 
 @pytest.mark.parametrize("seed", range(100))
 def test_any_view_and_groups_on_all_sides_of_the_layout(seed: int, backend: str, device: torch.device) -> None:
-    """Kernels plan in C++, tracing and Triton in Python: results are the reference's, laid out as tracing knows."""
+    """Kernels plan in C++, tracing and Triton in Python: results are the reference's, laid out as tracing knows, and as
+    x is where it is dense."""
     numbers = random.Random(seed)
     x = any_view(numbers).to(numbers.choice([torch.float32, torch.float16])).to(device)
     blocks = numbers.randint(1, 5) if x.dim() > 0 and numbers.random() < 0.25 else None
@@ -342,10 +355,13 @@ def test_any_view_and_groups_on_all_sides_of_the_layout(seed: int, backend: str,
     zeros = None if symmetric else zero_point
     if x.dim() > 0 and numbers.random() < 0.5:
         codes, scale, zeros = (t if t is None else some_layout(t, numbers) for t in (codes, scale, zeros))
-    compared("quantize_int8", x, scale, zeros, None, blocks, symmetric, rounds)
-    compared("fake_quantize_int8", x, scale, zeros, None, blocks, symmetric)
-    compared("dequantize_int8", codes, scale, zeros, blocks, x.dtype)
-    compared("straight_through_int8", torch.randn_like(x), x, 0.5 * scale, zeros, blocks)
+    results = [
+        compared("quantize_int8", x, scale, zeros, None, blocks, symmetric, rounds)[0],
+        compared("fake_quantize_int8", x, scale, zeros, None, blocks, symmetric)[0],
+        compared("straight_through_int8", torch.randn_like(x), x, 0.5 * scale, zeros, blocks),
+    ]
+    assert all(strides(result) == strides(x if is_dense(x) else x.contiguous()) for result in results)
+    assert strides(compared("dequantize_int8", codes, scale, zeros, blocks, x.dtype)) == strides(codes)
 
 
 def compared(name: str, *arguments: Any) -> Any:
@@ -358,6 +374,12 @@ def compared(name: str, *arguments: Any) -> Any:
     for a, b, c in zip(*results, strict=True):
         assert torch.equal(a, b) and strides(a) == strides(c) and (a.shape, a.dtype) == (c.shape, c.dtype)
     return ours
+
+
+def is_dense(x: Tensor) -> bool:
+    """Whether its elements fill a range of memory, each in a place of its own."""
+    offsets = sum(torch.arange(n).view(-1, *[1] * (x.dim() - d - 1)) * x.stride(d) for d, n in enumerate(x.shape))
+    return x.dim() == 0 or torch.equal(offsets.flatten().sort()[0], torch.arange(x.numel()))  # type: ignore[union-attr]
 
 
 def strides(x: Tensor) -> list[int]:
@@ -377,7 +399,7 @@ def test_more_than_2_31_elements(backend: str, device: torch.device) -> None:
 # ------------------------------------------------------------------------------------------------- the operators
 def samples() -> list[Any]:
     x, codes = testing.randn(4, 6), cases.integers(4, 6)
-    deep = testing.randn(2, 3, 2, 3)  # kept and reduced dimensions alternate more often than kernels follow
+    deep = testing.randn(2, 3, 2, 3)  # kept and reduced dimensions alternate: more than three axes
     leaf = x.clone().requires_grad_()
     scale, zero = torch.tensor([[0.1], [0.2], [0.3], [0.4]]), torch.zeros(4, 1, dtype=torch.int32)
     columns = torch.tensor([[0.1, 0.2, 0.3]])
@@ -494,7 +516,10 @@ def test_a_zero_point_that_is_no_code(backend: str, device: torch.device, zero_p
 
 def test_codes_keep_the_layout(backend: str, device: torch.device) -> None:
     x = testing.randn(2, 3, 4, 5).to(device).to(memory_format=torch.channels_last)
-    assert amp_kernels.quantize_int8(x, dim=1).values.stride() == x.stride()
+    for options in ({"dim": 1}, {"dim": (0, 2)}, {"block_size": 4}, {"rounding": "stochastic"}, {}):
+        q = amp_kernels.quantize_int8(x, **options)
+        assert q.values.stride() == q.dequantize().stride() == x.stride()
+        assert amp_kernels.quantize_int8(x[:, :, 1:], **options).values.is_contiguous()
     w = testing.randn(4, 6).to(device)
     q = amp_kernels.quantize_int8(w, dim=-1)
     transposed = amp_kernels.quantize_int8(w.t(), dim=0)

@@ -7,25 +7,29 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
-from pathlib import Path
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 from amp_kernels.triton_kernels import (
     _dequantize_int8_,
     _int8_linear_,
     _int8_matmul_,
     _quantize_int8_,
     _straight_through_int8_,
+    int8,
     int8_matmul,
+    int8_quantize,
     int8_tiles,
 )
 from arena import Arena
 from torch import Tensor
 
+from amp_kernels.ops.table import DTYPE_CODES
 from amp_kernels.testing import DTYPES
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
@@ -40,46 +44,50 @@ BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
 # --------------------------------------------------------------------------------------------------- the contract
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """struct Int8Layout of csrc/int8.h; strides left out are those of a dense array."""
+    """struct Int8Layout of csrc/int8.h; without `row` no group is cut."""
 
-    size: tuple[int, int, int, int]
-    x: tuple[int, ...] = ()
-    out: tuple[int, ...] = ()
-    length: int = 0
-
-    def __post_init__(self) -> None:
-        dense = tuple(math.prod(self.size[i + 1 :]) for i in range(4))
-        for name in ("x", "out"):
-            object.__setattr__(self, name, getattr(self, name) or dense)
-        object.__setattr__(self, "length", self.length or self.size[2] * self.size[3])
+    outer: int
+    reduced: int
+    inner: int = 1
+    row: int = 0
 
     @property
     def groups(self) -> int:
-        return self.size[0] * self.size[2]
+        return self.outer * self.inner
+
+    @property
+    def size(self) -> tuple[int, int, int]:
+        return self.outer, self.reduced, self.inner
 
     def numbers(self) -> list[int]:
-        return [*self.size, *self.x, *self.out, self.size[2], 1, self.length]
+        return [*self.size, self.row or math.prod(self.size)]
+
+    def begins(self) -> tuple[Tensor, Tensor]:
+        """Where each of the outer groups begins in memory, and how many of its elements exist."""
+        row = self.row or self.outer * self.reduced
+        sizes = [min(self.reduced, row - at) for at in range(0, row, self.reduced)]
+        all_sizes = torch.tensor(sizes * (self.outer // len(sizes)))
+        return (all_sizes.cumsum(0) - all_sizes) * self.inner, all_sizes
 
     def exist(self) -> Tensor:
-        position = torch.arange(self.size[2])[:, None] * self.size[3] + torch.arange(self.size[3])
-        return (position < self.length).expand(self.size)
+        return (torch.arange(self.reduced)[:, None] < self.begins()[1][:, None, None]).expand(self.size)
 
-    def offsets(self, strides: Sequence[int]) -> Tensor:
-        parts = [torch.arange(n) * s for n, s in zip(self.size, strides, strict=True)]
-        return parts[0][:, None, None, None] + parts[1][:, None, None] + parts[2][:, None] + parts[3]
+    def offsets(self) -> Tensor:
+        within = torch.arange(self.reduced * self.inner).view(1, self.reduced, self.inner)
+        return self.begins()[0][:, None, None] + within
 
     def of_groups(self, values: Tensor) -> Tensor:
-        return values.cpu().view(self.size[0], 1, self.size[2], 1)
+        return values.cpu().view(self.outer, 1, self.inner)
 
 
 def expected_affine(x: Tensor, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """(scale, 1 / scale or 0, zero point) of fp32 [G1, R1, G2, R2] that holds 0 where no element exists."""
-    low, high = x.amin((1, 3), keepdim=True).clamp(max=0), x.amax((1, 3), keepdim=True).clamp(min=0)
+    """(scale, 1 / scale or 0, zero point) of fp32 [outer, reduced, inner] that holds 0 where no element exists."""
+    low, high = x.amin(1, keepdim=True).clamp(max=0), x.amax(1, keepdim=True).clamp(min=0)
     if symmetric:
         scale = torch.maximum(-low, high) / torch.tensor(127.0)
     else:
         scale = high / torch.tensor(255.0) - low / torch.tensor(255.0)
-    finite = x.isfinite().all(3, keepdim=True).all(1, keepdim=True)
+    finite = x.isfinite().all(1, keepdim=True)
     inverse = torch.ones(()) / scale
     usable = finite & inverse.isfinite()
     inverse = torch.where(usable, inverse, 0)
@@ -133,28 +141,25 @@ def test_philox_of_this_file() -> None:
 
 
 # ----------------------------------------------------------------------------------------------------- the arrays
-class Strided:
-    """The elements of a layout in memory that holds 0xff everywhere else."""
+class Guarded:
+    """The elements of a layout between guards."""
 
-    def __init__(self, layout: Layout, strides: Sequence[int], dtype: torch.dtype, misaligned: bool = False) -> None:
+    def __init__(self, layout: Layout, dtype: torch.dtype, misaligned: bool = False) -> None:
         self.arena, self.exist = Arena(device=DEVICE), layout.exist()
-        self.offsets = layout.offsets(strides)[self.exist]
-        size = int(self.offsets.max()) + 1
+        self.offsets = layout.offsets()[self.exist]
         bits = BITS[dtype.itemsize]
-        self.flat = self.arena.place(torch.full((size,), -1, dtype=bits).view(dtype), int(misaligned))
+        self.flat = self.arena.place(torch.full((len(self.offsets),), -1, dtype=bits).view(dtype), int(misaligned))
 
     def fill(self, values: Tensor) -> Tensor:
         self.flat[self.offsets.to(DEVICE)] = values[self.exist].to(self.flat.dtype).to(DEVICE)
         return self.flat
 
     def read(self) -> Tensor:
-        """[G1, R1, G2, R2], 0 where nothing exists; checks that nothing else was written."""
+        """[outer, reduced, inner], 0 where nothing exists; checks that nothing else was written."""
         result = torch.zeros(self.exist.shape, dtype=self.flat.dtype)
         offsets = self.offsets.to(DEVICE)
         result[self.exist] = self.flat[offsets].cpu()
-        self.flat.view(BITS[self.flat.dtype.itemsize])[offsets] = -1
         self.arena.check()
-        assert (self.flat.view(torch.uint8) == 0xFF).all()
         return result
 
 
@@ -199,31 +204,26 @@ def kinds(n: int, dtype: torch.dtype, seed: int) -> list[Tensor]:
 
 
 def values_of_kinds(layout: Layout, dtype: torch.dtype, first: int = 0) -> Tensor:
-    """Each group of another kind; fp32 [G1, R1, G2, R2], rounded to dtype, 0 where nothing exists."""
-    all_kinds = kinds(layout.size[1] * layout.size[3], dtype, first)
+    """Each group of another kind; fp32 [outer, reduced, inner], rounded to dtype, 0 where nothing exists."""
+    all_kinds = kinds(layout.reduced, dtype, first)
     groups = [all_kinds[(first + group) % len(all_kinds)] for group in range(layout.groups)]
-    x = torch.stack(groups).view(layout.size[0], layout.size[2], layout.size[1], layout.size[3]).transpose(1, 2)
+    x = torch.stack(groups).view(layout.outer, layout.inner, layout.reduced).transpose(1, 2)
     return torch.where(layout.exist(), x.to(dtype).float(), 0)
 
 
 N_KINDS = len(kinds(4, FP32, 0))
 
 LAYOUTS = {
-    "rows": Layout((1, 1, 5, 37)),
-    "rows_of_fours": Layout((6, 1, 1, 64)),
-    "rows_of_two_levels": Layout((3, 1, 2, 24), x=(60, 0, 26, 1)),
-    "sliced_rows": Layout((1, 1, 5, 32), x=(0, 0, 48, 1)),
-    "columns": Layout((1, 9, 37, 1)),
-    "columns_of_fours": Layout((2, 5, 40, 1)),
-    "columns_of_slices": Layout((1, 9, 16, 1), x=(0, 32, 1, 0)),
-    "channels": Layout((1, 3, 5, 49)),
-    "channels_of_fours": Layout((1, 3, 6, 64)),
-    "four_axes": Layout((2, 3, 4, 5), x=(5, 10, 30, 1)),
-    "blocks": Layout((4, 1, 3, 16), x=(37, 0, 16, 1), out=(37, 0, 16, 1), length=37),
-    "blocks_of_fours": Layout((4, 1, 3, 16), x=(48, 0, 16, 1), out=(40, 0, 16, 1), length=40),
-    "tensor": Layout((1, 1, 1, 1000)),
-    "elements": Layout((1, 1, 50, 1)),
-    "one": Layout((1, 1, 1, 1)),
+    "rows": Layout(5, 37),
+    "rows_of_fours": Layout(6, 64),
+    "columns": Layout(1, 9, 37),
+    "columns_of_fours": Layout(2, 5, 40),
+    "experts": Layout(3, 9, 37),
+    "blocks": Layout(12, 16, row=37),
+    "blocks_of_fours": Layout(12, 16, row=40),
+    "tensor": Layout(1, 1000),
+    "elements": Layout(1, 1, 50),
+    "one": Layout(1, 1),
 }
 layouts = pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS.keys())
 # The interpreter takes some 10 ms a tile: every layout with one dtype, a few with the others.
@@ -275,8 +275,8 @@ def run_quantize(
     seed: int | None = None,
     misaligned: bool = False,
 ) -> Quantized:
-    source = Strided(layout, layout.x, dtype, misaligned)
-    out = Strided(layout, layout.out, dtype if fake else INT8, misaligned)
+    source = Guarded(layout, dtype, misaligned)
+    out = Guarded(layout, dtype if fake else INT8, misaligned)
     arena = Arena(device=DEVICE)
     n = layout.groups
     nothing = (torch.full((n,), -7.0), torch.full((n,), -7, dtype=INT32))
@@ -298,7 +298,7 @@ def check_quantize(layout: Layout, x: Tensor, dtype: torch.dtype, symmetric: boo
     if not symmetric:
         same(ours.zero_point, zero_point)
     seed = options.get("seed")
-    noise = None if seed is None else noise_of(layout.offsets(layout.out), seed)
+    noise = None if seed is None else noise_of(layout.offsets(), seed)
     codes = expected_codes(x, inverse, zero_point, symmetric, noise)
     if options.get("fake"):
         values = torch.where(x.isnan(), x, expected_values(codes, scale, zero_point))
@@ -315,9 +315,9 @@ def test_layouts(layout: Layout, plan: str) -> None:
 
 
 ALL_KINDS = {
-    "rows": Layout((1, 1, N_KINDS, 16)),
-    "odd_rows": Layout((1, 1, N_KINDS, 13)),
-    "columns": Layout((1, 11, N_KINDS, 1)),
+    "rows": Layout(N_KINDS, 16),
+    "odd_rows": Layout(N_KINDS, 13),
+    "columns": Layout(1, 11, N_KINDS),
 }
 
 
@@ -362,21 +362,23 @@ def test_stochastic_layouts(layout: Layout) -> None:
     check_quantize(layout, values_of_kinds(layout, BF16), BF16, True, seed=-3)
 
 
-def test_stochastic_rounding_of_large_indices(tmp_path: Path) -> None:
-    """Counters of more than 32 bits, each for four elements and not. On a CPU in a file that is nearly all hole."""
-    x = torch.linspace(-1, 1, 32).repeat(2)
-    for stride in (2**34 + 4, 2**34 + 3):
-        layout = Layout((2, 1, 1, 32), x=(32, 0, 0, 1), out=(stride, 0, 0, 1))
-        if DEVICE == "cpu":
-            out = torch.from_file(str(tmp_path / str(stride)), shared=True, size=stride + 32, dtype=INT8)
-        else:
-            out = torch.empty(stride + 32, dtype=INT8, device=DEVICE)
-        scale = torch.full((2,), 0.01)
-        _quantize_int8_(x.to(DEVICE), out, scale.to(DEVICE), None, layout.numbers(), True, True, 11)
-        inverse = torch.ones(()) / scale.view(2, 1, 1, 1)
-        noise = noise_of(layout.offsets(layout.out), 11)
-        expected = expected_codes(x.view(layout.size), inverse, torch.zeros(2, 1, 1, 1).int(), True, noise)
-        same(torch.stack([out[:32], out[stride:]]).cpu(), expected.view(2, 32))
+@triton.jit
+def _noise_kernel(index_ptr, out_ptr, seed: tl.int64, FOURS: tl.constexpr):
+    if FOURS:
+        index = tl.load(index_ptr + tl.arange(0, 8) * 4)[None, :]
+        tl.store(out_ptr + tl.arange(0, 32)[None, :], int8.noise_of_fours(index, seed, 1, 32))
+    else:
+        each = tl.arange(0, 32)
+        tl.store(out_ptr + each, int8.noise_of_each(tl.load(index_ptr + each), seed))
+
+
+@pytest.mark.parametrize("first", [0, 2**33, 2**34 - 8, 2**34 + 4, 2**50])
+def test_noise_of_large_indices(first: int) -> None:
+    """Counters of more than 32 bits, each for four elements and not."""
+    for fours, index in ((True, first + torch.arange(32)), (False, first + 3 + torch.arange(32))):
+        out = torch.empty(32, device=DEVICE)
+        _noise_kernel[(1,)](index.to(DEVICE), out, 11, FOURS=fours)
+        same(out.cpu(), noise_of(index, 11))
 
 
 @layouts
@@ -386,31 +388,34 @@ def test_fake_layouts(layout: Layout) -> None:
 
 @pytest.mark.parametrize("numel", [8191, 8193, 16384, 16392, 20011])
 def test_long_rows(numel: int) -> None:
-    layout = Layout((1, 1, 2, numel))
+    layout = Layout(2, numel)
     check_quantize(layout, values_of_kinds(layout, FP16, 12), FP16, False)
 
 
 def test_same_bits_each_time() -> None:
-    layout = Layout((1, 1, 1, 30000))
+    layout = Layout(1, 30000)
     x = values_of_kinds(layout, FP32)
     runs = [run_quantize(layout, x, FP32, False, seed=1) for _ in range(2)]
     assert torch.equal(runs[0].out, runs[1].out) and torch.equal(runs[0].scale, runs[1].scale)
 
 
-def test_more_than_32_bits_of_elements() -> None:
-    """Rows 2**31 elements apart; nobody touches the memory between them."""
+@pytest.mark.parametrize("by_columns", [False, True], ids=["rows", "columns"])
+def test_more_than_32_bits_of_elements(by_columns: bool) -> None:
+    """The first tile of two rows that are 2**31 elements apart; nobody touches the memory between them."""
     far = 2**31 + 8
     x = torch.empty(far + 16, dtype=FP16, device=DEVICE)
     out = torch.empty(far + 16, dtype=INT8, device=DEVICE)
-    layout = Layout((2, 1, 1, 16), x=(far, 0, 0, 1), out=(far, 0, 0, 1))
-    values = values_of_kinds(layout, FP16, 8)
-    x[:16], x[far:] = (values[i].view(-1).to(FP16).to(DEVICE) for i in range(2))
-    scale = torch.empty(2, device=DEVICE)
-    _quantize_int8_(x, out, scale, None, layout.numbers(), False, False, 0)
-    expected, inverse, zero = expected_affine(values, True)
-    same(layout.of_groups(scale), expected)
-    codes = expected_codes(values, inverse, zero, True)
-    same(torch.stack([out[:16], out[far:]]).cpu(), codes.view(2, 16))
+    values = torch.randn(2, 16, generator=torch.Generator().manual_seed(3)).to(FP16)
+    x[:16], x[far:] = values.to(DEVICE)
+    scale = torch.linspace(0.02, 0.05, 16).view(1, 16) if by_columns else torch.tensor([[0.02], [0.03]])
+    sizes = (1, 2, far) if by_columns else (2, far, 1)
+    int8.launch_unfused(
+        int8_quantize._quantize_kernel, 1, x.device, x, out, scale.to(DEVICE), None, None, *sizes, 2 * far, 1, 1, 1, 0,
+        FROM=int8_quantize.GIVEN.value, FAKE=False, STOCHASTIC=False, FOURS=False, DTYPE=DTYPE_CODES[FP16],
+        BY_COLUMNS=by_columns, ROWS=2, WIDTH=16, VEC=8,
+    )  # fmt: skip
+    expected = expected_codes(values.float(), 1 / scale, torch.zeros_like(scale).int(), True)
+    same(torch.stack([out[:16], out[far:]]).cpu(), expected)
 
 
 # ----------------------------------------------------------------------------------------------------- given scales
@@ -440,7 +445,7 @@ def test_given_scales(layout: Layout, symmetric: bool, dtype: torch.dtype) -> No
     fake = run_quantize(layout, x, dtype, symmetric, given=(scale, zero_point), fake=True)
     values = torch.where(x.isnan(), x, expected_values(codes, scales, zeros)).to(dtype)
     same(fake.out, torch.where(exist, values, 0))
-    noise = noise_of(layout.offsets(layout.out), 3)
+    noise = noise_of(layout.offsets(), 3)
     stochastic = run_quantize(layout, x, dtype, symmetric, given=(scale, zero_point), seed=3)
     same(stochastic.out, torch.where(exist, expected_codes(x, inverse, zeros, symmetric, noise), 0))
 
@@ -451,8 +456,8 @@ def test_given_scales(layout: Layout, symmetric: bool, dtype: torch.dtype) -> No
 def test_dequantize(layout: Layout, symmetric: bool, dtype: torch.dtype, misaligned: bool) -> None:
     scale, zero_point = given_for(layout, symmetric)
     codes = torch.randint(-128, 128, layout.size, generator=torch.Generator().manual_seed(1), dtype=INT8)
-    source = Strided(layout, layout.out, INT8, misaligned)
-    out = Strided(layout, layout.out, dtype, misaligned)
+    source = Guarded(layout, INT8, misaligned)
+    out = Guarded(layout, dtype, misaligned)
     arena = Arena(device=DEVICE)
     scales, zeros = arena.place(scale), arena.place(zero_point)
     _dequantize_int8_(source.fill(codes), scales, None if symmetric else zeros, out.flat, layout.numbers())
@@ -467,8 +472,7 @@ def test_straight_through(layout: Layout, symmetric: bool, dtype: torch.dtype) -
     scale, zero_point = given_for(layout, symmetric)
     x = values_of_kinds(layout, dtype)
     grad = torch.randn(layout.size, generator=torch.Generator().manual_seed(2)).to(dtype)
-    x_source, grad_source = Strided(layout, layout.x, dtype), Strided(layout, layout.out, dtype)
-    out = Strided(layout, layout.out, dtype)
+    x_source, grad_source, out = (Guarded(layout, dtype) for _ in range(3))
     arena = Arena(device=DEVICE)
     scales, zeros = arena.place(scale), arena.place(zero_point)
     zeros_or_none = None if symmetric else zeros

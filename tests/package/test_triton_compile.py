@@ -231,7 +231,7 @@ def plan_options(plan: int8_tiles.Plan) -> tuple[dict[str, int], dict[str, objec
     return {"num_warps": constants.pop("num_warps")}, constants
 
 
-def quantize_plans(size: tuple[int, int, int, int], wide: bool) -> list[tuple[str, int8_tiles.Plan]]:
+def quantize_plans(size: int8_tiles.Layout, wide: bool) -> list[tuple[str, int8_tiles.Plan]]:
     fitting = int8_tiles.register_plan(size, wide)
     return [
         ("registers", fitting) if fitting is not None else ("partials", int8_tiles.two_pass_plan(size, wide)),
@@ -258,12 +258,12 @@ def compile_quantize(
 
 # Rows that fill registers, short rows, columns that fill registers and that do not, one tensor.
 SIZES = {
-    "longest_rows": (1, 1, 4096, 16384),
-    "rows": (1, 1, 4096, 4096),
-    "blocks": (1, 1, 4096, 32),
-    "columns": (1, 256, 4096, 1),
-    "tall_columns": (1, 8192, 4096, 1),
-    "tensor": (1, 1, 1, 1 << 26),
+    "longest_rows": int8_tiles.Layout(4096, 16384, 1, 1 << 26),
+    "rows": int8_tiles.Layout(4096, 4096, 1, 1 << 24),
+    "blocks": int8_tiles.Layout(4096, 32, 1, 1 << 17),
+    "columns": int8_tiles.Layout(1, 256, 4096, 1 << 20),
+    "tall_columns": int8_tiles.Layout(1, 8192, 4096, 1 << 25),
+    "tensor": int8_tiles.Layout(1, 1 << 26, 1, 1 << 26),
 }
 # sm_90 for every way through the kernels, the others for those that need most registers.
 everywhere = pytest.mark.parametrize(
@@ -287,7 +287,7 @@ def check_quantize(arch: int, dtype: str, source: str, plan: int8_tiles.Plan, wi
 
 @sizes
 @access
-def test_int8_quantize(size: tuple[int, int, int, int], wide: bool, tmp_path: Path) -> None:
+def test_int8_quantize(size: int8_tiles.Layout, wide: bool, tmp_path: Path) -> None:
     source, plan = quantize_plans(size, wide)[0]
     check_quantize(90, "bf16", source, plan, wide, tmp_path)
 

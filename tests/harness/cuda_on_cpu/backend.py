@@ -8,7 +8,7 @@ import functools
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import pytest
@@ -56,7 +56,7 @@ _DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # enum Dtype 
 
 
 class _Layout(ctypes.Structure):
-    _fields_ = (("numbers", _INT64 * 15),)
+    _fields_ = (("numbers", _INT64 * 4),)
 
 
 def _struct(name: str, **fields: object) -> type[ctypes.Structure]:
@@ -276,7 +276,7 @@ def _load_update(beside: Tensor, family: str, param_dtype: int, split: bool, gra
 
 
 def _quantize_int8_(
-    x: Tensor, out: Tensor, scale: Tensor, zero_point: Tensor | None, layout: list[int], is_static: bool,
+    x: Tensor, out: Tensor, scale: Tensor, zero_point: Tensor | None, layout: Sequence[int], is_static: bool,
     stochastic: bool, seed: int,
 ) -> None:  # fmt: skip
     pointers = [_address(t) for t in (x, out, scale, zero_point)]
@@ -285,13 +285,15 @@ def _quantize_int8_(
     _call_with("quantize_int8", _Quantize(*pointers, _layout(layout), *flags))
 
 
-def _dequantize_int8_(values: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: list[int]) -> None:
+def _dequantize_int8_(
+    values: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: Sequence[int]
+) -> None:
     pointers = [_address(t) for t in (values, scale, zero_point, out)]
     _call_with("dequantize_int8", _Dequantize(*pointers, _layout(layout), _DTYPES[out.dtype]))
 
 
 def _straight_through_int8_(
-    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: list[int]
+    grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, out: Tensor, layout: Sequence[int]
 ) -> None:
     pointers = [_address(t) for t in (grad, x, scale, zero_point, out)]
     _call_with("straight_through_int8", _StraightThrough(*pointers, _layout(layout), _DTYPES[out.dtype]))
@@ -341,8 +343,8 @@ def _copy_pad_(x: Tensor, pre: Tensor | None, out: Tensor, bias_grad: Tensor | N
     _call_with("copy_pad", copy_pad)
 
 
-def _layout(numbers: list[int]) -> _Layout:
-    return _Layout((_INT64 * 15)(*numbers))
+def _layout(numbers: Sequence[int]) -> _Layout:
+    return _Layout((_INT64 * 4)(*numbers))
 
 
 def _table(table: Tensor, chunks: Tensor, chunk_size: int) -> tuple[int, int, int, int, int]:

@@ -2,6 +2,7 @@
 #include <map>
 #include <string>
 
+#include "../../../csrc/cuda/int8_codes.cuh"
 #include "../../../csrc/cuda/int8_tiles.cuh"
 
 namespace amp_kernels {
@@ -240,6 +241,13 @@ __global__ void misaligned_copy(const double* in, double*) {
   cuda::copy_async(shared_memory(), reinterpret_cast<const char*>(in) + 8, 16);
 }
 
+// The random numbers of eight neighbours: in[0] is the index of the first, in[1] the seed.
+__global__ void noise(const double* in, double* out) {
+  float numbers[8];
+  cuda::neighbours_noise(numbers, static_cast<uint64_t>(in[0]), static_cast<uint64_t>(in[1]));
+  for (int k = 0; k < 8; ++k) out[k] = numbers[k];
+}
+
 __global__ void swap_bytes(const double* in, double* out) {
   uint32_t word[4];
   memcpy(word, in, sizeof(word));
@@ -299,6 +307,7 @@ const std::map<std::string, Kernel> kKernels = {
     {"staged_copies_into_what_is_read", staged_copies<1, false>},
     {"short_copy", short_copy},
     {"misaligned_copy", misaligned_copy},
+    {"noise", noise},
     {"swap_bytes", swap_bytes},
     {"double_packs_float", double_packs<float>},
     {"double_packs_half", double_packs<__half>},
