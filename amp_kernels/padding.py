@@ -7,6 +7,8 @@ from torch import Tensor
 
 from .ops.matmul import ALIGNMENT, copy_pad, round_up
 
+Size = tuple[int, int]
+
 # cuBLAS is fast where every size that is contiguous in an operand or in the result is a multiple of this, and the pitch
 # too. H200, torch 2.11, fp16, x [4096, K] @ w [N, K].T, microseconds: 181 with N = K = 4096; with N = K = 4095 1021 as
 # it is, 1500 with a pitch of 4096, 1322 with K padded, 181 with K and N padded.
@@ -38,34 +40,22 @@ def is_column_major(x: Tensor) -> bool:
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
-def padded(x: Tensor) -> Tensor:
-    """A copy of a matrix, or of a batch of them, in padded storage; what was column-major stays so."""
+def padded(x: Tensor, size: Size) -> Tensor:
+    """A copy of a matrix, or of a batch of them, with zeros around it up to `size`, in rows that begin at multiples of
+    16 bytes. What was column-major stays so."""
+    rows, columns = size
     if is_column_major(x):
-        return padded(x.mT).mT
-    flat = x.reshape(-1, x.shape[-1])
-    rows, _ = copy_pad(flat, None, None, False, flat.shape[0])
-    return rows.view(*x.shape[:-1], -1).narrow(-1, 0, x.shape[-1])
+        return padded(x.mT, (columns, rows)).mT
+    if x.dim() == 2:
+        copy, _ = copy_pad(x, None, None, False, rows)
+    else:
+        pitch = round_up(columns, ALIGNMENT // x.element_size())
+        copy = F.pad(x, (0, pitch - x.shape[-1], 0, rows - x.shape[-2])).contiguous()
+    return copy.narrow(-1, 0, columns)
 
 
-def padded_shapes(a: Tensor, b: Tensor) -> tuple[tuple[int, int], tuple[int, int]]:
+def library_sizes(a: Tensor, b: Tensor) -> tuple[Size, Size]:
     """The sizes of two matrices with which cuBLAS is fast at their product ``a @ b``."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     inner = round_up(k, MULTIPLE)
     return (round_up(m, MULTIPLE) if is_column_major(a) else m, inner), (inner, round_up(n, MULTIPLE))
-
-
-def needs_copy(x: Tensor, shape: tuple[int, int]) -> bool:
-    """Whether `x` must be copied to be loaded as a matrix of this shape."""
-    return x.shape[-2:] != shape or not is_aligned(x)
-
-
-def padded_to(x: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A matrix, or a batch of them, with zeros around it up to these sizes; itself if it needs no copy."""
-    rows, columns = shape
-    if not needs_copy(x, shape):
-        return x
-    if is_column_major(x):
-        return padded_to(x.mT, (columns, rows)).mT
-    if x.dim() == 2:
-        return copy_pad(x, None, None, False, rows)[0]
-    return F.pad(x, (0, columns - x.shape[-1], 0, rows - x.shape[-2])).contiguous()

@@ -85,15 +85,16 @@ struct StraightThrough {
   Dtype dtype;  // of all three
 };
 
+// The kernels of a GPU read the operands of both products in chunks of 16 bytes. There, rows along k are contiguous and
+// begin at multiples of 16 bytes, and hold zeros from k on, up to a multiple of 16 elements.
+
 // out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]; the sum is exact.
 struct Int8Matmul {
   int64_t m, n, k;
   const int8_t* a;
   int64_t a_strides[2];  // over m and k
-  int64_t a_bytes;       // from `a` to the end of its storage
   const int8_t* b;
   int64_t b_strides[2];  // over k and n
-  int64_t b_bytes;
   const float* a_scale;  // one element, or with a_step 1 one for each row
   const int32_t* a_zero_point;
   int64_t a_step;
@@ -112,8 +113,9 @@ struct Int8Linear {
   int64_t m, n, k;
   const void* x;         // [m, k], rows x_stride apart
   int64_t x_stride;      // in elements
-  const int8_t* weight;  // [n, k], contiguous
-  const float* scale;    // one element, or with scale_step 1 one for each output
+  const int8_t* weight;  // [n, k], rows weight_stride apart
+  int64_t weight_stride;
+  const float* scale;  // one element, or with scale_step 1 one for each output
   int64_t scale_step;
   const void* bias;  // [n] of `dtype`, or nullptr
   void* out;         // [m, n], contiguous

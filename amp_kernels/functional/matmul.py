@@ -13,8 +13,9 @@ dtypes, compiled code
 
 from __future__ import annotations
 
+import numbers
 from collections.abc import Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +25,14 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from .. import reference, torch_private
 from ..backends import PLAIN, forced
 from ..ops import matmul as ops
-from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_low, check_product
-from ..padding import MIN_WORK, is_aligned, needs_copy, padded, padded_shapes, padded_to
+from ..ops.checks import check_is_dense
+from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_product, check_shapes
+from ..padding import MIN_WORK, Size, is_aligned, library_sizes, padded
 from ..reference.matmul import activate
 
 Activation = Literal["relu", "gelu", "gelu_tanh"]
+Copies = tuple[Size | None, Size | None]
+NO_COPIES: Copies = (None, None)
 
 TORCH, CPU, LIBRARY = "torch", "cpu", "cublas"
 ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
@@ -59,20 +63,32 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit.
-        RuntimeError: torch's error, for dtypes that torch computes.
+        RuntimeError: torch refuses operands that it computes alone; the message ends with torch's error.
 
     Examples:
         >>> a, b = torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
         >>> amp_kernels.matmul(a, b, out_dtype=torch.float32)[0, 0]
         tensor(5.)
     """
-    try:
-        kind = a.device.type
-        a, b = autocast(kind, a, b)
-        return _matmul(kind, a, b, out_dtype)
-    except Exception:
-        _check_matmul(a, b, out_dtype)
-        raise
+    _check_are_tensors("matmul", a=a, b=b)
+    kind = _kind_of(a)
+    a, b = autocast(kind, a, b)
+    engine = engine_of("matmul", a.dtype, kind)
+    dtype = a.dtype if out_dtype is None else _result_dtype("matmul", out_dtype, a)
+    if engine == TORCH or _is_special(kind, a, b):
+        try:
+            out = torch.matmul(a, b)
+            return out if out.dtype is dtype else out.to(dtype)
+        except _REFUSALS as error:
+            _reword("matmul", error, a, b)
+            raise
+    left, right = as_matrices("matmul", a, b)
+    copies = copies_of(engine, left, right)
+    if dtype is a.dtype and _is_torchs(engine, copies, left):
+        return torch.matmul(a, b)
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    out = _Product.apply(engine, copies, None, left, right, 0.0, 1.0, dtype)
+    return out.view((*batch, *a.shape[-2:-1], *b.shape[-1:][: b.dim() - 1]))
 
 
 def addmm(
@@ -96,20 +112,38 @@ def addmm(
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit.
-        RuntimeError: torch's error, for dtypes that torch computes.
+        RuntimeError: torch refuses operands that it computes alone; the message ends with torch's error.
 
     Examples:
         >>> a, b = torch.ones(3, 5, dtype=torch.float16), torch.ones(5, 2, dtype=torch.float16)
         >>> amp_kernels.addmm(torch.ones(2, dtype=torch.float16), a, b, beta=0.5)[0]
         tensor([5.5000, 5.5000], dtype=torch.float16)
     """
-    try:
-        kind = a.device.type
-        a, b, input = autocast(kind, a, b, input)
-        return _addmm(kind, input, a, b, beta, alpha, out_dtype)
-    except Exception:
-        _check_addmm(input, a, b, out_dtype)
-        raise
+    _check_are_tensors("addmm", input=input, a=a, b=b)
+    kind = _kind_of(a)
+    a, b, input = autocast(kind, a, b, input)
+    engine = engine_of("addmm", a.dtype, kind)
+    dtype = a.dtype if out_dtype is None else _result_dtype("addmm", out_dtype, a)
+    _check_factor("beta", beta, a)
+    _check_factor("alpha", alpha, a)
+    if a.dim() not in (2, 3) or b.dim() != a.dim():
+        raise ValueError(
+            f"addmm: a and b must be two matrices or two batches of them, got {a.dim()} and {b.dim()} dims"
+        )
+    multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
+    if engine == TORCH or _is_special(kind, a, b, input):
+        try:
+            out = multiply(input, a, b, beta=beta, alpha=alpha)
+            return out if out.dtype is dtype else out.to(dtype)
+        except _REFUSALS as error:
+            _reword("addmm", error, input, a, b)
+            raise
+    check_product("addmm", a, b)
+    term = _term(input, a, b)
+    copies = copies_of(engine, a, b)
+    if dtype is a.dtype and alpha != 0 and engine == LIBRARY and _is_torchs(engine, copies, a):
+        return multiply(input, a, b, beta=beta, alpha=alpha)
+    return _Product.apply(engine, copies, term, a, b, float(beta), float(alpha), dtype)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
@@ -135,7 +169,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit, or `activation` is not one of these.
-        RuntimeError: torch's error, for dtypes that torch computes.
+        RuntimeError: torch refuses operands that it computes alone; the message ends with torch's error.
 
     Examples:
         >>> x, weight = torch.ones(2, 3, dtype=torch.bfloat16), -torch.ones(5, 3, dtype=torch.bfloat16)
@@ -144,13 +178,32 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
         >>> amp_kernels.linear(x, weight, activation="relu").shape
         torch.Size([2, 5])
     """
-    try:
-        kind = x.device.type
-        x, weight, bias = autocast(kind, x, weight, bias)
-        return _linear(kind, x, weight, bias, activation)
-    except Exception:
-        _check_linear(x, weight, bias, activation)
-        raise
+    check_activation("linear", activation)
+    _check_are_tensors("linear", x=x, weight=weight, bias=bias)
+    kind = _kind_of(x)
+    x, weight, bias = autocast(kind, x, weight, bias)
+    engine = engine_of("linear", x.dtype, kind)
+    if engine == TORCH or _is_special(kind, x, weight):
+        try:
+            return activate(F.linear(x, weight, bias), activation)
+        except _REFUSALS as error:
+            _reword("linear", error, x, weight, bias)
+            raise
+    _check_linear(x, weight, bias)
+    rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
+    tensors = (rows, weight) if bias is None else (rows, weight, bias)
+    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+    copies = copies_of(engine, rows, weight.t()) if engine in ON_TENSOR_CORES else NO_COPIES
+    # On a GPU one pass of ours over the gradient was not faster than two of torch: H200, fp16, 4096^3, gelu, forward
+    # and backward, 0.69 and 0.67 ms.
+    is_one_call = _adds_before_rounding(x, bias) if engine == CPU else activation is None or needs_grad
+    if is_one_call and _is_torchs(engine, copies, rows):
+        return activate(F.linear(x, weight, bias), activation)
+    if needs_grad:
+        out = _Linear.apply(engine, copies, rows, weight, bias, activation)
+    else:
+        out = _linear_forward(engine, copies, rows, weight, bias, activation, is_training=False)[0]
+    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
 
 
 def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
@@ -174,22 +227,32 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
         >>> y.shape, y.stride()
         (torch.Size([2, 5]), (8, 1))
     """
-    _check_are_tensors("pad_to_multiple", x=x)
+    if not isinstance(x, Tensor):
+        raise TypeError(f"pad_to_multiple: x must be a Tensor, got {type(x).__name__}")
     if not isinstance(multiple, (int, torch.SymInt)):
         raise TypeError(f"pad_to_multiple: multiple must be an int, got {multiple!r}")
     if multiple < 1:
         raise ValueError(f"pad_to_multiple: multiple must be at least 1, got {multiple}")
     if x.dim() == 0:
         raise ValueError("pad_to_multiple: x must have a last dimension to pad, got a 0-dim tensor")
-    return F.pad(x, (0, -x.shape[-1] % multiple))[..., : x.shape[-1]]
+    try:
+        return F.pad(x, (0, -x.shape[-1] % multiple))[..., : x.shape[-1]]
+    except _REFUSALS as error:
+        _reword("pad_to_multiple", error, x)
+        raise
 
 
 # --------------------------------------------------------------------------------------------------- who multiplies
-def _engine(dtype: torch.dtype, kind: str) -> str:
-    """Who multiplies on a kind of device: TORCH, CPU, LIBRARY, or the backend that is forced."""
+def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
+    """Return who multiplies on a kind of device: TORCH, CPU, LIBRARY, or the backend that is forced.
+
+    This and `copies_of` are all that is decided about a product, for `amp_kernels.explain` too.
+    """
     if dtype not in DTYPES:
-        if dtype.itemsize == 1 and dtype.is_floating_point:
-            raise TypeError(dtype)  # torch's products would round to less than was asked for
+        if dtype.itemsize == 1 and dtype.is_floating_point:  # torch's products would round to less than was asked for
+            raise TypeError(
+                f"{op}: operands must have at least 16 bits each, got {dtype}; convert them with .to(torch.bfloat16)"
+            )
         return TORCH
     is_compiled = torch.compiler.is_compiling()
     # Compiled code outlives a choice of the moment, and Inductor pads operands on a GPU by itself.
@@ -201,69 +264,76 @@ def _engine(dtype: torch.dtype, kind: str) -> str:
     return LIBRARY if kind == "cuda" and not is_compiled else TORCH
 
 
-def _pads(engine: str, a: Tensor, b: Tensor) -> tuple[bool, bool]:
-    """Which operands are copied into padded memory first."""
+def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:
+    """Return the sizes of the padded copies that an engine multiplies in the place of `a` and `b`, None for no copy.
+
+    Our own kernels read operands of any size in rows that begin at multiples of 16 bytes. cuBLAS gets larger operands.
+    """
     if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
-        return False, False
+        return NO_COPIES
     if engine != LIBRARY:
-        return not is_aligned(a), not is_aligned(b)
-    if a.numel() * b.shape[-1] <= MIN_WORK:
-        return False, False
-    left, right = padded_shapes(a, b)
-    return needs_copy(a, left), needs_copy(b, right)
+        left, right = (a.shape[-2], a.shape[-1]), (b.shape[-2], b.shape[-1])
+    elif a.numel() * b.shape[-1] <= MIN_WORK:
+        return NO_COPIES
+    else:
+        left, right = library_sizes(a, b)
+    return _size_of_copy(a, left), _size_of_copy(b, right)
 
 
-def _operands(engine: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The operands, or copies with which the engine is faster. cuBLAS gets larger ones, with zeros around them."""
-    pads_a, pads_b = _pads(engine, a, b)
-    if engine == LIBRARY and (pads_a or pads_b):
-        left, right = padded_shapes(a, b)
-        return padded_to(a, left), padded_to(b, right)
-    return padded(a) if pads_a else a, padded(b) if pads_b else b
+def _size_of_copy(x: Tensor, size: Size) -> Size | None:
+    return None if x.shape[-2:] == size and is_aligned(x) else size
 
 
-def _is_torchs(engine: str, a: Tensor, b: Tensor) -> bool:
+def _copied(copies: Copies, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    left, right = copies
+    return a if left is None else padded(a, left), b if right is None else padded(b, right)
+
+
+def _is_torchs(engine: str, copies: Copies, a: Tensor) -> bool:
     """Whether torch's function does what ours would: then autograd, and all else, is torch's too."""
     if engine == CPU:
-        return a.dtype is b.dtype is torch.bfloat16 and _pad_of_inner(a) == 0
-    return engine == LIBRARY and not any(_pads(engine, a, b))
+        return a.dtype is torch.bfloat16 and _pad_of_inner(a) == 0
+    return engine == LIBRARY and copies == NO_COPIES
 
 
-class Choice(NamedTuple):
-    """How a product will be done."""
-
-    engine: str  # a backend, or the library
-    pads: tuple[bool, bool]  # whether a and b are copied into padded storage first
-    reason: str
-
-
-def choose(kind: str, a: Tensor, b: Tensor, activation: Activation | None = None) -> Choice:
-    """What a product of two 16-bit matrices, or batches of them, takes on a kind of device, in words."""
-    engine = _engine(a.dtype, kind)
-    pads = _pads(engine, a, b)
-    if engine == CPU:
-        dtype = "fp32" if _is_slow(a) else str(a.dtype).removeprefix("torch.")
-        return Choice(engine, pads, f"torch multiplies {dtype}; a CPU needs no padding")
-    if engine not in ON_TENSOR_CORES:
-        return Choice(engine, pads, "nothing is padded there")
-    # H200, fp16, 4096^3: cuBLAS takes 181 us. H100: cuBLAS 188 us, our kernels 310 (CUDA C++) and 336 (Triton).
-    reason = "it was measured faster than our kernels" if engine == LIBRARY else "it is forced"
-    if engine == LIBRARY and activation not in (None, "relu"):
-        reason += f", and {activation} is a pass over its result"
-    if a.shape[-2] <= FEW_ROWS:
-        reason += f"; {a.shape[-2]} rows are bound by reading b once"
-    return Choice(engine, pads, reason)
-
-
-def _is_special(*tensors: Tensor) -> bool:
+def _is_special(kind: str, *tensors: Tensor) -> bool:
     """Whether the autograd functions below have no rule for such tensors.
 
-    Subclasses may be anything; of fake tensors of a GPU nothing is there to be padded; in forward-mode differentiation
-    these functions would return a derivative of 0, and in transforms of `torch.func` fail.
+    Subclasses may be anything. Fake tensors of a GPU have no memory to be padded. In forward-mode differentiation these
+    functions would return a derivative of 0, and in transforms of `torch.func` they fail.
     """
-    return torch_private.is_transformed() or any(
-        t.is_meta or is_traceable_wrapper_subclass(t) or (t.is_cuda and type(t) not in PLAIN) for t in tensors
-    )
+    if kind == "meta" or torch_private.is_transformed():
+        return True
+    for t in tensors:
+        if t.is_nested or (type(t) not in PLAIN and (kind == "cuda" or is_traceable_wrapper_subclass(t))):
+            return True
+    return False
+
+
+def rounds_before_activation(a: Tensor) -> bool:
+    """Return whether a product's result is rounded before an activation is applied to it."""
+    engine = engine_of("linear", a.dtype, a.device.type)
+    return engine == LIBRARY or (engine == CPU and not is_slow(a))
+
+
+def is_slow(a: Tensor) -> bool:
+    """Return whether torch's CPU product is slow in the dtype of `a`: then fp32 is multiplied.
+
+    With two cores torch took a second for [2048, 256] @ [256, 1024] and back in fp16, and 19 ms in fp32.
+    """
+    return a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS
+
+
+# ---------------------------------------------------------------------------------------------------------- arguments
+def _check_are_tensors(op: str, **operands: object) -> None:
+    """A bias may be None."""
+    for name, x in operands.items():
+        if not isinstance(x, Tensor) and (x is not None or name != "bias"):
+            raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
+
+
+def _kind_of(x: Tensor) -> str:
+    return "cpu" if x.is_cpu else x.device.type  # 0.1 and 0.4 us
 
 
 def autocast(kind: str, *tensors: Any) -> Any:
@@ -276,71 +346,94 @@ def autocast(kind: str, *tensors: Any) -> Any:
     )
 
 
-# -------------------------------------------------------------------------------------------------------- dispatching
-def _matmul(kind: str, a: Tensor, b: Tensor, out_dtype: torch.dtype | None) -> Tensor:
-    engine, dtype = _engine(a.dtype, kind), a.dtype if out_dtype is None else out_dtype
-    if dtype is not a.dtype and dtype not in OUT_DTYPES:
-        raise TypeError(dtype)
-    if engine == TORCH or _is_special(a, b):
-        return torch.matmul(a, b).to(dtype)
-    left, right = as_matrices(a, b)
-    if dtype is a.dtype and _is_torchs(engine, left, right):
-        return torch.matmul(a, b)
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    out = _Product.apply(engine, None, left, right, 0.0, 1.0, dtype)
-    return out.view((*batch, *a.shape[-2:-1], *b.shape[-1:][: b.dim() - 1]))
+def _result_dtype(op: str, out_dtype: object, a: Tensor) -> torch.dtype:
+    if not isinstance(out_dtype, torch.dtype) or out_dtype not in (*OUT_DTYPES, a.dtype):
+        raise TypeError(
+            f"{op}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}; leave it out to keep the "
+            "operands' dtype"
+        )
+    return out_dtype
 
 
-def as_matrices(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """The two matrices, or batches of them, whose product that of `a` and `b` is, of whatever dimensions from 1 on."""
+def _check_factor(name: str, factor: object, a: Tensor) -> None:
+    if type(factor) in (int, float):
+        return
+    is_number = isinstance(factor, (numbers.Number, torch.SymInt, torch.SymFloat))
+    if not is_number or (isinstance(factor, complex) and not a.is_complex()):
+        raise TypeError(f"addmm: {name} must be a{'' if is_number else ' real'} number, got {factor!r}")
+
+
+def as_matrices(op: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Two matrices, or batches of as many, with the product of `a` and `b`, which have 1 dimension or more."""
+    if a.dim() == 0 or b.dim() == 0:
+        dims = f"{a.dim()} and {b.dim()}"
+        raise ValueError(f"{op}: a and b must have at least 1 dimension, got {dims}; multiply by a number with *")
+    check_is_dense(op, "a", a)
+    check_beside(op, "b", b, a)
+    of_a, of_b = a.shape, b.shape
+    if len(of_a) == len(of_b) == 2 and of_a[1] == of_b[0]:  # the usual case
+        return a, b
     a, b = a.unsqueeze(0) if a.dim() == 1 else a, b.unsqueeze(1) if b.dim() == 1 else b
     if b.dim() == 2:
-        return (a.flatten(0, -2) if a.dim() > 2 else a), b
-    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
-    a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+        a = a.flatten(0, -2) if a.dim() > 2 else a
+    elif all(m == n or 1 in (m, n) for m, n in zip(of_a[-3::-1], of_b[-3::-1], strict=False)):
+        batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+        a, b = (x.expand(*batch, *x.shape[-2:]).flatten(0, -3) for x in (a, b))
+    check_shapes(op, a, b)
     return a, b
 
 
-def _addmm(
-    kind: str, input: Tensor, a: Tensor, b: Tensor, beta: float, alpha: float, out_dtype: torch.dtype | None
-) -> Tensor:
-    engine, dtype = _engine(a.dtype, kind), a.dtype if out_dtype is None else out_dtype
-    if (dtype is not a.dtype and dtype not in OUT_DTYPES) or a.dim() not in (2, 3):
-        raise TypeError(dtype)
-    if engine == TORCH or _is_special(a, b, input):
-        multiply = torch.addmm if a.dim() == 2 else torch.baddbmm
-        return multiply(input, a, b, beta=beta, alpha=alpha).to(dtype)
-    term = input.expand(*a.shape[:-1], b.shape[-1])
-    if dtype is a.dtype and alpha != 0 and engine == LIBRARY and _is_torchs(engine, a, b):
-        return (torch.addmm if a.dim() == 2 else torch.baddbmm)(input, a, b, beta=beta, alpha=alpha)
-    return _Product.apply(engine, term, a, b, float(beta), float(alpha), dtype)
+def _term(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """What `addmm` adds, in the shape of the result."""
+    check_beside("addmm", "input", input, a)
+    shape = (*a.shape[:-1], b.shape[-1])
+    if input.shape == shape:
+        return input
+    sizes = zip(reversed(input.shape), reversed(shape), strict=False)
+    if input.dim() > len(shape) or not all(n in (1, wanted) for n, wanted in sizes):
+        raise ValueError(f"addmm: input must broadcast to the result's shape {shape}, got {tuple(input.shape)}")
+    return input.expand(shape)
 
 
-def _linear(kind: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None) -> Tensor:
-    engine = _engine(x.dtype, kind)
-    check_activation("linear", activation)
-    if engine == TORCH:
-        return activate(F.linear(x, weight, bias), activation)
-    # What torch would broadcast or convert.
-    if weight.dim() != 2 or weight.dtype is not x.dtype or (bias is not None and bias.shape != weight.shape[:1]):
-        raise ValueError(weight.shape)
-    if _is_special(x, weight):
-        return activate(F.linear(x, weight, bias), activation)
-    rows = x.flatten(0, -2) if x.dim() > 1 else x.unsqueeze(0)
-    tensors = (rows, weight) if bias is None else (rows, weight, bias)
-    needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
-    # On a GPU one pass of ours over the gradient was not faster than two of torch: H200, fp16, 4096^3, gelu, forward
-    # and backward, 0.69 and 0.67 ms.
-    is_one_call = _adds_before_rounding(x, bias) if engine == CPU else activation is None or needs_grad
-    if is_one_call and _is_torchs(engine, rows, weight.t()):
-        return activate(F.linear(x, weight, bias), activation)
-    if needs_grad:
-        out = _Linear.apply(engine, rows, weight, bias, activation)
-    else:
-        out = _linear_forward(engine, rows, weight, bias, activation, is_training=False)[0]
-    return out if x.dim() == 2 else out.view(*x.shape[:-1], weight.shape[0])
+def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    """Refuse also what torch would broadcast or convert."""
+    check_is_dense("linear", "x", x)
+    check_beside("linear", "weight", weight, x)
+    if x.shape[-1:] != weight.shape[1:] or weight.dim() != 2:
+        raise ValueError(
+            f"linear: x and weight must be [..., in_features] and [out_features, in_features], got {tuple(x.shape)} "
+            f"and {tuple(weight.shape)}"
+        )
+    if bias is not None:
+        check_beside("linear", "bias", bias, x)
+        if bias.shape != weight.shape[:1]:
+            raise ValueError(f"linear: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
 
 
+# What torch raises for operands that it does not take; the last two come from the code of its nested tensors.
+_REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
+
+
+def _reword(op: str, error: Exception, *operands: Tensor | None) -> None:
+    """Raise torch's error with the operands before its words."""
+    if type(error) not in _REFUSALS:  # the memory is used up, or a GPU reports an error of an earlier kernel
+        return
+    given = [x for x in operands if x is not None]
+    got = ", ".join(map(_told, given))
+    if len({x.dtype for x in given}) > 1:
+        remedy = "convert them with .to(), or use torch.autocast"
+        raise TypeError(f"{op}: operands must have one dtype, got {got}; {remedy}") from error
+    kind = TypeError if isinstance(error, TypeError) else RuntimeError
+    raise kind(f"{op}: operands must be what torch takes here, got {got}; torch says: {error}") from error
+
+
+def _told(x: Tensor) -> str:
+    shape = "nested" if x.is_nested else tuple(x.shape)
+    layout = "" if x.layout is torch.strided else f", {x.layout},"
+    return f"{str(x.dtype).removeprefix('torch.')} {shape}{layout} on {x.device}"
+
+
+# ------------------------------------------------------------------------------------------------- the linear layer
 def _adds_before_rounding(x: Tensor, bias: Tensor | None) -> bool:
     """Whether torch's `linear` is one product with a bias, rounded once, not a product and a sum."""
     return bias is None or x.dim() == 2 or (x.is_contiguous() and bias.is_contiguous())
@@ -354,6 +447,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any,
         engine: str,
+        copies: Copies,
         input: Tensor | None,
         a: Tensor,
         b: Tensor,
@@ -363,25 +457,26 @@ class _Product(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(a, b)
         ctx.engine, ctx.beta, ctx.alpha = engine, beta, alpha
-        size, operands = (a.shape[-2], b.shape[-1]), _operands(engine, a, b)
+        size = (a.shape[-2], b.shape[-1])
+        operands = _copied(copies, a, b)
         return _multiply(engine, *operands, input, size=size, beta=beta, alpha=alpha, dtype=dtype)[0]
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b = ctx.saved_tensors
-        _, needs_input, needs_a, needs_b, *_ = ctx.needs_input_grad
+        _, _, needs_input, needs_a, needs_b, *_ = ctx.needs_input_grad
         grad = grad.to(a.dtype)
-
-        def times(left: Tensor, right: Tensor) -> Tensor:
-            return _Product.apply(ctx.engine, None, left, right, 0.0, ctx.alpha, left.dtype)
-
         return (
-            None,
+            *(None, None),
             grad * ctx.beta if needs_input else None,
-            times(grad, b.mT) if needs_a else None,
-            times(a.mT, grad) if needs_b else None,
+            _product(ctx.engine, grad, b.mT, ctx.alpha) if needs_a else None,
+            _product(ctx.engine, a.mT, grad, ctx.alpha) if needs_b else None,
             *(None, None, None),
         )
+
+
+def _product(engine: str, a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    return _Product.apply(engine, copies_of(engine, a, b), None, a, b, 0.0, alpha, a.dtype)
 
 
 class _Linear(torch.autograd.Function):
@@ -389,50 +484,63 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, engine: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None
+        ctx: Any,
+        engine: str,
+        copies: Copies,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        activation: Activation | None,
     ) -> Tensor:
-        out, pre, *copies = _linear_forward(engine, x, weight, bias, activation, is_training=True)
+        out, pre, *padded_operands = _linear_forward(engine, copies, x, weight, bias, activation, is_training=True)
         ctx.engine, ctx.activation = engine, activation
         # The derivative of relu takes its result, that of the others their argument.
         saved = None if activation is None else out if activation == "relu" else pre
-        ctx.save_for_backward(x, weight, bias, saved, *copies)
+        ctx.save_for_backward(x, weight, bias, saved, *padded_operands)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, saved, x_padded, weight_padded = ctx.saved_tensors
-        _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
+        _, _, needs_x, needs_weight, needs_bias, _ = ctx.needs_input_grad
         if torch.is_grad_enabled():  # this gradient will be differentiated
-            return None, *_linear_backward_by_torch(ctx.engine, grad, x, weight, bias, ctx.activation), None
+            return None, None, *_linear_backward_by_torch(ctx.engine, grad, x, weight, bias, ctx.activation), None
         engine, (rows, columns), inner = ctx.engine, grad.shape, x.shape[1]
         x, weight = x if x_padded is None else x_padded, weight if weight_padded is None else weight_padded
         sums = grad.new_empty(0)
         if engine == CPU:
             wide = reference.matmul.activation_backward(grad, saved, ctx.activation)
             grad, sums = wide.to(grad.dtype), wide.sum(0) if needs_bias else sums
-        elif saved is not None or needs_bias or len(weight) != columns or _pads(engine, grad, weight)[0]:
+        elif saved is not None or needs_bias or len(weight) != columns or copies_of(engine, grad, weight)[0]:
             # One pass for the derivative, the bias's gradient and the padding.
             grad, sums = ops.copy_pad(grad, saved, ctx.activation, needs_bias, rows)
             grad = grad.narrow(1, 0, len(weight))  # zeros, where the weight has them
         grad_x = grad_weight = None
         if needs_x:
-            grad_x = _multiply(engine, *_operands(engine, grad, weight), size=(rows, inner))[0]
+            grad_x = _multiply(engine, *_copied(copies_of(engine, grad, weight), grad, weight), size=(rows, inner))[0]
         if needs_weight:  # a parameter's gradient is dense as the parameter is
-            operands = _operands(engine, grad.t(), x)
+            operands = _copied(copies_of(engine, grad.t(), x), grad.t(), x)
             grad_weight = _multiply(engine, *operands, size=(columns, inner), pads_rows=False)[0]
             if not grad_weight.is_contiguous():
                 grad_weight = grad_weight.clone(memory_format=torch.contiguous_format)
         grad_bias = sums.to(grad.dtype) if needs_bias else None
-        return None, grad_x, grad_weight, grad_bias, None
+        return None, None, grad_x, grad_weight, grad_bias, None
 
 
 def _linear_forward(
-    engine: str, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None, *, is_training: bool
+    engine: str,
+    copies: Copies,
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    activation: Activation | None,
+    *,
+    is_training: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """The result, the argument of the activation, and padded copies of `x` and `weight` where they take one."""
     # A weight is copied at every call: no version or address shows all writes to it (`.data`, a CUDA graph, FSDP).
     transposed = weight.t()
-    left, right = _operands(engine, x, transposed)
+    left, right = _copied(copies, x, transposed)
     input = None if bias is None else bias.expand(x.shape[0], weight.shape[0])
     needs_pre = is_training and activation in ("gelu", "gelu_tanh")
     size = (x.shape[0], weight.shape[0])
@@ -445,15 +553,15 @@ def _linear_backward_by_torch(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """By operators that can be differentiated again."""
     if activation is not None:
-        argument = _Linear.apply(engine, x, weight, bias, None)
+        argument = _Linear.apply(engine, copies_of(engine, x, weight.t()), x, weight, bias, None)
         if activation == "relu":
             grad = torch.where(argument > 0, grad, 0.0)
         else:
             approximate = "tanh" if activation == "gelu_tanh" else "none"
             grad = torch.ops.aten.gelu_backward(grad, argument, approximate=approximate)
     return (
-        _Product.apply(engine, None, grad, weight, 0.0, 1.0, x.dtype),
-        _Product.apply(engine, None, grad.t(), x, 0.0, 1.0, x.dtype),
+        _product(engine, grad, weight),
+        _product(engine, grad.t(), x),
         None if bias is None else grad.sum(0),
     )
 
@@ -496,27 +604,11 @@ def _multiply(
     return ops.matmul(a, b, input, alpha, beta, activation, dtype, pads_rows, needs_pre)
 
 
-def rounds_before_activation(a: Tensor) -> bool:
-    """Whether a product's result is rounded before an activation is applied to it."""
-    engine = _engine(a.dtype, a.device.type)
-    return engine == LIBRARY or (engine == CPU and not _is_slow(a))
-
-
-def _is_slow(a: Tensor) -> bool:
-    """Whether torch's CPU product is slow, as it is for many rows of fp16.
-
-    [2048, 256] @ [256, 1024] and back took a second, where fp32 took 19 ms (two cores).
-    """
-    return a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS
-
-
 def _multiply_on_cpu(
     a: Tensor, b: Tensor, input: Tensor | None, beta: float, alpha: float, dtype: torch.dtype
 ) -> Tensor:
     """In fp32 or `dtype`."""
-    if b.dtype is not a.dtype or (input is not None and input.dtype is not a.dtype):
-        raise TypeError(b.dtype)  # as torch's product would, if it was not asked in fp32
-    if _is_slow(a) or dtype is not a.dtype or a.shape[-1] == 0:
+    if is_slow(a) or dtype is not a.dtype or a.shape[-1] == 0:
         return reference.matmul.sums(input, a, b, beta=beta, alpha=alpha)
     if pad := _pad_of_inner(a):
         a, b = F.pad(a, (0, pad)), F.pad(b, (0, 0, 0, pad))
@@ -581,77 +673,3 @@ def _activate_into(out: Tensor, argument: Tensor, activation: Activation | None)
         approximate = "tanh" if activation == "gelu_tanh" else "none"
         return torch.ops.aten.gelu.out(argument, approximate=approximate, out=out)
     return out
-
-
-# -------------------------------------------------------------------------------------- what is wrong with an argument
-def _check_matmul(a: Tensor, b: Tensor, out_dtype: object) -> None:
-    _check_are_tensors("matmul", a=a, b=b)
-    a, b = autocast(a.device.type, a, b)
-    _check_dtypes("matmul", out_dtype, a=a, b=b)
-    check_dimensions("matmul", a=a, b=b)
-    if a.dtype in DTYPES or b.dtype in DTYPES:
-        check_product("matmul", *as_matrices(a, b))
-
-
-def _check_addmm(input: Tensor, a: Tensor, b: Tensor, out_dtype: object) -> None:
-    _check_are_tensors("addmm", input=input, a=a, b=b)
-    a, b, input = autocast(a.device.type, a, b, input)
-    _check_dtypes("addmm", out_dtype, a=a, b=b, input=input)
-    if a.dim() not in (2, 3) or b.dim() != a.dim():
-        raise ValueError(
-            f"addmm: a and b must be two matrices or two batches of them, got {a.dim()} and {b.dim()} dims"
-        )
-    if a.dtype in DTYPES or b.dtype in DTYPES:
-        check_product("addmm", a, b)
-        check_beside("addmm", "input", input, a)
-
-
-def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: object) -> None:
-    check_activation("linear", activation)
-    _check_are_tensors("linear", x=x, weight=weight, **({} if bias is None else {"bias": bias}))
-    x, weight, bias = autocast(x.device.type, x, weight, bias)
-    _check_dtypes("linear", x=x, weight=weight)
-    check_dimensions("linear", x=x, weight=weight)
-    if x.dtype not in DTYPES and weight.dtype not in DTYPES:
-        return
-    check_low("linear", "x", x)
-    check_beside("linear", "weight", weight, x)
-    if weight.dim() != 2 or x.shape[-1] != weight.shape[1]:
-        raise ValueError(
-            f"linear: weight must be [out_features, {x.shape[-1]}] for x of shape {tuple(x.shape)}, "
-            f"got {tuple(weight.shape)}"
-        )
-    if bias is not None:
-        check_beside("linear", "bias", bias, x)
-        if bias.shape != weight.shape[:1]:
-            raise ValueError(f"linear: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
-
-
-def _check_are_tensors(op: str, **arguments: object) -> None:
-    for name, argument in arguments.items():
-        if not isinstance(argument, Tensor):
-            raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
-
-
-def _check_dtypes(op: str, out_dtype: object = None, **operands: Tensor) -> None:
-    """What torch's products would take, and round to less than was asked for."""
-    for name, x in operands.items():
-        if x.dtype.itemsize == 1 and x.is_floating_point():
-            raise TypeError(
-                f"{op}: {name} must have at least 16 bits each, got {x.dtype}; convert it with .to(torch.bfloat16)"
-            )
-    first = next(iter(operands.values()))
-    if out_dtype is not None and out_dtype not in (*OUT_DTYPES, first.dtype):
-        raise TypeError(
-            f"{op}: out_dtype must be float32, float16 or bfloat16, got {out_dtype!r}; leave it out to keep the "
-            "operands' dtype"
-        )
-
-
-def check_dimensions(op: str, **operands: Tensor) -> None:
-    """Matrices or batches of them."""
-    if any(x.dim() == 0 for x in operands.values()):
-        dims = " and ".join(str(x.dim()) for x in operands.values())
-        raise ValueError(
-            f"{op}: {' and '.join(operands)} must have at least 1 dimension, got {dims}; multiply by a number with *"
-        )

@@ -73,6 +73,7 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
     if tensor is None:
         return
     check_are_tensors(op, **{name: tensor})
+    check_is_dense(op, name, tensor)
     if tensor.dtype is not torch.float32 or tensor.numel() != 1:
         raise ValueError(f"{op}: {name} must be one float32 element, got {tensor.dtype} of shape {tuple(tensor.shape)}")
     if device is not None and tensor.device != device:
@@ -162,10 +163,17 @@ def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
         )
 
 
-def check_values(op: str, name: str, x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
-    """A strided tensor of one of these dtypes."""
-    check_are_tensors(op, **{name: x})
+def check_is_dense(op: str, name: str, x: Tensor) -> None:
+    """Neither sparse nor nested: a nested tensor has no shape, and may say that its layout is strided."""
+    if x.is_nested:
+        raise ValueError(f"{op}: {name} must be a dense tensor, got a nested one; call to_padded_tensor() first")
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")
+
+
+def check_values(op: str, name: str, x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
+    """A dense tensor of one of these dtypes."""
+    check_are_tensors(op, **{name: x})
+    check_is_dense(op, name, x)
     if x.dtype not in dtypes:
         raise TypeError(f"{op}: {name} must be {_named(dtypes)}, got {x.dtype}")

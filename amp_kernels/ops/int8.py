@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import _loader, reference
-from .checks import check_are_tensors, check_dtype, check_scalar, check_values
+from .checks import check_are_tensors, check_dtype, check_is_dense, check_scalar, check_values
 from .library import LIBRARY, Kernels, operator
 from .table import DTYPE_CODES, is_dense
 
@@ -368,6 +368,7 @@ def _check_scale(op: str, x: Tensor, scale: Tensor, zero_point: Tensor | None, b
 
 def _check_parameter(op: str, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
     check_are_tensors(op, **{name: tensor})
+    check_is_dense(op, name, tensor)
     if tensor.dtype is not dtype:
         raise TypeError(f"{op}: {name} must be {str(dtype).removeprefix('torch.')}, got {tensor.dtype}")
     if tensor.device != device:
@@ -437,19 +438,14 @@ def _check_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
         raise ValueError(
             f"{op}: x and weight must be [M, K] and [N, K], got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    for name, tensor in (("weight", weight), ("scale", scale), ("bias", bias)):
-        if tensor is not None:
-            check_are_tensors(op, **{name: tensor})
-            if tensor.device != x.device:
-                raise ValueError(f"{op}: {name} must be on {x.device} as x is, got {tensor.device}")
-    if scale.dtype is not torch.float32 or scale.numel() not in (1, weight.shape[0]):
-        raise ValueError(
-            f"{op}: scale must be float32 with 1 or {weight.shape[0]} elements, got {scale.dtype} with {scale.numel()}"
-        )
-    if bias is not None and (bias.dtype is not x.dtype or list(bias.shape) != [weight.shape[0]]):
-        raise ValueError(
-            f"{op}: bias must be {x.dtype} of shape ({weight.shape[0]},), got {bias.dtype} of {tuple(bias.shape)}"
-        )
+    _check_parameter(op, "weight", weight, torch.int8, x.device)
+    _check_parameter(op, "scale", scale, torch.float32, x.device)
+    if scale.numel() not in (1, weight.shape[0]):
+        raise ValueError(f"{op}: scale must have 1 or {weight.shape[0]} elements, got {scale.numel()}")
+    if bias is not None:
+        _check_parameter(op, "bias", bias, x.dtype, x.device)
+        if list(bias.shape) != [weight.shape[0]]:
+            raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
 
 
 # ------------------------------------------------------------------------------------------------------- the operators

@@ -129,7 +129,11 @@ def triton_kernels() -> Kernels:
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """The operator's result, or where it refuses an argument a sentence."""
+    """Return the operator's result. If C++ refuses an argument, the operator's check raises the sentence.
+
+    The check does not run before the operator: for `int8_matmul` it takes 6 us, as long as the whole call of a small
+    product, and C++ has to look at its arguments anyway, to protect memory.
+    """
     try:
         return op(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import reference
+from .checks import check_is_dense
 from .library import Kernels, operator
 
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
@@ -38,15 +39,14 @@ def new_result(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, pads
 # ------------------------------------------------------------------------------------------------------------ checks
 def check_activation(op: str, activation: object) -> None:
     """One of `ACTIVATIONS`."""
-    if activation not in ACTIVATIONS:
+    if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")
 
 
 def check_low(op: str, name: str, x: Tensor) -> None:
     """A dense tensor of 16 bits."""
-    if x.layout is not torch.strided:
-        raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")
+    check_is_dense(op, name, x)
     if x.dtype not in DTYPES:
         remedy = "convert it with .half() or .bfloat16(), or use torch.autocast"
         raise TypeError(f"{op}: {name} must be float16 or bfloat16, got {x.dtype}; {remedy}")
@@ -54,9 +54,9 @@ def check_low(op: str, name: str, x: Tensor) -> None:
 
 def check_beside(op: str, name: str, x: Tensor, first: Tensor) -> None:
     """A dense tensor of the dtype and on the device of the first operand."""
-    check_low(op, name, x)
+    check_is_dense(op, name, x)
     if x.dtype is not first.dtype:
-        remedy = f"convert it with .to({first.dtype})"
+        remedy = f"convert it with .to({first.dtype}), or use torch.autocast"
         raise TypeError(f"{op}: {name} must be {first.dtype} as the first operand is, got {x.dtype}; {remedy}")
     if x.device != first.device:
         raise ValueError(f"{op}: {name} must be on {first.device} as the first operand is, got {x.device}")
@@ -66,7 +66,12 @@ def check_product(op: str, a: Tensor, b: Tensor) -> None:
     """Two 16-bit matrices, or batches of as many."""
     check_low(op, "a", a)
     check_beside(op, "b", b, a)
-    if a.dim() != b.dim() or a.dim() not in (2, 3) or a.shape[:-2] != b.shape[:-2] or a.shape[-1] != b.shape[-2]:
+    check_shapes(op, a, b)
+
+
+def check_shapes(op: str, a: Tensor, b: Tensor) -> None:
+    (*batch, _, k), of_b = a.shape, b.shape
+    if len(of_b) != len(batch) + 2 or len(batch) > 1 or of_b[-2] != k or list(of_b[:-2]) != batch:
         raise ValueError(
             f"{op}: b must be a matrix that a can be multiplied with, got {tuple(a.shape)} @ {tuple(b.shape)}"
         )

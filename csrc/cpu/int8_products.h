@@ -234,7 +234,7 @@ class LinearProduct {
   static constexpr bool kLeftIsCodes = false;
 
   explicit LinearProduct(const Int8Linear& args)
-      : m(args.m), n(args.n), k(args.k), right{args.weight, 1, args.k, 0}, args_(args) {}
+      : m(args.m), n(args.n), k(args.k), right{args.weight, 1, args.weight_stride, 0}, args_(args) {}
 
   const int64_t m, n, k;
   const Bytes right;

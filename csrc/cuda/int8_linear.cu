@@ -5,12 +5,12 @@
 // Codes become numbers in registers, never in memory: a weight moves one byte an element. The kernels and what a block
 // computes, over all of k:
 //
-//   tiled_kernel       fp16 and bf16, tensor cores      64 or 128 rows of x by 64 or 128 outputs; 8 warps share a tile,
-//                                                       x and weight pass through a ring of stages in shared memory
-//   few_rows_kernel    fp16 and bf16, few rows          up to 64 rows by 16 outputs; 8 warps share k and read weights
-//                                                       once, straight into fragments: K N bytes
-//   vector_kernel      fp32, rows not aligned           4 rows by 8 outputs, one output a warp, its 32 lanes along k
-//   plain_kernel       fp32, more rows                  64 x 64, four by four a thread
+//   tiled_kernel       64 or 128 rows of x by 64 or 128 outputs; 8 warps share a tile; x and weight pass through a ring
+//                      of stages in shared memory
+//   few_rows_kernel    up to 64 rows by 16 outputs; 8 warps share k and read weights once, straight into fragments:
+//                      K N bytes
+//
+// Both multiply fp16 and bf16. torch multiplies fp32, and bf16 on GPUs before sm_80 (csrc/ops/int8.cpp).
 //
 // On tensor cores the product is transposed, out^T = weight * x^T: the fragments of x are then pairs of neighbours, as
 // they lie in memory, and those of the weights can be any words that arithmetic leaves in registers.
@@ -24,37 +24,26 @@ namespace {
 template <class T, int N>
 struct Columns {
   float scale[N], bias[N];
-  int count;  // of the N outputs that exist
-  bool wide;
 
   __device__ Columns(const Int8Linear& linear, int64_t n) {
-    count = linear.n - n < N ? static_cast<int>(linear.n - n) : N;
-    wide = N == 1 || (linear.n % N == 0 && is_aligned16(linear.out));
 #pragma unroll
     for (int i = 0; i < N; ++i) {
-      if (i >= count) continue;
       scale[i] = linear.scale[(n + i) * linear.scale_step];
       bias[i] = linear.bias == nullptr ? -0.0f : to_float(static_cast<const T*>(linear.bias)[n + i]);  // -0: no change
     }
   }
 
   __device__ __forceinline__ void store(const Int8Linear& linear, int64_t m, int64_t n, const float* sums) const {
-    Vector<T, N> results{};
+    Vector<T, N> results;
 #pragma unroll
-    for (int i = 0; i < N; ++i)
-      if (i < count) results.data[i] = from_float<T>(sums[i] * scale[i] + bias[i]);
-    T* const p = static_cast<T*>(linear.out) + m * linear.n + n;
-    if (wide && count == N) {
-      store_wide(p, results);
-    } else {
-      store_each(p, results, 1, count);
-    }
+    for (int i = 0; i < N; ++i) results.data[i] = from_float<T>(sums[i] * scale[i] + bias[i]);
+    store_wide(static_cast<T*>(linear.out) + m * linear.n + n, results);
   }
 };
 
 // ------------------------------------------------------------------------------ codes into numbers
-// A code plus 128 is an unsigned byte. 2^10 in fp16, or 2^23 in fp32, with this byte in its lowest bits is the number
-// 2^10 (2^23) + 128 + code; one subtraction leaves the code, exactly. Conversions run at an eighth of that rate.
+// A code plus 128 is an unsigned byte. 2^10 in fp16 with this byte in its lowest bits is the number 2^10 + 128 + code;
+// one subtraction leaves the code, exactly. Conversions run at an eighth of that rate.
 
 // Four codes to two words of two numbers.
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __half) {
@@ -82,17 +71,6 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __n
     memcpy(&offset, &sign, sizeof(offset));
     pair = __hsub2(pair, offset);
     memcpy(&words[i], &pair, sizeof(pair));
-  }
-}
-
-__device__ __forceinline__ void expand(uint32_t codes, float (&numbers)[4]) {
-  const uint32_t bytes = codes ^ 0x80808080u;
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t shifted = __byte_perm(bytes, 0x4b000000u, 0x7650 + i);
-    float number;
-    memcpy(&number, &shifted, sizeof(number));
-    numbers[i] = number - (8388608.0f + 128.0f);
   }
 }
 
@@ -146,7 +124,7 @@ struct NumberTile {
   }
 };
 
-template <class T, int kM, int kN, class LoadX, class LoadWeight>
+template <class T, int kM, int kN>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     tiled_kernel(const Int8Linear linear, const Operand x, const Operand weight) {
   using TileOf = NumberTile<T, kM, kN>;
@@ -155,8 +133,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   char* const shared = shared_memory();
   const TilePosition at = TilePosition::of<kM, kN>(linear.m, linear.n, blockIdx.x);
   const int warp = threadIdx.x / 32;
-  LoadX load_x(x, at.m);
-  LoadWeight load_weight(weight, at.n);
+  Loader<kM, kXBytes, NumberSwizzle> load_x(x, at.m);
+  Loader<kN> load_weight(weight, at.n);
   TileOf tile;
   for_tiles<TileOf::kStages, kM * kXBytes, TileOf::kStageBytes>(
       shared, (linear.k + kTileK - 1) / kTileK, load_x, load_weight, [&](const char* x_tile, const char* weight_tile) {
@@ -234,165 +212,40 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
   }
 }
 
-// ------------------------------------------------------------------------- without tensor cores
-
-constexpr int kVectorRows = 4;
-
-// A warp computes one output of up to four rows.
-template <class T>
-__global__ void __launch_bounds__(kThreads) vector_kernel(const Int8Linear linear, bool wide) {
-  const int lane = threadIdx.x % 32;
-  const int64_t blocks = (linear.n + kWarps - 1) / kWarps;
-  const int64_t n = blockIdx.x % blocks * kWarps + threadIdx.x / 32, first_m = blockIdx.x / blocks * kVectorRows;
-  if (n >= linear.n) return;
-  const T* const x = static_cast<const T*>(linear.x) + first_m * linear.x_stride;
-  const int8_t* const weight = linear.weight + n * linear.k;
-  const int rows = linear.m - first_m < kVectorRows ? static_cast<int>(linear.m - first_m) : kVectorRows;
-  float sum[kVectorRows] = {};
-  if (wide) {
-#pragma unroll 2
-    for (int64_t k = lane * 16; k < linear.k; k += 32 * 16) {
-      const Packed<int8_t, 16> codes = load_wide<16>(weight + k);
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        float numbers[4];
-        expand(codes.word[w], numbers);
-#pragma unroll
-        for (int m = 0; m < kVectorRows; ++m) {
-          if (m >= rows) continue;
-          const Vector<T, 4> four = load_wide<4>(x + m * linear.x_stride + k + w * 4).unpacked();
-#pragma unroll
-          for (int i = 0; i < 4; ++i) sum[m] += to_float(four.data[i]) * numbers[i];
-        }
-      }
-    }
-  } else {
-#pragma unroll 4
-    for (int64_t k = lane; k < linear.k; k += 32) {
-      const float number = weight[k];
-#pragma unroll
-      for (int m = 0; m < kVectorRows; ++m)
-        if (m < rows) sum[m] += to_float(x[m * linear.x_stride + k]) * number;
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < kVectorRows; ++m) {
-    const float total = lanes_reduce(sum[m], 32, Sum());
-    if (lane == 0 && m < rows) Columns<T, 1>(linear, n).store(linear, first_m + m, n, &total);
-  }
-}
-
-constexpr int kPlainTile = 64;
-constexpr int kPlainK = 16;
-constexpr int kPlainStride = kPlainTile + 4;  // floats
-
-// A thread computes four rows by four outputs.
-template <class T>
-__global__ void __launch_bounds__(kThreads) plain_kernel(const Int8Linear linear) {
-  float* const x_tile = reinterpret_cast<float*>(shared_memory());  // [kPlainK, kPlainStride]
-  float* const w_tile = x_tile + kPlainK * kPlainStride;
-  const TilePosition at = TilePosition::of<kPlainTile, kPlainTile>(linear.m, linear.n, blockIdx.x);
-  const int m = threadIdx.x / 16 * 4, n = threadIdx.x % 16 * 4;
-  float sum[4][4] = {};
-  for (int64_t k = 0; k < linear.k; k += kPlainK) {
-    barrier();
-#pragma unroll
-    for (int i = threadIdx.x; i < kPlainTile * kPlainK; i += kThreads) {
-      const int row = i / kPlainK, column = i % kPlainK;
-      const bool inside = k + column < linear.k;
-      x_tile[column * kPlainStride + row] =
-          inside && at.m + row < linear.m
-              ? to_float(static_cast<const T*>(linear.x)[(at.m + row) * linear.x_stride + k + column])
-              : 0.0f;
-      w_tile[column * kPlainStride + row] =
-          inside && at.n + row < linear.n ? linear.weight[(at.n + row) * linear.k + k + column] : 0.0f;
-    }
-    barrier();
-    float part[4][4] = {};  // summed on its own, which keeps rounding errors small
-#pragma unroll
-    for (int i = 0; i < kPlainK; ++i) {
-      const float4 a = *reinterpret_cast<const float4*>(x_tile + i * kPlainStride + m);
-      const float4 b = *reinterpret_cast<const float4*>(w_tile + i * kPlainStride + n);
-      const float rows[] = {a.x, a.y, a.z, a.w}, columns[] = {b.x, b.y, b.z, b.w};
-#pragma unroll
-      for (int r = 0; r < 4; ++r)
-#pragma unroll
-        for (int c = 0; c < 4; ++c) part[r][c] += rows[r] * columns[c];
-    }
-#pragma unroll
-    for (int r = 0; r < 4; ++r)
-#pragma unroll
-      for (int c = 0; c < 4; ++c) sum[r][c] += part[r][c];
-  }
-  if (at.n + n >= linear.n) return;
-  const Columns<T, 4> columns(linear, at.n + n);
-#pragma unroll
-  for (int r = 0; r < 4; ++r)
-    if (at.m + m + r < linear.m) columns.store(linear, at.m + m + r, at.n + n, sum[r]);
-}
-
 // ------------------------------------------------------------------------------------- host side
 
 unsigned tiles(const Int8Linear& linear, int size) {
   return static_cast<unsigned>((linear.m + size - 1) / size * ((linear.n + size - 1) / size));
 }
 
-template <class T>
-void launch_plain(const Int8Linear& linear, bool wide, Stream stream) {
-  if (linear.m <= 2 * kVectorRows) {
-    const int64_t blocks = (linear.n + kWarps - 1) / kWarps * ((linear.m + kVectorRows - 1) / kVectorRows);
-    launch(vector_kernel<T>, static_cast<unsigned>(blocks), kThreads, 0, stream, linear, wide);
-  } else {
-    launch(plain_kernel<T>, tiles(linear, kPlainTile), kThreads, 2 * kPlainK * kPlainStride * sizeof(float), stream,
-           linear);
-  }
-}
-
-template <class T, int kSize, class LoadX, class LoadWeight>
+template <class T, int kSize>
 void launch_tiled(const Int8Linear& linear, const Operand& x, const Operand& weight, Stream stream) {
-  launch(tiled_kernel<T, kSize, kSize, LoadX, LoadWeight>, tiles(linear, kSize), kThreads,
-         NumberTile<T, kSize, kSize>::kSharedBytes, stream, linear, x, weight);
-}
-
-template <class T>
-void launch_on_tensor_cores(const Int8Linear& linear, bool wide, Stream stream) {
-  const Operand x{static_cast<const char*>(linear.x), linear.m, linear.k * 2, linear.x_stride * 2, 2};
-  const Operand weight{reinterpret_cast<const char*>(linear.weight), linear.n, linear.k, linear.k, 1};
-  if (!wide) {
-    launch_tiled<T, 64, ElementLoader<64, kXBytes, NumberSwizzle, uint16_t>,
-                 ElementLoader<64, kTileBytes, MatrixSwizzle, uint8_t>>(linear, x, weight, stream);
-  } else if (are_few_rows(linear.m, linear.n, linear.k)) {
-    with_row_tiles(linear.m, [&](auto row_tiles) {
-      constexpr int kRowTiles = decltype(row_tiles)::value;
-      launch(few_rows_kernel<T, kRowTiles>, static_cast<unsigned>((linear.n + kFewColumns - 1) / kFewColumns), kThreads,
-             kThreads * kRowTiles * 8 * sizeof(float), stream, linear, x, weight);
-    });
-  } else if (tiles(linear, 128) < static_cast<unsigned>(multiprocessor_count())) {
-    launch_tiled<T, 64, DirectLoader<64, kXBytes, NumberSwizzle>, DirectLoader<64, kTileBytes, MatrixSwizzle>>(
-        linear, x, weight, stream);
-  } else {
-    launch_tiled<T, 128, DirectLoader<128, kXBytes, NumberSwizzle>, DirectLoader<128, kTileBytes, MatrixSwizzle>>(
-        linear, x, weight, stream);
-  }
+  launch(tiled_kernel<T, kSize, kSize>, tiles(linear, kSize), kThreads, NumberTile<T, kSize, kSize>::kSharedBytes,
+         stream, linear, x, weight);
 }
 
 }  // namespace
 
+bool multiplies_codes_by(Dtype dtype) {
+  return dtype == kHalf || (dtype == kBFloat16 && multiplies_bf16(compiled_for<few_rows_kernel<__nv_bfloat16, 1>>()));
+}
+
 void launch_int8_linear(const Int8Linear& linear, Stream stream) {
-  with_dtype(linear.dtype, [&](auto zero) {
+  const int64_t k = whole_chunks(linear.k);
+  const Operand x{static_cast<const char*>(linear.x), linear.m, k * 2, linear.x_stride * 2};
+  const Operand weight{reinterpret_cast<const char*>(linear.weight), linear.n, k, linear.weight_stride};
+  with_16_bits(linear.dtype, [&](auto zero) {
     using T = decltype(zero);
-    const bool wide = linear.k % 16 == 0 && is_aligned16(linear.x) && is_aligned16(linear.weight) &&
-                      linear.x_stride * sizeof(T) % 16 == 0;
-    if constexpr (std::is_same_v<T, float>) {
-      launch_plain<T>(linear, wide, stream);
+    if (are_few_rows(linear.m, linear.n)) {
+      with_row_tiles(linear.m, [&](auto row_tiles) {
+        constexpr int kRowTiles = decltype(row_tiles)::value;
+        launch(few_rows_kernel<T, kRowTiles>, static_cast<unsigned>((linear.n + kFewColumns - 1) / kFewColumns),
+               kThreads, kThreads * kRowTiles * 8 * sizeof(float), stream, linear, x, weight);
+      });
+    } else if (tiles(linear, 128) < static_cast<unsigned>(multiprocessor_count())) {
+      launch_tiled<T, 64>(linear, x, weight, stream);
     } else {
-      const bool has_tensor_cores =
-          std::is_same_v<T, __half> || multiplies_bf16(compiled_for<few_rows_kernel<__nv_bfloat16, 1>>());
-      if (!has_tensor_cores || (!wide && linear.m <= 2 * kVectorRows)) {
-        launch_plain<T>(linear, wide, stream);
-      } else {
-        launch_on_tensor_cores<T>(linear, wide, stream);
-      }
+      launch_tiled<T, 128>(linear, x, weight, stream);
     }
   });
 }

@@ -165,15 +165,15 @@ struct Tile {
   }
 };
 
-template <int kM, int kN, class LoadA, class LoadB, bool kSums>
+template <int kM, int kN, bool kSums>
 __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
     tiled_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
   using TileOf = Tile<kM, kN>;
   char* const shared = shared_memory();
   const TilePosition at = TilePosition::of<kM, kN>(matmul.m, matmul.n, blockIdx.x);
   const int warp = threadIdx.x / 32, down = warp / kWarpsAcross, across = warp % kWarpsAcross;
-  LoadA load_a(a, at.m);
-  LoadB load_b(b, at.n);
+  Loader<kM> load_a(a, at.m);
+  Loader<kN> load_b(b, at.n);
   TileOf tile;
   for_tiles<TileOf::kStages, kM * kTileBytes, TileOf::kStageBytes>(
       shared, (matmul.k + kTileBytes - 1) / kTileBytes, load_a, load_b,
@@ -280,46 +280,34 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 int64_t tiles_of(const Int8Matmul& matmul, int m, int n) { return (matmul.m + m - 1) / m * ((matmul.n + n - 1) / n); }
 
-template <int kM, int kN, class LoadA, class LoadB>
+template <int kM, int kN>
 void launch_tiled(const Int8Matmul& matmul, const Operand& a, const Operand& b, Stream stream) {
   const int64_t tiles = tiles_of(matmul, kM, kN);
-  const auto kernel = matmul.a_zero_point != nullptr || matmul.b_zero_point != nullptr
-                          ? tiled_kernel<kM, kN, LoadA, LoadB, true>
-                          : tiled_kernel<kM, kN, LoadA, LoadB, false>;
+  const auto kernel = matmul.a_zero_point != nullptr || matmul.b_zero_point != nullptr ? tiled_kernel<kM, kN, true>
+                                                                                       : tiled_kernel<kM, kN, false>;
   launch(kernel, static_cast<unsigned>(tiles), kThreads, Tile<kM, kN>::kSharedBytes, stream, matmul, a, b);
 }
 
 }  // namespace
 
-bool int8_matmul_copies_parts() { return copies_parts(compiled_for<few_rows_kernel<1>>()); }
-
 void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
-  const Operand a{reinterpret_cast<const char*>(matmul.a), matmul.m, matmul.k, matmul.a_strides[0],
-                  matmul.a_strides[1]};
-  const Operand b{reinterpret_cast<const char*>(matmul.b), matmul.n, matmul.k, matmul.b_strides[1],
-                  matmul.b_strides[0]};
-  const int sm = compiled_for<few_rows_kernel<1>>();
-  const bool a_is_direct = a.is_direct(matmul.a_bytes, sm), b_is_direct = b.is_direct(matmul.b_bytes, sm);
-  if (a_is_direct && b_is_direct) {
-    const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
-    const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
-    if (are_few_rows(matmul.m, matmul.n, matmul.k)) {
-      with_row_tiles(matmul.m, [&](auto row_tiles) {
-        constexpr int kRowTiles = decltype(row_tiles)::value;
-        launch(few_rows_kernel<kRowTiles>, static_cast<unsigned>((matmul.n + kFewColumns - 1) / kFewColumns), kThreads,
-               kThreads * sizeof(FewSums<kRowTiles>), stream, matmul, a, b);
-      });
-    } else if (medium < count) {
-      launch_tiled<64, 64, DirectLoader<64>, DirectLoader<64>>(matmul, a, b, stream);
-    } else if (2 * large_rounds <= (medium + count - 1) / count && Tile<128, 256>::kSharedBytes <= block_memory()) {
-      launch_tiled<128, 256, DirectLoader<128>, DirectLoader<256>>(matmul, a, b, stream);
-    } else {
-      launch_tiled<128, 128, DirectLoader<128>, DirectLoader<128>>(matmul, a, b, stream);
-    }
-  } else if (a_is_direct) {
-    launch_tiled<64, 64, DirectLoader<64>, AnyLoader<64>>(matmul, a, b, stream);
+  const int64_t k = whole_chunks(matmul.k);
+  const Operand a{reinterpret_cast<const char*>(matmul.a), matmul.m, k, matmul.a_strides[0]};
+  const Operand b{reinterpret_cast<const char*>(matmul.b), matmul.n, k, matmul.b_strides[1]};
+  const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
+  const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
+  if (are_few_rows(matmul.m, matmul.n)) {
+    with_row_tiles(matmul.m, [&](auto row_tiles) {
+      constexpr int kRowTiles = decltype(row_tiles)::value;
+      launch(few_rows_kernel<kRowTiles>, static_cast<unsigned>((matmul.n + kFewColumns - 1) / kFewColumns), kThreads,
+             kThreads * sizeof(FewSums<kRowTiles>), stream, matmul, a, b);
+    });
+  } else if (medium < count) {
+    launch_tiled<64, 64>(matmul, a, b, stream);
+  } else if (2 * large_rounds <= (medium + count - 1) / count && Tile<128, 256>::kSharedBytes <= block_memory()) {
+    launch_tiled<128, 256>(matmul, a, b, stream);
   } else {
-    launch_tiled<64, 64, AnyLoader<64>, AnyLoader<64>>(matmul, a, b, stream);
+    launch_tiled<128, 128>(matmul, a, b, stream);
   }
 }
 

@@ -29,8 +29,8 @@ int64_t quantize_workspace(const Quantize& quantize);  // bytes, aligned to 16, 
 void launch_quantize(const Quantize& quantize, void* workspace, Stream stream);
 void launch_dequantize(const Dequantize& dequantize, Stream stream);
 void launch_straight_through(const StraightThrough& pass, Stream stream);
-bool int8_matmul_copies_parts();  // of 16 bytes: K need not be a multiple of them
 void launch_int8_matmul(const Int8Matmul& matmul, Stream stream);
+bool multiplies_codes_by(Dtype dtype);  // whether launch_int8_linear takes x of this dtype on the current device
 void launch_int8_linear(const Int8Linear& linear, Stream stream);
 
 int64_t matmul_workspace(const Matmul& matmul);  // bytes, aligned to 4, that launch_matmul takes

@@ -11,8 +11,9 @@
 //                          load the kernels of `send` and `run`; the last two return how many blocks run at a time (0
 //                          on a CPU)
 //   run(args)              runs the int8 kernel that takes these arguments
-//   copies_parts_of_chunks()
-//                          whether products of codes gain from rows that begin at multiples of 16 bytes, for any K
+//   kReadsChunks           whether products read operands in chunks of 16 bytes (csrc/int8.h)
+//   multiplies_codes_by(dtype)
+//                          whether the device has kernels that multiply x of this dtype by codes (only Cuda)
 //   call(name, ...)        calls another operator of the dispatcher (only Cuda)
 //   prefers_triton(tensor) whether Triton computes large products of codes on the GPU of the tensor (only Cuda)
 //   kernel<Name, f>        the function to register for an operator whose kernel is f (AMP_KERNELS_IMPL)
@@ -33,6 +34,8 @@ namespace amp_kernels {
 
 class Cpu {
  public:
+  static constexpr bool kReadsChunks = false;
+
   template <class Name, auto kFunction>
   static constexpr auto kernel = kFunction;
 
@@ -48,7 +51,6 @@ class Cpu {
   void load_send() const {}
   int64_t load_pass() const { return 0; }
   int64_t load_update(std::string_view, const Form&) const { return 0; }
-  bool copies_parts_of_chunks() const { return false; }
 
   void run(const GradientPass& pass) { cpu::run_pass(pass); }
 
@@ -66,6 +68,8 @@ class Cpu {
 #ifdef USE_CUDA
 class Cuda : public cuda::Dispatch {
  public:
+  static constexpr bool kReadsChunks = true;
+
   explicit Cuda(const Tensor& tensor)
       : tensor_(tensor), guard_(tensor.get_device_index()), stream_(cuda::current_stream(tensor)) {}
 
@@ -83,7 +87,7 @@ class Cuda : public cuda::Dispatch {
   void load_send() const { cuda::load_send(); }
   int64_t load_pass() const { return cuda::load_unscale(); }
   int64_t load_update(std::string_view family, const Form& form) const { return cuda::load_update(family, form); }
-  bool copies_parts_of_chunks() const { return cuda::int8_matmul_copies_parts(); }
+  bool multiplies_codes_by(Dtype dtype) const { return cuda::multiplies_codes_by(dtype); }
 
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }

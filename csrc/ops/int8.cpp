@@ -261,20 +261,21 @@ bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
   return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
 }
 
-// Codes that kernels can copy 16 bytes at a time along k, which is dimension `along`: these, or a copy with padded
-// rows. An H200 takes 2953 us for 4096 x 4096 x 4095 element by element, and 237 us for 4096 x 4096 x 4096 in chunks.
-Tensor in_chunks(const Tensor& codes, int along) {
-  const int64_t k = codes.size(along), pitch = (k + 15) / 16 * 16, its = codes.stride(1 - along);
-  const bool is_aligned = reinterpret_cast<uintptr_t>(codes.data_ptr()) % 16 == 0 && its % 16 == 0;
-  const bool is_inside = (codes.size(1 - along) - 1) * its + pitch <= bytes_behind(codes);
-  if (is_aligned && is_inside && codes.stride(along) == 1) return codes;
+// Rows along dimension `along` as the kernels of a GPU read them (csrc/int8.h): these, or a copy with zeros behind each
+// row. An H200 took 2953 us for 4096 x 4096 x 4095 element by element, and takes 237 us for 4096 x 4096 x 4096 in
+// chunks.
+Tensor in_chunks(const Tensor& rows, int along) {
+  const int64_t k = rows.size(along), pitch = (k + 15) / 16 * 16, its = rows.stride(1 - along);
+  const bool is_aligned = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
+                          its * static_cast<int64_t>(rows.element_size()) % 16 == 0;
+  if (k == pitch && is_aligned && rows.stride(along) == 1) return rows;
   const NoGrad guard;
-  Dims sizes = sizes_of(codes), strides{1, 1};
+  Dims sizes = sizes_of(rows), strides{1, 1};
   sizes[along] = strides[1 - along] = pitch;
-  // The last row has its padding too, or its last chunk would end behind the storage.
-  Tensor memory = new_tensor(sizes, strides, ScalarType::Char, codes);
-  Tensor copy = torch::stable::narrow(memory, along, 0, k);
-  torch::stable::copy_(copy, codes);
+  Tensor memory = new_tensor(sizes, strides, rows.scalar_type(), rows);
+  Tensor copy = torch::stable::narrow(memory, along, 0, k), rest = torch::stable::narrow(memory, along, k, pitch - k);
+  torch::stable::copy_(copy, rows);
+  if (pitch > k) torch::stable::zero_(rest);
   return copy;
 }
 
@@ -305,16 +306,14 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   const Tensor out = new_tensor({m, n}, out_scale.has_value() ? ScalarType::Char : out_dtype, a);
   if (m == 0 || n == 0) return out;
   bias = in_rows(bias);
-  if (std::min(m, n) > kFewRows && Device(a).copies_parts_of_chunks()) a = in_chunks(a, 1), b = in_chunks(b, 0);
+  if constexpr (Device::kReadsChunks) a = in_chunks(a, 1), b = in_chunks(b, 0);
   Device(a).run(Int8Matmul{m,
                            n,
                            k,
                            data<int8_t>(a),
                            {a.stride(0), a.stride(1)},
-                           bytes_behind(a),
                            data<int8_t>(b),
                            {b.stride(0), b.stride(1)},
-                           bytes_behind(b),
                            data<float>(rows.scale),
                            data<int32_t>(rows.zero_point),
                            rows.step,
@@ -338,7 +337,18 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
 constexpr int64_t kDequantizeRows = 256;
 constexpr double kDequantizeProducts = 1LL << 32;
 
-// kDelegates: the weight of many rows may be dequantized; use_backend("cuda") calls without.
+// Autocast, which might choose another dtype, leaves operators with `out` alone.
+template <class Device>
+void multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outputs, const MaybeTensor& bias,
+                       const Tensor& out) {
+  const NoGrad guard;
+  const Tensor of_rows = torch::stable::reshape(outputs.scale, {outputs.step == 0 ? 1 : weight.size(0), 1});
+  const Tensor numbers = dequantize_int8<Device>(weight, of_rows, std::nullopt, std::nullopt, x.scalar_type());
+  Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
+}
+
+// On a GPU torch multiplies fp32, and bf16 before sm_80, for which the kernels have no tensor cores. kDelegates: so
+// does it for many rows; use_backend("cuda") calls without.
 template <class Device, bool kDelegates = false>
 Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   const Operand input(x);
@@ -350,21 +360,20 @@ Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   require_row(bias, n, x.scalar_type(), input);
   const Tensor out = new_tensor({m, n}, x.scalar_type(), x);
   if (m == 0 || n == 0) return out;
-  if constexpr (kDelegates) {
-    if (!input.is_fp32() && m >= kDequantizeRows && static_cast<double>(m) * n * k >= kDequantizeProducts) {
-      const NoGrad guard;
-      const Tensor of_rows = torch::stable::reshape(scale, {outputs.step == 0 ? 1 : n, 1});
-      const Tensor numbers = dequantize_int8<Device>(weight, of_rows, std::nullopt, std::nullopt, x.scalar_type());
-      // Autocast, which might choose another dtype, leaves operators with `out` alone.
-      Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
+  if constexpr (Device::kReadsChunks) {
+    const bool has_many_rows = m >= kDequantizeRows && static_cast<double>(m) * n * k >= kDequantizeProducts;
+    if ((kDelegates && has_many_rows) || !Device(x).multiplies_codes_by(input.code())) {
+      multiply_by_torch<Device>(x, weight, outputs, bias, out);
       return out;
     }
+    x = in_chunks(x, 1), weight = in_chunks(weight, 1);
+  } else {
+    x = x.stride(1) == 1 || k == 1 ? x : in_rows(x);
+    weight = in_rows(weight);
   }
-  const bool has_rows = x.stride(1) == 1 || k == 1;
-  x = has_rows ? x : in_rows(x);
-  weight = in_rows(weight), bias = in_rows(bias);
-  Device(x).run(Int8Linear{m, n, k, x.data_ptr(), x.stride(0), data<int8_t>(weight), data<float>(outputs.scale),
-                           outputs.step, data<char>(bias), out.data_ptr(), dtype_of(x)});
+  bias = in_rows(bias);
+  Device(x).run(Int8Linear{m, n, k, x.data_ptr(), x.stride(0), data<int8_t>(weight), weight.stride(0),
+                           data<float>(outputs.scale), outputs.step, data<char>(bias), out.data_ptr(), dtype_of(x)});
   return out;
 }
 

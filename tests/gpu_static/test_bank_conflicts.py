@@ -40,8 +40,8 @@ def matmul(m: int, n: int, k: int, a_along: bool = True, b_along: bool = True, b
     backend._matmul_(a, b, None, torch.zeros(batches, m, n, dtype=torch.float16), None, 1.0, 0.0, 0)
 
 
-def int8_matmul(m: int, n: int, k: int, b_along: bool = True, zero_points: bool = False) -> None:
-    a, b = laid_out(m, k, 1, torch.int8, False)[0], laid_out(k, n, 1, torch.int8, b_along)[0]
+def int8_matmul(m: int, n: int, k: int, zero_points: bool = False) -> None:
+    a, b = torch.zeros(m, k, dtype=torch.int8), torch.zeros(n, k, dtype=torch.int8).t()
     zero = torch.zeros(m, 1, dtype=torch.int32) if zero_points else None
     backend._int8_matmul_(a, b, torch.ones(m, 1), zero, torch.ones(1, n), None, None, torch.zeros(m, n), None, None)
 
@@ -68,7 +68,6 @@ ROWS = {"load of 16 bytes": 1.0}
 # takes a block, once, 1,024 cycles in place of 128 for 16 x 32 sums (b along k), 4,096 in place of 256 for 16 x 64.
 FEW = "load of 4 bytes"
 TILE = r"tiled_kernel<__half, Shape<{}, \d, \d>, WideLoader<\d+, {}>, WideLoader<\d+, {}> >"
-DIRECT = r"tiled_kernel<{}, DirectLoader<.*>, DirectLoader<.*>"
 PRODUCTS = {
     **{
         f"matmul {m}x{n} {a} {b}": Product(
@@ -93,23 +92,14 @@ PRODUCTS = {
     ),
     "int8_matmul few rows": Product("few_rows_kernel<1>", lambda: int8_matmul(16, 64, 512), {FEW: 4.0}),
     "int8_linear few rows": Product("few_rows_kernel<__half, 1>", lambda: int8_linear(16, 64, 512), {FEW: 4.0}),
-    "int8_matmul 64x64": Product(DIRECT.format("64, 64") + ", false>", lambda: int8_matmul(65, 64, 128), {}),
-    "int8_matmul 128x128": Product(DIRECT.format("128, 128") + ", false>", lambda: int8_matmul(384, 128, 128), {}),
-    "int8_matmul 128x256": Product(DIRECT.format("128, 256") + ", false>", lambda: int8_matmul(384, 256, 128), {}),
+    "int8_matmul 64x64": Product("tiled_kernel<64, 64, false>", lambda: int8_matmul(65, 64, 128), {}),
+    "int8_matmul 128x128": Product("tiled_kernel<128, 128, false>", lambda: int8_matmul(384, 128, 128), {}),
+    "int8_matmul 128x256": Product("tiled_kernel<128, 256, false>", lambda: int8_matmul(384, 256, 128), {}),
     "int8_matmul zero points": Product(
-        DIRECT.format("128, 128") + ", true>", lambda: int8_matmul(384, 128, 128, zero_points=True), {}
+        "tiled_kernel<128, 128, true>", lambda: int8_matmul(384, 128, 128, zero_points=True), {}
     ),
-    "int8_matmul b by rows": Product(
-        "tiled_kernel<64, 64, DirectLoader<.*>, AnyLoader<64>, false>",
-        lambda: int8_matmul(64, 64, 128, b_along=False),
-        {"store of 4 bytes": 4.0},  # squares of 4 x 4 codes, of four rows each
-    ),
-    "int8_linear 64x64": Product(
-        "tiled_kernel<__half, 64, 64, DirectLoader<.*>, DirectLoader<.*> >", lambda: int8_linear(128, 64, 128), {}
-    ),
-    "int8_linear 128x128": Product(
-        "tiled_kernel<__half, 128, 128, DirectLoader<.*>, DirectLoader<.*> >", lambda: int8_linear(384, 128, 128), {}
-    ),
+    "int8_linear 64x64": Product("tiled_kernel<__half, 64, 64>", lambda: int8_linear(128, 64, 128), {}),
+    "int8_linear 128x128": Product("tiled_kernel<__half, 128, 128>", lambda: int8_linear(384, 128, 128), {}),
 }
 
 

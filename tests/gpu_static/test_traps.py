@@ -17,8 +17,7 @@ import pytest
 TRAPS = {
     "matmul": "tiled_kernel<(__nv_bfloat16|.*WideLoader)",
     "matmul_few_rows": "few_rows_kernel<__nv_bfloat16",
-    "int8_linear": "(tiled|few_rows)_kernel<__nv_bfloat16|tiled_kernel<.*DirectLoader",
-    "int8_matmul": "tiled_kernel<.*DirectLoader",
+    "int8_linear": "(tiled|few_rows)_kernel<__nv_bfloat16",
 }
 
 

@@ -5,6 +5,7 @@ Every other test of a device runs there too (test_fake_gpus.py).
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import math
 import subprocess
@@ -269,14 +270,14 @@ def test_the_weight_of_many_rows_is_dequantized(fake_gpus: Any, dtype: torch.dty
 
 
 def test_the_weight_of_other_products_is_not_dequantized(fake_gpus: Any) -> None:
-    """Codes are multiplied in fp32, with fewer rows or multiplications, and where the C++ kernels are forced."""
+    """With fewer rows or multiplications, and where the C++ kernels are forced."""
     x, weight, scale, bias = many_rows(torch.float16)
     wide = ones(1, 4128).expand(255, 4128), int8(1, 4128).expand(4128, 4128)
     with fake_gpus.planning():
-        for rows, its_weight in ((x.float(), weight), (x[:-1], weight), wide):
+        for rows, its_weight in ((x[:-1], weight), wide):
             fake_gpus.reset()
             OPS.int8_linear(rows, its_weight, scale[:1], None)
-            assert names_of(fake_gpus) == ["plain_kernel" if rows.dtype is torch.float32 else "tiled_kernel"]
+            assert names_of(fake_gpus) == ["tiled_kernel"]
         fake_gpus.reset()
         with amp_kernels.use_backend("cuda"):
             OPS.int8_linear(x, weight, scale, bias)
@@ -288,36 +289,58 @@ def names_of(fake_gpus: Any) -> list[str]:
     return [name.split("<")[0] for name in fake_gpus.launches(0)]
 
 
-@pytest.mark.parametrize(
-    ("a", "b"),
-    [
-        (lambda x: x[:, :70], lambda x: x[:, :70]),
-        (lambda x: x[:, 1:81].clone(), lambda x: x[:, 1:81]),
-        (lambda x: x[:96, :].t(), lambda x: x[:96, :].t()),
-        (lambda x: x.view(-1)[1 : 81 * 80 + 1].view(81, 80), lambda x: x[:, :80]),
-    ],
-    ids=["odd pitch", "misaligned", "transposed", "misaligned rows"],
-)
-def test_codes_are_copied_in_chunks(fake_gpus: Any, a: Any, b: Any) -> None:
-    """Rows that begin at multiples of 16 bytes, or none that a kernel can copy: such codes are copied first."""
-    left, right = (choose(int8(113, 97).random_(-128, 128)) for choose in (a, b))
-    product = OPS.int8_matmul(left, right.t(), fp32(), None, fp32(), None, None, torch.float32, None, None)
-    (kernel,) = fake_gpus.launches(0)
-    assert kernel.startswith("tiled_kernel<64, 64, DirectLoader<") and "AnyLoader" not in kernel
-    assert torch.equal(product.cpu(), (left.cpu().int() @ right.cpu().int().t()).float())
+@pytest.mark.parametrize("forced", [False, True])
+@pytest.mark.parametrize(("dtype", "capability"), [(torch.float32, 90), (torch.bfloat16, 75)], ids=str)
+@pytest.mark.parametrize(("m", "n", "k"), [(1, 33, 80), (9, 8, 33), (70, 33, 1), (3, 5, 0)])
+def test_what_no_kernel_multiplies_is_torchs(
+    fake_gpus: Any, m: int, n: int, k: int, dtype: torch.dtype, capability: int, forced: bool
+) -> None:
+    """fp32, and bf16 before sm_80, on a weight that is dequantized in this dtype."""
+    x, weight = torch.randn(m, k).to("cuda", dtype), int8(n, k).random_(-128, 128)
+    scale, bias = torch.rand(n, 1).to("cuda"), torch.randn(n).to("cuda", dtype)
+    expected = torch.nn.functional.linear(x, weight.float().mul(scale).to(dtype), bias)
+    fake_gpus.reset()
+    fake_gpus.describe(0, compute_capability=capability)
+    with amp_kernels.use_backend("cuda") if forced else contextlib.nullcontext(), torch.autocast("cuda"):
+        product = OPS.int8_linear(x.requires_grad_(), weight, scale.expand(-1, 2)[:, 1], bias)
+    assert set(names_of(fake_gpus)) <= {"rows_kernel", "columns_kernel"}  # of int8_dequantize.cu
+    assert product.dtype is dtype and torch.equal(product, expected)
 
 
-@pytest.mark.parametrize("shape", [(16, 40, 70), (40, 16, 70)])
-def test_codes_of_few_rows_are_not_copied(fake_gpus: Any, shape: tuple[int, int, int]) -> None:
-    """Nor on sm_75, which cannot copy parts of 16 bytes."""
-    m, n, k = shape
-    for capability, sizes in ((90, (m, k, n)), (75, (40, k, 40))):
-        fake_gpus.reset()
-        fake_gpus.describe(0, compute_capability=capability)
-        rows, inner, columns = sizes
-        codes_product(int8(rows, inner), int8(columns, inner).t(), fp32(), None, fp32(), None)
-        (kernel,) = fake_gpus.launches(0)
-        assert "AnyLoader" in kernel
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "in place": lambda x: x[:, :80],
+    "odd pitch": lambda x: x[:, :70],
+    "odd k": lambda x: x.repeat(1, 2)[:, : 2 * 97 - 2][:, :70].clone(),
+    "misaligned": lambda x: x[:, 1:81],
+    "misaligned rows": lambda x: x.view(-1)[1 : 81 * 80 + 1].view(81, 80),
+    "padded": lambda x: torch.nn.functional.pad(x[:, :70], (0, 26), value=9)[:, :70],
+    "transposed": lambda x: x[:80, :].t(),
+    "every other": lambda x: x[:, ::2],
+    "one row": lambda x: x[:1, :70].expand(81, 70),
+}
+
+
+@pytest.mark.parametrize("capability", [90, 75])
+@pytest.mark.parametrize("rows", [16, 81])
+@pytest.mark.parametrize("view", VIEWS)
+def test_products_read_chunks(fake_gpus: Any, view: str, rows: int, capability: int) -> None:
+    """Rows that are contiguous, begin at multiples of 16 bytes and end at one; others are copied first, with zeros.
+
+    Zero points multiply the sums of a row's codes, to which the zeros add nothing.
+    """
+    fake_gpus.describe(0, compute_capability=capability)
+    x = int8(112, 97 if view != "in place" else 96).random_(-128, 128)
+    a, b = VIEWS[view](x)[:rows], VIEWS[view](x.roll(5, 0))[:40]
+    zero = int32().fill_(3)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = OPS.int8_matmul(a, b.t(), fp32(), zero, fp32(), zero, None, torch.float32, None, None)
+    copies = sum(event.count for event in profile.key_averages() if event.key == "aten::copy_")
+    assert copies == (0 if view == "in place" else 2)
+    assert torch.equal(found.cpu(), ((a.cpu().int() - 3) @ (b.cpu().int() - 3).t()).float())
+    assert names_of(fake_gpus) == ["few_rows_kernel" if rows <= 16 else "tiled_kernel"]
+    numbers = a.half() / 64
+    found = OPS.int8_linear(numbers, b, fp32(), None)
+    torch.testing.assert_close(found.cpu(), (numbers.cpu().float() @ b.cpu().float().t()).half(), rtol=1e-3, atol=0)
 
 
 def test_an_index_that_no_gpu_has() -> None:

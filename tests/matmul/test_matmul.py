@@ -92,7 +92,7 @@ def test_fp8_is_refused(given: tuple[int, int]) -> None:
         lambda: amp_kernels.addmm(x, x, x.t()),
         lambda: amp_kernels.linear(x, x),
     ):
-        with pytest.raises(TypeError, match=r"must have at least 16 bits each, got torch.float8_e4m3fn; convert it"):
+        with pytest.raises(TypeError, match=r"must have at least 16 bits each, got torch.float8_e4m3fn; convert them"):
             call()
 
 
@@ -385,17 +385,33 @@ def test_compiled_is_eager_to_the_bit_where_torch_multiplies(rows: int, dtype: t
         ),
         (lambda x, w: amp_kernels.matmul(None, w, out_dtype=torch.float16), TypeError, "matmul: a must be a Tensor"),
         (lambda x, w: amp_kernels.matmul(x, x[0, 0]), ValueError, "at least 1 dimension"),
-        (lambda x, w: amp_kernels.matmul(x.float(), x[0, 0].float()), ValueError, "at least 1 dimension, got 2 and 0"),
+        (
+            lambda x, w: amp_kernels.matmul(x.float(), x[0, 0].float()),
+            RuntimeError,
+            r"matmul: operands must be .*, got float32 \(4, 6\) on cpu, float32 \(\) on cpu; torch says: both",
+        ),
         (lambda x, w: amp_kernels.addmm(x, x[0], w.t()), ValueError, "must be two matrices or two batches of them"),
-        (lambda x, w: amp_kernels.linear(x[0, 0], w), ValueError, "at least 1 dimension, got 0 and 2"),
-        (lambda x, w: amp_kernels.linear(x[0, 0].float(), w.float()), ValueError, "linear: x and weight must have"),
+        (
+            lambda x, w: amp_kernels.linear(x[0, 0], w),
+            ValueError,
+            r"linear: x and weight must be .*, got \(\) and \(3, 6",
+        ),
+        (
+            lambda x, w: amp_kernels.linear(x[0, 0].float(), w.float()),
+            RuntimeError,
+            r"linear: operands must be what torch takes here, got float32 \(\) on cpu",
+        ),
         (
             lambda x, w: amp_kernels.linear(x[0, 0].bfloat16(), w.bfloat16(), None, "gelu"),
             ValueError,
             "x and weight must",
         ),
         (lambda x, w: amp_kernels.addmm(x.bfloat16()[:, :3], x, w.t()), TypeError, "input must be torch.float16"),
-        (lambda x, w: amp_kernels.linear(x, w.t()), ValueError, r"weight must be \[out_features, 6\]"),
+        (
+            lambda x, w: amp_kernels.linear(x, w.t()),
+            ValueError,
+            r"x and weight must be \[..., in_features\] and .*, got \(4, 6\) and \(6, 3\)",
+        ),
         (lambda x, w: amp_kernels.linear(x, w, randn(4)), ValueError, r"bias must have shape \(3,\), got \(4,\)"),
         (
             lambda x, w: amp_kernels.linear(x.bfloat16(), w.bfloat16(), randn(1, 3).bfloat16(), "relu"),
@@ -481,26 +497,27 @@ def test_nothing_is_read_behind_a_storage(transposed: bool, backend: str, device
 
 
 def test_odd_operands_are_padded_on_a_gpu() -> None:
+    sizes = ((1024, 1024), (1024, 50264))
     with FakeTensorMode():
         x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((1024, 1023), (50257, 1023)))
-        assert FAMILY.choose("cuda", x, weight.t())[:2] == ("cublas", (True, True))
-        assert FAMILY.choose("cuda", x, weight.t(), "gelu")[:2] == ("cublas", (True, True))
-        assert FAMILY.choose("cuda", x.narrow(0, 0, 8), weight.t())[1] == (False, False)  # bound by the weight
-        assert FAMILY.choose("cuda", x.narrow(1, 0, 0), weight.t().narrow(0, 0, 0))[1] == (
-            False,
-            False,
-        )  # empty
+        assert FAMILY.engine_of("linear", x.dtype, "cuda") == "cublas"
+        assert FAMILY.copies_of("cublas", x, weight.t()) == sizes
+        assert FAMILY.copies_of("cuda", x, weight.t()) == ((1024, 1023), (1023, 50257))
+        assert FAMILY.copies_of("reference", x, weight.t()) == (None, None)
+        assert FAMILY.copies_of("cublas", x.narrow(0, 0, 8), weight.t()) == (None, None)  # bound by the weight
+        empty = x.narrow(1, 0, 0), weight.t().narrow(0, 0, 0)
+        assert FAMILY.copies_of("cublas", *empty) == (None, None)
         assert amp_kernels.linear(x, weight, None, "gelu").shape == (1024, 50257)  # torch's
         # Without a GPU autograd takes none of its tensors, not even fake ones.
-        out, *saved = FAMILY._linear_forward("cublas", x, weight, None, "gelu", is_training=True)
+        out, *saved = FAMILY._linear_forward("cublas", sizes, x, weight, None, "gelu", is_training=True)
         assert [t.stride() for t in (out, *saved)] == [(50264, 1), (50264, 1), (1024, 1), (1024, 1)]
         assert [t.shape for t in saved[1:]] == [(1024, 1024), (50264, 1024)]
         context = SimpleNamespace(
-            saved_tensors=(x, weight, None, *saved), needs_input_grad=(False, True, True, True, False),
+            saved_tensors=(x, weight, None, *saved), needs_input_grad=(False, False, True, True, True, False),
             engine="cublas", activation="gelu",
         )  # fmt: skip
         with torch.no_grad():
-            _, grad_x, grad_weight, grad_bias, _ = FAMILY._Linear.backward(context, out)
+            _, _, grad_x, grad_weight, grad_bias, _ = FAMILY._Linear.backward(context, out)
         assert (grad_x.shape, grad_x.stride()) == (x.shape, (1024, 1)) and grad_bias.shape == (50257,)
         assert grad_weight.is_contiguous() and grad_weight.shape == weight.shape  # as a parameter's gradient must be
 
@@ -510,19 +527,17 @@ def test_odd_operands_are_padded_on_a_gpu() -> None:
 def test_our_kernels_multiply_on_a_gpu_only_where_they_are_forced(
     rows: int, activation: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with FakeTensorMode():
-        x, weight = (torch.empty(s, dtype=torch.float16, device="cuda") for s in ((rows, 1023), (4096, 1023)))
-        unforced = FAMILY.choose("cuda", x, weight.t(), activation)
-        is_pass = activation not in (None, "relu")
-        assert unforced.engine == "cublas" and (f"{activation} is a pass" in unforced.reason) == is_pass
-        monkeypatch.setattr(FAMILY, "forced", lambda: "cuda")
-        assert FAMILY.choose("cuda", x, weight.t(), activation).engine == "cuda"
+    unforced = amp_kernels.explain((rows, 1023), (1023, 4096), activation)
+    is_pass = activation not in (None, "relu")
+    assert unforced.engine == "cublas" and (f"{activation} is a pass" in unforced.reason) == is_pass
+    monkeypatch.setattr(FAMILY, "forced", lambda: "cuda")
+    assert amp_kernels.explain((rows, 1023), (1023, 4096), activation).engine == "cuda"
 
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch's product on padded copies, however small they are, and a pass for the activation, on a CPU's tensors."""
-    monkeypatch.setattr(FAMILY, "_engine", lambda *_: FAMILY.LIBRARY)
+    monkeypatch.setattr(FAMILY, "engine_of", lambda *_: FAMILY.LIBRARY)
     monkeypatch.setattr(FAMILY, "MIN_WORK", 0)
     monkeypatch.setattr(FAMILY, "FEW_ROWS", 0)
 

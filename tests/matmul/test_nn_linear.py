@@ -112,16 +112,18 @@ def test_wider_dtypes_are_torchs(activation: Any, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("forgotten", ["input", "layer", "bias", "other"])
 def test_a_forgotten_half_gets_a_remedy(forgotten: str) -> None:
     layer, x = Linear(16, 8).half(), torch.ones(2, 16).half()
-    name = {"input": "x", "layer": "weight", "bias": "bias", "other": "weight"}[forgotten]
+    name = "bias" if forgotten == "bias" else "weight"
     if forgotten == "input":
         x = x.float()
     elif forgotten == "bias":
         layer.bias.data = layer.bias.data.float()
     else:
         layer = layer.float() if forgotten == "layer" else layer.bfloat16()
-    sentence = f"linear: {name} must be float16 or bfloat16, got torch.float32; convert it with .half() or .bfloat16()"
-    if forgotten == "other":
-        sentence = "weight must be torch.float16 as the first operand is, got torch.bfloat16; convert it with .to"
+    got = "torch.bfloat16" if forgotten == "other" else "torch.float32"
+    sentence = f"linear: {name} must be torch.float16 as the first operand is, got {got}; convert it with .to"
+    if forgotten == "input":
+        got = "float32 (2, 16) on cpu, float16 (8, 16) on cpu, float16 (8,) on cpu"
+        sentence = f"linear: operands must have one dtype, got {got}; convert them with .to(), or use torch.autocast"
     with pytest.raises(TypeError, match=re.escape(sentence)):
         layer(x)
 

@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 import amp_kernels
 from amp_kernels import audit
 from amp_kernels.__main__ import main as amp_kernels_command
-from amp_kernels.functional.matmul import choose
+from amp_kernels.functional.matmul import copies_of, engine_of
 from amp_kernels.nn import Linear, convert_linear_
 from amp_kernels.padding import padded as padded_copy
 from amp_kernels.report import table
@@ -67,15 +67,15 @@ def test_bytes_are_those_of_the_copies(shape: tuple[int, ...], by_column: bool) 
     x = torch.zeros(shape, dtype=torch.float16)
     x = x.mT.contiguous().mT if by_column else x
     with amp_kernels.use_backend("reference"):
-        assert audit._copy_bytes(x, x.shape[-2:]) == padded_copy(x).untyped_storage().nbytes()
+        assert audit._copy_bytes(x, x.shape[-2:]) == padded_copy(x, x.shape[-2:]).untyped_storage().nbytes()
 
 
 def test_explain_of_real_tensors(backend: str, device: torch.device) -> None:
     x, weight = torch.randn(64, 9, device=device).half(), torch.randn(5, 9, device=device).half()
-    choice = choose(device.type, x, weight.t())
     explanation = audit.explain(x, weight.t())
-    assert (explanation.engine, explanation.reason) == (choice.engine, choice.reason)
-    assert explanation.padded == tuple(name for name, pads in zip("ab", choice.pads, strict=True) if pads)
+    assert explanation.engine == engine_of("matmul", x.dtype, device.type)
+    sizes = zip("ab", copies_of(explanation.engine, x, weight.t()), strict=True)
+    assert explanation.padded == tuple(name for name, size in sizes if size is not None)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA is here")

@@ -32,7 +32,7 @@ class OneTile {
   static inline bool ran;
 
   explicit OneTile(const Tensor&) {}
-  static bool copies_parts_of_chunks() { return false; }
+  static constexpr bool kReadsChunks = false;
 
   void run(Int8Matmul args) {
     args.out = out;

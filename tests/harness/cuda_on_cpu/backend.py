@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+import torch.nn.functional as F
 from arena import Arena
 from nvcc import shortened
 from served import served_by
@@ -76,14 +77,14 @@ _StraightThrough = _struct(
     layout=_Layout, dtype=_INT,
 )  # fmt: skip
 _Int8Matmul = _struct(
-    "Int8Matmul", m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 2, a_bytes=_INT64, b=_POINTER,
-    b_strides=_INT64 * 2, b_bytes=_INT64, a_scale=_POINTER, a_zero_point=_POINTER, a_step=_INT64, b_scale=_POINTER,
+    "Int8Matmul", m=_INT64, n=_INT64, k=_INT64, a=_POINTER, a_strides=_INT64 * 2, b=_POINTER,
+    b_strides=_INT64 * 2, a_scale=_POINTER, a_zero_point=_POINTER, a_step=_INT64, b_scale=_POINTER,
     b_zero_point=_POINTER, b_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT, out_scale=_POINTER,
     out_zero_point=_POINTER,
 )  # fmt: skip
 _Int8Linear = _struct(
-    "Int8Linear", m=_INT64, n=_INT64, k=_INT64, x=_POINTER, x_stride=_INT64, weight=_POINTER, scale=_POINTER,
-    scale_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT,
+    "Int8Linear", m=_INT64, n=_INT64, k=_INT64, x=_POINTER, x_stride=_INT64, weight=_POINTER,
+    weight_stride=_INT64, scale=_POINTER, scale_step=_INT64, bias=_POINTER, out=_POINTER, dtype=_INT,
 )  # fmt: skip
 
 # The structs of csrc/matmul.h.
@@ -299,14 +300,24 @@ def _straight_through_int8_(
     _call_with("straight_through_int8", _StraightThrough(*pointers, _layout(layout), _DTYPES[out.dtype]))
 
 
-def _int8_matmul_(
+def in_chunks(rows: Tensor) -> Tensor:
+    """What csrc/ops/int8.cpp hands to kernels in the place of [rows, K]: a copy with zeros behind K."""
+    return F.pad(rows, (0, -rows.shape[1] % 16)).contiguous()[:, : rows.shape[1]]
+
+
+def _int8_matmul_(a: Tensor, b: Tensor, *rest: Tensor | None) -> None:
+    int8_matmul_of_chunks(in_chunks(a), in_chunks(b.t()), *rest)
+
+
+def int8_matmul_of_chunks(
     a: Tensor, b: Tensor, a_scale: Tensor, a_zero_point: Tensor | None, b_scale: Tensor,
     b_zero_point: Tensor | None, bias: Tensor | None, out: Tensor, out_scale: Tensor | None,
     out_zero_point: Tensor | None,
 ) -> None:  # fmt: skip
+    """Of a [M, K] and b [N, K]."""
     matmul = _Int8Matmul(
-        a.shape[0], b.shape[1], a.shape[1], _address(a), a.stride(), _bytes_behind(a),
-        _address(b), b.stride(), _bytes_behind(b), _address(a_scale), _address(a_zero_point), a_scale.numel() != 1,
+        *out.shape, a.shape[1], _address(a), a.stride(), _address(b), b.t().stride(),
+        _address(a_scale), _address(a_zero_point), a_scale.numel() != 1,
         _address(b_scale), _address(b_zero_point), b_scale.numel() != 1,
         _address(bias), _address(out), _DTYPES.get(out.dtype, 0), _address(out_scale), _address(out_zero_point),
     )  # fmt: skip
@@ -314,8 +325,15 @@ def _int8_matmul_(
 
 
 def _int8_linear_(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
+    if x.dtype is torch.float32:  # csrc/ops/int8.cpp leaves it to torch
+        torch.ops.aten.linear.out(x, weight * scale.view(-1, 1), bias, out=out)
+    else:
+        int8_linear_of_chunks(in_chunks(x), in_chunks(weight), scale, bias, out)
+
+
+def int8_linear_of_chunks(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None, out: Tensor) -> None:
     linear = _Int8Linear(
-        x.shape[0], weight.shape[0], x.shape[1], _address(x), x.stride(0), _address(weight), _address(scale),
+        *out.shape, x.shape[1], _address(x), x.stride(0), _address(weight), weight.stride(0), _address(scale),
         scale.numel() != 1, _address(bias), _address(out), _DTYPES[x.dtype],
     )  # fmt: skip
     _call_with("int8_linear", linear)
