@@ -286,9 +286,11 @@ class Int8Linear(_Int8Weight):
     | `"dynamic"` | `int8_matmul`, after each row of `x` got asymmetric codes from its own range. |
     | `"static"` | The same with one calibrated range. With `output_scale` it returns an `Int8Tensor`. |
 
-    A weight-only layer does not expand its weight in memory, with one exception: on CUDA torch multiplies 256 or more
-    rows of fp16 or bf16, if they take `2**32` multiplications or more. `weight_codes * weight_scale` is then rounded to
-    the dtype of `x`, and in memory during the call. `use_backend("cuda")` multiplies by the codes in any case.
+    A weight-only layer multiplies by its codes, which stay as they are in memory. On CUDA torch multiplies in three
+    cases: fp32 inputs, bf16 inputs before compute capability 8.0, and 256 or more rows that take `2**32`
+    multiplications or more. During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`,
+    and fp32 products obey `torch.backends.cuda.matmul.allow_tf32`. `use_backend("cuda")` multiplies many rows by the
+    codes too. If `in_features` is not a multiple of 16, each call on CUDA copies the codes into padded rows.
 
     Results have the dtype of `x`; under autocast, autocast's dtype; for an `Int8Tensor`, the layer's `dtype`. The
     gradient of `x` is `grad @ weight`; where `x` was quantized it is 0 outside of the range of the codes (Jacob et al.
