@@ -56,7 +56,8 @@ def use_backend(name: str) -> Iterator[None]:
     Outside such a block the device of the tensors decides. CUDA tensors are served by `"cuda"`, or else by `"triton"`;
     CPU tensors by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves them. On GPUs of
     compute capability 9.0 `"cuda"` leaves large products of int8 codes to `"triton"` (see `int8_matmul`). On every GPU
-    it leaves some products of int8 weights to torch (see `nn.Int8Linear`). Where it is forced it leaves none.
+    it leaves some products of int8 weights to torch (see `nn.Int8Linear`). Where it is forced it leaves only those that
+    its kernels cannot multiply.
 
     Args:
         name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.

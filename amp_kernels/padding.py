@@ -1,4 +1,4 @@
-"""What is padded for the tensor cores of a GPU, by a copy."""
+"""Padded copies of operands, with which products on a GPU's tensor cores are fast."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from .ops.matmul import ALIGNMENT, copy_pad, round_up
 Size = tuple[int, int]
 
 # cuBLAS is fast where every size that is contiguous in an operand or in the result is a multiple of this, and the pitch
-# too. H200, torch 2.11, fp16, x [4096, K] @ w [N, K].T, microseconds: 181 with N = K = 4096; with N = K = 4095 1021 as
-# it is, 1500 with a pitch of 4096, 1322 with K padded, 181 with K and N padded.
+# too. On an H200 (torch 2.11) fp16 x [4096, K] @ w [N, K].T takes 181 us with N = K = 4096. With N = K = 4095 it takes
+# 1021 us without padding, 1500 with a pitch of 4096, 1322 with K padded, and 181 with K and N padded.
 MULTIPLE = 8
-# Up to this much work (M * N * K) a loop of calls gets slower by the copies. On an H200 fp16 of 8192 x 1023 x 1023
-# (2**33) takes the device 140 us as it is and 47 padded, but a padded call takes the host 145 us and up to 300. One of
-# 4096 x 4095 x 4095 (2**36) takes 1036 us as it is, and 266 padded, the host included.
+# Up to this much work (M * N * K) the copies make a loop of calls slower. On an H200 fp16 of 8192 x 1023 x 1023 (2**33)
+# takes the device 140 us without padding and 47 us padded, but a padded call takes the host 145 us and up to 300. One
+# of 4096 x 4095 x 4095 (2**36) takes 1036 us without padding and 266 us padded, the host included.
 MIN_WORK = 2**34
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether a matrix, or every one of a batch, can be loaded 16 bytes at a time.
+    """Whether a matrix, or every matrix of a batch, can be loaded 16 bytes at a time.
 
-    It can if it is row- or column-major with an aligned pitch. Nothing is loaded of an empty one.
+    It can if it is row- or column-major and its rows, or columns, begin at multiples of 16 bytes. Of an empty one
+    nothing is loaded.
     """
     elements = ALIGNMENT // x.element_size()
     (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
@@ -41,8 +42,10 @@ def is_column_major(x: Tensor) -> bool:
 
 
 def padded(x: Tensor, size: Size) -> Tensor:
-    """A copy of a matrix, or of a batch of them, with zeros around it up to `size`, in rows that begin at multiples of
-    16 bytes. What was column-major stays so."""
+    """A copy of a matrix, or of a batch of matrices, with zeros around it up to `size`.
+
+    Its rows begin at multiples of 16 bytes; so do its columns, if `x` is column-major.
+    """
     rows, columns = size
     if is_column_major(x):
         return padded(x.mT, (columns, rows)).mT

@@ -355,7 +355,7 @@ def _int8_matmul_(
     out_scale: torch.Tensor | None,
     out_zero_point: torch.Tensor | None,
 ) -> None:
-    if min(out.shape) > 16:  # as C++ (csrc/ops/int8.cpp)
+    if min(out.shape) > 16:  # with fewer rows or columns the copy would take as long as the product
         a, b = _in_chunks(a), _in_chunks(b.t()).t()
     _multiply(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point)
 

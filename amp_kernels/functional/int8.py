@@ -309,8 +309,8 @@ def int8_matmul(
     of 64 rows or more take Triton less time on the GPU but more on the host: inside a CUDA graph,
     `use_backend("triton")` is faster.
 
-    On CUDA an operand is copied first if its rows along `K` are not contiguous, or do not begin at multiples of 16
-    bytes. Nothing is copied where `M` or `N` is at most 16.
+    On CUDA an operand is copied first, unless `K` is a multiple of 16 and its rows along `K` are contiguous and begin
+    at multiples of 16 bytes.
 
     Args:
         a: `[M, K]`, with one scale or one per row (`dim=-1`). Any strides.

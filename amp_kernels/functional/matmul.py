@@ -1,12 +1,12 @@
 """Products of fp16 and bf16 matrices of any shape: fp32 sums, one rounding, tensor-core speed without round sizes.
 
-Who multiplies is decided once in a call:
+`engine_of` decides once per call which library multiplies, and `copies_of` what is copied first:
 
 =====================  ===============================================================================================
-inside `use_backend`   the operator `matmul`: our kernels, or the reference
+inside `use_backend`   the operator `matmul`: this package's kernels, or the reference
 CUDA                   cuBLAS; on copies padded with zeros where sizes or strides would make it slow
 CPU                    torch; in fp32 where its fp16 product is slow
-other devices, other   torch alone: whatever autograd, compilers and transforms know of its operators holds
+other devices, other   torch alone: autograd, compilers and transforms see nothing but torch's operators
 dtypes, compiled code
 =====================  ===============================================================================================
 """
@@ -36,7 +36,7 @@ NO_COPIES: Copies = (None, None)
 
 TORCH, CPU, LIBRARY = "torch", "cpu", "cublas"
 ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
-# A product with so few rows is bound by reading the other matrix once: it takes no tensor core and no padding.
+# A product with so few rows takes the time of reading the other matrix once. Tensor cores and padding do not help.
 FEW_ROWS = 16
 
 
@@ -194,8 +194,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     tensors = (rows, weight) if bias is None else (rows, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     copies = copies_of(engine, rows, weight.t()) if engine in ON_TENSOR_CORES else NO_COPIES
-    # On a GPU one pass of ours over the gradient was not faster than two of torch: H200, fp16, 4096^3, gelu, forward
-    # and backward, 0.69 and 0.67 ms.
+    # On a GPU one pass of `copy_pad` over the gradient was not faster than torch's two passes: on an H200 gelu of fp16
+    # 4096^3, forward and backward, took 0.69 ms, and 0.67 ms by torch.
     is_one_call = _adds_before_rounding(x, bias) if engine == CPU else activation is None or needs_grad
     if is_one_call and _is_torchs(engine, copies, rows):
         return activate(F.linear(x, weight, bias), activation)
@@ -267,7 +267,8 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
 def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:
     """Return the sizes of the padded copies that an engine multiplies in the place of `a` and `b`, None for no copy.
 
-    Our own kernels read operands of any size in rows that begin at multiples of 16 bytes. cuBLAS gets larger operands.
+    cuBLAS gets larger operands. This package's kernels need no other sizes, but rows that begin at multiples of 16
+    bytes: their copies keep the sizes.
     """
     if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
         return NO_COPIES
@@ -290,7 +291,7 @@ def _copied(copies: Copies, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _is_torchs(engine: str, copies: Copies, a: Tensor) -> bool:
-    """Whether torch's function does what ours would: then autograd, and all else, is torch's too."""
+    """Whether one call of torch's public function gives this result. Its autograd is used then too."""
     if engine == CPU:
         return a.dtype is torch.bfloat16 and _pad_of_inner(a) == 0
     return engine == LIBRARY and copies == NO_COPIES
@@ -592,7 +593,7 @@ def _multiply(
         out = activate(argument, activation).to(dtype)
         return out, argument.to(dtype) if needs_pre else out
     if engine == LIBRARY:
-        # Where nothing is summed torch 2.11 leaves out the activation.
+        # If K is 0, torch 2.11 leaves out the activation.
         bias = _bias_of(input, b) if activation == "relu" and dtype is a.dtype and a.shape[-1] > 0 else None
         if bias is not None and alpha == beta == 1:
             # In the product's epilogue: H100, fp16, [8192, 1024] @ [1024, 4096]: 116 us, as two calls 160 us.
@@ -616,20 +617,23 @@ def _multiply_on_cpu(
 
 
 def _pad_of_inner(a: Tensor) -> int:
-    """Zeros behind the rows of `a`, without which torch's product of this CPU mixes them (`torch_private`)."""
+    """How many zeros each row of `a` needs behind it, so that torch's product of this CPU does not mix rows.
+
+    `torch_private.MIXES_ROWS` says whether it does.
+    """
     return -a.shape[-1] % 32 if torch_private.MIXES_ROWS and a.dtype is torch.bfloat16 else 0
 
 
 def _multiply_by_library(
     a: Tensor, b: Tensor, input: Tensor | None, beta: float, alpha: float, dtype: torch.dtype
 ) -> Tensor:
-    """torch's product, whose accumulation in fp32 and rounding are ours. `input` may be smaller than the result."""
+    """By torch's product, which sums in fp32 and rounds once. `input` may be smaller than the result."""
     shape = (*a.shape[:-1], b.shape[-1])
     if alpha == 0:  # where torch 2.13's baddbmm of bf16 on a CPU ignores beta
         return (a.new_zeros(shape) if input is None else beta * _widened(input, shape).float()).to(dtype)
     if input is None and alpha == 1:
         multiply = torch.bmm if a.dim() == 3 else torch.mm
-        # From 16 bits torch gives the same type or fp32.
+        # torch multiplies 16 bits to the same dtype or to fp32.
         return multiply(a, b) if dtype is a.dtype else multiply(a, b, out_dtype=torch.float32).to(dtype)
     add = torch.baddbmm if a.dim() == 3 else torch.addmm
     term = _bias_of(input, b)
@@ -642,9 +646,9 @@ def _multiply_by_library(
 
 
 def _bias_of(input: Tensor | None, b: Tensor) -> Tensor | None:
-    """The row of which `input` consists, with as many elements as `b` has columns; None if it is not one row.
+    """The row that `input` repeats, as long as a row of `b`; None if `input` does not repeat one row.
 
-    cuBLASLt adds such a row. With two dimensions torch would copy it first.
+    cuBLASLt adds such a row. torch would first copy an input of two dimensions.
     """
     if input is None or input.dim() != 2 or input.stride(0) != 0 or input.shape[0] == 0:
         return None

@@ -288,10 +288,11 @@ class Int8Linear(_Int8Weight):
     | `"dynamic"` | `int8_matmul` of codes. Each row of `x` is quantized, asymmetrically, by its own range. |
     | `"static"` | The same with one calibrated range for all of `x`. With `output_scale` it returns an `Int8Tensor`. |
 
-    A weight-only layer does not dequantize its weight in memory, with one exception: on CUDA, products with 256 or more
-    rows of fp16 or bf16 and `2**32` or more multiplications are computed by torch. For the time of the call,
-    `weight_codes * weight_scale` is then in memory, rounded to the dtype of `x`. `use_backend("cuda")` multiplies by
-    the codes in any case.
+    A weight-only layer multiplies by its codes, which stay as they are in memory. On CUDA torch multiplies in three
+    cases: fp32 inputs, bf16 inputs before compute capability 8.0, and 256 or more rows that take `2**32`
+    multiplications or more. During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`,
+    and fp32 products obey `torch.backends.cuda.matmul.allow_tf32`. `use_backend("cuda")` multiplies many rows by the
+    codes too. If `in_features` is not a multiple of 16, each call on CUDA copies the codes into padded rows.
 
     Results have the dtype of `x`, or under autocast that of autocast. For an `Int8Tensor` they have the layer's
     `dtype`. The gradient of `x` is `grad @ weight`. If `x` was quantized, the gradient is 0 outside of the range of the

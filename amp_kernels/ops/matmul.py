@@ -1,7 +1,7 @@
-"""Operators of the matmul family: products by our own tensor-core kernels, and copies with padded rows.
+"""Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-Both exist as CUDA C++ and in Triton; elsewhere they are their reference. What else `amp_kernels.linear` and its
-neighbours need is torch's (`amp_kernels/functional/matmul.py`).
+Both exist as CUDA C++ and in Triton. On other devices they are the reference. For all else `amp_kernels.linear` and its
+neighbours call torch (`amp_kernels/functional/matmul.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .library import Kernels, operator
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
-# Tensor cores are fed 16 bytes at a time, so our kernels need rows that are a multiple of 16 bytes apart. cuBLAS needs
+# Tensor cores are fed 16 bytes at a time, so the kernels need rows that are a multiple of 16 bytes apart. cuBLAS needs
 # more (padding.py).
 ALIGNMENT = 16
 
@@ -70,6 +70,7 @@ def check_product(op: str, a: Tensor, b: Tensor) -> None:
 
 
 def check_shapes(op: str, a: Tensor, b: Tensor) -> None:
+    """Two matrices, or two batches of as many; rows of `a` are as long as columns of `b`."""
     (*batch, _, k), of_b = a.shape, b.shape
     if len(of_b) != len(batch) + 2 or len(batch) > 1 or of_b[-2] != k or list(of_b[:-2]) != batch:
         raise ValueError(

@@ -12,8 +12,8 @@
 //
 // Both multiply fp16 and bf16. torch multiplies fp32, and bf16 on GPUs before sm_80 (csrc/ops/int8.cpp).
 //
-// On tensor cores the product is transposed, out^T = weight * x^T: the fragments of x are then pairs of neighbours, as
-// they lie in memory, and those of the weights can be any words that arithmetic leaves in registers.
+// On tensor cores the product is transposed, out^T = weight * x^T. Fragments of x are then pairs of neighbours in
+// memory. Fragments of the weights can be any words that arithmetic leaves in registers.
 #include "../int8.h"
 #include "int8_tiles.cuh"
 
@@ -79,9 +79,9 @@ constexpr int kTileK = 64;
 constexpr int kXBytes = kTileK * 2;
 
 // A fragment of x and a fragment of the weight may hold their k in any order, as long as it is the same order. Here a
-// lane reads four neighbours of x, and the four codes of the same k: half a warp reads 32 bytes of each of four rows of
-// x, which this swizzle keeps free of bank conflicts, and a warp 16 bytes of each of eight rows of the weight, for
-// which MatrixSwizzle does.
+// lane reads four neighbours of x, and the four codes of the same k. Half a warp reads 32 bytes of each of four rows of
+// x: this swizzle keeps these reads free of bank conflicts. A warp reads 16 bytes of each of eight rows of the weight:
+// MatrixSwizzle keeps those free.
 struct NumberSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row % 4 * 2); }
 };

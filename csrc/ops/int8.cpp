@@ -339,16 +339,16 @@ constexpr double kDequantizeProducts = 1LL << 32;
 
 // Autocast, which might choose another dtype, leaves operators with `out` alone.
 template <class Device>
-void multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outputs, const MaybeTensor& bias,
-                       const Tensor& out) {
+Tensor multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outputs, const MaybeTensor& bias,
+                         const Tensor& out) {
   const NoGrad guard;
   const Tensor of_rows = torch::stable::reshape(outputs.scale, {outputs.step == 0 ? 1 : weight.size(0), 1});
   const Tensor numbers = dequantize_int8<Device>(weight, of_rows, std::nullopt, std::nullopt, x.scalar_type());
-  Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
+  return Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
 }
 
-// On a GPU torch multiplies fp32, and bf16 before sm_80, for which the kernels have no tensor cores. kDelegates: so
-// does it for many rows; use_backend("cuda") calls without.
+// The kernels of a GPU multiply fp16, and bf16 from sm_80 on. torch multiplies the rest, and with kDelegates many rows
+// of any dtype; use_backend("cuda") calls without.
 template <class Device, bool kDelegates = false>
 Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   const Operand input(x);
@@ -360,20 +360,19 @@ Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   require_row(bias, n, x.scalar_type(), input);
   const Tensor out = new_tensor({m, n}, x.scalar_type(), x);
   if (m == 0 || n == 0) return out;
+  Device device(x);
   if constexpr (Device::kReadsChunks) {
     const bool has_many_rows = m >= kDequantizeRows && static_cast<double>(m) * n * k >= kDequantizeProducts;
-    if ((kDelegates && has_many_rows) || !Device(x).multiplies_codes_by(input.code())) {
-      multiply_by_torch<Device>(x, weight, outputs, bias, out);
-      return out;
-    }
+    if ((kDelegates && has_many_rows) || !device.multiplies_codes_by(input.code()))
+      return multiply_by_torch<Device>(x, weight, outputs, bias, out);
     x = in_chunks(x, 1), weight = in_chunks(weight, 1);
   } else {
     x = x.stride(1) == 1 || k == 1 ? x : in_rows(x);
     weight = in_rows(weight);
   }
   bias = in_rows(bias);
-  Device(x).run(Int8Linear{m, n, k, x.data_ptr(), x.stride(0), data<int8_t>(weight), weight.stride(0),
-                           data<float>(outputs.scale), outputs.step, data<char>(bias), out.data_ptr(), dtype_of(x)});
+  device.run(Int8Linear{m, n, k, x.data_ptr(), x.stride(0), data<int8_t>(weight), weight.stride(0),
+                        data<float>(outputs.scale), outputs.step, data<char>(bias), out.data_ptr(), dtype_of(x)});
   return out;
 }
 

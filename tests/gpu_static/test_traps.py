@@ -28,7 +28,7 @@ def trapping(source: str, targets: nvcc.Targets) -> list[tuple[str, bool]]:
     return [(kernel.name, "BPT.TRAP" in kernel.code) for kernel in nvcc.kernels(compiled)]
 
 
-# int8_linear has kernels that trap for either reason, and is a sixth of what there is to compile for sm_75.
+# int8_linear is the least to compile for sm_75.
 @pytest.mark.parametrize(
     "source", [pytest.param(source, marks=() if source == "int8_linear" else pytest.mark.slow) for source in TRAPS]
 )
