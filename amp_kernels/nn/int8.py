@@ -76,7 +76,7 @@ class DequantizedWeight(Tensor):
     Its dtype, shape and device are known without its elements: T5 reads `wo.weight.dtype` in every forward pass, and
     the elements of a large head take a gigabyte. No elements are kept, so a weight that was read before
     `load_state_dict` has the new values after it. An operator that changes the weight in place raises an error, since
-    the codes would not change. An operator that leaves every element as it was raises none: RWKV divides by 1.
+    the codes would not change. No error is raised if every element keeps its value: RWKV models divide a weight by 1.
     """
 
     codes: Int8Tensor
@@ -88,7 +88,10 @@ class DequantizedWeight(Tensor):
 
     @staticmethod
     def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the weight for codes [N, K], as [K, N] if `is_transposed`; dequantized if torch has no wrappers."""
+        """Returns the weight for codes [N, K], as [K, N] if `is_transposed`.
+
+        It has no elements. Where torch cannot make such a wrapper, it is an ordinary tensor, dequantized.
+        """
         oriented = codes.t() if is_transposed else codes
         self = None
         # No wrapper while compiling: the compiler drops the operator if its result is not needed. No wrapper inside of
@@ -254,7 +257,7 @@ class _Int8Weight(FixedDtypes):
         self.weight_dtype = weight.dtype_of
 
     def _share(self, codes: Int8Tensor, dtype: torch.dtype) -> None:
-        """Sets the codes and the dtype of the float layer that this layer replaces."""
+        """Makes this layer share `codes`, and gives it the dtype of the float layer that it replaces."""
         self.weight_codes, self.weight_scale = codes.values, codes.scale
         self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
 
@@ -288,9 +291,9 @@ class Int8Linear(_Int8Weight):
     | `"dynamic"` | `int8_matmul` of codes. Each row of `x` is quantized, asymmetrically, by its own range. |
     | `"static"` | The same with one calibrated range for all of `x`. With `output_scale` it returns an `Int8Tensor`. |
 
-    A weight-only layer multiplies by its codes, which stay as they are in memory. On CUDA torch multiplies in three
-    cases: fp32 inputs, bf16 inputs before compute capability 8.0, and 256 or more rows that take `2**32`
-    multiplications or more. During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`,
+    A weight-only layer multiplies by its codes. There are three exceptions, all on CUDA, in which it dequantizes the
+    weight and torch multiplies: fp32 inputs, bf16 inputs before compute capability 8.0, and 256 or more rows that take
+    `2**32` multiplications or more. During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`,
     and fp32 products obey `torch.backends.cuda.matmul.allow_tf32`. `use_backend("cuda")` multiplies many rows by the
     codes too. If `in_features` is not a multiple of 16, each call on CUDA copies the codes into padded rows.
 

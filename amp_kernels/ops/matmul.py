@@ -1,7 +1,7 @@
 """Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-Both exist as CUDA C++ and in Triton. On other devices they are the reference. For all else `amp_kernels.linear` and its
-neighbours call torch (`amp_kernels/functional/matmul.py`).
+Both exist as CUDA C++ and in Triton. On other devices they are the reference. `amp_kernels.linear` and its neighbours use
+them for some products, and torch for the others; `amp_kernels/functional/matmul.py` decides.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def new_result(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, pads
     if not pads_rows:
         return like.new_empty(shape, dtype=dtype)
     pitch = round_up(shape[-1], ALIGNMENT // dtype.itemsize)
-    # `data`: autograd forbids to write what an autograd function returns, if it knows that it is a view.
+    # `.data` hides that the result is a view: autograd forbids to write into a view that an autograd function returned.
     return like.new_empty((*shape[:-1], pitch), dtype=dtype).narrow(-1, 0, shape[-1]).data
 
 
@@ -63,14 +63,14 @@ def check_beside(op: str, name: str, x: Tensor, first: Tensor) -> None:
 
 
 def check_product(op: str, a: Tensor, b: Tensor) -> None:
-    """Two 16-bit matrices, or batches of as many."""
+    """Two 16-bit matrices, or two equally large batches of them."""
     check_low(op, "a", a)
     check_beside(op, "b", b, a)
     check_shapes(op, a, b)
 
 
 def check_shapes(op: str, a: Tensor, b: Tensor) -> None:
-    """Two matrices, or two batches of as many; rows of `a` are as long as columns of `b`."""
+    """Two matrices, or two equally large batches; rows of `a` are as long as columns of `b`."""
     (*batch, _, k), of_b = a.shape, b.shape
     if len(of_b) != len(batch) + 2 or len(batch) > 1 or of_b[-2] != k or list(of_b[:-2]) != batch:
         raise ValueError(
@@ -185,9 +185,10 @@ def _launch_copy_pad(
     return out, sums.zero_() if x.numel() == 0 else sums
 
 
-# In one pass x * activation'(saved) [R, C], in rows padded with zeros to multiples of 16 bytes [rows, P], and with
-# `needs_sums` the fp32 sums of its columns [C] before rounding (else a tensor without elements). Rows from R on are 0.
-# `saved`: the argument of the activation, of relu its result.
+# Returns two tensors, made in one pass. The first is x [R, C], times activation'(saved) if `saved` is given, padded with
+# zeros to [rows, P]: P is C, rounded up to a multiple of 16 bytes. The second has the fp32 sums [C] of the first one's
+# columns before rounding, or no elements without `needs_sums`. `saved` is the argument of the activation, but for relu
+# the result of relu.
 copy_pad = operator(
     "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums, SymInt rows) -> (Tensor, Tensor)",
     check=_check_copy_pad,

@@ -63,8 +63,8 @@ struct Torch {
     return false;
   }
 
-  // Gives a tensor that shares its memory with a lazy clone memory of its own, before it is written. data_ptr() does
-  // it; DLPack does not.
+  // Called for a tensor that will be written: if it shares its memory with a lazy clone, it gets memory of its own. Only
+  // data_ptr() does that, DLPack does not.
   bool claim(PyObject* object) const {
     const Object address(PyObject_CallFunctionObjArgs(data_ptr, object, nullptr));
     if (address.get() == nullptr) PyErr_Clear();  // it has no address: describe() will return false
@@ -165,8 +165,8 @@ class Columns {
   // The address of a tensor's memory; 0 if it has none.
   int64_t address(const Description& tensor) const { return reinterpret_cast<int64_t>(tensor.address()); }
 
-  // Fills the column, except kGroup. Returns param | grad << 2 | states << 4, where param and grad are codes of dtypes,
-  // or kUnread.
+  // Fills the column, except kGroup. Returns kUnread, or param | grad << 2 | states << 4, where param and grad are codes
+  // of dtypes.
   int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step, PyObject* keys) {
     torch_.claim(param);
     Description description;
@@ -213,7 +213,8 @@ class Columns {
     return false;
   }
 
-  // Whether the state has neither a remainder that an earlier 16-bit parameter left, nor the master of a state dict.
+  // False if an fp32 parameter has a remainder from when it had 16 bits, or if a state dict's master has been put into
+  // the state.
   static bool has_no_master(PyObject* state, int64_t code) {
     if (code == kFloat && PyDict_GetItemWithError(state, Names::get().remainder) != nullptr) return false;
     return PyDict_GetItemWithError(state, Names::get().master) == nullptr;
@@ -256,8 +257,8 @@ class Columns {
     Description description;
     if (!torch_.describe(grad, &description) || !description.is_float() || torch_.is_negated(grad)) return false;
     if (!model.fits(description) || !has_memory(description, model.numel)) return false;
-    // Kernels skip a tensor whose gradient has address 0. An empty gradient gets another one, so that updates are
-    // counted.
+    // Kernels skip a tensor whose gradient has address 0. For an empty gradient the table holds the address of the step
+    // instead, so that updates are counted.
     at(kGrad, t) = model.numel == 0 ? at(kStep, t) : address(description);
     *code = code_of(description);
     return true;
