@@ -10,8 +10,9 @@ from .ops.matmul import ALIGNMENT, copy_pad, round_up
 Size = tuple[int, int]
 
 # cuBLAS is fast where, in both operands and in the result, the length of the contiguous dimension and the pitch (the
-# distance of rows, or of columns) are multiples of this many elements. On an H200 (torch 2.11) fp16 x [4096, K] @ w [N, K].T takes 181 us with N = K = 4096. With N = K = 4095 it takes
-# 1021 us without padding, 1500 with a pitch of 4096, 1322 with K padded, and 181 with K and N padded.
+# distance of rows, or of columns) are multiples of this many elements. On an H200 (torch 2.11) fp16
+# x [4096, K] @ w [N, K].T takes 181 us with N = K = 4096. With N = K = 4095 it takes 1021 us without padding, 1500 with
+# a pitch of 4096, 1322 with K padded, and 181 with K and N padded.
 MULTIPLE = 8
 # Up to this much work (M * N * K) the copies make a loop of calls slower. On an H200 fp16 of 8192 x 1023 x 1023 (2**33)
 # takes the device 140 us without padding and 47 us padded, but a padded call takes the host 145 us and up to 300. One

@@ -10,7 +10,7 @@ column. A second kernel adds the sums of the shares in a fixed order:
 
               columns 0-255   columns 256-511   ..
     share 0 | program 0     | program 1       | ..      -> sums[0, :]  \
-    share 1 | program b     | program b + 1   | ..      -> sums[1, :]   > bias_grad
+    share 1 | program b     | program b + 1   | ..      -> sums[1, :]   > bias_grad      b: programs of one share
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _load(
     DTYPE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
-    # Accesses of VEC elements are whole if they hold an element of the matrix; the others of them become 0 below.
+    # An access that holds an element of the matrix reads all of its VEC elements. Those outside of it become 0 below.
     exist_rows = rows < (round_up(n_rows, VEC) if INNER == ROWS else n_rows)
     exist_columns = columns < (round_up(n_columns, VEC) if INNER == COLUMNS else n_columns)
     x = load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)

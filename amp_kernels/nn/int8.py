@@ -293,9 +293,9 @@ class Int8Linear(_Int8Weight):
 
     A weight-only layer multiplies by its codes. There are three exceptions, all on CUDA, in which it dequantizes the
     weight and torch multiplies: fp32 inputs, bf16 inputs before compute capability 8.0, and 256 or more rows that take
-    `2**32` multiplications or more. During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`,
-    and fp32 products obey `torch.backends.cuda.matmul.allow_tf32`. `use_backend("cuda")` multiplies many rows by the
-    codes too. If `in_features` is not a multiple of 16, each call on CUDA copies the codes into padded rows.
+    `2**32` multiplications or more. During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype
+    of `x`, and fp32 products obey `torch.backends.cuda.matmul.allow_tf32`. `use_backend("cuda")` multiplies many rows
+    by the codes too. If `in_features` is not a multiple of 16, each call on CUDA copies the codes into padded rows.
 
     Results have the dtype of `x`, or under autocast that of autocast. For an `Int8Tensor` they have the layer's
     `dtype`. The gradient of `x` is `grad @ weight`. If `x` was quantized, the gradient is 0 outside of the range of the

@@ -1,7 +1,7 @@
 """Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-Both exist as CUDA C++ and in Triton. On other devices they are the reference. `amp_kernels.linear` and its neighbours use
-them for some products, and torch for the others; `amp_kernels/functional/matmul.py` decides.
+Both exist as CUDA C++ and in Triton. On other devices they are the reference. `amp_kernels.linear` and its neighbours
+use them for some products, and torch for the others; `amp_kernels/functional/matmul.py` decides.
 """
 
 from __future__ import annotations
@@ -185,10 +185,10 @@ def _launch_copy_pad(
     return out, sums.zero_() if x.numel() == 0 else sums
 
 
-# Returns two tensors, made in one pass. The first is x [R, C], times activation'(saved) if `saved` is given, padded with
-# zeros to [rows, P]: P is C, rounded up to a multiple of 16 bytes. The second has the fp32 sums [C] of the first one's
-# columns before rounding, or no elements without `needs_sums`. `saved` is the argument of the activation, but for relu
-# the result of relu.
+# Returns two tensors, made in one pass. The first is x [R, C], times activation'(saved) if `saved` is given, padded
+# with zeros to [rows, P]: P is C, rounded up to a multiple of 16 bytes. The second has the fp32 sums [C] of the first
+# one's columns before rounding, or no elements without `needs_sums`. `saved` is the argument of the activation. For
+# relu it is the result instead.
 copy_pad = operator(
     "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums, SymInt rows) -> (Tensor, Tensor)",
     check=_check_copy_pad,

@@ -72,7 +72,7 @@ void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole)
   });
 }
 
-// Of few large bands: the ranges of all pieces first.
+// For few large bands: first finds the ranges of all pieces, then writes the codes.
 template <class T, int kStep>
 void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& pieces) {
   std::vector<Ranges> ranges(walk.bands() * pieces.each(), Ranges(kGroups));

@@ -32,8 +32,9 @@ struct Shape {
       kStages * kStageBytes > ResultTile<kM, kN>::kBytes ? kStages * kStageBytes : ResultTile<kM, kN>::kBytes;
   static_assert(kSharedBytes <= 99 * 1024);
 
-  // Of a multiprocessor of sm_80 for 1 of k, in eighths: 1024 products a cycle, or 128 bytes of shared memory, to which
-  // each operand goes once and from which it comes in fragments of 16 rows. By arithmetic, not measured.
+  // The time that a multiprocessor of sm_80 needs for 1 of k of a tile, in eighths of a cycle. It does 1024 products a
+  // cycle, and moves 128 bytes of shared memory: each operand is written once, and read in fragments of 16 rows by
+  // every warp that needs it. The longer of the two counts. By arithmetic, not measured.
   static constexpr int kProductCycles = kM * kN / 128;
   static constexpr int kMemoryCycles = (kM + kN + kWarpsAcross * kM + kWarpsDown * kN) * 2 / 16;
   static constexpr int kCycles = kProductCycles > kMemoryCycles ? kProductCycles : kMemoryCycles;
@@ -72,9 +73,9 @@ __device__ __forceinline__ int clamp(Int value, int most) {
   return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
 }
 
-// A loader brings rows of an operand into a tile, and with the next call those of the next kTileK of k, in two parts:
-// `fetch` starts, `store` comes after the arithmetic on a tile before. Outside of the operand, of which `left` of k are
-// to come, a tile is 0. Tiles are [rows, kTileK], or, where kAcross, [kTileK, rows].
+// A loader brings rows of an operand into a tile, kTileK of k with each call. A load has two parts: `fetch` starts it,
+// and `store`, after the arithmetic on an earlier tile, ends it. `left` of k are still to come; what lies outside of
+// the operand is 0 in the tile. Tiles are [rows, kTileK], or, where kAcross, [kTileK, rows].
 template <int kTileRows, bool kIsAcross>
 struct WideLoader {
   static constexpr int kRows = kTileRows;
@@ -83,11 +84,11 @@ struct WideLoader {
   static constexpr int kLines = kThreads / kChunks;               // in one go
   static constexpr int kTimes = kRows * kTileBytes / 16 / kThreads;
 
-  uintptr_t next;  // address: without k there is no memory, and a pointer to none must stay what it is
+  uintptr_t next;  // an address, no pointer: if k is 0 the operand may be nullptr, to which nothing may be added
   int64_t line_stride, step_stride;
   int to;    // offset in the tile
-  int k;     // of the tile's, this thread's first
-  int rows;  // of the operand's, from this thread's first on, up to the tile's
+  int k;     // this thread's first k, counted in the tile
+  int rows;  // rows of the operand from this thread's first one on, at most kRows
 
   // Eight lines of one chunk are in different banks, for ldmatrix.
   static __device__ __forceinline__ int offset(int line, int chunk) {
@@ -132,9 +133,9 @@ struct ElementLoader {
 
   uintptr_t next;  // address
   int64_t stride, step_stride;
-  int row, k;            // of the tile, this thread's first number
-  int row_step, k_step;  // to its next
-  int rows;              // of the operand's, up to the tile's
+  int row, k;            // this thread's first number, counted in the tile
+  int row_step, k_step;  // from there to its next number
+  int rows;              // rows of the operand, at most kRows
   uint16_t numbers[kTimes];
 
   static __device__ __forceinline__ int offset(int line, int chunk) {
@@ -175,7 +176,7 @@ struct ElementLoader {
 };
 
 // Four matrices of eight rows and eight of k, as multiply_numbers takes them: of the rows from `first_row` on and of
-// those eight further on. Of two neighbours in `words`, kRowsFirst says whether their rows differ or their ks.
+// those eight further on. If kRowsFirst, words 0 and 1 differ in their rows, otherwise in their k.
 template <class Loader, bool kRowsFirst>
 __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char* tile, int first_row, int first_k) {
   const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -216,7 +217,7 @@ struct Slice {
   }
 };
 
-// Each k_of_split of k make results of their own, as if of further batches.
+// k is divided into splits of k_of_split. Each split has results of its own, as if it were a further set of batches.
 template <class T, class Of, class LoadA, class LoadB>
 __global__ void __launch_bounds__(kThreads, Of::kBlocks)
     tiled_kernel(const Matmul matmul, const int64_t tiles, const int64_t k_of_split) {
@@ -253,8 +254,8 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
   // one may be filled again.
   using Numbers = Slice<Of, LoadA, LoadB>;
   static_assert(kTileK == 2 * Numbers::kK);
-  // Across stages as well, if there are registers for it, or the eight warps begin every stage by waiting together. Two
-  // blocks fill in for each other.
+  // The next slice is fetched ahead also from one stage to the next, if there are registers for it. Otherwise all eight
+  // warps wait at the beginning of a stage; a second block of the multiprocessor can work meanwhile.
   constexpr bool kAhead = Of::kBlocks == 1;
   Numbers first, second;
   float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
@@ -288,8 +289,9 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
       });
       return;
     }
-    // Where rows of results are not aligned, neighbours go through neighbours of a warp, a whole row of the tile at a
-    // time: one by one they would take as long as all products of k = 4096.
+    // Where rows of results are not aligned, a warp stores a whole row of the tile, neighbouring lanes neighbouring
+    // columns. If each thread stored its own eight columns one by one, this would take as long as the products of k =
+    // 4096.
     constexpr int kEach = Of::kN / 32;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < Results::kRows; row += kThreads / 32) {
@@ -368,7 +370,8 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, co
 
 int64_t tiles_of(const Matmul& matmul, int m, int n) { return (matmul.m + m - 1) / m * ((matmul.n + n - 1) / n); }
 
-// Strides of dimensions of one element, or of none, say nothing: 0 is as aligned as can be.
+// The stride of a dimension of one element, or of none, is never used. It becomes 0, which is a multiple of any
+// alignment.
 Matmul normalized(Matmul matmul) {
   const auto normalize = [](int64_t size, int64_t& stride) {
     if (size <= 1) stride = 0;
@@ -384,8 +387,9 @@ Matmul normalized(Matmul matmul) {
   return matmul;
 }
 
-// The architecture that this file was compiled for. Every product asks, so that a product before a graph capture loads
-// the kernel that the question needs.
+// The architecture that this file was compiled for. The first call loads a kernel, which a graph capture may not do.
+// Every product calls it, also those that do not need the answer, so that a product before the capture loads the
+// kernel.
 int compiled_for_sm() {
   return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
 }
@@ -407,11 +411,12 @@ Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int6
 
 enum Size { kLarge, kMedium, kSmall };
 
-// How tiled_kernel does a product: in the least time, in eighths of cycles, if each multiprocessor takes as many tiles
-// as any. Of two that take the same it is the larger tile, which needs less of shared memory and of L2: 4096^3 is a tie
-// on 108 and on 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
+// How tiled_kernel does a product: with the size of tiles and the splits whose estimated time is least. The time is in
+// eighths of a cycle, and counts as many tiles for each multiprocessor as the busiest one has. Of two equal times the
+// larger tile is taken, which moves less of shared memory and of L2: 4096^3 is such a tie on 108 and on 132
+// multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
 struct Tiled {
-  static constexpr int64_t kFoldTime = 8 * 4000;  // of a launch
+  static constexpr int64_t kFoldTime = 8 * 4000;  // for launching fold_kernel
   static constexpr int kBytesACycle = 32;         // of a multiprocessor to L2 or from it
 
   Layout a, b;

@@ -9,7 +9,8 @@
 namespace amp_kernels::cuda {
 
 // Where there are too few tiles for all multiprocessors, several blocks share the k of each, with sums of their own,
-// [splits, batch, m, n], which launch_fold adds in order. For 512 of k a block reads more than its sums take.
+// [splits, batch, m, n], which launch_fold adds in order. A block gets at least 512 of k, so that it reads more bytes
+// of operands than it writes of sums.
 inline int64_t splits_of(const Matmul& matmul, int64_t wanted) {
   return std::max<int64_t>(1, std::min<int64_t>(wanted, matmul.k / 512));
 }
@@ -22,7 +23,7 @@ void launch_fold(const Matmul& matmul, int64_t splits, const float* partials, St
 
 constexpr int kFewRows = 16;  // a product with so few takes the time of reading b
 
-// How few_rows_kernel does a product, if it can: b's columns or rows are dense.
+// How few_rows_kernel does a product. `possible`: m is at most kFewRows, and the columns or the rows of b are dense.
 struct FewRows {
   bool possible;
   bool along_k;
@@ -32,8 +33,8 @@ struct FewRows {
 };
 void launch_few_rows(const Matmul& matmul, const FewRows& how, float* partials, Stream stream);
 
-// Whether 16 bytes can be loaded at a time: `inner` is the stride, in elements, of a dimension of `size` elements along
-// which this would be, `outer` are the other strides.
+// Whether a tensor can be loaded 16 bytes at a time along a dimension of `size` elements. `inner` is the stride of this
+// dimension, `outer` are the other strides, all in elements.
 inline bool is_wide(const void* first, int64_t size, int64_t inner, std::initializer_list<int64_t> outer) {
   bool wide = is_aligned16(first) && (size <= 1 || inner == 1);
   for (int64_t stride : outer) wide = wide && stride % 8 == 0;
@@ -78,8 +79,8 @@ __device__ __forceinline__ void activate_all(float (&y)[N]) {
   for (int i = 0; i < N; ++i) y[i] = activate<kActivation>(y[i]);
 }
 
-// Row m from column n on: N results from N sums, kApart columns apart. Neighbours, N > 1 and kApart == 1, take an `out`
-// and a `pre` whose rows are aligned to 16 bytes.
+// Row m from column n on: N results from N sums, kApart columns apart. If N > 1 and kApart == 1, the results are stored
+// 16 bytes at a time, so that the rows of `out` and `pre` have to be aligned to 16 bytes.
 template <class T, int N, int kApart = 1>
 __device__ __forceinline__ void finish(const Matmul& matmul, int64_t batch, int64_t m, int64_t n,
                                        const float (&sums)[N]) {

@@ -63,8 +63,8 @@ struct Torch {
     return false;
   }
 
-  // Called for a tensor that will be written: if it shares its memory with a lazy clone, it gets memory of its own. Only
-  // data_ptr() does that, DLPack does not.
+  // Called for a tensor that will be written: if it shares its memory with a lazy clone, it gets memory of its own.
+  // Only data_ptr() does that, DLPack does not.
   bool claim(PyObject* object) const {
     const Object address(PyObject_CallFunctionObjArgs(data_ptr, object, nullptr));
     if (address.get() == nullptr) PyErr_Clear();  // it has no address: describe() will return false
@@ -165,8 +165,8 @@ class Columns {
   // The address of a tensor's memory; 0 if it has none.
   int64_t address(const Description& tensor) const { return reinterpret_cast<int64_t>(tensor.address()); }
 
-  // Fills the column, except kGroup. Returns kUnread, or param | grad << 2 | states << 4, where param and grad are codes
-  // of dtypes.
+  // Fills the column, except kGroup. Returns kUnread, or param | grad << 2 | states << 4, where param and grad are
+  // codes of dtypes.
   int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step, PyObject* keys) {
     torch_.claim(param);
     Description description;
