@@ -243,18 +243,23 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
       const auto group_at = [&](int k) { return groups[k]; };
       int64_t at = columns.first;
 #pragma unroll 1
-      for (int left = columns.rows; left > 0; left -= kEach, at += kEach * walk.step) {
+      for (int left = columns.rows; left > 0; left -= kEach) {
         typename Op::Raw raw[kEach];
+        int64_t next = at;
 #pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          if (j < left) raw[j] = op.load(at + j * walk.step);
+        for (int j = 0; j < kEach; ++j, next += walk.step)
+          if (j < left) raw[j] = op.load(next);
 #pragma unroll
-        for (int j = 0; j < kEach; ++j)
-          if (j < left) wide &= op.store(raw[j], at + j * walk.step, group_at);
+        for (int j = 0; j < kEach; ++j, at += walk.step)
+          if (j < left) wide &= op.store(raw[j], at, group_at);
       }
     }
     const auto from_band = [&](int k) { return band.at(first + k); };
-    if (!wide) columns.each_narrow(walk, [&](int64_t offset) { op.narrow(offset, columns.count, from_band); });
+    if (!wide) {
+      // Computed again. Kept until here, `columns` would take registers, of which sm_75 has one too few.
+      const Columns again = Columns::of(walk, item, kPack);
+      again.each_narrow(walk, [&](int64_t offset) { op.narrow(offset, again.count, from_band); });
+    }
     barrier();
   }
 }
