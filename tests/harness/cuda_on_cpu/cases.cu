@@ -3,7 +3,7 @@
 #include <string>
 
 #include "../../../csrc/cuda/int8_codes.cuh"
-#include "../../../csrc/cuda/int8_tiles.cuh"
+#include "../../../csrc/cuda/tensor_cores.cuh"
 
 namespace amp_kernels {
 namespace {
@@ -248,13 +248,6 @@ __global__ void noise(const double* in, double* out) {
   for (int k = 0; k < 8; ++k) out[k] = numbers[k];
 }
 
-__global__ void swap_bytes(const double* in, double* out) {
-  uint32_t word[4];
-  memcpy(word, in, sizeof(word));
-  cuda::transpose_bytes(word);
-  memcpy(out, word, sizeof(word));
-}
-
 template <class T>
 __global__ void double_packs(const double* in, double* out) {
   T* data = reinterpret_cast<T*>(out);
@@ -308,7 +301,6 @@ const std::map<std::string, Kernel> kKernels = {
     {"short_copy", short_copy},
     {"misaligned_copy", misaligned_copy},
     {"noise", noise},
-    {"swap_bytes", swap_bytes},
     {"double_packs_float", double_packs<float>},
     {"double_packs_half", double_packs<__half>},
     {"double_packs_bfloat16", double_packs<__nv_bfloat16>},

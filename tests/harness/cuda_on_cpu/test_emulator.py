@@ -160,11 +160,6 @@ def test_a_read_of_a_forbidden_byte_is_reported(name: str, read: int, before: in
         _forbid()
 
 
-def test_transpose_of_bytes() -> None:
-    x = torch.arange(16, dtype=torch.uint8)
-    assert torch.equal(run("swap_bytes", "forwards", x, torch.zeros_like(x), block=32), x.view(4, 4).T.flatten())
-
-
 @orders
 @pytest.mark.parametrize(
     ("name", "message"),
