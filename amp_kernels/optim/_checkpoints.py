@@ -135,9 +135,11 @@ class WithCheckpoints(WithState):
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
         before = dict(self.__dict__)
+        # Ours has no entries before the first step, when masters are weights. torch's SGD has none without momentum.
+        kept = {} if "format" in state_dict and not state_dict.get("state") else before["state"]
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks
-            self.register_load_state_dict_post_hook(lambda _: self._load_entries(saved, before["state"]), prepend=True),
+            self.register_load_state_dict_post_hook(lambda _: self._load_entries(saved, kept), prepend=True),
         )
         try:
             super().load_state_dict(state_dict)
@@ -150,10 +152,10 @@ class WithCheckpoints(WithState):
         self._warn_of_lost_bits(saved)
 
     def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any]) -> None:
-        """Loads entries by the positions of their parameters. `before` is the optimizer's state before the load."""
+        """Loads entries by the positions of their parameters. `before` is the state whose masters may stay."""
         # A state dict of fp32 parameters has no masters. Those that load_fp32_state_dict loaded stay.
         keeps_masters = not any("master" in entry for entry in saved.values())
-        for position, (name, index, param) in enumerate(self._named_parameters() if saved else ()):
+        for position, (name, index, param) in enumerate(self._named_parameters()):
             if keeps_masters and "remainder" in before.get(param, {}):
                 self.state[param]["remainder"] = before[param]["remainder"]
             if position in saved:

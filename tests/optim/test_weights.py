@@ -172,6 +172,19 @@ def test_an_fp32_state_keeps_loaded_masters(device, family, dtype, weights_first
     assert "momentum_buffer" in ours.state[low.head.bias] or "exp_avg" in ours.state[low.head.bias]
 
 
+@low_dtypes
+def test_a_state_of_torch_without_entries_keeps_loaded_masters(device, dtype):
+    """torch's SGD has no state without momentum. Ours has none before its first step, when masters are weights."""
+    wide, low = model(torch.float32, device), model(dtype, device, seed=1)
+    theirs, ours = torch.optim.SGD(wide.parameters(), lr=0.1), FusedSGD(low.parameters(), lr=0.1)
+    load_fp32_state_dict(low, ours, fp32_state_dict(wide, theirs))
+    ours.load_state_dict(theirs.state_dict())
+    for p, q in zip(low.parameters(), wide.parameters(), strict=True):
+        assert torch.equal(ours.master(p), join(*split(q.detach(), dtype)))
+    ours.load_state_dict(FusedSGD(model(dtype, device).parameters(), lr=0.1).state_dict())
+    assert all(torch.equal(ours.master(p), p.float()) for p in low.parameters())
+
+
 class Mixed(torch.nn.Module):
     """Parameters of dtypes that have no masters, some of which no optimizer of ours steps."""
 
