@@ -30,7 +30,7 @@ def adam_(
 ) -> None:
     """Take one Adam step in plain torch: the specification of `amp_kernels.adam_`.
 
-    The arguments are those of `amp_kernels.adam_`, except that `steps_taken` may also be a 0-dim tensor.
+    The function takes the arguments of `amp_kernels.adam_`. `steps_taken` may also be a 0-dim tensor.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)

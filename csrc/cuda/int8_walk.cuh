@@ -243,15 +243,14 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
       const auto group_at = [&](int k) { return groups[k]; };
       int64_t at = columns.first;
 #pragma unroll 1
-      for (int left = columns.rows; left > 0; left -= kEach) {
+      for (int left = columns.rows; left > 0; left -= kEach, at += kEach * walk.step) {
         typename Op::Raw raw[kEach];
-        int64_t next = at;
 #pragma unroll
-        for (int j = 0; j < kEach; ++j, next += walk.step)
-          if (j < left) raw[j] = op.load(next);
+        for (int j = 0; j < kEach; ++j)
+          if (j < left) raw[j] = op.load(at + j * walk.step);
 #pragma unroll
-        for (int j = 0; j < kEach; ++j, at += walk.step)
-          if (j < left) wide &= op.store(raw[j], at, group_at);
+        for (int j = 0; j < kEach; ++j)
+          if (j < left) wide &= op.store(raw[j], at + j * walk.step, group_at);
       }
     }
     const auto from_band = [&](int k) { return band.at(first + k); };
