@@ -1,4 +1,4 @@
-"""What the Triton kernels share: the table (csrc/table.h), element access through int64 addresses, the launch."""
+"""Shared by the Triton kernels: the table (csrc/table.h), element access through int64 addresses, the launch."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def optional_scalar(address, absent):
 
 @triton.jit
 def is_last(ticket_ptr):
-    """Whether this program comes here last. If it does, it sees what all others wrote before.
+    """Whether this program comes here last. The last program can read what all others wrote before they came here.
 
     `ticket_ptr`: an int64 counter, which is 0 between launches. The last program sets it back to 0.
     """
@@ -109,7 +109,7 @@ def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Elements as fp32, or those of INT16 as int32; 0 where the mask is off."""
+    """Returns elements as fp32, INT16 elements as int32, and 0 where the mask is off."""
     x = tl.load(element_pointers(address, offsets, DTYPE, VEC), mask=mask, other=0)
     if DTYPE == INT16:
         x = x.to(tl.int32)

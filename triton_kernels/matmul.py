@@ -132,7 +132,7 @@ def _finish_tile(
     ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
     OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Of a large tile in parts: what is computed beside its sums would leave them no registers.
+    """Stores a tile of results. A large tile goes in parts: with whole arrays next to the sums, registers would not do.
 
     With parts of 64 columns sm_90 and sm_100 still spill.
     """

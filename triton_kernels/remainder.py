@@ -21,7 +21,7 @@ def join(weight, remainder, DTYPE: tl.constexpr):
 
 @triton.jit
 def split(master, DTYPE: tl.constexpr):
-    """The weights, which have DTYPE's values and are fp32, and the int32 remainders of fp32 masters."""
+    """Returns weights and int32 remainders of fp32 masters. The weights are fp32 numbers that DTYPE has too."""
     weight = rounded(master, DTYPE)
     if DTYPE == BF16:
         remainder = master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)
@@ -36,7 +36,7 @@ def split(master, DTYPE: tl.constexpr):
 
 @triton.jit
 def _exponent(weight):
-    """The exponents of fp16 numbers, biased as in fp32. Subnormal numbers have that of the smallest normal one."""
+    """The exponents of fp16 numbers, biased as in fp32. Subnormal numbers count as the smallest normal exponent."""
     return tl.maximum((weight.to(tl.int32, bitcast=True) >> 23) & 0xFF, 113)
 
 

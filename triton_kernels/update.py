@@ -1,4 +1,4 @@
-"""The update of every optimizer: one read of gradient, parameter and state, one write of all but the gradient.
+"""The update of every optimizer: one read of gradient, parameter and state, one write of parameter and state.
 
 The optimizer's formula computes the new values of an element, as a struct of csrc/formulas does in C++. It is a
 `@triton.jit` function in the file with the family's name (sgd.py, rmsprop.py, adam.py):
@@ -25,8 +25,8 @@ moves 36 and 34. An average (`ema_`) that follows a 16-bit weight and its remain
 
 One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. If every array
 is aligned to its packs, only the last elements, at most three, go one by one; otherwise all do. ptxas decides how many
-loads of a tile start before one is used. On sm_90 these are all (RMSprop and AdamW without optional states), or 32 of
-80 bytes a thread (SGD of 16-bit weights, of which eight programs fit on a multiprocessor).
+loads of a tile start before one is used. On sm_90 RMSprop and AdamW without optional states start all loads first.
+SGD of 16-bit weights starts 32 of 80 bytes a thread; eight of its programs fit on a multiprocessor.
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements

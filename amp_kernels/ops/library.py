@@ -13,7 +13,8 @@ If ``_C`` has CUDA kernels, but none for the GPU of a call, the CUDA kernel call
 is installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
 
 An operator that `delegates` has a second name, ``_compiled_<name>``. The CUDA kernel of the first name leaves a call to
-Triton or to torch where that was measured to be faster (csrc/ops/int8.cpp). The one of the second name never does.
+Triton or to torch where that was measured to be faster (csrc/ops/int8.cpp). The kernel of the second name leaves only
+inputs that the C++ kernels cannot multiply.
 
 torch's dispatcher chooses; `amp_kernels.use_backend` intercepts the call before it does.
 """

@@ -261,13 +261,13 @@ bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
   return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
 }
 
-// Rows along dimension `along` as the kernels of a GPU read them (csrc/int8.h): these, or a copy with zeros behind each
-// row. An H200 took 2953 us for 4096 x 4096 x 4095 element by element, and takes 237 us for 4096 x 4096 x 4096 in
-// chunks.
+// Returns rows along dimension `along` as the kernels of a GPU read them (csrc/int8.h): the given rows, or a copy with
+// zeros behind each row. An H200 took 2953 us for 4096 x 4096 x 4095 element by element, and takes 237 us for
+// 4096 x 4096 x 4096 in chunks.
 Tensor in_chunks(const Tensor& rows, int along) {
-  const int64_t k = rows.size(along), pitch = (k + 15) / 16 * 16, its = rows.stride(1 - along);
+  const int64_t k = rows.size(along), pitch = (k + 15) / 16 * 16, distance = rows.stride(1 - along);
   const bool is_aligned = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
-                          its * static_cast<int64_t>(rows.element_size()) % 16 == 0;
+                          distance * static_cast<int64_t>(rows.element_size()) % 16 == 0;
   if (k == pitch && is_aligned && rows.stride(along) == 1) return rows;
   const NoGrad guard;
   Dims sizes = sizes_of(rows), strides{1, 1};
@@ -279,7 +279,7 @@ Tensor in_chunks(const Tensor& rows, int along) {
   return copy;
 }
 
-// kDelegates: large products may be Triton's; use_backend("cuda") calls without.
+// kDelegates: Triton may compute large products. use_backend("cuda") calls the operator without kDelegates.
 template <class Device, bool kDelegates = false>
 Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point, Tensor b_scale,
                    MaybeTensor b_zero_point, MaybeTensor bias, ScalarType out_dtype, MaybeTensor out_scale,

@@ -1,6 +1,7 @@
-"""What products say to arguments that do not fit: always a sentence of the function that was called.
+"""Products refuse arguments that do not fit with a sentence that begins with the name of the called function.
 
-Two operands are tried in every pair of odd ones. Of more arguments up to three are replaced, as a seed chooses.
+A function of two operands gets every pair of odd operands. In calls with more arguments a seed chooses up to three,
+which are replaced by odd ones.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 TABLE = ROOT / "docs" / "internals" / "index.md"
-# Where the folders of a clone are imported from.
+# Names of installed packages, and their folders in a clone.
 PACKAGES = {"amp_kernels.benchmarks": "benchmarks", "amp_kernels.triton_kernels": "triton_kernels"}
 
 

@@ -1,8 +1,8 @@
-"""Trainings and int8 models that are saved, resumed and continued, for the checkpoints in the folders beside this file.
+"""Trainings and int8 models that are saved, resumed and continued, for the checkpoints in folders next to this file.
 
-Each folder holds what the release of its name saved, and the numbers that it computed when it went on. Here the same
-checkpoints must load and give the same bits (tests/package/test_saved.py). To keep those of another one, in a clone
-that is at that release and built for the CPU:
+A folder has the name of a release. It holds the checkpoints that the release saved, and the numbers that the release
+computed when it continued from them. The present sources must load these checkpoints and compute the same bits
+(tests/package/test_saved.py). A folder for another release is made in a clone at that release, built for the CPU:
 
     python HERE/tests/package/saved/cases.py HERE/tests/package/saved/NAME
 
