@@ -1,8 +1,8 @@
-// Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input), sums in fp32, one
-// rounding. 2 m n k operations; a and b are read once for each tile that needs them.
+// Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input). Sums are fp32, and a
+// result is rounded once. 2 m n k operations. Each tile of `out` reads its rows of a and its columns of b once.
 //
-// A block computes one tile of `out`, step by step along k. A pipeline of asynchronous copies brings the steps to come
-// to shared memory while warps multiply the one that is there:
+// A block computes one tile of `out`, step by step along k. Asynchronous copies bring the next steps to shared memory,
+// while the warps multiply a step that is already there:
 //
 //               b: kTileK x kN                      memory --16 bytes a copy--> stage 0 | stage 1 | stage 2 ..
 //             +----------------+                    shared --ldmatrix--> fragments --mma.m16n8k16--> sums in registers
@@ -10,8 +10,8 @@
 //   kTileK    | w4  w5  w6  w7 |  half of the rows and a quarter of the columns
 //             +----------------+
 //
-// WideLoader copies 16 bytes at a time, along k or across it; ElementLoader takes operands of any strides, one number
-// at a time through registers.
+// WideLoader copies 16 bytes at a time, along k or across k (along m or n). ElementLoader takes operands with any
+// strides. It loads one number at a time, through registers.
 #include "matmul_results.cuh"
 #include "tiles.cuh"
 
@@ -21,20 +21,21 @@ namespace {
 constexpr int kTileK = 32;
 constexpr int kTileBytes = kTileK * 2;
 
-// A tile and how many of them are under way in a block. A warp has half of the rows and a quarter of the columns.
+// The size of a tile of `out`, how many steps fit in shared memory (kDepth stages), and how many blocks share a
+// multiprocessor (kResident, at most). A warp computes half of the rows and a quarter of the columns.
 template <int kRows, int kColumns, int kDepth, int kResident>
 struct Shape {
   static constexpr int kM = kRows, kN = kColumns, kStages = kDepth;
   static constexpr int kBlocks = kResident < kResidentBlocks ? kResident : kResidentBlocks;
-  static constexpr int kRowTiles = kM / kWarpsDown / 16, kColumnTiles = kN / kWarpsAcross / 8;  // of a warp
+  static constexpr int kRowTiles = kM / kWarpsDown / 16, kColumnTiles = kN / kWarpsAcross / 8;  // mma tiles of a warp
   static constexpr int kStageBytes = (kM + kN) * kTileBytes;
   static constexpr int kSharedBytes =
       kStages * kStageBytes > ResultTile<kM, kN>::kBytes ? kStages * kStageBytes : ResultTile<kM, kN>::kBytes;
   static_assert(kSharedBytes <= 99 * 1024);
 
-  // The time that a multiprocessor of sm_80 needs for 1 of k of a tile, in eighths of a cycle. It does 1024 products a
-  // cycle, and moves 128 bytes of shared memory: each operand is written once, and read in fragments of 16 rows by
-  // every warp that needs it. The longer of the two counts. By arithmetic, not measured.
+  // The time that a multiprocessor of sm_80 needs for a tile with k = 1, in eighths of a cycle. It does 1024 products a
+  // cycle. It moves 128 bytes of shared memory a cycle: each operand is written once, and read in fragments of 16 rows
+  // by every warp that needs it. kCycles is the longer of the two times. These times are calculated, not measured.
   static constexpr int kProductCycles = kM * kN / 128;
   static constexpr int kMemoryCycles = (kM + kN + kWarpsAcross * kM + kWarpsDown * kN) * 2 / 16;
   static constexpr int kCycles = kProductCycles > kMemoryCycles ? kProductCycles : kMemoryCycles;
@@ -46,13 +47,13 @@ using Small = Shape<64, 64, 4, 2>;
 
 // ---------------------------------------------------------------------------------------- operands
 
-// Rows over m or n, and k; strides in bytes.
+// One of a and b. Its rows are those of a (m), or the columns of b (n). Strides are in bytes.
 struct Operand {
   const char* first;
   int64_t rows, k;
   int64_t row_stride, k_stride;
 
-  // `count` of k from there on.
+  // The part from first_k on that is `count` long along k.
   __device__ __forceinline__ Operand part(int64_t first_k, int64_t count) const {
     return {first + first_k * k_stride, rows, count, row_stride, k_stride};
   }
@@ -73,24 +74,27 @@ __device__ __forceinline__ int clamp(Int value, int most) {
   return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
 }
 
-// A loader brings rows of an operand into a tile, kTileK of k with each call. A load has two parts: `fetch` starts it,
-// and `store`, after the arithmetic on an earlier tile, ends it. `left` of k are still to come; what lies outside of
-// the operand is 0 in the tile. Tiles are [rows, kTileK], or, where kAcross, [kTileK, rows].
+// A loader copies kRows rows of an operand into a tile in shared memory. Each load takes the next kTileK of k. `fetch`
+// starts a load; `store` ends it, after the arithmetic on an earlier tile. Only the first `left` of the kTileK exist.
+// What lies outside of the operand is 0 in the tile. A tile is [rows, kTileK], or [kTileK, rows] if kAcross.
 template <int kTileRows, bool kIsAcross>
 struct WideLoader {
   static constexpr int kRows = kTileRows;
   static constexpr bool kAcross = kIsAcross;
-  static constexpr int kChunks = (kAcross ? kRows : kTileK) / 8;  // of a line of the tile
-  static constexpr int kLines = kThreads / kChunks;               // in one go
+  static constexpr int kChunks = (kAcross ? kRows : kTileK) / 8;  // chunks of 16 bytes in a line of the tile
+  static constexpr int kLines = kThreads / kChunks;               // lines that the block copies at once
   static constexpr int kTimes = kRows * kTileBytes / 16 / kThreads;
 
-  uintptr_t next;  // an address, no pointer: if k is 0 the operand may be nullptr, to which nothing may be added
+  // The address to read next. It is an integer, because with k = 0 the operand may be nullptr, and C++ does not allow
+  // offsets from nullptr.
+  uintptr_t next;
   int64_t line_stride, step_stride;
-  int to;    // offset in the tile
-  int k;     // this thread's first k, counted in the tile
-  int rows;  // rows of the operand from this thread's first one on, at most kRows
+  int to;    // the offset of this thread's first chunk in the tile
+  int k;     // this thread's first k, counted from the beginning of the tile
+  int rows;  // how many rows the operand has from this thread's first row on; at most kRows
 
-  // Eight lines of one chunk are in different banks, for ldmatrix.
+  // The offset of a chunk in the tile. ldmatrix reads the same chunk of eight lines at once, so these chunks lie in
+  // different banks.
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return line * kChunks * 16 + (kAcross ? chunk ^ (line & 7) : MatrixSwizzle::at(line, chunk)) * 16;
   }
@@ -124,7 +128,8 @@ struct WideLoader {
   __device__ __forceinline__ void store(char*) {}
 };
 
-// Any strides. Neighbours in memory are neighbours in a warp.
+// For any strides. If rows are neighbours in memory, neighbouring lanes load neighbouring rows; otherwise they load
+// neighbouring k.
 template <int kTileRows>
 struct ElementLoader {
   static constexpr int kRows = kTileRows;
@@ -133,9 +138,9 @@ struct ElementLoader {
 
   uintptr_t next;  // address
   int64_t stride, step_stride;
-  int row, k;            // this thread's first number, counted in the tile
-  int row_step, k_step;  // from there to its next number
-  int rows;              // rows of the operand, at most kRows
+  int row, k;            // the place of this thread's first number in the tile
+  int row_step, k_step;  // from each of its numbers to its next one
+  int rows;              // how many rows the operand has from the tile's first row on; at most kRows
   uint16_t numbers[kTimes];
 
   static __device__ __forceinline__ int offset(int line, int chunk) {
@@ -175,8 +180,9 @@ struct ElementLoader {
   }
 };
 
-// Four matrices of eight rows and eight of k, as multiply_numbers takes them: of the rows from `first_row` on and of
-// those eight further on. If kRowsFirst, words 0 and 1 differ in their rows, otherwise in their k.
+// Loads four matrices of eight rows by eight of k, as multiply_numbers takes them. Together they are 16 rows from
+// `first_row` on by 16 of k from `first_k` on. If kRowsFirst, words 0 and 1 are from different rows (for a). Otherwise
+// they are from different k (for b).
 template <class Loader, bool kRowsFirst>
 __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char* tile, int first_row, int first_k) {
   const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -190,7 +196,7 @@ __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char*
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// What a warp multiplies at once, in registers.
+// The numbers of a and b that a warp multiplies at once: kK of k, in registers.
 template <class Of, class LoadA, class LoadB>
 struct Slice {
   static constexpr int kK = 16;
@@ -217,7 +223,8 @@ struct Slice {
   }
 };
 
-// k is divided into splits of k_of_split. Each split has results of its own, as if it were a further set of batches.
+// k is divided into splits of length k_of_split. Each split has sums of its own. Split s of batch b stores them as
+// batch s * matmul.batch + b of `out`.
 template <class T, class Of, class LoadA, class LoadB>
 __global__ void __launch_bounds__(kThreads, Of::kBlocks)
     tiled_kernel(const Matmul matmul, const int64_t tiles, const int64_t k_of_split) {
@@ -249,13 +256,14 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
     fetch(step, stage);
     store(stage);
   }
-  // While tensor cores multiply a slice of a stage, the next is loaded from shared memory. Before the last slice, which
-  // is then in everyone's registers, comes the barrier: behind it everyone's part of the next stage is there, and this
-  // one may be filled again.
+  // While tensor cores multiply a slice of a stage, the next slice is loaded from shared memory. The barrier comes
+  // before the last slice of a stage is multiplied, when every warp has that slice in registers. After the barrier the
+  // next stage is complete, and this stage may be filled again.
   using Numbers = Slice<Of, LoadA, LoadB>;
   static_assert(kTileK == 2 * Numbers::kK);
-  // The next slice is fetched ahead also from one stage to the next, if there are registers for it. Otherwise all eight
-  // warps wait at the beginning of a stage; a second block of the multiprocessor can work meanwhile.
+  // If a multiprocessor holds only one block, there are registers to load the first slice of the next stage ahead, too.
+  // Otherwise all eight warps wait for it at the beginning of a stage. Meanwhile a second block of the multiprocessor
+  // can work.
   constexpr bool kAhead = Of::kBlocks == 1;
   Numbers first, second;
   float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
@@ -289,9 +297,9 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
       });
       return;
     }
-    // Where rows of results are not aligned, a warp stores a whole row of the tile, neighbouring lanes neighbouring
-    // columns. If each thread stored its own eight columns one by one, this would take as long as the products of k =
-    // 4096.
+    // If rows of results are not aligned, a warp stores a whole row of the tile: neighbouring lanes store neighbouring
+    // columns. If instead each thread stored its own eight columns one by one, the stores would take as long as the
+    // arithmetic of a product with k = 4096.
     constexpr int kEach = Of::kN / 32;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < Results::kRows; row += kThreads / 32) {
@@ -310,7 +318,7 @@ constexpr int kPlainTile = 64;
 constexpr int kPlainK = 16;
 constexpr int kPlainStride = kPlainTile + 4;  // floats
 
-// Four rows and four columns a thread: for bf16 on sm_75.
+// For bf16 on sm_75, where tensor cores do not take bf16. A thread computes four rows and four columns.
 __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, const int64_t tiles) {
   using T = __nv_bfloat16;
   float* const a_tile = reinterpret_cast<float*>(shared_memory());  // [kPlainK, kPlainStride]
@@ -336,7 +344,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, co
     load(operand_a(matmul, batch), a_tile, at.m, k);
     load(operand_b(matmul, batch), b_tile, at.n, k);
     barrier();
-    float part[4][4] = {};  // summed up apart, which keeps rounding errors small
+    float part[4][4] = {};  // a sum of its own for each kPlainK of k keeps rounding errors small
 #pragma unroll
     for (int i = 0; i < kPlainK; ++i) {
       const float4 a = *reinterpret_cast<const float4*>(a_tile + i * kPlainStride + m);
@@ -370,8 +378,8 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, co
 
 int64_t tiles_of(const Matmul& matmul, int m, int n) { return (matmul.m + m - 1) / m * ((matmul.n + n - 1) / n); }
 
-// The stride of a dimension of one element, or of none, is never used. It becomes 0, which is a multiple of any
-// alignment.
+// If a dimension has at most one element, its stride is never used. Such a stride becomes 0, which is a multiple of any
+// alignment. If k is 0, nothing of a and b is read, and all of their strides become 0.
 Matmul normalized(Matmul matmul) {
   const auto normalize = [](int64_t size, int64_t& stride) {
     if (size <= 1) stride = 0;
@@ -387,17 +395,17 @@ Matmul normalized(Matmul matmul) {
   return matmul;
 }
 
-// The architecture that this file was compiled for. The first call loads a kernel, which a graph capture may not do.
-// Every product calls it, also those that do not need the answer, so that a product before the capture loads the
+// The architecture that this file was compiled for. The first call loads a kernel, which fails during a graph capture.
+// Every product calls this function, even if it does not need the answer. So any product before the capture loads the
 // kernel.
 int compiled_for_sm() {
   return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
 }
 
-// How an operand can be loaded.
+// How an operand can be loaded: 16 bytes at a time along k, or across k (along its rows), or in neither way.
 enum Layout { kAlong, kAcross, kNeither };
 
-// `bytes`: from the first number to the end of the storage, in which the last copy of 16 bytes must end.
+// `bytes`: from the first number to the end of the storage. A copy of 16 bytes must not go beyond that end.
 Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int64_t last_batch, int64_t row_stride,
                  int64_t k_stride, int64_t batch_stride) {
   const auto ends_with_a_chunk = [&](int64_t size, int64_t lines, int64_t stride) {
@@ -411,13 +419,13 @@ Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int6
 
 enum Size { kLarge, kMedium, kSmall };
 
-// How tiled_kernel does a product: with the size of tiles and the splits whose estimated time is least. The time is in
-// eighths of a cycle, and counts as many tiles for each multiprocessor as the busiest one has. Of two equal times the
-// larger tile is taken, which moves less of shared memory and of L2: 4096^3 is such a tie on 108 and on 132
-// multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
+// How tiled_kernel computes a product: the size of tiles and the number of splits with the least estimated time. The
+// time is in eighths of a cycle. It is the time of a tile, times the number of tiles of the busiest multiprocessor. If
+// two times are equal, the larger tile is taken, because it moves fewer bytes of shared memory and of L2. 4096^3 is
+// such a tie on 108 and on 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
 struct Tiled {
-  static constexpr int64_t kFoldTime = 8 * 4000;  // for launching fold_kernel
-  static constexpr int kBytesACycle = 32;         // of a multiprocessor to L2 or from it
+  static constexpr int64_t kFoldTime = 8 * 4000;  // 4000 cycles to launch fold_kernel
+  static constexpr int kBytesACycle = 32;         // bytes that a multiprocessor moves to or from L2
 
   Layout a, b;
   Size size;
@@ -490,7 +498,7 @@ void launch_on_tensor_cores(const Matmul& matmul, const Tiled& how, Stream strea
   }
 }
 
-// The product without what follows it, for launch_fold.
+// The product alone, as fp32 sums in `partials`. launch_fold then applies alpha, input and activation.
 Matmul partial(Matmul matmul, float* partials) {
   matmul.out = partials;
   matmul.out_dtype = kFloat;
