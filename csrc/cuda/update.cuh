@@ -174,13 +174,14 @@ struct Straddling {
   int shift;  // in bits
 
   __device__ __forceinline__ void load(const T* p, Margin margin) {
-    const int here = phase(p), next = kPack - here;  // how many elements of the pack are in `high`, and in `low`
-    shift = here * 16;
-    const auto* const words = reinterpret_cast<const uint64_t*>(p - here);
+    const int in_high = phase(p),
+              in_low = kPack - in_high;  // how many elements of the pack are in `high`, and in `low`
+    shift = in_high * 16;
+    const auto* const words = reinterpret_cast<const uint64_t*>(p - in_high);
     assume_global(words);
     assume_global(words + 1);
-    low = margin.before >= here ? words[0] : bits(p, next) << shift;
-    high = here == 0 ? 0 : margin.after >= next ? words[1] : bits(p + next, here);
+    low = margin.before >= in_high ? words[0] : bits(p, in_low) << shift;
+    high = in_high == 0 ? 0 : margin.after >= in_low ? words[1] : bits(p + in_low, in_high);
   }
 
   __device__ __forceinline__ Vector<T, kPack> get() const {
