@@ -85,12 +85,12 @@ template <class T, int kPack>
 __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& division, float factor, bool write) {
   // A half pack lies next to a pack, so it is aligned to 8 bytes. A tensor that ends before its first pack begins has
   // no half packs.
-  const int last = division.first + division.packs * kPack, behind = division.others - division.lead;
-  const int half_head = division.lead == division.first ? division.lead & 4 : 0, half_tail = behind & 4;
+  const int packs_end = division.first + division.packs * kPack, tail = division.others - division.lead;
+  const int half_head = division.lead == division.first ? division.lead & 4 : 0, half_tail = tail & 4;
   const int head = division.lead - half_head, others = division.others - half_head - half_tail;
   double sum = 0.0;
   if (const int k = (threadIdx.x + 32) % kThreads; k < others) {
-    T* const at = grad + (k < head ? k : k - head + last + half_tail);
+    T* const at = grad + (k < head ? k : k - head + packs_end + half_tail);
     const T x = *at;
     sum = square(x);
     if (write) *at = from_float<T>(to_float(x) * factor);
@@ -98,7 +98,7 @@ __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& divi
   if constexpr (kPack == 8) {
     const int k = (threadIdx.x + 64) % kThreads;
     if (k == 0 ? half_head > 0 : k == 1 && half_tail > 0) {
-      T* const at = grad + (k == 0 ? division.first - 4 : last);
+      T* const at = grad + (k == 0 ? division.first - 4 : packs_end);
       sum = take(load_wide<4>(at).unpacked(), at, factor, write);
     }
   }
