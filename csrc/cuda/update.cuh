@@ -174,8 +174,7 @@ struct Straddling {
   int shift;  // in bits
 
   __device__ __forceinline__ void load(const T* p, Margin margin) {
-    const int in_high = phase(p),
-              in_low = kPack - in_high;  // how many elements of the pack are in `high`, and in `low`
+    const int in_high = phase(p), in_low = kPack - in_high;  // elements of the pack in each of the two words
     shift = in_high * 16;
     const auto* const words = reinterpret_cast<const uint64_t*>(p - in_high);
     assume_global(words);
