@@ -197,42 +197,42 @@ __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char*
 // ------------------------------------------------------------------------------------------ tiles
 
 // The numbers of a and b that a warp multiplies at once: kK of k, in registers.
-template <class Of, class LoadA, class LoadB>
+template <class Tile, class LoadA, class LoadB>
 struct Slice {
   static constexpr int kK = 16;
 
-  uint32_t a[Of::kRowTiles][4], b[Of::kColumnTiles / 2][4];
+  uint32_t a[Tile::kRowTiles][4], b[Tile::kColumnTiles / 2][4];
 
   __device__ __forceinline__ void load(const char* stage, int k) {
     const int warp = threadIdx.x / 32, down = warp / kWarpsAcross, across = warp % kWarpsAcross;
 #pragma unroll
-    for (int i = 0; i < Of::kRowTiles; ++i)
-      load_fragments<LoadA, true>(a[i], stage, (down * Of::kRowTiles + i) * 16, k);
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+      load_fragments<LoadA, true>(a[i], stage, (down * Tile::kRowTiles + i) * 16, k);
 #pragma unroll
-    for (int j = 0; j < Of::kColumnTiles / 2; ++j)
-      load_fragments<LoadB, false>(b[j], stage + Of::kM * kTileBytes, (across * Of::kColumnTiles / 2 + j) * 16, k);
+    for (int j = 0; j < Tile::kColumnTiles / 2; ++j)
+      load_fragments<LoadB, false>(b[j], stage + Tile::kM * kTileBytes, (across * Tile::kColumnTiles / 2 + j) * 16, k);
   }
 
   template <class T>
-  __device__ __forceinline__ void multiply(float (&sum)[Of::kRowTiles][Of::kColumnTiles][4]) const {
+  __device__ __forceinline__ void multiply(float (&sum)[Tile::kRowTiles][Tile::kColumnTiles][4]) const {
 #pragma unroll
-    for (int i = 0; i < Of::kRowTiles; ++i)
+    for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < Of::kColumnTiles; ++j)
+      for (int j = 0; j < Tile::kColumnTiles; ++j)
         multiply_numbers<T>(sum[i][j], a[i], {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
   }
 };
 
 // k is divided into splits of length k_of_split. Each split has sums of its own. Split s of batch b stores them as
 // batch s * matmul.batch + b of `out`.
-template <class T, class Of, class LoadA, class LoadB>
-__global__ void __launch_bounds__(kThreads, Of::kBlocks)
+template <class T, class Tile, class LoadA, class LoadB>
+__global__ void __launch_bounds__(kThreads, Tile::kBlocks)
     tiled_kernel(const Matmul matmul, const int64_t tiles, const int64_t k_of_split) {
   char* const shared = shared_memory();
   const int64_t result = blockIdx.x / tiles, batch = result % matmul.batch;
   const int64_t first_k = result / matmul.batch * k_of_split;
   const int64_t k = matmul.k - first_k < k_of_split ? matmul.k - first_k : k_of_split;
-  const TilePosition at = TilePosition::of<Of::kM, Of::kN>(matmul.m, matmul.n, blockIdx.x % tiles);
+  const TilePosition at = TilePosition::of<Tile::kM, Tile::kN>(matmul.m, matmul.n, blockIdx.x % tiles);
   const int steps = static_cast<int>((k + kTileK - 1) / kTileK);
   const int last_k = static_cast<int>(k - (steps - 1) * int64_t{kTileK});
   LoadA load_a(operand_a(matmul, batch).part(first_k, k), at.m);
@@ -240,34 +240,34 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
   const auto fetch = [&](int step, char* stage) {
     const int left = step < steps - 1 ? kTileK : step == steps - 1 ? last_k : 0;
     load_a.fetch(stage, left);
-    load_b.fetch(stage + Of::kM * kTileBytes, left);
+    load_b.fetch(stage + Tile::kM * kTileBytes, left);
     commit_copies();
   };
   const auto store = [&](char* stage) {
     load_a.store(stage);
-    load_b.store(stage + Of::kM * kTileBytes);
+    load_b.store(stage + Tile::kM * kTileBytes);
   };
   const auto stage_after = [&](char* stage) {
-    return stage == shared + (Of::kStages - 1) * Of::kStageBytes ? shared : stage + Of::kStageBytes;
+    return stage == shared + (Tile::kStages - 1) * Tile::kStageBytes ? shared : stage + Tile::kStageBytes;
   };
   char* stage = shared;
 #pragma unroll 1
-  for (int step = 0; step < Of::kStages; ++step, stage = stage_after(stage)) {
+  for (int step = 0; step < Tile::kStages; ++step, stage = stage_after(stage)) {
     fetch(step, stage);
     store(stage);
   }
   // While tensor cores multiply a slice of a stage, the next slice is loaded from shared memory. The barrier comes
   // before the last slice of a stage is multiplied, when every warp has that slice in registers. After the barrier the
   // next stage is complete, and this stage may be filled again.
-  using Numbers = Slice<Of, LoadA, LoadB>;
+  using Numbers = Slice<Tile, LoadA, LoadB>;
   static_assert(kTileK == 2 * Numbers::kK);
   // If a multiprocessor holds only one block, there are registers to load the first slice of the next stage ahead, too.
   // Otherwise all eight warps wait for it at the beginning of a stage. Meanwhile a second block of the multiprocessor
   // can work.
-  constexpr bool kAhead = Of::kBlocks == 1;
+  constexpr bool kAhead = Tile::kBlocks == 1;
   Numbers first, second;
-  float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
-  wait_copies<Of::kStages - 1>();
+  float sum[Tile::kRowTiles][Tile::kColumnTiles][4] = {};
+  wait_copies<Tile::kStages - 1>();
   barrier();
   if constexpr (kAhead) first.load(stage, 0);
 #pragma unroll 1
@@ -277,10 +277,10 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
     first.template multiply<T>(sum);
     char* const done = stage;
     stage = stage_after(stage);
-    wait_copies<Of::kStages - 2>();
+    wait_copies<Tile::kStages - 2>();
     barrier();
     if constexpr (kAhead) first.load(stage, 0);
-    fetch(step + Of::kStages, done);
+    fetch(step + Tile::kStages, done);
     second.template multiply<T>(sum);
     store(done);
   }
@@ -289,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
   const int in_16_bytes = matmul.out_dtype == kFloat ? 4 : 8;
   const bool wide = is_aligned16(matmul.out) && is_aligned16(matmul.pre) && matmul.out_strides[0] % in_16_bytes == 0 &&
                     matmul.out_strides[1] % in_16_bytes == 0;
-  using Results = ResultTile<Of::kM, Of::kN>;
+  using Results = ResultTile<Tile::kM, Tile::kN>;
   Results::for_halves(shared, sum, [&](int first_row, const float* results) {
     if (wide) {
       Results::template for_each_of<8>(first_row, results, [&](int row, int column, const Vector<float, 8>& sums) {
@@ -300,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
     // If rows of results are not aligned, a warp stores a whole row of the tile: neighbouring lanes store neighbouring
     // columns. If instead each thread stored its own eight columns one by one, the stores would take as long as the
     // arithmetic of a product with k = 4096.
-    constexpr int kEach = Of::kN / 32;
+    constexpr int kEach = Tile::kN / 32;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < Results::kRows; row += kThreads / 32) {
       const int column = threadIdx.x % 32;
@@ -446,15 +446,15 @@ struct Tiled {
   bool is_wide() const { return a != kNeither && b != kNeither; }
 
  private:
-  template <class Of>
+  template <class Tile>
   void consider(Size its_size, const Matmul& matmul, int64_t multiprocessors) {
-    const int64_t tiles = matmul.batch * tiles_of(matmul, Of::kM, Of::kN);
-    for (int resident = 0; resident <= Of::kBlocks; ++resident) {
+    const int64_t tiles = matmul.batch * tiles_of(matmul, Tile::kM, Tile::kN);
+    for (int resident = 0; resident <= Tile::kBlocks; ++resident) {
       const int64_t wanted = splits_of(matmul, resident * multiprocessors / tiles);
       const int64_t ks = ((matmul.k + wanted - 1) / wanted + kTileK - 1) / kTileK * kTileK;
       const int64_t its_splits = wanted == 1 ? 1 : (matmul.k + ks - 1) / ks;
-      int64_t of_tile = Of::kCycles * ks;
-      if (its_splits > 1) of_tile += 8 * 2 * Of::kM * Of::kN * static_cast<int>(sizeof(float)) / kBytesACycle;
+      int64_t of_tile = Tile::kCycles * ks;
+      if (its_splits > 1) of_tile += 8 * 2 * Tile::kM * Tile::kN * static_cast<int>(sizeof(float)) / kBytesACycle;
       const int64_t its_time =
           (tiles * its_splits + multiprocessors - 1) / multiprocessors * of_tile + (its_splits > 1 ? kFoldTime : 0);
       if (its_time >= time) continue;
@@ -466,19 +466,19 @@ struct Tiled {
   }
 };
 
-template <class T, class Of, class LoadA, class LoadB>
+template <class T, class Tile, class LoadA, class LoadB>
 void launch_tiled(const Matmul& matmul, const Tiled& how, Stream stream) {
-  const int64_t tiles = tiles_of(matmul, Of::kM, Of::kN);
-  launch(tiled_kernel<T, Of, LoadA, LoadB>, blocks(how.splits * matmul.batch * tiles), kThreads, Of::kSharedBytes,
+  const int64_t tiles = tiles_of(matmul, Tile::kM, Tile::kN);
+  launch(tiled_kernel<T, Tile, LoadA, LoadB>, blocks(how.splits * matmul.batch * tiles), kThreads, Tile::kSharedBytes,
          stream, matmul, tiles, how.k_of_split);
 }
 
-template <class T, class Of>
+template <class T, class Tile>
 void launch_wide(const Matmul& matmul, const Tiled& how, Stream stream) {
   const auto with_a = [&](auto a) {
-    using LoadA = WideLoader<Of::kM, decltype(a)::value>;
-    if (how.b == kAcross) return launch_tiled<T, Of, LoadA, WideLoader<Of::kN, true>>(matmul, how, stream);
-    launch_tiled<T, Of, LoadA, WideLoader<Of::kN, false>>(matmul, how, stream);
+    using LoadA = WideLoader<Tile::kM, decltype(a)::value>;
+    if (how.b == kAcross) return launch_tiled<T, Tile, LoadA, WideLoader<Tile::kN, true>>(matmul, how, stream);
+    launch_tiled<T, Tile, LoadA, WideLoader<Tile::kN, false>>(matmul, how, stream);
   };
   if (how.a == kAcross) return with_a(std::true_type());
   with_a(std::false_type());
