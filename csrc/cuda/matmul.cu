@@ -408,13 +408,13 @@ enum Layout { kAlong, kAcross, kNeither };
 // `bytes`: from the first number to the end of the storage. A copy of 16 bytes must not go beyond that end.
 Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int64_t last_batch, int64_t row_stride,
                  int64_t k_stride, int64_t batch_stride) {
-  const auto ends_with_a_chunk = [&](int64_t size, int64_t lines, int64_t stride) {
+  const auto last_copy_fits = [&](int64_t size, int64_t lines, int64_t stride) {
     const int64_t last = last_batch * batch_stride + (lines - 1) * stride;
     return size % 8 == 0 || (copies_parts(compiled_for_sm()) && (last + (size + 7) / 8 * 8) * 2 <= bytes);
   };
-  if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && ends_with_a_chunk(k, rows, row_stride)) return kAlong;
+  if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && last_copy_fits(k, rows, row_stride)) return kAlong;
   const bool is_across = is_wide(first, rows, row_stride, {batch_stride, k_stride});
-  return is_across && ends_with_a_chunk(rows, k, k_stride) ? kAcross : kNeither;
+  return is_across && last_copy_fits(rows, k, k_stride) ? kAcross : kNeither;
 }
 
 enum Size { kLarge, kMedium, kSmall };
