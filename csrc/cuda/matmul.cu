@@ -453,10 +453,10 @@ struct Tiled {
       const int64_t wanted = splits_of(matmul, resident * multiprocessors / tiles);
       const int64_t ks = ((matmul.k + wanted - 1) / wanted + kTileK - 1) / kTileK * kTileK;
       const int64_t its_splits = wanted == 1 ? 1 : (matmul.k + ks - 1) / ks;
-      int64_t of_tile = Tile::kCycles * ks;
-      if (its_splits > 1) of_tile += 8 * 2 * Tile::kM * Tile::kN * static_cast<int>(sizeof(float)) / kBytesACycle;
+      int64_t tile_time = Tile::kCycles * ks;
+      if (its_splits > 1) tile_time += 8 * 2 * Tile::kM * Tile::kN * static_cast<int>(sizeof(float)) / kBytesACycle;
       const int64_t its_time =
-          (tiles * its_splits + multiprocessors - 1) / multiprocessors * of_tile + (its_splits > 1 ? kFoldTime : 0);
+          (tiles * its_splits + multiprocessors - 1) / multiprocessors * tile_time + (its_splits > 1 ? kFoldTime : 0);
       if (its_time >= time) continue;
       size = its_size;
       splits = its_splits;
