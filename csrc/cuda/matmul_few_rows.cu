@@ -159,9 +159,9 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t first_n = blockIdx.x % column_blocks * Way::kColumns;
   const int64_t split = blockIdx.x / column_blocks % splits, batch = blockIdx.x / column_blocks / splits;
   const int64_t end = (split + 1) * k_of_split < matmul.k ? (split + 1) * k_of_split : matmul.k;
-  const int64_t of_thread = lane % 4 * Way::kANumbers;
+  const int64_t thread_k = lane % 4 * Way::kANumbers;
   int64_t k = split * k_of_split + warp * Way::kK;
-  Reader<T, Way, kWide> reader(matmul, batch, first_n, k + of_thread);
+  Reader<T, Way, kWide> reader(matmul, batch, first_n, k + thread_k);
   float sum[Way::kTiles][4] = {};
   uint32_t a_words[kEach][2][Way::kANumbers / 2];
   Packed<T, 8> b_packs[kEach][4];
@@ -177,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       k += kEach * kStep;
     } else {
       const bool has_words = reader.template has_words<1>(a_span, b_span);
-      reader.template read<true>(end - k - of_thread, has_words, a_words[0], b_packs[0]);
+      reader.template read<true>(end - k - thread_k, has_words, a_words[0], b_packs[0]);
       multiply<T>(sum, a_words[0], b_packs[0]);
       k += kStep;
     }
@@ -192,8 +192,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int m = i / Way::kColumns, column = i % Way::kColumns;
     const int64_t n = first_n + column;
     if (m >= matmul.m || n >= matmul.n) continue;
-    const int tile = kAlongK ? column / 8 : column % 8, of_tile = kAlongK ? column % 8 : column / 8;
-    const int value = tile * 4 + m / 8 * 2 + of_tile % 2, from = m % 8 * 4 + of_tile / 2;
+    const int tile = kAlongK ? column / 8 : column % 8, in_tile = kAlongK ? column % 8 : column / 8;
+    const int value = tile * 4 + m / 8 * 2 + in_tile % 2, from = m % 8 * 4 + in_tile / 2;
     float total[1] = {};
     for (int w = 0; w < kWarps; ++w) total[0] += shared[(w * kValues + value) * 32 + from];
     if (splits == 1) {
