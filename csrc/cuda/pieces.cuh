@@ -22,12 +22,12 @@ struct Pieces {
     int64_t least = INT64_MAX;
     for (int waves = 1; waves <= 8; ++waves) {
       const int64_t wanted = std::min(std::max<int64_t>(1, waves * resident / bands), steps_of_band);
-      const int64_t of_piece = (steps_of_band + wanted - 1) / wanted,
-                    pieces = (steps_of_band + of_piece - 1) / of_piece;
-      const int64_t time = (bands * pieces + resident - 1) / resident * (of_piece + in_flight);
+      const int64_t piece_steps = (steps_of_band + wanted - 1) / wanted,
+                    pieces = (steps_of_band + piece_steps - 1) / piece_steps;
+      const int64_t time = (bands * pieces + resident - 1) / resident * (piece_steps + in_flight);
       if (time >= least) continue;
       least = time;
-      steps = of_piece;
+      steps = piece_steps;
       count = pieces;
     }
   }
