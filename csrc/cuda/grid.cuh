@@ -170,7 +170,9 @@ __device__ __forceinline__ Vector<float, N> floats(const Vector<T, N>& elements)
 // Returns `count` as the size of a grid. Throws if CUDA does not take that many blocks: a truncated count would launch
 // only a part of them.
 inline unsigned blocks(int64_t count) {
-  if (count > INT32_MAX) throw std::invalid_argument("amp_kernels: " + std::to_string(count) + " blocks are too many");
+  if (count > INT32_MAX)
+    throw std::invalid_argument("amp_kernels: a launch must have at most 2^31 - 1 blocks, got " +
+                                std::to_string(count));
   return static_cast<unsigned>(count);
 }
 

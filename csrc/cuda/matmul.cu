@@ -100,7 +100,7 @@ struct WideLoader {
   }
 
   __device__ WideLoader(const Operand& operand, int64_t first_row) {
-    static_assert(kLines % 8 == 0, "the chunks of a thread's lines are in the same place");
+    static_assert(kLines % 8 == 0, "all lines of a thread must have their chunks in the same order");
     const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int64_t stride = kAcross ? operand.k_stride : operand.row_stride;
     next = reinterpret_cast<uintptr_t>(operand.first) + (kAcross ? first_row * 2 : first_row * stride) + line * stride +

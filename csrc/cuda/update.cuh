@@ -397,12 +397,11 @@ template <class Formula, class P, class M, class G, class F>
 void with_states(int states, const F& f) {
   constexpr int kRequired = (1 << Formula::kRequired) - 1;
   if ((states & kRequired) != kRequired)
-    throw std::invalid_argument(std::string("amp_kernels: ") + Formula::kName +
-                                " lacks a state that it cannot do without");
+    throw std::invalid_argument(std::string("amp_kernels: ") + Formula::kName + " lacks a state that it requires");
   if constexpr (Formula::kRequired < Formula::kStates)
     if (states == kRequired) return f(Variant<Formula, Formula::kRequired, P, M, G>{});
   if constexpr (kJoinsGrad<P, M>)
-    throw std::invalid_argument("amp_kernels: an average has no state");
+    throw std::invalid_argument("amp_kernels: an average must have no states");
   else
     f(Variant<Formula, Formula::kStates, P, M, G>{});
 }
