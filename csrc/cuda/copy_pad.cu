@@ -2,18 +2,21 @@
 //   out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 after the last column)
 //   bias_grad[c] = sum over r of out[r, c] before rounding
 //
+// `derivative` is the derivative of an activation, and `pre` is its argument. For relu, `pre` is the result.
+//
 // Bytes per element: 2 read (4 with `pre`), 2 written.
 //
-// A block takes a tile: `across` packs of 8 columns, and `rows` rows. A thread takes one pack in every (kThreads /
-// across)-th row, and loads four rows at a time (two with an activation, half as many where x is not aligned):
+// A block copies a tile of `across` packs by `rows` rows. A pack is 8 columns. A thread copies one pack in every
+// (kThreads / across)-th row. It loads four rows at a time, or two with an activation. If x or `pre` cannot be read, or
+// `out` written, in aligned words of 16 bytes, it loads half as many:
 //
 //           pack 0          pack 1     ..   pack across - 1
 //   row 0 | thread 0      | thread 1 | .. | thread across - 1 |
 //   row 1 | thread across | ..                                |
 //   ...
 //
-// Sums of columns are added in a fixed order: in each thread, then in shared memory (partials of the tile), then in
-// fold_kernel.
+// The sums of columns (bias_grad) are added in a fixed order, so that another run gives the same bits: in each thread,
+// then in shared memory (the partials, one for each column of the tile), then in fold_kernel.
 #include "../formulas/activation.h"
 #include "grid.cuh"
 #include "pieces.cuh"
@@ -22,16 +25,17 @@
 namespace amp_kernels::cuda {
 namespace {
 
-constexpr int kPack = 8;  // numbers of a 16-byte store
-constexpr int kMostAcross = 32;
-constexpr int kMostRows = 4;  // that a thread loads at a time: 64 bytes, 48 KB on a multiprocessor
-constexpr int kResident = 3;  // blocks on a multiprocessor, for which a thread may have 80 registers
+constexpr int kPack = 8;         // columns: 16-bit numbers in one 16-byte store
+constexpr int kMostAcross = 32;  // packs across a tile, at most
+constexpr int kMostRows = 4;     // rows that a thread loads at a time, at most: 64 bytes, 48 KB on a multiprocessor
+constexpr int kResident = 3;     // blocks on a multiprocessor; with three, a thread may have 80 registers
 
-// The size and the number of tiles.
+// The size and the number of tiles. `rows` counts the rows of a tile. They are fewer than 2^31, since otherwise x would
+// not fit in memory.
 struct Grid {
-  int across;
-  int64_t column_tiles, row_tiles, rows;  // rows: of a tile; fewer than 2^31, or x would not fit in memory
-  int64_t x_step, pre_step, out_step;     // from a thread's row to its next row
+  int across;  // packs
+  int64_t column_tiles, row_tiles, rows;
+  int64_t x_step, pre_step, out_step;  // elements from one row of a thread to its next row
 
   explicit Grid(const CopyPad& pass) {
     const int64_t packs = pass.pitch / kPack;
@@ -53,10 +57,10 @@ struct Grid {
 template <class T>
 struct Reader {
   const T* next;
-  int columns;            // how many columns of the pack exist
-  bool can_read_aligned;  // false if columns are not neighbours, or an aligned 16-byte read would leave x
+  int columns;            // columns of the pack that the tensor has: fewer than 8 in the last pack, or none
+  bool can_read_aligned;  // false if columns are not neighbours, or an aligned 16-byte read would leave the tensor
 
-  // From `row` on, before `end`.
+  // Starts at `row`. All rows that it reads are before `end`.
   __device__ Reader(const void* x, const Span& span, const int64_t (&strides)[2], int64_t row, int64_t end,
                     int64_t column, int64_t columns_of_x)
       : next(static_cast<const T*>(x)) {
@@ -66,7 +70,8 @@ struct Reader {
     can_read_aligned = strides[1] == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + columns);
   }
 
-  // Starts the loads of N rows `step` apart, of which the first `left` exist. Shifted::first(columns) waits for them.
+  // Starts the loads of N packs, one in each of N rows that are `step` elements apart. Only the first `left` rows
+  // exist; the packs of the others are 0. Shifted::first(columns) waits for a load.
   template <bool kAligned, int N>
   __device__ __forceinline__ void load(int left, int64_t step, int64_t stride, Shifted<T> (&packs)[N]) {
 #pragma unroll
@@ -80,7 +85,8 @@ struct Reader {
   }
 };
 
-// Adds the threads' sums of the tile's 8 * across columns, in a fixed order.
+// Adds the sums of all threads for each of the tile's 8 * across columns, in a fixed order, and stores the results from
+// partials[first] on.
 __device__ __forceinline__ void store_sums(const float (&sums)[kPack], int across, int64_t first, int64_t columns,
                                            float* partials) {
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [kThreads / across, 8 * across]
@@ -106,7 +112,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     Reader<T> x(pass.x, x_span, pass.x_strides, begin, end, column, pass.columns);
     Reader<T> pre(pass.pre, pre_span, pass.pre_strides, begin, end, column, pass.columns);
     T* out = static_cast<T*>(pass.out) + begin * pass.pitch + column;
-    const int rows = static_cast<int>(((end - begin) * grid.across + kThreads - 1) / kThreads);  // of this thread
+    const int rows = static_cast<int>(((end - begin) * grid.across + kThreads - 1) / kThreads);  // rows of this thread
     const auto copy = [&](auto aligned) {
       constexpr int kRows = kMostRows / (kActivation == kIdentity ? 1 : 2) / (aligned ? 1 : 2);
 #pragma unroll 1
@@ -153,7 +159,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     store_sums(sums, grid.across, first_column * kPack, pass.columns, partials + row_tile * pass.columns);
 }
 
-// Adds the partials [row_tiles, columns] of tiles, 32 columns per block.
+// Adds the partials [row_tiles, columns] of all row tiles. A block adds 32 columns.
 __global__ void __launch_bounds__(kThreads)
     fold_kernel(const float* partials, int64_t row_tiles, int64_t columns, float* bias_grad) {
   constexpr int kWarps = kThreads / 32;

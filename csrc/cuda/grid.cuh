@@ -1,4 +1,5 @@
-// The launch over the chunks of a table (../table.h): the grid, how a block walks its chunks, how it divides a chunk.
+// The launch over the chunks of a table (../table.h): the size of the grid, how a block walks its chunks, and how it
+// divides a chunk among its threads.
 #pragma once
 
 #include <algorithm>
@@ -10,15 +11,17 @@ namespace amp_kernels::cuda {
 
 constexpr int kThreads = 256;
 
-// How many blocks of a kernel run at a time. Loads the kernel, which fails during a graph capture.
+// Returns how many blocks of a kernel run at a time on the device. This loads the kernel, which fails during a graph
+// capture.
 template <class Kernel>
 int64_t blocks_at_a_time(Kernel* kernel, size_t shared_bytes) {
   return static_cast<int64_t>(multiprocessor_count()) * resident_blocks(kernel, kThreads, shared_bytes);
 }
 
-// Block b takes the chunks b, b + gridDim.x, ... There are at most as many blocks as run at a time: a second wave would
-// leave a part of the multiprocessors idle. There are no more than the same number of rounds needs: if 264 blocks run
-// at a time, 396 chunks take two rounds, so 198 blocks take two chunks each. Of 264 blocks 132 would take only one.
+// Block b takes the chunks b, b + gridDim.x, ... There are at most as many blocks as run at a time, because a second
+// wave would leave a part of the multiprocessors idle. In one round each block takes one chunk. The grid is the
+// smallest one that does not need more rounds. For example, if 264 blocks run at a time, 396 chunks take two rounds.
+// Then 198 blocks take two chunks each. If the grid had 264 blocks, 132 of them would take only one chunk.
 template <class Kernel, class Pass>
 void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, Stream stream) {
   const int64_t chunks = std::max<int64_t>(1, pass.table.chunk_count), most = blocks_at_a_time(kernel, shared_bytes);
@@ -26,21 +29,22 @@ void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, S
   launch(kernel, static_cast<unsigned>((chunks + rounds - 1) / rounds), kThreads, shared_bytes, stream, pass);
 }
 
-// How the elements of a chunk are divided among threads. A pack is kPack neighbours, aligned to their size: one access
-// of a thread. Chunks are shifted to begin and end where packs do, so only the head and the tail of a tensor lie
-// outside of packs, each with fewer than kPack elements:
+// How the elements of a chunk are divided among threads. A pack is kPack neighbouring elements, aligned to their size,
+// which a thread accesses together. Chunks are shifted so that they begin and end where packs do. So only the head and
+// the tail of a tensor lie outside of packs, and each has fewer than kPack elements:
 //
 //   tensor:  | head | pack | pack | ... | pack | pack | ... | pack | tail |
 //            | chunk 0 ..................| chunk 1 ...................... |
 template <int kPack>
 struct Division {
-  int lead;   // elements before the packs: of the head
+  int lead;   // elements before the first pack: those of the head
   int first;  // the element at which the first pack begins
   int packs;
-  int others;  // elements outside of packs: of head and tail
+  int others;  // elements outside of packs: those of the head and the tail
 
-  // By the table the chunk begins at element `begin` of its tensor, from where the tensor has `rest` elements. `phase`:
-  // the position of that element in an aligned pack.
+  // `begin`: the element of the tensor at which the chunk begins according to the table. All positions here are counted
+  // from it. `rest`: how many elements the tensor has from there on. `phase`: the position of element `begin` in its
+  // aligned pack, 0 to kPack - 1.
   __device__ __forceinline__ Division(int64_t begin, int64_t rest, int64_t chunk_size, int phase)
       : first(-phase & (kPack - 1)) {
     const int64_t next = chunk_size + first;  // where the next chunk begins
@@ -54,26 +58,30 @@ struct Division {
   __device__ __forceinline__ int other(int k) const { return k < lead ? k : k - lead + first + packs * kPack; }
 };
 
-// The chunks of a block: every gridDim.x-th of a table, from the first or (kBackwards) from the last one on.
+// The chunks of a block: every gridDim.x-th chunk of a table, from the first chunk on. If kBackwards, the walk goes
+// from the last chunk back.
 //
-// Three loads depend on each other: a chunk's entry names its tensor, the tensor's column holds addresses, and these
-// lead to the elements. To hide their latency, a block loads ahead. The header of a chunk is its entry, the first kRows
-// rows of its column, and a count. The header of the current chunk lies in shared memory; meanwhile thread r loads word
-// r of the next one. With c, c + 1, c + 2 for the chunks of the block:
+// Three loads depend on each other: the entry of a chunk names its tensor, the tensor's column of the table holds
+// addresses, and the elements are at these addresses. To hide the latency, a block loads ahead. The header of a chunk
+// is the first kRows rows of the tensor's column, the entry, and a count. The header of the current chunk lies in
+// shared memory. Meanwhile thread r loads word r of the next header. Here c, c + 1, c + 2 are chunks that the block
+// takes one after the other:
 //
 //   while it works on c:   header of c + 1 -> registers (word_, count_);  tensor of c + 2 -> a register (tensor_)
 //   advance():             header of c + 1 -> shared memory
 //
-// Do not read word_, tensor_ or count_ before publish(), not even to widen a number: any use waits for the load.
+// Do not read word_, tensor_ or count_ before publish(), not even to convert one to a wider type: any use waits for the
+// load.
 template <int kRows, bool kBackwards>
 class ChunkWalk {
  public:
   static constexpr int kWords = kRows + 2;
 
-  // All threads of the block call it. `shared`: kWords words. `counts`: one for each chunk, or nullptr.
+  // All threads of the block call the constructor. `shared`: kWords words. `counts`: one for each chunk, or nullptr.
   //
-  // No kernel passes counts. They stay because without their load nvcc 13.0 loads 32 bytes, not 64, before it waits, in
-  // one of the three loops of unscale_kernel (tests/gpu_static/test_bytes_in_flight.py).
+  // Every kernel passes nullptr for `counts`. The parameter and its load stay because without them nvcc 13.0 makes one
+  // of the three loops of unscale_kernel worse: a thread then loads 32 bytes, not 64, before it waits
+  // (tests/gpu_static/test_bytes_in_flight.py).
   __device__ ChunkWalk(const Table& table, const int32_t* counts, int64_t* shared)
       : table_(table), counts_(counts), header_(shared), at_(static_cast<int>(blockIdx.x)) {
     if (!has_chunk()) return;
@@ -97,7 +105,7 @@ class ChunkWalk {
   __device__ int64_t begin() const { return (header_[kRows] >> 32) * table_.chunk_size; }
   __device__ int64_t rest() const { return row(kNumel) - begin(); }  // elements of the tensor from `begin` on
 
-  // The chunk in packs; `phase` is that of Division.
+  // Divides the chunk into packs. `phase` is the argument of Division.
   template <int kPack>
   __device__ Division<kPack> divide(int phase) const {
     return {begin(), rest(), table_.chunk_size, phase};
@@ -114,10 +122,11 @@ class ChunkWalk {
   __device__ int index_of(int at) const { return kBackwards ? static_cast<int>(table_.chunk_count) - 1 - at : at; }
   __device__ const int32_t* entry(int at) const { return table_.chunks + 2 * static_cast<int64_t>(index_of(at)); }
 
-  // Only threads that need a value load it. One that all threads load nvcc puts into a uniform register, and waits for.
+  // Only threads that need a value load it. If all threads loaded it, nvcc would put it into a uniform register and
+  // wait for it.
   __device__ bool fetches(int at) const { return threadIdx.x < kWords && at < table_.chunk_count; }
 
-  // Loads the tensor of a chunk.
+  // Loads the index of a chunk's tensor.
   __device__ void look_up(int at) {
     if (fetches(at)) tensor_ = entry(at)[0];
   }
@@ -133,7 +142,7 @@ class ChunkWalk {
     look_up(at + gridDim.x);
   }
 
-  // Writes the loaded header to shared memory, and loads the next one.
+  // Writes the loaded header to shared memory, and starts to load the next one.
   __device__ void publish() {
     if (threadIdx.x <= kRows) header_[threadIdx.x] = word_;
     if (threadIdx.x == kRows + 1) header_[kRows + 1] = count_;
@@ -158,13 +167,16 @@ __device__ __forceinline__ Vector<float, N> floats(const Vector<T, N>& elements)
   return values;
 }
 
-// `count` as the grid of a launch. Throws beyond what CUDA takes: truncated, it would do a part of the work.
+// Returns `count` as the size of a grid. Throws if CUDA does not take that many blocks: a truncated count would launch
+// only a part of them.
 inline unsigned blocks(int64_t count) {
-  if (count > INT32_MAX) throw std::invalid_argument("amp_kernels: " + std::to_string(count) + " blocks are too many");
+  if (count > INT32_MAX)
+    throw std::invalid_argument("amp_kernels: a launch must have at most 2^31 - 1 blocks, got " +
+                                std::to_string(count));
   return static_cast<unsigned>(count);
 }
 
-// Calls f with a zero of the type.
+// Calls f with a zero of the type that `dtype` stands for.
 template <class F>
 void with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -177,7 +189,7 @@ void with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-// Calls f with a zero of the type, which is fp16 or bf16.
+// The same for a dtype that is fp16 or bf16.
 template <class F>
 void with_16_bits(Dtype dtype, const F& f) {
   if (dtype == kHalf) return f(__half{});

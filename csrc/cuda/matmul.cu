@@ -1,8 +1,8 @@
-// Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input), sums in fp32, one
-// rounding. 2 m n k operations; a and b are read once for each tile that needs them.
+// Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input). Sums are fp32, and a
+// result is rounded once. 2 m n k operations. Each tile of `out` reads its rows of a and its columns of b once.
 //
-// A block computes one tile of `out`, step by step along k. A pipeline of asynchronous copies brings the steps to come
-// to shared memory while warps multiply the one that is there:
+// A block computes one tile of `out`, step by step along k. Asynchronous copies bring the next steps to shared memory,
+// while the warps multiply a step that is already there:
 //
 //               b: kTileK x kN                      memory --16 bytes a copy--> stage 0 | stage 1 | stage 2 ..
 //             +----------------+                    shared --ldmatrix--> fragments --mma.m16n8k16--> sums in registers
@@ -10,8 +10,8 @@
 //   kTileK    | w4  w5  w6  w7 |  half of the rows and a quarter of the columns
 //             +----------------+
 //
-// WideLoader copies 16 bytes at a time, along k or across it; ElementLoader takes operands of any strides, one number
-// at a time through registers.
+// WideLoader copies 16 bytes at a time, along k or across k (along m or n). ElementLoader takes operands with any
+// strides. It loads one number at a time, through registers.
 #include "matmul_results.cuh"
 #include "tiles.cuh"
 
@@ -21,20 +21,21 @@ namespace {
 constexpr int kTileK = 32;
 constexpr int kTileBytes = kTileK * 2;
 
-// A tile and how many of them are under way in a block. A warp has half of the rows and a quarter of the columns.
+// The size of a tile of `out`, how many steps fit in shared memory (kDepth stages), and how many blocks share a
+// multiprocessor (kResident, at most). A warp computes half of the rows and a quarter of the columns.
 template <int kRows, int kColumns, int kDepth, int kResident>
 struct Shape {
   static constexpr int kM = kRows, kN = kColumns, kStages = kDepth;
   static constexpr int kBlocks = kResident < kResidentBlocks ? kResident : kResidentBlocks;
-  static constexpr int kRowTiles = kM / kWarpsDown / 16, kColumnTiles = kN / kWarpsAcross / 8;  // of a warp
+  static constexpr int kRowTiles = kM / kWarpsDown / 16, kColumnTiles = kN / kWarpsAcross / 8;  // mma tiles of a warp
   static constexpr int kStageBytes = (kM + kN) * kTileBytes;
   static constexpr int kSharedBytes =
       kStages * kStageBytes > ResultTile<kM, kN>::kBytes ? kStages * kStageBytes : ResultTile<kM, kN>::kBytes;
   static_assert(kSharedBytes <= 99 * 1024);
 
-  // The time that a multiprocessor of sm_80 needs for 1 of k of a tile, in eighths of a cycle. It does 1024 products a
-  // cycle, and moves 128 bytes of shared memory: each operand is written once, and read in fragments of 16 rows by
-  // every warp that needs it. The longer of the two counts. By arithmetic, not measured.
+  // The time that a multiprocessor of sm_80 needs for a tile with k = 1, in eighths of a cycle. It does 1024 products a
+  // cycle. It moves 128 bytes of shared memory a cycle: each operand is written once, and read in fragments of 16 rows
+  // by every warp that needs it. kCycles is the longer of the two times. These times are calculated, not measured.
   static constexpr int kProductCycles = kM * kN / 128;
   static constexpr int kMemoryCycles = (kM + kN + kWarpsAcross * kM + kWarpsDown * kN) * 2 / 16;
   static constexpr int kCycles = kProductCycles > kMemoryCycles ? kProductCycles : kMemoryCycles;
@@ -46,13 +47,13 @@ using Small = Shape<64, 64, 4, 2>;
 
 // ---------------------------------------------------------------------------------------- operands
 
-// Rows over m or n, and k; strides in bytes.
+// One of a and b. Its rows are those of a (m), or the columns of b (n). Strides are in bytes.
 struct Operand {
   const char* first;
   int64_t rows, k;
   int64_t row_stride, k_stride;
 
-  // `count` of k from there on.
+  // The part from first_k on that is `count` long along k.
   __device__ __forceinline__ Operand part(int64_t first_k, int64_t count) const {
     return {first + first_k * k_stride, rows, count, row_stride, k_stride};
   }
@@ -73,30 +74,33 @@ __device__ __forceinline__ int clamp(Int value, int most) {
   return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
 }
 
-// A loader brings rows of an operand into a tile, kTileK of k with each call. A load has two parts: `fetch` starts it,
-// and `store`, after the arithmetic on an earlier tile, ends it. `left` of k are still to come; what lies outside of
-// the operand is 0 in the tile. Tiles are [rows, kTileK], or, where kAcross, [kTileK, rows].
+// A loader copies kRows rows of an operand into a tile in shared memory. Each load takes the next kTileK of k. `fetch`
+// starts a load; `store` ends it, after the arithmetic on an earlier tile. Only the first `left` of the kTileK exist.
+// What lies outside of the operand is 0 in the tile. A tile is [rows, kTileK], or [kTileK, rows] if kAcross.
 template <int kTileRows, bool kIsAcross>
 struct WideLoader {
   static constexpr int kRows = kTileRows;
   static constexpr bool kAcross = kIsAcross;
-  static constexpr int kChunks = (kAcross ? kRows : kTileK) / 8;  // of a line of the tile
-  static constexpr int kLines = kThreads / kChunks;               // in one go
+  static constexpr int kChunks = (kAcross ? kRows : kTileK) / 8;  // chunks of 16 bytes in a line of the tile
+  static constexpr int kLines = kThreads / kChunks;               // lines that the block copies at once
   static constexpr int kTimes = kRows * kTileBytes / 16 / kThreads;
 
-  uintptr_t next;  // an address, no pointer: if k is 0 the operand may be nullptr, to which nothing may be added
+  // The address to read next. It is an integer, because with k = 0 the operand may be nullptr, and C++ does not allow
+  // offsets from nullptr.
+  uintptr_t next;
   int64_t line_stride, step_stride;
-  int to;    // offset in the tile
-  int k;     // this thread's first k, counted in the tile
-  int rows;  // rows of the operand from this thread's first one on, at most kRows
+  int to;    // the offset of this thread's first chunk in the tile
+  int k;     // this thread's first k, counted from the beginning of the tile
+  int rows;  // how many rows the operand has from this thread's first row on; at most kRows
 
-  // Eight lines of one chunk are in different banks, for ldmatrix.
+  // The offset of a chunk in the tile. ldmatrix reads the same chunk of eight lines at once, so these chunks lie in
+  // different banks.
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return line * kChunks * 16 + (kAcross ? chunk ^ (line & 7) : MatrixSwizzle::at(line, chunk)) * 16;
   }
 
   __device__ WideLoader(const Operand& operand, int64_t first_row) {
-    static_assert(kLines % 8 == 0, "the chunks of a thread's lines are in the same place");
+    static_assert(kLines % 8 == 0, "all lines of a thread must have their chunks in the same order");
     const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int64_t stride = kAcross ? operand.k_stride : operand.row_stride;
     next = reinterpret_cast<uintptr_t>(operand.first) + (kAcross ? first_row * 2 : first_row * stride) + line * stride +
@@ -124,7 +128,8 @@ struct WideLoader {
   __device__ __forceinline__ void store(char*) {}
 };
 
-// Any strides. Neighbours in memory are neighbours in a warp.
+// For any strides. If rows are neighbours in memory, neighbouring lanes load neighbouring rows; otherwise they load
+// neighbouring k.
 template <int kTileRows>
 struct ElementLoader {
   static constexpr int kRows = kTileRows;
@@ -133,9 +138,9 @@ struct ElementLoader {
 
   uintptr_t next;  // address
   int64_t stride, step_stride;
-  int row, k;            // this thread's first number, counted in the tile
-  int row_step, k_step;  // from there to its next number
-  int rows;              // rows of the operand, at most kRows
+  int row, k;            // the place of this thread's first number in the tile
+  int row_step, k_step;  // from each of its numbers to its next one
+  int rows;              // how many rows the operand has from the tile's first row on; at most kRows
   uint16_t numbers[kTimes];
 
   static __device__ __forceinline__ int offset(int line, int chunk) {
@@ -175,8 +180,9 @@ struct ElementLoader {
   }
 };
 
-// Four matrices of eight rows and eight of k, as multiply_numbers takes them: of the rows from `first_row` on and of
-// those eight further on. If kRowsFirst, words 0 and 1 differ in their rows, otherwise in their k.
+// Loads four matrices of eight rows by eight of k, as multiply_numbers takes them. Together they are 16 rows from
+// `first_row` on by 16 of k from `first_k` on. If kRowsFirst, words 0 and 1 are from different rows (for a). Otherwise
+// they are from different k (for b).
 template <class Loader, bool kRowsFirst>
 __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char* tile, int first_row, int first_k) {
   const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -190,42 +196,43 @@ __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char*
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// What a warp multiplies at once, in registers.
-template <class Of, class LoadA, class LoadB>
+// The numbers of a and b that a warp multiplies at once: kK of k, in registers.
+template <class Tile, class LoadA, class LoadB>
 struct Slice {
   static constexpr int kK = 16;
 
-  uint32_t a[Of::kRowTiles][4], b[Of::kColumnTiles / 2][4];
+  uint32_t a[Tile::kRowTiles][4], b[Tile::kColumnTiles / 2][4];
 
   __device__ __forceinline__ void load(const char* stage, int k) {
     const int warp = threadIdx.x / 32, down = warp / kWarpsAcross, across = warp % kWarpsAcross;
 #pragma unroll
-    for (int i = 0; i < Of::kRowTiles; ++i)
-      load_fragments<LoadA, true>(a[i], stage, (down * Of::kRowTiles + i) * 16, k);
+    for (int i = 0; i < Tile::kRowTiles; ++i)
+      load_fragments<LoadA, true>(a[i], stage, (down * Tile::kRowTiles + i) * 16, k);
 #pragma unroll
-    for (int j = 0; j < Of::kColumnTiles / 2; ++j)
-      load_fragments<LoadB, false>(b[j], stage + Of::kM * kTileBytes, (across * Of::kColumnTiles / 2 + j) * 16, k);
+    for (int j = 0; j < Tile::kColumnTiles / 2; ++j)
+      load_fragments<LoadB, false>(b[j], stage + Tile::kM * kTileBytes, (across * Tile::kColumnTiles / 2 + j) * 16, k);
   }
 
   template <class T>
-  __device__ __forceinline__ void multiply(float (&sum)[Of::kRowTiles][Of::kColumnTiles][4]) const {
+  __device__ __forceinline__ void multiply(float (&sum)[Tile::kRowTiles][Tile::kColumnTiles][4]) const {
 #pragma unroll
-    for (int i = 0; i < Of::kRowTiles; ++i)
+    for (int i = 0; i < Tile::kRowTiles; ++i)
 #pragma unroll
-      for (int j = 0; j < Of::kColumnTiles; ++j)
+      for (int j = 0; j < Tile::kColumnTiles; ++j)
         multiply_numbers<T>(sum[i][j], a[i], {b[j / 2][j % 2 * 2], b[j / 2][j % 2 * 2 + 1]});
   }
 };
 
-// k is divided into splits of k_of_split. Each split has results of its own, as if it were a further set of batches.
-template <class T, class Of, class LoadA, class LoadB>
-__global__ void __launch_bounds__(kThreads, Of::kBlocks)
+// k is divided into splits of length k_of_split. Each split has sums of its own. Split s of batch b stores them as
+// batch s * matmul.batch + b of `out`.
+template <class T, class Tile, class LoadA, class LoadB>
+__global__ void __launch_bounds__(kThreads, Tile::kBlocks)
     tiled_kernel(const Matmul matmul, const int64_t tiles, const int64_t k_of_split) {
   char* const shared = shared_memory();
   const int64_t result = blockIdx.x / tiles, batch = result % matmul.batch;
   const int64_t first_k = result / matmul.batch * k_of_split;
   const int64_t k = matmul.k - first_k < k_of_split ? matmul.k - first_k : k_of_split;
-  const TilePosition at = TilePosition::of<Of::kM, Of::kN>(matmul.m, matmul.n, blockIdx.x % tiles);
+  const TilePosition at = TilePosition::of<Tile::kM, Tile::kN>(matmul.m, matmul.n, blockIdx.x % tiles);
   const int steps = static_cast<int>((k + kTileK - 1) / kTileK);
   const int last_k = static_cast<int>(k - (steps - 1) * int64_t{kTileK});
   LoadA load_a(operand_a(matmul, batch).part(first_k, k), at.m);
@@ -233,33 +240,34 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
   const auto fetch = [&](int step, char* stage) {
     const int left = step < steps - 1 ? kTileK : step == steps - 1 ? last_k : 0;
     load_a.fetch(stage, left);
-    load_b.fetch(stage + Of::kM * kTileBytes, left);
+    load_b.fetch(stage + Tile::kM * kTileBytes, left);
     commit_copies();
   };
   const auto store = [&](char* stage) {
     load_a.store(stage);
-    load_b.store(stage + Of::kM * kTileBytes);
+    load_b.store(stage + Tile::kM * kTileBytes);
   };
   const auto stage_after = [&](char* stage) {
-    return stage == shared + (Of::kStages - 1) * Of::kStageBytes ? shared : stage + Of::kStageBytes;
+    return stage == shared + (Tile::kStages - 1) * Tile::kStageBytes ? shared : stage + Tile::kStageBytes;
   };
   char* stage = shared;
 #pragma unroll 1
-  for (int step = 0; step < Of::kStages; ++step, stage = stage_after(stage)) {
+  for (int step = 0; step < Tile::kStages; ++step, stage = stage_after(stage)) {
     fetch(step, stage);
     store(stage);
   }
-  // While tensor cores multiply a slice of a stage, the next is loaded from shared memory. Before the last slice, which
-  // is then in everyone's registers, comes the barrier: behind it everyone's part of the next stage is there, and this
-  // one may be filled again.
-  using Numbers = Slice<Of, LoadA, LoadB>;
+  // While tensor cores multiply a slice of a stage, the next slice is loaded from shared memory. The barrier comes
+  // before the last slice of a stage is multiplied, when every warp has that slice in registers. After the barrier the
+  // next stage is complete, and this stage may be filled again.
+  using Numbers = Slice<Tile, LoadA, LoadB>;
   static_assert(kTileK == 2 * Numbers::kK);
-  // The next slice is fetched ahead also from one stage to the next, if there are registers for it. Otherwise all eight
-  // warps wait at the beginning of a stage; a second block of the multiprocessor can work meanwhile.
-  constexpr bool kAhead = Of::kBlocks == 1;
+  // If a multiprocessor holds only one block, there are registers to load the first slice of the next stage ahead, too.
+  // Otherwise all eight warps wait for it at the beginning of a stage. Meanwhile a second block of the multiprocessor
+  // can work.
+  constexpr bool kAhead = Tile::kBlocks == 1;
   Numbers first, second;
-  float sum[Of::kRowTiles][Of::kColumnTiles][4] = {};
-  wait_copies<Of::kStages - 1>();
+  float sum[Tile::kRowTiles][Tile::kColumnTiles][4] = {};
+  wait_copies<Tile::kStages - 1>();
   barrier();
   if constexpr (kAhead) first.load(stage, 0);
 #pragma unroll 1
@@ -269,10 +277,10 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
     first.template multiply<T>(sum);
     char* const done = stage;
     stage = stage_after(stage);
-    wait_copies<Of::kStages - 2>();
+    wait_copies<Tile::kStages - 2>();
     barrier();
     if constexpr (kAhead) first.load(stage, 0);
-    fetch(step + Of::kStages, done);
+    fetch(step + Tile::kStages, done);
     second.template multiply<T>(sum);
     store(done);
   }
@@ -281,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
   const int in_16_bytes = matmul.out_dtype == kFloat ? 4 : 8;
   const bool wide = is_aligned16(matmul.out) && is_aligned16(matmul.pre) && matmul.out_strides[0] % in_16_bytes == 0 &&
                     matmul.out_strides[1] % in_16_bytes == 0;
-  using Results = ResultTile<Of::kM, Of::kN>;
+  using Results = ResultTile<Tile::kM, Tile::kN>;
   Results::for_halves(shared, sum, [&](int first_row, const float* results) {
     if (wide) {
       Results::template for_each_of<8>(first_row, results, [&](int row, int column, const Vector<float, 8>& sums) {
@@ -289,10 +297,10 @@ __global__ void __launch_bounds__(kThreads, Of::kBlocks)
       });
       return;
     }
-    // Where rows of results are not aligned, a warp stores a whole row of the tile, neighbouring lanes neighbouring
-    // columns. If each thread stored its own eight columns one by one, this would take as long as the products of k =
-    // 4096.
-    constexpr int kEach = Of::kN / 32;
+    // If rows of results are not aligned, a warp stores a whole row of the tile: neighbouring lanes store neighbouring
+    // columns. If instead each thread stored its own eight columns one by one, the stores would take as long as the
+    // arithmetic of a product with k = 4096.
+    constexpr int kEach = Tile::kN / 32;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < Results::kRows; row += kThreads / 32) {
       const int column = threadIdx.x % 32;
@@ -310,7 +318,7 @@ constexpr int kPlainTile = 64;
 constexpr int kPlainK = 16;
 constexpr int kPlainStride = kPlainTile + 4;  // floats
 
-// Four rows and four columns a thread: for bf16 on sm_75.
+// For bf16 on sm_75, where tensor cores do not take bf16. A thread computes four rows and four columns.
 __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, const int64_t tiles) {
   using T = __nv_bfloat16;
   float* const a_tile = reinterpret_cast<float*>(shared_memory());  // [kPlainK, kPlainStride]
@@ -336,7 +344,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, co
     load(operand_a(matmul, batch), a_tile, at.m, k);
     load(operand_b(matmul, batch), b_tile, at.n, k);
     barrier();
-    float part[4][4] = {};  // summed up apart, which keeps rounding errors small
+    float part[4][4] = {};  // a sum of its own for each kPlainK of k keeps rounding errors small
 #pragma unroll
     for (int i = 0; i < kPlainK; ++i) {
       const float4 a = *reinterpret_cast<const float4*>(a_tile + i * kPlainStride + m);
@@ -370,8 +378,8 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, co
 
 int64_t tiles_of(const Matmul& matmul, int m, int n) { return (matmul.m + m - 1) / m * ((matmul.n + n - 1) / n); }
 
-// The stride of a dimension of one element, or of none, is never used. It becomes 0, which is a multiple of any
-// alignment.
+// If a dimension has at most one element, its stride is never used. Such a stride becomes 0, which is a multiple of any
+// alignment. If k is 0, nothing of a and b is read, and all of their strides become 0.
 Matmul normalized(Matmul matmul) {
   const auto normalize = [](int64_t size, int64_t& stride) {
     if (size <= 1) stride = 0;
@@ -387,37 +395,37 @@ Matmul normalized(Matmul matmul) {
   return matmul;
 }
 
-// The architecture that this file was compiled for. The first call loads a kernel, which a graph capture may not do.
-// Every product calls it, also those that do not need the answer, so that a product before the capture loads the
+// The architecture that this file was compiled for. The first call loads a kernel, which fails during a graph capture.
+// Every product calls this function, even if it does not need the answer. So any product before the capture loads the
 // kernel.
 int compiled_for_sm() {
   return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
 }
 
-// How an operand can be loaded.
+// How an operand can be loaded: 16 bytes at a time along k, or across k (along its rows), or in neither way.
 enum Layout { kAlong, kAcross, kNeither };
 
-// `bytes`: from the first number to the end of the storage, in which the last copy of 16 bytes must end.
+// `bytes`: from the first number to the end of the storage. A copy of 16 bytes must not go beyond that end.
 Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int64_t last_batch, int64_t row_stride,
                  int64_t k_stride, int64_t batch_stride) {
-  const auto ends_with_a_chunk = [&](int64_t size, int64_t lines, int64_t stride) {
+  const auto last_copy_fits = [&](int64_t size, int64_t lines, int64_t stride) {
     const int64_t last = last_batch * batch_stride + (lines - 1) * stride;
     return size % 8 == 0 || (copies_parts(compiled_for_sm()) && (last + (size + 7) / 8 * 8) * 2 <= bytes);
   };
-  if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && ends_with_a_chunk(k, rows, row_stride)) return kAlong;
+  if (is_wide(first, k, k_stride, {batch_stride, row_stride}) && last_copy_fits(k, rows, row_stride)) return kAlong;
   const bool is_across = is_wide(first, rows, row_stride, {batch_stride, k_stride});
-  return is_across && ends_with_a_chunk(rows, k, k_stride) ? kAcross : kNeither;
+  return is_across && last_copy_fits(rows, k, k_stride) ? kAcross : kNeither;
 }
 
 enum Size { kLarge, kMedium, kSmall };
 
-// How tiled_kernel does a product: with the size of tiles and the splits whose estimated time is least. The time is in
-// eighths of a cycle, and counts as many tiles for each multiprocessor as the busiest one has. Of two equal times the
-// larger tile is taken, which moves less of shared memory and of L2: 4096^3 is such a tie on 108 and on 132
-// multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
+// How tiled_kernel computes a product: the size of tiles and the number of splits with the least estimated time. The
+// time is in eighths of a cycle. It is the time of a tile, times the number of tiles of the busiest multiprocessor. If
+// two times are equal, the larger tile is taken, because it moves fewer bytes of shared memory and of L2. 4096^3 is
+// such a tie on 108 and on 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
 struct Tiled {
-  static constexpr int64_t kFoldTime = 8 * 4000;  // for launching fold_kernel
-  static constexpr int kBytesACycle = 32;         // of a multiprocessor to L2 or from it
+  static constexpr int64_t kFoldTime = 8 * 4000;  // 4000 cycles to launch fold_kernel
+  static constexpr int kBytesACycle = 32;         // bytes that a multiprocessor moves to or from L2
 
   Layout a, b;
   Size size;
@@ -438,17 +446,17 @@ struct Tiled {
   bool is_wide() const { return a != kNeither && b != kNeither; }
 
  private:
-  template <class Of>
+  template <class Tile>
   void consider(Size its_size, const Matmul& matmul, int64_t multiprocessors) {
-    const int64_t tiles = matmul.batch * tiles_of(matmul, Of::kM, Of::kN);
-    for (int resident = 0; resident <= Of::kBlocks; ++resident) {
+    const int64_t tiles = matmul.batch * tiles_of(matmul, Tile::kM, Tile::kN);
+    for (int resident = 0; resident <= Tile::kBlocks; ++resident) {
       const int64_t wanted = splits_of(matmul, resident * multiprocessors / tiles);
       const int64_t ks = ((matmul.k + wanted - 1) / wanted + kTileK - 1) / kTileK * kTileK;
       const int64_t its_splits = wanted == 1 ? 1 : (matmul.k + ks - 1) / ks;
-      int64_t of_tile = Of::kCycles * ks;
-      if (its_splits > 1) of_tile += 8 * 2 * Of::kM * Of::kN * static_cast<int>(sizeof(float)) / kBytesACycle;
+      int64_t tile_time = Tile::kCycles * ks;
+      if (its_splits > 1) tile_time += 8 * 2 * Tile::kM * Tile::kN * static_cast<int>(sizeof(float)) / kBytesACycle;
       const int64_t its_time =
-          (tiles * its_splits + multiprocessors - 1) / multiprocessors * of_tile + (its_splits > 1 ? kFoldTime : 0);
+          (tiles * its_splits + multiprocessors - 1) / multiprocessors * tile_time + (its_splits > 1 ? kFoldTime : 0);
       if (its_time >= time) continue;
       size = its_size;
       splits = its_splits;
@@ -458,19 +466,19 @@ struct Tiled {
   }
 };
 
-template <class T, class Of, class LoadA, class LoadB>
+template <class T, class Tile, class LoadA, class LoadB>
 void launch_tiled(const Matmul& matmul, const Tiled& how, Stream stream) {
-  const int64_t tiles = tiles_of(matmul, Of::kM, Of::kN);
-  launch(tiled_kernel<T, Of, LoadA, LoadB>, blocks(how.splits * matmul.batch * tiles), kThreads, Of::kSharedBytes,
+  const int64_t tiles = tiles_of(matmul, Tile::kM, Tile::kN);
+  launch(tiled_kernel<T, Tile, LoadA, LoadB>, blocks(how.splits * matmul.batch * tiles), kThreads, Tile::kSharedBytes,
          stream, matmul, tiles, how.k_of_split);
 }
 
-template <class T, class Of>
+template <class T, class Tile>
 void launch_wide(const Matmul& matmul, const Tiled& how, Stream stream) {
   const auto with_a = [&](auto a) {
-    using LoadA = WideLoader<Of::kM, decltype(a)::value>;
-    if (how.b == kAcross) return launch_tiled<T, Of, LoadA, WideLoader<Of::kN, true>>(matmul, how, stream);
-    launch_tiled<T, Of, LoadA, WideLoader<Of::kN, false>>(matmul, how, stream);
+    using LoadA = WideLoader<Tile::kM, decltype(a)::value>;
+    if (how.b == kAcross) return launch_tiled<T, Tile, LoadA, WideLoader<Tile::kN, true>>(matmul, how, stream);
+    launch_tiled<T, Tile, LoadA, WideLoader<Tile::kN, false>>(matmul, how, stream);
   };
   if (how.a == kAcross) return with_a(std::true_type());
   with_a(std::false_type());
@@ -490,7 +498,7 @@ void launch_on_tensor_cores(const Matmul& matmul, const Tiled& how, Stream strea
   }
 }
 
-// The product without what follows it, for launch_fold.
+// The product alone, as fp32 sums in `partials`. launch_fold then applies alpha, input and activation.
 Matmul partial(Matmul matmul, float* partials) {
   matmul.out = partials;
   matmul.out_dtype = kFloat;

@@ -1,11 +1,12 @@
-// Products with up to 16 rows: out = activation(alpha * a @ b + beta * input). They take the time of reading b, 2 bytes
-// for 2 m operations: b goes once from memory straight into fragments, whatever its layout and alignment.
+// Products with up to 16 rows: out = activation(alpha * a @ b + beta * input). Their time is the time to read b, since
+// each number of b has 2 bytes and only 2 m operations. So b is read once, straight from memory into fragments. It may
+// be dense along k or along n, with any alignment.
 //
-//             columns of a block (32 or 64)     A block has some columns of b and a share of k (`split`), its 8 warps
-//           +------------------------------+    take turns of 32 or 16 of k:
-//   b:      | warp 0: k = 0 .. 31          |      warps -> shared memory -> sum over warps -> out, or where k is shared
-//   k x n   | warp 1: k = 32 .. 63         |      among blocks -> partials[split] -> fold_kernel, in a fixed order
-//           | ..                           |
+//             columns of a block (32 or 64)     A block has some columns of b and a part of k (`split`). Its 8 warps
+//           +------------------------------+    take turns: each takes the next 32 (or 16) of k.
+//   b:      | warp 0: k = 0 .. 31          |      warps -> shared memory -> sum over warps -> out
+//   k x n   | warp 1: k = 32 .. 63         |    If k is divided among several blocks:
+//           | ..                           |      sum over warps -> partials[split] -> fold_kernel, in a fixed order
 #include "matmul_results.cuh"
 #include "shifted.cuh"
 #include "tensor_cores.cuh"
@@ -15,20 +16,24 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 
-// A fragment may hold any k at all as long as it is the same in a and b, so each lane loads neighbours: with g = lane /
-// 4 and t = lane % 4, rows g and g + 8 of a and columns of b that depend on g, at ks that depend on t.
+// A product is a sum over k, in any order. So a place in a fragment may hold any k, if a and b have the same k there.
+// This lets each lane load numbers that are neighbours in memory. With g = lane / 4 and t = lane % 4, a lane loads rows
+// g and g + 8 of a, and columns of b that depend on g. Which k it loads depends on t.
 //
-// Along k: eight numbers at 8 t of 32 of k, of columns g, g + 8, g + 16, g + 24.
+// For b that is dense along k. Of each 32 of k, a lane loads the eight from 8 t on, in columns g, g + 8, g + 16 and
+// g + 24.
 struct AlongK {
   static constexpr int kColumns = 32, kK = 32, kANumbers = 8, kTiles = kColumns / 8;
 };
 
-// Along n: rows 4 t .. 4 t + 3 of 16 of b, eight numbers at 8 g of each; pairs of rows are put together in registers.
+// For b that is dense along n. Of each 16 rows of b (16 of k), a lane loads rows 4 t .. 4 t + 3, and in each of them
+// eight columns from 8 g on. A word of a fragment holds two k of one column, so pairs of rows are merged in registers.
 struct AlongN {
   static constexpr int kColumns = 64, kK = 16, kANumbers = 4, kTiles = kColumns / 8;
 };
 
-// The first `count` of kNumbers of a row of a. `has_words`: those that hold them may be read.
+// Loads kNumbers numbers of a row of a. Only the first `count` exist; the others become 0. `has_words`: the aligned
+// words of 16 bytes that hold the numbers may be read.
 template <bool kWide, int kNumbers, class T>
 __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count, bool has_words,
                                        uint32_t (&words)[kNumbers / 2]) {
@@ -47,8 +52,8 @@ __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count
   }
 }
 
-// What a thread reads of a and b. Rows and columns that do not exist are others of the block that do: their results are
-// not stored.
+// Reads a thread's numbers of a and b. In place of a row or column that does not exist, it reads one of the block that
+// does. The results of such rows and columns are not stored.
 template <class T, class Way, bool kWide>
 struct Reader {
   static constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
@@ -56,9 +61,9 @@ struct Reader {
   const T* a[2];
   const T* b[4];
   int64_t a_stride, a_step, b_step;
-  int columns;  // along n, of the eight that exist
+  int columns;  // how many of the thread's eight columns exist (AlongN)
 
-  // k: the first of the thread's.
+  // k: the thread's first k.
   __device__ Reader(const Matmul& matmul, int64_t batch, int64_t first_n, int64_t k) {
     const int lane = threadIdx.x % 32, g = lane / 4;
     const T* const first_a = static_cast<const T*>(matmul.a) + batch * matmul.a_strides[0];
@@ -82,14 +87,16 @@ struct Reader {
     b_step = kWarps * Way::kK * matmul.b_strides[1];
   }
 
-  // Whether the words that hold the numbers of kSteps steps lie inside the tensors, where all of these ks exist.
+  // Whether the aligned words that hold the numbers of the next kSteps steps lie inside the tensors. All k of these
+  // steps are checked, even if some do not exist.
   template <int kSteps>
   __device__ __forceinline__ bool has_words(const Span& a_span, const Span& b_span) const {
     if (!b_span.has_words(b[0], b[3] + (kSteps - 1) * b_step + (kAlongK ? 8 : columns))) return false;
     return !kAlongK || a_span.has_words(a[0], a[1] + (kSteps - 1) * a_step + 8);
   }
 
-  // The numbers of one step; `left` of the thread's ks are to come, 8 or more unless kIsLast.
+  // Reads the numbers of one step. `left`: how many k exist from the thread's first k of this step on. Unless kIsLast,
+  // it is 8 or more.
   template <bool kIsLast>
   __device__ __forceinline__ void read(int64_t left, bool has_words, uint32_t (&a_words)[2][Way::kANumbers / 2],
                                        Packed<T, 8> (&b_packs)[4]) {
@@ -139,7 +146,7 @@ __device__ __forceinline__ void multiply(float (&sum)[AlongN::kTiles][4], const 
   }
 }
 
-// The warps of a block share k among them, and so do `splits` blocks.
+// k is divided among `splits` blocks, and the part of a block among its warps.
 template <class T, class Way, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)
     few_rows_kernel(const Matmul matmul, const Span a_span, const Span b_span, const int64_t k_of_split,
@@ -152,13 +159,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   const int64_t first_n = blockIdx.x % column_blocks * Way::kColumns;
   const int64_t split = blockIdx.x / column_blocks % splits, batch = blockIdx.x / column_blocks / splits;
   const int64_t end = (split + 1) * k_of_split < matmul.k ? (split + 1) * k_of_split : matmul.k;
-  const int64_t of_thread = lane % 4 * Way::kANumbers;
+  const int64_t thread_k = lane % 4 * Way::kANumbers;
   int64_t k = split * k_of_split + warp * Way::kK;
-  Reader<T, Way, kWide> reader(matmul, batch, first_n, k + of_thread);
+  Reader<T, Way, kWide> reader(matmul, batch, first_n, k + thread_k);
   float sum[Way::kTiles][4] = {};
   uint32_t a_words[kEach][2][Way::kANumbers / 2];
   Packed<T, 8> b_packs[kEach][4];
-  // Near the ends of a tensor a step goes by itself, as the last one does.
+  // An iteration does kEach steps. If there are fewer, or if their words reach beyond a tensor, it does one step.
 #pragma unroll 1
   while (k < end) {
     const bool is_whole = k + (kEach - 1) * kStep + Way::kK <= end;
@@ -170,7 +177,7 @@ __global__ void __launch_bounds__(kThreads, 2)
       k += kEach * kStep;
     } else {
       const bool has_words = reader.template has_words<1>(a_span, b_span);
-      reader.template read<true>(end - k - of_thread, has_words, a_words[0], b_packs[0]);
+      reader.template read<true>(end - k - thread_k, has_words, a_words[0], b_packs[0]);
       multiply<T>(sum, a_words[0], b_packs[0]);
       k += kStep;
     }
@@ -185,8 +192,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int m = i / Way::kColumns, column = i % Way::kColumns;
     const int64_t n = first_n + column;
     if (m >= matmul.m || n >= matmul.n) continue;
-    const int tile = kAlongK ? column / 8 : column % 8, of_tile = kAlongK ? column % 8 : column / 8;
-    const int value = tile * 4 + m / 8 * 2 + of_tile % 2, from = m % 8 * 4 + of_tile / 2;
+    const int tile = kAlongK ? column / 8 : column % 8, in_tile = kAlongK ? column % 8 : column / 8;
+    const int value = tile * 4 + m / 8 * 2 + in_tile % 2, from = m % 8 * 4 + in_tile / 2;
     float total[1] = {};
     for (int w = 0; w < kWarps; ++w) total[0] += shared[(w * kValues + value) * 32 + from];
     if (splits == 1) {
@@ -197,14 +204,14 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// Adds the splits in order.
+// Adds the sums of the splits, in the order of k.
 template <class T>
 __global__ void __launch_bounds__(kThreads) fold_kernel(const Matmul matmul, int64_t splits, const float* partials) {
   const int64_t count = matmul.batch * matmul.m * matmul.n;
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   float total[1] = {};
-#pragma unroll 16  // loads in flight: there may be a hundred splits of a small result
+#pragma unroll 16  // so many loads are in flight: a small result may have a hundred splits
   for (int64_t split = 0; split < splits; ++split) total[0] += partials[split * count + i];
   finish<T, 1>(matmul, i / matmul.n / matmul.m, i / matmul.n % matmul.m, i % matmul.n, total);
 }
@@ -221,7 +228,7 @@ void launch_way(const Matmul& matmul, int64_t splits, float* partials, Stream st
   const bool wide =
       is_wide(matmul.a, matmul.k, a[2], {a[0], a[1]}) &&
       (kAlongK ? is_wide(matmul.b, matmul.k, b[1], {b[0], b[2]}) : is_wide(matmul.b, matmul.n, b[2], {b[0], b[1]}));
-  // A multiple of what a block takes at once.
+  // A split is a multiple of what a block takes in one step.
   constexpr int64_t kStep = kWarps * Way::kK;
   const int64_t k_of_split = ((matmul.k + splits - 1) / splits + kStep - 1) / kStep * kStep;
   launch(wide ? few_rows_kernel<T, Way, true> : few_rows_kernel<T, Way, false>,

@@ -1,4 +1,4 @@
-// From sums to results, and what the sources of the matmul family know of each other.
+// How sums become results, and the declarations that matmul.cu and matmul_few_rows.cu share.
 #pragma once
 
 #include <algorithm>
@@ -8,9 +8,9 @@
 
 namespace amp_kernels::cuda {
 
-// Where there are too few tiles for all multiprocessors, several blocks share the k of each, with sums of their own,
-// [splits, batch, m, n], which launch_fold adds in order. A block gets at least 512 of k, so that it reads more bytes
-// of operands than it writes of sums.
+// Among how many blocks the k of a tile is divided. `wanted` is above 1 if there are too few tiles for all
+// multiprocessors. Each block gets at least 512 of k, so that it reads more bytes of operands than it writes of sums.
+// It stores its own sums, [splits, batch, m, n]. launch_fold adds the sums of all splits in order.
 inline int64_t splits_of(const Matmul& matmul, int64_t wanted) {
   return std::max<int64_t>(1, std::min<int64_t>(wanted, matmul.k / 512));
 }
@@ -21,13 +21,13 @@ inline int64_t bytes_of_partials(const Matmul& matmul, int64_t splits) {
 
 void launch_fold(const Matmul& matmul, int64_t splits, const float* partials, Stream stream);
 
-constexpr int kFewRows = 16;  // a product with so few takes the time of reading b
+constexpr int kFewRows = 16;  // up to so many rows, the time of a product is the time to read b
 
-// How few_rows_kernel does a product. `possible`: m is at most kFewRows, and the columns or the rows of b are dense.
+// How few_rows_kernel computes a product.
 struct FewRows {
-  bool possible;
-  bool along_k;
-  int64_t splits;
+  bool possible;   // m is at most kFewRows, and the columns or the rows of b are dense
+  bool along_k;    // the columns of b are dense
+  int64_t splits;  // among how many blocks k is divided
 
   explicit FewRows(const Matmul& matmul);
 };
@@ -79,8 +79,8 @@ __device__ __forceinline__ void activate_all(float (&y)[N]) {
   for (int i = 0; i < N; ++i) y[i] = activate<kActivation>(y[i]);
 }
 
-// Row m from column n on: N results from N sums, kApart columns apart. If N > 1 and kApart == 1, the results are stored
-// 16 bytes at a time, so that the rows of `out` and `pre` have to be aligned to 16 bytes.
+// Computes N results from N sums, and stores them in row m: at column n, n + kApart, n + 2 kApart ... If N > 1 and
+// kApart == 1, the results are stored 16 bytes at a time. Then the rows of `out` and `pre` must be aligned to 16 bytes.
 template <class T, int N, int kApart = 1>
 __device__ __forceinline__ void finish(const Matmul& matmul, int64_t batch, int64_t m, int64_t n,
                                        const float (&sums)[N]) {

@@ -1,9 +1,9 @@
-// How bands are cut into pieces, one for each block. A band is what is reduced together: neighbouring columns with all
-// of their rows, or an int8 group with all of its segments (int8_extremes.cuh).
+// How bands are cut into pieces, one for each block. A band is a part of a tensor that is reduced independently of the
+// others: neighbouring columns with all of their rows, or an int8 group with all of its segments (int8_extremes.cuh).
 //
 //   band 0   band 1   band 2
-//   [piece]  [piece]  [piece]     A block takes its piece step by step. A step is a pack for each thread of the block,
-//   [piece]  [piece]  [piece]     or a segment for each team of threads.
+//   [piece]  [piece]  [piece]     A block works on its piece step by step. In one step, each thread of the block
+//   [piece]  [piece]  [piece]     takes one pack, or each team of threads takes one segment.
 #pragma once
 
 #include <algorithm>
@@ -15,19 +15,19 @@ struct Pieces {
   int64_t steps;  // per piece; the last piece of a band may have fewer
   int64_t count;  // pieces per band
 
-  // Chooses the fastest of the divisions that take 1 to 8 waves. A wave is `resident` pieces, which run at the same
-  // time. The first load of a piece takes as long as `in_flight` steps: long pieces pay this less often, short ones
-  // fill the last wave better.
+  // Compares divisions that take 1 to 8 waves, and chooses the one with the least estimated time. A wave is `resident`
+  // pieces, which run at the same time. The first load of a piece takes as long as `in_flight` steps. If pieces are
+  // long, there are fewer such loads. If pieces are short, the last wave is fuller.
   Pieces(int64_t steps_of_band, int64_t bands, int64_t resident, int64_t in_flight) : steps(0), count(0) {
     int64_t least = INT64_MAX;
     for (int waves = 1; waves <= 8; ++waves) {
       const int64_t wanted = std::min(std::max<int64_t>(1, waves * resident / bands), steps_of_band);
-      const int64_t of_piece = (steps_of_band + wanted - 1) / wanted,
-                    pieces = (steps_of_band + of_piece - 1) / of_piece;
-      const int64_t time = (bands * pieces + resident - 1) / resident * (of_piece + in_flight);
+      const int64_t piece_steps = (steps_of_band + wanted - 1) / wanted,
+                    pieces = (steps_of_band + piece_steps - 1) / piece_steps;
+      const int64_t time = (bands * pieces + resident - 1) / resident * (piece_steps + in_flight);
       if (time >= least) continue;
       least = time;
-      steps = of_piece;
+      steps = piece_steps;
       count = pieces;
     }
   }

@@ -1,6 +1,6 @@
-// Everything that the CUDA kernels use beyond plain C++. nvcc compiles it, and with AMP_KERNELS_CUDA_ON_CPU a host
-// compiler, which includes tests/harness/cuda_on_cpu/emulator.h first: tests run the same kernels without a GPU. No
-// torch header.
+// Everything that the CUDA kernels use beyond plain C++, for nvcc. With AMP_KERNELS_CUDA_ON_CPU, a host compiler
+// compiles the kernels, and includes tests/harness/cuda_on_cpu/emulator.h first. So tests run the same kernels without
+// a GPU. This file includes no torch header.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -60,7 +60,7 @@ __device__ __forceinline__ float add_down(float a, float b) {
 #endif
 }
 
-// The elements that one register holds as they come from memory: one of fp32, two of 16 bits.
+// The type of a 32-bit register that holds elements as they are in memory: one fp32 element, or two 16-bit elements.
 template <class T>
 struct Held;
 template <>
@@ -76,7 +76,7 @@ struct Held<__nv_bfloat16> {
   using Type = __nv_bfloat162;
 };
 
-// larger() and smaller() of NaN and a number are NaN.
+// larger() and smaller() return NaN if either argument is NaN.
 __device__ __forceinline__ float larger(float a, float b) {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 800
   float result;
@@ -98,14 +98,16 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T data[N];
 };
 
-// The type of the widest access to N elements: 16 bytes, 8 (as for four 16-bit elements), 4 (as for four codes), or one
-// element. An integer type fixes the width: nvcc may split the copy of a struct of 16-bit members.
+// The type of the widest access to N elements: 16 bytes, 8 bytes (as for four 16-bit elements), 4 bytes (as for four
+// int8 codes), or one element. It is an integer type, which fixes the width: nvcc may split the copy of a struct with
+// 16-bit members.
 template <class T, int N>
 using Access = std::conditional_t<
     sizeof(T) * N % 16 == 0, int4,
     std::conditional_t<sizeof(T) * N % 8 == 0, int2, std::conditional_t<sizeof(T) * N % 4 == 0, int, T>>>;
 
-// The pointer to an address that was computed as an integer. assume_global() below has no effect on such an address.
+// The pointer to a global address that was computed as an integer. assume_global() below has no effect on such an
+// address.
 template <class T>
 __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #ifdef __CUDA_ARCH__
@@ -126,8 +128,8 @@ __device__ __forceinline__ void assume_global(const T* p) {
 #endif
 }
 
-// The N neighbours at p: in accesses of type Access if p is `aligned` to it, else one by one. All threads of a block
-// pass the same `aligned`, so that the branch is uniform.
+// Loads the N neighbours at p. `aligned`: p is aligned to the type Access<T, N>, and accesses have this type. Otherwise
+// elements are loaded one by one. All threads of a block pass the same `aligned`, so that the branch is uniform.
 template <int N, class T>
 __device__ __forceinline__ Vector<T, N> load_elements(const T* p, bool aligned) {
   using Word = Access<T, N>;
@@ -182,7 +184,8 @@ __device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool 
   store_elements<N>(p, raw, aligned);
 }
 
-// N elements as they come from memory, in words of 32 bits. As single elements, each of 16 bits would take a register.
+// N elements as they are in memory, in words of 32 bits. If they were kept as single elements, each 16-bit element
+// would take a whole register.
 template <class T, int N>
 struct Packed {
   uint32_t word[sizeof(T) * N / 4];
@@ -204,7 +207,7 @@ __device__ __forceinline__ void prefetch(const T* p) {
 #endif
 }
 
-// The N elements at p, in accesses of up to 16 bytes, to which p must be aligned.
+// Loads the N elements at p, in accesses of type Access<T, N>. p must be aligned to that type.
 template <int N, class T>
 __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
   using Word = Access<T, N>;
@@ -219,7 +222,8 @@ __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
   return packed;
 }
 
-// Stores in PTX, because nvcc mostly makes stores of 4 bytes from a value that was put together element by element.
+// Stores a word, in PTX. If a value was assembled element by element, nvcc mostly splits an ordinary store of it into
+// stores of 4 bytes.
 __device__ __forceinline__ void store_word(int4* p, int4 word) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(word.x), "r"(word.y),
@@ -257,7 +261,7 @@ __device__ __forceinline__ void store_wide(T* p, const Vector<T, N>& elements) {
   }
 }
 
-// The first `count` of N elements that are `stride` apart, one by one; the others are 0.
+// Loads the first `count` of N elements that are `stride` apart, one by one. The others are 0.
 template <int N, class T>
 __device__ __forceinline__ Vector<T, N> load_each(const T* p, int64_t stride, int count) {
   assume_global(p);
@@ -278,7 +282,7 @@ __device__ __forceinline__ void store_each(T* p, const Vector<T, N>& elements, i
 
 // ---------------------------------------------------------------------------------- architectures
 
-// Whether this code is compiled for an architecture before `sm` (80 for sm_80). A constant for nvcc.
+// Whether this code is compiled for an architecture before `sm` (80 for sm_80). nvcc evaluates it at compile time.
 __device__ __forceinline__ bool compiled_before(int sm) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   return emulator::compiled_for < sm;
@@ -289,7 +293,7 @@ __device__ __forceinline__ bool compiled_before(int sm) {
 #endif
 }
 
-// Ends the kernel; later calls of CUDA return an error. For branches that an architecture cannot compute.
+// Ends the kernel; later calls of CUDA return an error. For branches that this architecture has no instructions for.
 __device__ __forceinline__ void trap() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::trap();
@@ -299,8 +303,9 @@ __device__ __forceinline__ void trap() {
 }
 
 // ------------------------------------------------------------------------------- block cooperation
-// Blocks are one-dimensional, and blockDim.x is a multiple of 32, at most 1024. Every thread of a block, or of a warp,
-// must call these functions.
+// Blocks are one-dimensional, and blockDim.x is a multiple of 32, at most 1024. All threads of a block must call
+// barrier(), is_last_block() and the functions named block_... together. All threads of a warp must call lanes_reduce()
+// and the functions named warp_... together.
 
 // The only shared memory that a kernel may use; launch() sets its size. The emulator poisons it before each block.
 __device__ __forceinline__ char* shared_memory() {
@@ -383,8 +388,9 @@ __device__ __forceinline__ T block_min(T value, T identity, T* shared) {
   return block_reduce(value, identity, shared, Min());
 }
 
-// True in all threads of the block that comes here last. This block sees what thread 0 of every other block wrote
-// before. `counter`, the ticket of a launch, is 0 again afterwards, as the next launch expects it.
+// Returns true in all threads of the last block that calls it. From then on this block sees everything that thread 0 of
+// the other blocks wrote before the call. `counter` counts the calls of a launch. It must be 0 before the launch, and
+// the last block sets it to 0 again.
 __device__ __forceinline__ bool is_last_block(unsigned* counter) {
   bool last = false;
   if (threadIdx.x == 0) {
@@ -401,7 +407,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 
 inline void check(cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears the error: the next launch, which may be torch's, would report it again
+  cudaGetLastError();  // clears the error: otherwise the next launch, even one by torch, would report it again
   throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
@@ -419,22 +425,23 @@ inline int device_attribute(cudaDeviceAttr attribute) {
 
 inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiProcessorCount); }
 
-// Bytes of shared memory that a block can ask for: 64 KB on sm_75, 99 KB or more since sm_80.
+// Bytes of shared memory that a block can have at most: 64 KB on sm_75, 99 KB or more from sm_80 on.
 inline int block_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// The architecture (75 to 120, as in sm_75) for which nvcc compiled the code of kKernel that the current device runs.
-// This tells which branches of __CUDA_ARCH__, ten times that number, the code has. If the binary has only older PTX for
-// a device, the driver compiles that PTX, and the older branches apply. The answer is kept for each device, since the
-// question loads the kernel and may wait for a lock of the driver.
+// The binary may hold code of kKernel for several architectures. Returns the architecture (75 to 120, as in sm_75) for
+// which nvcc compiled the code that the current device runs. In that code __CUDA_ARCH__ is ten times this number, so
+// the number tells which branches the code has. If the binary has only older PTX for a device, the driver compiles that
+// PTX, and the older branches apply. The number is kept for each device, since the query loads the kernel and may wait
+// for a lock of the driver.
 template <auto kKernel>
 int compiled_for() {
-  static std::atomic<int> known[64];  // 0: not known yet; devices from 64 on are queried each time
+  static std::atomic<int> known[64];  // 0: not known yet. Devices from 64 on are queried each time
   const int device = current_device();
   std::atomic<int>* const kept = device < 64 ? &known[device] : nullptr;
   if (kept != nullptr && *kept != 0) return *kept;
   cudaFuncAttributes attributes;
   check(cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(kKernel)));
-  const int answer = attributes.ptxVersion;  // binaryVersion is the device's
+  const int answer = attributes.ptxVersion;  // not binaryVersion, which is the architecture of the device
   if (kept != nullptr) *kept = answer;
   return answer;
 }
@@ -450,7 +457,8 @@ int resident_blocks(Kernel* kernel, unsigned, size_t) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream stream,
             Arguments... arguments) {
-  const auto call = [&] { kernel(arguments...); };  // the kernel's arguments are on this stack
+  // The arguments are on this stack. run() returns after the kernel has ended.
+  const auto call = [&] { kernel(arguments...); };
   emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, std::ref(call));
 }
 
@@ -484,8 +492,9 @@ inline int pretended_multiprocessors() {
                               std::string(text));
 }
 
-// How many multiprocessors launchers divide work among. A test pretends to have 3, so that its small products use every
-// size of tile; with the 132 of an H100 they would use the smallest only. The variable is read once in a process.
+// The number of multiprocessors among which launchers divide work. AMP_KERNELS_MULTIPROCESSORS overrides the number of
+// the device. With 3, the small products of tests use every size of tile; with the 132 of an H100 they would use only
+// the smallest. The variable is read once in a process.
 inline int multiprocessor_count() {
   static const int pretended = pretended_multiprocessors();
   return pretended > 0 ? pretended : device_multiprocessors();

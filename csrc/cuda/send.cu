@@ -1,6 +1,6 @@
-// Sends small tables to the device as kernel arguments: to[i] = values[i], 8 bytes each, by one block, whose thread t
-// takes i = t, t + 256, ... A copy from pinned memory would have to keep that memory alive, also for the replays of a
-// graph; a captured launch holds its own values.
+// Sends small tables to the device as kernel arguments: to[i] = values[i], 8 bytes each. There is one block, and its
+// thread t writes i = t, t + 256, ... If a table were copied from pinned memory, that memory would have to stay alive
+// until the copy, and in a captured graph until its last replay. A captured launch holds its own values.
 #include <algorithm>
 #include <string>
 
@@ -9,9 +9,9 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// Values per launch. A launch copies all of its arguments, so that the addresses of a step go by a small kernel. A
-// large one takes what CUDA allows: 32764 bytes since CUDA 12.1, and 4096 before. A binary built with CUDA 12 has only
-// the small one, since it also runs on drivers of CUDA 12.0 (525).
+// Values per launch. A launch copies all values of its kernel, used or not, so there is a small kernel for tables of
+// few values. The large kernel is sized for what CUDA allows as arguments: 32764 bytes since CUDA 12.1, and 4096
+// before. A binary built with CUDA 12 has only the small kernel, since it also runs on drivers of CUDA 12.0 (525).
 constexpr int kFew = 500, kMany = CUDART_VERSION >= 13000 ? 4000 : kFew;
 
 template <int kValues>
@@ -55,10 +55,11 @@ std::string why_no_kernel() {
     case cudaErrorInvalidPtx:
     case cudaErrorJitCompilationDisabled:
     case cudaErrorJitCompilerNotFound:
-      cudaGetLastError();  // clears the error: the next launch would report it
+      cudaGetLastError();  // clears the error: otherwise the next launch would report it
       return cudaGetErrorString(error);
     default:
-      check(error);  // other errors, as in a capture or without memory, say nothing about the binary: they are thrown
+      // Other errors, as during a capture or if memory is short, say nothing about the binary. They are thrown.
+      check(error);
       return "";
   }
 }

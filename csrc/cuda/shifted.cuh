@@ -19,7 +19,7 @@ struct Span {
     int64_t size, stride;
   };
 
-  // For at least one 16-bit element.
+  // The span of a tensor of 16-bit elements. It must have at least one.
   static Span of(const void* tensor, std::initializer_list<Dimension> dimensions) {
     int64_t last = 0;
     for (const Dimension& dimension : dimensions) last += (dimension.size - 1) * dimension.stride;
@@ -27,15 +27,15 @@ struct Span {
     return {first, first + 2 * (last + 1)};
   }
 
-  // Whether the aligned words of 16 bytes that cover [from, to) lie inside.
+  // Whether the aligned words of 16 bytes that cover [from, to) lie inside the span.
   __device__ __forceinline__ bool has_words(const void* from, const void* to) const {
     return reinterpret_cast<uintptr_t>(from) / 16 * 16 >= first &&
            (reinterpret_cast<uintptr_t>(to) + 15) / 16 * 16 <= end;
   }
 };
 
-// Eight neighbours in memory. load() starts their loads, all() or first() waits for them: in between a thread starts
-// others.
+// Eight neighbours in memory. load() starts their loads; all() or first() waits for them. In between, a thread starts
+// other loads.
 template <class T>
 struct Shifted {
   static_assert(sizeof(T) == 2);
@@ -43,7 +43,7 @@ struct Shifted {
   int4 low, high;
   int shift;
 
-  // Reads the aligned words of 16 bytes that hold one of the first `count` elements at p. Callers check with
+  // Loads the aligned words of 16 bytes that hold any of the first `count` elements at p. Callers check with
   // Span::has_words that these may be read.
   __device__ __forceinline__ void load(const T* p, int64_t count) {
     shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
@@ -55,14 +55,14 @@ struct Shifted {
     if (shift != 0 && 2 * count > 16 - shift) high = aligned[1];
   }
 
-  // Takes eight elements that were read in another way.
+  // Sets the eight elements, if they were loaded in another way.
   __device__ __forceinline__ void set(const Packed<T, 8>& pack) {
     shift = 0;
     memcpy(&low, pack.word, sizeof(low));
     high = make_int4(0, 0, 0, 0);
   }
 
-  // All eight. Elements from `count` on are whatever memory holds.
+  // All eight elements. Those after the first `count` of load() have no defined value.
   __device__ __forceinline__ Packed<T, 8> all() const {
     uint32_t words[8];
     memcpy(words, &low, sizeof(low));

@@ -1,7 +1,8 @@
-// Tensor-core instructions, and the copies that feed them, for nvcc and, as portable.h says, for a host compiler.
+// Tensor-core instructions, and the copies to shared memory that feed them. As in portable.h, there is one version for
+// nvcc and one for a host compiler.
 //
-// A fragment is the part of a matrix that a lane holds. Fragments are those of mma.m16n8k32 (int8 codes) and m16n8k16
-// (16-bit floats). With g = lane / 4 and t = lane % 4:
+// A fragment is the part of a matrix that a lane holds. A word is 32 bits: four int8 codes or two 16-bit floats along
+// k. The layout is that of mma.m16n8k32 (codes) and m16n8k16 (floats). With g = lane / 4 and t = lane % 4:
 //
 //   a[0]   row g,      word t of the first half of k      b[0]         column g, word t of the first half of k
 //   a[1]   row g + 8,  word t of the first half           b[1]         column g, word t of the second half
@@ -33,7 +34,7 @@ __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 #else
 #pragma unroll
-  for (int i = 0; i < 4; ++i)  // half of the rows, and half of k, at a time
+  for (int i = 0; i < 4; ++i)  // each instruction takes half of the rows and half of k
     asm("mma.sync.aligned.m8n8k16.row.col.s32.s8.s8.s32 {%0,%1}, {%2}, {%3}, {%0,%1};"
         : "+r"(c[i % 2 * 2]), "+r"(c[i % 2 * 2 + 1])
         : "r"(a[i]), "r"(b[i / 2]));
@@ -44,7 +45,7 @@ __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[
 inline bool multiplies_bf16(int sm) { return sm >= 80; }
 
 // c += a * b for 16 x 16 and 16 x 8 numbers, two in a word. bf16 kernels are compiled for sm_75 too, but must not be
-// launched there. Without the trap they would return zeros.
+// launched there: without the trap they would return zeros.
 template <class T>
 __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if (std::is_same_v<T, __nv_bfloat16> && compiled_before(80)) return trap();
@@ -75,8 +76,8 @@ __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (
 #endif
 }
 
-// Loads four matrices of 8 rows of 16 bytes from shared memory. Lane 8 i + j passes row j of matrix i, and gets word t
-// of row g of each matrix.
+// Loads four matrices from shared memory, each of 8 rows of 16 bytes. Lane 8 i + j passes the address of row j of
+// matrix i. Each lane gets word t of row g of all four matrices (t and g as above).
 __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const char* row) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::load_matrices(words, row);
@@ -88,7 +89,8 @@ __device__ __forceinline__ void load_matrices(uint32_t (&words)[4], const char* 
 #endif
 }
 
-// Loads four such matrices of 16-bit numbers, transposed: a word holds two rows of one column.
+// Loads four such matrices of 16-bit numbers, and transposes them: a word holds the numbers of rows 2t and 2t + 1 in
+// column g.
 __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char* row) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::load_transposed(words, row);
@@ -103,15 +105,15 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char
 // Whether code compiled for `sm` can copy less than 16 bytes with copy_async().
 inline bool copies_parts(int sm) { return sm >= 80; }
 
-// Traps on sm_75, which cannot copy less than 16 bytes, unless `bytes` is a multiple of 16.
+// sm_75 cannot copy less than 16 bytes. If `bytes` is not a multiple of 16, this traps there.
 __device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
   if (compiled_before(80) && bytes % 16 != 0) trap();
 }
 
-// Writes 16 bytes of shared memory: the first `bytes` from global memory, and zeros after them. Without copies_parts()
-// `bytes` must be 0 or 16. Unless it is 0, all 16 bytes are read (LDGSTS.128.ZFILL; compute-sanitizer shows it on an
-// H100), so all 16 must lie inside an allocation. The copy is complete for this thread after a wait_copies that covers
-// it, and for other threads after the next barrier.
+// Writes 16 bytes of shared memory: `bytes` of them from global memory, and zeros after these. If copies_parts() is
+// false, `bytes` must be 0 or 16. If `bytes` is not 0, all 16 bytes are read from global memory (LDGSTS.128.ZFILL;
+// compute-sanitizer shows it on an H100), so all 16 must lie inside an allocation. This thread may read the copy after
+// a wait_copies that covers it. Other threads may read it after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::copy_async(shared, global, bytes);
@@ -121,8 +123,8 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
       "l"(__cvta_generic_to_global(global)), "r"(bytes)
       : "memory");
 #else
-  // Before sm_80 it is a load and a store, of 16 bytes or of none. There is no branch, so that the loads of a step all
-  // start before the first of its stores.
+  // Before sm_80 a copy is a load and a store. If `bytes` is 0, a predicate skips the load, and zeros are stored. There
+  // is no branch, so that all loads of a step start before the first of its stores.
   int4 chunk;
   asm("{ .reg .pred p; setp.gt.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
       "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4]; }"
@@ -132,7 +134,7 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
 #endif
 }
 
-// Makes a group of the copies since the last call.
+// Puts the copies since the last call into a group.
 __device__ __forceinline__ void commit_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::commit_copies();

@@ -1,5 +1,5 @@
-// The tile of a product that a block of eight warps computes: where operands lie in shared memory, which tile a block
-// takes, and how results leave.
+// The tile of a product that a block of eight warps computes: how operands lie in shared memory, which tile a block
+// takes, and how results go from registers to global memory.
 #pragma once
 
 #include "grid.cuh"
@@ -7,17 +7,19 @@
 
 namespace amp_kernels::cuda {
 
-// Two blocks on a multiprocessor, of 48 KB of shared memory and 128 registers a thread. sm_75 has memory for one.
+// Blocks on a multiprocessor: two, with 48 KB of shared memory each and 128 registers a thread. sm_75 has shared memory
+// for only one.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 1;
 #else
 constexpr int kResidentBlocks = 2;
 #endif
 
-// The place of a chunk in its row. In products a chunk is 16 bytes of shared memory (in table.h, a range of a tensor),
-// and a row is 64 bytes along k, four chunks. ldmatrix reads the same chunk of eight rows at once. Stored in order, the
-// chunks of rows r and r + 2 would begin in the same bank, of 32 banks of 4 bytes. So each pair of rows stores its
-// chunks in another order, and the eight lie in different banks.
+// The place of a chunk in its row. A chunk is 16 bytes of shared memory (unlike a chunk of table.h). A row is four
+// chunks, 64 bytes along k. ldmatrix reads the same chunk of eight rows at once. Shared memory has 32 banks of 4 bytes,
+// so two rows fill all banks. If chunks were stored in order, the same chunk of rows r and r + 2 would lie in the same
+// banks. Therefore each pair of rows stores its chunks in an order of its own, and the eight chunks lie in different
+// banks.
 struct MatrixSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row >> 1 & 3); }
 };
@@ -25,8 +27,8 @@ struct MatrixSwizzle {
 // Eight warps: two down, four across.
 constexpr int kWarpsDown = 2, kWarpsAcross = 4;
 
-// The first row and column of a block's tile. Blocks that run at the same time take tiles near each other, in bands of
-// eight rows of tiles, so that both operands come from L2.
+// The first row and column of a block's tile. A band is eight rows of tiles. Successive blocks take the tiles of a band
+// column by column. So blocks that run at the same time take tiles near each other, and both operands come from L2.
 struct TilePosition {
   int64_t m, n;
 
@@ -41,13 +43,15 @@ struct TilePosition {
   }
 };
 
-// Results go through shared memory, half of the tile's rows at a time, so that stores are wide. Rows are padded
-// (kStride), so that the fragments of a warp go to different banks. In every odd group of 32 columns neighbouring
-// blocks of four columns change places: eight lanes that each read two such blocks then find them in different banks,
-// and a read of 16 bytes takes a warp 4 cycles, not 8. kTransposed: the fragments are those of the transposed product.
+// Results go through shared memory, half of the tile's rows at a time, so that stores to global memory are wide. Rows
+// are padded (kStride), so that a warp writes its fragments to different banks. In every odd group of 32 columns,
+// neighbouring blocks of four columns change places. A lane reads eight columns as two such blocks, one after the
+// other. With the change, the blocks that eight lanes read at once lie in different banks, and a read of 16 bytes takes
+// a warp 4 cycles, not 8. kTransposed: the sums are fragments of the transposed product.
 template <int kM, int kN, bool kTransposed = false>
 struct ResultTile {
-  static constexpr int kRows = kM / kWarpsDown, kColumns = kN / kWarpsAcross;  // of a warp; a half has kRows rows
+  // Rows and columns of a warp. A half of the tile has kRows rows.
+  static constexpr int kRows = kM / kWarpsDown, kColumns = kN / kWarpsAcross;
   static constexpr int kStride = kN + (kTransposed ? 4 : 8);
   static constexpr int kBytes = kRows * kStride * 4;
 

@@ -1,9 +1,9 @@
 // The gradient pass, one launch for any mix of dtypes:
 //   norm      = sqrt(sum of g^2) * factor
 //   found_inf = 1 if any g is NaN or inf; the record has the first tensor with one
-//   g        <- g * factor                                  (with `write`)
+//   g        <- g * factor                                  (only if `write` is set)
 //
-// Bytes per element: 4 (fp32) or 2 read, with `write` as many written.
+// Bytes per element: 4 (fp32) or 2 read; if `write` is set, as many written.
 //
 // A block takes every gridDim.x-th chunk of the table. A thread takes packs of 16 bytes (4 or 8 elements), four at a
 // time, and starts the loads of all four before it uses one:
@@ -11,24 +11,24 @@
 //   chunk:  | head | pack of thread 0 | thread 1 | ... | thread 255 | thread 0 | ... | tail |
 //             fp32 sum of a pack -> fp64 sum of a thread -> fp64 sum of the block -> partials[chunk]
 //
-// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do, so that head and tail of a
-// tensor are less than a pack each. If a head or tail has four or more 16-bit elements, four of them are half a pack:
-// one access of 8 bytes, by a thread of the second to last warp. The others, at most three at each end, go one per
-// thread of the last warp. With `write`, the products come from the registers that were summed: each gradient is read
-// once.
+// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do. So the head and the tail of a
+// tensor are less than a pack each. If a head or tail has four or more 16-bit elements, the four next to the packs are
+// a half pack: a thread of the second to last warp accesses its 8 bytes at once. The other elements of head and tail
+// are at most three each. Each of them goes to a thread of the last warp. If `write` is set, products are computed from
+// the registers that were summed, so each gradient is read only once.
 //
-// The block that ends last adds all partials in the order of the chunks, so that the same gradients give the same bits
-// on one machine. On a GPU with another number of multiprocessors chunks have another length. The fp32 sums of packs
-// are the same there, but they are added (in fp64) in another order. The norm, rounded to fp32, then differs in its
-// last bit in about one of ten million cases (an estimate).
+// The last block to end adds all partials in the order of the chunks. So the same gradients give the same bits on one
+// machine. If a GPU has another number of multiprocessors, chunks have another length. The fp32 sums of packs are the
+// same on both GPUs, but they are added (in fp64) in another order. The norm, rounded to fp32, then differs in its last
+// bit in about one of ten million cases (an estimate).
 #include "../formulas/unscale.h"
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-// Packs of 16 bytes that a thread loads at a time: 80 KB on a multiprocessor that holds five blocks of 256 threads. One
-// of sm_75 holds four blocks.
+// Packs of 16 bytes that a thread loads at a time. If a multiprocessor holds five blocks of 256 threads, this is 80 KB.
+// A multiprocessor of sm_75 holds only four blocks.
 constexpr int kPacks = 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 4;
@@ -37,17 +37,18 @@ constexpr int kResidentBlocks = 5;
 #endif
 
 using GradientWalk = ChunkWalk<kGrad + 1, /*kBackwards=*/false>;
-constexpr int kReduced = 32;  // words of shared memory for a block's reductions; the header of a chunk is behind them
+constexpr int kReduced = 32;  // words of shared memory for a block's reductions; the header of the chunk follows them
 
-// The sum of squares of a pack, added in fp32; sums of packs are added in fp64. On consumer GPUs fp64 runs at 1/64 of
-// the fp32 rate, and one fp64 addition for 16 bytes stays hidden behind memory on all of them. Four or eight additions
-// in fp32 keep the norm within 1e-6 even when every rounding goes the same way.
+// The sum of squares of a pack, added in fp32. Sums of packs are added in fp64. On consumer GPUs fp64 runs at 1/64 of
+// the fp32 rate, but a single fp64 addition for each 16 bytes takes less time than the memory access on all of them. A
+// pack has four or eight fp32 additions. Even if all of them round in the same direction, the norm stays within 1e-6.
 template <class T, int N>
 __device__ __forceinline__ double sum_of_squares(const Vector<float, N>& x) {
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < N; ++k) sum += x.data[k] * x.data[k];
-  // fp16 needs no rescue: its squares are between 3e-15 and 5e9.
+  // If the fp32 sum may have overflowed or lost small squares, the elements are scaled and summed again. fp16 never
+  // needs this: its squares are between 3e-15 and 5e9.
   if (std::is_same_v<T, __half> || fast_sum_is_exact(sum)) return sum;
   const float scale = rescue_scale(sum);
   sum = 0.0f;
@@ -65,7 +66,8 @@ __device__ __forceinline__ double square(T x) {
   return wide * wide;
 }
 
-// The sum of squares of N neighbours, which were loaded from `at`; with `write`, multiplies them in memory.
+// Returns the sum of squares of N neighbours that were loaded from `at`. If `write` is set, stores their products with
+// `factor` there.
 template <class T, int N>
 __device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float factor, bool write) {
   const Vector<float, N> x = floats(loaded);
@@ -78,16 +80,17 @@ __device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float 
   return sum_of_squares<T>(x);
 }
 
-// This thread's part of head and tail: the sum of squares; with `write`, multiplies the elements.
+// Returns the sum of squares of this thread's elements of head and tail. If `write` is set, multiplies them in memory.
 template <class T, int kPack>
 __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& division, float factor, bool write) {
-  // Half packs lie next to packs, which aligns them. A tensor that ends before its first pack has none.
-  const int last = division.first + division.packs * kPack, behind = division.others - division.lead;
-  const int half_head = division.lead == division.first ? division.lead & 4 : 0, half_tail = behind & 4;
+  // A half pack lies next to a pack, so it is aligned to 8 bytes. A tensor that ends before its first pack begins has
+  // no half packs.
+  const int packs_end = division.first + division.packs * kPack, tail = division.others - division.lead;
+  const int half_head = division.lead == division.first ? division.lead & 4 : 0, half_tail = tail & 4;
   const int head = division.lead - half_head, others = division.others - half_head - half_tail;
   double sum = 0.0;
   if (const int k = (threadIdx.x + 32) % kThreads; k < others) {
-    T* const at = grad + (k < head ? k : k - head + last + half_tail);
+    T* const at = grad + (k < head ? k : k - head + packs_end + half_tail);
     const T x = *at;
     sum = square(x);
     if (write) *at = from_float<T>(to_float(x) * factor);
@@ -95,14 +98,14 @@ __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& divi
   if constexpr (kPack == 8) {
     const int k = (threadIdx.x + 64) % kThreads;
     if (k == 0 ? half_head > 0 : k == 1 && half_tail > 0) {
-      T* const at = grad + (k == 0 ? division.first - 4 : last);
+      T* const at = grad + (k == 0 ? division.first - 4 : packs_end);
       sum = take(load_wide<4>(at).unpacked(), at, factor, write);
     }
   }
   return sum;
 }
 
-// The sum of squares of this thread's elements of a chunk; with `write`, multiplies them.
+// Returns the sum of squares of this thread's elements of a chunk. If `write` is set, multiplies them in memory.
 template <class T>
 __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, bool write) {
   constexpr int kPack = 16 / sizeof(T);
@@ -116,7 +119,8 @@ __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, boo
     Packed<T, kPack> packed[kPacks];
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
-      // A pack past the end is replaced by pack k, whose second load is free. At a branch the compiler would wait.
+      // If this pack is past the end, pack k is loaded a second time, which is free. If there were a branch instead,
+      // the compiler would wait for the loads before it.
       const int at = k + j * kThreads < packs ? k + j * kThreads : k;
       packed[j] = load_wide<kPack>(first + at * kPack);
     }
@@ -129,11 +133,11 @@ __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, boo
   return sum;
 }
 
-// The last block: norm, found_inf and record, from all partials.
+// Computes norm, found_inf and record from all partials. Only the last block calls it.
 __device__ void finish_pass(const GradientPass& pass, float factor, double* shared) {
   double sum = 0.0;
   int64_t first_bad = INT64_MAX;
-#pragma unroll 4  // nvcc would unroll eight, which spills registers on sm_120
+#pragma unroll 4  // nvcc would unroll eight iterations, which spills registers on sm_120
   for (int64_t c = threadIdx.x; c < pass.table.chunk_count; c += kThreads) {
     const double partial = pass.partials[c];
     sum += partial;

@@ -1,3 +1,4 @@
+// The update kernels (update.cuh) of all families (../formulas/families.h), chosen at run time by family and form.
 #include "../formulas/families.h"
 #include "update.cuh"
 

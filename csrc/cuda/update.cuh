@@ -1,16 +1,17 @@
-// The update of every optimizer: p, states <- formula(p, factor * g, states). A 16-bit weight gets p, rounded.
-// families.h explains formulas, and remainder.h the split masters of 16-bit weights.
+// The update of every optimizer: p, states <- formula(p, factor * g, states). p is the fp32 parameter or master. A
+// 16-bit weight is p, rounded. families.h explains formulas, and remainder.h the split masters of 16-bit weights.
 //
-// Bytes per element, read and written:
-//   parameter   8   in fp32, or as weight and remainder
-//              10   as 16-bit weight with an fp32 master: the weight is only written
+// Bytes per element, read and written together:
+//   parameter   8   if it is fp32, or a 16-bit weight with its remainder
+//              10   if it is a 16-bit weight with an fp32 master: the weight is only written
 //   state       8   for each
-//   gradient    4 or 2, read
-// SGD with momentum moves 20 for fp32 parameters, 18 for 16-bit weights and gradients. An average that follows a weight
-// and its remainder moves 12.
+//   gradient    4 or 2, only read
+// SGD with momentum moves 20 for fp32 parameters, and 18 for 16-bit weights with remainders and 16-bit gradients. An
+// fp32 average (`ema_`) of a 16-bit weight with its remainder moves 12: the average is updated (8), and weight and
+// remainder are only read (4).
 //
-// A block takes every gridDim.x-th chunk of the table, the last one first. A thread takes packs of four neighbours, two
-// at a time, and starts the loads of all arrays of both before it uses any:
+// A block takes every gridDim.x-th chunk of the table, from the last chunk back. A thread takes two packs of four
+// neighbours at a time. It starts the loads of both packs from all arrays before it uses any element:
 //
 //   chunk:  | head | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ... | tail |
 //                  | first packs: 1024 elements                | second packs                        |
@@ -18,9 +19,10 @@
 // Packs begin where the states are aligned to 16 bytes. Head and tail of a tensor have at most three elements each.
 // They go to the last warp, one per thread, since it has the fewest packs in a short tensor.
 //
-// A gradient or weight may be misaligned relative to the states, as a view into a bucket is. It is read in the aligned
-// words around each pack (Straddling). At the first and the last pack of a tensor such a word may reach beyond the
-// tensor; then only its elements in the tensor are read, one by one. Together with the head, or the tail, these are at
+// A gradient or weight may be misaligned relative to the states, as a view into a bucket is. If it has 16 bits, each
+// pack is read in the aligned words that hold it (Straddling). At the first and the last pack of a tensor such a word
+// may reach beyond the tensor. Then only its elements in the pack are read, one by one. The word has four elements, and
+// one or more of them lie outside of the tensor. So those in the pack and those in the head (or tail) are together at
 // most three.
 #pragma once
 
@@ -32,8 +34,8 @@
 
 namespace amp_kernels::cuda {
 
-// Elements. Four are one 16-byte access to fp32 states, which are most of the traffic. With eight, each fp32 access of
-// a warp would skip every other 16 bytes.
+// Elements of a pack. Four fp32 elements are one 16-byte access, and fp32 states are most of the traffic. If a pack had
+// eight elements, each fp32 access of a warp would skip every other 16 bytes.
 constexpr int kPack = 4;
 
 template <class T>
@@ -42,9 +44,10 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>    ? kFloat
                                                        : kBFloat16;
 
 // What a kernel is compiled for: a formula, a number of states, the types of parameters (P) and gradients (G), and the
-// type of row kMaster (M). M is int16_t for remainders (of the weights; of the gradients if P is float), else float.
-// kStates is Formula::kRequired, for the states that every parameter has and that need no test whether they are there,
-// or it is Formula::kStates, for all of them.
+// type of what row kMaster of the table points to (M). M is int16_t for remainders (of the weights; of the gradients if
+// P is float), otherwise float. kStates is Formula::kRequired or Formula::kStates. With kRequired, the kernel updates
+// only the states that every parameter has, and need not test whether a parameter has them. With Formula::kStates, it
+// updates all states.
 template <class F, int kStates_, class P_, class M_, class G_>
 struct Variant {
   using Formula = F;
@@ -52,16 +55,17 @@ struct Variant {
   using M = M_;
   using G = G_;
   static constexpr int kStates = kStates_;
-  static constexpr bool kJoins = kJoinsGrad<P, M>;  // an average: row kMaster holds the remainders of the gradient
+  static constexpr bool kJoins = kJoinsGrad<P, M>;  // P is an average, and M are the remainders of G
   static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins;
   static constexpr bool kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
-  static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // 16-bit arrays are read, and may be misaligned
-  // As many blocks as there are registers for, without a spill. A thread loads 80 bytes (SGD with momentum, 16 bits) to
-  // 160 bytes (three states) before it waits: 74 KB or more on a multiprocessor.
+  static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // 16-bit arrays are read that may be misaligned
+  // As many blocks as have enough registers, so that nothing is spilled. With one state or more, a thread loads 80
+  // bytes (SGD with momentum, 16 bits) to 160 bytes (three states) before it waits. On sm_90 these are 74 KB or more on
+  // a multiprocessor.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   static constexpr int kResidentBlocks = kStates < 2 ? 4 : kStates < 3 ? 3 : 2;
-#else  // sm_86, sm_89 and sm_100 spill up to 104 bytes with one more
+#else  // with one block more, sm_86, sm_89 and sm_100 spill up to 104 bytes
   static constexpr int kResidentBlocks = kStates < 2 ? 3 : 2;
 #endif
 };
@@ -77,7 +81,7 @@ template <class V>
 struct Arrays {
   const typename V::G* grad;
   typename V::P* weight;
-  typename V::M* master;  // nullptr for an fp32 parameter
+  typename V::M* master;  // nullptr if V::kIsFp32
   float* state[V::kStates > 0 ? V::kStates : 1];
 
   template <class Walk>
@@ -98,13 +102,13 @@ struct Arrays {
 struct Margin {
   int64_t before, after;
 };
-constexpr Margin kInside{kPack, kPack};  // enough that no word of the pack reaches beyond the tensor
+constexpr Margin kInside{kPack, kPack};  // large enough that no word of a pack reaches beyond the tensor
 
-// The division of a chunk into packs that are aligned in its states and its master.
+// The division of a chunk into packs that are aligned in all states and in the master.
 template <class V>
 struct Packs : Division<kPack> {
-  bool is_aligned;  // in gradient and weight, too
-  int from, to;     // the packs whose words lie in the tensor: all, or without the tensor's first or last one
+  bool is_aligned;  // packs are aligned in gradient and weight, too
+  int from, to;     // packs from <= k < to have all their words in the tensor; its first and its last pack may not
 
   template <class Walk>
   __device__ __forceinline__ Packs(const Walk& walk, const Arrays<V>& arrays)
@@ -119,7 +123,7 @@ struct Packs : Division<kPack> {
     }
     if (own < 0) own = phase(arrays.weight);
     is_aligned = phase(arrays.grad) == own && phase(arrays.weight) == own;
-    if (!states_agree) {  // not with states that an optimizer allocated
+    if (!states_agree) {  // then there are no packs; states that an optimizer allocated do agree
       lead = others += packs * kPack;
       packs = from = to = 0;
       return;
@@ -142,7 +146,7 @@ struct Packs : Division<kPack> {
   }
 };
 
-// N neighbours of one array: load() starts their loads, get() waits for them. In between a thread starts the loads of
+// N neighbours of one array. load() starts their loads; get() waits for them. In between, a thread starts the loads of
 // all other arrays.
 template <class T, int N>
 struct Aligned {
@@ -152,7 +156,7 @@ struct Aligned {
   __device__ __forceinline__ Vector<T, N> get() const { return packed.unpacked(); }
 };
 
-// N neighbours, an access for each element.
+// The same with one access for each element.
 template <class T, int N>
 struct OneByOne {
   Vector<T, N> elements;
@@ -161,8 +165,8 @@ struct OneByOne {
   __device__ __forceinline__ Vector<T, N> get() const { return elements; }
 };
 
-// A pack of 16-bit elements, read as the one or two aligned words of 8 bytes that hold it. If a word reaches beyond the
-// tensor, only its elements in the pack are read.
+// The same for a misaligned pack of 16-bit elements, read as the one or two aligned words of 8 bytes that hold it. If a
+// word reaches beyond the tensor, only its elements in the pack are read.
 template <class T>
 struct Straddling {
   static_assert(sizeof(T) == 2);
@@ -170,13 +174,13 @@ struct Straddling {
   int shift;  // in bits
 
   __device__ __forceinline__ void load(const T* p, Margin margin) {
-    const int here = phase(p), next = kPack - here;  // the pack's elements in the second word, and in the first
-    shift = here * 16;
-    const auto* const words = reinterpret_cast<const uint64_t*>(p - here);
+    const int in_high = phase(p), in_low = kPack - in_high;  // elements of the pack in each of the two words
+    shift = in_high * 16;
+    const auto* const words = reinterpret_cast<const uint64_t*>(p - in_high);
     assume_global(words);
     assume_global(words + 1);
-    low = margin.before >= here ? words[0] : bits(p, next) << shift;
-    high = here == 0 ? 0 : margin.after >= next ? words[1] : bits(p + next, here);
+    low = margin.before >= in_high ? words[0] : bits(p, in_low) << shift;
+    high = in_high == 0 ? 0 : margin.after >= in_low ? words[1] : bits(p + in_low, in_high);
   }
 
   __device__ __forceinline__ Vector<T, kPack> get() const {
@@ -195,8 +199,8 @@ struct Straddling {
   }
 };
 
-// How N neighbours are loaded. Misaligned fp32 goes one by one: four words of 4 bytes take no more registers than one
-// of 16 bytes.
+// How N neighbours are loaded. Misaligned fp32 elements are loaded one by one: four words of 4 bytes take no more
+// registers than one word of 16 bytes.
 template <class T, int N, bool kAligned>
 using Loading = std::conditional_t<
     N == 1, OneByOne<T, N>,
@@ -218,8 +222,8 @@ __device__ __forceinline__ void store_rounded(T* p, const Vector<float, N>& valu
   store<kAligned>(p, elements);
 }
 
-// The fp32 masters of N weights. Where a remainder does not belong to its weight (remainder.h), the master is the
-// weight.
+// The fp32 masters of N weights. If other code wrote a weight, its remainder may not fit it any more (remainder.h).
+// Then the master is the weight.
 template <class P, int N>
 __device__ __forceinline__ Vector<float, N> join(const Vector<P, N>& weights, const Vector<int16_t, N>& remainders) {
   Vector<float, N> masters;
@@ -232,8 +236,8 @@ __device__ __forceinline__ Vector<float, N> join(const Vector<P, N>& weights, co
   return masters;
 }
 
-// N neighbours in all arrays. Loading and updating are separate, so that a thread loads its second pack before it
-// stores the first. The compiler cannot reorder them itself, since it must assume that the arrays overlap.
+// N neighbours in all arrays. Loading and updating are separate functions, so that a thread can load its second pack
+// before it stores the first. The compiler cannot move these loads itself, since it must assume that arrays overlap.
 template <class V, int N, bool kAligned>
 struct Pack {
   Loading<typename V::G, N, kAligned> grad;
@@ -313,7 +317,8 @@ template <class V, bool kAligned>
 __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Packs<V>& packs,
                                              const typename V::Formula& formula) {
   for (int k = packs.from + threadIdx.x; k < packs.to; k += 2 * kThreads) {
-    // A thread without a second pack loads its first one twice: at a branch the compiler would wait for the loads.
+    // If there is no second pack, the first one is loaded twice. If there were a branch instead, the compiler would
+    // wait for the loads before it.
     const bool has_second = k + kThreads < packs.to;
     const int i = packs.at(k), j = has_second ? i + kThreads * kPack : i;
     Pack<V, kPack, kAligned> first, second;
@@ -324,8 +329,8 @@ __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Pack
   }
 }
 
-// Updates the first and the last pack of a tensor, if their words reach beyond it: two threads of the second to last
-// warp.
+// Updates the first and the last pack of a tensor, if they have words that reach beyond the tensor. Each is updated by
+// one thread of the second to last warp.
 template <class V, class Walk>
 __device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs<V>& packs, const Walk& walk,
                                             const typename V::Formula& formula) {
@@ -337,7 +342,7 @@ __device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs
   pack.update(arrays, formula, packs.at(k));
 }
 
-// Updates the elements outside of packs, one per thread, from the last warp on.
+// Updates the elements outside of packs, one per thread, beginning with the threads of the last warp.
 template <class V>
 __device__ __forceinline__ void update_others(const Arrays<V>& arrays, const Packs<V>& packs,
                                               const typename V::Formula& formula) {
@@ -350,7 +355,7 @@ __device__ __forceinline__ void update_others(const Arrays<V>& arrays, const Pac
   }
 }
 
-// The last chunk first: the gradient pass read it last, so its gradients may still be in L2.
+// The walk begins with the last chunk. The gradient pass read that chunk last, so its gradients may still be in L2.
 template <class V>
 using UpdateWalk = ChunkWalk<kState + V::kStates, /*kBackwards=*/true>;
 
@@ -379,28 +384,29 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
       update_packs<V, false>(arrays, packs, formula);
     }
   }
-  // The last block raises the counts of updates, which every thread of every block has read by then.
+  // The last block raises the counts of updates. Every block comes to this barrier first, so all threads have read the
+  // counts by then.
   barrier();
   if (!is_last_block(reinterpret_cast<unsigned*>(update.ticket))) return;
   for (int64_t c = threadIdx.x; c < update.table.chunk_count; c += kThreads) raise_step(update.table, c);
 }
 
-// Calls f with a Variant{}: for the required states if no tensor has another one, else for all.
+// Calls f with a Variant{}. If no tensor has more than the required states, the variant has only these; otherwise it
+// has all states. Bit k of `states`: some tensor has the k-th state.
 template <class Formula, class P, class M, class G, class F>
 void with_states(int states, const F& f) {
   constexpr int kRequired = (1 << Formula::kRequired) - 1;
   if ((states & kRequired) != kRequired)
-    throw std::invalid_argument(std::string("amp_kernels: ") + Formula::kName +
-                                " lacks a state that it cannot do without");
+    throw std::invalid_argument(std::string("amp_kernels: ") + Formula::kName + " lacks a state that it requires");
   if constexpr (Formula::kRequired < Formula::kStates)
     if (states == kRequired) return f(Variant<Formula, Formula::kRequired, P, M, G>{});
   if constexpr (kJoinsGrad<P, M>)
-    throw std::invalid_argument("amp_kernels: an average has no state");
+    throw std::invalid_argument("amp_kernels: an average must have no states");
   else
     f(Variant<Formula, Formula::kStates, P, M, G>{});
 }
 
-// Calls f with the kernel of this form, and the bytes of shared memory that it takes.
+// Calls f with the kernel for a form, and with the bytes of shared memory that the kernel needs.
 template <class Formula, class F>
 void with_kernel(const Form& form, const F& f) {
   with_dtype(form.param_dtype, [&](auto param) {
