@@ -1,12 +1,12 @@
-// Products with int8 codes on a CPU, 2 M N K operations. The left operand is packed into tiles, by all threads; then
-// each thread takes a block of columns at a time, packs it, and multiplies it by some tiles, from whose sums results
-// are stored at once:
+// Products with int8 codes on a CPU, 2 M N K operations. First all threads pack the left operand into tiles. Then each
+// thread takes one block of columns at a time, packs it, and multiplies it by a span of tiles. When a tile has been
+// multiplied by a panel, their results are stored at once:
 //
 //                          block 0          block 1            a panel: Tile::kColumns columns, packed
-//               right:  [panel][panel]   [panel][panel]        a block fills half of a core's L2
+//               right:  [panel][panel]   [panel][panel]        a block fills up to half of a core's L2
 //   left
 //   span 0  [tile 0]       thread 0         thread 1           a tile: up to Tile::kRows rows, packed; it passes
-//           [tile 1]                                           through the L1
+//           [tile 1]                                           through the L1 once for each panel
 //   span 1  [tile 2]       thread 0         thread 1
 //           [tile 3]
 #pragma once
@@ -27,8 +27,9 @@
 
 namespace amp_kernels::cpu {
 
-// Of the panels packed at a time: half of a core's L2. For every block the left operand is read once, from memory where
-// it is large: with 2^18 bytes, a quarter of the L2, 4096^3 took 9 % longer.
+// How many bytes of panels are packed at a time, as one block: half of a core's L2. Each block reads the whole left
+// operand once, from memory if that operand is large. With blocks of 2^18 bytes, a quarter of the L2, 4096^3 took 9 %
+// longer.
 inline int64_t panel_bytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -45,8 +46,9 @@ class Multiplication {
   using Columns = typename Product::Columns;
   static constexpr int64_t kColumns = Tile::kColumns, kRows = Tile::kRows;
 
-  // Rows are cut into tiles of nearly equal height, as many for every thread, and tiles into spans; columns into blocks
-  // of panels. A block times a span is a unit of work. There are as few blocks as keep threads busy and fit in the L2.
+  // Rows are cut into tiles of nearly equal height. If there are more tiles than threads, every thread gets equally
+  // many. Tiles form spans, and columns are cut into blocks of panels. A block times a span is a unit of work. There
+  // are as few blocks as possible: enough units to keep the threads busy, and no block larger than panel_bytes().
   explicit Multiplication(const Product& product)
       : product_(product),
         threads_(std::min<int64_t>(divide_up(product.m * product.n * (product.k + 1), kThreadProducts),
@@ -70,9 +72,9 @@ class Multiplication {
   }
 
  private:
-  static constexpr int64_t kUnits = 4;  // of work for a thread, so that others can help it
+  static constexpr int64_t kUnits = 4;  // units of work for each thread; threads that are done early take over some
 
-  // All tiles of the left operand, and the sums of their rows' codes.
+  // All tiles of the left operand, and the sum of the codes of each row, if it is needed.
   class PackedLeft {
    public:
     explicit PackedLeft(const Multiplication& of)
@@ -102,7 +104,7 @@ class Multiplication {
     const Buffer<int32_t> row_sums_;
   };
 
-  // A thread's memory, with the block of panels that it packed last.
+  // The memory of one thread. It holds the block of panels that the thread packed last.
   class Worker {
    public:
     Worker(const Multiplication& of, const PackedLeft& left)
@@ -136,7 +138,7 @@ class Multiplication {
         if (of_.product_.needs_column_sums()) sum_columns();
     }
 
-    // A row of ones times each panel.
+    // Multiplies a row of ones by each panel, which gives the sums of the columns' codes.
     void sum_columns() {
       const auto ones = static_cast<int32_t>(of_.product_.k);
       for (size_t p = 0; p < columns_.size(); ++p)
@@ -153,8 +155,8 @@ class Multiplication {
     int64_t block_ = -1;
   };
 
-  // A few groups at a time through all panels: the rows of a row-major operand are then in cache, and in the TLB, when
-  // the second panel needs them.
+  // Packs kPackGroups groups of all panels, and then the next groups. If the operand is row-major, its rows are then in
+  // the cache, and in the TLB, when the second panel needs them.
   void pack_panels(int64_t first, int64_t panels, int8_t* to) const {
     for (int64_t g = 0; g < groups_; g += kPackGroups)
       for (int64_t p = 0; p < panels; ++p) {
@@ -173,13 +175,13 @@ class Multiplication {
   int64_t tile_size() const { return 4 * groups_ * kRows; }
 
   const Product& product_;
-  const int64_t threads_;  // as many as are worth waking
-  const int64_t panels_;   // of kColumns columns
-  const int64_t groups_;   // of four k
+  const int64_t threads_;  // more are not worth waking
+  const int64_t panels_;   // each of kColumns columns
+  const int64_t groups_;   // each of four elements along k
   int64_t tiles_;
-  int64_t block_panels_;  // panels packed at a time
+  int64_t block_panels_;  // panels in a block
   int64_t blocks_;
-  int64_t spans_;  // of tiles, which are multiplied with a block at a time
+  int64_t spans_;  // each of some tiles, which a thread multiplies by one block
 };
 
 template <class Tile, class Product>
