@@ -21,7 +21,7 @@ constexpr int kSums = 4;  // independent sums, whose additions do not wait for e
 constexpr int64_t kStride = kSums * kLanes;
 // Elements of a block. A lane of a sum adds 32 squares. With so few, the norm is within 1e-6 even if all roundings go
 // one way.
-constexpr int64_t kSquares = 1024;
+constexpr int64_t kUnscaleBlock = 1024;
 
 // Returns the sum of squares of n elements. n must be a multiple of kStride. Sum is Lanes (fp32), or Wide (fp64) where
 // fp32 is not enough. Calls each(i, v) with every eight elements v, as fp32. The first of them is x[i].
@@ -48,24 +48,24 @@ double sum_of_squares(const G* x, int64_t n, const Each& each) {
 // sum spill.
 template <class G>
 [[gnu::noinline]] double exact_sum_of_squares(const G* x) {
-  return sum_of_squares<Wide>(x, kSquares, [](int64_t, const Lanes&) {});
+  return sum_of_squares<Wide>(x, kUnscaleBlock, [](int64_t, const Lanes&) {});
 }
 
 // Returns the sum of squares of a block.
 template <class G>
 double checked_sum(const G* grad, bool ahead) {
-  if (ahead) prefetch(grad + kSquares, kSquares);
-  const double sum = sum_of_squares<Lanes>(grad, kSquares, [](int64_t, const Lanes&) {});
+  if (ahead) prefetch(grad + kUnscaleBlock, kUnscaleBlock);
+  const double sum = sum_of_squares<Lanes>(grad, kUnscaleBlock, [](int64_t, const Lanes&) {});
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad);
 }
 
 // Multiplies a block by the factor, and returns the sum of squares that it had before.
 template <class G>
 double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
-  float kept[kSquares];
-  if (ahead) prefetch(grad + kSquares, kSquares);
+  float kept[kUnscaleBlock];
+  if (ahead) prefetch(grad + kUnscaleBlock, kUnscaleBlock);
   const double sum =
-      sum_of_squares<Lanes>(grad, kSquares, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
+      sum_of_squares<Lanes>(grad, kUnscaleBlock, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
         std::memcpy(kept + i, &v, sizeof(v));
         store_lanes(v * factor, grad + i);
       });
@@ -93,9 +93,9 @@ double pass_over(G* grad, float factor, bool write, int64_t n) {
   double sum = 0.0;
   int64_t i = 0;
   if (write)
-    for (; i + kSquares <= n; i += kSquares) sum += checked_and_unscaled_sum(grad + i, factor, ahead);
+    for (; i + kUnscaleBlock <= n; i += kUnscaleBlock) sum += checked_and_unscaled_sum(grad + i, factor, ahead);
   else
-    for (; i + kSquares <= n; i += kSquares) sum += checked_sum(grad + i, ahead);
+    for (; i + kUnscaleBlock <= n; i += kUnscaleBlock) sum += checked_sum(grad + i, ahead);
   return sum + rest_of_sum(grad + i, factor, write, n - i);
 }
 
