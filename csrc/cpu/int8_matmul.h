@@ -77,29 +77,29 @@ class Multiplication {
   // All tiles of the left operand, and the sum of the codes of each row, if it is needed.
   class PackedLeft {
    public:
-    explicit PackedLeft(const Multiplication& of)
-        : of_(of), elements_((of.tiles_ + 1) * of.tile_size()), row_sums_(of.tiles_ * kRows) {
+    explicit PackedLeft(const Multiplication& plan)
+        : plan_(plan), elements_((plan.tiles_ + 1) * plan.tile_size()), row_sums_(plan.tiles_ * kRows) {
       const auto nothing = [](int64_t) { return 0; };
-      const int64_t grain = divide_up(kThreadBytes, of.tile_size() * sizeof(Left) + 1);
-      in_ranges(of.tiles_, grain, of.threads_, nothing, [&](int64_t begin, int64_t end, int) {
+      const int64_t grain = divide_up(kThreadBytes, plan.tile_size() * sizeof(Left) + 1);
+      in_ranges(plan.tiles_, grain, plan.threads_, nothing, [&](int64_t begin, int64_t end, int) {
         for (int64_t t = begin; t < end; ++t) pack(t);
       });
     }
 
     LeftTile<Left> tile(int64_t t) const {
-      const Left* const data = elements_ + t * of_.tile_size();
-      return {data, row_sums_ + t * kRows, data + of_.tile_size()};
+      const Left* const data = elements_ + t * plan_.tile_size();
+      return {data, row_sums_ + t * kRows, data + plan_.tile_size()};
     }
 
    private:
     void pack(int64_t t) const {
-      Left* const to = elements_ + t * of_.tile_size();
-      of_.product_.pack_left(of_.first_row(t), of_.rows(t), of_.groups_, to);
+      Left* const to = elements_ + t * plan_.tile_size();
+      plan_.product_.pack_left(plan_.first_row(t), plan_.rows(t), plan_.groups_, to);
       if constexpr (Product::kLeftIsCodes)
-        if (of_.product_.needs_row_sums()) sum_rows<kRows>(to, of_.rows(t), of_.groups_, row_sums_ + t * kRows);
+        if (plan_.product_.needs_row_sums()) sum_rows<kRows>(to, plan_.rows(t), plan_.groups_, row_sums_ + t * kRows);
     }
 
-    const Multiplication& of_;
+    const Multiplication& plan_;
     const Buffer<Left> elements_;
     const Buffer<int32_t> row_sums_;
   };
@@ -107,22 +107,22 @@ class Multiplication {
   // The memory of one thread. It holds the block of panels that the thread packed last.
   class Worker {
    public:
-    Worker(const Multiplication& of, const PackedLeft& left)
-        : of_(of),
+    Worker(const Multiplication& plan, const PackedLeft& left)
+        : plan_(plan),
           left_(left),
-          packed_(of.block_panels_ * of.panel_size()),
-          ones_(of.product_.needs_column_sums() ? 4 * of.groups_ : 0) {
-      if (of.product_.needs_column_sums()) std::fill_n(ones_ + 0, 4 * of.groups_, Left{1});
-      columns_.reserve(of.block_panels_);
+          packed_(plan.block_panels_ * plan.panel_size()),
+          ones_(plan.product_.needs_column_sums() ? 4 * plan.groups_ : 0) {
+      if (plan.product_.needs_column_sums()) std::fill_n(ones_ + 0, 4 * plan.groups_, Left{1});
+      columns_.reserve(plan.block_panels_);
     }
 
     void multiply(int64_t block, int64_t span) {
       if (block != block_) pack(block);
-      for (int64_t t = of_.first_tile(span); t < of_.first_tile(span + 1); ++t) {
+      for (int64_t t = plan_.first_tile(span); t < plan_.first_tile(span + 1); ++t) {
         const LeftTile<Left> tile = left_.tile(t);
         for (size_t p = 0; p < columns_.size(); ++p) {
-          multiply_tile<Tile>(of_.rows(t), tile, packed_ + p * of_.panel_size(), of_.groups_, sums_);
-          of_.product_.finish(of_.first_row(t), of_.rows(t), columns_[p], sums_, tile.sums);
+          multiply_tile<Tile>(plan_.rows(t), tile, packed_ + p * plan_.panel_size(), plan_.groups_, sums_);
+          plan_.product_.finish(plan_.first_row(t), plan_.rows(t), columns_[p], sums_, tile.sums);
         }
       }
     }
@@ -130,23 +130,23 @@ class Multiplication {
    private:
     void pack(int64_t block) {
       block_ = block;
-      const int64_t first = block * of_.block_panels_, end = std::min(first + of_.block_panels_, of_.panels_);
-      of_.pack_panels(first, end - first, packed_ + 0);
+      const int64_t first = block * plan_.block_panels_, end = std::min(first + plan_.block_panels_, plan_.panels_);
+      plan_.pack_panels(first, end - first, packed_ + 0);
       columns_.clear();
-      for (int64_t p = first; p < end; ++p) columns_.emplace_back(of_.product_, p * kColumns);
+      for (int64_t p = first; p < end; ++p) columns_.emplace_back(plan_.product_, p * kColumns);
       if constexpr (Product::kLeftIsCodes)
-        if (of_.product_.needs_column_sums()) sum_columns();
+        if (plan_.product_.needs_column_sums()) sum_columns();
     }
 
     // Multiplies a row of ones by each panel, which gives the sums of the columns' codes.
     void sum_columns() {
-      const auto ones = static_cast<int32_t>(of_.product_.k);
+      const auto ones = static_cast<int32_t>(plan_.product_.k);
       for (size_t p = 0; p < columns_.size(); ++p)
-        multiply_tile<Tile>(1, {ones_ + 0, &ones, ones_ + 0}, packed_ + p * of_.panel_size(), of_.groups_,
+        multiply_tile<Tile>(1, {ones_ + 0, &ones, ones_ + 0}, packed_ + p * plan_.panel_size(), plan_.groups_,
                             columns_[p].sum);
     }
 
-    const Multiplication& of_;
+    const Multiplication& plan_;
     const PackedLeft& left_;
     const Buffer<int8_t> packed_;
     const Buffer<Left> ones_;
