@@ -48,7 +48,8 @@ class Multiplication {
 
   // Rows are cut into tiles of nearly equal height. If there are more tiles than threads, every thread gets equally
   // many. Tiles form spans, and columns are cut into blocks of panels. A block times a span is a unit of work. There
-  // are as few blocks as possible: enough units to keep the threads busy, and no block larger than panel_bytes().
+  // are as few blocks as possible: enough units to keep the threads busy, and no block larger than panel_bytes(), but
+  // with 64 columns at least.
   explicit Multiplication(const Product& product)
       : product_(product),
         threads_(std::min<int64_t>(divide_up(product.m * product.n * (product.k + 1), kThreadProducts),
