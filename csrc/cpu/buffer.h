@@ -1,4 +1,4 @@
-// Scratch memory of the CPU kernels.
+// Scratch memory for the CPU kernels.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Uninitialised memory, aligned to cache lines. The class aligns it itself: glibc would cut aligned memory out of a
-// larger piece, which took a twentieth of the time of a product of 64^3.
+// Uninitialised memory, aligned to cache lines. The class aligns the address itself. glibc would cut an aligned block
+// out of a larger one, and that took a twentieth of the time of a product of 64^3.
 template <class T>
 class Buffer {
  public:

@@ -25,7 +25,7 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>  ? kFloat
                            : std::is_same_v<T, Half> ? kHalf
                                                      : kBFloat16;
 
-// Calls f with a zero of the type.
+// Calls f with a zero of the dtype's C++ type.
 template <class F>
 auto with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -38,10 +38,10 @@ auto with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-constexpr int64_t kChunksAhead = 8;  // how much later the chunk of prefetch_head() comes
+constexpr int64_t kChunksAhead = 8;  // prefetch_head() is called for the chunk so many places after the current one
 
-// Prefetches the first elements of a later chunk, in one of its arrays. Chunks of small tensors are too short to
-// prefetch their own, and each array would begin with a cache miss.
+// Prefetches the first elements of a later chunk, in one of its arrays. The chunk of a small tensor is too short to
+// prefetch its own elements. Without this call, each of its arrays would begin with a cache miss.
 template <class T>
 void prefetch_head(const Table& table, const Chunk& chunk, int row) {
   prefetch(chunk.in<const T>(table, row), std::min<int64_t>(chunk.size, 256));
@@ -53,8 +53,8 @@ using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
 
-// The same bits as another type. This and the functions below are always inlined: a call would pass vectors through
-// memory.
+// Returns the same bits as another type. This function and those below are always inlined, because a call would pass
+// vectors through memory.
 template <class To, class From>
 [[gnu::always_inline]] inline To as(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -92,7 +92,8 @@ template <class To, class From>
 #endif
 }
 
-// bf16 by integer arithmetic, and by intrinsics: g++ 12 splits conversions of generic integer vectors into halves.
+// bf16 is converted by integer arithmetic. With AVX2 this takes intrinsics, because g++ 12 splits conversions of
+// generic integer vectors into halves.
 [[gnu::always_inline]] inline Lanes load_lanes(const BFloat16* from) {
 #if defined(__AVX2__)
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -104,7 +105,7 @@ template <class To, class From>
 #endif
 }
 
-// Each lane rounded to bf16, in the low 16 bits.
+// Rounds each lane to bf16. The result is in the low 16 bits of the word.
 [[gnu::always_inline]] inline Words rounded_to_bf16(const Lanes& lanes) {
   const Words bits = as<Words>(lanes);
   // A NaN whose payload sits in the low bits would round to inf.
@@ -126,7 +127,7 @@ template <class To, class From>
   store_bf16(rounded_to_bf16(lanes), to);
 }
 
-// Like store_lanes, but past the caches (see `stream`). `to` is aligned to 16 bytes.
+// Stores like store_lanes(), but past the caches (stream() below says why). `to` must be aligned to 16 bytes.
 template <class T>
 [[gnu::always_inline]] inline void stream_lanes(const Lanes& lanes, T* to) {
 #if defined(__SSE2__)
@@ -140,7 +141,7 @@ template <class T>
 #endif
 }
 
-// g++ 12 would split this conversion into halves, too.
+// Converts int32 to fp32. With AVX2 by an intrinsic, because g++ 12 would split the conversion into halves.
 [[gnu::always_inline]] inline Lanes as_floats(const Integers& integers) {
 #if defined(__AVX2__)
   return as<Lanes>(_mm256_cvtepi32_ps(as<__m256i>(integers)));
@@ -177,7 +178,7 @@ void store(const float* from, T* to, int64_t n) {
   std::copy_n(rest, n - i, to + i);
 }
 
-// n elements as fp32: in place, or converted into `staged`.
+// Returns n elements as fp32. If they are fp32, that is `from` itself, else a converted copy in `staged`.
 inline const float* as_float(const float* from, float*, int64_t) { return from; }
 
 template <class T>
@@ -186,10 +187,10 @@ const float* as_float(const T* from, float* staged, int64_t n) {
   return staged;
 }
 
-// Copies n elements past the caches. An ordinary store first reads the cache line that it overwrites: a tenth of the
-// traffic of an update, for weights that nobody reads before the next forward pass. Another thread may read the result
-// after fence_streams(), which share() calls. A fence takes a few hundred nanoseconds, too many for each row of a
-// matrix.
+// Copies n elements past the caches. An ordinary store first reads the cache line that it overwrites. For weights,
+// which nobody reads before the next forward pass, these reads would be a tenth of an update's traffic. Another thread
+// may read the result only after fence_streams(). share() calls it at the end of its work: a fence takes a few hundred
+// nanoseconds, too many for each row of a matrix.
 template <class T>
 void stream(const T* from, T* to, int64_t n) {
   int64_t i = 0;

@@ -1,4 +1,5 @@
-// The tiles of floats by codes (tiles.h): codes become floats in registers, and are multiplied and added by FMA.
+// The tiles (tiles.h) that multiply fp32 rows by int8 codes. Codes are converted to fp32 in registers, and products are
+// added by FMA.
 #pragma once
 
 #include <algorithm>
@@ -14,7 +15,8 @@ namespace amp_kernels::cpu {
 
 #if defined(__x86_64__)
 
-// Byte i of each dword becomes a float in its lane.
+// In multiply(), a dword of `right` holds four codes of one column. Byte i of each dword is converted to fp32 in the
+// lane of that dword.
 struct Avx512FloatTile {
   using Left = float;
   using Sum = float;

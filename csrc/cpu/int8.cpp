@@ -1,8 +1,13 @@
-// The int8 kernels of a CPU: how bands and pieces (int8_walk.h) are shared out to threads, and in how many passes.
+// The int8 kernels of a CPU. Threads take bands of groups, or pieces of bands (int8_walk.h). Quantization makes one
+// pass or two:
 //
-//   scale given            each piece:  x -> codes
-//   many bands             each band:   x -> range -> scale; x, now in the core's cache -> codes
-//   fewer than threads     each piece:  x -> range; then all ranges of a group -> scale; then each piece: x -> codes
+//   scale given        for each piece:  x -> codes
+//   many bands         for each band:   x -> ranges -> scales; then x, now in the core's cache -> codes
+//   few large bands    for each piece:  x -> ranges
+//                      for each band:   the ranges of its pieces -> scales
+//                      for each piece:  x -> codes
+//
+// "Few large bands" are fewer than threads, with kOneThread elements or more together.
 #include "int8.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -23,7 +28,7 @@ int64_t size_of(Dtype dtype) { return dtype == kFloat ? sizeof(float) : sizeof(H
 template <class F>
 void for_each_piece(const Walk& walk, const Pieces& pieces, const F& f) {
   const int64_t count = walk.bands() * pieces.each();
-  const int64_t most = walk.bands() * walk.band_size() / kOneThread;  // threads that are worth waking
+  const int64_t most = walk.bands() * walk.band_size() / kOneThread;  // more threads are not worth waking
   const int64_t threads = std::min<int64_t>({torch::stable::get_num_threads(), count, most});
   for_each(count, threads, [&](int64_t i) {
     const Piece piece = pieces.at(walk, i);
@@ -31,7 +36,7 @@ void for_each_piece(const Walk& walk, const Pieces& pieces, const F& f) {
   });
 }
 
-// Calls f with a value of the dtype's C++ type, and with kStep (see OfGroups) as an integral_constant.
+// Calls f with a zero of the dtype's C++ type, and with kStep (see OfGroups) as an integral_constant.
 template <class F>
 void with_types(Dtype dtype, const Walk& walk, const F& f) {
   with_dtype(dtype, [&](auto value) {
@@ -52,8 +57,9 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
   });
 }
 
-// A thread reads a band for its ranges, and again, from its cache, for the codes. In both passes over a row it
-// prefetches a part of the next one: if one pass prefetched all of it, memory would be idle during the other.
+// A thread reads a band twice: for its ranges, and then, from the core's cache, for the codes. By rows both passes
+// prefetch from the next band, 4 KiB (first pass) or 8 KiB (second pass) after the place that they read in this one. If
+// one pass prefetched everything, memory would be idle during the other.
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {

@@ -1,9 +1,11 @@
-// From numbers to int8 codes and back on a CPU, bit for bit csrc/formulas/int8.h:
+// From numbers to int8 codes and back on a CPU. Results are bit for bit those of csrc/formulas/int8.h:
 //
 //   code = clamp(rint(x * inverse) + zero_point, low, 127)      value = (code - zero_point) * scale
 //
-// 3 bytes an element of 16 bits, 5 of fp32. With AVX2 and F16C an Encoder makes 32 codes at a time, one register of
-// them, from four registers of eight fp32 steps; elsewhere encode() makes them in loops that the compiler vectorises.
+// Steps are x * inverse: the distance from the zero point, in units of the scale. Encoding reads x and writes codes: 3
+// bytes for an element of 16 bits, 5 for fp32. With AVX2 and F16C an Encoder makes 32 codes at a time: four registers
+// of eight fp32 steps become one register of codes. Elsewhere encode() makes codes in loops that the compiler
+// vectorises.
 #pragma once
 
 #include <cmath>
@@ -12,17 +14,22 @@
 
 namespace amp_kernels::cpu {
 
-// The affines (scale, inverse, zero point) of a band's groups. Steps from the zero point are clamped before they are
-// rounded: the two commute because the ends of the clamp are integers, and a code takes a third of the instructions of
-// code_of(). A zero point that is a code lies between those ends, so NaN taken for 0, or an inverse of 0, gives it.
+// The affines (scale, inverse, zero point) of a band's groups. Steps are clamped before they are rounded. That gives
+// the codes of code_of(), which rounds first, because the ends of the clamp are integers. It takes a third of the
+// instructions.
+//
+// If the zero point is a code, 0 steps lie between the ends of the clamp. NaN is taken for 0 steps, and an inverse of 0
+// makes 0 steps. Then the code is the zero point.
 struct Affines {
   float scale[kRoom];
   float inverse[kRoom];
-  float lowest[kRoom];  // the clamp's ends, in steps from the zero point
+  float lowest[kRoom];  // the ends of the clamp, in steps
   float highest[kRoom];
   int zero_point[kRoom];
-  bool have_inverses;     // whether every inverse is finite and not 0
-  bool are_codes = true;  // whether every zero point is; else an end of the clamp may be beyond the formulas' 512 steps
+  bool have_inverses;  // whether every inverse is finite and not 0
+  // Whether every zero point is a code. If one is not, an end of the clamp may be beyond 512 steps, where the formulas
+  // bound steps.
+  bool are_codes = true;
 
   void set(int64_t i, const Affine& affine) {
     scale[i] = affine.scale, inverse[i] = affine.inverse, zero_point[i] = affine.zero_point;
@@ -30,11 +37,11 @@ struct Affines {
     highest[i] = static_cast<float>(127 - affine.zero_point);
   }
 
-  // Of a group with a given zero point, as the formulas have it.
+  // Returns the affine of a group with a given zero point, for the functions of the formulas.
   Affine at(int64_t i) const { return {scale[i], inverse[i], zero_point[i], lowest_code(/*symmetric=*/false)}; }
 
-  // A zero point that a caller gives may be any int32. Steps are then bounded by 512, as the formulas say, and zero
-  // points by 1024, so that their sums fit in 16 bits.
+  // Bounds steps by 512, as the formulas do, and zero points by 1024. A zero point that a caller gives may be any
+  // int32, and the sum of steps and zero point must fit in 16 bits.
   void bound(int64_t groups) {
     constexpr float kBound = 512.0f;
     for (int64_t i = 0; i < groups; ++i) {
@@ -54,7 +61,7 @@ struct Affines {
 
 template <class V>
 [[gnu::always_inline]] inline V limited(const V& steps, const V& lowest, const V& highest) {
-  const V raised = steps < lowest ? lowest : steps;  // NaN stays
+  const V raised = steps < lowest ? lowest : steps;  // NaN stays NaN: no comparison with it is true
   return raised > highest ? highest : raised;
 }
 
@@ -63,17 +70,18 @@ template <class V>
   return limited(steps == steps ? steps : V{}, lowest, highest);
 }
 
-// The low bits of x + kRounder are x rounded to nearest even, for |x| < 2^22.
+// For |x| < 2^22, the low bits of x + kRounder are x rounded to nearest even.
 constexpr float kRounder = 12582912.0f;
 
-// One number (a scale, an inverse, a bound) of each element's group. kStep 0: all elements of a segment are of one
-// group, whose number stays in a register; kStep 1: each element is of the next group.
+// Looks up a number (a scale, an inverse, a bound) of each element's group. If kStep is 0, all elements of a segment
+// belong to one group, whose number stays in a register. If kStep is 1, each element belongs to the group after that of
+// the element before it.
 template <int kStep>
 class OfGroups {
  public:
   OfGroups(const float* of_groups, int64_t group) : first_(of_groups + group), one_(*first_) {}
 
-  // For the i-th element of a segment (V is float), or for eight from there on (V is Lanes).
+  // Returns the number for element i of a segment (V is float), or for the eight elements from i on (V is Lanes).
   template <class V>
   [[gnu::always_inline]] V at(int64_t i) const {
     if constexpr (std::is_same_v<V, float>)
@@ -99,7 +107,7 @@ class OfGroups {
 #endif
 }
 
-// Codes as steps from their zero points.
+// Returns code - zero_point as a float (V is float), or for eight codes (V is Lanes).
 template <class V, int kStep>
 [[gnu::always_inline]] inline V steps_of(const int8_t* codes, const int* zero_point) {
   if constexpr (std::is_same_v<V, float>) {
@@ -130,9 +138,9 @@ inline int8_t code_at(float steps, int zero_point) {
   return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
 }
 
-// The loops over a segment's elements, the first of which is of group `first`; kStep as for OfGroups. g++ vectorises
-// them only in this form: inlined, it forgets which arrays do not alias; with the members of an affine in a struct
-// instead of scalars, it keeps the struct in memory.
+// Encodes n elements of a segment. The first element belongs to group `first`. kStep has the meaning that it has in
+// OfGroups. g++ vectorises these loops only in this form. If they are inlined, g++ forgets which arrays do not alias.
+// If an affine's members are in a struct instead of scalars, g++ keeps the struct in memory.
 template <int kStep>
 [[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int64_t first,
                               int8_t* __restrict out, int64_t n) {
@@ -156,11 +164,13 @@ template <int kStep>
 #if defined(__AVX2__) && defined(__F16C__)
 constexpr int64_t kBlock = 32;
 
-// The codes of a block of neighbours, read from x in its own dtype, in at most half the instructions of encode(), since
-// the packing saturates. `inverse` and `zero_point` are those of the first element's group; kStep as for OfGroups.
-// kIsFinite promises that every |x * inverse| is far below 2^31, which holds in a group that has its own scale;
-// elsewhere steps are bounded first, because _mm256_cvtps_epi32 turns what is out of range into the most negative
-// integer.
+// Encodes a block of neighbours, which are read from x in its own dtype. This takes at most half the instructions of
+// encode(), because the pack instructions saturate. `inverse` and `zero_point` point to the numbers of the first
+// element's group. kStep has the meaning that it has in OfGroups.
+//
+// kIsFinite promises that every |x * inverse| is far below 2^31. That holds if the scale was computed from the group's
+// own elements, and these are finite. Without the promise steps are bounded first, because _mm256_cvtps_epi32 turns a
+// number out of range into the most negative integer.
 template <int kStep, bool kIsFinite, class T>
 class Encoder {
  public:
@@ -172,9 +182,10 @@ class Encoder {
         lowest_(_mm256_set1_epi8(static_cast<int8_t>(lowest_code(symmetric)))),
         symmetric_(symmetric) {}
 
-  // The codes of elements i to i + kBlock.
+  // Returns the codes of elements [i, i + kBlock).
   [[gnu::always_inline]] __m256i operator()(const T* x, int64_t i) const {
-    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // both packs work in halves of a register
+    // The pack instructions work within each half of a register. This restores the order.
+    const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) steps[k] = steps_of_eight(x, i + 8 * k);
     __m256i low = _mm256_packs_epi32(steps[0], steps[1]), high = _mm256_packs_epi32(steps[2], steps[3]);
@@ -210,7 +221,8 @@ class Encoder {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), codes);
 }
 
-// Encodes n >= kBlock neighbours of one group; the last block may overlap the one before. `ahead`: as range_of().
+// Encodes n >= kBlock neighbours of one group. The last block may overlap the one before. `ahead` has the meaning that
+// it has in range_of().
 template <bool kIsFinite, class T>
 [[gnu::always_inline]] inline void encode_blocks(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                                  bool symmetric, int8_t* out, int64_t n, bool streams) {
@@ -224,11 +236,11 @@ template <bool kIsFinite, class T>
   if (i < n) store_codes(encode(x, n - kBlock), out + n - kBlock, false);
 }
 
-// Encodes some rows of n >= kBlock columns, each column with its own affine.
+// Encodes `rows` rows of n >= kBlock columns. Each column has its own affine.
 template <bool kIsFinite, class T>
 void encode_strip(const T* x, int64_t row_step, int64_t rows, int64_t ahead, const float* inverse,
                   const int* zero_point, bool symmetric, int8_t* out, int64_t n, bool streams) {
-  constexpr int64_t kLine = 64;  // of codes
+  constexpr int64_t kLine = 64;  // codes in a cache line
   // A streaming store to an address that is not a multiple of 32 faults.
   streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows > 1 ? row_step : 0)) % 32 == 0;
   const Encoder<1, kIsFinite, T> encode(inverse, zero_point, symmetric);

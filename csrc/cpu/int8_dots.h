@@ -1,6 +1,7 @@
 // Products of up to kDotRows rows with int8 codes that are contiguous along k, as a Linear's weight is. The rows are
-// prepared; the codes are read once, where they lie: K N bytes, which is what limits these products. Without this path,
-// packing the codes for tiles took one row of layers of 512 to 4096 1.7 to 4 times as long, four rows 1.2 to 2.2 times.
+// copied and padded. The codes, K N bytes, are read once and are not copied. Reading them is what limits these
+// products. When the codes were packed for tiles instead, one row took 1.7 to 4 times as long, and four rows 1.2 to 2.2
+// times (in layers of 512 to 4096).
 //
 //   rows  [row 0 ... k]      thread 0: columns 0 to 31, 32 to 63 ...       one dot: all rows times one column
 //         [row 1 ... k]      thread 1: the columns after them              (the row of ones is there if finish()
@@ -18,11 +19,12 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kDotsAtOnce = kDotRows + 1;
 
-// Modulo 2^32.
+// Product and difference of int32, modulo 2^32.
 inline int32_t wrapped(int32_t sum, int factor) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * factor); }
 inline int32_t difference(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - b); }
 
-// The rows, each written by write(i, to), which returns its sum, and with_ones one more vector, of ones.
+// The rows, padded for Tile::dot. write(i, to) writes row i and returns the sum of its codes. With `with_ones` there is
+// one more row, of ones.
 template <class Tile>
 class DotRows {
  public:
@@ -45,14 +47,14 @@ class DotRows {
 
   const int32_t* sums() const { return sums_; }
 
-  // The products with `count` vectors of contiguous codes, the first of which is at `from` and the next `stride` on:
-  // products[row * kColumns + vector].
+  // Multiplies every row by `count` vectors of contiguous codes. The first vector is at `from`. The vectors are
+  // `stride` apart. The results are products[row * kColumns + vector].
   void multiply(int64_t count, const int8_t* from, int64_t stride, Sum* products) const {
     for (int64_t i = 0; i < count; ++i) multiply_one(from + i * stride, products + i);
   }
 
  private:
-  // Codes fewer than a block are padded.
+  // If there are fewer codes than kDotDepth, a block of dot, they are padded with zeros.
   void multiply_one(const int8_t* codes, Sum* products) const {
     int8_t padded[Tile::kDotDepth];
     if (k_ < Tile::kDotDepth) {
@@ -68,8 +70,9 @@ class DotRows {
         products[r * Tile::kColumns] = difference(products[r * Tile::kColumns], wrapped(sums_[r], Tile::kDotShift));
   }
 
-  // Moves the last elements to the end of their block, as Tile::dot wants them, with zeros before or, if there is only
-  // one block, after them.
+  // Moves the elements of a last, partial block to the end of that block, and writes zeros before them. For this block
+  // Tile::dot reads the last kDotDepth codes. The first of these codes were in the block before, too, and are
+  // multiplied by the zeros. If there is only one block, its elements stay, and zeros follow them.
   void align_to_end(Left* vector) const {
     const int64_t rest = k_ < Tile::kDotDepth ? 0 : k_ % Tile::kDotDepth;
     std::copy_backward(vector + k_ - rest, vector + k_, vector + padded_);

@@ -1,12 +1,12 @@
-// Products with int8 codes on a CPU, 2 M N K operations. The left operand is packed into tiles, by all threads; then
-// each thread takes a block of columns at a time, packs it, and multiplies it by some tiles, from whose sums results
-// are stored at once:
+// Products with int8 codes on a CPU, 2 M N K operations. First all threads pack the left operand into tiles. Then each
+// thread takes one block of columns at a time, packs it, and multiplies it by a span of tiles. When a tile has been
+// multiplied by a panel, their results are stored at once:
 //
 //                          block 0          block 1            a panel: Tile::kColumns columns, packed
-//               right:  [panel][panel]   [panel][panel]        a block fills half of a core's L2
+//               right:  [panel][panel]   [panel][panel]        a block fills up to half of a core's L2
 //   left
 //   span 0  [tile 0]       thread 0         thread 1           a tile: up to Tile::kRows rows, packed; it passes
-//           [tile 1]                                           through the L1
+//           [tile 1]                                           through the L1 once for each panel
 //   span 1  [tile 2]       thread 0         thread 1
 //           [tile 3]
 #pragma once
@@ -27,8 +27,9 @@
 
 namespace amp_kernels::cpu {
 
-// Of the panels packed at a time: half of a core's L2. For every block the left operand is read once, from memory where
-// it is large: with 2^18 bytes, a quarter of the L2, 4096^3 took 9 % longer.
+// How many bytes of panels are packed at a time, as one block: half of a core's L2. Each block reads the whole left
+// operand once, from memory if that operand is large. With blocks of 2^18 bytes, a quarter of the L2, 4096^3 took 9 %
+// longer.
 inline int64_t panel_bytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -45,8 +46,10 @@ class Multiplication {
   using Columns = typename Product::Columns;
   static constexpr int64_t kColumns = Tile::kColumns, kRows = Tile::kRows;
 
-  // Rows are cut into tiles of nearly equal height, as many for every thread, and tiles into spans; columns into blocks
-  // of panels. A block times a span is a unit of work. There are as few blocks as keep threads busy and fit in the L2.
+  // Rows are cut into tiles of nearly equal height. If there are more tiles than threads, every thread gets equally
+  // many. Tiles form spans, and columns are cut into blocks of panels. A block times a span is a unit of work. There
+  // are as few blocks as possible: enough units to keep the threads busy, and no block larger than panel_bytes(), but
+  // with 64 columns at least.
   explicit Multiplication(const Product& product)
       : product_(product),
         threads_(std::min<int64_t>(divide_up(product.m * product.n * (product.k + 1), kThreadProducts),
@@ -70,57 +73,57 @@ class Multiplication {
   }
 
  private:
-  static constexpr int64_t kUnits = 4;  // of work for a thread, so that others can help it
+  static constexpr int64_t kUnits = 4;  // units of work for each thread; threads that are done early take over some
 
-  // All tiles of the left operand, and the sums of their rows' codes.
+  // All tiles of the left operand, and the sum of the codes of each row, if it is needed.
   class PackedLeft {
    public:
-    explicit PackedLeft(const Multiplication& of)
-        : of_(of), elements_((of.tiles_ + 1) * of.tile_size()), row_sums_(of.tiles_ * kRows) {
+    explicit PackedLeft(const Multiplication& plan)
+        : plan_(plan), elements_((plan.tiles_ + 1) * plan.tile_size()), row_sums_(plan.tiles_ * kRows) {
       const auto nothing = [](int64_t) { return 0; };
-      const int64_t grain = divide_up(kThreadBytes, of.tile_size() * sizeof(Left) + 1);
-      in_ranges(of.tiles_, grain, of.threads_, nothing, [&](int64_t begin, int64_t end, int) {
+      const int64_t grain = divide_up(kThreadBytes, plan.tile_size() * sizeof(Left) + 1);
+      in_ranges(plan.tiles_, grain, plan.threads_, nothing, [&](int64_t begin, int64_t end, int) {
         for (int64_t t = begin; t < end; ++t) pack(t);
       });
     }
 
     LeftTile<Left> tile(int64_t t) const {
-      const Left* const data = elements_ + t * of_.tile_size();
-      return {data, row_sums_ + t * kRows, data + of_.tile_size()};
+      const Left* const data = elements_ + t * plan_.tile_size();
+      return {data, row_sums_ + t * kRows, data + plan_.tile_size()};
     }
 
    private:
     void pack(int64_t t) const {
-      Left* const to = elements_ + t * of_.tile_size();
-      of_.product_.pack_left(of_.first_row(t), of_.rows(t), of_.groups_, to);
+      Left* const to = elements_ + t * plan_.tile_size();
+      plan_.product_.pack_left(plan_.first_row(t), plan_.rows(t), plan_.groups_, to);
       if constexpr (Product::kLeftIsCodes)
-        if (of_.product_.needs_row_sums()) sum_rows<kRows>(to, of_.rows(t), of_.groups_, row_sums_ + t * kRows);
+        if (plan_.product_.needs_row_sums()) sum_rows<kRows>(to, plan_.rows(t), plan_.groups_, row_sums_ + t * kRows);
     }
 
-    const Multiplication& of_;
+    const Multiplication& plan_;
     const Buffer<Left> elements_;
     const Buffer<int32_t> row_sums_;
   };
 
-  // A thread's memory, with the block of panels that it packed last.
+  // The memory of one thread. It holds the block of panels that the thread packed last.
   class Worker {
    public:
-    Worker(const Multiplication& of, const PackedLeft& left)
-        : of_(of),
+    Worker(const Multiplication& plan, const PackedLeft& left)
+        : plan_(plan),
           left_(left),
-          packed_(of.block_panels_ * of.panel_size()),
-          ones_(of.product_.needs_column_sums() ? 4 * of.groups_ : 0) {
-      if (of.product_.needs_column_sums()) std::fill_n(ones_ + 0, 4 * of.groups_, Left{1});
-      columns_.reserve(of.block_panels_);
+          packed_(plan.block_panels_ * plan.panel_size()),
+          ones_(plan.product_.needs_column_sums() ? 4 * plan.groups_ : 0) {
+      if (plan.product_.needs_column_sums()) std::fill_n(ones_ + 0, 4 * plan.groups_, Left{1});
+      columns_.reserve(plan.block_panels_);
     }
 
     void multiply(int64_t block, int64_t span) {
       if (block != block_) pack(block);
-      for (int64_t t = of_.first_tile(span); t < of_.first_tile(span + 1); ++t) {
+      for (int64_t t = plan_.first_tile(span); t < plan_.first_tile(span + 1); ++t) {
         const LeftTile<Left> tile = left_.tile(t);
         for (size_t p = 0; p < columns_.size(); ++p) {
-          multiply_tile<Tile>(of_.rows(t), tile, packed_ + p * of_.panel_size(), of_.groups_, sums_);
-          of_.product_.finish(of_.first_row(t), of_.rows(t), columns_[p], sums_, tile.sums);
+          multiply_tile<Tile>(plan_.rows(t), tile, packed_ + p * plan_.panel_size(), plan_.groups_, sums_);
+          plan_.product_.finish(plan_.first_row(t), plan_.rows(t), columns_[p], sums_, tile.sums);
         }
       }
     }
@@ -128,23 +131,23 @@ class Multiplication {
    private:
     void pack(int64_t block) {
       block_ = block;
-      const int64_t first = block * of_.block_panels_, end = std::min(first + of_.block_panels_, of_.panels_);
-      of_.pack_panels(first, end - first, packed_ + 0);
+      const int64_t first = block * plan_.block_panels_, end = std::min(first + plan_.block_panels_, plan_.panels_);
+      plan_.pack_panels(first, end - first, packed_ + 0);
       columns_.clear();
-      for (int64_t p = first; p < end; ++p) columns_.emplace_back(of_.product_, p * kColumns);
+      for (int64_t p = first; p < end; ++p) columns_.emplace_back(plan_.product_, p * kColumns);
       if constexpr (Product::kLeftIsCodes)
-        if (of_.product_.needs_column_sums()) sum_columns();
+        if (plan_.product_.needs_column_sums()) sum_columns();
     }
 
-    // A row of ones times each panel.
+    // Multiplies a row of ones by each panel, which gives the sums of the columns' codes.
     void sum_columns() {
-      const auto ones = static_cast<int32_t>(of_.product_.k);
+      const auto ones = static_cast<int32_t>(plan_.product_.k);
       for (size_t p = 0; p < columns_.size(); ++p)
-        multiply_tile<Tile>(1, {ones_ + 0, &ones, ones_ + 0}, packed_ + p * of_.panel_size(), of_.groups_,
+        multiply_tile<Tile>(1, {ones_ + 0, &ones, ones_ + 0}, packed_ + p * plan_.panel_size(), plan_.groups_,
                             columns_[p].sum);
     }
 
-    const Multiplication& of_;
+    const Multiplication& plan_;
     const PackedLeft& left_;
     const Buffer<int8_t> packed_;
     const Buffer<Left> ones_;
@@ -153,8 +156,8 @@ class Multiplication {
     int64_t block_ = -1;
   };
 
-  // A few groups at a time through all panels: the rows of a row-major operand are then in cache, and in the TLB, when
-  // the second panel needs them.
+  // Packs kPackGroups groups of all panels, and then the next groups. If the operand is row-major, its rows are then in
+  // the cache, and in the TLB, when the second panel needs them.
   void pack_panels(int64_t first, int64_t panels, int8_t* to) const {
     for (int64_t g = 0; g < groups_; g += kPackGroups)
       for (int64_t p = 0; p < panels; ++p) {
@@ -173,13 +176,13 @@ class Multiplication {
   int64_t tile_size() const { return 4 * groups_ * kRows; }
 
   const Product& product_;
-  const int64_t threads_;  // as many as are worth waking
-  const int64_t panels_;   // of kColumns columns
-  const int64_t groups_;   // of four k
+  const int64_t threads_;  // more are not worth waking
+  const int64_t panels_;   // each of kColumns columns
+  const int64_t groups_;   // each of four elements along k
   int64_t tiles_;
-  int64_t block_panels_;  // panels packed at a time
+  int64_t block_panels_;  // panels in a block
   int64_t blocks_;
-  int64_t spans_;  // of tiles, which are multiplied with a block at a time
+  int64_t spans_;  // each of some tiles, which a thread multiplies by one block
 };
 
 template <class Tile, class Product>

@@ -1,8 +1,8 @@
-// The random numbers of stochastic rounding on a CPU: u = (word >> 8) * 2^-24 with philox() of formulas/int8.h, which
-// makes four words of a counter. With AVX2 eight counters at a time, 32 numbers:
+// The random numbers for stochastic rounding on a CPU: u = (word >> 8) * 2^-24. philox() of formulas/int8.h makes four
+// words from a counter. With AVX2 a block takes eight counters at a time, which make 32 numbers:
 //
-//   counter          c        c + 1    ...      c + 7        each in a 64-bit lane, two registers of four
-//   elements      4c .. 4c+3                4c+28 .. 4c+31   the words are transposed into this order at the end
+//   counter          c        c + 1    ...      c + 7        each in a 64-bit lane, four in each of two registers
+//   elements      4c .. 4c+3                4c+28 .. 4c+31   at the end the words are transposed into this order
 #pragma once
 
 #include <cstdint>
@@ -17,8 +17,8 @@ namespace amp_kernels::cpu {
 constexpr int kNoiseBlock = 32;
 
 #if defined(__AVX2__)
-// Every 64-bit lane holds a word in its low half; its high half is ignored by the multiplications. There are two
-// registers of each word because the latency of a round is twice its work.
+// Every 64-bit lane holds a word in its low half. The multiplications ignore the high half. Each word has two
+// registers, so that a core works on one while it waits for the other: the latency of a round is twice its work.
 inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
   const __m256i m0 = _mm256_set1_epi64x(0xD2511F53u), m1 = _mm256_set1_epi64x(0xCD9E8D57u);
   __m256i c0[2], c1[2], c2[2], c3[2];
@@ -55,7 +55,7 @@ inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
 }
 #endif
 
-// The uniform numbers of n elements with neighbouring logical indices.
+// Writes the uniform numbers of n elements, whose logical indices are first, first + 1, ...
 inline void fill_noise(float* noise, int64_t first, int64_t n, uint64_t seed) {
   int64_t i = 0;
   const auto one = [&] {

@@ -1,7 +1,9 @@
-// Packing of int8 matrices for the tiles of tiles.h: a view of [k, width] codes becomes [k / 4][width][4].
+// Packs int8 matrices for the tiles of tiles.h: a view of [k, width] codes becomes [k / 4][width][4]. Four codes along
+// k are a group.
 //
-//   k contiguous (a Linear's weight): 8 groups of 8 columns          columns contiguous: one group of 8 or 16 columns,
-//   are transposed, as 8 x 8 dwords                                  four rows interleaved byte by byte
+//   if k is contiguous (a Linear's weight),          if columns are contiguous,
+//   8 groups of 8 columns at a time                  one group of 8 or 16 columns at a time:
+//   are transposed, as 8 x 8 dwords                  its 4 rows are interleaved byte by byte
 #pragma once
 
 #include <algorithm>
@@ -13,10 +15,11 @@
 
 namespace amp_kernels::cpu {
 
-// How far ahead memory is prefetched, into the L2: rows 2^n apart would crowd a few sets of the L1.
+// How far ahead memory is prefetched: bytes along k, and rows. It is prefetched into the L2, because rows that are 2^n
+// bytes apart would crowd a few sets of the L1.
 constexpr int64_t kPackAhead = 128, kRowsAhead = 64;
 
-// A view of [k, width] codes, each to be xored with `flip`: 0x80 adds 128.
+// A view of [k, width] codes. Each code is xored with `flip`. A `flip` of 0x80 adds 128.
 struct Bytes {
   const int8_t* data;
   int64_t k_stride, stride;
@@ -25,9 +28,9 @@ struct Bytes {
   int8_t at(int64_t k, int64_t j) const { return data[k * k_stride + j * stride] ^ flip; }
 };
 
-// One group of `used` columns; past the end of k there are zeros.
+// Packs one group of `used` columns. Past the end of k it writes zeros.
 inline void pack_group(const Bytes& from, int64_t g, int64_t k, int64_t used, int8_t* to) {
-  if (from.k_stride == 1 && 4 * g + 4 <= k) {  // all that there is to fewer than 8 rows
+  if (from.k_stride == 1 && 4 * g + 4 <= k) {  // fewer than 8 rows with contiguous k are packed by this loop
     for (int64_t j = 0; j < used; ++j) {
       uint32_t four;
       std::memcpy(&four, from.data + 4 * g + j * from.stride, 4);
@@ -41,8 +44,8 @@ inline void pack_group(const Bytes& from, int64_t g, int64_t k, int64_t used, in
 }
 
 #if defined(__AVX2__)
-// Eight groups of eight columns whose k is contiguous: a transposition of 8 x 8 dwords. One of 4 x 4 dwords at a time
-// took products of 8 rows 1.1 to 1.3 times as long.
+// Packs eight groups of eight columns whose k is contiguous, by a transposition of 8 x 8 dwords. With transpositions of
+// 4 x 4 dwords, products of 8 rows took 1.1 to 1.3 times as long.
 inline void transpose_groups(const Bytes& from, int64_t g, int64_t j, int64_t width, int8_t* to) {
   const __m256i flip = _mm256_set1_epi8(from.flip);
   const auto column = [&](int64_t c) {
@@ -50,7 +53,7 @@ inline void transpose_groups(const Bytes& from, int64_t g, int64_t j, int64_t wi
     __builtin_prefetch(address + kPackAhead, 0, 2);
     return _mm256_xor_si256(flip, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
   };
-  __m256i half[2][4];  // of four columns: groups i and i + 4
+  __m256i half[2][4];  // half[h][i]: groups i and i + 4 of four columns
   for (int64_t h = 0; h < 2; ++h) {
     const __m256i c0 = column(4 * h), c1 = column(4 * h + 1), c2 = column(4 * h + 2), c3 = column(4 * h + 3);
     const __m256i low01 = _mm256_unpacklo_epi32(c0, c1), high01 = _mm256_unpackhi_epi32(c0, c1);
@@ -66,14 +69,15 @@ inline void transpose_groups(const Bytes& from, int64_t g, int64_t j, int64_t wi
     store(g + i + 4, _mm256_permute2x128_si256(half[0][i], half[1][i], 0x31));
   }
 }
-// 8 or 16 bytes.
+
+// Loads 8 or 16 bytes.
 template <int kBytes>
 __m128i load_bytes(const int8_t* from) {
   if constexpr (kBytes == 16) return _mm_loadu_si128(reinterpret_cast<const __m128i*>(from));
   return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
 }
 
-// One group of kWidth neighbouring columns, 8 or 16: four rows interleaved.
+// Packs one group of kWidth neighbouring columns, 8 or 16, by interleaving its four rows.
 template <int kWidth>
 void interleave_rows(const Bytes& from, int64_t g, int64_t j, int8_t* to) {
   const __m128i flip = _mm_set1_epi8(from.flip);
@@ -91,13 +95,15 @@ void interleave_rows(const Bytes& from, int64_t g, int64_t j, int8_t* to) {
 }
 #endif
 
-// Calls f(j) for steps of kWidth through [begin, end), at least kWidth long; the last step may overlap the one before.
+// Calls f(j) for steps [j, j + kWidth) that cover [begin, end). The range must be at least kWidth long. The last step
+// may overlap the one before.
 template <int kWidth, class F>
 void for_each_step(int64_t begin, int64_t end, const F& f) {
   for (int64_t j = begin; j < end; j += kWidth) f(std::min<int64_t>(j, end - kWidth));
 }
 
-// Packs groups [begin, end) of `used` columns to [groups][width][4]; columns from `used` on are left alone.
+// Packs groups [begin, end) of `used` columns to [groups][width][4]. Columns [used, width) of the result are not
+// written.
 inline void pack(const Bytes& from, int64_t begin, int64_t end, int64_t k, int64_t used, int64_t width, int8_t* to) {
   int64_t g = begin;
 #if defined(__AVX2__)

@@ -1,15 +1,17 @@
-// The two products with int8 codes, as int8_matmul.h and int8_dots.h multiply them:
+// The two products with int8 codes. int8_matmul.h and int8_dots.h compute them:
 //
 //   Int8Product      out[m, n] = (sum of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
 //   LinearProduct    out[m, n] = (sum of x[m, k] * weight[n, k]) * scale[n] + bias[n]
 //
-// Each says how its left operand is packed, and what becomes of sums:
-//   m, n, k; right: the int8 operand as a view of [k, n]; kLeftIsCodes
+// Each class packs its left operand, and turns sums into results:
+//   m, n, k
+//   right: the int8 operand, as a view of [k, n]
+//   kLeftIsCodes: whether the left operand is int8 codes, too
 //   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
-//   plain_left(row, to): a row for Tile::dot; returns the sum of its codes
-//   needs_row_sums(), needs_column_sums(): whether finish needs the sums of the codes of a row, of a column
-//   Columns(product, column): what finish needs of Tile::kColumns columns, among it their sums, filled in later
-//   finish(row, rows, columns, sums, row_sums): stores the results of some rows; row_sums are those of these rows
+//   plain_left(row, to): writes one row for Tile::dot, and returns the sum of its codes
+//   needs_row_sums(), needs_column_sums(): whether finish() needs the sum of the codes of each row, of each column
+//   Columns(product, column): what finish() needs for Tile::kColumns columns; their sums of codes are filled in later
+//   finish(row, rows, columns, sums, row_sums): stores the results of `rows` rows; row_sums are the sums of their codes
 #pragma once
 
 #include <algorithm>
@@ -24,17 +26,17 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kPackGroups = 16;           // packed at a time
-constexpr int64_t kThreadProducts = 1 << 20;  // below, waking a second thread costs more than it saves
-constexpr int64_t kThreadBytes = 1 << 17;     // likewise, where each byte is read once
+constexpr int64_t kPackGroups = 16;           // groups that are packed at a time
+constexpr int64_t kThreadProducts = 1 << 20;  // with fewer, waking a second thread costs more than it saves
+constexpr int64_t kThreadBytes = 1 << 17;     // the same limit for work that reads each byte once
 
-// count is nearly always kColumns, for which the compiler needs no loop.
+// Stores `count` columns. `count` is nearly always kColumns, and for that constant the compiler needs no loop.
 template <int kColumns, class T>
 void store_columns(const float* y, T* to, int64_t count) {
   count == kColumns ? store(y, to, kColumns) : store(y, to, count);
 }
 
-// sums = left * right, kDepth groups at a time.
+// Computes sums = left * right, kDepth groups at a time.
 template <class Tile>
 void multiply_tile(int64_t rows, const LeftTile<typename Tile::Left>& left, const int8_t* right, int64_t groups,
                    typename Tile::Sum* sums) {
@@ -51,7 +53,8 @@ void multiply_tile(int64_t rows, const LeftTile<typename Tile::Left>& left, cons
   } while (begin < groups);
 }
 
-// The sums of the codes of packed rows, added up four by four as they lie.
+// Sums the codes of each packed row. A row has four sums at first, one for each place in a group of four, so that codes
+// are added in the order in which they are packed.
 template <int kRows, class Left>
 void sum_rows(const Left* packed, int64_t rows, int64_t groups, int32_t* row_sums) {
   int32_t sums[4 * kRows] = {};
@@ -110,7 +113,7 @@ class Int8Product {
     float scale[kColumns];
     float bias[kColumns];
     int32_t zero_point[kColumns];
-    int32_t sum[kColumns];  // of the codes
+    int32_t sum[kColumns];  // of each column's codes
 
     Columns(const Int8Product& product, int64_t column)
         : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {
@@ -136,10 +139,10 @@ class Int8Product {
   }
 
  private:
-  // The largest k for which a sum of products of differences of codes is below 2^31: 255^2 * 33025.
+  // The largest k for which the sum of (code - zero_point) * (code - zero_point) is below 2^31: 255^2 * 33025.
   static constexpr int64_t kNarrowK = 33025;
 
-  // Whether given zero points are codes, as quantize_int8 makes them.
+  // Whether all zero points, if there are any, are codes (-128 to 127). Those that quantize_int8 makes are.
   static bool are_codes(const int32_t* zero_point, int64_t count) {
     uint32_t beyond = 0;
     for (int64_t i = 0; zero_point != nullptr && i < count; ++i)
@@ -147,7 +150,7 @@ class Int8Product {
     return beyond == 0;
   }
 
-  // Two loops, of which that for contiguous codes is vectorised.
+  // Copies one row and returns its sum. The copy with a constant stride of 1 is a loop of its own, which is vectorised.
   int32_t copy(const Bytes& from, int64_t j, Left* to) const {
     const int8_t* codes = from.data + j * from.stride;
     return from.k_stride == 1 ? copy(codes, k, 1, to) : copy(codes, k, from.k_stride, to);
@@ -182,7 +185,8 @@ class Int8Product {
     for (int64_t r = 0; r < rows; ++r) write(y + r * kColumns, to + r * n, columns.count);
   }
 
-  // For sums that 32 bits hold: corrected() in doubles took 512 rows of a layer of 512 x 512 1.14 times as long.
+  // Returns the zero points for Tile::subtract, which computes in 32 bits. It is called if these hold every sum.
+  // corrected(), which computes in doubles, took 1.14 times as long for 512 rows of a layer of 512 x 512.
   ZeroPoints zero_points(int64_t row, const Columns& columns, const int32_t* row_sums) const {
     return {args_.a_zero_point == nullptr ? nullptr : args_.a_zero_point + row * args_.a_step,
             args_.a_step,
@@ -192,7 +196,7 @@ class Int8Product {
             static_cast<int32_t>(k)};
   }
 
-  // Stores sum * (sa * sb) + bias of whole panels.
+  // Stores sum * (sa * sb) + bias for all columns of a panel.
   template <class T>
   void scale(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
     const Scales scales{columns.scale, columns.bias, args_.a_scale + row * args_.a_step, args_.a_step};
@@ -200,7 +204,8 @@ class Int8Product {
                           : Tile::template scale_rows<true>(scales, sums, rows, to, stride);
   }
 
-  // float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb): an integer below 2^35, which a double holds.
+  // y = float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb) + bias. If the zero points are codes, the
+  // argument of float() is an integer below 2^35, which a double holds.
   void corrected(int64_t r, const Columns& columns, const int32_t* sums, int32_t row_sum, float* y) const {
     const float scale = args_.a_scale[r * args_.a_step];
     const double zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[r * args_.a_step];
@@ -223,7 +228,7 @@ class Int8Product {
 
   const Int8Matmul args_;
   const bool has_zero_points_;
-  const bool is_narrow_;  // whether 32 bits hold every sum without its scales
+  const bool is_narrow_;  // whether 32 bits hold every sum, zero points included, before it is scaled
 };
 
 // ------------------------------------------------------------------------------------------------ float x int8
@@ -264,7 +269,7 @@ class LinearProduct {
     int64_t first, count;
     float scale[kColumns];
     float bias[kColumns];
-    float sum[kColumns];  // unused
+    float sum[kColumns];  // never read: needs_column_sums() is false
 
     Columns(const LinearProduct& product, int64_t column)
         : first(column), count(std::min<int64_t>(kColumns, product.n - column)) {

@@ -1,12 +1,13 @@
-// Quantization, dequantization, fake quantization and its gradient on a CPU: the passes over a band (int8_walk.h).
+// Quantization, dequantization, fake quantization and its gradient on a CPU. A pass goes over one band (int8_walk.h).
 //
-//   codes       x -> clamp(rint(x / scale) + zero_point)           3 bytes an element of 16 bits, 5 of fp32
-//   fake        x -> (code - zero_point) * scale                   4 and 8 bytes
-//   dequantize  code -> (code - zero_point) * scale                3 and 5 bytes
-//   gradient    grad where the code was not clamped, else 0        6 and 12 bytes
+//                                                                  bytes for an element of 16 bits, and of fp32
+//   codes       x -> clamp(rint(x / scale) + zero_point)           3 and 5
+//   fake        x -> (code - zero_point) * scale                   4 and 8
+//   dequantize  code -> (code - zero_point) * scale                3 and 5
+//   gradient    grad where the code was not clamped, else 0        6 and 12
 //
-// A scale of its own costs a group a second read of x, from the core's cache where the band fits there. In each pass a
-// thread converts eight elements of a segment at a time, or 32 where they become codes.
+// If the scale is not given, x is read once more, to compute it. The second read is from the core's cache, if the band
+// fits there. In each pass a thread converts eight elements of a segment at a time, or 32 if they become codes.
 #pragma once
 
 #include "int8_codes.h"
@@ -15,8 +16,8 @@
 namespace amp_kernels::cpu {
 
 // ------------------------------------------------------------------------------------------------------- memory
-// Stores f(i), rounded to T, as out[i]. f is called with a value of the type that it is to return: Lanes or float.
-// Before every kAsk elements ask(i) may prefetch.
+// Stores the results of f, rounded to T, as out[0] to out[n - 1]. f(Lanes{}, i) returns eight results from i on, and
+// f(float{}, i) one. If results are streamed, ask(i) is called before every kAsk elements, and may prefetch.
 constexpr int64_t kAsk = 32;
 
 template <class T, class Ask, class F>
@@ -34,7 +35,7 @@ template <class T, class Ask, class F>
 }
 
 // -------------------------------------------------------------------------------------------------------- passes
-// Each pass takes elements [begin, end) of a band.
+// Each pass handles elements [begin, end) of a band.
 
 inline void given_affines(const float* scale, const int32_t* zero_point, const Band& band, Affines& affines) {
   for (int64_t i = 0; i < band.groups; ++i) {
@@ -77,7 +78,7 @@ template <bool kSymmetric>
   affines.finish(groups);
 }
 
-// And writes scales and zero points.
+// Computes the affines of a band from its ranges, and writes its scales and zero points.
 inline void solve_affines(const Quantize& args, const Band& band, const Ranges& ranges, Affines& affines) {
   if (args.zero_point == nullptr)
     solve_affines<true>(ranges, band.groups, affines);
@@ -87,7 +88,8 @@ inline void solve_affines(const Quantize& args, const Band& band, const Ranges& 
   if (args.zero_point != nullptr) std::copy_n(affines.zero_point, band.groups, args.zero_point + band.first_group);
 }
 
-// Encodes what is too short for encode_blocks(). Not inlined: the stack that it takes would be touched at every call.
+// Encodes what encode_blocks() and encode_strip() cannot: fewer than kBlock columns, and everything without AVX2 and
+// F16C. Not inlined, because its caller would then touch the stack of `staged` at every call.
 template <int kStep, class T>
 [[gnu::noinline]] void encode_rest(const T* x, const Affines& affines, int64_t first, int8_t* out, int64_t n) {
   float staged[kSegment];
@@ -97,7 +99,7 @@ template <int kStep, class T>
   }
 }
 
-// Encodes n neighbours of one group to the nearest codes.
+// Encodes n neighbours of one group, rounding to nearest. If n is less than kBlock, they are padded.
 template <bool kIsFinite, class T>
 [[gnu::always_inline]] inline void encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                               bool symmetric, int8_t* out, int64_t n, bool streams) {
@@ -118,16 +120,16 @@ template <class T>
     encode_row<false>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
 }
 
-// Short groups of one row each. A batch of rows is read for its ranges; after each of its rows, a row of the batch
-// before is encoded. So no code waits for the division that makes its scale, and memory is read nearly as evenly as if
-// once:
+// Quantizes short groups, each of one row. They are handled in batches of rows. First the range of a row is found, and
+// then one row of the previous batch is encoded. So no row waits for the division that makes its scale, and memory is
+// read nearly as evenly as in a single pass:
 //
 //   range 0   range 1   ...  range 7   solve     range 8   range 9  ...
 //                                                encode 0  encode 1 ...
 //
-// Two cores of a Zen 4 take 1.03 ms for 16M fp16 in groups of 128, 0.99 if they only move them, and 1.22 if they read
-// 8 KiB and then again; prefetching costs a tenth.
-constexpr int64_t kBatchRows = 8;  // at most: as many as are divided at once
+// Two cores of a Zen 4 take 1.03 ms for 16M fp16 elements in groups of 128. They take 0.99 ms if they only move the
+// data, and 1.22 ms if they read 8 KiB for the ranges and then the same 8 KiB for the codes. Prefetching costs a tenth.
+constexpr int64_t kBatchRows = 8;  // at most; eight scales are divided at once
 constexpr int64_t kBatchBytes = 2048;
 
 template <class T>
@@ -136,7 +138,8 @@ bool are_short_rows(const Quantize& args, const Walk& walk, const Band& band) {
   return kBlock > 0 && are_short && walk.are_rows_groups(band, 0, walk.size(band)) && !args.fake && !args.stochastic;
 }
 
-// The ranges of a batch's rows and then their affines, each number in an array of its own for vector instructions.
+// The ranges of the rows of a batch, and later their affines. Each kind of number has an array of its own, so that
+// solve() takes vector instructions.
 struct RowBatch {
   uint32_t high[kBatchRows], low[kBatchRows];
   float scale[kBatchRows], inverse[kBatchRows];
@@ -179,9 +182,9 @@ void quantize_short_rows(const Quantize& args, const Walk& walk, const Band& ban
   }
 }
 
-// Encodes columns, a strip of rows at a time. fp32 is encoded with the eight rows of a strip side by side, which takes
-// two cores of a Zen 4 an eighth less time for 4096 x 4096; fp16, which writes more for what it reads, would take up to
-// a tenth more.
+// Encodes columns, a strip of rows at a time. In fp32, the eight rows of a strip are encoded side by side. For 4096 x
+// 4096 that takes two cores of a Zen 4 an eighth less time than row by row. In fp16, which writes more codes for the
+// same bytes read, it would take up to a tenth more.
 template <class T>
 void encode_columns(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                     const Affines& affines, int64_t ahead) {
@@ -221,7 +224,7 @@ void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64
     const T* x = static_cast<const T*>(args.x) + part.at;
     int8_t* out = static_cast<int8_t*>(args.out) + part.at;
     const float* inverse = affines.inverse + part.group;
-    // In a group without a scale of its own some x may be infinite or NaN.
+    // If the scale is given, or the inverse is 0, some x may be infinite or NaN.
     const bool is_finite = !args.is_static && *inverse != 0.0f;
     if constexpr (kBlock > 0)
       encode_row(x, ahead, inverse, affines.zero_point + part.group, args.zero_point == nullptr, is_finite, out, part.n,
@@ -235,8 +238,8 @@ void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64
     walk.for_each_segment(band, begin, end, encode_one);
 }
 
-// Fake quantization. kIsRegular: every inverse is finite and not 0, so x * inverse is NaN for no x but NaN, and no
-// comparison is needed to keep it.
+// Fake quantization. kIsRegular promises that every inverse is finite and not 0. Then x * inverse is NaN only if x is
+// NaN, and no comparison is needed to keep NaN.
 template <class T, int kStep, bool kIsRegular>
 void fake_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                const Affines& affines, int64_t ahead) {
@@ -259,7 +262,7 @@ void fake_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t
   });
 }
 
-// Stores f(i), rounded to T, as out[i], one element at a time: for zero points that are not codes.
+// Stores f(i), rounded to T, as out[i]. f computes one element at a time. Used if zero points are not codes.
 template <class T, class F>
 void write_each(T* out, int64_t n, const F& f) {
   float results[kSegment];
@@ -313,7 +316,8 @@ void dequantize_pass(const Dequantize& args, const Walk& walk, const Band& band,
   });
 }
 
-// The gradient of fake quantization. NaN has the zero point as its code, which is inside the range.
+// The gradient of fake quantization. It is kept where x is NaN: the code of NaN is the zero point, which is inside the
+// range.
 template <class T, int kStep>
 void straight_through_pass(const StraightThrough& args, const Walk& walk, const Band& band, int64_t begin,
                            int64_t end) {

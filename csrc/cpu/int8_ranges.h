@@ -1,9 +1,11 @@
-// The range [lowest, highest] of each group on a CPU, by two forms: range_of() of a row, and add_strip() of the columns
-// of some rows.
+// The range [lowest, highest] of each group on a CPU. range_of() finds it for a row, and add_strip() for the columns of
+// some rows. x (fp32, fp16, bf16) is read once. Each vector of x takes two instructions if ranges are symmetric, else
+// four.
 //
-//   x (fp32, fp16, bf16) is read once; an element takes two instructions a vector (symmetric) or four
-//   range_of:   a thread has two vectors' worth of running maxima for the row, folded at its end
-//   add_strip:  a thread reads one cache line of each of up to 8 rows, folds them, and then adds them to the columns'
+//   range_of:   a thread keeps two vectors of running maxima for each end of the range, and reduces them when the row
+//               ends
+//   add_strip:  a thread reads one cache line of each of up to 8 rows, reduces these to one line, and then adds that to
+//               the columns' ranges
 #pragma once
 
 #include "convert.h"
@@ -11,7 +13,7 @@
 
 namespace amp_kernels::cpu {
 
-// One element as a float (V is float), or eight (V is Lanes).
+// Reads one element as a float (V is float), or eight (V is Lanes).
 template <class V, class T>
 [[gnu::always_inline]] inline V read(const T* from) {
   if constexpr (std::is_same_v<V, float>)
@@ -20,16 +22,17 @@ template <class V, class T>
     return load_lanes(from);
 }
 
-// Magnitudes of floats are compared as integers: their bits have the same order, with NaN above all others, and the
-// maximum of integers is one instruction everywhere. 16-bit dtypes are compared in 16 bits, twice as many in a
-// register.
+// Magnitudes of floats are compared as integers. Their bits have the same order, with NaN above all others, and the
+// maximum of integers is one instruction on every CPU. 16-bit dtypes are compared in 16 bits, because a register holds
+// twice as many of them.
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int16_t>;
 template <class T>
 constexpr Bits<T> kSign = std::numeric_limits<Bits<T>>::min();
 
-// A group's extremes as bits of floats: its highest element, and its lowest one without the sign, each 0 if there is
-// none on that side of 0. A symmetric range has its largest magnitude in `high` and 0 in `low`.
+// A group's extremes, as bits of floats. `high` is its highest element, or 0 if none is above 0. `low` is its lowest
+// element without the sign, or 0 if none is below 0. A symmetric range has the largest magnitude in `high` and 0 in
+// `low`.
 struct Range {
   uint32_t high, low;
 
@@ -58,13 +61,13 @@ using Shorts = int16_t __attribute__((vector_size(32)));
 template <class T>
 using BitLanes = std::conditional_t<sizeof(T) == 4, Integers, Shorts>;
 
-// The largest of lanes that are not negative.
+// Returns the largest lane. No lane may be negative.
 template <class T>
 [[gnu::always_inline]] inline Bits<T> largest(const BitLanes<T>& lanes) {
 #if defined(__AVX2__)
   const __m256i all = as<__m256i>(lanes);
   __m128i four = _mm256_castsi256_si128(all), other = _mm256_extracti128_si256(all, 1);
-  if constexpr (sizeof(T) == 2) {  // x86 has an instruction for the smallest of eight
+  if constexpr (sizeof(T) == 2) {  // x86 has one instruction that finds the smallest of eight
     const __m128i mirror = _mm_set1_epi16(0x7fff);
     four = _mm_minpos_epu16(_mm_sub_epi16(mirror, _mm_max_epi16(four, other)));
     return static_cast<Bits<T>>(0x7fff - _mm_cvtsi128_si32(four));
@@ -80,7 +83,7 @@ template <class T>
 #endif
 }
 
-// The range of n neighbours. `ahead`: prefetch so many bytes ahead; 0: do not prefetch.
+// Returns the range of n neighbours. It prefetches `ahead` bytes ahead, or nothing if `ahead` is 0.
 template <bool kSymmetric, class T>
 [[gnu::always_inline]] inline Range range_of(const T* x, int64_t n, int64_t ahead) {
   using V = BitLanes<T>;
@@ -103,7 +106,7 @@ template <bool kSymmetric, class T>
   }
   if (i + kWidth <= n) add(load(x + i), 0);
   if (n % kWidth != 0 && n > kWidth) {
-    add(load(x + n - kWidth), 1);  // some elements again
+    add(load(x + n - kWidth), 1);  // reads some elements again, which changes no maximum
   } else if (n % kWidth != 0) {
     T few[kWidth] = {};  // zeros, which every range contains
     std::memcpy(few, x, n * sizeof(T));
@@ -114,10 +117,11 @@ template <bool kSymmetric, class T>
   return {wide(largest<T>(high[0])), kSymmetric ? 0 : wide(largest<T>(low[0]))};
 }
 
-// Adds n columns of some rows to the columns' ranges. The rows are read side by side: one after the other they would
-// read and write the ranges as often as x, and in segments short enough for L1 memory would be fetched late. Each row
-// is read by whole cache lines: rows that are 4 KiB * 2^n apart share one set of the L1, which would evict a line
-// before its second half is read. Not inlined: the columns of fp16 then took 1.15 to 1.5 times as long.
+// Adds n columns of some rows to the columns' ranges. The rows are read side by side. If they were read one after the
+// other, ranges would be read and written as often as x; and in segments that are short enough for the L1, memory would
+// be fetched late. Each row is read by whole cache lines. Rows that are 4 KiB * 2^n apart share one set of the L1,
+// which would evict a line before its second half is read. Not inlined: when add_strip() was inlined, columns of fp16
+// took 1.15 to 1.5 times as long.
 template <bool kSymmetric, class T>
 [[gnu::noinline]] void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t ahead) {
   using V = BitLanes<T>;

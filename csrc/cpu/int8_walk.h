@@ -1,5 +1,5 @@
-// How a CPU walks an Int8Layout, in the words of csrc/int8.h. A thread takes a band of groups, or a piece of a band,
-// and reads it in segments.
+// How a CPU walks an Int8Layout. A thread takes a band of groups, or a piece of a band, and reads it in segments.
+// csrc/int8.h defines these words.
 //
 //   by rows: a band is one group,                 by columns: a band is up to kGroups columns with all of their rows;
 //   or up to kGroups short ones                   kStripRows of these at a time are read side by side: a strip
@@ -19,29 +19,29 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kSegment = 1024;       // elements at most: staged as fp32 they stay in L1
-constexpr int64_t kColumnSegment = 256;  // by columns: 16 cache lines, as many as a core can wait for at once
+constexpr int64_t kSegment = 1024;       // most elements of a segment: fp32 copies of them stay in the L1
+constexpr int64_t kColumnSegment = 256;  // the same by columns: 16 cache lines, as many as a core can wait for at once
 constexpr int64_t kStripRows = 8;
-constexpr int64_t kGroups = 4096;        // of a band at most
-constexpr int64_t kRoom = kGroups + 16;  // of an array for them: arrays 2^n apart would share the same sets of the L1
-constexpr int64_t kBandSize = 4096;  // elements of a band of short groups: it is read twice, the second time from L1
-constexpr int64_t kOneThread = 1 << 16;  // elements, below which waking a second thread costs more than it saves
+constexpr int64_t kGroups = 4096;        // most groups of a band
+constexpr int64_t kRoom = kGroups + 16;  // size of an array over groups: arrays 2^n apart would share sets of the L1
+constexpr int64_t kBandSize = 4096;      // most elements of a band of short groups: its second read is from the L1
+constexpr int64_t kOneThread = 1 << 16;  // with fewer elements, waking a second thread costs more than it saves
 
 // Neighbours in memory, at most one row.
 struct Segment {
   int64_t at;  // offset of the first element
   int64_t n;
-  int64_t group;  // of the first element, counted from the band's first group
+  int64_t group;  // group of the first element, counted from the band's first group
 };
 
-// By rows a row is a group. By columns it has an element of each group.
+// By rows, each row of a band is a group. By columns, each row has one element of every group.
 struct Band {
   int64_t at;           // offset of the first element
-  int64_t first_group;  // of the whole tensor
+  int64_t first_group;  // counted from the tensor's first group
   int64_t groups;
   int64_t rows;
-  int64_t length;       // of a row, in elements
-  int64_t last_length;  // of the last row
+  int64_t length;       // elements in a row
+  int64_t last_length;  // elements in the last row
 };
 
 class Walk {
@@ -62,12 +62,12 @@ class Walk {
   int64_t bands() const { return parts_ * bands_of_part_; }
   int64_t row_size() const { return row_size_; }  // elements from one row of a band to the next
 
-  // Whether results are stored past the caches (convert.h), since they are too large to be found there later.
+  // Whether results are stored past the caches (convert.h). Results this large would not be found in a cache later.
   bool streams() const { return bands() * band_size() >= 1 << 22; }
 
-  // How many bytes ahead of its reads a pass prefetches. By columns that is some whole rows, since a strip is read side
-  // by side. By rows it is 0 except on cores that need it: with 8 KiB the two passes over 16M fp32 took a Zen 4 2.9 to
-  // 3.7 ms, without 2.3 to 3.2.
+  // How many bytes ahead of its reads a pass prefetches. By columns that is some whole rows, since the rows of a strip
+  // are read side by side. By rows it is 0, except on cores that need prefetching (asks_ahead). A Zen 4 does not: for
+  // the two passes over 16M fp32 elements it took 2.9 to 3.7 ms with 8 KiB, and 2.3 to 3.2 ms without prefetching.
   int64_t ahead(const Band& band, int64_t element_size) const {
     if (!by_columns_) return asks_ahead() ? kBytesAhead : 0;
     const int64_t row = band.length * element_size;
@@ -95,7 +95,7 @@ class Walk {
 
   int64_t size(const Band& band) const { return (band.rows - 1) * band.length + band.last_length; }
 
-  // Calls f(segment) for elements [begin, end) of a band, counted row by row. By columns these are whole rows.
+  // Calls f(segment) for elements [begin, end) of a band, counted row by row. By columns these must be whole rows.
   template <class F>
   void for_each_segment(const Band& band, int64_t begin, int64_t end, const F& f) const {
     by_columns_ ? for_each_segment_of_columns(band, begin / band.length, end / band.length, f)
@@ -107,8 +107,8 @@ class Walk {
     return !by_columns_ && begin == 0 && end == size(band);
   }
 
-  // By rows: calls f(segment) with the band's rows, however long: for groups of 128 elements for_each_segment took as
-  // long as reading them.
+  // By rows: calls f(segment) for each row of the band, however long it is. for_each_segment() would cut long rows. For
+  // groups of 128 elements it took as long as reading them.
   template <class F>
   void for_each_row(const Band& band, const F& f) const {
     Segment row{band.at, band.length, 0};
@@ -118,7 +118,7 @@ class Walk {
     }
   }
 
-  // By columns: calls f(first row of the strip, number of its rows) for the rows of elements [begin, end) of a band.
+  // By columns: calls f(first row of a strip, number of its rows) for the strips of elements [begin, end) of a band.
   template <class F>
   void for_each_strip(const Band& band, int64_t begin, int64_t end, const F& f) const {
     const int64_t end_row = end / band.length;
@@ -131,7 +131,7 @@ class Walk {
   void for_each_segment_of_rows(const Band& band, int64_t begin, int64_t end, const F& f) const {
     const int64_t length = band.length;
     Segment at{band.at + begin, 0, begin / length};
-    // A sum in place of a division for each segment: for groups of 128 elements that took as long as reading it.
+    // `column` and `group` are counted up. Dividing for each segment took as long as reading a group of 128 elements.
     int64_t column = begin - at.group * length;
     for (int64_t left = end - begin; left > 0; left -= at.n) {
       at.n = std::min({length - column, left, kSegment});
@@ -141,8 +141,8 @@ class Walk {
     }
   }
 
-  // A strip at a time through all columns: what is known of a segment's columns stays in L1 for the strip's rows, and
-  // memory is still read in long rows.
+  // Goes through all columns of one strip, and then of the next strip. The affines of a segment's columns stay in the
+  // L1 for all rows of the strip, and memory is still read in long rows.
   template <class F>
   void for_each_segment_of_columns(const Band& band, int64_t begin, int64_t end, const F& f) const {
     for (int64_t strip = begin; strip < end; strip += kStripRows)
@@ -152,11 +152,12 @@ class Walk {
   }
 
   bool by_columns_;
-  int64_t rows_;      // by columns: of every band
+  int64_t rows_;      // by columns: rows of every band
   int64_t row_size_;  // elements from one row of a band to the next
-  // A part of the tensor: by columns a matrix [reduced][inner], by rows a row of blocks, or everything if none is cut.
+  // The tensor is a number of parts. By columns a part is a matrix [reduced][inner]. By rows it is one row of the
+  // tensor if the last block of a row is shorter, and otherwise the whole tensor.
   int64_t groups_of_part_, part_size_, parts_;
-  int64_t most_groups_;  // of a band
+  int64_t most_groups_;  // groups of the largest band
   int64_t bands_of_part_;
 };
 
@@ -166,7 +167,8 @@ struct Piece {
   int64_t begin, end;
 };
 
-// What a thread takes at a time: a whole band, or where bands are fewer than threads a piece of one.
+// What a thread takes at a time: a whole band, or a piece of one. Bands are cut into pieces if there are fewer bands
+// than threads, and at least kOneThread elements.
 class Pieces {
  public:
   Pieces(const Walk& walk, int64_t threads)
@@ -174,9 +176,9 @@ class Pieces {
                   ? (4 * threads + walk.bands() - 1) / walk.bands()
                   : 1) {}
 
-  int64_t each() const { return each_; }  // pieces of a band
+  int64_t each() const { return each_; }  // how many pieces a band has
 
-  // Bands are cut between the rows of columns, or else between cache lines.
+  // By columns a band is cut between rows. By rows it is cut at multiples of 64 elements, whole cache lines.
   Piece at(const Walk& walk, int64_t i) const {
     const Band band = walk.band(each_ == 1 ? i : i / each_);
     const int64_t size = walk.size(band);

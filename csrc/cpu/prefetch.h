@@ -14,8 +14,8 @@ inline bool is_intel() {
 }
 
 // Whether software prefetching makes a core read long arrays faster. On a Xeon (Sapphire Rapids, 2 cores) the gradient
-// pass is 1.5 times as fast with it. An EPYC (Zen 4, 2 cores) prefetches better by itself, and loses a fifth, except
-// while results are streamed past the caches (see kBytesAhead).
+// pass is 1.5 times as fast with it. The hardware of an EPYC (Zen 4, 2 cores) prefetches better, and software
+// prefetching costs it a fifth, except while results are streamed past the caches (see kBytesAhead).
 inline bool asks_ahead() {
 #if defined(__x86_64__)
   return is_intel();
@@ -26,7 +26,8 @@ inline bool asks_ahead() {
 
 enum class Cache { kL1, kL2 };
 
-// Not __builtin_prefetch on x86: g++ 12 takes a function that only prefetches to have no effect, and drops calls of it.
+// Prefetches a cache line. On x86 this is not __builtin_prefetch: g++ 12 assumes that a function which only prefetches
+// has no effect, and drops calls of it.
 template <Cache kCache>
 [[gnu::always_inline]] inline void fetch_line(const char* line) {
 #if defined(__x86_64__)
@@ -46,9 +47,9 @@ template <Cache kCache = Cache::kL1, class T>
   for (int64_t i = 0; i < n * static_cast<int64_t>(sizeof(T)); i += 64) fetch_line<kCache>(line + i);
 }
 
-// How far ahead arrays are prefetched, into the L2, while results are streamed past the caches (see `stream`): a Zen 4
-// waits for what was not prefetched. Encoding the columns of 16M fp16 elements takes 2.0 ms without prefetching, 1.6 to
-// 1.7 ms with 2 KiB ahead or into the L1, and 1.2 to 1.3 ms with 6 to 32 KiB.
+// How many bytes ahead arrays are prefetched into the L2 while results are streamed past the caches (see `stream`). A
+// Zen 4 then waits for all memory that was not prefetched. Encoding the columns of 16M fp16 elements takes it 2.0 ms
+// without prefetching, 1.6 to 1.7 ms with 2 KiB ahead or into the L1, and 1.2 to 1.3 ms with 6 to 32 KiB ahead.
 constexpr int64_t kBytesAhead = 8192;
 
 // Prefetches the n elements that lie `bytes_ahead` after `from`.

@@ -1,6 +1,6 @@
-// Joins 16-bit weights and remainders to fp32 masters, and splits these again (formulas/remainder.h). Eight elements at
-// a time take all steps in registers. With a loop over a block for each step, an update of 1M fp16 weights took three
-// times as long as one of fp32 masters.
+// Joins 16-bit weights and remainders to fp32 masters, and splits masters again (formulas/remainder.h). All steps are
+// done for eight elements in registers, before the next eight. When each step was a loop over a block, an update of 1M
+// fp16 weights took three times as long as one of fp32 masters.
 #pragma once
 
 #include "../formulas/remainder.h"
@@ -10,7 +10,7 @@ namespace amp_kernels::cpu {
 
 using LaneShorts = int16_t __attribute__((vector_size(2 * kLanes)));
 
-// Whether all bits are set.
+// Whether all bits of a mask are set.
 template <class Mask>
 bool is_full(const Mask& mask) {
   const Mask full = Mask{} - 1;
@@ -27,7 +27,7 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// Stores as int16; larger and smaller numbers become 32767 and -32768.
+// Stores integers as int16. Larger ones become 32767, and smaller ones -32768.
 [[gnu::always_inline]] inline void store_integers(const Integers& integers, int16_t* to) {
 #if defined(__AVX2__)
   const __m256i words = as<__m256i>(integers);
@@ -49,7 +49,7 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// The larger of each pair, or the second if the first is NaN. g++ 12 would make two instructions of `?`.
+// Returns the larger of each pair, or the second if the first is NaN. g++ 12 would compile `?` to two instructions.
 [[gnu::always_inline]] inline Lanes larger(const Lanes& lanes, const Lanes& others) {
 #if defined(__AVX2__)
   return as<Lanes>(_mm256_max_ps(as<__m256>(lanes), as<__m256>(others)));
@@ -58,13 +58,15 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// The exponents of fp16 numbers, in the place of fp32 exponents.
+// Returns the exponent bits of widened fp16 numbers, where fp32 has them. fp16 subnormals get the exponent of the
+// smallest normal number.
 [[gnu::always_inline]] inline Words fp16_exponent(const Lanes& weight) {
   const Integers e = as<Integers>(weight) & 0x7f800000, least = Integers{} + (113 << 23);
   return as<Words>(e > least ? e : least);
 }
 
-// Weights plus remainders: the masters that these were split from, unless the weights were written since.
+// Returns weights plus remainders. These are the masters that were split, unless other code has written the weights
+// since.
 template <class P>
 [[gnu::always_inline]] inline Lanes sum(const P* weight, const int16_t* remainder) {
   const Lanes widened = load_lanes(weight);
@@ -72,7 +74,7 @@ template <class P>
   return widened + as_floats(load_integers(remainder)) * as<Lanes>(fp16_exponent(widened) - (26u << 23));
 }
 
-// All bits where the sum of a weight and a remainder rounds to that weight, else none.
+// Returns a mask of the lanes where the sum of a weight and a remainder rounds to that weight.
 [[gnu::always_inline]] inline LaneShorts belongs(const Lanes& sum, const Half* weight, const int16_t*) {
   Half rounded[kLanes];
   store_lanes(sum, rounded);
@@ -82,20 +84,22 @@ template <class P>
   return found == expected;
 }
 
-// For bf16 it is cheaper, by two thirds of the instructions, to find the sums that do not round to the weight: the tie
-// below an odd weight, and a NaN, where the remainder leads beyond infinity or zero.
+// Returns the same mask for bf16. It looks for the sums that do not round to the weight, which takes two thirds fewer
+// instructions. Such a sum is either the tie below an odd weight, or NaN: there the remainder leads beyond infinity or
+// zero.
 [[gnu::always_inline]] inline Integers belongs(const Lanes& sum, const BFloat16* weight, const int16_t* remainder) {
   const Integers is_tie = load_integers(remainder) == -32768, is_odd = as<Integers>(load_lanes(weight)) << 15 >> 31;
   return (sum == sum) & ~(is_tie & is_odd);
 }
 
-// The masters: weights plus remainders, or where these do not belong together the weights.
+// Returns the masters: weight plus remainder, or the weight alone if the remainder does not belong to it.
 template <class P>
 [[gnu::always_inline]] inline Lanes joined(const P* weight, const int16_t* remainder) {
   const Lanes master = sum(weight, remainder);
   return __builtin_convertvector(belongs(master, weight, remainder), Integers) ? master : load_lanes(weight);
 }
 
+// Splits eight masters, as Remainder::of() in formulas/remainder.h does.
 template <class P>
 [[gnu::always_inline]] inline void split(const Lanes& master, P* weight, int16_t* remainder) {
   if constexpr (std::is_same_v<P, BFloat16>) {
@@ -122,8 +126,8 @@ void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
     all &= belongs(lanes, weight + i, remainder + i);
     store_lanes(lanes, master + i);
   }
-  // Other code has written weights, which is rare. With a choice in the loop above, RMSprop of fp16 weights in a cache
-  // took 7 % longer.
+  // Other code has written some weights, which is rare. When the loop above chose between sum and weight, RMSprop of
+  // fp16 weights in a cache took 7 % longer.
   if (!is_full(all))
     for (int64_t i = 0; i < whole; i += kLanes) store_lanes(joined(weight + i, remainder + i), master + i);
   if (whole == n) return;

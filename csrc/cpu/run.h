@@ -1,4 +1,4 @@
-// The gradient pass and the update over all chunks of a table, by the threads of torch's pool.
+// Runs the gradient pass and the update over all chunks of a table, on the threads of torch's pool.
 #pragma once
 
 #include "../formulas/families.h"
@@ -8,14 +8,15 @@
 
 namespace amp_kernels::cpu {
 
-// How many elements the chunks of a table have.
+// Returns the number of elements in all chunks of a table.
 inline int64_t elements(const Table& table) {
   int64_t sum = 0;
   for (int64_t c = 0; c < table.chunk_count; ++c) sum += Chunk(table, c).size;
   return sum;
 }
 
-// Below 65536 elements waking a second thread costs more than it saves, whatever the number of chunks.
+// Calls f(c) for every chunk c. Below 65536 elements it stays on one thread, however many chunks there are: waking a
+// second thread costs more than it saves.
 template <class F>
 void for_each_chunk(const Table& table, int64_t elements, const F& f) {
   const int64_t threads = elements < 65536 ? 1 : torch::stable::get_num_threads();
@@ -33,8 +34,9 @@ void run_update(const Update& update) {
   if (is_skipped(update)) return;
   const float factor = update_factor(update);
   const int64_t size = elements(update.table);
-  // Streaming pays from 8 MB of weights on. SGD gains on both CPUs that were measured. RMSprop has a division and a
-  // root between its stores: with 25M parameters an EPYC (Zen 4) took 15% less, a Xeon 40% more (17.8 ms, not 12.9).
+  // 16-bit weights without remainders are streamed past the caches (convert.h) from 8 MB on. Streaming makes SGD faster
+  // on both CPUs that were measured. RMSprop has a division and a root between its stores. With streaming, its update
+  // of 25M parameters took 15% less time on an EPYC (Zen 4), and 40% more on a Xeon (17.8 ms instead of 12.9).
   const bool streams = update.form.param_dtype != kFloat && !update.form.split &&
                        (Formula::kStates == 1 || !is_intel()) && size >= 1 << 22;
   with_dtype(update.form.param_dtype, [&](auto param) {

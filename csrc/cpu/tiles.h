@@ -1,19 +1,22 @@
-// The innermost loops of the int8 products, one class for each instruction set, all with the same two functions.
+// The innermost loops of the int8 products. Each instruction set has a class, and all classes have the same two
+// functions.
 //
-// multiply: a tile of up to kRows rows by kColumns columns over `groups` groups of four k, its sums in registers.
+// multiply: a tile of up to kRows rows times kColumns columns, over `groups` groups of four k. Sums are in registers.
 //
 //                            right: packed [groups][kColumns][4] codes, each plus kShift
 //                            +-----------------------------+
-//   left: packed             | sums [rows][kColumns]:      |   2 rows * kColumns * 4 operations for each group
-//   [groups][rows][4]        | written if `first`,         |   loads kColumns * 4 bytes and broadcasts 4 elements a row
+//   left: packed             | sums [rows][kColumns]:      |   for each group: 2 rows * kColumns * 4 operations,
+//   [groups][rows][4]        | written if `first`,         |   kColumns * 4 bytes loaded, 4 elements a row broadcast
 //   by `widen`               | else added to               |
 //                            +-----------------------------+
 //
-// dot: few rows, which need no packing of `right`: `left` are vectors of `k` elements, left_stride apart, k a multiple
-// of kDotDepth; `right` is one vector of codes, which are taken plus kDotShift; the sums are sum_stride apart.
+// dot: few rows times one vector of codes, `right`, which is not packed. `left` has kDots vectors, left_stride apart.
+// The sums are sum_stride apart. dot adds kDotShift to each code. It reads blocks of kDotDepth codes, and k is at least
+// kDotDepth. If k is not a multiple of it, the last block of `right` ends at k and overlaps the block before. `left`
+// has zeros for the codes that were read before (DotRows in int8_dots.h).
 //
-// The shifts make codes unsigned where an instruction wants that, and are taken from the sums again. kDepth limits the
-// groups of one call: fp32 sums are added up in parts, which keeps rounding errors small.
+// The shifts make codes unsigned if an instruction needs that. They are subtracted from the sums again. A call of
+// multiply takes at most kDepth groups. fp32 sums are thus added up in parts, which keeps rounding errors small.
 #pragma once
 
 #include <algorithm>
@@ -30,36 +33,36 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kAnyDepth = std::numeric_limits<int64_t>::max();
 constexpr int64_t kFloatDepth = 32;
-constexpr int64_t kDotRows = 4;     // and one more vector, of ones
+constexpr int64_t kDotRows = 4;     // most rows for dot, other than one vector of ones
 constexpr int64_t kDotAhead = 512;  // bytes that dot prefetches ahead
 
-// Sums that a dot product of so many rows has in flight for each: with one alone, a row or two would wait for their own
-// additions (measured: up to 1.2 times as long for one row).
+// How many independent sums a dot product of so many rows keeps for each row. With only one, a product of one row or
+// two would wait for its own additions (measured: up to 1.2 times as long for one row).
 constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
 // Some packed rows of the left operand.
 template <class T>
 struct LeftTile {
   const T* data;        // [groups][rows][4]
-  const int32_t* sums;  // of each row's codes, where the tile or the product needs them
-  const T* next;        // the tile after this one: prefetched meanwhile
+  const int32_t* sums;  // of each row's codes, if the tile or the product needs them
+  const T* next;        // the tile after this one, which is prefetched while this one is multiplied
 };
 
 // Results are sum * (row * column) + bias, each operation rounded.
 struct Scales {
   const float* column;
-  const float* bias;  // not read without kHasBias
+  const float* bias;  // read only if kHasBias
   const float* row;
   int64_t row_step;
 };
 
-// The sum over k of (a - row) * (b - column), of zero points `row` and `column`, is modulo 2^32
+// With zero points `row` and `column`, the sum over k of (a - row) * (b - column) is, modulo 2^32,
 // sum - row * column_sum - (row_sum - k * row) * column.
 struct ZeroPoints {
-  const int32_t* rows;  // or nullptr: none
+  const int32_t* rows;  // nullptr: the left operand has none
   int64_t row_step;
-  const int32_t* row_sums;  // not read without `columns`
-  const int32_t* columns;   // or nullptr: none
+  const int32_t* row_sums;  // read only if `columns` is not nullptr
+  const int32_t* columns;   // nullptr: the right operand has none
   const int32_t* column_sums;
   int32_t k;
 
@@ -67,7 +70,7 @@ struct ZeroPoints {
   uint32_t rest(int64_t r) const { return columns == nullptr ? 0 : row_sums[r] - k * row(r); }
 };
 
-// The epilogue of a tile of kWidth columns.
+// The epilogue of a tile of kWidth columns: turns sums into results.
 template <int kWidth>
 struct Scaler {
   static void subtract(const ZeroPoints& zero_points, const int32_t* sums, int64_t rows, int32_t* to) {
@@ -82,7 +85,8 @@ struct Scaler {
     }
   }
 
-  // Stores the results of `rows` rows of sums, `stride` apart. Scales and biases of columns stay in registers.
+  // Stores the results of `rows` rows of sums. Rows of results are `stride` apart. The scales and biases of the columns
+  // stay in registers.
   template <bool kHasBias, class T>
   static void scale_rows(const Scales& scales, const int32_t* sums, int64_t rows, T* to, int64_t stride) {
     constexpr int kVectors = kWidth / kLanes;
@@ -105,7 +109,7 @@ struct Scaler {
   }
 
  private:
-  // Zeros if there are none.
+  // Loads eight words, or returns zeros if `from` is nullptr.
   static Words words(const int32_t* from) {
     Words lanes{};
     if (from != nullptr) std::memcpy(&lanes, from, sizeof(lanes));
@@ -122,7 +126,7 @@ inline float multiply_add(float a, float b, float c) {
 }
 inline int32_t multiply_add(int32_t a, int32_t b, int32_t c) { return a * b + c; }
 
-// For any CPU; SumType is int32_t or float.
+// A tile for any CPU. SumType is int32_t for products of codes, and float for products of floats with codes.
 template <class SumType>
 struct PortableTile : Scaler<16> {
   using Left = SumType;
@@ -180,7 +184,7 @@ void with_count(int64_t count, const F& f) {
   with_count(count, f, std::make_integer_sequence<int, kMost>{});
 }
 
-// Calls f with the first of the tiles that runs on this CPU; the last one must run on any.
+// Calls f with the first of the tiles that runs on this CPU. The last one must run on every CPU.
 template <class Tile, class... Others, class F>
 void with_first_tile(const F& f) {
   if constexpr (sizeof...(Others) > 0)

@@ -1,9 +1,9 @@
-// The gradient pass on a CPU: norm = sqrt(sum of g^2) * factor, found_inf, and with `write` g <- g * factor.
-// Bytes per element: 4 (fp32) or 2 read, with `write` as many written. A thread takes a chunk in blocks of 1024
-// elements:
+// The gradient pass on a CPU: norm = sqrt(sum of g^2) * factor, found_inf, and with `write` g <- g * factor. It reads 4
+// bytes per element in fp32, or 2 in 16 bits. With `write` it also writes as many. A thread takes a chunk in blocks of
+// 1024 elements:
 //
-//   block:  | 8 lanes of sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | ...     in fp32; if that may be inexact
-//                                                                        (fast_sum_is_exact), again in fp64
+//   block:  | 8 lanes of sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | ...     in fp32; and again in fp64, if the fp32 sum
+//                                                                        may be inexact (fast_sum_is_exact)
 #pragma once
 
 #include <algorithm>
@@ -17,13 +17,14 @@
 namespace amp_kernels::cpu {
 
 using Wide = double __attribute__((vector_size(8 * kLanes)));
-constexpr int kSums = 4;  // that do not wait for each other
+constexpr int kSums = 4;  // independent sums, whose additions do not wait for each other
 constexpr int64_t kStride = kSums * kLanes;
-// Elements of a block. A lane adds 32 squares, so that the norm is within 1e-6 even when all roundings go one way.
-constexpr int64_t kSquares = 1024;
+// Elements of a block. A lane of a sum adds 32 squares. With so few, the norm is within 1e-6 even if all roundings go
+// one way.
+constexpr int64_t kUnscaleBlock = 1024;
 
-// The sum of squares of n elements, a multiple of kStride. Sum is Lanes (fp32), or Wide (fp64) where fp32 is not
-// enough. Calls each(i, elements) for every eight elements.
+// Returns the sum of squares of n elements. n must be a multiple of kStride. Sum is Lanes (fp32), or Wide (fp64) where
+// fp32 is not enough. Calls each(i, v) with every eight elements v, as fp32. The first of them is x[i].
 template <class Sum, class G, class Each>
 double sum_of_squares(const G* x, int64_t n, const Each& each) {
   Sum sums[kSums] = {};
@@ -43,34 +44,35 @@ double sum_of_squares(const G* x, int64_t n, const Each& each) {
   return sum;
 }
 
-// The sum of squares of a block, in fp64. Not inlined: its registers would make the fast sum spill its own.
+// Returns the sum of squares of a block, in fp64. Not inlined, because the registers that it needs would make the fast
+// sum spill.
 template <class G>
 [[gnu::noinline]] double exact_sum_of_squares(const G* x) {
-  return sum_of_squares<Wide>(x, kSquares, [](int64_t, const Lanes&) {});
+  return sum_of_squares<Wide>(x, kUnscaleBlock, [](int64_t, const Lanes&) {});
 }
 
-// The sum of squares of a block.
+// Returns the sum of squares of a block.
 template <class G>
 double checked_sum(const G* grad, bool ahead) {
-  if (ahead) prefetch(grad + kSquares, kSquares);
-  const double sum = sum_of_squares<Lanes>(grad, kSquares, [](int64_t, const Lanes&) {});
+  if (ahead) prefetch(grad + kUnscaleBlock, kUnscaleBlock);
+  const double sum = sum_of_squares<Lanes>(grad, kUnscaleBlock, [](int64_t, const Lanes&) {});
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad);
 }
 
-// The sum of squares of a block, which is multiplied by the factor.
+// Multiplies a block by the factor, and returns the sum of squares that it had before.
 template <class G>
 double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
-  float kept[kSquares];
-  if (ahead) prefetch(grad + kSquares, kSquares);
+  float kept[kUnscaleBlock];
+  if (ahead) prefetch(grad + kUnscaleBlock, kUnscaleBlock);
   const double sum =
-      sum_of_squares<Lanes>(grad, kSquares, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
+      sum_of_squares<Lanes>(grad, kUnscaleBlock, [&](int64_t i, const Lanes& v) __attribute__((always_inline)) {
         std::memcpy(kept + i, &v, sizeof(v));
         store_lanes(v * factor, grad + i);
       });
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(kept);
 }
 
-// The sum of squares of less than a block, in fp64; with `write`, multiplies the elements.
+// Returns the sum of squares of less than a block, in fp64. With `write` it also multiplies the elements by the factor.
 template <class G>
 double rest_of_sum(G* grad, float factor, bool write, int64_t n) {
   const int64_t whole = n - n % kStride;
@@ -91,9 +93,9 @@ double pass_over(G* grad, float factor, bool write, int64_t n) {
   double sum = 0.0;
   int64_t i = 0;
   if (write)
-    for (; i + kSquares <= n; i += kSquares) sum += checked_and_unscaled_sum(grad + i, factor, ahead);
+    for (; i + kUnscaleBlock <= n; i += kUnscaleBlock) sum += checked_and_unscaled_sum(grad + i, factor, ahead);
   else
-    for (; i + kSquares <= n; i += kSquares) sum += checked_sum(grad + i, ahead);
+    for (; i + kUnscaleBlock <= n; i += kUnscaleBlock) sum += checked_sum(grad + i, ahead);
   return sum + rest_of_sum(grad + i, factor, write, n - i);
 }
 
@@ -109,7 +111,8 @@ inline void unscale_chunk(const GradientPass& pass, float factor, int64_t index)
   });
 }
 
-// norm, found_inf and record. Adds the partials in the order of the chunks, whatever thread computed them.
+// Writes norm, found_inf and record. The partial sums are added in the order of the chunks, no matter which threads
+// computed them.
 inline void finish_pass(const GradientPass& pass, float factor) {
   double sum = 0.0;
   int64_t first_bad = std::numeric_limits<int64_t>::max();

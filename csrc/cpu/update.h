@@ -1,5 +1,5 @@
-// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states). A 16-bit weight gets p, rounded.
-// Bytes per element are those of a GPU (csrc/cuda/update.cuh). A thread takes a chunk in blocks of 512 elements:
+// The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states). A 16-bit weight becomes p, rounded.
+// Bytes per element are the same as on a GPU (csrc/cuda/update.cuh). A thread takes a chunk in blocks of 512 elements:
 //
 //   16-bit gradient   -> fp32 in L1     \
 //   weight, remainder -> master in L1    > formula, in vectors of the host's width -> master -> weight, remainder
@@ -16,15 +16,19 @@
 
 namespace amp_kernels::cpu {
 
-// Elements of a block. Its fp32 copies stay in L1. With 256, an update of arrays in a cache took 3 % longer.
+// Elements of a block. Its fp32 copies stay in the L1. With blocks of 256, an update of arrays in a cache took 3 %
+// longer.
 constexpr int64_t kUpdateBlock = 512;
-// How many elements ahead an update prefetches. On a Xeon with 2 MB of L2 a tenth faster than without, or than 2048.
+// How many elements ahead an update prefetches if asks_ahead(). On a Xeon with 2 MB of L2, 512 is a tenth faster than
+// no prefetching, and than 2048.
 constexpr int64_t kUpdateAhead = 512;
-// How many bytes ahead it prefetches where weights are streamed (convert.h). On a Zen 4, with 25M parameters, SGD takes
-// a sixth less than without, and RMSprop a tenth less; with 32 KiB both gain half of that.
+// How many bytes ahead an update prefetches otherwise, if weights are streamed (convert.h). On a Zen 4, with 25M
+// parameters, SGD takes a sixth less time than without prefetching, and RMSprop a tenth less. With 32 KiB both gain
+// half of that.
 constexpr int64_t kUpdateBytesAhead = 1 << 14;
 
-// Applies the formula to n elements. kPresent has a bit for each state that there is; the others read as 0.
+// Applies the formula to n elements. Bit k of kPresent says whether the tensor has the k-th state. A missing state is
+// read as 0.
 template <class Formula, int kPresent>
 void apply(const Formula& formula, float* __restrict p, const float* __restrict g, float* __restrict s0,
            float* __restrict s1, float* __restrict s2, int64_t n) {
@@ -40,14 +44,15 @@ void apply(const Formula& formula, float* __restrict p, const float* __restrict 
   }
 }
 
-// apply() for the states in `present`.
+// Returns the apply() whose kPresent is `present`.
 template <class Formula, int... kPresent>
 auto apply_to(int present, std::integer_sequence<int, kPresent...>) {
   static constexpr decltype(&apply<Formula, 0>) kApply[] = {&apply<Formula, kPresent>...};
   return kApply[present];
 }
 
-// The parameters of a chunk, as fp32 numbers. R is int16_t for the remainders of weights of type P, else float.
+// The parameters of a chunk, read and written as fp32 numbers. P is the type of the weights. R is int16_t if the
+// masters are split into weights and remainders, else float.
 template <class P, class R>
 struct Parameters {
   static constexpr bool kIsFp32 = std::is_same_v<P, float>, kIsSplit = std::is_same_v<R, int16_t>;
@@ -58,7 +63,7 @@ struct Parameters {
   Parameters(const Table& table, const Chunk& chunk)
       : weight(chunk.in<P>(table, kParam)), master(chunk.in<R>(table, kIsFp32 ? kParam : kMaster)) {}
 
-  // Elements [i, i + n) in fp32: in place, or in `staged`.
+  // Returns elements [i, i + n) in fp32: in place, or in `staged` if they are joined.
   float* load(int64_t i, float* staged, int64_t n) const {
     if constexpr (!kIsSplit) return master + i;
     if constexpr (kIsSplit) join(weight + i, master + i, staged, n);
@@ -77,8 +82,8 @@ struct Parameters {
   }
 };
 
-// M is the type of row kMaster: int16_t for remainders, else float. `streams`: weights go past the caches, because the
-// model is too large for them to stay there until they are used.
+// Updates one chunk. M is the type of row kMaster: int16_t if it holds remainders, else float. With `streams`, weights
+// are stored past the caches, because the model is too large for them to stay there until they are used.
 template <class Formula, class P, class M, class G>
 void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);
