@@ -1,4 +1,4 @@
-"""Adam, AdamW and AMSGrad, with masters for 16-bit parameters."""
+"""Adam, AdamW and AMSGrad in plain torch, with fp32 masters for 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adam_(
 ) -> None:
     """Take one Adam step in plain torch: the specification of `amp_kernels.adam_`.
 
-    The function takes the arguments of `amp_kernels.adam_`. `steps_taken` may also be a 0-dim tensor.
+    It takes the arguments of `amp_kernels.adam_`. `steps_taken` may also be a 0-dim tensor.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
@@ -80,7 +80,8 @@ def adamw_(
 ) -> None:
     """Take one AdamW step in plain torch: the specification of `amp_kernels.adamw_`.
 
-    It takes the arguments of `amp_kernels.adam_`.
+    It takes the arguments of `amp_kernels.adam_`, except `decoupled_weight_decay`, which is True here. `steps_taken`
+    may also be a 0-dim tensor.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
