@@ -59,9 +59,11 @@ Tensor with_strides(const Tensor& tensor, const Dims& strides) {
   return with_strides(tensor, strides, tensor.scalar_type());
 }
 
-Tensor in_rows(const Tensor& tensor) { return with_strides(tensor, row_major(sizes_of(tensor))); }
+Tensor as_row_major(const Tensor& tensor) { return with_strides(tensor, row_major(sizes_of(tensor))); }
 
-MaybeTensor in_rows(const MaybeTensor& tensor) { return tensor.has_value() ? MaybeTensor(in_rows(*tensor)) : tensor; }
+MaybeTensor as_row_major(const MaybeTensor& tensor) {
+  return tensor.has_value() ? MaybeTensor(as_row_major(*tensor)) : tensor;
+}
 
 void require_kind(const Tensor& tensor, ScalarType dtype, const Operand& beside) {
   const Operand operand(tensor);
@@ -142,7 +144,7 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
   if (!plan.layout.has_value()) {
     // Random bits are numbered in row-major order, and in that order these groups need more than three axes. So a first
     // call, without random bits, finds the scales. A second call gets a scale for each element.
-    const Tensor dense = in_rows(x);
+    const Tensor dense = as_row_major(x);
     Tensor own_scale = none(ScalarType::Float, x), own_zero_point = none(ScalarType::Int, x);
     if (!is_static) {
       std::tie(std::ignore, own_scale, own_zero_point) =
@@ -229,11 +231,11 @@ struct Side {
       : scale(given), zero_point(given_zero_point), step(given.numel() == 1 ? 0 : 1) {
     require_kind(scale, ScalarType::Float, codes);
     require(step == 0 || scale.numel() == count);
-    scale = in_rows(scale);
+    scale = as_row_major(scale);
     if (!zero_point.has_value()) return;
     require_kind(*zero_point, ScalarType::Int, codes);
     require(zero_point->numel() == scale.numel());
-    zero_point = in_rows(zero_point);
+    zero_point = as_row_major(zero_point);
   }
 
   Tensor scale;
@@ -312,7 +314,7 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   }
   const Tensor out = new_tensor({m, n}, out_scale.has_value() ? ScalarType::Char : out_dtype, a);
   if (m == 0 || n == 0) return out;
-  bias = in_rows(bias);
+  bias = as_row_major(bias);
   if constexpr (Device::kReadsChunks) a = in_chunks(a, 1), b = in_chunks(b, 0);
   Device(a).run(Int8Matmul{m,
                            n,
@@ -375,10 +377,10 @@ Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
       return multiply_by_torch<Device>(x, weight, outputs, bias, out);
     x = in_chunks(x, 1), weight = in_chunks(weight, 1);
   } else {
-    x = x.stride(1) == 1 || k == 1 ? x : in_rows(x);
-    weight = in_rows(weight);
+    x = x.stride(1) == 1 || k == 1 ? x : as_row_major(x);
+    weight = as_row_major(weight);
   }
-  bias = in_rows(bias);
+  bias = as_row_major(bias);
   device.run(Int8Linear{m, n, k, x.data_ptr(), x.stride(0), data<int8_t>(weight), weight.stride(0),
                         data<float>(outputs.scale), outputs.step, data<char>(bias), out.data_ptr(), dtype_of(x)});
   return out;
