@@ -23,14 +23,14 @@ int64_t padded(int64_t columns, ScalarType dtype) {
 }
 
 // Returns the properties of a tensor, which must be fp16 or bf16.
-Operand low(const Tensor& tensor) {
+Operand operand_of_16_bits(const Tensor& tensor) {
   Operand operand(tensor);
   require(operand.is_float() && !operand.is_fp32());
   return operand;
 }
 
 // Returns the properties of a tensor, which must have the dtype and the device of the first operand.
-Operand low_beside(const Tensor& tensor, const Operand& first) {
+Operand operand_like(const Tensor& tensor, const Operand& first) {
   Operand operand(tensor);
   require(operand.dtype == first.dtype && operand.is_beside(first));
   return operand;
@@ -67,7 +67,7 @@ void put_strides(const Operand& operand, int64_t (&strides)[3]) {
 std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> input, double alpha, double beta,
                                   std::optional<std::string> activation, ScalarType out_dtype, bool pads_rows,
                                   bool needs_pre) {
-  const Operand left = low(a), right = low_beside(b, left);
+  const Operand left = operand_of_16_bits(a), right = operand_like(b, left);
   const int64_t dims = left.dims;
   require((dims == 2 || dims == 3) && right.dims == dims && left.sizes[dims - 1] == right.sizes[dims - 2]);
   require(dims == 2 || left.sizes[0] == right.sizes[0]);
@@ -78,7 +78,7 @@ std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> inpu
   Matmul args = {};
   args.activation = activation_of(activation);
   if (input.has_value()) {
-    const Operand term = low_beside(*input, left);
+    const Operand term = operand_like(*input, left);
     require(std::equal(sizes.begin(), sizes.end(), term.sizes, term.sizes + term.dims));
     args.input = input->data_ptr();
     put_strides(term, args.input_strides);
@@ -112,13 +112,13 @@ std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> inpu
 
 std::tuple<Tensor, Tensor> copy_pad(Tensor x, std::optional<Tensor> saved, std::optional<std::string> activation,
                                     bool needs_sums, int64_t rows) {
-  const Operand values = low(x);
+  const Operand values = operand_of_16_bits(x);
   require(values.dims == 2 && rows >= values.sizes[0] && saved.has_value() == activation.has_value());
 
   CopyPad args = {};
   args.activation = activation_of(activation);
   if (saved.has_value()) {
-    const Operand argument = low_beside(*saved, values);
+    const Operand argument = operand_like(*saved, values);
     require(argument.has_shape_of(values));
     args.pre = saved->data_ptr();
     std::copy(argument.strides, argument.strides + 2, args.pre_strides);
