@@ -329,7 +329,7 @@ bool is_same(PyObject* list, PyObject* copy) {
   return true;
 }
 
-int64_t* words(unsigned long long address) { return reinterpret_cast<int64_t*>(address); }
+int64_t* pointer_to(unsigned long long address) { return reinterpret_cast<int64_t*>(address); }
 
 }  // namespace
 
@@ -345,7 +345,8 @@ PyObject* sweep(PyObject*, PyObject* arguments) {
   Torch torch;
   if (!torch.read(tuple)) return nullptr;
   const Py_ssize_t count = PyList_Size(parameters);
-  Columns columns(torch, words(table), words(forms), words(checked), count, {device_type, device_index}, writes);
+  Columns columns(torch, pointer_to(table), pointer_to(forms), pointer_to(checked), count, {device_type, device_index},
+                  writes);
   for (Py_ssize_t t = 0; t < count; ++t) {
     const long group = PyLong_AsLong(PyList_GetItem(groups, t));
     PyObject* const names = PyTuple_GetItem(keys, group);
@@ -364,12 +365,12 @@ PyObject* apart(PyObject*, PyObject* arguments) {
                         &spans_address)) {
     return nullptr;
   }
-  const int64_t *const table = words(table_address), *const forms = words(forms_address);
+  const int64_t *const table = pointer_to(table_address), *const forms = pointer_to(forms_address);
   // `checked` holds the table and the forms of the last call that found no overlap, then the number of ranges that a
   // step writes (-1: there was no such call). `starts` and `ends` hold these ranges. If table and forms have not
   // changed, nothing is checked. If no array that the step writes has moved, only the gradients are checked.
-  int64_t* const checked = words(checked_address);
-  int64_t* const starts = words(spans_address);
+  int64_t* const checked = pointer_to(checked_address);
+  int64_t* const starts = pointer_to(spans_address);
   const int64_t most = count * (rows - kParam), size = rows * count;
   int64_t *const ends = starts + most, *const ranges = checked + size + count;
   const Memory memory(table, forms, count, rows);
