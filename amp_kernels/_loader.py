@@ -1,4 +1,4 @@
-"""Loads the compiled kernels, amp_kernels._C, or tells why they cannot be loaded."""
+"""The loader of the compiled kernels, amp_kernels._C. If they cannot be loaded, it says why and what to do."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ _REBUILD = "rebuild it with `pip install --no-build-isolation .`"
 
 
 def load() -> bool:
-    """Registers the kernels of amp_kernels._C with the dispatcher, once. Returns False if they cannot be loaded."""
+    """Register the kernels of amp_kernels._C with torch's dispatcher, once. Return False if they cannot be loaded."""
     return load_error() is None
 
 
 @functools.cache
 def load_error() -> str | None:
-    """Returns None if amp_kernels._C is loaded, otherwise a sentence that says why not and what to do."""
+    """Return None if amp_kernels._C is loaded, otherwise a sentence that says why not and what to do."""
     if importlib.util.find_spec("amp_kernels._C") is None:
         return shadowed() or build_note() or f"amp_kernels._C has not been built; {_REBUILD}"
     try:
         importlib.import_module("amp_kernels._C")
-    except ImportError as error:  # for example from the dynamic linker, for a CUDA build under a CPU build of torch
+    except ImportError as error:  # for example: the linker refuses a CUDA build of _C under a CPU build of torch
         return f"amp_kernels._C was built for another torch and cannot be loaded ({error}); {_REBUILD}"
     return None
 
 
 def build_note() -> str | None:
-    """Returns what the build left out, why, and what to do (written by setup.py); None if it left out nothing."""
+    """Return what the build left out, why, and what to do, as setup.py wrote it; None if it left out nothing."""
     try:
         return (_PACKAGE / "_build.txt").read_text() or None
     except FileNotFoundError:
@@ -38,12 +38,12 @@ def build_note() -> str | None:
 
 
 def shadowed() -> str | None:
-    """Returns a sentence if the source folder was imported in place of the installed package; None if not.
+    """Return a sentence if the source folder was imported instead of the installed package, otherwise None.
 
-    This happens if Python runs in the clone. The source folder holds neither compiled nor Triton kernels.
+    This happens if Python runs in the clone. The source folder has no compiled kernels and no Triton kernels.
     """
-    # There may be several distributions, since an install leaves metadata in the clone too. An editable install has no
-    # such folder.
+    # There may be several distributions, since an install leaves metadata in the clone too. For an editable install the
+    # folder `installed` does not exist.
     for distribution in importlib.metadata.distributions(name="amp-kernels"):
         installed = Path(str(distribution.locate_file("amp_kernels")))
         if (installed / "__init__.py").exists() and not installed.samefile(_PACKAGE):
@@ -56,5 +56,5 @@ def shadowed() -> str | None:
 
 @functools.cache
 def has_cuda() -> bool:
-    """Whether amp_kernels._C holds kernels for CUDA."""
+    """Return whether amp_kernels._C has kernels for CUDA."""
     return load() and hasattr(importlib.import_module("amp_kernels._C"), "why_no_kernel")

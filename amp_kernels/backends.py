@@ -1,8 +1,11 @@
-"""Backends: what implements the operators, which of them can run here, and `use_backend`.
+"""The backends: which ones can run here, which one serves a tensor, and `use_backend`.
 
-torch's dispatcher chooses a kernel by the device of the tensors (`ops/library.py`). A step plan works below the
-operators, on *kernel ops*, which write memory that their schema does not show (through a table of addresses,
-`ops/table.py`): they are internal, never traced, and `kernels` finds those of a backend.
+A backend is an implementation of the operators. torch's dispatcher chooses one by the device of the tensors
+(`ops/library.py`).
+
+The plan of an optimizer's step (`optim/_plan.py`) does not call operators. It calls *kernel ops*, which `kernels`
+returns. They read a table of addresses (`ops/table.py`), and so they write memory that their schema does not show.
+Therefore they are internal, and must not be traced.
 """
 
 from __future__ import annotations
@@ -24,24 +27,24 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from . import _loader, torch_private
 from .ops.library import DEFINITIONS, Kernels, triton_kernels
 
-# Automatic choice, first that runs.
+# For each device type, the backends to try without `use_backend`. The first one that can run is taken.
 PREFERENCE = {"cuda": ("cuda", "triton"), "cpu": ("cpu",)}
 BACKENDS = ("cuda", "triton", "cpu", "reference")
 
-_loader.load()  # registers the kernel ops of CPU and, if built for it, CUDA
+_loader.load()  # registers the C++ kernels for the CPU and, if they were built, for CUDA
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # subclasses may be no memory at all
-_entries = 0  # of `use_backend` in all threads
+PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses of Tensor may have no memory of their own
+_entries = 0  # number of open `use_backend` blocks, in all threads
 _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
 
 
 def forced() -> str | None:
-    """The backend that the caller's `use_backend` forces, or None.
+    """Return the backend that an enclosing `use_backend` forces, or None.
 
-    Searches torch's modes, not a context variable: the backward pass on a GPU runs in a thread of autograd, which
-    inherits modes but no context variables.
+    It is looked up in torch's dispatch modes rather than in a context variable. The backward pass on a GPU runs in a
+    thread of autograd, which inherits modes but no context variables.
     """
-    if _entries == 0:  # the usual case, in 0.05 us
+    if _entries == 0:  # the usual case, which takes 0.05 us
         return None
     modes = torch_private.dispatch_modes()
     if modes is None:
@@ -53,11 +56,13 @@ def forced() -> str | None:
 def use_backend(name: str) -> Iterator[None]:
     """Force one backend for every operator and optimizer step inside a `with` block.
 
-    Outside such a block the device of the tensors decides. CUDA tensors are served by `"cuda"`, or else by `"triton"`;
-    CPU tensors by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves them. On GPUs of
-    compute capability 9.0 `"cuda"` leaves large products of int8 codes to `"triton"` (see `int8_matmul`). On every GPU
-    it leaves some products of int8 weights to torch (see `nn.Int8Linear`). Where it is forced it leaves only those that
-    its kernels cannot multiply.
+    Outside such a block the device of the tensors decides. CUDA tensors are served by `"cuda"`, or by `"triton"` if
+    `"cuda"` cannot run. CPU tensors are served by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves
+    the tensors.
+
+    `"cuda"` does not compute every int8 product itself. On GPUs of compute capability 9.0 Triton computes large
+    products of int8 codes (see `int8_matmul`). On every GPU torch computes some products with int8 weights (see
+    `nn.Int8Linear`). Inside `use_backend("cuda")` only products that the CUDA kernels cannot compute go to torch.
 
     Args:
         name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.
@@ -65,7 +70,7 @@ def use_backend(name: str) -> Iterator[None]:
     Raises:
         ValueError: `name` is not a backend.
         RuntimeError: The backend cannot run on this machine; the message has the reason. An operator inside the block
-            raises it too if its tensors are on a device that the backend does not serve.
+            also raises this error if its tensors are on a device that the backend does not serve.
 
     Examples:
         >>> with amp_kernels.use_backend("reference"):
@@ -89,7 +94,7 @@ def use_backend(name: str) -> Iterator[None]:
 
 
 class _Interceptor(TorchDispatchMode):
-    """Takes the operators to one backend: those of compiled graphs too, and those of autograd's threads."""
+    """A dispatch mode that sends operators to one backend, in compiled graphs and in autograd's threads too."""
 
     def __init__(self, backend: str) -> None:
         super().__init__()
@@ -97,12 +102,12 @@ class _Interceptor(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # torch.compile takes no notice of it
+        return True  # under other modes torch.compile falls back to eager code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         definition = DEFINITIONS.get(func)
-        if definition is None or types:  # fake tensors, and other subclasses, have ways of their own
+        if definition is None or types:  # `types` lists tensor subclasses, such as fake tensors, which handle the call
             return func(*args, **kwargs)
         arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)
         device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
@@ -116,7 +121,10 @@ class _Interceptor(TorchDispatchMode):
 
 
 def backend_reasons(device: str | torch.device) -> dict[str, str | None]:
-    """For each backend None if it can run on tensors of this device here, else why not. ``"cuda"``: the current GPU."""
+    """Return, for each backend, why it cannot serve tensors of this device, or None if it can.
+
+    The device ``"cuda"`` is the current GPU.
+    """
     return {backend: _reason(backend, torch.device(device)) for backend in BACKENDS}
 
 
@@ -131,9 +139,9 @@ def _reason(backend: str, device: torch.device) -> str | None:
 
 
 def _why_nowhere(backend: str) -> str | None:
-    """Why no tensor can be served; None if some can.
+    """Return why the backend cannot serve tensors of any device here, or None if it can serve some.
 
-    The current GPU is asked first: asking makes a context, which takes hundreds of MB of a GPU.
+    The current GPU comes before the other GPUs. A look at a GPU creates a context on it, which takes hundreds of MB.
     """
     current = torch.device("cuda")
     others = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
@@ -146,14 +154,14 @@ def _why_nowhere(backend: str) -> str | None:
 
 
 def _gpu(device: torch.device) -> int | None:
-    """The index of a GPU; None if there is none."""
+    """Return the index of a GPU, or None if torch finds no GPU."""
     if not torch.cuda.is_available():
         return None
     return torch.cuda.current_device() if device.index is None else device.index
 
 
 def select(device: torch.device) -> str:
-    """The backend that serves tensors of `device` now."""
+    """Return the backend that serves tensors of `device` now."""
     name = forced()
     if name is None:
         return automatic(device)
@@ -162,7 +170,7 @@ def select(device: torch.device) -> str:
 
 
 def _refuse(backend: str, device: torch.device) -> None:
-    """If it cannot serve such tensors."""
+    """Raise RuntimeError if the backend cannot serve tensors of this device."""
     reason = _reason(backend, device)
     if reason is not None:
         raise RuntimeError(f"amp_kernels: the backend {backend!r} cannot serve {device.type} tensors: {reason}")
@@ -170,7 +178,11 @@ def _refuse(backend: str, device: torch.device) -> None:
 
 @functools.cache
 def automatic(device: torch.device) -> str:
-    """For a tensor's device, whose index is known."""
+    """Return the backend that serves tensors of `device` without `use_backend`.
+
+    If no kernels can run on a CPU or a CUDA GPU, this is the slow reference, and a warning says why. The result is
+    cached for each device. A GPU must be given with its index, because the current GPU may change.
+    """
     reasons = {}
     for name in PREFERENCE.get(device.type, ()):
         reasons[name] = _reason(name, device)
@@ -185,7 +197,7 @@ def automatic(device: torch.device) -> str:
 
 @functools.cache
 def kernels(backend: str) -> Kernels | None:
-    """The kernels of tables that a backend has; None for the reference, which works on lists."""
+    """Return the kernel ops of a backend, which read a table; None for the reference, which works on lists."""
     if backend == "reference":
         return None
     if backend == "triton":
@@ -202,7 +214,7 @@ def _why_not_compiled(key: str) -> str | None:
 
 @functools.cache
 def _why_not_on(gpu: int | None) -> str | None:
-    """Why `amp_kernels._C`, which is compiled for CUDA, cannot run on this GPU; None if it can."""
+    """Return why `amp_kernels._C`, which is compiled for CUDA, cannot run on this GPU, or None if it can."""
     error = "" if gpu is None else importlib.import_module("amp_kernels._C").why_no_kernel(gpu)
     if not error:
         return None
@@ -219,7 +231,7 @@ def _why_not_triton(device_type: str) -> str | None:
     except ImportError as error:
         return f"triton cannot be imported ({error})"
     if device_type == "cuda":
-        if torch.version.hip:  # Triton for ROCm refuses `maxnreg`, which updates are launched with
+        if torch.version.hip:  # Triton for ROCm refuses `maxnreg`; update kernels are launched with it
             return "its kernels are for CUDA, and torch is of ROCm"
         return None if torch.cuda.is_available() else "there is no CUDA device"
     if os.environ.get("TRITON_INTERPRET") == "1":

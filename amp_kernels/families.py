@@ -1,7 +1,8 @@
-"""The update families: what every layer has to know of an optimizer, written once.
+"""The update families: the facts about each optimizer formula that several layers of the package need.
 
-A name leads to the rest: ``csrc/formulas/<name>.h`` is the arithmetic in C++ (listed in ``families.h``),
-``triton_kernels/<name>.py`` the same in Triton, ``amp_kernels/reference/<name>.py`` the specification.
+The name of a family is also the name of its files. ``csrc/formulas/<name>.h`` is the arithmetic in C++ (listed in
+``families.h``), ``triton_kernels/<name>.py`` the same in Triton, and ``amp_kernels/reference/<name>.py`` the
+specification.
 """
 
 from __future__ import annotations
@@ -15,26 +16,27 @@ from . import reference
 
 
 class HyperType(Protocol):
-    """A NamedTuple of floats, in the order of the columns that kernels read."""
+    """A type of hyper-parameters: a NamedTuple of floats, in the order in which kernels read them."""
 
     def __call__(self, *columns: Any) -> Any:
-        """Make one from its columns."""
+        """Make the tuple from its values."""
 
     def of(self, options: Mapping[str, Any]) -> tuple[float, ...]:
-        """Make one from the options that users know."""
+        """Make the tuple from the options of an optimizer."""
 
 
 class Family(NamedTuple):
-    """An update ``p, states <- formula(p, g, states, hyper, lr)``.
+    """An optimizer formula: ``p, states <- formula(p, g, states, hyper, lr)``.
 
     Attributes:
-        name: of the formula.
-        option: of its optimizers, one that no other family has, which tells whose a checkpoint is.
-        states: in the order of the table's rows.
-        optional: how many of the last of them a parameter may lack, by its options.
-        hyper: the type of its hyper-parameters without the learning rate.
-        reference: ``(params, grads, states, masters, hyper, *, lr, steps_taken, grad_scale, found_inf)``, with a list
-            for each state, empty for one that there is not; `steps_taken` may be a 0-dim int32 tensor.
+        name: Name of the formula.
+        option: An option that the optimizers of no other family have. It tells which family a checkpoint belongs to.
+        states: Names of the states, in the order of their rows in the table.
+        optional: How many states a parameter may lack, depending on the options. They are the last ones of `states`.
+        hyper: Type of the hyper-parameters, which do not include the learning rate.
+        reference: The update in plain torch, called as ``(params, grads, states, masters, hyper, *, lr, steps_taken,
+            grad_scale, found_inf)``. `states` has a list for each state, which is empty if the state is not used.
+            `steps_taken` may be a 0-dim int32 tensor.
     """
 
     name: str
@@ -51,7 +53,7 @@ def _sign(options: Mapping[str, Any]) -> float:
 
 # ---------------------------------------------------------------------------------------------------------------- SGD
 class SgdHyper(NamedTuple):
-    """In the order in which `csrc/formulas/sgd.h` reads them."""
+    """The hyper-parameters of SGD, in the order in which `csrc/formulas/sgd.h` reads them."""
 
     momentum: float
     one_minus_dampening: float
@@ -61,7 +63,7 @@ class SgdHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> SgdHyper:
-        """Make one from the options that users know."""
+        """Make the tuple from the options of an optimizer."""
         return cls(
             float(options["momentum"]),
             1.0 - options["dampening"],
@@ -94,7 +96,7 @@ SGD = Family("sgd", "dampening", ("momentum_buffer",), 1, SgdHyper, _sgd)
 
 # ------------------------------------------------------------------------------------------------------------ RMSprop
 class RmspropHyper(NamedTuple):
-    """In the order in which `csrc/formulas/rmsprop.h` reads them."""
+    """The hyper-parameters of RMSprop, in the order in which `csrc/formulas/rmsprop.h` reads them."""
 
     alpha: float
     one_minus_alpha: float
@@ -105,7 +107,7 @@ class RmspropHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> RmspropHyper:
-        """Make one from the options that users know."""
+        """Make the tuple from the options of an optimizer."""
         return cls(
             float(options["alpha"]),
             1.0 - options["alpha"],
@@ -138,7 +140,7 @@ RMSPROP = Family("rmsprop", "alpha", ("square_avg", "momentum_buffer", "grad_avg
 
 # --------------------------------------------------------------------------------------------------------------- Adam
 class AdamHyper(NamedTuple):
-    """In the order in which `csrc/formulas/adam.h` reads them."""
+    """The hyper-parameters of Adam, in the order in which `csrc/formulas/adam.h` reads them."""
 
     one_minus_beta1: float
     one_minus_beta2: float
@@ -149,7 +151,7 @@ class AdamHyper(NamedTuple):
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> AdamHyper:
-        """Make one from the options that users know."""
+        """Make the tuple from the options of an optimizer."""
         beta1, beta2 = options["betas"]
         return cls(
             1.0 - float(beta1),

@@ -1,4 +1,4 @@
-"""Padded copies of operands, with which products on a GPU's tensor cores are fast."""
+"""Padded copies of matrices. Products of the copies are fast on a GPU's tensor cores."""
 
 from __future__ import annotations
 
@@ -9,22 +9,30 @@ from .ops.matmul import ALIGNMENT, copy_pad, round_up
 
 Size = tuple[int, int]
 
-# cuBLAS is fast where, in both operands and in the result, the length of the contiguous dimension and the pitch (the
-# distance of rows, or of columns) are multiples of this many elements. On an H200 (torch 2.11) fp16
-# x [4096, K] @ w [N, K].T takes 181 us with N = K = 4096. With N = K = 4095 it takes 1021 us without padding, 1500 with
-# a pitch of 4096, 1322 with K padded, and 181 with K and N padded.
+# cuBLAS is fast if two numbers are multiples of this many elements, in both operands and in the result: the length of
+# the contiguous dimension, and the pitch (the distance between rows, or between columns of a column-major matrix). On
+# an H200 (torch 2.11) fp16 x [4096, K] @ w [N, K].T takes, in us:
+#
+#   N = K = 4096                  181
+#   N = K = 4095                 1021
+#     with a pitch of 4096       1500
+#     with K padded              1322
+#     with K and N padded         181
 MULTIPLE = 8
-# Up to this much work (M * N * K) the copies make a loop of calls slower. On an H200 fp16 of 8192 x 1023 x 1023 (2**33)
-# takes the device 140 us without padding and 47 us padded, but a padded call takes the host 145 us and up to 300. One
-# of 4096 x 4095 x 4095 (2**36) takes 1036 us without padding and 266 us padded, the host included.
+# Up to this much work (M * N * K) operands are not copied, because the copies would make a loop of calls slower. On an
+# H200, for fp16:
+#
+#   8192 x 1023 x 1023 (2**33)    The device takes 140 us without padding and 47 us padded. But the host takes 145 to
+#                                 300 us for a padded call.
+#   4096 x 4095 x 4095 (2**36)    1036 us without padding and 266 us padded, the host included.
 MIN_WORK = 2**34
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether a matrix, or every matrix of a batch, can be loaded 16 bytes at a time.
+    """Return whether a matrix, or every matrix of a batch, can be loaded 16 bytes at a time.
 
-    It can if it is row- or column-major and its rows, or columns, begin at multiples of 16 bytes. Of an empty one
-    nothing is loaded.
+    It can if it is row-major and its rows begin at multiples of 16 bytes, or if it is column-major and its columns do.
+    An empty matrix is aligned, since nothing is loaded.
     """
     elements = ALIGNMENT // x.element_size()
     (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
@@ -38,14 +46,14 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def is_column_major(x: Tensor) -> bool:
-    """Whether elements of a column are neighbours. A matrix that could be either counts as row-major."""
+    """Return whether the elements of a column are contiguous. If those of a row are too, the matrix is row-major."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
 def padded(x: Tensor, size: Size) -> Tensor:
-    """A copy of a matrix, or of a batch of matrices, with zeros around it up to `size`.
+    """Return a copy of a matrix, or of a batch of matrices, padded with zeros to `size`.
 
-    Its rows begin at multiples of 16 bytes; so do its columns, if `x` is column-major.
+    If `x` is column-major, so is the copy, and its columns begin at multiples of 16 bytes. Otherwise its rows do.
     """
     rows, columns = size
     if is_column_major(x):
@@ -59,7 +67,7 @@ def padded(x: Tensor, size: Size) -> Tensor:
 
 
 def library_sizes(a: Tensor, b: Tensor) -> tuple[Size, Size]:
-    """The sizes of two matrices with which cuBLAS is fast at their product ``a @ b``."""
+    """Return the sizes to which `a` and `b` have to be padded, so that cuBLAS computes ``a @ b`` fast."""
     (m, k), n = a.shape[-2:], b.shape[-1]
     inner = round_up(k, MULTIPLE)
     return (round_up(m, MULTIPLE) if is_column_major(a) else m, inner), (inner, round_up(n, MULTIPLE))

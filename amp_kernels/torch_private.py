@@ -1,4 +1,7 @@
-"""Every private interface of torch that this package uses: why, and what happens with a torch that lacks it."""
+"""All private interfaces of torch that this package uses.
+
+The docstrings say what each is needed for, and what happens with a version of torch that lacks it.
+"""
 
 from __future__ import annotations
 
@@ -11,67 +14,80 @@ from torch.utils import _python_dispatch
 
 
 def tensor_exchange_api() -> Any:
-    """Returns the capsule of DLPack's C functions, or None if torch has none.
+    """Return the capsule of DLPack's C functions, or None if torch has none.
 
-    With it `_C` reads a thousand tensors in a twelfth of the time that Python takes. Without it the sweep of an
-    optimizer's step (optim/_sweep.py) is done in Python.
+    `_C` uses them in the sweep of an optimizer's step, which reads the addresses and dtypes of all tensors
+    (optim/_sweep.py). It reads a thousand tensors in a twelfth of the time that Python takes. Without the capsule the
+    sweep is done in Python.
     """
     return getattr(Tensor, "__dlpack_c_exchange_api__", None)
 
 
 def are_functorch_transforms_active() -> bool:
-    """Whether a transform of `torch.func` is active. Autograd functions without a rule for the transform fail in it.
+    """Return whether a transform of `torch.func` is active.
 
-    True if torch lacks the function. Products are then computed by torch, without padding, which is always correct.
+    Inside a transform, an autograd function that has no rule for it fails.
+
+    If torch lacks the function, the answer is True. Products are then computed by torch, without padding, which is
+    always correct.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return ask is None or ask()
 
 
 def is_transformed() -> bool:
-    """Whether a transform of `torch.func` or forward-mode differentiation is active.
+    """Return whether a transform of `torch.func` or forward-mode differentiation is active.
 
-    Autograd functions without a rule for it fail, or return a derivative of 0.
+    There an autograd function without a rule fails, or returns a derivative of 0. If torch lacks a way to find out, the
+    answer is True.
     """
     return are_functorch_transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0
 
 
 def dispatch_modes() -> list[Any] | None:
-    """Returns the dispatch modes of this thread, the innermost last. `amp_kernels.use_backend` is one of them.
+    """Return the dispatch modes of this thread, the innermost last; None if torch lacks the function.
 
-    None if torch lacks the function. A forced backend then does not reach autograd's threads.
+    `amp_kernels.use_backend` enters such a mode, and looks for it here. Without the function, a forced backend does not
+    reach autograd's threads.
     """
     ask = getattr(_python_dispatch, "_get_current_dispatch_mode_stack", None)
     return None if ask is None else ask()
 
 
-# For `__torch_function__` of a tensor subclass, so that results are not wrapped. Documented for authors of subclasses.
+# A tensor subclass with this `__torch_function__` gets results that are not wrapped in the subclass. torch documents it
+# for authors of subclasses.
 no_torch_function = getattr(torch._C, "_disabled_torch_function_impl", None)
 
 
 def wrapper_tensor(kind: type[Any], like: Tensor, dtype: torch.dtype) -> Any:
-    """Returns a tensor of class `kind` with the shape, strides and device of `like`, and without memory.
+    """Return a tensor of class `kind` with the shape, strides and device of `like`, but without memory.
 
-    C code that reads its memory raises an error, if torch has the function for it; otherwise it would read from address
-    0. None if torch has no wrappers: the weight of an int8 layer is then dequantized whenever it is read.
+    If torch has `_set_throw_on_mutable_data_ptr`, C code that reads the memory of this tensor raises an error.
+    Otherwise it would read from address 0.
+
+    If torch cannot make such tensors, None is returned. The weight of an int8 layer is then dequantized whenever it is
+    read.
     """
     make = getattr(Tensor, "_make_wrapper_subclass", None)
     if make is None or no_torch_function is None:
         return None
     made = make(kind, like.shape, strides=like.stride(), dtype=dtype, device=like.device)
     getattr(torch._C, "_set_throw_on_mutable_data_ptr", bool)(made)
-    # This attribute makes it an instance of nn.Parameter, which transformers' tie_weights requires. If torch looks for
-    # another attribute, tie_weights raises an error.
+    # This attribute makes the tensor an instance of nn.Parameter, which tie_weights of transformers requires. If a
+    # version of torch looks for another attribute, tie_weights raises an error.
     made._is_param = True
     return made
 
 
 def _mixes_rows() -> bool:
-    """Whether torch's CPU product of bf16 reads past the end of rows of the left matrix if K is not a multiple of 32.
+    """Return whether a NaN in one row of a bf16 matrix reaches the row before it in torch's CPU product.
 
-    torch 2.13 does, on a CPU with AMX, from 17 rows on and for most K (33, 1000); torch 2.11 does not. What is read is
-    the next row, multiplied by 0: a NaN or inf in it makes the result of this row NaN. If torch lacks the test for AMX,
-    the product is tried. True if this package is imported in a mode that makes fake tensors.
+    If K is not a multiple of 32, torch may read past the end of a row of the left matrix, into the next row. It
+    multiplies what it reads there by 0, but a NaN or inf times 0 is NaN. torch 2.13 does this on a CPU with AMX, from
+    17 rows on and for most K (33, 1000). torch 2.11 does not.
+
+    Without AMX the answer is False. With AMX, or if torch lacks the test for it, a product is tried. If this package is
+    imported in a mode that makes fake tensors, the product has no values, and the answer is True.
     """
     has_amx = getattr(torch.cpu, "_is_amx_tile_supported", None)
     if has_amx is not None and not has_amx():

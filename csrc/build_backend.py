@@ -1,12 +1,12 @@
-"""The build backend: that of setuptools, once its version is known to do.
+"""The build backend of this package. It checks the version of setuptools, then hands the build to setuptools.
 
-pip answers a backend that cannot be imported with a traceback of 75 lines, and `pip install --no-build-isolation` does
-not look at what pyproject.toml requires. A venv has no setuptools from Python 3.12 on, and 65.5 before.
+Without the check, pip prints a traceback of 75 lines if setuptools is missing. `pip install --no-build-isolation` does
+not check the requirements in pyproject.toml. A new venv has no setuptools from Python 3.12 on, and version 65.5 before.
 """
 
 import sys
 
-OLDEST = 77  # reads the licence in pyproject.toml; from 70 on it makes wheels without the package `wheel`
+OLDEST = 77  # reads `license` in pyproject.toml; from version 70 on, setuptools needs no package `wheel`
 
 try:
     from setuptools import __version__ as found

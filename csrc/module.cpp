@@ -1,5 +1,5 @@
-// The module amp_kernels._C. Its import runs the static registrations of csrc/ops with torch's dispatcher. The
-// functions of the module itself are those that take Python objects.
+// The module amp_kernels._C. When it is imported, static initializers in csrc/ops register the operators with torch's
+// dispatcher. The functions of the module itself take Python objects.
 #include "ops/sweep.h"
 #ifdef USE_CUDA
 #include "ops/on_gpu.h"
@@ -8,7 +8,7 @@
 #ifdef USE_CUDA
 namespace {
 
-// Why this binary has no kernels for the GPU of an index; "" if it has.
+// Returns why this binary has no kernels for the GPU with this index; "" if it has.
 PyObject* why_no_kernel(PyObject*, PyObject* gpu) {
   const long index = PyLong_AsLong(gpu);
   if (index == -1 && PyErr_Occurred() != nullptr) return nullptr;

@@ -1,10 +1,11 @@
-"""The specification: the operators in plain torch, without a compiler, for any device.
+"""The specification: the operators in plain torch, which need no compiler and run on any device.
 
 The functions have the names, arguments and results of those in `amp_kernels`, but they run no compiled or Triton
-kernel. Some functions of `amp_kernels` need no specification of their own: `clip_grad_norm_` calls `grad_norm` and
-`unscale_`, `ema_` calls the operator of `sgd_`, and `addmm` and `linear` call that of `matmul`. `int8_linear` is the
-operator of a weight-only `nn.Int8Linear`. The int8 operators here take and return plain tensors. Arguments are not
-checked.
+kernel. They do not check their arguments. The int8 operators here take and return plain tensors.
+
+Some functions of `amp_kernels` are not listed here, because they call operators that are: `clip_grad_norm_` calls
+`grad_norm` and `unscale_`, `ema_` calls the operator of `sgd_`, and `addmm` and `linear` call that of `matmul`.
+`int8_linear` is listed, although only weight-only `nn.Int8Linear` layers call its operator.
 """
 
 from . import matmul

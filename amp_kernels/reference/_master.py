@@ -7,31 +7,37 @@ from torch import Tensor
 
 
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
-    """Returns the fp32 master of an fp16 or bf16 weight and its remainder; the weight if the two do not fit."""
+    """Return the fp32 master of an fp16 or bf16 weight and its remainder.
+
+    The master must round to the weight. If it does not, other code has written the weight, and the weight is returned.
+    """
     fp32 = weight.float()
     if weight.dtype is torch.bfloat16:
         master = (fp32.view(torch.int32) + remainder).view(torch.float32)
     else:
+        # The unit of the remainder is 2^(E - 26), where E is the exponent of the weight. fp16 has 10 bits after the
+        # leading one, and the remainder adds 16.
         master = fp32 + remainder * _power_of_2(_exponent(fp32) - 26)
     back = master.to(weight.dtype).float()
     return torch.where(back.view(torch.int32) == fp32.view(torch.int32), master, fp32)
 
 
 def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Returns `master` rounded to `dtype`, and the remainder."""
+    """Return `master` rounded to `dtype`, and the remainder."""
     weight = master.to(dtype)
     fp32 = weight.float()
     if dtype is torch.bfloat16:
         remainder = (master.view(torch.int32) - fp32.view(torch.int32)).clamp(max=32767)
         remainder = torch.where(master.isnan(), 0, remainder)
     else:
+        # Divides by the unit, 2^(E - 26). `_exponent` returns e = E + 127, so that 280 - e is 26 - E, biased.
         units = ((master - fp32) * _power_of_2(280 - _exponent(fp32))).clamp(-32767, 32767).round()
         remainder = torch.where(fp32.isfinite(), units, 0)
     return weight, remainder.to(torch.int16)
 
 
 def _exponent(fp32: Tensor) -> Tensor:
-    """Returns the exponent of fp16 numbers, biased as in fp32; for denormals that of the smallest normal number."""
+    """Return the exponent of fp16 numbers, biased as in fp32. Subnormals have that of the smallest normal number."""
     return (fp32.view(torch.int32) >> 23 & 0xFF).clamp(min=113)
 
 

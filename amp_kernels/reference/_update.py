@@ -1,4 +1,4 @@
-"""What the references of the optimizers share: reading gradients, writing masters, skipping a step without a sync."""
+"""Functions that all reference optimizers call: read gradients, write masters, skip a step without a device sync."""
 
 from __future__ import annotations
 
@@ -12,30 +12,37 @@ from ._master import join, split
 
 
 def gradient(grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None) -> Tensor:
-    """Returns the gradient for the update: fp32, divided by `grad_scale`, negated to maximize, plus weight decay."""
+    """Return the gradient that the update uses, in fp32.
+
+    It is divided by `grad_scale`, then negated if `maximize` is set. The weight decay is added last.
+    """
     value = grad.float()
     if grad_scale is not None:
         value = value * grad_scale.view(()).float().reciprocal()
     if maximize:
         value = -value
-    # add(alpha) is one fma. Two roundings would be visible where gradient and decay nearly cancel.
+    # torch.add with `alpha` is one fma, which rounds once. If it rounded twice, the result would differ visibly where
+    # gradient and decay nearly cancel.
     return value if weight_decay == 0 else torch.add(value, fp32, alpha=weight_decay)
 
 
 class Parameter(NamedTuple):
-    """A parameter and, if it has 16 bits, its master: an fp32 tensor, or the remainder of `_master.split`."""
+    """A parameter and its master.
+
+    The master of a 16-bit parameter is an fp32 tensor, or the remainder of `_master.split`. An fp32 parameter has none.
+    """
 
     param: Tensor
     master: Tensor | None
 
     def fp32(self) -> Tensor:
-        """Returns the fp32 value that is updated."""
+        """Return the fp32 value that the step updates."""
         if self.master is None:
             return self.param
         return self.master if self.master.dtype is torch.float32 else join(self.param, self.master)
 
     def assign(self, value: Tensor, found_inf: Tensor | None) -> None:
-        """Sets parameter and master to `value`, unless the step is skipped. A 16-bit parameter is rounded."""
+        """Set the parameter and its master to `value`, unless the step is skipped. A 16-bit parameter is rounded."""
         if self.master is None:
             assign(self.param, value, found_inf)
             return
@@ -45,13 +52,13 @@ class Parameter(NamedTuple):
 
 
 def parameters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[Parameter]:
-    """Pairs parameters with their masters. `masters` has one for each 16-bit parameter, in order."""
+    """Pair parameters with their masters. `masters` has an entry for each 16-bit parameter, in order."""
     master = iter(masters)
     return (Parameter(p, None if p.dtype is torch.float32 else next(master)) for p in params)
 
 
 def assign(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
-    """``target <- value`` unless the step is skipped (``found_inf != 0``)."""
+    """Copy `value` to `target`, unless the step is skipped (``found_inf != 0``)."""
     if found_inf is not None:
         value = torch.where(found_inf.view(()) != 0, target, value)
     target.copy_(value)

@@ -1,4 +1,4 @@
-"""Adam, AdamW and AMSGrad, with masters for 16-bit parameters."""
+"""Adam, AdamW and AMSGrad in plain torch, with fp32 masters for 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def adam_(
 ) -> None:
     """Take one Adam step in plain torch: the specification of `amp_kernels.adam_`.
 
-    The function takes the arguments of `amp_kernels.adam_`. `steps_taken` may also be a 0-dim tensor.
+    It takes the arguments of `amp_kernels.adam_`. `steps_taken` may also be a 0-dim tensor.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)
@@ -42,12 +42,12 @@ def adam_(
         tensor([0.7500])
     """
     rate = lr.view(()).float() if isinstance(lr, Tensor) else lr
-    added, taken = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
+    l2_decay, decoupled_decay = (0.0, weight_decay) if decoupled_weight_decay else (weight_decay, 0.0)
     for i, param in enumerate(parameters(params, masters)):
         fp32 = param.fp32()
         t = torch.as_tensor(steps_taken, device=fp32.device).double() + 1
         corrections = [(1 - beta**t).float() for beta in betas]
-        g = gradient(grads[i], fp32, weight_decay=added, maximize=maximize, grad_scale=grad_scale)
+        g = gradient(grads[i], fp32, weight_decay=l2_decay, maximize=maximize, grad_scale=grad_scale)
         exp_avg = exp_avgs[i].lerp(g, 1 - betas[0])
         exp_avg_sq = betas[1] * exp_avg_sqs[i] + (1 - betas[1]) * g * g
         largest = exp_avg_sq
@@ -55,7 +55,7 @@ def adam_(
             largest = torch.maximum(max_exp_avg_sqs[i], exp_avg_sq)
             assign(max_exp_avg_sqs[i], largest, found_inf)
         step = exp_avg / ((largest / corrections[1]).sqrt() + eps)
-        value = fp32 if taken == 0 else fp32 - rate * taken * fp32
+        value = fp32 if decoupled_decay == 0 else fp32 - rate * decoupled_decay * fp32
         assign(exp_avgs[i], exp_avg, found_inf)
         assign(exp_avg_sqs[i], exp_avg_sq, found_inf)
         param.assign(value - rate / corrections[0] * step, found_inf)
@@ -80,7 +80,8 @@ def adamw_(
 ) -> None:
     """Take one AdamW step in plain torch: the specification of `amp_kernels.adamw_`.
 
-    It takes the arguments of `amp_kernels.adam_`.
+    It takes the arguments of `amp_kernels.adam_`, except `decoupled_weight_decay`, which is True here. `steps_taken`
+    may also be a 0-dim tensor.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)

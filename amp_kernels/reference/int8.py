@@ -1,8 +1,8 @@
-"""int8 operators in plain torch.
+"""The int8 operators in plain torch.
 
-The fp32 operations have a fixed order and none are fused, so that every backend can have the same bits.
+The fp32 operations have a fixed order, and none are fused. So every backend can return the same bits.
 
-Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+Random numbers come from Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def quantize_int8(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Quantize a tensor in plain torch: the specification of `amp_kernels.quantize_int8`.
 
-    Rounds to nearest even, or stochastically if a `seed` is given. It takes the arguments of
-    `amp_kernels.quantize_int8`.
+    It takes the arguments of `amp_kernels.quantize_int8`. Codes are rounded to nearest even, or stochastically if a
+    `seed` is given.
 
     Returns:
         The tuple `(values, scale, zero_point)`; `zero_point` is None for symmetric codes.
@@ -85,7 +85,7 @@ def fake_quantize_int8(
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Round a tensor to the values of its int8 codes: the specification of `amp_kernels.fake_quantize_int8`.
 
-    NaN stays NaN. It takes the arguments of `amp_kernels.fake_quantize_int8`.
+    It takes the arguments of `amp_kernels.fake_quantize_int8`. NaN stays NaN.
 
     Returns:
         The tuple `(values, scale, zero_point)`, with dequantized values in the dtype of `x`.
@@ -105,13 +105,13 @@ def straight_through_int8(
 ) -> Tensor:
     """Return the gradient of `fake_quantize_int8`.
 
-    It is `grad` where the code needed no clamping, else 0 (Bengio et al. 2013).
+    It is `grad` where the code was not clamped, and 0 elsewhere (Bengio et al. 2013).
 
     Args:
         grad: Gradient of the result, in the shape of `x`.
-        x: What was quantized.
-        scale: Its fp32 scales.
-        zero_point: Its int32 zero points, or None for symmetric codes.
+        x: The tensor that was quantized.
+        scale: The fp32 scales of its codes.
+        zero_point: The int32 zero points of its codes, or None for symmetric codes.
         block_size: Length of a group along the last dimension, or None.
 
     Returns:
@@ -152,8 +152,8 @@ def int8_matmul(
         b_zero_point: int32, as `b_scale`, or None.
         bias: fp32 `[N]`, or None.
         out_dtype: fp32, fp16 or bf16.
-        out_scale: One fp32 element. The result is then quantized with it.
-        out_zero_point: One int32 element, only together with `out_scale`.
+        out_scale: One fp32 element, with which the result is quantized, or None.
+        out_zero_point: One int32 element, or None. It must be None without `out_scale`.
 
     Returns:
         `[M, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
@@ -163,12 +163,12 @@ def int8_matmul(
         >>> amp_kernels.reference.int8_matmul(a, b, one, None, one, None)
         tensor([[11.]])
     """
-    left, right = a.double(), b.double()  # sums of less than 2^53: exact
+    left, right = a.double(), b.double()  # exact, since the sums are less than 2^53
     if a_zero_point is not None:
         left = left - a_zero_point.reshape(-1, 1)
     if b_zero_point is not None:
         right = right - b_zero_point.reshape(1, -1)
-    total = (left @ right + 0.0).float()  # 0.0: an integer has no -0, as the double product of 0 and -1
+    total = (left @ right + 0.0).float()  # + 0.0 makes 0 of -0, which 0 * -1 is in fp64
     result = total * (a_scale.reshape(-1, 1) * b_scale.reshape(1, -1))
     if bias is not None:
         result = result + bias
@@ -193,7 +193,7 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
         >>> amp_kernels.reference.int8_linear(torch.ones(1, 2), torch.tensor([[3, 4]]).char(), torch.tensor([0.5]))
         tensor([[3.5000]])
     """
-    with torch.autocast(x.device.type, enabled=False):  # which would take the product in 16 bits
+    with torch.autocast(x.device.type, enabled=False):  # autocast would multiply in 16 bits
         result = (x.float() @ weight.float().T) * scale.reshape(-1)
     return (result if bias is None else result + bias.float()).to(x.dtype)
 
@@ -202,19 +202,23 @@ def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = 
 def _affine(
     x: Tensor, dim: Sequence[int] | None, block_size: int | None, symmetric: bool
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """(scale, zero_point, 1 / scale); the last is 0 for a group that has only zero codes."""
+    """Return the scale and the zero point of each group, and the inverse of the scale.
+
+    The inverse is set to 0, so that all codes are 0, in two cases: the group has NaN or inf, or ``1 / scale`` is not
+    finite.
+    """
     grouped = _blocks(x, block_size).float()
     dims = tuple(dim or range(x.dim()))
     dims = (-1,) if block_size is not None else dims
-    if x.numel() == 0:  # a group without elements is like one of zeros
+    if x.numel() == 0:  # a group without elements gets the scale of zeros
         reduced = {d % grouped.dim() for d in dims}
         shape = [1 if d in reduced else n for d, n in enumerate(grouped.shape)]
         grouped = torch.zeros(shape, device=x.device)
-    magnitude = grouped.abs().amax(dims, keepdim=True)  # NaN if there is one
+    magnitude = grouped.abs().amax(dims, keepdim=True)  # NaN if the group has a NaN
     low, high = (grouped.amin(dims, keepdim=True).clamp(max=0), grouped.amax(dims, keepdim=True).clamp(min=0))
     if block_size is not None:
         magnitude, low, high = (t.squeeze(-1) for t in (magnitude, low, high))
-    # By tensors: torch turns the division of a CUDA tensor by a Python number into a product with its reciprocal.
+    # The divisors are tensors, because torch multiplies a CUDA tensor by the reciprocal of a divisor that is a number.
     scale = magnitude / _like(magnitude, 127) if symmetric else high / _like(high, 255) - low / _like(low, 255)
     inverse = 1 / scale
     is_finite, usable = magnitude.isfinite(), inverse.isfinite()
@@ -231,16 +235,16 @@ def _like(tensor: Tensor, value: float) -> Tensor:
 
 
 def _blocks(x: Tensor, block_size: int | None) -> Tensor:
-    """[..., blocks, block_size], the last one filled up with zeros, which change no range."""
+    """Return `x` as [..., blocks, block_size]. Zeros fill up the last block; every range contains 0 anyway."""
     if block_size is None:
         return x
     blocks = -(-x.shape[-1] // block_size)
     padded = F.pad(x, (0, blocks * block_size - x.shape[-1]))
-    return padded.reshape(*x.shape[:-1], blocks, block_size)  # unflatten makes one block of none
+    return padded.reshape(*x.shape[:-1], blocks, block_size)
 
 
 def _spread(group: Tensor, shape: Sequence[int], block_size: int | None) -> Tensor:
-    """A value for each group, broadcast to the elements."""
+    """Return the values of the groups in a shape that broadcasts to the elements."""
     if group.numel() == 1:
         return group.reshape([1] * len(shape))
     if block_size is None:
@@ -249,7 +253,7 @@ def _spread(group: Tensor, shape: Sequence[int], block_size: int | None) -> Tens
 
 
 def _codes(x: Tensor, inverse: Tensor, zero_point: Tensor | None, block_size: int | None, seed: int | None) -> Tensor:
-    """Codes before clamping, int32; NaN stands on the zero point."""
+    """Return the codes before they are clamped to int8, as int32. The code of NaN is the zero point."""
     factor = _spread(inverse, x.shape, block_size)
     steps = x.float() * factor
     steps = torch.round(steps) if seed is None else torch.floor(steps + uniform(x.shape, seed, x.device))
@@ -258,19 +262,22 @@ def _codes(x: Tensor, inverse: Tensor, zero_point: Tensor | None, block_size: in
 
 
 def uniform(shape: Sequence[int], seed: int, device: torch.device | None = None) -> Tensor:
-    """fp32 in [0, 1): for the element of row-major index i word ``i & 3`` of Philox with counter ``i >> 2``."""
+    """Return random fp32 numbers in [0, 1).
+
+    The element with the row-major index i is made from word ``i & 3`` of Philox with the counter ``i >> 2``.
+    """
     numel = torch.Size(shape).numel()
     words = philox(torch.arange(-(-numel // 4), device=device), seed)
     return ((words.flatten()[:numel] >> 8).float() * 2.0**-24).reshape(tuple(shape))
 
 
 def philox(counter: Tensor, seed: int) -> Tensor:
-    """Philox4x32-10 words, int64 [..., 4], of 64-bit counters under a 64-bit key."""
+    """Return the four Philox4x32-10 words of each 64-bit counter, int64 [..., 4]. `seed` is the 64-bit key."""
     zero = torch.zeros_like(counter)
     c = [counter & _MASK, counter >> 32 & _MASK, zero, zero]
     keys = [seed & _MASK, seed >> 32 & _MASK]
     for _ in range(10):
-        # int64 products wrap; their upper half is right all the same.
+        # The int64 products may overflow, but all of their 64 bits are right.
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(p1 >> 32 & _MASK) ^ c[1] ^ keys[0], p1 & _MASK, (p0 >> 32 & _MASK) ^ c[3] ^ keys[1], p0 & _MASK]
         keys = [(keys[0] + 0x9E3779B9) & _MASK, (keys[1] + 0xBB67AE85) & _MASK]

@@ -1,4 +1,4 @@
-"""Products of 16-bit matrices: fp32 sums, one rounding."""
+"""Products of 16-bit matrices in plain torch: sums in fp32, one rounding."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 
 def sums(input: Tensor | None, a: Tensor, b: Tensor, *, beta: float = 1.0, alpha: float = 1.0) -> Tensor:
-    """``alpha * a @ b + beta * input`` in fp32."""
+    """Return ``alpha * a @ b + beta * input`` in fp32."""
     if torch.is_autocast_enabled(a.device.type):  # autocast would compute the product in 16 bits
         with torch.autocast(a.device.type, enabled=False):
             return sums(input, a, b, beta=beta, alpha=alpha)
@@ -29,14 +29,14 @@ def addmm(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """``activation(alpha * a @ b + beta * input)`` and the argument of the activation, both rounded to `out_dtype`."""
+    """Return ``activation(alpha * a @ b + beta * input)`` and the activation's argument, rounded to `out_dtype`."""
     argument = sums(input, a, b, beta=beta, alpha=alpha)
     dtype = out_dtype or a.dtype
     return activate(argument, activation).to(dtype), argument.to(dtype)
 
 
 def activate(x: Tensor, activation: str | None) -> Tensor:
-    """The activation of this name."""
+    """Apply the activation that has this name. None is the identity."""
     if activation is None:
         return x
     if activation == "relu":
@@ -45,7 +45,10 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
 
 
 def activation_backward(grad: Tensor, saved: Tensor, activation: str | None) -> Tensor:
-    """Returns the fp32 gradient of the activation's argument. `saved` is the argument, or for relu the result."""
+    """Return the fp32 gradient of the activation's argument.
+
+    `saved` is the argument of the activation. For relu it is the result.
+    """
     grad = grad.float()
     if activation is None:
         return grad

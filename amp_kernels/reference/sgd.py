@@ -1,4 +1,4 @@
-"""SGD with fp32 masters for 16-bit parameters."""
+"""SGD in plain torch, with fp32 masters for 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def sgd_(
 ) -> None:
     """Take one SGD step in plain torch: the specification of `amp_kernels.sgd_`.
 
-    `is_first_step` may also be a 0-dim bool tensor. It takes the arguments of `amp_kernels.sgd_`.
+    It takes the arguments of `amp_kernels.sgd_`. `is_first_step` may also be a 0-dim bool tensor.
 
     Examples:
         >>> param = torch.tensor([1.0])

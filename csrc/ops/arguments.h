@@ -1,5 +1,5 @@
-// Converts the arguments of operators that take a table (schemas: amp_kernels/ops) to the structs of kernels. They need
-// no checks: Python has built the table.
+// Converts the arguments of operators to the structs that kernels take (schemas: amp_kernels/ops). The operators that
+// take a table do not check their arguments, because Python has built the table.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -30,8 +30,8 @@ T* data(std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-// Registers a function with the library `m`, as the kernel of an operator on the device of class D. A GPU for which the
-// binary has no code calls Name::uncompiled() (on_gpu.h).
+// Registers a function with the library `m`, as the kernel of an operator on the device of class D (device.h). If the
+// binary has no code for the GPU of a call, the operator Name::uncompiled() is called instead (on_gpu.h).
 #define AMP_KERNELS_IMPL(m, D, operator_, ...)                                          \
   do {                                                                                  \
     struct Name {                                                                       \

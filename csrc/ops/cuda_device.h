@@ -1,4 +1,5 @@
-// What operators on CUDA tensors need from torch: the device to switch to, the stream to launch on, memory.
+// The functions of torch that operators on CUDA tensors need: to switch to a device, to find the stream for a launch,
+// and to allocate memory.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -17,8 +18,8 @@ inline Stream current_stream(const Tensor& tensor) {
   return static_cast<Stream>(stream);
 }
 
-// Memory on the device of a tensor. It may be freed before the kernels have run: torch's allocator reuses it on this
-// stream only, after them.
+// Returns memory on the device of a tensor. It may be freed before the kernels that use it have run, because torch's
+// allocator reuses it only for later work on the same stream.
 inline Tensor workspace_beside(const Tensor& tensor, int64_t bytes) {
   return torch::stable::new_empty(tensor, {bytes}, torch::headeronly::ScalarType::Byte);
 }

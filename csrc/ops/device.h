@@ -1,21 +1,22 @@
-// Cpu and Cuda: what an operator does differently on a CPU and on a GPU, around the same kernel arguments.
+// The classes Cpu and Cuda: what an operator does differently on a CPU and on a GPU. The arguments of kernels are the
+// same on both.
 //
 // An object of either class stands for one call, on the device of a tensor:
 //   send(words, spare, fill)
-//                          returns the address at which kernels read the words; memory for `spare` more words is behind
-//                          them. Both last as long as this object and `words`. Before the words are sent, fill(address)
-//                          may write addresses of some words into others
+//                          returns the address at which kernels read the int64 words. Memory for `spare` more words
+//                          follows them. The address is valid as long as this object and `words` exist. fill(address)
+//                          is called before the words are sent. It may write addresses of some words into other words
 //   run(pass)              runs the gradient pass
-//   run(family, update)    runs the update of one form
+//   run(family, update)    runs the update of the tensors of one Form (../table.h)
 //   load_send(), load_pass(), load_update(family, form)
-//                          load the kernels of `send` and `run`; the last two return how many blocks run at a time (0
-//                          on a CPU)
+//                          load the kernels of `send` and `run`. load_pass and load_update return how many blocks run
+//                          at a time (0 on a CPU)
 //   run(args)              runs the int8 kernel that takes these arguments
-//   kReadsChunks           whether products read operands in chunks of 16 bytes (csrc/int8.h)
+//   kReadsChunks           whether int8 products read operands in chunks of 16 bytes (csrc/int8.h)
 //   multiplies_codes_by(dtype)
-//                          whether the device has kernels that multiply x of this dtype by codes (only Cuda)
-//   call(name, ...)        calls another operator of the dispatcher (only Cuda)
-//   prefers_triton(tensor) whether Triton computes large products of codes on the GPU of the tensor (only Cuda)
+//                          whether the GPU has kernels that multiply x of this dtype by int8 codes (only Cuda)
+//   call(name, ...)        calls another operator through the dispatcher (only Cuda)
+//   prefers_triton(tensor) whether Triton computes large products of int8 codes on the GPU of the tensor (only Cuda)
 //   kernel<Name, f>        the function to register for an operator whose kernel is f (AMP_KERNELS_IMPL)
 #pragma once
 
@@ -73,7 +74,7 @@ class Cuda : public cuda::Dispatch {
   explicit Cuda(const Tensor& tensor)
       : tensor_(tensor), guard_(tensor.get_device_index()), stream_(cuda::current_stream(tensor)) {}
 
-  // Words travel as kernel arguments (send.cu): nothing waits, and a captured graph depends on no host memory.
+  // Words are sent as kernel arguments (send.cu). So nothing waits, and a captured graph needs no host memory.
   template <class Fill>
   int64_t* send(std::vector<int64_t>& words, int64_t spare, const Fill& fill) {
     const auto count = static_cast<int64_t>(words.size());
@@ -92,13 +93,13 @@ class Cuda : public cuda::Dispatch {
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
 
-  // Calls an operator that is registered elsewhere.
+  // Calls another operator through the dispatcher.
   template <class Result, class... Arguments>
   static Result call(const cuda::OperatorName& name, const Arguments&... arguments) {
     return cuda::call<Result>(name, arguments...);
   }
 
-  // For large products of codes (amp_kernels/ops/int8.py).
+  // Python decides this for large products of codes: `_prefers_triton` in amp_kernels/ops/int8.py.
   static bool prefers_triton(const Tensor& tensor) {
     const int64_t gpu = tensor.get_device_index();
     return cuda::kept_answer(tensor.get_device_index(),
@@ -118,7 +119,7 @@ class Cuda : public cuda::Dispatch {
   Tensor tensor_;
   cuda::Guard guard_;
   Stream stream_;
-  std::vector<Tensor> memory_;  // torch's allocator reuses it on this stream only, after the kernels
+  std::vector<Tensor> memory_;  // may be freed before the kernels have run (workspace_beside)
 };
 #endif
 

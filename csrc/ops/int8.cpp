@@ -1,6 +1,6 @@
-// int8 codes and products of them (schemas: amp_kernels/ops/int8.py): arguments are looked at, groups laid out
-// (int8_layout.h), results allocated, kernels launched. The words of every refusal are Python's, which looks at the
-// arguments again.
+// The operators on int8 codes, and products of codes (schemas: amp_kernels/ops/int8.py). Each operator checks its
+// arguments, plans the layout of the groups (int8_layout.h), allocates its results and launches a kernel. If an
+// argument does not fit, Python checks the arguments again and words the error.
 #include "../int8.h"
 
 #include <algorithm>
@@ -16,14 +16,15 @@ namespace {
 using torch::headeronly::ScalarType;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr int64_t kMaxTerms = 131071;  // of a sum of products of codes, that int32 surely holds: 2^31 / 128^2
+// How many products of codes int32 can surely sum: (2^31 - 1) / 128^2, rounded down.
+constexpr int64_t kMaxTerms = 131071;
 
 Dims sizes_of(const Tensor& tensor) {
   const auto sizes = tensor.sizes();
   return {sizes.begin(), sizes.end()};
 }
 
-// Memory on the device of `beside`.
+// Returns uninitialized memory on the device of `beside`.
 Tensor new_tensor(const Dims& sizes, const Dims& strides, ScalarType dtype, const Tensor& beside) {
   AtenTensorHandle handle = nullptr;
   int32_t device = 0;
@@ -38,7 +39,7 @@ Tensor new_tensor(const Dims& sizes, ScalarType dtype, const Tensor& beside) {
   return new_tensor(sizes, row_major(sizes), dtype, beside);
 }
 
-// `from`, broadcast, in memory of its own.
+// Returns a copy of `from` in new memory, broadcast to `sizes`.
 Tensor copied(const Tensor& from, const Dims& sizes, const Dims& strides, ScalarType dtype) {
   const NoGrad guard;
   Tensor copy = new_tensor(sizes, strides, dtype, from);
@@ -46,7 +47,7 @@ Tensor copied(const Tensor& from, const Dims& sizes, const Dims& strides, Scalar
   return copy;
 }
 
-// The tensor itself if it has these strides and this dtype, else a copy that has.
+// Returns the tensor itself if it has these strides and this dtype, otherwise a copy that has them.
 Tensor with_strides(const Tensor& tensor, const Dims& strides, ScalarType dtype) {
   const auto sizes = tensor.sizes(), its = tensor.strides();
   bool fits = tensor.scalar_type() == dtype;
@@ -58,9 +59,11 @@ Tensor with_strides(const Tensor& tensor, const Dims& strides) {
   return with_strides(tensor, strides, tensor.scalar_type());
 }
 
-Tensor in_rows(const Tensor& tensor) { return with_strides(tensor, row_major(sizes_of(tensor))); }
+Tensor as_row_major(const Tensor& tensor) { return with_strides(tensor, row_major(sizes_of(tensor))); }
 
-MaybeTensor in_rows(const MaybeTensor& tensor) { return tensor.has_value() ? MaybeTensor(in_rows(*tensor)) : tensor; }
+MaybeTensor as_row_major(const MaybeTensor& tensor) {
+  return tensor.has_value() ? MaybeTensor(as_row_major(*tensor)) : tensor;
+}
 
 void require_kind(const Tensor& tensor, ScalarType dtype, const Operand& beside) {
   const Operand operand(tensor);
@@ -72,6 +75,7 @@ bool is_float(ScalarType dtype) {
 }
 
 // ------------------------------------------------------------------------------------------------------- groups
+// Returns the groups of x for the arguments `dim` and `block_size` of an operator.
 Groups groups_over(const Tensor& x, const std::optional<Dims>& dim, const std::optional<int64_t>& block) {
   const int64_t dims = x.dim();
   Groups groups{sizes_of(x), std::vector<bool>(dims, block.has_value() || (dim.has_value() && !dim->empty()))};
@@ -91,7 +95,7 @@ Groups groups_over(const Tensor& x, const std::optional<Dims>& dim, const std::o
   return groups;
 }
 
-// By the shape of a given scale.
+// Returns the groups of x for a given scale. A dimension in which the scale has size 1 is reduced.
 Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point,
                  const std::optional<int64_t>& block) {
   Groups groups = groups_over(x, std::nullopt, block);
@@ -114,13 +118,15 @@ Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_p
   return groups;
 }
 
-// A scale or zero point as kernels take it: in the order of its groups.
+// Returns a scale or zero point as kernels take it: with these strides, which put it in the order of the groups.
 MaybeTensor in_order(const MaybeTensor& side, const Dims& strides) {
   return side.has_value() && side->numel() > 1 ? MaybeTensor(with_strides(*side, strides)) : side;
 }
 
 // --------------------------------------------------------------------------------------------------- quantization
-using Quantized = std::tuple<Tensor, Tensor, Tensor>;  // those that were given, or that nobody needs, without elements
+// Codes (or dequantized values), scale, zero point. A scale or zero point that was given is not returned, and symmetric
+// codes have no zero point. A tensor without elements then takes its place.
+using Quantized = std::tuple<Tensor, Tensor, Tensor>;
 
 Tensor none(ScalarType dtype, const Tensor& beside) { return new_tensor({0}, dtype, beside); }
 
@@ -136,9 +142,9 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
 
   const Plan plan(groups, input, seed.has_value());
   if (!plan.layout.has_value()) {
-    // Random bits need x in row-major order, where these groups take more than three axes. Scales come from a call
-    // without random bits; then every element gets the scale of its group.
-    const Tensor dense = in_rows(x);
+    // Random bits are numbered in row-major order, and in that order these groups need more than three axes. So a first
+    // call, without random bits, finds the scales. A second call gets a scale for each element.
+    const Tensor dense = as_row_major(x);
     Tensor own_scale = none(ScalarType::Float, x), own_zero_point = none(ScalarType::Int, x);
     if (!is_static) {
       std::tie(std::ignore, own_scale, own_zero_point) =
@@ -165,7 +171,7 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
     Device(x).run(Quantize{walked.data_ptr(), out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),
                            *plan.layout, dtype_of(x), fake, is_static, seed.has_value(),
                            static_cast<uint64_t>(seed.value_or(0))});
-  } else if (!is_static) {  // groups without elements are like those of zeros
+  } else if (!is_static) {  // groups without elements get the scale and zero point of zeros
     torch::stable::fill_(*scale, 1.0);
     if (zero_point.has_value()) torch::stable::zero_(*zero_point);
   }
@@ -219,17 +225,17 @@ Tensor straight_through_int8(Tensor grad, Tensor x, Tensor scale, MaybeTensor ze
 }
 
 // -------------------------------------------------------------------------------------------------------- products
-// Scale and zero point of an operand: one, or one for each of its rows or columns.
+// Scale and zero point of an operand: one element each (`step` is 0), or one for each row or column (`step` is 1).
 struct Side {
   Side(const Tensor& given, const MaybeTensor& given_zero_point, int64_t count, const Operand& codes)
       : scale(given), zero_point(given_zero_point), step(given.numel() == 1 ? 0 : 1) {
     require_kind(scale, ScalarType::Float, codes);
     require(step == 0 || scale.numel() == count);
-    scale = in_rows(scale);
+    scale = as_row_major(scale);
     if (!zero_point.has_value()) return;
     require_kind(*zero_point, ScalarType::Int, codes);
     require(zero_point->numel() == scale.numel());
-    zero_point = in_rows(zero_point);
+    zero_point = as_row_major(zero_point);
   }
 
   Tensor scale;
@@ -243,27 +249,29 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
   require(bias->dim() == 1 && bias->size(0) == n);
 }
 
-// Triton multiplies by wgmma, the kernels here by mma.sync, which issues at most 62 % of that. But a product costs the
-// host 17 us here, and about 100 us by Triton. On an H200 (torch 2.11, Triton 3.6) the device takes, in us:
+// Triton multiplies with wgmma. The kernels here use mma.sync, which issues at most 62 % of what wgmma does. But a call
+// takes the host 17 us here, and about 100 us through Triton. On an H200 (torch 2.11, Triton 3.6), in us on the device:
 //
 //   M x N x K            here  Triton
-//   1024 x 4096 x 4096   61    50         2^34 products of codes: the host would be what takes the time
+//   1024 x 4096 x 4096   61    50         2^34 products of codes: through Triton, the host would take longer than this
 //   4096 x 4096 x 4096   237   148
 //   8192 x 8192 x 8192   1716  1025
 //
-// With few rows or columns the kernels here are faster on the device too: 16 x 4096 x 4096 takes 8.1 and 9.7 us.
-constexpr double kTritonProducts = 1LL << 34;  // more than these
-constexpr int64_t kFewRows = 16;               // or columns
+// With few rows or columns the kernels here are faster on the device too: 16 x 4096 x 4096 takes 8.1 us here, and 9.7
+// us with Triton.
+constexpr double kTritonProducts = 1LL << 34;  // Triton gets products with more multiplications than this,
+constexpr int64_t kFewRows = 16;               // and with more rows and more columns than this
 
-// A capture of a CUDA graph finds Triton's kernel loaded: it follows a warm-up with the same shapes, as torch asks for.
+// In the capture of a CUDA graph, Triton's kernel is already loaded, since torch asks for a warm-up with the same
+// shapes before the capture.
 template <class Device>
 bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
   return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
 }
 
-// Returns rows along dimension `along` as the kernels of a GPU read them (csrc/int8.h): the given rows, or a copy with
-// zeros behind each row. An H200 took 2953 us for 4096 x 4096 x 4095 element by element, and takes 237 us for
-// 4096 x 4096 x 4096 in chunks.
+// Returns a matrix whose rows the kernels of a GPU can read in chunks of 16 bytes (csrc/int8.h): the given matrix, or a
+// copy with zeros behind each row. `along` is the dimension of K, in which a row extends. On an H200 a product of
+// 4096 x 4096 x 4095 took 2953 us when it read single elements. 4096 x 4096 x 4096 takes 237 us in chunks.
 Tensor in_chunks(const Tensor& rows, int along) {
   const int64_t k = rows.size(along), pitch = (k + 15) / 16 * 16, distance = rows.stride(1 - along);
   const bool is_aligned = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
@@ -279,7 +287,8 @@ Tensor in_chunks(const Tensor& rows, int along) {
   return copy;
 }
 
-// kDelegates: Triton may compute large products. use_backend("cuda") calls the operator without kDelegates.
+// With kDelegates, Triton may compute large products. use_backend("cuda") calls `_compiled_int8_matmul`, which is
+// registered without kDelegates.
 template <class Device, bool kDelegates = false>
 Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point, Tensor b_scale,
                    MaybeTensor b_zero_point, MaybeTensor bias, ScalarType out_dtype, MaybeTensor out_scale,
@@ -305,7 +314,7 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   }
   const Tensor out = new_tensor({m, n}, out_scale.has_value() ? ScalarType::Char : out_dtype, a);
   if (m == 0 || n == 0) return out;
-  bias = in_rows(bias);
+  bias = as_row_major(bias);
   if constexpr (Device::kReadsChunks) a = in_chunks(a, 1), b = in_chunks(b, 0);
   Device(a).run(Int8Matmul{m,
                            n,
@@ -328,16 +337,16 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   return out;
 }
 
-// From so many rows and multiplications on an H100 (torch 2.11) is faster if the weight is dequantized once, in x's
-// dtype, and torch multiplies. In us, for fp16 and a weight of 4096 x 4096:
+// From this many rows and multiplications on, an H100 (torch 2.11) is faster if the weight is dequantized once, to the
+// dtype of x, and torch multiplies. In us, for fp16 and a weight of 4096 x 4096:
 //
-//   rows        128   256   512   1024   2048   4096
-//   codes       27    44    78    105    200    408
-//   dequantized 51    38    47    67     112    198      with 128 rows the host took the time
+//   rows                       128   256   512   1024   2048   4096
+//   kernel for codes           27    44    78    105    200    408
+//   dequantized, then torch    51    38    47    67     112    198      with 128 rows this is the time of the host
 constexpr int64_t kDequantizeRows = 256;
 constexpr double kDequantizeProducts = 1LL << 32;
 
-// Autocast, which might choose another dtype, leaves operators with `out` alone.
+// Calls `linear` with `out`. Autocast might choose another dtype, but it does not apply to operators with `out`.
 template <class Device>
 Tensor multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outputs, const MaybeTensor& bias,
                          const Tensor& out) {
@@ -347,8 +356,9 @@ Tensor multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outp
   return Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
 }
 
-// The kernels of a GPU multiply fp16, and bf16 from sm_80 on. torch multiplies the rest, and with kDelegates many rows
-// of any dtype; use_backend("cuda") calls without.
+// The kernels of a GPU multiply fp16, and from sm_80 on bf16. torch multiplies other dtypes. With kDelegates torch also
+// multiplies if there are many rows. use_backend("cuda") calls `_compiled_int8_linear`, which is registered without
+// kDelegates.
 template <class Device, bool kDelegates = false>
 Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   const Operand input(x);
@@ -367,10 +377,10 @@ Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
       return multiply_by_torch<Device>(x, weight, outputs, bias, out);
     x = in_chunks(x, 1), weight = in_chunks(weight, 1);
   } else {
-    x = x.stride(1) == 1 || k == 1 ? x : in_rows(x);
-    weight = in_rows(weight);
+    x = x.stride(1) == 1 || k == 1 ? x : as_row_major(x);
+    weight = as_row_major(weight);
   }
-  bias = in_rows(bias);
+  bias = as_row_major(bias);
   device.run(Int8Linear{m, n, k, x.data_ptr(), x.stride(0), data<int8_t>(weight), weight.stride(0),
                         data<float>(outputs.scale), outputs.step, data<char>(bias), out.data_ptr(), dtype_of(x)});
   return out;

@@ -1,8 +1,8 @@
 // Writes lists of tensors into a table (../table.h).
 //
 // Kernels walk dense memory in storage order, so the tensors of one column must have their elements in the same order.
-// A tensor with gaps, or in another order than its parameter, is copied. If a kernel wrote to the copy, it is copied
-// back.
+// A tensor is copied if it has gaps, or if its elements are in another order than those of its parameter. A copy that a
+// kernel has written is copied back.
 #pragma once
 
 #include <algorithm>
@@ -19,7 +19,8 @@ using Tensors = std::vector<Tensor>;
 
 using Operands = std::vector<Operand>;
 
-// Operands of tensors that must be fp32, fp16 or bf16 (or int16 remainders), and on the device of `beside`.
+// Returns the properties of tensors. They must be fp32, fp16 or bf16 (with `or_remainders` also int16), and on the
+// device of `beside`.
 inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool or_remainders = false) {
   Operands operands;
   operands.reserve(tensors.size());
@@ -31,21 +32,21 @@ inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool 
   return operands;
 }
 
-// Makes tensors dense, by copies where they are not.
+// Copies tensors whose memory kernels cannot walk, and keeps the copies.
 class Dense {
  public:
-  // In any order.
+  // Returns the tensor, or a row-major copy if it is not dense.
   Operand operator()(const Operand& operand) {
     return operand.is_dense() ? operand : copied(operand, row_major(operand));
   }
 
-  // In the order of `model`, which is dense.
+  // Returns the tensor, or a copy if its elements are not in the order of those of `model`, which is dense.
   Operand operator()(const Operand& operand, const Operand& model) {
     if (operand.has_layout_of(model)) return operand;
     return copied(operand, {model.strides, model.strides + model.dims});
   }
 
-  // Copies what kernels wrote to the tensors that were copied.
+  // Writes the copies back to the tensors from which they were made.
   void copy_back() {
     const NoGrad guard;
     for (auto& [tensor, copy] : copies_) torch::stable::copy_(tensor, copy);
@@ -73,12 +74,12 @@ class Dense {
   std::vector<std::pair<Tensor, Tensor>> copies_;
 };
 
-// A map of memory with a bit for each `unit` bytes, in which the elements of tensors are marked.
-class Picture {
+// A map of a range of memory, with a bit for each `unit` bytes. The elements of tensors are marked in it.
+class MemoryMap {
  public:
-  Picture(int64_t begin, int64_t end, int64_t unit) : begin_(begin), unit_(unit), marks_((end - begin) / unit) {}
+  MemoryMap(int64_t begin, int64_t end, int64_t unit) : begin_(begin), unit_(unit), marks_((end - begin) / unit) {}
 
-  // Marks the elements. Returns false if one was marked before.
+  // Marks the elements of a tensor. Returns false if one of them was marked before.
   bool mark(const Operand& operand) {
     return mark((operand.address - begin_) / unit_, operand.steps(), 0, operand.element_size() / unit_);
   }
@@ -101,9 +102,9 @@ class Picture {
   std::vector<bool> marks_;
 };
 
-// Requires that no element is shared. Kernels write all tensors at once, torch writes one after the other, so that
-// results of shared elements would differ. Tensors may interleave, as the columns of a fused matrix do: tensors whose
-// ranges of memory overlap are checked element by element.
+// Requires that no two elements share memory. Kernels write all tensors at once, and torch writes one after the other.
+// With shared memory the results would differ. But tensors may be interleaved, as the columns of a fused matrix are, so
+// tensors whose ranges of memory overlap are checked element by element.
 inline void require_apart(const std::vector<const Operand*>& written) {
   struct Span {
     int64_t begin, end;
@@ -121,15 +122,16 @@ inline void require_apart(const std::vector<const Operand*>& written) {
       unit = std::min(unit, spans[next].operand->element_size());
     }
     if (next == first + 1 && spans[first].operand->is_dense()) continue;
-    Picture picture(spans[first].begin, end, unit);
-    for (size_t i = first; i < next; ++i) require(picture.mark(*spans[i].operand));
+    MemoryMap map(spans[first].begin, end, unit);
+    for (size_t i = first; i < next; ++i) require(map.mark(*spans[i].operand));
   }
 }
 
-// Entries of chunks, two int32 in a word: a tensor, and the index of the chunk in it.
+// The chunks of a table (../table.h). A word holds the entry of a chunk as two int32: the tensor, and the index of the
+// chunk in that tensor.
 struct Chunks {
   std::vector<int64_t> words;
-  int64_t size;
+  int64_t size;  // elements in a chunk
 
   int64_t count() const { return static_cast<int64_t>(words.size()); }
 };
@@ -147,7 +149,7 @@ class HostTable {
     at(kGradDtype, t) = grad.code();
   }
 
-  // Cuts the tensors of these columns into chunks. `blocks` is that of chunks.h.
+  // Cuts the tensors of these columns into chunks. `blocks`: how many blocks of the kernel run at a time (chunks.h).
   Chunks cut(const std::vector<int64_t>& columns, int64_t blocks) {
     int64_t total = 0;
     for (const int64_t t : columns) total += at(kNumel, t);
@@ -165,7 +167,7 @@ class HostTable {
   std::vector<int64_t> rows_;
 };
 
-// Words that are sent to a device together. add() returns the position at which its part begins.
+// Words that are sent to a device together. add() appends a part, and returns the position of its first word.
 class Words {
  public:
   int64_t add(const std::vector<int64_t>& part) {
@@ -174,7 +176,7 @@ class Words {
     return at;
   }
 
-  // fp32 numbers, two in a word.
+  // Appends fp32 numbers, two in a word.
   int64_t add(const std::vector<float>& numbers) {
     std::vector<int64_t> part((numbers.size() + 1) / 2);
     std::memcpy(part.data(), numbers.data(), numbers.size() * sizeof(float));

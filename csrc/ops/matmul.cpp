@@ -1,5 +1,5 @@
-// Products on tensor cores, and copies with padded rows: `matmul`, `copy_pad` (schemas: amp_kernels/ops/matmul.py).
-// Both are kernels of a GPU alone; a CPU multiplies by torch.
+// The operators `matmul`, a product on tensor cores, and `copy_pad`, a copy with padded rows (schemas:
+// amp_kernels/ops/matmul.py). They have kernels for GPUs only. On a CPU both are the reference, in plain torch.
 #ifdef USE_CUDA
 #include <algorithm>
 #include <array>
@@ -15,22 +15,22 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kAlignment = 16;  // bytes between the rows of what tensor cores load
+constexpr int64_t kAlignment = 16;  // tensor cores load rows that begin at multiples of this many bytes
 
 int64_t padded(int64_t columns, ScalarType dtype) {
   const int64_t elements = kAlignment / (dtype == ScalarType::Float ? 4 : 2);
   return (columns + elements - 1) / elements * elements;
 }
 
-// A 16-bit tensor.
-Operand low(const Tensor& tensor) {
+// Returns the properties of a tensor, which must be fp16 or bf16.
+Operand operand_of_16_bits(const Tensor& tensor) {
   Operand operand(tensor);
   require(operand.is_float() && !operand.is_fp32());
   return operand;
 }
 
-// One of the dtype and on the device of the first operand.
-Operand low_beside(const Tensor& tensor, const Operand& first) {
+// Returns the properties of a tensor, which must have the dtype and the device of the first operand.
+Operand operand_like(const Tensor& tensor, const Operand& first) {
   Operand operand(tensor);
   require(operand.dtype == first.dtype && operand.is_beside(first));
   return operand;
@@ -43,7 +43,8 @@ Activation activation_of(const std::optional<std::string>& name) {
   return static_cast<Activation>(found - kNames.begin());
 }
 
-// [..., N], contiguous or with rows that begin at multiples of 16 bytes, behind the last of them too.
+// Returns a new tensor [..., N]. With `pads_rows`, rows begin at multiples of 16 bytes, and the padding behind the last
+// row belongs to the memory too. Otherwise the tensor is contiguous.
 Tensor new_result(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype, bool pads_rows) {
   const int64_t columns = sizes.back();
   if (pads_rows) sizes.back() = padded(columns, dtype);
@@ -57,7 +58,7 @@ Tensor new_result(const Tensor& like, std::vector<int64_t> sizes, ScalarType dty
   return Tensor(view);
 }
 
-// Strides over batch, rows and columns of a matrix or a batch of them.
+// Writes the strides over batch, rows and columns. For a single matrix the stride over the batch is 0.
 void put_strides(const Operand& operand, int64_t (&strides)[3]) {
   strides[0] = 0;
   std::copy(operand.strides, operand.strides + operand.dims, strides + 3 - operand.dims);
@@ -66,7 +67,7 @@ void put_strides(const Operand& operand, int64_t (&strides)[3]) {
 std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> input, double alpha, double beta,
                                   std::optional<std::string> activation, ScalarType out_dtype, bool pads_rows,
                                   bool needs_pre) {
-  const Operand left = low(a), right = low_beside(b, left);
+  const Operand left = operand_of_16_bits(a), right = operand_like(b, left);
   const int64_t dims = left.dims;
   require((dims == 2 || dims == 3) && right.dims == dims && left.sizes[dims - 1] == right.sizes[dims - 2]);
   require(dims == 2 || left.sizes[0] == right.sizes[0]);
@@ -77,7 +78,7 @@ std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> inpu
   Matmul args = {};
   args.activation = activation_of(activation);
   if (input.has_value()) {
-    const Operand term = low_beside(*input, left);
+    const Operand term = operand_like(*input, left);
     require(std::equal(sizes.begin(), sizes.end(), term.sizes, term.sizes + term.dims));
     args.input = input->data_ptr();
     put_strides(term, args.input_strides);
@@ -111,13 +112,13 @@ std::tuple<Tensor, Tensor> matmul(Tensor a, Tensor b, std::optional<Tensor> inpu
 
 std::tuple<Tensor, Tensor> copy_pad(Tensor x, std::optional<Tensor> saved, std::optional<std::string> activation,
                                     bool needs_sums, int64_t rows) {
-  const Operand values = low(x);
+  const Operand values = operand_of_16_bits(x);
   require(values.dims == 2 && rows >= values.sizes[0] && saved.has_value() == activation.has_value());
 
   CopyPad args = {};
   args.activation = activation_of(activation);
   if (saved.has_value()) {
-    const Operand argument = low_beside(*saved, values);
+    const Operand argument = operand_like(*saved, values);
     require(argument.has_shape_of(values));
     args.pre = saved->data_ptr();
     std::copy(argument.strides, argument.strides + 2, args.pre_strides);

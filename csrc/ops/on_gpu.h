@@ -1,5 +1,6 @@
-// If this binary has code for the GPU of a call, the kernel in csrc/ops runs. Otherwise the call goes to the operator
-// `_uncompiled_<name>`, which Python registers (amp_kernels/ops/library.py): Triton, or without it the reference.
+// If this binary has code for the GPU of a call, the C++ kernel runs. Otherwise the call goes to the operator
+// `_uncompiled_<name>`, which Python registers (amp_kernels/ops/library.py). It runs Triton, or the reference if Triton
+// is not installed.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -18,17 +19,17 @@
 
 namespace amp_kernels::cuda {
 
-// Why this binary has no code for a GPU; "" if it has.
+// Returns why this binary has no code for a GPU; "" if it has.
 inline std::string why_not_on(int32_t gpu) {
   const Guard guard(gpu);
   return why_no_kernel();
 }
 
-// The answer of ask() for a GPU. It is kept for each GPU; an error is not kept.
+// Returns the answer of ask() for a GPU. The answers for the first 64 GPUs are kept. If ask() throws, nothing is kept.
 template <class Ask>
 bool kept_answer(int32_t gpu, const Ask& ask) {
   enum Answer : signed char { kUnknown, kYes, kNo };
-  static std::atomic<Answer> known[64];  // each lambda has its own: it is a type of its own
+  static std::atomic<Answer> known[64];  // every lambda has its own array, since its type Ask is unique
   if (gpu < 0 || gpu >= 64) return ask();
   if (known[gpu] == kUnknown) known[gpu] = ask() ? kYes : kNo;
   return known[gpu] == kYes;
@@ -39,7 +40,7 @@ inline bool has_kernels_for(int32_t gpu) {
   return kept_answer(gpu, [gpu] { return why_not_on(gpu).empty(); });
 }
 
-// The GPU of the first tensor among the arguments, -1 if there is none.
+// Returns the index of the GPU of the first tensor among the arguments; -1 if there is none.
 template <class T>
 int32_t gpu_of(const T&) {
   return -1;
@@ -78,7 +79,7 @@ constexpr size_t kResults = 1;
 template <class... T>
 constexpr size_t kResults<std::tuple<T...>> = sizeof...(T);
 
-// What an operator returns for these arguments.
+// Calls an operator through the dispatcher, and returns its results.
 template <class Result, class... Arguments>
 Result call(const OperatorName& name, const Arguments&... arguments) {
   constexpr size_t kSize = std::max(sizeof...(Arguments), kResults<Result>);
@@ -102,7 +103,7 @@ struct OnGpu<Name, kFunction> {
   }
 };
 
-// Wraps a kernel so that a GPU without code calls the uncompiled operator.
+// Wraps a kernel, so that calls on a GPU without code go to the operator `_uncompiled_<name>`.
 struct Dispatch {
   template <class Name, auto kFunction>
   static constexpr auto kernel = &OnGpu<Name, kFunction>::run;

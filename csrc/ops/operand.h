@@ -14,12 +14,13 @@
 
 namespace amp_kernels {
 
-// Throws an error without details. Python then checks the arguments again, and raises one with them (amp_kernels/ops).
+// Throws an error without details. Python (amp_kernels/ops) then checks the arguments again, and raises an error with
+// details.
 inline void require(bool holds) {
   if (!holds) throw std::invalid_argument("amp_kernels: an argument does not fit; amp_kernels.functional says which");
 }
 
-// The properties of a tensor. Each is read once: torch's C interface takes 5 ns for it, and lists are long.
+// The properties of a tensor. Each is read once, because torch's C interface takes 5 ns per read and lists are long.
 struct Operand {
   Tensor tensor;
   int64_t address = 0, numel = 0, dims = 0;
@@ -66,7 +67,7 @@ struct Operand {
     return dims == other.dims && std::equal(sizes, sizes + dims, other.sizes);
   }
 
-  // The dimensions of more than one element, as (stride, size) from the largest stride to the smallest.
+  // Returns (stride, size) of the dimensions with more than one element, from the largest stride to the smallest.
   std::vector<std::pair<int64_t, int64_t>> steps() const {
     std::vector<std::pair<int64_t, int64_t>> steps;
     for (int64_t d = 0; d < dims; ++d)
@@ -87,20 +88,20 @@ struct Operand {
     return true;
   }
 
-  // Whether both tensors, which have the same shape, are dense and have their elements in the same order.
+  // Whether both tensors are dense and have their elements in the same order. They must have the same shape.
   bool has_layout_of(const Operand& other) const {
     if (is_contiguous && other.is_contiguous) return true;
     return std::equal(strides, strides + dims, other.strides) && is_dense();
   }
 
-  // Whether elements of the tensor are the same memory (stride 0), so that they cannot be written.
+  // Whether several elements share memory because a stride is 0. Such a tensor cannot be written.
   bool is_expanded() const {
     if (is_contiguous) return false;
     const auto all = steps();
     return !all.empty() && all.back().first == 0;
   }
 
-  // Bytes from the first element to the end of the last.
+  // Returns the number of bytes from the first element to the end of the last.
   int64_t span() const {
     if (is_contiguous) return numel * element_size();
     int64_t last = 0;
@@ -109,7 +110,7 @@ struct Operand {
   }
 };
 
-// Bytes from the first element to the end of the storage.
+// Returns the number of bytes from the first element of a tensor to the end of its storage.
 inline int64_t bytes_behind(const Tensor& tensor) {
   int64_t bytes = 0, offset = 0;
   TORCH_ERROR_CODE_CHECK(aoti_torch_get_storage_size(tensor.get(), &bytes));
@@ -117,14 +118,14 @@ inline int64_t bytes_behind(const Tensor& tensor) {
   return bytes - offset * static_cast<int64_t>(tensor.element_size());
 }
 
-// Requires one fp32 element on the device of `beside`, if there is a scalar.
+// Requires that the scalar, if there is one, is a single fp32 element on the device of `beside`.
 inline void require_scalar(const std::optional<Tensor>& scalar, const Operand& beside) {
   if (!scalar.has_value()) return;
   const Operand operand(*scalar);
   require(operand.is_fp32() && operand.numel == 1 && operand.is_beside(beside));
 }
 
-// Turns autograd off for operators of torch that are called in an operator of this library.
+// Turns autograd off while an operator of this library calls operators of torch.
 class NoGrad {
  public:
   NoGrad() : was_enabled_(aoti_torch_grad_mode_is_enabled()) { aoti_torch_grad_mode_set_enabled(false); }

@@ -1,7 +1,8 @@
-// Python's C API, limited to what every Python since 3.10 has, and DLPack's description of tensors.
+// Python's C API, limited to the functions that every Python since 3.10 has, and DLPack's description of tensors.
 #pragma once
 
-// torch's build flags set Py_LIMITED_API too; the wheel's tag says cp310 (setup.py).
+// The wheel's tag is cp310 (setup.py), so the API must be that of Python 3.10. torch's build flags define
+// Py_LIMITED_API too.
 #ifdef Py_LIMITED_API
 #undef Py_LIMITED_API
 #define Py_LIMITED_API 0x030a0000
@@ -12,8 +13,8 @@
 
 namespace amp_kernels {
 
-// DLTensor of DLPack 1 (https://dmlc.github.io/dlpack). torch fills it in one call, which allocates nothing. With the
-// Python getters of size, dtype and contiguity, a thousand parameters took twice as long.
+// DLTensor of DLPack 1 (https://dmlc.github.io/dlpack). torch fills it in one call, which allocates nothing. A sweep
+// that called Python's getters for size, dtype and contiguity took twice as long for a thousand parameters.
 struct Description {
   char* data;
   int32_t device_type, device_index, dims;
@@ -40,7 +41,8 @@ struct ExchangeApi {
   int (*describe)(PyObject*, Description*);  // 0, or -1 with an error set
 };
 
-// The interface in torch.Tensor.__dlpack_c_exchange_api__; nullptr, with a Python error set, for another version.
+// Returns the interface in torch.Tensor.__dlpack_c_exchange_api__. If it is not version 1, sets a Python error and
+// returns nullptr.
 inline const ExchangeApi* exchange_api(PyObject* capsule) {
   const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (api == nullptr || (api->major == 1 && api->describe != nullptr)) return api;

@@ -1,4 +1,5 @@
-// `_send_`, by which the step plan sends words to a GPU. Its schema is in amp_kernels/ops/update.py.
+// The operator `_send_`. With it the step plan of an optimizer sends int64 words to a GPU. Its schema is in
+// amp_kernels/ops/update.py.
 #ifdef USE_CUDA
 #include "cuda_device.h"
 

@@ -23,7 +23,7 @@ class Object {
   PyObject* object_;
 };
 
-// The form of a column: dtypes and states (Columns::form_of), or one of these.
+// The form of a column is a number that encodes its dtypes and states (Columns::form_of), or one of these.
 constexpr int64_t kAbsent = -1;  // the parameter has neither gradient nor state
 constexpr int64_t kUnread = -2;  // the column is left to Python
 
@@ -54,7 +54,8 @@ struct Torch {
     return api != nullptr;
   }
 
-  // Describes a plain tensor or parameter; returns false for other objects. A subclass may have no memory of its own.
+  // Describes a plain tensor or parameter. Returns false for other objects, since a subclass may have no memory of its
+  // own.
   bool describe(PyObject* object, Description* description) const {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != tensor && type != parameter) return false;
@@ -63,8 +64,8 @@ struct Torch {
     return false;
   }
 
-  // Called for a tensor that will be written: if it shares its memory with a lazy clone, it gets memory of its own.
-  // Only data_ptr() does that, DLPack does not.
+  // Prepares a tensor for being written: if it shares its memory with a lazy clone, it gets memory of its own. That is
+  // done by data_ptr(), and not by DLPack.
   bool claim(PyObject* object) const {
     const Object address(PyObject_CallFunctionObjArgs(data_ptr, object, nullptr));
     if (address.get() == nullptr) PyErr_Clear();  // it has no address: describe() will return false
@@ -83,7 +84,7 @@ int64_t code_of(const Description& tensor) {
   return tensor.bits == 32 ? kFloat : tensor.type == Description::kFloat ? kHalf : kBFloat16;
 }
 
-// The layout of a parameter, and which other tensors have the same.
+// The layout of a parameter. The other tensors of its column must have the same layout.
 struct Model {
   Description tensor;
   int64_t numel = 1;
@@ -138,8 +139,8 @@ class Columns {
         device_(device),
         writes_(writes) {}
 
-  // Writes column t. Returns false if a Python error is set. `keys`: the names of the group's states in the order of
-  // rows, None for a state that the group does not use.
+  // Writes column t. Returns false if a Python error is set. `keys` are the names of the group's states in the order of
+  // rows, with None for a state that the group does not use.
   bool take(Py_ssize_t t, PyObject* param, PyObject* state, int64_t group, PyObject* keys) {
     const Object grad(PyObject_GetAttr(param, Names::get().grad));
     if (grad.get() == nullptr) return false;
@@ -193,16 +194,17 @@ class Columns {
     return code | grad_code << 2 | states << 4;
   }
 
-  // Whether an array that a step writes has moved since the last check (apart()).
+  // Whether the address of an array that a step writes has changed since the last check (apart()).
   bool has_moved(Py_ssize_t t, PyObject* keys) const {
     for (int row = kParam; row < kState + PyTuple_Size(keys); ++row)
       if (at(row, t) != checked_[row * count_ + t]) return true;
     return false;
   }
 
-  // Whether the parameter or a state is a negated view, whose memory holds the negative of its values. A test of every
-  // tensor at every step would take a sixth of the sweep, so only new and moved tensors are tested. Public functions
-  // make only one kind of dense negated tensor: a view of one element (`z.conj().imag`).
+  // Whether the parameter or a state is a negated view, whose memory holds the negative of its values. If every tensor
+  // were tested at every step, this would take a sixth of the sweep. So only columns with a new or moved tensor are
+  // tested. Few tensors are both dense and negated: torch's public functions make only views of one element
+  // (`z.conj().imag`).
   bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
     PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
     if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;
@@ -213,8 +215,8 @@ class Columns {
     return false;
   }
 
-  // False if an fp32 parameter has a remainder from when it had 16 bits, or if a state dict's master has been put into
-  // the state.
+  // Returns false in two cases: an fp32 parameter has a remainder from when it had 16 bits, or the state has an entry
+  // `master`, which belongs into state dicts.
   static bool has_no_master(PyObject* state, int64_t code) {
     if (code == kFloat && PyDict_GetItemWithError(state, Names::get().remainder) != nullptr) return false;
     return PyDict_GetItemWithError(state, Names::get().master) == nullptr;
@@ -236,8 +238,8 @@ class Columns {
     return model.fits(description) && has_memory(description, model.numel);
   }
 
-  // Writes the rows of states. Returns a bit for each state that the group uses, or -1 if one does not fit. Takes them
-  // off `others`, the number of entries of `state` that have no row yet.
+  // Writes the rows of states. Returns a bit for each state that the group uses, or -1 if one is missing or does not
+  // fit. `others` is the number of entries of `state` without a row. It is lowered by one for each state.
   int64_t take_states(Py_ssize_t t, const Model& model, PyObject* state, PyObject* keys, Py_ssize_t* others) const {
     int64_t states = 0;
     for (Py_ssize_t k = 0; k < PyTuple_Size(keys); ++k) {
@@ -327,7 +329,7 @@ bool is_same(PyObject* list, PyObject* copy) {
   return true;
 }
 
-int64_t* words(unsigned long long address) { return reinterpret_cast<int64_t*>(address); }
+int64_t* pointer_to(unsigned long long address) { return reinterpret_cast<int64_t*>(address); }
 
 }  // namespace
 
@@ -343,7 +345,8 @@ PyObject* sweep(PyObject*, PyObject* arguments) {
   Torch torch;
   if (!torch.read(tuple)) return nullptr;
   const Py_ssize_t count = PyList_Size(parameters);
-  Columns columns(torch, words(table), words(forms), words(checked), count, {device_type, device_index}, writes);
+  Columns columns(torch, pointer_to(table), pointer_to(forms), pointer_to(checked), count, {device_type, device_index},
+                  writes);
   for (Py_ssize_t t = 0; t < count; ++t) {
     const long group = PyLong_AsLong(PyList_GetItem(groups, t));
     PyObject* const names = PyTuple_GetItem(keys, group);
@@ -353,6 +356,7 @@ PyObject* sweep(PyObject*, PyObject* arguments) {
   return Py_BuildValue("(LL)", columns.unread, columns.gradients);
 }
 
+// Returns the column of a gradient that overlaps a range that the step writes, -2 if two such ranges overlap, else -1.
 PyObject* apart(PyObject*, PyObject* arguments) {
   unsigned long long table_address, forms_address, checked_address, spans_address;
   long long count;
@@ -361,12 +365,12 @@ PyObject* apart(PyObject*, PyObject* arguments) {
                         &spans_address)) {
     return nullptr;
   }
-  const int64_t *const table = words(table_address), *const forms = words(forms_address);
-  // `checked` keeps the table and the forms of the last call that found no overlap, and behind them how many ranges a
-  // step writes (-1: there was no such call). `starts` and `ends` keep these ranges. If nothing has changed, nothing is
-  // checked. If no array that is written has moved, only the gradients are.
-  int64_t* const checked = words(checked_address);
-  int64_t* const starts = words(spans_address);
+  const int64_t *const table = pointer_to(table_address), *const forms = pointer_to(forms_address);
+  // `checked` holds the table and the forms of the last call that found no overlap, then the number of ranges that a
+  // step writes (-1: there was no such call). `starts` and `ends` hold these ranges. If table and forms have not
+  // changed, nothing is checked. If no array that the step writes has moved, only the gradients are checked.
+  int64_t* const checked = pointer_to(checked_address);
+  int64_t* const starts = pointer_to(spans_address);
   const int64_t most = count * (rows - kParam), size = rows * count;
   int64_t *const ends = starts + most, *const ranges = checked + size + count;
   const Memory memory(table, forms, count, rows);

@@ -1,5 +1,5 @@
-// Reads the tensors of an optimizer step from Python objects. In Python this would take half a dozen passes over
-// objects that are in no cache. amp_kernels/optim/_sweep.py says what the functions do.
+// Reads the tensors of an optimizer step from Python objects. Python would need half a dozen passes over these objects,
+// which are not in the caches of the CPU. amp_kernels/optim/_sweep.py says what each function does.
 #pragma once
 
 #include "python.h"

@@ -1,13 +1,13 @@
-// The operators of the gradient pass: `unscale_` and `grad_norm` take lists; `_unscale_table_` and `_load_unscale`
-// serve the step plan of an optimizer. Their schemas are in amp_kernels/ops/unscale.py.
+// The operators of the gradient pass. `unscale_` and `grad_norm` take lists. `_unscale_table_` and `_load_unscale` are
+// called by the step plan of an optimizer. Their schemas are in amp_kernels/ops/unscale.py.
 #include "device.h"
 #include "lists.h"
 
 namespace amp_kernels {
 namespace {
 
-// Launches the pass over a list. Sends these words: table | entries of chunks | record; behind them is memory for the
-// partials. Returns the norm.
+// Launches the pass over a list, and returns the norm. These words are sent: table | entries of the chunks | record.
+// Memory for the partial sums follows them.
 template <class Device>
 Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, bool write, const Tensor& found_inf) {
   const Operand flag(found_inf);

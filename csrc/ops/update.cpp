@@ -1,5 +1,5 @@
-// The operators of updates, for all families: `update_` takes lists; `_update_table_` and `_load_update` serve the step
-// plan of an optimizer. Their schemas are in amp_kernels/ops/update.py.
+// The operators of updates, for all families. `update_` takes lists. `_update_table_` and `_load_update` are called by
+// the step plan of an optimizer. Their schemas are in amp_kernels/ops/update.py.
 #include <limits>
 #include <map>
 #include <tuple>
@@ -15,8 +15,8 @@ constexpr int kMaxStates = 3;
 
 auto as_tuple(const Form& form) { return std::tie(form.param_dtype, form.split, form.grad_dtype, form.states); }
 
-// The table of an update, with a column for each parameter, and the form of each column. `masters` has an entry for
-// each 16-bit parameter, and `grad_remainders` one for each 16-bit gradient.
+// The table of an update, with a column for each parameter, and the Form of each column (../table.h). `masters` has an
+// entry for each 16-bit parameter, and `grad_remainders` one for each 16-bit gradient.
 class UpdateTable {
  public:
   UpdateTable(const Tensors& params, const Tensors& grads, const MaybeTensors (&states)[kMaxStates],
@@ -60,7 +60,7 @@ class UpdateTable {
   HostTable& table() { return table_; }
   void copy_back() { written_.copy_back(); }
 
-  // Calls f(form, columns) for each combination of dtypes.
+  // Calls f(form, columns) for each Form, with the columns that have it.
   template <class F>
   void each_form(const F& f) const {
     const auto before = [](const Form& a, const Form& b) { return as_tuple(a) < as_tuple(b); };
@@ -86,7 +86,7 @@ class UpdateTable {
     require_apart(written);
   }
 
-  // Remainders of gradients are for averages: fp32 parameters without states.
+  // Only averages (`ema_`) have remainders of gradients (../table.h). Their parameters are fp32 and have no states.
   void check_remainders() const {
     require(grads_.size() == params_.size());
     for (const Operands& state : states_) require(state.empty());
@@ -118,9 +118,9 @@ class UpdateTable {
   std::vector<Form> forms_;
 };
 
-// Sends these words, and launches the kernel of each form:
+// Sends the words below, then launches a kernel for each Form:
 //
-//   table | hyper-parameters, lr | address of lr | ticket | counts of updates | entries of the chunks of each form
+//   table | hyper-parameters, lr | address of lr | ticket | counts of updates | entries of the chunks of each Form
 template <class Device>
 void update(std::string family, Tensors params, Tensors grads, MaybeTensors first, MaybeTensors second,
             MaybeTensors third, MaybeTensors masters, std::vector<double> hyper, double lr,
