@@ -166,14 +166,14 @@ def _bf16_bits(x):
 _PROGRAMS = 5
 
 
-def programs_at_a_time(beside: torch.Tensor) -> int:
+def programs_at_a_time(tensor: torch.Tensor) -> int:
     """Return how many programs of 128 threads run at a time on the device of a tensor.
 
     On a CPU (interpreted), return 0, as for CPU kernels.
     """
-    if not beside.is_cuda:
+    if not tensor.is_cuda:
         return 0
-    return _PROGRAMS * torch.cuda.get_device_properties(beside.device).multi_processor_count
+    return _PROGRAMS * torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def address_of(scalar: torch.Tensor | None) -> int:
