@@ -213,7 +213,7 @@ def load(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> Non
 _OPTIONS = {"enable_fp_fusion": True}
 
 
-def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **constants: Any) -> None:
+def launch(kernel: Any, n_programs: int, first: torch.Tensor, *args: Any, **constants: Any) -> None:
     """Run `n_programs` programs on the device of the kernel's first argument, on the current stream of that device.
 
     The kernels specialise on no argument ("is 1", "is a multiple of 16"), which would gain nothing. Every number has an
@@ -226,5 +226,5 @@ def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **cons
     """
     if n_programs == 0:
         return
-    with current(table.device):
-        kernel[(n_programs,)](table, *args, **constants, **_OPTIONS)
+    with current(first.device):
+        kernel[(n_programs,)](first, *args, **constants, **_OPTIONS)
