@@ -1,4 +1,4 @@
-"""The activations of csrc/formulas/activation.h and their derivatives, in fp32."""
+"""Activations and their derivatives in fp32: the Triton counterpart of csrc/formulas/activation.h."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 
 @triton.jit
 def _half_of_one_plus_tanh(x):
-    """(1 + tanh(u)) / 2, as 1 / (1 + exp(-2u)): the interpreter has no tanh of libdevice."""
+    """Return (1 + tanh(u)) / 2 for u = sqrt(2 / pi) * (x + 0.044715 * x^3).
+
+    It is computed as 1 / (1 + exp(-2u)), because tanh is a function of libdevice, which the interpreter does not have.
+    """
     return 1.0 / (1.0 + tl.exp((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE * -2.0))
 
 
 @triton.jit
 def activate(x, KIND: tl.constexpr):
     if KIND == RELU:
-        x = tl.where(x < 0.0, 0.0, x)  # NaN stays
+        x = tl.where(x < 0.0, 0.0, x)  # NaN < 0.0 is false, so that NaN stays NaN
     elif KIND == GELU:
         x = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif KIND == GELU_TANH:
@@ -35,13 +38,18 @@ def activate(x, KIND: tl.constexpr):
 
 @triton.jit
 def derivative(x, KIND: tl.constexpr):
-    """The derivative of an activation. `x` is the argument of the activation; for relu it is the result."""
+    """Return the derivative of an activation.
+
+    Args:
+        x: The argument of the activation. For relu it is the result, which is above 0 where the argument is.
+        KIND: The activation.
+    """
     tl.static_assert(KIND != IDENTITY)
     if KIND == RELU:
         return tl.where(x > 0.0, 1.0, 0.0)
     elif KIND == GELU:
         return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INVERSE_SQRT_TWO_PI * tl.exp(-0.5 * x * x)
     else:
-        # With s for (1 + tanh) / 2, 1 - tanh**2 is 4 s (1 - s).
+        # The activation is x * s, with s = (1 + tanh(u)) / 2. The derivative of s by u is 2 * s * (1 - s).
         s = _half_of_one_plus_tanh(x)
         return s + 2.0 * x * s * (1.0 - s) * _TANH_SCALE * (1.0 + 3.0 * x * x * _TANH_CUBIC)

@@ -1,4 +1,4 @@
-"""Adam, AdamW and AMSGrad as torch.optim writes them; see update.py for what a formula takes.
+"""Adam, AdamW and AMSGrad, as in torch.optim. update.py explains the arguments of `formula`.
 
 Sources: Kingma and Ba 2015, Loshchilov and Hutter 2019, Reddi et al. 2018.
 
@@ -6,7 +6,7 @@ Adam:   g <- factor * grad + weight_decay * p
 AdamW:  p <- p - lr * weight_decay * p
 m <- beta1 * m + (1 - beta1) * g
 v <- beta2 * v + (1 - beta2) * g^2
-u <- v, with AMSGrad the largest v so far
+u <- v        (with AMSGrad: the largest v so far)
 p <- p - lr / (1 - beta1^t) * m / (sqrt(u / (1 - beta2^t)) + eps),  t = step + 1
 """
 
@@ -21,12 +21,15 @@ def formula(p, g, state, has, hyper, lr, factor, step):
     m, v, u = state  # exp_avg, exp_avg_sq, max_exp_avg_sq; an absent one reads as 0
     one_minus_beta1, one_minus_beta2, eps, weight_decay, sign, decoupled = hyper[:6]
     g *= factor * sign
-    # One fma, see csrc/formulas. Without decay g and p are not touched: 0 times an infinite parameter would be NaN.
+    # is_added: Adam adds the decay to the gradient. It is one fma, as in torch's add with alpha, because two roundings
+    # would show where gradient and decay nearly cancel. is_taken: AdamW takes the decay from the parameter. If
+    # weight_decay is 0, g and p are not touched, because 0 times an infinite parameter would be NaN.
     is_added = (weight_decay != 0.0) & (decoupled == 0.0)
     is_taken = (weight_decay != 0.0) & (decoupled != 0.0)
     g = tl.where(is_added, tl.fma(weight_decay, p, g), g)
     p = tl.where(is_taken, tl.fma(-lr * weight_decay, p, p), p)
-    # As torch's lerp, see csrc/formulas.
+    # This is torch's lerp with weight 1 - beta1. With beta1 rounded to fp32, m would be off by up to 1e-6 of its value.
+    # If beta1 is 0, m is exactly g.
     m = tl.where(one_minus_beta1 < 0.5, m + one_minus_beta1 * (g - m), g - (1.0 - one_minus_beta1) * (g - m))
     v = (1.0 - one_minus_beta2) * v + one_minus_beta2 * g * g
     u = tl.where(has[2] & ((u > v) | (u != u)), u, v)  # NaN is kept
@@ -38,7 +41,11 @@ def formula(p, g, state, has, hyper, lr, factor, step):
 
 @triton.jit
 def _correction(one_minus_beta, step):
-    """1 - beta^t by squaring in fp64: fp32 is 1e-5 off at the first step with beta = 0.999, and tl.exp uses .ftz."""
+    """Return 1 - beta^t for t = step + 1, by repeated squaring in fp64.
+
+    An fp32 power would be 1e-5 off at the first step with beta = 0.999. `tl.exp` compiles to .ftz instructions, which
+    flush subnormals to 0.
+    """
     square = 1.0 - one_minus_beta.to(tl.float64)
     power = tl.full((), 1.0, tl.float64)
     t = step + 1

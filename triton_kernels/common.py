@@ -1,4 +1,4 @@
-"""Shared by the Triton kernels: the table (csrc/table.h), element access through int64 addresses, the launch."""
+"""Helpers of the Triton kernels: reads of the table (csrc/table.h), loads and stores at int64 addresses, launches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import triton.language as tl
 from ..ops import table
 from ..ops.table import DTYPE_CODES, Row
 
-# Rows of the table and codes of the dtypes, as kernels take them.
+# The rows of the table and the codes of the dtypes, as constants that kernels can use.
 NUMEL = tl.constexpr(Row.NUMEL.value)
 GRAD = tl.constexpr(Row.GRAD.value)
 GRAD_DTYPE = tl.constexpr(Row.GRAD_DTYPE.value)
@@ -36,13 +36,13 @@ _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
 @triton.jit
 def table_entry(table_ptr, n_tensors, ROW: tl.constexpr, tensor):
-    """The word in a row of the table, and in the column of a tensor."""
+    """Return the entry of a tensor in a row of the table. The table has one column for each tensor."""
     return tl.load(table_ptr + ROW * n_tensors.to(tl.int64) + tensor)
 
 
 @triton.jit
 def chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size):
-    """(tensor, first element, number of elements) of a chunk; the first element is 64-bit."""
+    """Return (tensor, first element, number of elements) of a chunk. The first element is an int64."""
     tensor = tl.load(chunks_ptr + 2 * chunk)
     begin = tl.load(chunks_ptr + 2 * chunk + 1).to(tl.int64) * chunk_size
     rest = table_entry(table_ptr, n_tensors, NUMEL, tensor) - begin
@@ -51,23 +51,26 @@ def chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size):
 
 @triton.jit
 def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE: tl.constexpr):
-    """The address of the chunk's first element in the array of this row; 0 if the tensor has no such array."""
+    """Return the address of a chunk's first element in the array of this row; 0 if the tensor has no such array."""
     address = table_entry(table_ptr, n_tensors, ROW, tensor)
     return tl.where(address == 0, 0, address + begin * (4 if DTYPE == FP32 else 2))
 
 
 @triton.jit
 def optional_scalar(address, absent):
-    """The fp32 scalar at an int64 address; `absent` if the address is 0. A mask costs no branch."""
+    """Return the fp32 scalar at an int64 address, or `absent` if the address is 0. A masked load needs no branch."""
     pointer = address.to(tl.int64).to(tl.pointer_type(tl.float32))
     return tl.load(pointer, mask=address != 0, other=absent)
 
 
 @triton.jit
 def is_last(ticket_ptr):
-    """Whether this program comes here last. The last program can read what all others wrote before they came here.
+    """Return whether this program is the last one of the launch that calls this function.
 
-    `ticket_ptr`: an int64 counter, which is 0 between launches. The last program sets it back to 0.
+    The last program can read everything that the other programs wrote before they called it.
+
+    Args:
+        ticket_ptr: An int64 counter, which is 0 between launches. The last program sets it back to 0.
     """
     tl.debug_barrier()
     pointer = ticket_ptr.to(tl.pointer_type(tl.int32))
@@ -78,12 +81,13 @@ def is_last(ticket_ptr):
 
 
 # --------------------------------------------------------------------------------------------- element access
-# VEC is how many neighbours one access of a thread covers. VEC > 1 is only for a branch where address and count are
-# multiples of it. Both are rounded down to it there. This changes no value, but `multiple_of` then stays true wherever
-# the compiler moves the code.
+# VEC is the number of neighbouring elements that a thread loads or stores in one access. Kernels use VEC > 1 only in a
+# branch where the address is aligned to such an access, and the number of elements is a multiple of VEC. In the branch,
+# address and number are still rounded down to that alignment. The rounding changes no value. It is there because the
+# compiler may move code out of the branch, where `multiple_of` would otherwise be false.
 #
-# bf16 is loaded and stored as int16: the interpreter (3.6 to 3.9) misreads bf16 subnormals, and truncates where it
-# should round.
+# bf16 is loaded and stored as int16, because the interpreter (Triton 3.6 to 3.9) misreads bf16 subnormals, and
+# truncates fp32 to bf16 instead of rounding it.
 
 
 @triton.jit
@@ -109,7 +113,7 @@ def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Returns elements as fp32, INT16 elements as int32, and 0 where the mask is off."""
+    """Return elements as fp32, or INT16 elements as int32. Where the mask is off, return 0."""
     x = tl.load(element_pointers(address, offsets, DTYPE, VEC), mask=mask, other=0)
     if DTYPE == INT16:
         x = x.to(tl.int32)
@@ -122,7 +126,7 @@ def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr
 
 @triton.jit
 def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Stores fp32 values, rounded to nearest even, or int32 values as INT16."""
+    """Store fp32 values, rounded to nearest even. With INT16, store int32 values."""
     if DTYPE == FP32:
         y = x
     elif DTYPE == INT16:
@@ -138,7 +142,7 @@ def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.const
 
 @triton.jit
 def rounded(x, DTYPE: tl.constexpr):
-    """fp32 values rounded to FP16 or BF16, in fp32."""
+    """Return fp32 values, rounded to what FP16 or BF16 can hold."""
     if DTYPE == FP16:
         return x.to(tl.float16).to(tl.float32)
     elif _INTERPRETED:
@@ -149,7 +153,7 @@ def rounded(x, DTYPE: tl.constexpr):
 
 @triton.jit
 def _bf16_bits(x):
-    """fp32 values rounded to bf16, as int16."""
+    """Return the bits of fp32 values rounded to bf16, as int16."""
     bits = x.to(tl.int32, bitcast=True)
     rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
     return tl.where(x != x, 0x7FC0, rounded).to(tl.int16)
@@ -158,57 +162,69 @@ def _bf16_bits(x):
 # ----------------------------------------------------------------------------------------------------- launch
 
 
-# Programs of 128 threads with 96 registers each, on a multiprocessor with 65536 registers.
+# How many programs of 128 threads run at a time on a multiprocessor with 65536 registers, if a thread has 96 of them.
 _PROGRAMS = 5
 
 
-def programs_at_a_time(beside: torch.Tensor) -> int:
-    """How many programs of 128 threads run at a time; 0 on a CPU (interpreted), as for CPU kernels."""
-    if not beside.is_cuda:
+def programs_at_a_time(tensor: torch.Tensor) -> int:
+    """Return how many programs of 128 threads run at a time on the device of a tensor.
+
+    On a CPU (interpreted), return 0, as for CPU kernels.
+    """
+    if not tensor.is_cuda:
         return 0
-    return _PROGRAMS * torch.cuda.get_device_properties(beside.device).multi_processor_count
+    return _PROGRAMS * torch.cuda.get_device_properties(tensor.device).multi_processor_count
 
 
 def address_of(scalar: torch.Tensor | None) -> int:
-    """The address of an optional fp32 scalar, or 0. For None Triton would compile another variant."""
+    """Return the address of an optional fp32 scalar, or 0 for None.
+
+    Kernels get 0 rather than None, because Triton would compile another variant for None.
+    """
     return 0 if scalar is None else scalar.data_ptr()
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Makes `device` the current one, for which Triton loads and launches kernels."""
+    """Return a context in which `device` is the current device, where Triton loads and launches kernels."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return contextlib.nullcontext()
 
 
 def load(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Compiles a variant of a kernel, and loads it on `device`: loading fails during a graph capture.
+    """Compile a variant of a kernel, and load it on `device`.
 
-    `args` are the kernel's arguments, with a dtype in place of each tensor. The values of numbers do not matter, since
-    kernels specialise on none.
+    A kernel must be loaded before a graph capture begins, because loading fails during the capture.
+
+    Args:
+        kernel: The `@triton.jit` function.
+        device: The device.
+        *args: The kernel's arguments, with a dtype in place of each tensor. Numbers may have any value, since kernels
+            do not specialise on values.
+        **constants: The kernel's constants and options.
     """
     if isinstance(kernel, triton.JITFunction):  # the interpreter compiles nothing
         with current(device):
-            # `warmup` compiles. The driver loads a kernel when its launcher is first asked for.
+            # `warmup` compiles the kernel. Reading `run` for the first time loads it.
             _ = kernel.warmup(*args, **constants, **_OPTIONS, grid=(1,)).run
 
 
-# Fused multiply-add, as with nvcc. Triton 3.10 changes the default.
+# Allow fused multiply-add, as nvcc does. The option is given explicitly, because Triton 3.10 changes its default.
 _OPTIONS = {"enable_fp_fusion": True}
 
 
-def launch(kernel: Any, n_programs: int, table: torch.Tensor, *args: Any, **constants: Any) -> None:
-    """Runs `n_programs` programs on the device of `table` (or another first tensor), on its current stream.
+def launch(kernel: Any, n_programs: int, first: torch.Tensor, *args: Any, **constants: Any) -> None:
+    """Run `n_programs` programs on the device of the kernel's first argument, on the current stream of that device.
 
-    Kernels specialise on no argument ("is 1", "is a multiple of 16"), and every number has an annotated type, since
-    Triton would type a Python int by its value. Specialising would gain nothing, and a new value could then compile a
-    variant in the middle of a graph capture.
+    The kernels specialise on no argument ("is 1", "is a multiple of 16"), which would gain nothing. Every number has an
+    annotated type, because Triton would type a Python int by its value. So a new value never compiles a variant, which
+    could happen in the middle of a graph capture.
 
-    Kernels that walk a table have a program for each chunk. The hardware starts a program when another ends, which
-    evens out short tails and skipped tensors. A persistent grid would divide the work beforehand, and would need the
-    multiprocessor count of the right device.
+    Kernels that walk a table have one program for each chunk. The hardware starts a program when another one ends. So
+    multiprocessors stay busy although some chunks are short (the ends of tensors), and others are skipped. A persistent
+    grid would divide the work before the launch, and would need the multiprocessor count of the right device.
     """
     if n_programs == 0:
         return
-    with current(table.device):
-        kernel[(n_programs,)](table, *args, **constants, **_OPTIONS)
+    with current(first.device):
+        kernel[(n_programs,)](first, *args, **constants, **_OPTIONS)

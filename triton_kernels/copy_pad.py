@@ -1,16 +1,18 @@
-"""Copies a matrix into rows that are a multiple of 16 bytes apart, in one pass.
+"""Copy of a matrix whose rows are a multiple of 16 bytes apart, in one pass.
 
-    out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 after the last column)
+    out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c])
+                   0 for c after the last column of x
     bias_grad[c] = sum over r of out[r, c] before rounding
 
 Bytes per element: 2 read (4 with `pre`), 2 written.
 
-A program takes up to 256 columns of one share of the rows, in tiles of 2048 elements from top to bottom, and sums each
-column. A second kernel adds the sums of the shares in a fixed order:
+The rows are divided into shares. A program copies up to 256 columns of one share, and sums each column for bias_grad.
+It goes from top to bottom in tiles of 2048 elements; if x or `pre` is read by element, in tiles of 1024. If there are
+several shares, a second kernel adds their sums in a fixed order:
 
               columns 0-255   columns 256-511   ..
     share 0 | program 0     | program 1       | ..      -> sums[0, :]  \
-    share 1 | program b     | program b + 1   | ..      -> sums[1, :]   > bias_grad      b: programs of one share
+    share 1 | program b     | program b + 1   | ..      -> sums[1, :]   > bias_grad      (b programs for each share)
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ def _load(
     DTYPE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
-    # An access that holds an element of the matrix reads all of its VEC elements. Those outside of it become 0 below.
+    # An access with at least one element of the matrix reads VEC elements. Those outside the matrix become 0 below.
     exist_rows = rows < (round_up(n_rows, VEC) if INNER == ROWS else n_rows)
     exist_columns = columns < (round_up(n_columns, VEC) if INNER == COLUMNS else n_columns)
     x = load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)
@@ -101,12 +103,16 @@ def _fold_kernel(sums_ptr, out_ptr, shares: tl.int32, n_columns: tl.int64):
 
 
 # ----------------------------------------------------------------------------------------------------------- launch
-_PROGRAMS = 1024  # about eight for each multiprocessor of the largest device
+_PROGRAMS = 1024  # about eight for each multiprocessor of the largest GPU
 _COLUMNS = 256
 
 
 def _tile(pitch: int, wide: bool) -> tuple[int, int]:
-    """(rows, columns) of a tile: 16 elements a thread of four warps, or 8 that each need an address of their own."""
+    """Return (rows, columns) of a tile for four warps.
+
+    If access is wide, a thread has 16 elements. If it is by element, a thread has 8, because each element then needs an
+    address of its own.
+    """
     columns = min(_COLUMNS, 1 << (pitch - 1).bit_length())
     return (2048 if wide else 1024) // columns, columns
 

@@ -1,12 +1,12 @@
-"""int8 arithmetic, bit for bit that of csrc/formulas/int8.h, and the launch that keeps it so.
+"""int8 arithmetic with the same bits as csrc/formulas/int8.h, and the launch that this needs.
 
     symmetric     scale = absmax / 127                  code = clamp(rint(x * (1 / scale)), -127, 127)
     asymmetric    scale = high / 255 - low / 255        code = clamp(rint(x * (1 / scale)) + zero_point, -128, 127)
                   zero_point = clamp(rint(-128 - low * (1 / scale)), -128, 127)
-    stochastic    floor(x * (1 / scale) + u) in place of rint, u from Philox
+    stochastic    floor(x * (1 / scale) + u) in place of rint, with u in [0, 1) from Philox
 
-No operation is fused (`launch_unfused`). Division is `div_rn`, since plain `/` is approximate. rint and floor are built
-from additions: the interpreter has no libdevice, and `tl.floor` flushes subnormals.
+Each product and each sum is rounded (`launch_unfused`). Division is `tl.div_rn`, since plain `/` is approximate. rint
+and floor are built from additions, because the interpreter has no libdevice, and `tl.floor` flushes subnormals.
 """
 
 from __future__ import annotations
@@ -19,33 +19,41 @@ import triton
 import triton.language as tl
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
-# 1.5 * 2**23: a float below 2**22 plus this has no fraction bits, so the sum is rounded to an integer, half to even.
+# 1.5 * 2**23. If the magnitude of x is below 2**22, the float x + ROUNDER has no fraction bits. So the addition rounds
+# x to an integer, half to even.
 ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def ordered_key(x):
-    """An int32 that is ordered as the floats are, with NaN beyond infinity."""
+    """Return int32 keys in the order of the floats. A NaN is beyond the infinity of its sign."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def from_key(key):
+    """Return the floats whose `ordered_key` is `key`."""
     return (key ^ ((key >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def bounded(steps):
-    """Clamped to 512 steps. NaN stays NaN, which `tl.clamp` and `tl.minimum` do not promise."""
+    """Clamp numbers of steps (x / scale) to [-512, 512], where `ROUNDER` and int32 are exact.
+
+    NaN stays NaN, which `tl.clamp` and `tl.minimum` do not promise.
+    """
     return tl.where(steps < -512.0, -512.0, tl.where(steps > 512.0, 512.0, steps))
 
 
 @triton.jit
 def affine_of(low, high, SYMMETRIC: tl.constexpr):
-    """(scale, inverse, zero point) of groups by their extremes.
+    """Return (scale, inverse, zero point) of groups, from the extremes of their elements.
 
-    These are two ordered keys, or with SYMMETRIC the bits of the largest magnitude in `high` alone.
+    Args:
+        low: Ordered keys of the smallest elements. With SYMMETRIC it is not used.
+        high: Ordered keys of the largest elements. With SYMMETRIC, the bits of the largest magnitudes.
+        SYMMETRIC: Whether zero points are 0.
     """
     if SYMMETRIC:
         finite = high < INFINITY_BITS
@@ -55,7 +63,8 @@ def affine_of(low, high, SYMMETRIC: tl.constexpr):
         steps = tl.full(high.shape, 255.0, tl.float32)
         scale = tl.div_rn(from_key(high), steps) - tl.div_rn(from_key(low), steps)
     inverse = tl.div_rn(tl.full(high.shape, 1.0, tl.float32), scale)
-    # A scale near 0, whose inverse is infinite, makes every code 0. So does NaN, which dequantizing then shows.
+    # If a scale is so near 0 that its inverse is infinite, every code is 0, and the scale becomes 1. If an element is
+    # NaN or infinite, every code is 0, and the scale becomes NaN, so that dequantizing gives NaN.
     usable = finite & ((inverse.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY_BITS)
     inverse = tl.where(usable, inverse, 0.0)
     scale = tl.where(usable, scale, tl.where(finite, 1.0, float("nan")))
@@ -80,7 +89,7 @@ def given_affine(scale_ptr, zero_point_ptr, offsets, mask):
 
 @triton.jit
 def unclamped_codes(x, inverse, zero_point):
-    """Codes before clamping; NaN has the zero point as its code."""
+    """Return codes before clamping. The code of NaN is the zero point."""
     steps = bounded(x * inverse)
     steps = (steps + ROUNDER) - ROUNDER
     return tl.where(steps == steps, steps, 0.0).to(tl.int32) + zero_point
@@ -99,7 +108,7 @@ def codes_of(x, inverse, zero_point, SYMMETRIC: tl.constexpr):
 
 @triton.jit
 def stochastic_codes_of(x, noise, inverse, zero_point, SYMMETRIC: tl.constexpr):
-    """`noise` is uniform in [0, 1)."""
+    """Return codes, rounded stochastically. `noise` is uniform in [0, 1)."""
     steps = bounded(x * inverse + noise)
     near = (steps + ROUNDER) - ROUNDER
     steps = tl.where(near > steps, near - 1.0, near)
@@ -114,7 +123,7 @@ def values_of(codes, scale, zero_point):
 
 @triton.jit
 def _words(index, seed):
-    """Four words of Philox4x32-10, one of which belongs to the element `index`: its counter is index // 4."""
+    """Return the four words of Philox4x32-10 for counter index // 4. Word index % 4 is for the element `index`."""
     counter = index >> 2
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     return tl.philox(seed, low, (counter >> 32).to(tl.uint32), low * 0, low * 0)
@@ -134,9 +143,15 @@ def noise_of_each(index, seed):
 
 @triton.jit
 def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] numbers for elements with neighbouring indices along a row.
+    """Return noise [ROWS, COLUMNS] for elements whose indices are consecutive along a row.
 
-    `index` [ROWS, COLUMNS / 4] has every fourth index, a multiple of 4, so that one counter serves four elements.
+    One counter is used for four elements.
+
+    Args:
+        index: [ROWS, COLUMNS / 4], the indices of every fourth element of a row. They must be multiples of 4.
+        seed: The key of Philox.
+        ROWS: The number of rows.
+        COLUMNS: The number of columns.
     """
     w0, w1, w2, w3 = _words(index, seed)
     return _uniform(tl.reshape(tl.join(tl.join(w0, w2), tl.join(w1, w3)), (ROWS, COLUMNS)))
@@ -144,7 +159,7 @@ def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
-    """As `common.element_pointers`."""
+    """Return pointers to codes. With VEC > 1 the base is rounded down, as in `common.element_pointers`."""
     if VEC > 1:
         address = codes_ptr.to(tl.int64) // VEC * VEC
         codes_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), VEC)
@@ -152,7 +167,7 @@ def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
 
 
 def launch_unfused(kernel: Any, n_programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """As `common.launch`, but without contracting a product and a sum into one rounding."""
+    """Launch a kernel as `common.launch` does, but do not fuse a product and a sum into an fma with one rounding."""
     guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         guard = torch.cuda.device(device)

@@ -1,9 +1,14 @@
-"""From int8 back to floating point, and the gradient of fake quantization. One pass each, walked as in int8_tiles.py.
+"""Dequantization from int8 to floating point, and the gradient of fake quantization ("straight through").
 
-    dequantize          out = (code - zero_point) * scale                                            3 bytes an element
-    straight through    out = grad where low <= rint(x / scale) + zero_point <= 127, else 0          6 bytes an element
+    dequantize          out = (code - zero_point) * scale
+    straight through    out = grad where low <= rint(x * (1 / scale)) + zero_point <= 127, else 0
 
-(of 16 bits; of fp32 5 and 12). A program has the scales of its band in registers and streams up to four tiles.
+    bytes per element     16-bit values     fp32
+    dequantize                  3             5
+    straight through            6            12
+
+Each is one pass over the tensor. int8_tiles.py explains bands and tiles. A program keeps the scales of its band in
+registers, and handles up to four tiles.
 """
 
 from __future__ import annotations

@@ -1,21 +1,25 @@
-"""Products with int8 operands. 2 M N K operations.
+"""Products with int8 operands, in 2 M N K operations.
 
     int8 @ int8:  out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
-                  exact in int32; with zero points sums of a row of a and of a column of b are taken beside it
+                  The sum of products of codes is exact in int32. Zero points of a need the sum of each column of b
+                  too, and zero points of b the sum of each row of a.
     x @ int8:     out[m, n] = (sum over k of x[m, k] * b[k, n]) * sb[n] + bias[n]
-                  codes become numbers of x's dtype in registers, sums are fp32
+                  Codes are converted to x's dtype in registers. Sums are fp32.
 
-Bytes: one for each code, two or four for each number of x and of the output. What other tiles read again comes from
-L2, since programs that run together take tiles of eight rows of tiles (product.py: place_of_tile).
+Bytes: one for each code, two or four for each number of x and of the output. An operand is read once for each tile that
+needs it. All reads but the first are from L2, because programs that run at the same time compute tiles in the same
+eight rows of tiles (`place_of_tile` in product.py).
 
     `b`                   BN             a program: one tile BM x BN of the output and one share of K
                       +---------+
                BK     |         |        _matmul_kernel:   shares = 1:  sums -> scales, bias, codes -> out
                       +---------+                          shares > 1:  sums -> partials[share, m, n]
-    `a`   BM  [  ][  ] [ tile ]          _combine_kernel:  partials, added in the order of shares -> the same -> out
-               share 0   share 1         _sums_kernel:     sums of rows, where the tile has no registers for them
+    `a`   BM  [  ][  ] [ tile ]          _combine_kernel:  partials, added in the order of shares
+               share 0   share 1                                       -> scales, bias, codes -> out
+                                         _sums_kernel:     sums of rows of a and of columns of b, if _matmul_kernel
+                                                           has no registers to add them up
 
-K is shared where there are too few tiles to fill a device.
+If there are too few tiles to fill a device, several programs share the K of one tile.
 """
 
 from __future__ import annotations
@@ -63,7 +67,7 @@ def _sums_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Sums over k of int8 [m, k]."""
+    """Write the sum of each row of an int8 matrix [m, k]."""
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inner = tl.arange(0, BK).to(tl.int64)
     mask = (rows < (m // VEC * VEC if INNER == ROWS else m))[:, None]
@@ -73,7 +77,7 @@ def _sums_kernel(
     sums = tl.zeros((BM, BK), tl.int32)
     for i in range(0, tl.cdiv(k, BK).to(tl.int32)):
         x = tl.load(pointers, mask=mask & (i * BK + inner < end)[None, :], other=0)
-        if INNER == COLUMNS and VEC > 1:  # the rest of 16 bytes is no code
+        if INNER == COLUMNS and VEC > 1:  # an access may also read bytes beyond k
             x = tl.where((i * BK + inner < k)[None, :], x, 0)
         sums += x.to(tl.int32)
         pointers += BK * (1 if INNER == COLUMNS else step)
@@ -90,7 +94,10 @@ def _finish(
     total, rows, columns, m, n, a_scale_ptr, a_scale_step, b_scale_ptr, b_scale_step, bias_ptr, out_ptr,
     out_scale_ptr, out_zero_point_ptr, BIAS_DTYPE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """From the sum of each (row, column) to the output; rows and columns broadcast to it."""
+    """Multiply sums by their scales, add the bias, and store the output: codes if `out_scale_ptr` is not None.
+
+    `rows` and `columns` broadcast to the shape of `total`.
+    """
     exist_columns = columns < n
     scale = tl.load(b_scale_ptr + columns * b_scale_step, mask=exist_columns, other=0.0)
     if a_scale_ptr is not None:
@@ -124,9 +131,9 @@ def _matmul_kernel(
     out_ptr,
     out_scale_ptr,
     out_zero_point_ptr,
-    a_sums_ptr,  # of _sums_kernel; None: added up here
+    a_sums_ptr,  # from _sums_kernel; None: added up here
     b_sums_ptr,
-    partials_ptr,  # [splits, m, n] for _combine_kernel; None: all of K is here
+    partials_ptr,  # [splits, m, n] for _combine_kernel; None: each program adds up all of K
     m: tl.int64,
     n: tl.int64,
     k: tl.int64,
@@ -138,7 +145,7 @@ def _matmul_kernel(
     b_scale_step: tl.int64,
     n_splits: tl.int32,
     tiles_of_split: tl.int32,
-    A_DTYPE: tl.constexpr,  # INT8, or what b becomes too
+    A_DTYPE: tl.constexpr,  # INT8, or the floating-point dtype to which codes of b are converted
     AS_HALF: tl.constexpr,  # int8 operands are multiplied as fp16
     BIAS_DTYPE: tl.constexpr,
     DTYPE: tl.constexpr,
@@ -163,7 +170,7 @@ def _matmul_kernel(
         a_ptr, b_ptr, rows, columns, m, n, k, a_m, a_k, b_k, b_n, first, last,
         A_DTYPE, INT8, AS_HALF, SUM_A, SUM_B, A_INNER, A_VEC, B_INNER, B_VEC, K_VEC, BM, BN, BK,
     )  # fmt: skip
-    # Zero points times sums leave 32 bits.
+    # A zero point times a sum may need more than 32 bits.
     if a_zero_point_ptr is not None or b_zero_point_ptr is not None:
         total = total.to(tl.int64)
     if a_zero_point_ptr is not None:
@@ -216,23 +223,26 @@ def _combine_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launch
-# Operands in flight take 96 KB at most: a multiprocessor of sm_86, sm_89 and sm_120 has 99 for one block. None of
-# these spills registers (tests/test_triton_compile.py).
+# The operands in flight take at most 96 KB of shared memory (192 KB with _LARGE_HOPPER), because on sm_86, sm_89 and
+# sm_120 a block may have 99 KB. None of these tiles spills registers (tests/package/test_triton_compile.py).
 _LARGE = {
     torch.int8: Tiles(128, 128, 128, 8, 3),
     torch.float16: Tiles(128, 128, 64, 8, 4),
     torch.bfloat16: Tiles(128, 128, 64, 8, 4),
-    torch.float32: Tiles(32, 128, 32, 8, 2),  # from 64 rows on Triton 3.6 makes TF32 of it on sm_100, ieee or not
+    # With 64 rows or more, Triton 3.6 computes in TF32 on sm_100, although `product.dot` asks for "ieee".
+    torch.float32: Tiles(32, 128, 32, 8, 2),
 }
-_LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)  # int8: wgmma reads both operands from shared memory, 192 KB of 227
-_LARGE_NARROW = Tiles(128, 64, 128, 8, 4)  # int8, where more registers are needed beside the sums: see `plain`
+# For int8 on sm_90. wgmma reads both operands from shared memory, where they take 192 of the 227 KB.
+_LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)
+# For int8 products that are not `plain` (`_tiles` explains it): they need more registers in addition to the sums.
+_LARGE_NARROW = Tiles(128, 64, 128, 8, 4)
 _MEDIUM = {
     torch.int8: Tiles(64, 64, 128, 4, 4),
     torch.float16: Tiles(64, 64, 64, 4, 4),
     torch.bfloat16: Tiles(64, 64, 64, 4, 4),
     torch.float32: Tiles(32, 64, 32, 4, 3),
 }
-# Few rows, or few columns: the other operand streams past.
+# For products with at most 16 rows, or at most 16 columns. Each element of the other operand is then read once.
 _FEW_ROWS = {
     torch.int8: Tiles(16, 32, 256, 4, 4),
     torch.float16: Tiles(16, 32, 256, 4, 4),
@@ -245,10 +255,10 @@ _FEW_COLUMNS = {
     torch.bfloat16: Tiles(32, 16, 256, 4, 4),
     torch.float32: Tiles(32, 16, 64, 4, 3),
 }
-# By element each operand needs an address and a predicate of its own.
+# For access by element. Each element of an operand then needs an address and a predicate of its own.
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
 _BY_ELEMENT_FP32 = Tiles(32, 32, 16, 4, 2)
-_SMALL = Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
+_SMALL = Tiles(32, 32, 32, 4, 2)  # also for Turing, where Triton no longer uses tensor cores
 
 
 def _large_tiles(dtype: torch.dtype, plain: bool, capability: tuple[int, int]) -> Tiles:
@@ -258,7 +268,16 @@ def _large_tiles(dtype: torch.dtype, plain: bool, capability: tuple[int, int]) -
 
 
 def _tiles(dtype: torch.dtype, m: int, n: int, wide: bool, plain: bool, capability: tuple[int, int]) -> Tiles:
-    """`plain`: the epilogue only scales and adds, and one operand at least is contiguous along K."""
+    """Return the tile sizes for a product.
+
+    Args:
+        dtype: The dtype of a.
+        m: The number of rows of the output.
+        n: The number of columns of the output.
+        wide: Whether both operands are read 16 bytes at a time.
+        plain: Whether the epilogue only scales and adds, and at least one operand is contiguous along K.
+        capability: The compute capability of the device.
+    """
     if capability < (8, 0):
         return _SMALL
     if not wide:
@@ -274,7 +293,7 @@ def _tiles(dtype: torch.dtype, m: int, n: int, wide: bool, plain: bool, capabili
 
 
 def _sums(x: torch.Tensor) -> torch.Tensor:
-    """Sums over the columns of int8 [rows, columns]."""
+    """Return the sum of each row of an int8 matrix [rows, columns]."""
     rows, columns = x.shape
     inner, vec = access_of(x, 0)
     bm, bk = (128, 32) if inner == ROWS.value else (8, 512)
@@ -287,9 +306,9 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 
 
 def _in_chunks(x: torch.Tensor) -> torch.Tensor:
-    """int8 [rows, K] that can be read 16 bytes at a time: x, or a copy with padded rows.
+    """Return int8 [rows, K] that can be read 16 bytes at a time: x itself, or a copy with padded rows.
 
-    An H200 takes 1419 us for 4096 x 4096 x 4095 by element, and 148 us for 4096 x 4096 x 4096.
+    On an H200 a product of 4096 x 4096 x 4095, read by element, takes 1419 us. One of 4096 x 4096 x 4096 takes 148 us.
     """
     if access_of(x, 0)[1] > 1:
         return x
@@ -317,7 +336,8 @@ def _multiply(
     tiles = _tiles(a.dtype, m, n, a_vec > 1 and b_vec > 1, plain, capability)
     n_tiles = math.ceil(m / tiles.m) * math.ceil(n / tiles.n)
     n_splits, tiles_of_split = shares_of(n_tiles, math.ceil(k / tiles.k))
-    # In the loop of the large tiles sums would cost registers, and every tile of a row would repeat them.
+    # The loop over large tiles has too few registers for these sums. Also, each tile in a row of tiles would add up the
+    # same sums again.
     apart = has_zero_points and tiles == _LARGE_NARROW
     a_sums = _sums(a) if apart and b_zero_point is not None else None
     b_sums = _sums(b.t()) if apart and a_zero_point is not None else None

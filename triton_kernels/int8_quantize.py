@@ -1,12 +1,15 @@
-"""Quantization to int8, and fake quantization, walked as int8_tiles.py draws.
+"""Quantization to int8, and fake quantization. int8_tiles.py explains bands and tiles.
 
 code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)          fake = (code - zero_point) * scale
 
-where a scale comes from    reads of x                                           bytes an element (16 bits, fp32)
-GIVEN                       one                                                  3, 5
-REGISTERS                   one: the tile of a program holds whole groups        3, 5
-TWO_READS                   two, by one program for each band                    3 to 5, 5 to 9 (L2 serves the rest)
-PARTIALS                    two, by two launches; several programs a band        5, 9
+The scale of a group comes from one of four sources, which differ in how often x is read. The last columns are the bytes
+per element, if x is 16-bit or fp32 and the result is codes.
+
+source       reads of x                                                                           16-bit     fp32
+GIVEN        1                                                                                    3          5
+REGISTERS    1: the tile of a program holds whole groups                                          3          5
+TWO_READS    2: one program for each band; much of the second read comes from L2                  3 to 5     5 to 9
+PARTIALS     2: two launches, with several programs for each band                                 5          9
 """
 
 from __future__ import annotations
@@ -43,13 +46,13 @@ from .int8_tiles import (
 # Where a group's scale comes from.
 GIVEN = tl.constexpr(0)  # the caller
 REGISTERS = tl.constexpr(1)  # the tile, which holds whole groups and is read once
-TWO_READS = tl.constexpr(2)  # the same program, which walks its band twice and finds much of it in L2 the second time
-PARTIALS = tl.constexpr(3)  # _extremes_kernel: bands are too few to fill the device with one program each
+TWO_READS = tl.constexpr(2)  # the same program, which reads its band twice; much of the second read comes from L2
+PARTIALS = tl.constexpr(3)  # _extremes_kernel, if there are too few bands to fill the device with one program each
 
 
 # --------------------------------------------------------------------------------------------------- the extremes
-# Extremes are found as integers: their maximum keeps NaN, and is the same in any order. Elements that do not exist are
-# 0, which every range contains.
+# The extremes are found by comparing integers, because this keeps NaN and gives the same result in any order. Elements
+# outside the tensor count as 0, which the range of every group contains.
 @triton.jit
 def _include(low, high, x, SYMMETRIC: tl.constexpr):
     if SYMMETRIC:
@@ -108,7 +111,7 @@ def _extremes_of_partials(
 @triton.jit(do_not_specialize=list(range(8)))
 def _extremes_kernel(
     x_ptr,
-    partials_ptr,  # int32 [1 or 2, pieces, groups]: high, low
+    partials_ptr,  # int32 [1 or 2, pieces, groups]: high, and unless SYMMETRIC low
     outer: tl.int64,
     reduced: tl.int64,
     inner: tl.int64,
@@ -171,20 +174,20 @@ def _quantize_kernel(
     x_ptr,
     out_ptr,  # int8 codes, or with FAKE values of x's dtype
     scale_ptr,
-    zero_point_ptr,  # or None: symmetric
-    partials_ptr,  # of _extremes_kernel, or None
+    zero_point_ptr,  # None: symmetric
+    partials_ptr,  # from _extremes_kernel, or None
     outer: tl.int64,
     reduced: tl.int64,
     inner: tl.int64,
     row: tl.int64,
-    n_tiles: tl.int32,  # of a band
-    n_pieces: tl.int32,  # of a band: programs that share its tiles
+    n_tiles: tl.int32,  # in each band
+    n_pieces: tl.int32,  # programs that share the tiles of a band
     n_partials: tl.int32,
     seed: tl.int64,
     FROM: tl.constexpr,
     FAKE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    FOURS: tl.constexpr,  # rows of `out` are multiples of 4 elements apart
+    FOURS: tl.constexpr,  # in rows of a tile, every fourth index is a multiple of 4 (has_index_of_fours)
     DTYPE: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -275,5 +278,5 @@ def _quantize_int8_(
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as an int64."""
+    """Return the number that has the same 64 bits as an int64."""
     return (seed + 2**63) % 2**64 - 2**63

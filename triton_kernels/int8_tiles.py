@@ -1,10 +1,10 @@
-"""How the int8 kernels of Triton walk an Int8Layout, in the words of csrc/int8.h.
+"""The order in which the int8 Triton kernels walk the memory of a tensor. csrc/int8.h explains Int8Layout and groups.
 
-A program takes a band of groups, or a piece of one (`pieces` programs share a band), in tiles of [ROWS, WIDTH]. The
-scales of the band's groups stay in registers from tile to tile.
+A band is some neighbouring groups. A program handles a band, or shares it with other programs (`pieces` in all), in
+tiles of [ROWS, WIDTH] elements. The scales of the band's groups stay in registers from tile to tile.
 
-    by rows: a band is ROWS groups,                         by columns: a band is WIDTH columns,
-    a tile a segment of each                                a tile ROWS of their rows
+    by rows: a band is ROWS groups, and a tile              by columns: a band is WIDTH columns, and a tile
+    has WIDTH neighbouring elements of each                 has ROWS elements of each
 
               WIDTH                                                    WIDTH
          [a a a a | a a a a | a ...   scale a                     [a b c d
@@ -31,9 +31,10 @@ def offsets_of_tile(
     sizes, band, tile,
     BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr, VEC: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Offsets of a tile's elements, of every STEP-th along memory, and which of them exist.
+    """Return the offsets of a tile's elements, and a mask of those that exist.
 
-    With VEC > 1 every group (by rows) or row (by columns) begins and ends at a multiple of it.
+    With STEP > 1, return those of every STEP-th element along memory. With VEC > 1, every group (by rows) or every row
+    (by columns) begins and ends at a multiple of VEC elements.
     """
     outer, reduced, inner, row = sizes
     down = tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -52,7 +53,7 @@ def offsets_of_tile(
             row = row // VEC * VEC
         groups_of_row = tl.cdiv(row, reduced)
         group = band * ROWS + down
-        before = group % groups_of_row * reduced  # elements of its row
+        before = group % groups_of_row * reduced  # elements before the group in its row
         first = tile * tl.full((), WIDTH, tl.int64)
         begin = group // groups_of_row * row + before + first
         exist = (group < outer) & (first + across < tl.minimum(reduced, row - before))
@@ -61,7 +62,10 @@ def offsets_of_tile(
 
 @triton.jit
 def groups_of_band(sizes, band, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
-    """The number of each group of a band, and which of them exist, in the shape of a reduced tile."""
+    """Return the numbers of a band's groups, and a mask of those that exist.
+
+    Both have the shape of a tile that is reduced over its groups: [ROWS, 1] by rows, [1, WIDTH] by columns.
+    """
     outer, _, inner, _ = sizes
     if BY_COLUMNS:
         bands = tl.cdiv(inner, WIDTH)
@@ -75,24 +79,24 @@ def groups_of_band(sizes, band, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WI
 
 
 # ----------------------------------------------------------------------------------------------------------- plans
-# Elements by whether access is wide: 16 a thread of four warps. By element each needs an address and a predicate of
-# its own, so there are half as many.
+# Elements of a tile, by whether access is wide. With wide access, each thread of four warps has 16 elements. With
+# access by element it has 8, because each element then needs an address and a predicate of its own.
 _TILE = {True: 2048, False: 1024}
 _REGISTER_TILE = {True: 16384, False: 8192}
-_PROGRAMS = 1024  # enough to fill a device, about eight for each multiprocessor of the largest
-_COLUMNS_OF_TILE = 64  # neighbours in memory that a tile of columns reads at least: 128 bytes of 16-bit elements
+_PROGRAMS = 1024  # enough to fill a device: about eight for each multiprocessor of the largest GPU
+_COLUMNS_OF_TILE = 64  # the least width of a tile by columns: 128 bytes of neighbouring 16-bit elements
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How one kernel walks a layout."""
+    """The tiles, bands and programs with which one kernel walks a layout."""
 
     by_columns: bool
     rows: int  # of a tile
     width: int  # of a tile
     bands: int
-    tiles: int  # of a band
-    pieces: int  # of a band: programs that share its tiles
+    tiles: int  # in each band
+    pieces: int  # programs that share the tiles of a band
     warps: int
 
     @property
@@ -108,7 +112,7 @@ def _power_of_two(n: int) -> int:
 
 
 class Layout(NamedTuple):
-    """Int8Layout of csrc/int8.h."""
+    """The fields of Int8Layout (csrc/int8.h)."""
 
     outer: int
     reduced: int
@@ -120,15 +124,15 @@ class Layout(NamedTuple):
         return self.inner > 1
 
     def access(self, *tensors: torch.Tensor) -> dict[str, Any]:
-        """How many neighbours go into one access to all of these tensors."""
+        """Return the constant VEC: how many neighbouring elements one access covers, the same in all these tensors."""
         vec = min(16 // tensor.element_size() for tensor in tensors)
-        runs = (self.inner,) if self.is_by_columns else (self.reduced, self.row)  # elements before an access ends
+        runs = (self.inner,) if self.is_by_columns else (self.reduced, self.row)  # no access crosses the end of a run
         wide = all(n % vec == 0 for n in runs)
         wide = wide and all(tensor.data_ptr() % (vec * tensor.element_size()) == 0 for tensor in tensors)
         return {"VEC": vec if wide else 1}
 
     def has_index_of_fours(self) -> bool:
-        """Whether the random bits of four neighbours in a tile always have one counter."""
+        """Return whether each four neighbours in a row of a tile get their random bits from one counter."""
         if self.is_by_columns:
             return self.inner >= 4 and (self.inner % 4 == 0 or self.outer * self.reduced == 1)
         groups_of_row = -(-self.row // self.reduced)
@@ -147,7 +151,7 @@ def _plan(layout: Layout, rows: int, width: int, wide: bool) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def streaming_plan(layout: Layout, wide: bool) -> Plan:
-    """For kernels that need no extremes. A program has at most four tiles."""
+    """Return the plan for kernels that need no extremes. A program handles at most four tiles."""
     if layout.is_by_columns:
         width = min(_power_of_two(layout.inner), 4 * _COLUMNS_OF_TILE)
         rows = min(_power_of_two(layout.reduced), _TILE[wide] // width)
@@ -160,7 +164,7 @@ def streaming_plan(layout: Layout, wide: bool) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def register_plan(layout: Layout, wide: bool) -> Plan | None:
-    """With whole groups in one tile, or None where they do not fit."""
+    """Return a plan in which a tile holds whole groups, or None if no group fits into a tile."""
     if layout.is_by_columns:
         rows = _power_of_two(layout.reduced)
         width = min(_power_of_two(layout.inner), max(_COLUMNS_OF_TILE, _TILE[wide] // rows))
@@ -172,8 +176,9 @@ def register_plan(layout: Layout, wide: bool) -> Plan | None:
 
 @functools.lru_cache(maxsize=4096)
 def two_pass_plan(layout: Layout, wide: bool) -> Plan:
-    """One program for each band where that fills the device; else several share a band."""
+    """Return a plan with one program for each band. If these are too few to fill the device, several share a band."""
     plan = streaming_plan(layout, wide)
-    # Every program of the second kernel folds the extremes of all pieces of its band: few, compared with its elements.
+    # In the second kernel every program folds the extremes of all pieces of its band. The square root keeps them few,
+    # compared with the elements of a program.
     most = min(_PROGRAMS // plan.bands, math.isqrt(layout.reduced))
     return dataclasses.replace(plan, pieces=max(1, min(plan.tiles, most)))

@@ -1,15 +1,18 @@
-"""Products of fp16 or bf16 matrices: out = activation(alpha * a @ b + beta * input), sums in fp32, one rounding.
+"""Products of fp16 or bf16 matrices: out = activation(alpha * a @ b + beta * input), summed in fp32 and rounded once.
 
-2 m n k operations; a and b are read once for each tile [BM, BN] of `out` that needs them. A program computes a tile, or
-a share of its K; programs that follow each other compute tiles of the same 8 rows of tiles, whose b is still in L2.
+A product has 2 m n k operations. a and b are read once for each tile [BM, BN] of `out` that needs them. Programs with
+consecutive numbers compute tiles in the same 8 rows of tiles, so that the part of b which they read is still in L2.
 
-Two kernels. One loads through tensor descriptors, which zero-fill what lies beyond M, N and K, in programs that compute
-tile after tile; for devices that have TMA and operands that it can address. One loads through pointers, whatever the
-strides; where there are too few tiles to fill a device, several programs share the K of one tile, and a kernel of its
-own adds what they found in a fixed order.
+There are two kernels:
 
-Both store through pointers: a descriptor's stores end at multiples of 16 bytes only, which may be somebody else's
-memory.
+- `_descriptor_kernel` loads operands through tensor descriptors. Loads beyond M, N and K give 0. A program computes
+  one tile or several, one after the other. This kernel needs a device with TMA, and operands that TMA can address.
+- `_matmul_kernel` loads operands through pointers, with any strides. A program computes one tile. If there are too few
+  tiles to fill a device, several programs share the K of one tile, and `_combine_kernel` adds their sums in a fixed
+  order.
+
+Both store results through pointers, because a store through a descriptor can only end at a multiple of 16 bytes. The
+memory between the end of the result and that multiple may belong to another tensor.
 """
 
 from __future__ import annotations
@@ -48,7 +51,8 @@ from .product import (
 )
 
 _COMBINE_TILE = tl.constexpr(512)
-_EACH_ROW = tl.constexpr(3)  # beside the axes of product.py, of an input that is the same in all rows: a bias
+# The value of INPUT_INNER for a bias, which is the same in all rows. The other values are the axes of product.py.
+_EACH_ROW = tl.constexpr(3)
 
 
 # --------------------------------------------------------------------------------------------------------- epilogue
@@ -60,7 +64,7 @@ def _tile_of_input(
         return load_elements(ptr.to(tl.int64), columns * column_stride, columns < n, DTYPE, 1)[None, :]
     else:
         pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
-        # As in `product`, up to 16 bytes that hold something.
+        # As in `product`, the mask includes each access that reads at least one element of the matrix.
         exist_rows = rows < (round_up(m, VEC) if INNER == ROWS else m)
         exist_columns = columns < (round_up(n, VEC) if INNER == COLUMNS else n)
         return load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)
@@ -68,7 +72,7 @@ def _tile_of_input(
 
 @triton.jit
 def _argument(sums, input, alpha, beta):
-    """Of the activation; `input` is None where beta is 0."""
+    """Return the argument of the activation. `input` is None if there is none, or beta is 0."""
     x = alpha * sums
     if input is not None:
         x += beta * input
@@ -80,10 +84,11 @@ def _store_last(
     address, starts, exist_rows, column, n, x,
     DTYPE: tl.constexpr, VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """The columns of an access that would end beyond n, one by one, if they are in this tile."""
+    """Store the last n % VEC columns one by one, if they are in this tile. A wide access to them would end beyond n."""
     first = n // VEC * VEC
     if (first < n) & (column <= first) & (first < column + BN):
-        # Picked out of the tile: with an address and a predicate for each of its elements, large tiles spill registers.
+        # Only these columns are picked out of the tile and stored. With an address and a predicate for each element of
+        # the tile, large tiles spill registers.
         is_last = (column + tl.arange(0, BN)) // VEC * VEC == first
         bits = tl.where(is_last[None, :], x.to(tl.int32, bitcast=True), 0)
         last = tl.sum(tl.reshape(bits, (BM, BN // VEC, VEC)), axis=1).to(tl.float32, bitcast=True)
@@ -132,9 +137,10 @@ def _finish_tile(
     ACTIVATION: tl.constexpr, DTYPE: tl.constexpr, INPUT_INNER: tl.constexpr, INPUT_VEC: tl.constexpr,
     OUT_DTYPE: tl.constexpr, OUT_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr,
 ):  # fmt: skip
-    """Stores a tile of results. A large tile goes in parts: with whole arrays next to the sums, registers would not do.
+    """Store a tile of results.
 
-    With parts of 64 columns sm_90 and sm_100 still spill.
+    A large tile is stored in parts of 32 columns. There are too few registers for other arrays of the tile's size in
+    addition to the sums. With parts of 64 columns, registers still spill on sm_90 and sm_100.
     """
     PART: tl.constexpr = 32 if BM * BN > 64 * 64 and BN > 64 else BN
     PARTS: tl.constexpr = BN // PART
@@ -166,7 +172,7 @@ def _matmul_kernel(
     input_ptr,
     out_ptr,
     pre_ptr,
-    partials_ptr,  # [splits, batches, m, n] for _combine_kernel; None: all of K is here
+    partials_ptr,  # [splits, batches, m, n] for _combine_kernel; None: each program adds up all of K
     batches: tl.int32,
     m: tl.int64,
     n: tl.int64,
@@ -273,7 +279,7 @@ def _descriptor_kernel(
     out_ptr,
     pre_ptr,
     input_ptr,
-    a,  # descriptor of [batches or 1, m, k], with A_INNER == ROWS of [batches or 1, k, m]
+    a,  # descriptor of [batches or 1, m, k]; if A_INNER == ROWS, of [batches or 1, k, m]
     b,
     batches: tl.int32,
     m: tl.int64,
@@ -299,7 +305,7 @@ def _descriptor_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    FLATTEN: tl.constexpr,  # one loop, where loads for the next tile begin before this one is stored
+    FLATTEN: tl.constexpr,  # make one loop over tiles and K: loads for the next tile begin before this one is stored
 ):
     tiles_of_matrix = (tl.cdiv(m, BM) * tl.cdiv(n, BN)).to(tl.int32)
     k_tiles = tl.cdiv(k, BK).to(tl.int32)
@@ -327,27 +333,28 @@ def _descriptor_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launch
-# Operands in flight take 96 KB at most: a multiprocessor of sm_86, sm_89 and sm_120 has 99 for one block. None of
-# these spills registers (tests/test_triton_compile.py).
+# Tiles for `_matmul_kernel`. The operands in flight take at most 96 KB of shared memory, because on sm_86, sm_89 and
+# sm_120 a block may have 99 KB. None of these tiles spills registers (tests/package/test_triton_compile.py).
 _LARGE = Tiles(128, 128, 64, 8, 3)
 _MEDIUM = Tiles(64, 64, 64, 4, 4)
-# Few rows, or few columns: the other operand streams past, once.
+# For products with at most 16 rows, or at most 16 columns. Each element of the other operand is then read once.
 _FEW_ROWS = Tiles(16, 32, 256, 4, 4)
 _FEW_COLUMNS = Tiles(32, 16, 256, 4, 4)
-# By element each operand needs an address and a predicate of its own.
+# For access by element. Each element of an operand then needs an address and a predicate of its own.
 _FEW_ROWS_BY_ELEMENT = Tiles(16, 128, 32, 4, 2)
 _FEW_COLUMNS_BY_ELEMENT = Tiles(128, 16, 32, 4, 2)
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
-_SMALL = Tiles(32, 32, 32, 4, 2)  # and for Turing, whose tensor cores Triton no longer drives
-# Through descriptors, by the first digits of the compute capability.
+_SMALL = Tiles(32, 32, 32, 4, 2)  # also for Turing, where Triton no longer uses tensor cores
+# Tiles for `_descriptor_kernel`, by the major compute capability.
 _LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 4), 12: Tiles(128, 128, 64, 8, 2)}
 _MEDIUM_DESCRIPTORS = {9: Tiles(128, 128, 64, 8, 4), 10: Tiles(128, 128, 64, 8, 4), 12: Tiles(64, 64, 64, 4, 4)}
-# Drivers up to 13.1 encode descriptors of smaller strided tensors wrongly (NVIDIA/cutlass, copy_traits_sm90_tma.hpp).
+# Drivers up to 13.1 wrongly encode the descriptor of a strided tensor that is smaller than this (NVIDIA/cutlass,
+# copy_traits_sm90_tma.hpp).
 _SMALLEST_OF_DESCRIPTORS = 128 * 1024  # bytes
 
 
 def _tiles(m: int, n: int, batches: int, a_vec: int, b_vec: int, capability: tuple[int, int]) -> Tiles:
-    """Of the kernel of pointers."""
+    """Return the tile sizes for `_matmul_kernel`."""
     if capability < (8, 0):
         return _SMALL
     if m <= 16:
@@ -369,33 +376,40 @@ def _descriptor_tiles(m: int, n: int, k: int, batches: int, capability: tuple[in
     large, medium = _LARGE_DESCRIPTORS[capability[0]], _MEDIUM_DESCRIPTORS[capability[0]]
     if _count(large, m, n, batches) >= FULL:
         return large
-    # With fewer tiles programs had better share them, which those of pointers do.
+    # With fewer tiles, several programs should share the K of a tile, as in `_matmul_kernel`.
     return medium if _count(medium, m, n, batches) >= FULL // 2 else None
 
 
 def _flattens(capability: tuple[int, int]) -> bool:
-    """Not for sm_120, where compiling took two minutes, nor before Triton 3.9.
+    """Return whether `_descriptor_kernel` makes one loop over tiles and K.
 
-    Triton 3.6 to 3.8 cannot: "source has 1 operands, but target successor needs 6".
+    On sm_120 it does not, because compiling that loop took two minutes. Before Triton 3.9 it does not, because Triton
+    3.6 to 3.8 fail to compile it: "source has 1 operands, but target successor needs 6".
     """
     version = tuple(map(int, triton.__version__.split(".")[:2]))
     return capability[0] in (9, 10) and version >= (3, 9)
 
 
 def _access(x: torch.Tensor) -> tuple[int, int]:
-    """`access_of` for a batch of matrices."""
-    inner, vec = access_of(x[-1])  # whose storage ends first
+    """Return what `access_of` returns, for a batch of matrices."""
+    inner, vec = access_of(x[-1])  # the last matrix is the one nearest to the end of the storage
     return inner, vec if x.shape[0] == 1 or x.stride(0) % vec == 0 else 1
 
 
 def _describe(x: torch.Tensor, block: tuple[int, int], access: tuple[int, int]) -> tuple[TensorDescriptor, int] | None:
-    """(descriptor, its step from batch to batch), or None if TMA cannot address x. `block`: of x's last two axes."""
+    """Return (descriptor, step of its first index from one batch to the next), or None if TMA cannot address x.
+
+    Args:
+        x: A batch of matrices.
+        block: The size of a load along the last two axes of x.
+        access: What `_access` returns for x.
+    """
     inner, vec = access
     batches = x.shape[0] if x.stride(0) != 0 else 1
     if inner == ROWS.value:
         x, block = x.mT, block[::-1]
     outer, length = x.shape[1:]
-    # A stride that is never taken may be anything.
+    # If a dimension has size 1, its stride is never used and may have any value. TMA needs a multiple of 16 bytes.
     row = x.stride(1) if outer > 1 else math.ceil(length / 8) * 8
     step = x.stride(0) if batches > 1 else math.ceil(outer * row / 8) * 8
     span = 2 * ((batches - 1) * step + (outer - 1) * row + length)
@@ -413,7 +427,7 @@ def _multiprocessors(device: torch.device) -> int:
     pretended = os.environ.get("AMP_KERNELS_MULTIPROCESSORS")  # see multiprocessor_count() of csrc/cuda/portable.h
     if pretended is not None:
         return int(pretended)
-    # Of the interpreter: few, so that a program has several tiles.
+    # For the interpreter the number is small, so that a program computes several tiles.
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
@@ -426,7 +440,7 @@ def _by_descriptors(
     numbers: tuple[tuple[int, ...], float, float],
     constants: dict[str, Any],
 ) -> bool:
-    """Whether it could; then it is done."""
+    """Compute the product with `_descriptor_kernel` if that is possible. Return whether it was."""
     (batches, m, k), n = a.shape, b.shape[2]
     capability = capability_of(a.device)
     tiles = _descriptor_tiles(m, n, k, batches, capability)

@@ -1,4 +1,4 @@
-"""What products share: tiles of two matrices multiplied along K, their order, and the rules of the launch."""
+"""Code that all product kernels use: the loop along K, the order of the output tiles, and choices of the launch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,11 @@ COLUMNS = tl.constexpr(2)
 def pointers_of(
     ptr, rows, columns, row_stride, column_stride, DTYPE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr
 ):
-    """Pointers to [rows, columns]. VEC: elements of 16 bytes, where base and outer stride are multiples of them."""
+    """Return pointers to the elements [rows, columns] of a matrix.
+
+    VEC is 1, or the number of elements in 16 bytes. In the latter case the base address and the outer stride are
+    multiples of 16 bytes.
+    """
     if VEC > 1:
         BYTES: tl.constexpr = 16
         address = tl.multiple_of((ptr.to(tl.int64) // BYTES * BYTES).to(ptr.dtype), BYTES)
@@ -50,7 +54,8 @@ def load_tile(pointers, mask, DTYPE: tl.constexpr):
 @triton.jit
 def as_operand(x, DTYPE: tl.constexpr):
     if DTYPE == BF16 and _INTERPRETED:
-        # The interpreter reads bf16 wrongly, and its bf16 dot is garbage: fp32 there, which holds the same products.
+        # The interpreter reads bf16 wrongly, and its dot of bf16 returns garbage. So it gets the numbers as fp32, where
+        # their products are the same.
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x
 
@@ -58,26 +63,27 @@ def as_operand(x, DTYPE: tl.constexpr):
 @triton.jit
 def dot(x, y, sums, DTYPE: tl.constexpr, AS_HALF: tl.constexpr):
     if DTYPE == INT8 and AS_HALF:
-        # Exact: 256 products of codes are below 2**24.
+        # fp32 sums of fp16 products are exact here, since 256 products of codes are below 2**24.
         tl.static_assert(x.shape[1] <= 256)
         sums += tl.dot(x.to(tl.float16), y.to(tl.float16)).to(tl.int32)
     elif DTYPE == INT8:
         sums = tl.dot(x, y, sums, out_dtype=tl.int32)
     else:
-        sums = tl.dot(x, y.to(x.dtype), sums, input_precision="ieee")  # every code is exact in 8 bits of significand
+        # y may be codes. Their conversion is exact, since 8 bits of significand (bf16) can hold every code.
+        sums = tl.dot(x, y.to(x.dtype), sums, input_precision="ieee")
     return sums
 
 
 @triton.jit
 def place_of_program(program, m, n, n_splits, BM: tl.constexpr, BN: tl.constexpr):
-    """(share of K, first row, first column) of a program's tile."""
+    """Return (share of K, first row, first column) of a program's tile."""
     row, column = place_of_tile(program // n_splits, m, n, BM, BN)
     return program % n_splits, row.to(tl.int64) * BM, column.to(tl.int64) * BN
 
 
 @triton.jit
 def place_of_tile(tile, m, n, BM: tl.constexpr, BN: tl.constexpr):
-    """(row, column) among the tiles of a matrix."""
+    """Return the place of a tile as (row of tiles, column of tiles)."""
     tiles_m = tl.cdiv(m, BM).to(tl.int32)
     tiles_n = tl.cdiv(n, BN).to(tl.int32)
     band = tile // (_GROUP * tiles_n)
@@ -98,7 +104,10 @@ def product(
     A_INNER: tl.constexpr, A_VEC: tl.constexpr, B_INNER: tl.constexpr, B_VEC: tl.constexpr,
     K_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """a @ b over the tiles of K from `first` to `last`, and sums of a's rows and b's columns if asked for."""
+    """Return a @ b over the tiles of K from `first` to `last`, the sums of a's rows, and those of b's columns.
+
+    The sums of rows are 0 unless SUM_A, and those of columns are 0 unless SUM_B.
+    """
     ACCUMULATOR: tl.constexpr = tl.int32 if A_DTYPE == INT8 else tl.float32
     sums = tl.zeros((BM, BN), ACCUMULATOR)
     a_sums = tl.zeros((BM,), tl.int32)
@@ -109,7 +118,8 @@ def product(
     b_pointers = pointers_of(b_ptr, start + inner, columns, b_k, b_n, B_DTYPE, B_INNER, B_VEC)
     a_step = 1 if A_INNER == COLUMNS else (a_k // A_VEC * A_VEC)
     b_step = 1 if B_INNER == ROWS else (b_k // B_VEC * B_VEC)
-    # Up to 16 bytes that hold something: what else they hold reaches no element of the result.
+    # The masks include each access that reads at least one element of the matrix. What it reads beyond the last row of
+    # a, or the last column of b, affects only elements of the tile that are outside the result.
     a_mask = (rows < (round_up(m, A_VEC) if A_INNER == ROWS else m))[:, None]
     b_mask = (columns < (round_up(n, B_VEC) if B_INNER == COLUMNS else n))[None, :]
     whole = tl.minimum(last, (k // BK).to(tl.int32))
@@ -123,13 +133,14 @@ def product(
             b_sums += tl.sum(y.to(tl.int32), axis=0)
         a_pointers += BK * a_step
         b_pointers += BK * b_step
-    if whole < last:  # the end of K, apart, so that the loop needs no mask over it
+    if whole < last:  # the end of K is not in the loop, so that the loop needs no mask along K
         rest = (k - whole.to(tl.int64) * BK) // K_VEC * K_VEC
         a_rest = inner < (round_up(rest, A_VEC) if A_INNER == COLUMNS else rest)
         b_rest = inner < (round_up(rest, B_VEC) if B_INNER == ROWS else rest)
         x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
         y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
-        # Along K the rest of 16 bytes would reach every sum, and may be NaN; codes times 0 are 0.
+        # An access along K may read beyond the end of K. These elements would be added to every sum, and may be NaN, so
+        # they become 0. Codes of b need this only for their own sum: otherwise they are multiplied by 0.
         if A_INNER == COLUMNS and K_VEC < A_VEC:
             x = tl.where((inner < rest)[None, :], x, 0)
         if B_INNER == ROWS and K_VEC < B_VEC and (B_DTYPE != INT8 or SUM_B):
@@ -144,7 +155,7 @@ def product(
 
 @triton.jit
 def combined(partials_ptr, indices, size, n_splits):
-    """Sum over splits, always in the same order."""
+    """Return the sums over all splits, which are always added in the same order."""
     mask = indices < size
     total = tl.load(partials_ptr + indices, mask=mask, other=0)
     for _ in range(1, n_splits):
@@ -173,9 +184,15 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 
 
 def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
-    """(innermost axis, how many neighbours are one access) of a matrix; axis `masked` must end with such an access.
+    """Return (innermost axis, number of neighbouring elements per access) of a matrix.
 
-    Kernels read accesses that are matrix in part whole: one that would end behind the storage makes all narrow.
+    An access at the edge of the matrix reads whole 16 bytes, even if only a part is in the matrix. If one of these
+    accesses would end beyond the storage, the matrix is read by element.
+
+    Args:
+        x: The matrix.
+        masked: If this axis is the innermost one, and its length is not a multiple of an access, the matrix is read by
+            element.
     """
     vec = 16 // x.element_size()
     if x.stride(1) == 1 or x.shape[1] == 1:
@@ -193,8 +210,8 @@ def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
 
 
 def shares_of(n_tiles: int, k_tiles: int) -> tuple[int, int]:
-    """(programs that share the K of one tile of the output, tiles of K for each of them)."""
-    # Four tiles at least: what the pipeline needs to fill.
+    """Return (programs that share the K of one tile of the output, tiles of K for each of them)."""
+    # Each program has at least four tiles of K, because the pipeline of loads needs that many to fill.
     n_splits = max(1, min(2 * FULL // n_tiles, k_tiles // 4)) if n_tiles < FULL else 1
     tiles_of_split = max(1, math.ceil(k_tiles / n_splits))
     return max(1, math.ceil(k_tiles / tiles_of_split)), tiles_of_split

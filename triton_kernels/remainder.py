@@ -1,4 +1,4 @@
-"""Split masters: fp32 masters of 16-bit weights, as weight and remainder (csrc/formulas/remainder.h)."""
+"""Split masters: the fp32 master of a 16-bit weight, stored as weight and remainder (csrc/formulas/remainder.h)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ from .common import BF16, rounded
 
 @triton.jit
 def join(weight, remainder, DTYPE: tl.constexpr):
-    """The fp32 masters of weights, which have DTYPE's values and are fp32, and int32 remainders."""
+    """Return the fp32 masters of weights.
+
+    Args:
+        weight: The weights of dtype DTYPE, converted to fp32.
+        remainder: The remainders, as int32.
+        DTYPE: FP16 or BF16.
+    """
     if DTYPE == BF16:
         master = (weight.to(tl.int32, bitcast=True) + remainder).to(tl.float32, bitcast=True)
     else:
@@ -21,7 +27,7 @@ def join(weight, remainder, DTYPE: tl.constexpr):
 
 @triton.jit
 def split(master, DTYPE: tl.constexpr):
-    """Returns weights and int32 remainders of fp32 masters. The weights are fp32 numbers that DTYPE has too."""
+    """Return the weights and int32 remainders of fp32 masters. The weights are rounded to DTYPE, but stay fp32."""
     weight = rounded(master, DTYPE)
     if DTYPE == BF16:
         remainder = master.to(tl.int32, bitcast=True) - weight.to(tl.int32, bitcast=True)
@@ -30,13 +36,13 @@ def split(master, DTYPE: tl.constexpr):
         exponent = _exponent(weight)
         units = (master - weight) * _power_of_2(280 - exponent)
         units = tl.where(exponent == 255, 0.0, tl.minimum(tl.maximum(units, -32767.0), 32767.0))
-        remainder = ((units + 12582912.0) - 12582912.0).to(tl.int32)  # plus, less 1.5 * 2^23: rounds like rint
+        remainder = ((units + 12582912.0) - 12582912.0).to(tl.int32)  # adding 1.5 * 2^23 rounds like rint
     return weight, remainder
 
 
 @triton.jit
 def _exponent(weight):
-    """The exponents of fp16 numbers, biased as in fp32. Subnormal numbers count as the smallest normal exponent."""
+    """Return the exponents of fp16 numbers, biased as in fp32. Subnormals get the smallest normal exponent."""
     return tl.maximum((weight.to(tl.int32, bitcast=True) >> 23) & 0xFF, 113)
 
 

@@ -1,4 +1,4 @@
-"""RMSprop (Hinton 2012; centered: Graves 2013) as torch.optim writes it; see update.py for what a formula takes.
+"""RMSprop (Hinton 2012; centered: Graves 2013), as in torch.optim. update.py explains the arguments of `formula`.
 
 g <- factor * grad + weight_decay * p
 v <- alpha * v + (1 - alpha) * g^2
@@ -20,11 +20,13 @@ def formula(p, g, state, has, hyper, lr, factor, step):
     momentum = tl.where(has[1], momentum, 0.0)
     centering = tl.where(has[2], one_minus_alpha, 0.0)
     g *= factor * sign
-    # One fma, see csrc/formulas. Without decay g is not touched: 0 times an infinite parameter would be NaN.
+    # The decay is added by one fma, as in torch's add with alpha, because two roundings would show where gradient and
+    # decay nearly cancel. If weight_decay is 0, g is not touched, because 0 times an infinite parameter would be NaN.
     g = tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
     v = alpha * v + one_minus_alpha * g * g
     a += centering * (g - a)
-    # Rounding can push v - a^2 below 0, where torch takes the root of a negative number. NaN is kept.
+    # Rounding can make v - a^2 negative. torch then takes the root of a negative number. Here the root is then 0. NaN
+    # stays NaN.
     variance = v - a * a
     variance = tl.where(variance < 0.0, 0.0, variance)
     b = momentum * b + tl.div_rn(g, tl.sqrt_rn(variance) + eps)  # plain / and tl.sqrt are approximate

@@ -1,4 +1,7 @@
-"""Sends small tables to the device. Not by a kernel: Triton would compile a variant for every mix of argument types."""
+"""Transfer of small tables to the device, by torch's copies and foreach calls.
+
+A Triton kernel with the values as arguments would be compiled in a variant for every mix of argument types.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,11 @@ def _send_(host: torch.Tensor, to: torch.Tensor) -> None:
     if to.is_cuda and torch.cuda.is_current_stream_capturing():
         _write_by_value(host, to)
     else:
-        to.copy_(host, non_blocking=True)  # pageable memory is read before the call returns, so `host` may die
+        to.copy_(host, non_blocking=True)  # pageable memory is read before the call returns, so `host` may be freed
 
 
 def _write_by_value(host: torch.Tensor, to: torch.Tensor) -> None:
-    # A captured copy would read host memory again at every replay. A foreach call passes scalars as arguments of its
-    # kernels, and the graph keeps these.
+    # A captured copy would read host memory again at every replay. A foreach call passes its scalars as arguments of
+    # kernels, and the graph stores these arguments. So the values are added to zeros.
     to.zero_()
     torch._foreach_add_(list(to.view(-1).unbind()), host.view(-1).tolist())

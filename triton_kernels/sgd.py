@@ -1,4 +1,4 @@
-"""SGD (Sutskever et al. 2013) as torch.optim writes it; see update.py for what a formula takes.
+"""SGD (Sutskever et al. 2013), as in torch.optim. update.py explains the arguments of `formula`.
 
 g <- factor * grad + weight_decay * p
 b <- momentum * b + (1 - dampening) * g        (b <- g at the first step)
@@ -16,7 +16,8 @@ def formula(p, g, state, has, hyper, lr, factor, step):
     (b,) = state  # momentum_buffer
     momentum, one_minus_dampening, weight_decay, nesterov, sign = hyper[:5]
     g *= factor * sign
-    # One fma, see csrc/formulas. Without decay g is not touched: 0 times an infinite parameter would be NaN.
+    # The decay is added by one fma, as in torch's add with alpha, because two roundings would show where gradient and
+    # decay nearly cancel. If weight_decay is 0, g is not touched, because 0 times an infinite parameter would be NaN.
     g = tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
     first = (step == 0) | (not has[0])  # without a buffer every step is computed like the first: b = g
     b = tl.where(first, g, momentum * b + one_minus_dampening * g)

@@ -1,14 +1,15 @@
 """The gradient pass, one launch for any mix of dtypes.
 
     norm      = sqrt(sum of g^2) * factor
-    found_inf = 1 if any g is NaN or inf; the record has the first tensor with one
+    found_inf = 1 if any g is NaN or inf; then the record has the number of the first tensor with a NaN or inf
     g        <- g * factor                                  (with WRITE)
 
-Bytes per element: 4 (fp32) or 2 read; with WRITE as many written, from the registers that were summed.
+Bytes per element: 4 (fp32) or 2 read. With WRITE as many are written. The written products come from the registers that
+were summed, so that a gradient is read once.
 
-One program of 128 threads takes one chunk, tile by tile; a tile is 8192 bytes, four accesses of 16 bytes a thread.
-Tiles begin where the gradient is aligned to 16 bytes. The elements before and after them, less than 16 bytes each, go
-one by one:
+A program of 128 threads handles one chunk, tile by tile. A tile is 8192 bytes, four accesses of 16 bytes per thread.
+Tiles begin where the gradient is aligned to 16 bytes. The elements before and after the tiles, less than 16 bytes at
+each end, are accessed one by one:
 
     chunk:   | tile 0 | tile 1 | ..                      fp32 sum of a tile -> fp64 sum of the chunk -> partials[chunk]
     tile:    | t0 | t1 | .. | t127 | t0 | t1 | ..        each 16 bytes: 4 fp32 or 8 16-bit elements
@@ -44,14 +45,14 @@ from .common import (
 )
 
 _NUM_WARPS = 4
-# 64 bytes of gradient a thread: four 16-byte loads in flight, at most 32 elements added in one lane.
+# 64 bytes of gradient per thread: four 16-byte loads are in flight, and a thread adds at most 32 elements.
 _TILE_BYTES = tl.constexpr(_NUM_WARPS * 32 * 64)
 _FOLD = tl.constexpr(1024)  # partial sums read at a time
 
 
 @triton.jit
 def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """The sum of squares of n elements, a multiple of VEC, from an aligned address on."""
+    """Return the sum of squares of n elements from an aligned address on. n is a multiple of VEC."""
     TILE: tl.constexpr = _TILE_BYTES // (4 if DTYPE == FP32 else 2)
     total = tl.full((), 0.0, tl.float64)
     n = n // VEC * VEC
@@ -61,15 +62,15 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
         x = load_elements(address, offsets, mask, DTYPE, VEC)
         if WRITE:
             store_elements(address, offsets, x * factor, mask, DTYPE, VEC)
-        # Fast: squares in fp32, added in a thread and then as a tree. The sum is not finite if an element is NaN, inf
-        # or above 1.8e19. Elements below 1e-19 vanish from it.
+        # The fast sum adds fp32 squares, first in each thread and then as a tree. It is not finite if an element is
+        # NaN, inf or above 1.8e19. Squares of elements below 1e-19 vanish from it.
         s = tl.sum(x * x)
         if (s >= 1e-24) & (s < float("inf")):
             total += s
         else:
-            # Slow, from registers: with WRITE, memory has changed. fp64 squares of fp32 elements neither overflow nor
-            # vanish. Tiles of zeros (unused rows of an embedding) skip the fp64 work: their largest magnitude, as an
-            # integer, is 0.
+            # The slow sum adds fp64 squares. For fp32 elements these neither overflow nor vanish. It uses the same
+            # registers, because with WRITE the gradient in memory has already changed. In a tile of zeros (unused rows
+            # of an embedding) the largest magnitude, as an integer, is 0. Such a tile skips the fp64 work.
             magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
             if magnitude > 0:
                 wide = x.to(tl.float64)
@@ -79,7 +80,7 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
 
 @triton.jit
 def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr):
-    """Sum of squares of one chunk of raw gradients in fp64; finite iff its elements are."""
+    """Return the sum of squares of one chunk of raw gradients in fp64. It is finite if and only if its elements are."""
     BYTES: tl.constexpr = 4 if DTYPE == FP32 else 2
     VEC: tl.constexpr = 16 // BYTES
     head = tl.minimum((VEC - address // BYTES % VEC) % VEC, n).to(tl.int32)
@@ -97,7 +98,8 @@ def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr
 
 @triton.jit
 def _finish_pass(chunks_ptr, n_chunks, factor, partials_ptr, found_inf_ptr, norm_ptr, record_ptr, clear):
-    # The order is fixed, whichever program is the last. Others wrote the partials, so .cg reads them from L2.
+    # Whichever program is the last, the partials are added in the same order. Loads with .cg read them from L2, because
+    # other programs wrote them.
     lanes = tl.full((_FOLD,), 0.0, tl.float64)
     for i in range(0, n_chunks, _FOLD):
         offsets = i + tl.arange(0, _FOLD)
@@ -131,9 +133,9 @@ def _unscale_kernel(
     n_tensors: tl.int32,
     n_chunks: tl.int32,
     chunk_size: tl.int32,
-    scale: tl.int64,  # address of an fp32 scalar; 0: factor 1
-    divide: tl.int32,  # not 0: by the scale
-    clear: tl.int32,  # not 0: this pass overwrites the verdict and the record
+    scale: tl.int64,  # address of an fp32 scalar, the factor; 0: the factor is 1
+    divide: tl.int32,  # not 0: the factor is 1 / scale
+    clear: tl.int32,  # not 0: overwrite found_inf and update the record; 0: found_inf is only ever set to 1
     partials_ptr,  # fp64 [n_chunks]
     found_inf_ptr,  # fp32 scalar
     norm_ptr,  # fp32 scalar
@@ -203,7 +205,7 @@ def _load_unscale(beside: torch.Tensor) -> int:
     return programs_at_a_time(beside)
 
 
-@functools.cache  # every call of `unscale_` comes here
+@functools.cache  # because every call of `unscale_` calls it
 def _load(device: torch.device) -> None:
     fp32, fp64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
     for write in (False, True):

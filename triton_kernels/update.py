@@ -1,12 +1,12 @@
-"""The update of every optimizer: one read of gradient, parameter and state, one write of parameter and state.
+"""The update of every optimizer. Gradient, parameter and state are read once; parameter and state are written once.
 
-The optimizer's formula computes the new values of an element, as a struct of csrc/formulas does in C++. It is a
+The optimizer's formula computes the new values of an element, like a struct of csrc/formulas in C++. It is a
 `@triton.jit` function in the file with the family's name (sgd.py, rmsprop.py, adam.py):
 
     p, state = formula(p, g, state, has, hyper, lr, factor, step)
 
     p, g      fp32 parameter and raw gradient, a tile of each
-    state     tuple of fp32 tiles; an absent state reads 0, and what the formula returns for it is dropped
+    state     tuple of fp32 tiles; a state that the tensor lacks is 0, and its new value is not stored
     has       tuple of booleans: which states the tensor has
     hyper     tuple of HYPER_COLUMNS fp32 scalars, those of the tensor's group
     lr        fp32 scalar
@@ -17,16 +17,19 @@ Bytes per element, read and written:
 
     parameter   8   in fp32, or as weight and remainder (remainder.py)
                10   as 16-bit weight with an fp32 master: the weight is only written
-    state       8   for each
+    each state  8
     gradient    4 or 2, read
 
-SGD with momentum moves 20 for fp32 parameters, 18 for 16-bit weights and gradients; centered RMSprop with momentum
-moves 36 and 34. An average (`ema_`) that follows a 16-bit weight and its remainder moves 12.
+SGD with momentum moves 20 for fp32 parameters, 18 for 16-bit weights and gradients. Centered RMSprop with momentum
+moves 36 and 34. An average (`ema_`) of a 16-bit weight with a remainder moves 12: 8 for the fp32 average, 4 for weight
+and remainder, which are only read.
 
-One program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. If every array
-is aligned to its packs, only the last elements, at most three, go one by one; otherwise all do. ptxas decides how many
-loads of a tile start before one is used. On sm_90 RMSprop and AdamW without optional states start all loads first.
-SGD of 16-bit weights starts 32 of 80 bytes a thread; eight of its programs fit on a multiprocessor.
+A program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. If every array is
+aligned to its packs, only the last elements, at most three, are updated one by one; otherwise all elements are.
+
+ptxas decides how many loads of a tile start before the first loaded value is used. On sm_90 RMSprop and AdamW without
+optional states start all loads first. SGD of 16-bit weights first starts 32 of the 80 bytes that a thread loads; eight
+of its programs fit on a multiprocessor.
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements
@@ -71,31 +74,31 @@ from .common import (
 )
 from .remainder import join, split
 
-# Elements of a pack: 16 bytes of fp32, which are most of the traffic, and 8 bytes of a 16-bit array. With eight, each
-# fp32 access of a warp would skip every other 16 bytes.
+# Elements of a pack. Four are 16 bytes of an fp32 array, and 8 bytes of a 16-bit array. Most of the traffic is fp32.
+# With eight elements, each fp32 access of a warp would skip every other 16 bytes.
 _VEC = tl.constexpr(4)
 _WARPS = 4
-# Eight elements a thread, but two where access is by element: each then needs its own address and predicate, and four
-# spill registers (Adam, sm_90, 48 bytes).
+# Elements of a tile: eight per thread. If access is by element, a thread has two, because each element then needs its
+# own address and predicate. With four, registers spill (Adam, sm_90, 48 bytes).
 _TILE = tl.constexpr(_WARPS * 32 * 8)
 _TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 2)
-# Without this limit ptxas takes 72 registers and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
+# Registers per thread. Without this limit ptxas uses 72 and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
 _REGISTERS = 96
-_FOLD = tl.constexpr(1024)  # chunks whose counts are raised at a time
+_FOLD = tl.constexpr(1024)  # chunks that `_raise_steps` handles at a time
 
 
 @triton.jit
 def _is_skipped(found_inf):
-    return optional_scalar(found_inf, 0.0) != 0.0  # 2.0 skips too: a sum over devices or ranks
+    return optional_scalar(found_inf, 0.0) != 0.0  # 2.0 skips too, since found_inf may be a sum over devices or ranks
 
 
 @triton.jit
 def _factor(grad_scale, grad_norm, max_norm):
-    """The factor of gradients in an update: unscaling and clipping."""
+    """Return the factor that unscales and clips gradients."""
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), optional_scalar(grad_scale, 1.0))
-    # 1e-6 is clip_grad_norm_'s.
+    # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_.
     coefficient = tl.div_rn(tl.full((), max_norm, tl.float32), optional_scalar(grad_norm, 0.0) + 1e-6)
-    # NaN > 1.0 is false, so that a NaN norm stays visible.
+    # NaN > 1.0 is false, so that a NaN norm makes the factor NaN.
     return factor * tl.where((grad_norm == 0) | (coefficient > 1.0), 1.0, coefficient)
 
 
@@ -129,16 +132,16 @@ def _update_chunk(
     GRAD_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Updates elements `begin` to `end` of a chunk; both are multiples of VEC."""
+    """Update elements `begin` to `end` of a chunk. Both numbers are multiples of VEC."""
     if VEC > 1:
         begin = begin // VEC * VEC
         end = end // VEC * VEC
     JOINS_GRAD: tl.constexpr = PARAM_DTYPE == FP32 and MASTER_DTYPE == INT16
     TILE: tl.constexpr = _TILE if VEC > 1 else _TILE_BY_ELEMENT
     has = [address != 0 for address in states]
-    # A state that this tensor lacks is masked, not branched around, so that all loads start together. A state that
-    # every tensor has shares the parameter's mask: with a mask of its own, RMSprop spills registers. A state that no
-    # tensor has (STATES) is not loaded.
+    # A state that this tensor lacks is masked. There is no branch around its load, so that all loads start together. A
+    # state that every tensor has uses the parameter's mask, because with a mask of its own RMSprop spills registers. A
+    # state that no tensor has (STATES) is not loaded.
     ends = ()
     for k in tl.static_range(N_STATES):
         ends = ends + (end if k < N_STATES - N_OPTIONAL else tl.where(has[k], end, 0),)
@@ -180,7 +183,7 @@ def _step_address(table_ptr, n_tensors, tensor):
 
 @triton.jit
 def _raise_steps(table_ptr, chunks_ptr, n_tensors):
-    """Counts an update of every tensor of this launch that has a gradient: once, with its first chunk."""
+    """Add 1 to the step of each tensor in this launch that has a gradient. A tensor is counted at its first chunk."""
     for i in range(0, tl.num_programs(0), _FOLD):
         chunks = i + tl.arange(0, _FOLD)
         entry = chunks_ptr + 2 * chunks.to(tl.int64)
@@ -199,9 +202,9 @@ def _update_kernel(
     chunks_ptr,  # int32 [n_chunks, 2]
     n_tensors: tl.int32,
     chunk_size: tl.int32,
-    ticket_ptr,  # int64: programs done; 0 between launches
+    ticket_ptr,  # int64: how many programs have ended; 0 between launches
     hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
-    lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a tensor lr stays live
+    lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a launch in a graph reads the current lr
     grad_scale: tl.int64,  # addresses of fp32 scalars; 0 where there is none
     found_inf: tl.int64,
     grad_norm: tl.int64,
@@ -211,10 +214,11 @@ def _update_kernel(
     N_OPTIONAL: tl.constexpr,  # how many of the last ones a tensor may lack
     STATES: tl.constexpr,  # bit k: some tensor has the k-th state
     PARAM_DTYPE: tl.constexpr,
-    MASTER_DTYPE: tl.constexpr,  # INT16 for remainders: of the parameters, or if these are fp32 of the gradients
+    MASTER_DTYPE: tl.constexpr,  # INT16: remainders, of the parameters, or if PARAM_DTYPE is FP32, of the gradients
     GRAD_DTYPE: tl.constexpr,
 ):
-    # Backwards: the gradient pass went forwards, so the last gradients it read may still be in L2.
+    # Chunks are updated from the last to the first. The gradient pass read them from the first to the last, so that the
+    # last gradients may still be in L2.
     chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
     grad = chunk_address(table_ptr, n_tensors, GRAD, tensor, begin, GRAD_DTYPE)
@@ -225,7 +229,7 @@ def _update_kernel(
         if PARAM_DTYPE != FP32 or MASTER_DTYPE == INT16:
             master = chunk_address(table_ptr, n_tensors, MASTER, tensor, begin, MASTER_DTYPE)
         states = ()
-        state_bits = tl.zeros((), tl.int64)  # all addresses of states, or-ed: aligned if each of them is
+        state_bits = tl.zeros((), tl.int64)  # bitwise or of all states' addresses; it is aligned if each of them is
         for k in tl.static_range(N_STATES):
             state = state_bits * 0
             if STATES >> k & 1:
@@ -241,7 +245,8 @@ def _update_kernel(
         factor = _factor(grad_scale, grad_norm, max_norm)
         step = tl.load(_step_address(table_ptr, n_tensors, tensor)).to(tl.int64)
         whole = tl.where(aligned, n // _VEC * _VEC, 0)
-        # The elements after the tiles go first: later, their code would keep registers that the tiles need.
+        # The elements after the tiles are updated first. If they came later, they would keep registers that the tiles
+        # need.
         _update_chunk(
             grad,
             param,
@@ -283,13 +288,14 @@ def _update_kernel(
             _VEC,
         )
     if not skipped:  # noqa: SIM102
-        # Nested, since Triton evaluates both sides of an `and`. Every program has read the counts by now.
+        # The tests are nested, since Triton evaluates both sides of an `and`. When the last program is here, every
+        # program has read the steps.
         if is_last(ticket_ptr):
             _raise_steps(table_ptr, chunks_ptr, n_tensors)
 
 
 def formula_of(family: str) -> dict[str, Any]:
-    """The constants of the kernel that a family decides."""
+    """Return the kernel's constants that depend on the family."""
     known = FAMILIES[family]
     formula = importlib.import_module(f".{family}", __package__).formula
     return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": known.optional}
@@ -347,7 +353,7 @@ def _load_update(beside: torch.Tensor, family: str, param_dtype: int, split: boo
     return programs_at_a_time(beside)
 
 
-@functools.cache  # every call of `update_` comes here
+@functools.cache  # because every call of `update_` calls it
 def _load(device: torch.device, *form: Any) -> None:
     fp32, int32, int64 = torch.float32, torch.int32, torch.int64
     load(_update_kernel, device, int64, int32, 0, 0, int64, fp32, int64, 0, 0, 0, 0.0, **_options(*form))
