@@ -67,8 +67,8 @@ def _warn_of_eps(optimizer: Any) -> None:
             name = type(optimizer).__name__
             ours = f"amp_kernels.optim.{_OURS[name]}" if name in _OURS else "an optimizer of amp_kernels.optim"
             warnings.warn(
-                f"GradScaler: {name} computes in the dtype of its fp16 parameters, where its eps of {eps:g} is 0 and "
-                f"small squares are too, so that weights become NaN or inf; use {ours}, which computes in fp32",
+                f"GradScaler: {name} computes in the dtype of its fp16 parameters, in which its eps of {eps:g} and "
+                f"small squares round to 0, so that weights become NaN or inf; use {ours}, which computes in fp32",
                 stacklevel=3,
             )
             return
@@ -563,7 +563,7 @@ class GradScaler(torch.amp.GradScaler):
             where = f", the last of them in the gradient of {last.parameter}" if last else ""
             warnings.warn(
                 f"GradScaler: {PATIENCE} steps in a row met NaN or inf and were skipped{where}; at a scale of "
-                f"{self.get_scale():g} the model itself is likely to make them: look at the loss before it is scaled",
+                f"{self.get_scale():g} the cause is likely to be in the model; look at the loss before it is scaled",
                 stacklevel=3,
             )
 

@@ -98,7 +98,7 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
     if position is not None:
         raise RuntimeError(
             f"step: {named[position][0]} and its state must not share memory with themselves, another parameter or "
-            "its state; make one Parameter of what is shared, or clone() it"
+            "its state; use one Parameter for the shared memory, or clone() it"
         )
     # Mirrored parameters are left out, because `Spans` takes only dense tensors. No gradient can overlap their mirrors.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])

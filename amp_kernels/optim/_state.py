@@ -182,8 +182,9 @@ class WithState(torch.optim.Optimizer):
         """
         if isinstance(state, Tensor) and has_memory(state) and local(state).device.type == "cpu" and state.is_shared():
             raise RuntimeError(
-                f"{type(self).__name__}: {key} of {name} must be as init_state() makes it, since it is in shared "
-                f"memory and cannot be replaced, got {kind(state)}; call init_state() before share_memory_()"
+                f"{type(self).__name__}: {key} of {name} must have the dtype, device and layout that init_state() "
+                f"gives it, since it is in shared memory and cannot be replaced, got {kind(state)}; call init_state() "
+                "before share_memory_()"
             )
 
     def _check_state(self, name: str, key: str, param: Tensor, state: Tensor) -> None:
@@ -191,7 +192,7 @@ class WithState(torch.optim.Optimizer):
         if not (has_memory(state) and is_number and shares_memory([local(state)]) is None):
             what = "int16 numbers" if key == "remainder" else "floats"
             raise TypeError(
-                f"{type(self).__name__}: {key} of {name} must be a tensor of {what} with memory for each, got "
+                f"{type(self).__name__}: {key} of {name} must be a tensor of {what}, each in its own memory, got "
                 f"{kind(state)}; delete optimizer.state[parameter] to reset it"
             )
         if state.shape != param.shape:

@@ -131,8 +131,8 @@ def _plain_gradient(param: Tensor, name: str) -> Tensor:
 def _redistributed(param: Tensor, grad: Tensor, name: str) -> DTensor:
     if not (isinstance(param, DTensor) and isinstance(grad, DTensor) and param.device_mesh == grad.device_mesh):
         raise RuntimeError(
-            f"step: {name} and its gradient must both be tensors, or both DTensors of one mesh, got {kind(param)} and "
-            f"{kind(grad)}"
+            f"step: {name} and its gradient must both be plain tensors, or both be DTensors on the same mesh, got "
+            f"{kind(param)} and {kind(grad)}"
         )
     if param.placements != grad.placements:
         grad = grad.redistribute(placements=param.placements)

@@ -102,9 +102,9 @@ def load_fp32_state_dict(
     lacking = [name for name, _ in names.values() if name not in state_dict]
     if lacking:
         warnings.warn(
-            f"load_fp32_state_dict: the state dict must hold fp32 values by the names of model.state_dict(), lacked "
-            f"{len(lacking)} that a hook of the model renames ({lacking[0]} is the first), whose masters are their "
-            "rounded weights now; rename the entries before the call",
+            f"load_fp32_state_dict: the state dict must hold fp32 values under the names of model.state_dict(), lacked "
+            f"{len(lacking)} that a hook of the model renames ({lacking[0]} is the first), whose masters are now the "
+            "rounded weights; rename the entries before the call",
             stacklevel=3,
         )
 
@@ -141,6 +141,6 @@ def _with_masters(
         raise RuntimeError(
             f"{caller}: model.state_dict(keep_vars=True) must hold the model's own parameters, lacks {len(missing)} "
             f"({missing[0]} is the first), whose masters would be lost; FSDP1 and hooks put other tensors in their "
-            "place: call it with the module that they wrap"
+            "place, so pass the module inside FSDP1, or one without such hooks"
         )
     return names
