@@ -27,7 +27,7 @@ from .optim._wrappers import wrapped
 __all__ = ["GradScaler", "Overflow"]
 
 # After this many skipped steps in a row there is a warning, since the cause is then not the scale.
-PATIENCE = 50
+SKIPS_BEFORE_WARNING = 50
 # The torch optimizers whose eps may round to 0 in fp16, and the fused optimizers to use in their place.
 _OURS = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
 
@@ -558,12 +558,13 @@ class GradScaler(torch.amp.GradScaler):
         else:
             return
         self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
-        if self._skips_in_a_row == PATIENCE:
+        if self._skips_in_a_row == SKIPS_BEFORE_WARNING:
             last = self.last_overflow
             where = f", the last of them in the gradient of {last.parameter}" if last else ""
             warnings.warn(
-                f"GradScaler: {PATIENCE} steps in a row met NaN or inf and were skipped{where}; at a scale of "
-                f"{self.get_scale():g} the cause is likely to be in the model; look at the loss before it is scaled",
+                f"GradScaler: {SKIPS_BEFORE_WARNING} steps in a row met NaN or inf and were skipped{where}; at a "
+                f"scale of {self.get_scale():g} the cause is likely to be in the model; look at the loss before it is "
+                "scaled",
                 stacklevel=3,
             )
 
