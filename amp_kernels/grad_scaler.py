@@ -32,7 +32,7 @@ SKIPS_BEFORE_WARNING = 50
 _OURS = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
 
 
-def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
+def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
     """Whether the step of `optimizer` reads the scale and `found_inf` on the device.
 
     If not, the scaler does what torch's scaler does: it unscales the gradients, reads `found_inf` on the host, and
@@ -365,7 +365,7 @@ class GradScaler(torch.amp.GradScaler):
             >>> weight.grad
             tensor([1., 1.])
         """
-        if not self._enabled or not _steps_by_itself(optimizer):
+        if not self._enabled or not _handles_scaling(optimizer):
             return super().unscale_(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
@@ -394,7 +394,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         if self._enabled and _only_forwards(optimizer):
             return self._step_plainly(optimizer, *args, **kwargs)
-        if not self._enabled or not _steps_by_itself(optimizer) or hasattr(optimizer, "grad_scale"):
+        if not self._enabled or not _handles_scaling(optimizer) or hasattr(optimizer, "grad_scale"):
             if self._enabled and self._is_new(optimizer):
                 _warn_of_eps(optimizer)
             return super().step(optimizer, *args, **kwargs)
