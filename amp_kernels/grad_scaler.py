@@ -41,7 +41,7 @@ def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimiz
     return isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
 
 
-def _only_forwards(optimizer: Any) -> bool:
+def _is_proxy(optimizer: Any) -> bool:
     """Whether `optimizer` is a proxy whose ``__getattr__`` forwards ``_step_supports_amp_scaling`` to another object.
 
     A scaler must not rely on this attribute there: what it sets on the proxy does not reach the optimizer inside.
@@ -392,7 +392,7 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: `step` was called for the optimizer since the last `update`, or a closure was passed.
         """
-        if self._enabled and _only_forwards(optimizer):
+        if self._enabled and _is_proxy(optimizer):
             return self._step_plainly(optimizer, *args, **kwargs)
         if not self._enabled or not _handles_scaling(optimizer) or hasattr(optimizer, "grad_scale"):
             if self._enabled and self._is_new(optimizer):
