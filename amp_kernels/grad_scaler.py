@@ -29,7 +29,7 @@ __all__ = ["GradScaler", "Overflow"]
 # After this many skipped steps in a row there is a warning, since the cause is then not the scale.
 SKIPS_BEFORE_WARNING = 50
 # The torch optimizers whose eps may round to 0 in fp16, and the fused optimizers to use in their place.
-_OURS = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
+_FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
 
 
 def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
@@ -65,7 +65,11 @@ def _warn_of_eps(optimizer: Any) -> None:
         # torch's fused kernels compute in fp32.
         if vanishes and not group.get("fused") and any(p.dtype is torch.float16 for p in group["params"]):
             name = type(optimizer).__name__
-            ours = f"amp_kernels.optim.{_OURS[name]}" if name in _OURS else "an optimizer of amp_kernels.optim"
+            ours = (
+                f"amp_kernels.optim.{_FUSED_NAMES[name]}"
+                if name in _FUSED_NAMES
+                else "an optimizer of amp_kernels.optim"
+            )
             warnings.warn(
                 f"GradScaler: {name} computes in the dtype of its fp16 parameters, in which its eps of {eps:g} and "
                 f"small squares round to 0, so that weights become NaN or inf; use {ours}, which computes in fp32",
