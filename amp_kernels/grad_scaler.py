@@ -227,7 +227,7 @@ class GradScaler(torch.amp.GradScaler):
     _format = 1  # the version of state dicts; raised when earlier releases would misread them
     _has_warned_of_no_gradient = False
     # The last overflow in an optimizer that was deleted since, as a pair: its iteration, and the overflow.
-    _last_of_gone: tuple[int, Overflow] | None = None
+    _last_deleted_overflow: tuple[int, Overflow] | None = None
 
     def __init__(
         self,
@@ -334,8 +334,8 @@ class GradScaler(torch.amp.GradScaler):
         Waits for the device.
         """
         found = [(last[0] + self._logs[log][0], Overflow(*last)) for log in logs for last in log.overflows()]
-        if self._last_of_gone is not None:
-            found.append(self._last_of_gone)
+        if self._last_deleted_overflow is not None:
+            found.append(self._last_deleted_overflow)
         return max(found, key=lambda overflow: overflow[0], default=None)
 
     def _forget_the_gone(self) -> None:
@@ -346,7 +346,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         gone = [log for log, (_, owner) in self._logs.items() if owner() is None]
         if gone and not any(capturing(device) for log in gone for device in log.records):
-            self._last_of_gone = self._last_in(gone)
+            self._last_deleted_overflow = self._last_in(gone)
             for log in gone:
                 del self._logs[log]
 
@@ -697,7 +697,7 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_hysteresis_tracker"] = counts["_hysteresis_tracker"]
             state["_init_skipped_steps"] = counts["skipped_steps"]
             state["_hysteresis_tracker"] = state["_skipped_steps"] = None
-        state["_logs"], state["_last_of_gone"] = {}, None
+        state["_logs"], state["_last_deleted_overflow"] = {}, None
         del state["_seen_optimizers"]  # weak references cannot be pickled
         return state
 
