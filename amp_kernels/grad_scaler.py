@@ -130,7 +130,7 @@ _RULES = {
     "skipped_steps": _Rule("an integer of at least 0", 0, _INT64, True),
 }
 # The keys of a state dict that torch's scaler also saves, and the keys that only amp_kernels.GradScaler saves.
-_BY_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
 _BY_US = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
 
 
@@ -663,12 +663,12 @@ class GradScaler(torch.amp.GradScaler):
             )
         if reason := why_not_loaded("GradScaler", state_dict.get("format"), self._format):
             raise ValueError(reason)
-        lacking = [name for name in _BY_TORCH if name not in state_dict]
+        lacking = [name for name in _TORCH_KEYS if name not in state_dict]
         if lacking:
-            raise ValueError(f"{caller}: state_dict must hold {', '.join(_BY_TORCH)}, got no {', '.join(lacking)}")
+            raise ValueError(f"{caller}: state_dict must hold {', '.join(_TORCH_KEYS)}, got no {', '.join(lacking)}")
         values = {"min_scale": self._min_scale, "max_scale": self._max_scale, "hysteresis": self._hysteresis}
         values["skipped_steps"] = 0
-        values |= {name: _plain(state_dict[name]) for name in (*_BY_TORCH, *_BY_US) if name in state_dict}
+        values |= {name: _plain(state_dict[name]) for name in (*_TORCH_KEYS, *_BY_US) if name in state_dict}
         values.setdefault("_hysteresis_tracker", values["hysteresis"])
         _check_numbers(caller, values)
         return values
