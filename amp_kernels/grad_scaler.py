@@ -131,7 +131,7 @@ _RULES = {
 }
 # The keys of a state dict that torch's scaler also saves, and the keys that only amp_kernels.GradScaler saves.
 _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_BY_US = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
+_OWN_KEYS = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
 
 
 def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
@@ -668,7 +668,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"{caller}: state_dict must hold {', '.join(_TORCH_KEYS)}, got no {', '.join(lacking)}")
         values = {"min_scale": self._min_scale, "max_scale": self._max_scale, "hysteresis": self._hysteresis}
         values["skipped_steps"] = 0
-        values |= {name: _plain(state_dict[name]) for name in (*_TORCH_KEYS, *_BY_US) if name in state_dict}
+        values |= {name: _plain(state_dict[name]) for name in (*_TORCH_KEYS, *_OWN_KEYS) if name in state_dict}
         values.setdefault("_hysteresis_tracker", values["hysteresis"])
         _check_numbers(caller, values)
         return values
