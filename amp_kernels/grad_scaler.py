@@ -147,7 +147,7 @@ def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"{caller}: max_scale must be a number of at least min_scale, {least:g}, got {most!r}")
 
 
-def _plain(value: Any) -> Any:
+def _as_number(value: Any) -> Any:
     """Returns the number in a tensor of one element. Some checkpoint formats store numbers as tensors."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
@@ -668,7 +668,7 @@ class GradScaler(torch.amp.GradScaler):
             raise ValueError(f"{caller}: state_dict must hold {', '.join(_TORCH_KEYS)}, got no {', '.join(lacking)}")
         values = {"min_scale": self._min_scale, "max_scale": self._max_scale, "hysteresis": self._hysteresis}
         values["skipped_steps"] = 0
-        values |= {name: _plain(state_dict[name]) for name in (*_TORCH_KEYS, *_OWN_KEYS) if name in state_dict}
+        values |= {name: _as_number(state_dict[name]) for name in (*_TORCH_KEYS, *_OWN_KEYS) if name in state_dict}
         values.setdefault("_hysteresis_tracker", values["hysteresis"])
         _check_numbers(caller, values)
         return values
