@@ -397,7 +397,7 @@ class GradScaler(torch.amp.GradScaler):
             RuntimeError: `step` was called for the optimizer since the last `update`, or a closure was passed.
         """
         if self._enabled and _is_proxy(optimizer):
-            return self._step_plainly(optimizer, *args, **kwargs)
+            return self._unscale_and_step(optimizer, *args, **kwargs)
         if not self._enabled or not _handles_scaling(optimizer) or hasattr(optimizer, "grad_scale"):
             if self._enabled and self._is_new(optimizer):
                 _warn_of_eps(optimizer)
@@ -429,7 +429,7 @@ class GradScaler(torch.amp.GradScaler):
             return False
         return is_new
 
-    def _step_plainly(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+    def _unscale_and_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
         """Does what torch's scaler does for most optimizers: unscales, then steps if all gradients were finite."""
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
