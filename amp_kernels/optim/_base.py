@@ -203,7 +203,7 @@ class FusedOptimizer(WithCheckpoints):
         if plans is None:
             plans = self._prepare()
             if max_norm is not None:
-                self._pass_over(plans, grad_scale, divide=True, write=False, clear=False)
+                self._run_gradient_pass(plans, grad_scale, divide=True, write=False, clear=False)
         norm = self._norm if max_norm is not None else None
         for plan in plans:
             plan.update(
@@ -225,7 +225,7 @@ class FusedOptimizer(WithCheckpoints):
                     "norm of its part; call torch's clip_grad_norm_, or FSDP's, before the step"
                 )
 
-    def _pass_over(
+    def _run_gradient_pass(
         self, plans: Sequence[Plan], scale: Tensor | None, *, divide: bool, write: bool, clear: bool
     ) -> None:
         """Runs the gradient pass on every device; see `Plan.check`."""
@@ -242,7 +242,7 @@ class FusedOptimizer(WithCheckpoints):
     def _check(self, scale: Tensor | None, *, divide: bool = True, write: bool = False) -> Verdict:
         """Runs the gradient pass for a scaler. `divide`, `write`: as in `Plan.check`."""
         plans = self._prepare(writes=write)
-        self._pass_over(plans, scale, divide=divide, write=write, clear=True)
+        self._run_gradient_pass(plans, scale, divide=divide, write=write, clear=True)
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
         # Hooks may change gradients after this pass. They do not change `found_inf`, as in torch.
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
