@@ -320,7 +320,7 @@ class FusedOptimizer(WithCheckpoints):
             self._make_plans()
         elif not same(lists, self._plan_params, self.state, *self._plan_state):
             if same(lists, self._plan_params, {}, [], []):
-                self._take_states()
+                self._refresh_state_entries()
             else:
                 self._make_plans()
 
@@ -339,9 +339,9 @@ class FusedOptimizer(WithCheckpoints):
             members.groups.append(index)
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
         self._plan_params = [list(params) for params in self._params_by_group()]
-        self._take_states()
+        self._refresh_state_entries()
 
-    def _take_states(self) -> None:
+    def _refresh_state_entries(self) -> None:
         for plan in self._plans or ():
             states = (self.state.get(param) for param in plan.members.params)
             plan.members.states[:] = [state if isinstance(state, dict) else None for state in states]
