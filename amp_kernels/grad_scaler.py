@@ -1,4 +1,4 @@
-"""`torch.amp.GradScaler` whose overflow check is the first pass of the fused step."""
+"""A `torch.amp.GradScaler` for the fused optimizers: the first pass of their step checks for NaN and inf."""
 
 from __future__ import annotations
 
@@ -26,20 +26,25 @@ from .optim._wrappers import wrapped
 
 __all__ = ["GradScaler", "Overflow"]
 
-PATIENCE = 50  # skipped steps in a row before a warning: by then something other than the scale is wrong
-# Replacements of the torch optimizers whose eps may round to 0 in fp16.
-_OURS = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
+# After this many skipped steps in a row there is a warning, since the cause is then not the scale.
+SKIPS_BEFORE_WARNING = 50
+# The torch optimizers whose eps may round to 0 in fp16, and the fused optimizers to use in their place.
+_FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
 
 
-def _steps_by_itself(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
-    """Whether the step of `optimizer` reads scale and verdict on the device. If not, torch's own protocol applies."""
+def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
+    """Whether the step of `optimizer` reads the scale and `found_inf` on the device.
+
+    If not, the scaler does what torch's scaler does: it unscales the gradients, reads `found_inf` on the host, and
+    steps only if it is 0.
+    """
     return isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
 
 
-def _only_forwards(optimizer: Any) -> bool:
-    """Whether `optimizer` is a proxy that has ``_step_supports_amp_scaling`` by its ``__getattr__`` alone.
+def _is_proxy(optimizer: Any) -> bool:
+    """Whether `optimizer` is a proxy whose ``__getattr__`` forwards ``_step_supports_amp_scaling`` to another object.
 
-    Attributes that a scaler sets on a proxy do not reach the optimizer inside.
+    A scaler must not rely on this attribute there: what it sets on the proxy does not reach the optimizer inside.
     """
     name = "_step_supports_amp_scaling"
     is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
@@ -47,9 +52,9 @@ def _only_forwards(optimizer: Any) -> bool:
 
 
 def _warn_of_eps(optimizer: Any) -> None:
-    """Warns if torch's `optimizer` divides by ``sqrt(v) + eps`` in fp16 and eps is 0 there.
+    """Warns if `optimizer` is not a fused one, computes in fp16, and has an eps that rounds to 0 in fp16.
 
-    The quotient is 0 / 0 as soon as the square of a gradient rounds to 0 too.
+    Such an optimizer divides by ``sqrt(v) + eps``. If the square of a gradient rounds to 0 too, it computes 0 / 0.
     """
     optimizer = wrapped(optimizer)
     if isinstance(optimizer, FusedOptimizer):
@@ -60,10 +65,14 @@ def _warn_of_eps(optimizer: Any) -> None:
         # torch's fused kernels compute in fp32.
         if vanishes and not group.get("fused") and any(p.dtype is torch.float16 for p in group["params"]):
             name = type(optimizer).__name__
-            ours = f"amp_kernels.optim.{_OURS[name]}" if name in _OURS else "an optimizer of amp_kernels.optim"
+            ours = (
+                f"amp_kernels.optim.{_FUSED_NAMES[name]}"
+                if name in _FUSED_NAMES
+                else "an optimizer of amp_kernels.optim"
+            )
             warnings.warn(
-                f"GradScaler: {name} computes in the dtype of its fp16 parameters, where its eps of {eps:g} is 0 and "
-                f"small squares are too, so that weights become NaN or inf; use {ours}, which computes in fp32",
+                f"GradScaler: {name} computes in the dtype of its fp16 parameters, in which its eps of {eps:g} and "
+                f"small squares round to 0, so that weights become NaN or inf; use {ours}, which computes in fp32",
                 stacklevel=3,
             )
             return
@@ -94,7 +103,7 @@ def _check_group(group: Any, device_type: str) -> None:
 
 
 class _Rule(NamedTuple):
-    """The numbers that an option or a count may be: in words, and as the least and the largest of them."""
+    """The range of an option or a count. `words` describes it in errors; `least` and `most` are its ends."""
 
     words: str
     least: float
@@ -105,7 +114,8 @@ class _Rule(NamedTuple):
 _MAX_FP32 = torch.finfo(torch.float32).max
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _SCALE = "a finite number of at least 0"
-# By the names in the constructor and in state dicts. The scale is stored as fp32, trackers as int32, skips as int64.
+# Keys are the names in the constructor and in state dicts. The scale is stored as fp32, the trackers as int32, and the
+# count of skipped steps as int64.
 _RULES = {
     "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "scale": _Rule(_SCALE, 0, _MAX_FP32),
@@ -119,9 +129,9 @@ _RULES = {
     "_hysteresis_tracker": _Rule("an integer", -_INT32, _INT32, True),
     "skipped_steps": _Rule("an integer of at least 0", 0, _INT64, True),
 }
-# Keys of a state dict: those that torch's scaler saves too, and those that only amp_kernels.GradScaler saves.
-_BY_TORCH = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
-_BY_US = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
+# The keys of a state dict that torch's scaler also saves, and the keys that only amp_kernels.GradScaler saves.
+_TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+_OWN_KEYS = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
 
 
 def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
@@ -137,17 +147,17 @@ def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
         raise ValueError(f"{caller}: max_scale must be a number of at least min_scale, {least:g}, got {most!r}")
 
 
-def _plain(value: Any) -> Any:
-    """Returns the number in a tensor of one element, since some formats of checkpoints keep numbers as tensors."""
+def _as_number(value: Any) -> Any:
+    """Returns the number in a tensor of one element. Some checkpoint formats store numbers as tensors."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
 
 
 class Overflow(NamedTuple):
-    """Where the last skipped step came from.
+    """The step and the parameter of a gradient that held NaN or inf.
 
     Attributes:
-        step: Number of the optimizer's step under a scaler, from 1. Skipped steps count too.
-        parameter: Name of the first parameter whose gradient held NaN or inf.
+        step: Which step of the optimizer under a scaler it was, counted from 1. Skipped steps are counted.
+        parameter: Name of the first parameter whose gradient held NaN or inf in that step.
 
     Examples:
         >>> amp_kernels.grad_scaler.Overflow(step=3, parameter="head.weight").parameter
@@ -159,18 +169,20 @@ class Overflow(NamedTuple):
 
 
 class GradScaler(torch.amp.GradScaler):
-    """`torch.amp.GradScaler` that does not wait for the device with the optimizers of `amp_kernels.optim`.
+    """`torch.amp.GradScaler` that steps the optimizers of `amp_kernels.optim` without waiting for the device.
 
-    Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`. With a fused optimizer the
-    check for NaN and inf is the first pass of the step, gradients are not written, and the device decides whether to
-    skip. Gradients stay scaled after `step`. To read them unscaled, call `unscale_` before `step`.
-    `optimizer.grad_norm` is always unscaled. fp16 and bf16 gradients are accepted.
+    Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`.
 
-    Other optimizers work as under torch's scaler, which waits for the device once per step. This includes a fused
-    optimizer whose `step` is overridden or wrapped, or whose parameters belong to FSDP1.
+    With a fused optimizer, the first pass of the step checks the gradients for NaN and inf, and the device decides
+    whether to skip. The step does not write the gradients, so they are still scaled after it. To read them unscaled,
+    call `unscale_` before `step`. `optimizer.grad_norm` is always unscaled. fp16 and bf16 gradients are accepted.
 
-    After 50 skipped steps in a row there is a warning, if the host can count them: the scale is on the CPU, or every
-    optimizer waits for the device as above. There is another warning at the first step without any gradient.
+    With any other optimizer it works like torch's scaler, which waits for the device once per step. The same holds for
+    a fused optimizer if its `step` is overridden or wrapped, or if its parameters belong to FSDP1.
+
+    After 50 skipped steps in a row there is a warning. The host has to count them. It can do so if the scale is on the
+    CPU, or if the scaler waits for the device with every optimizer. There is another warning the first time that no
+    optimizer has a gradient.
 
     Args:
         device: As in torch.
@@ -183,19 +195,19 @@ class GradScaler(torch.amp.GradScaler):
         max_scale: Upper bound of the scale, also of `init_scale`. A 16-bit model whose loss is fp16 overflows at the
             default scale of 65536. A checkpoint of this class replaces both bounds. A scale from a checkpoint of
             torch's scaler is clamped to them.
-        hysteresis: The scale is first reduced at this many overflows in a row, as in Apex. 1 reduces it at every
-            overflow, as torch does. One step without overflow starts the count again. Steps with overflows are skipped
-            either way.
+        hysteresis: After `hysteresis - 1` overflows in a row, each further one reduces the scale, as in Apex. With 1
+            every overflow does, as in torch. A step without overflow starts the count again. Every step with an
+            overflow is skipped, whether or not the scale is reduced.
         process_group: If one rank of the group finds NaN or inf, all ranks of the group skip the step. Every rank must
-            call `step` (or `unscale_`) for the same optimizers in the same order, also without a gradient. No group is
-            needed if gradients are averaged over the ranks (DistributedDataParallel), nor for DTensors. A scaler with a
-            group cannot be copied or pickled.
+            call `step` (or `unscale_`) for the same optimizers in the same order, even if it has no gradient. No group
+            is needed for DTensors, or if gradients are averaged over the ranks (DistributedDataParallel). A scaler with
+            a group cannot be copied or pickled.
 
     Raises:
         TypeError: A scale, bound or factor is not a number, `growth_interval` or `hysteresis` is not an integer, or
             `process_group` is not a group.
-        ValueError: A number is out of its range, `min_scale` is above `max_scale`, or `process_group` belongs to other
-            ranks or does not reduce tensors of `device`, or torch knows no device of that name.
+        ValueError: A number is out of its range, `min_scale` is above `max_scale`, or torch knows no device with the
+            name `device`. Or `process_group` belongs to other ranks, or does not reduce tensors of `device`.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -214,7 +226,8 @@ class GradScaler(torch.amp.GradScaler):
 
     _format = 1  # the version of state dicts; raised when earlier releases would misread them
     _has_warned_of_no_gradient = False
-    _last_of_gone: tuple[int, Overflow] | None = None  # the last overflow in deleted optimizers, after its iteration
+    # The last overflow in an optimizer that was deleted since, as a pair: its iteration, and the overflow.
+    _last_deleted_overflow: tuple[int, Overflow] | None = None
 
     def __init__(
         self,
@@ -244,19 +257,21 @@ class GradScaler(torch.amp.GradScaler):
         self._max_scale = max_scale
         self._process_group = process_group
         self._skips_in_a_row = 0
-        self._seen_optimizers = WeakIdKeyDictionary()  # objects, since a new object may get an old id
+        self._seen_optimizers = WeakIdKeyDictionary()  # not a set of ids: a new object may get the id of a deleted one
         self._hysteresis = hysteresis
         self._init_hysteresis_tracker = hysteresis
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        # For each log: iterations minus its count of checks, which orders the overflows of all logs, and its optimizer.
+        # Maps the log of each optimizer to an offset and the optimizer. The offset is the number of this scaler's
+        # iterations minus the number of the log's checks. With it the number of a check becomes an iteration, which
+        # puts the overflows of all logs in order.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
 
     def _check_scale_growth_tracker(self, funcname: str) -> tuple[Tensor, Tensor]:
         if self._process_group is not None and self._scale is None:
-            # This rank had no loss, but the other ranks wait for its verdict.
+            # This rank had no loss to scale, but the other ranks wait for its `found_inf`.
             self._lazy_init_scale_growth_tracker(torch.device(self._device))
         return super()._check_scale_growth_tracker(funcname)
 
@@ -270,7 +285,7 @@ class GradScaler(torch.amp.GradScaler):
         self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=dev)
         self._hysteresis_tracker = torch.full((), self._init_hysteresis_tracker, dtype=torch.int32, device=dev)
 
-    # ----------------------------------------------------------------------------------------------- what it knows
+    # ------------------------------------------------------------------------------------ the scale and the overflows
     def __repr__(self) -> str:
         """Returns the scale and the options that change it. Waits for the device, as `get_scale` does."""
         if not self._enabled:
@@ -284,7 +299,10 @@ class GradScaler(torch.amp.GradScaler):
         return f"{type(self).__name__}({', '.join(f'{name}={value}' for name, value in shown.items())})"
 
     def _shown(self) -> str:
-        """Returns the scale, or why it cannot be read: a repr must not break a capture, nor fail after a CUDA error."""
+        """Returns the scale as text, or why it cannot be read.
+
+        A read would break a graph capture, and would raise an error after a CUDA error. A repr must do neither.
+        """
         if self._scale is None:
             return str(self._init_scale)
         if capturing(self._scale.device):
@@ -296,7 +314,7 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Number of iterations in which a step was skipped, a 0-dim int64 tensor on the device of the scale."""
+        """Number of iterations in which a step was skipped: a 0-dim int64 tensor on the device of the scale."""
         if self._skipped_steps is None:
             return torch.tensor(self._init_skipped_steps, device="cpu")
         return self._skipped_steps
@@ -311,20 +329,24 @@ class GradScaler(torch.amp.GradScaler):
         return None if last is None else last[1]
 
     def _last_in(self, logs: Iterable[OverflowLog]) -> tuple[int, Overflow] | None:
-        """Returns the last overflow in `logs` and in deleted optimizers, after its iteration. Waits for the device."""
+        """Returns the last overflow in `logs` and in deleted optimizers, as a pair: its iteration, and the overflow.
+
+        Waits for the device.
+        """
         found = [(last[0] + self._logs[log][0], Overflow(*last)) for log in logs for last in log.overflows()]
-        if self._last_of_gone is not None:
-            found.append(self._last_of_gone)
+        if self._last_deleted_overflow is not None:
+            found.append(self._last_deleted_overflow)
         return max(found, key=lambda overflow: overflow[0], default=None)
 
     def _forget_the_gone(self) -> None:
-        """Drops the logs of deleted optimizers, and keeps the last overflow in them.
+        """Drops the logs of deleted optimizers, and keeps the last overflow that they hold.
 
-        It waits for the device once after an optimizer was deleted. A capture must not wait: a later iteration does it.
+        If an optimizer was deleted, this waits for the device once. During a capture nothing may wait, so the logs stay
+        until a later iteration.
         """
         gone = [log for log, (_, owner) in self._logs.items() if owner() is None]
         if gone and not any(capturing(device) for log in gone for device in log.records):
-            self._last_of_gone = self._last_in(gone)
+            self._last_deleted_overflow = self._last_in(gone)
             for log in gone:
                 del self._logs[log]
 
@@ -347,7 +369,7 @@ class GradScaler(torch.amp.GradScaler):
             >>> weight.grad
             tensor([1., 1.])
         """
-        if not self._enabled or not _steps_by_itself(optimizer):
+        if not self._enabled or not _handles_scaling(optimizer):
             return super().unscale_(optimizer)
         scale, _ = self._check_scale_growth_tracker("unscale_")
         state = self._per_optimizer_states[id(optimizer)]
@@ -374,13 +396,13 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             RuntimeError: `step` was called for the optimizer since the last `update`, or a closure was passed.
         """
-        if self._enabled and _only_forwards(optimizer):
-            return self._step_plainly(optimizer, *args, **kwargs)
-        if not self._enabled or not _steps_by_itself(optimizer) or hasattr(optimizer, "grad_scale"):
+        if self._enabled and _is_proxy(optimizer):
+            return self._unscale_and_step(optimizer, *args, **kwargs)
+        if not self._enabled or not _handles_scaling(optimizer) or hasattr(optimizer, "grad_scale"):
             if self._enabled and self._is_new(optimizer):
                 _warn_of_eps(optimizer)
             return super().step(optimizer, *args, **kwargs)
-        # A closure would replace the gradients that were checked.
+        # A closure would compute new gradients after the check.
         if any(arg is not None for arg in args) or "closure" in kwargs:
             raise RuntimeError("Closure use is not currently supported if GradScaler is enabled.")
         scale, _ = self._check_scale_growth_tracker("step")
@@ -396,7 +418,10 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _is_new(self, optimizer: Any) -> bool:
-        """Whether this is the first step of `optimizer`. False if it has no weak references, as classes with slots."""
+        """Whether this is the first step of `optimizer`.
+
+        False if no weak reference to `optimizer` can be made (a class with ``__slots__``).
+        """
         try:
             is_new = optimizer not in self._seen_optimizers
             self._seen_optimizers[optimizer] = True
@@ -404,8 +429,8 @@ class GradScaler(torch.amp.GradScaler):
             return False
         return is_new
 
-    def _step_plainly(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
-        """Follows torch's protocol for optimizers without scaler support: unscale, then step if all was finite."""
+    def _unscale_and_step(self, optimizer: Any, *args: Any, **kwargs: Any) -> float | None:
+        """Does what torch's scaler does for most optimizers: unscales, then steps if all gradients were finite."""
         self._check_scale_growth_tracker("step")
         state = self._per_optimizer_states[id(optimizer)]
         if state["stage"] is OptState.STEPPED:
@@ -417,7 +442,7 @@ class GradScaler(torch.amp.GradScaler):
         return result
 
     def _record(self, optimizer: FusedOptimizer, verdict: Verdict) -> Verdict:
-        """Registers the optimizer's log, and returns the verdict of all ranks."""
+        """Registers the optimizer's log. Returns `verdict` with the `found_inf` that all ranks agree on."""
         flag = verdict.found_inf
         self._logs[optimizer._log] = self._iterations - optimizer._log.checks, ref(optimizer)
         flags = self._agree_over_group({} if flag is None else {flag.device: flag})
@@ -440,7 +465,7 @@ class GradScaler(torch.amp.GradScaler):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and param.grad.dtype is torch.float16:
-                # Duplicates are added before the check, since the sum may overflow.
+                # coalesce() adds up entries of the same index. It comes before the check, since a sum may overflow.
                 param.grad = param.grad.coalesce()
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
@@ -454,7 +479,10 @@ class GradScaler(torch.amp.GradScaler):
     def _maybe_opt_step(
         self, optimizer: torch.optim.Optimizer, optimizer_state: dict[str, Any], *args: Any, **kwargs: Any
     ) -> float | None:
-        """Steps if all was finite, as torch does. Notes the flags that the host read, for averages and warnings."""
+        """Steps if all gradients were finite, as torch does.
+
+        The host reads the flags here. The result is kept for `_warn_of_skips` and for `ema_`.
+        """
         flags = optimizer_state["found_inf_per_device"].values()
         found = any(flag.item() for flag in flags)
         optimizer_state["is_skipped"] = found
@@ -472,10 +500,10 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to what the steps since the last `update` found, and count skipped steps.
 
-        It does not wait for the device, except once after an optimizer was deleted, to keep its last overflow.
+        It does not wait for the device, with one exception: after an optimizer was deleted, its last overflow is read.
 
         Args:
-            new_scale: Set the scale to this number, even outside of the bounds.
+            new_scale: Set the scale to this number, even if it is outside of the bounds.
 
         Raises:
             AssertionError: There was no `step` or `unscale_` before.
@@ -491,7 +519,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().update(new_scale)
         if found_inf is not None:
             self._adapt_scale(scale, growth_tracker, found_inf)
-        elif all(s["stage"] is not OptState.STEPPED for s in states):  # else stepped without any gradient
+        elif all(s["stage"] is not OptState.STEPPED for s in states):  # else none had a gradient
             raise AssertionError("No inf checks were recorded prior to update.")
         self._iterations += 1
         if found_inf is None:
@@ -502,7 +530,10 @@ class GradScaler(torch.amp.GradScaler):
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
 
     def _found_inf(self) -> Tensor | None:
-        """The verdict on all optimizers since the last update, on the scale's device; None if none had a gradient."""
+        """Returns the sum of all flags since the last update, on the scale's device.
+
+        None if no optimizer had a gradient.
+        """
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
         flags = [moved(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()]
@@ -531,17 +562,22 @@ class GradScaler(torch.amp.GradScaler):
         else:
             return
         self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
-        if self._skips_in_a_row == PATIENCE:
+        if self._skips_in_a_row == SKIPS_BEFORE_WARNING:
             last = self.last_overflow
             where = f", the last of them in the gradient of {last.parameter}" if last else ""
             warnings.warn(
-                f"GradScaler: {PATIENCE} steps in a row met NaN or inf and were skipped{where}; at a scale of "
-                f"{self.get_scale():g} the model itself is likely to make them: look at the loss before it is scaled",
+                f"GradScaler: {SKIPS_BEFORE_WARNING} steps in a row met NaN or inf and were skipped{where}; at a "
+                f"scale of {self.get_scale():g} the cause is likely to be in the model; look at the loss before it is "
+                "scaled",
                 stacklevel=3,
             )
 
     def _warn_of_no_gradient(self) -> None:
-        """Warns once, where torch's scaler raises an AssertionError: another optimizer may still have gradients."""
+        """Warns once that no optimizer that stepped had a gradient.
+
+        torch's scaler raises an AssertionError in this case. Here it is no error, because an optimizer that did not
+        step may still have gradients.
+        """
         if not self._has_warned_of_no_gradient:
             self._has_warned_of_no_gradient = True
             warnings.warn(
@@ -551,17 +587,20 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
-        """Counts down the overflows in a row that do not reduce the scale. A step without overflow starts again."""
+        """Counts overflows in a row down from `hysteresis`, and returns the count.
+
+        At 0 or below, an overflow reduces the scale. An iteration without overflow sets the count back to `hysteresis`.
+        """
         assert self._hysteresis_tracker is not None  # allocated with the scale
         full = torch.full_like(self._hysteresis_tracker, self._hysteresis)
         return self._hysteresis_tracker.copy_(torch.where(found_inf != 0, self._hysteresis_tracker - 1, full))
 
     # ------------------------------------------------------------------------------------------------- checkpoints
     def state_dict(self) -> dict[str, Any]:
-        """Return a state dict that torch's scaler loads too. Waits for the device.
+        """Return a state dict that torch's scaler can load too. Waits for the device.
 
         Returns:
-            torch's keys and those of this class; empty if the scaler is not enabled.
+            A dict with torch's keys and those of this class. It is empty if the scaler is not enabled.
 
         Examples:
             >>> sorted(amp_kernels.GradScaler("cpu", max_scale=1024.0).state_dict().items())[:3]
@@ -588,7 +627,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's scaler.
 
-        Values that a torch state dict lacks stay those of this scaler. The count of skipped steps starts at 0.
+        A torch state dict lacks the bounds and the hysteresis, which then stay as they are in this scaler. The count of
+        skipped steps starts at 0.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -610,7 +650,10 @@ class GradScaler(torch.amp.GradScaler):
             self._load(self._checked("GradScaler.load_state_dict", state_dict))
 
     def _checked(self, caller: str, state_dict: Any) -> dict[str, Any]:
-        """Returns all that `_load` needs, or raises an error. This scaler supplies what torch's state dicts lack."""
+        """Returns all values that `_load` needs, or raises an error.
+
+        A state dict of torch's scaler lacks the bounds and the hysteresis. They are then taken from this scaler.
+        """
         if not isinstance(state_dict, Mapping):
             raise TypeError(f"{caller}: state_dict must be a dict, got a {type(state_dict).__name__}")
         if not state_dict:
@@ -620,12 +663,12 @@ class GradScaler(torch.amp.GradScaler):
             )
         if reason := why_not_loaded("GradScaler", state_dict.get("format"), self._format):
             raise ValueError(reason)
-        lacking = [name for name in _BY_TORCH if name not in state_dict]
+        lacking = [name for name in _TORCH_KEYS if name not in state_dict]
         if lacking:
-            raise ValueError(f"{caller}: state_dict must hold {', '.join(_BY_TORCH)}, got no {', '.join(lacking)}")
+            raise ValueError(f"{caller}: state_dict must hold {', '.join(_TORCH_KEYS)}, got no {', '.join(lacking)}")
         values = {"min_scale": self._min_scale, "max_scale": self._max_scale, "hysteresis": self._hysteresis}
         values["skipped_steps"] = 0
-        values |= {name: _plain(state_dict[name]) for name in (*_BY_TORCH, *_BY_US) if name in state_dict}
+        values |= {name: _as_number(state_dict[name]) for name in (*_TORCH_KEYS, *_OWN_KEYS) if name in state_dict}
         values.setdefault("_hysteresis_tracker", values["hysteresis"])
         _check_numbers(caller, values)
         return values
@@ -636,7 +679,7 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis = values["hysteresis"]
         self._init_hysteresis_tracker = values["_hysteresis_tracker"]
         self._init_skipped_steps = values["skipped_steps"]
-        # In place, since a captured graph keeps the addresses.
+        # The tensors are overwritten, not replaced, because a captured graph uses their addresses.
         if self._hysteresis_tracker is not None:
             self._hysteresis_tracker.fill_(self._init_hysteresis_tracker)
         if self._skipped_steps is not None:
@@ -654,7 +697,7 @@ class GradScaler(torch.amp.GradScaler):
             state["_init_hysteresis_tracker"] = counts["_hysteresis_tracker"]
             state["_init_skipped_steps"] = counts["skipped_steps"]
             state["_hysteresis_tracker"] = state["_skipped_steps"] = None
-        state["_logs"], state["_last_of_gone"] = {}, None
+        state["_logs"], state["_last_deleted_overflow"] = {}, None
         del state["_seen_optimizers"]  # weak references cannot be pickled
         return state
 

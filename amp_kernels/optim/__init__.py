@@ -1,4 +1,4 @@
-"""`torch.optim` optimizers as fused kernels, with fp32 masters for 16-bit parameters, and averages of weights."""
+"""Optimizers of `torch.optim` as fused kernels, with fp32 masters for 16-bit parameters. Averages of weights."""
 
 from .adam import FusedAdam, FusedAdamW
 from .averages import average_, ema_

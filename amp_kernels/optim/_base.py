@@ -1,7 +1,7 @@
-"""Base class of the fused optimizers: the step, and its protocol with a scaler.
+"""Base class of the fused optimizers: the step, and the methods that a scaler calls.
 
-Its own base classes are in `_checkpoints.py` (state dicts) and `_state.py` (states and masters). A step works on one
-plan for each device; `_plan.py` explains the terms plan, table, layout and form.
+State dicts are in its base class (`_checkpoints.py`), and states and masters in the base class of that (`_state.py`).
+The step has one plan for each device. `_plan.py` explains the terms plan, table, layout and form.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 @dataclass(eq=False)
 class OverflowLog:
-    """The last NaN or inf that gradient passes under a scaler found, for each device.
+    """The last NaN or inf in the gradients of an optimizer under a scaler, for each device.
 
-    If the optimizer is deleted, the scaler keeps the log until the scaler's next `update`.
+    If the optimizer is deleted, the scaler keeps the log until its next `update`.
     """
 
     records: dict[torch.device, Tensor] = field(default_factory=dict)  # the `Record` of csrc/table.h
     names: dict[torch.device, list[str]] = field(default_factory=dict)  # the names of the device's parameters
-    checks: int = 0  # gradient passes under a scaler, without those that CUDA graphs replay
+    checks: int = 0  # gradient passes under a scaler; replays of a CUDA graph are not counted
 
     def overflows(self) -> Iterator[tuple[int, str]]:
-        """Yields the number of a device's last pass that found NaN or inf, and the parameter. Waits for the device."""
+        """Yields, for each device with a NaN or inf, the number of the last pass that found one and the parameter.
+
+        Waits for the device.
+        """
         for device, record in self.records.items():
             _, _, number, member = record.tolist()
             if number > 0:
@@ -51,32 +54,34 @@ class OverflowLog:
 
 
 class Verdict(NamedTuple):
-    """What a gradient pass under a scaler found, for the step that follows.
+    """The result of a gradient pass under a scaler, for the step that follows.
 
-    plans: The plans that the pass has refreshed. The step uses them as they are, which saves 20 us. None if gradients
-        may change between pass and step: there are step hooks, or the pass was that of `unscale_`.
+    plans: The plans that the pass has refreshed. The step uses them without reading the tensors again, which saves
+        20 us. None if gradients may change between the pass and the step, that is, if there are step hooks or if the
+        user called `unscale_`.
     """
 
-    grad_scale: Tensor | None  # the update divides gradients by it; None if they are unscaled already
+    grad_scale: Tensor | None  # the update divides gradients by it; None if they are already unscaled
     found_inf: Tensor | None  # not 0 if a device or rank found NaN or inf; None if there was no gradient
     plans: list[Plan] | None = None
 
 
 class FusedOptimizer(WithCheckpoints):
-    """Base class of the fused optimizers; `FusedSGD` documents what they share."""
+    """Base class of the fused optimizers. The docstring of `FusedSGD` describes it for users."""
 
     _plans: list[Plan] | None = None
-    # The parameters and the entries of `state` that the plans use. Each step compares them with `param_groups` and
-    # `state`, object by object.
+    # The parameters, and the keys and values of `state`, for which the plans were made. Each step compares them with
+    # the objects in `param_groups` and `state`.
     _plan_params: list[list[Tensor]]
     _plan_state: tuple[list[Any], list[Any]]
-    _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # for each group the names of its states
+    _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # for each group, the names of its states
     _captured: tuple[Plan, ...] = ()  # dropped plans whose memory CUDA graphs still use
-    # The verdict on the current step. torch's scaler sets the first two attributes, `_step_under` all three.
+    # The verdict of a scaler on the current step. torch's scaler sets the first two attributes. `_step_under` sets all
+    # three.
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _checked: list[Plan] | None = None
-    # `found_inf` of the last step, for averages. A scaler that skips a step on the host sets it too.
+    # `found_inf` of the last step, which `ema_` reads. A scaler that skips a step on the host sets it too.
     _last_found_inf: Tensor | None = None
 
     def __init__(
@@ -94,13 +99,13 @@ class FusedOptimizer(WithCheckpoints):
         check_options(name, options)
         if foreach and fused:
             raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
-        given: Any = params if isinstance(params, Tensor) else list(params)  # torch refuses a Tensor
+        given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error
         with restored(group for group in given if isinstance(group, dict)):
             super().__init__(given, foreach=False, **options)  # type: ignore[call-arg]
         self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
 
     def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
-        """Adds the options and attributes of a fused optimizer to what torch's constructor has set up."""
+        """Adds the options and attributes of a fused optimizer to those that torch's constructor has set."""
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
         self.defaults["max_grad_norm"] = max_grad_norm
@@ -109,7 +114,7 @@ class FusedOptimizer(WithCheckpoints):
         self._norm: Tensor | None = None
         self._log = OverflowLog()
 
-    # ------------------------------------------------------------------------------------------- what users may read
+    # ---------------------------------------------------------------------------------------------- public properties
     @property
     def max_grad_norm(self) -> float | None:
         """The norm that gradients are clipped to inside the step, or None.
@@ -132,24 +137,26 @@ class FusedOptimizer(WithCheckpoints):
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """The gradient norm before clipping that the last step or scaler measured; None if none was measured yet.
+        """The gradient norm before clipping, as last measured by a step or a scaler. None if it was not measured yet.
 
-        It is a copy, 0-dim fp32 on the device of the parameters. For DTensors it is the norm of this rank's shards.
+        It is a copy: 0-dim, fp32, on the device of the parameters. For DTensors it is the norm of this rank's shards.
         """
         return None if self._norm is None else self._norm.clone()
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Whether a scaler may set ``grad_scale`` and ``found_inf`` in place of unscaling and waiting for the device.
+        """Whether a scaler may set ``grad_scale`` and ``found_inf`` instead of unscaling and waiting for the device.
 
-        False if `step` is overridden, or wrapped by other code than torch's: that code may use the gradients, and
-        expects them unscaled. False for parameters of FSDP1 too: their ranks have to agree on a skip, and with torch's
-        ShardedGradScaler they do so only while it unscales.
+        False if `step` is overridden, or wrapped by code outside of torch. That code may read the gradients, and
+        expects them unscaled.
+
+        False for parameters of FSDP1 too. Their ranks have to agree on a skip, and with torch's ShardedGradScaler they
+        agree only when it unscales.
         """
         return is_in_wrappers_of_torch(self.step, _OUR_STEP) and not self._is_flattened()
 
     def _is_flattened(self) -> bool:
-        # FSDP1 needs a process group. Without one, no step has to look at a thousand parameters.
+        # FSDP1 needs a process group. If there is none, a step need not look at every parameter (perhaps a thousand).
         if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
             return False
         return any(getattr(p, "_fsdp_flattened", False) for params in self._params_by_group() for p in params)
@@ -159,10 +166,11 @@ class FusedOptimizer(WithCheckpoints):
     @torch.inference_mode(False)  # state made in inference mode could not be written outside of it
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one step, or none if a scaler found NaN or inf. Does not wait for the device.
+        """Take one step. If a scaler found NaN or inf, nothing changes. Does not wait for the device.
 
         Args:
-            closure: A function that evaluates the model again and returns the loss. As in torch, a scaler refuses it.
+            closure: A function that evaluates the model again and returns the loss. Under a scaler a closure is an
+                error, as in torch.
 
         Returns:
             What `closure` returned, or None.
@@ -170,9 +178,9 @@ class FusedOptimizer(WithCheckpoints):
         Raises:
             TypeError: A parameter or gradient is not fp32, fp16 or bf16, or has no memory of its own (wrapper
                 subclasses, fake and meta tensors).
-            RuntimeError: A gradient is sparse, or its shape, device or mesh differs from its parameter's. Tensors that
-                the step writes share memory. `max_grad_norm` is set with sharded parameters. A CUDA graph is captured
-                before there is state.
+            RuntimeError: A gradient is sparse, or differs from its parameter in shape, device or mesh. Or two tensors
+                that the step writes share memory. Or `max_grad_norm` is set and parameters are sharded. Or the step is
+                captured in a CUDA graph before there is state.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -195,7 +203,7 @@ class FusedOptimizer(WithCheckpoints):
         if plans is None:
             plans = self._prepare()
             if max_norm is not None:
-                self._pass_over(plans, grad_scale, divide=True, write=False, clear=False)
+                self._run_gradient_pass(plans, grad_scale, divide=True, write=False, clear=False)
         norm = self._norm if max_norm is not None else None
         for plan in plans:
             plan.update(
@@ -204,7 +212,7 @@ class FusedOptimizer(WithCheckpoints):
         return loss
 
     def _refuse_partial_norm(self) -> None:
-        """Raises RuntimeError if this rank has only a part of the gradients."""
+        """Raises RuntimeError if this rank holds only a part of the gradients."""
         parts = {
             "DTensor parameters": any(isinstance(p, DTensor) for ps in self._params_by_group() for p in ps),
             "parameters of FSDP1": self._is_flattened(),
@@ -217,7 +225,7 @@ class FusedOptimizer(WithCheckpoints):
                     "norm of its part; call torch's clip_grad_norm_, or FSDP's, before the step"
                 )
 
-    def _pass_over(
+    def _run_gradient_pass(
         self, plans: Sequence[Plan], scale: Tensor | None, *, divide: bool, write: bool, clear: bool
     ) -> None:
         """Runs the gradient pass on every device; see `Plan.check`."""
@@ -234,16 +242,17 @@ class FusedOptimizer(WithCheckpoints):
     def _check(self, scale: Tensor | None, *, divide: bool = True, write: bool = False) -> Verdict:
         """Runs the gradient pass for a scaler. `divide`, `write`: as in `Plan.check`."""
         plans = self._prepare(writes=write)
-        self._pass_over(plans, scale, divide=divide, write=write, clear=True)
+        self._run_gradient_pass(plans, scale, divide=divide, write=write, clear=True)
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
-        # Hooks may change gradients after this pass. As in torch, the verdict does not change with them.
+        # Hooks may change gradients after this pass. They do not change `found_inf`, as in torch.
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 
     def _agree_over_meshes(self, flags: list[Tensor]) -> Tensor | None:
         """Combines the flags of all devices, and of all ranks that hold shards of a parameter.
 
-        Ranks without a gradient take part. If only some ranks updated a parameter, its shards would not fit together.
+        If only some ranks updated a parameter, its shards would not belong to the same step. A rank without a gradient
+        takes part too, since the other ranks wait for it.
         """
         meshes = list(dict.fromkeys(mesh for plan in self._plans or () for mesh in plan.meshes))
         if not flags and meshes:
@@ -260,10 +269,10 @@ class FusedOptimizer(WithCheckpoints):
 
     @torch.compiler.disable  # dynamo of torch 2.11 cannot trace how the attributes are set
     def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
-        """Calls `step`, including what torch and schedulers have wrapped around it.
+        """Calls `step`, including the wrappers that torch and schedulers have put around it.
 
-        The verdict is passed in attributes, as torch's scaler passes it, and not as an argument: step hooks may replace
-        arguments, and a step without its verdict would apply gradients that overflowed.
+        The verdict is passed in attributes, as torch's scaler does, and not as an argument. Step hooks may replace
+        arguments. A step that lost its verdict would apply gradients with NaN or inf.
         """
         self.grad_scale, self.found_inf, self._checked = verdict
         try:
@@ -273,11 +282,11 @@ class FusedOptimizer(WithCheckpoints):
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
-        """Lets the plans read the tensors of this step, and returns the plans that have a gradient.
+        """Refreshes the plans from the tensors of this step, and returns the plans with at least one gradient.
 
         Args:
             writes: Whether gradients will be written.
-            of_all: Whether to return plans without any gradient too.
+            of_all: Whether to return the plans without a gradient too.
         """
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
@@ -304,14 +313,14 @@ class FusedOptimizer(WithCheckpoints):
         return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
 
     def _follow(self) -> None:
-        """Makes new plans if parameters or backends changed. If entries of `state` changed, the plans take these."""
+        """Makes new plans if parameters or backends changed. If only `state` changed, updates the plans' entries."""
         lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
         same = sweep().same
         if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
             self._make_plans()
         elif not same(lists, self._plan_params, self.state, *self._plan_state):
             if same(lists, self._plan_params, {}, [], []):
-                self._take_states()
+                self._refresh_state_entries()
             else:
                 self._make_plans()
 
@@ -321,7 +330,8 @@ class FusedOptimizer(WithCheckpoints):
         devices = (param.device for _, _, param in self._named_parameters() if not param.is_meta)
         first = next(devices, torch.device("cpu"))
         for name, index, param in self._named_parameters():
-            # No device has kernels for a meta parameter. It may be in any plan: each refuses a gradient for it.
+            # No device has kernels for a meta parameter. It is put into the first plan. Any plan would do, since each
+            # raises an error if such a parameter has a gradient.
             device = first if param.is_meta else param.device
             members = by_device.setdefault(device, Members([], [], [], []))
             members.params.append(param)
@@ -329,9 +339,9 @@ class FusedOptimizer(WithCheckpoints):
             members.groups.append(index)
         self._plans = [self._make_plan(device, members) for device, members in by_device.items()]
         self._plan_params = [list(params) for params in self._params_by_group()]
-        self._take_states()
+        self._refresh_state_entries()
 
-    def _take_states(self) -> None:
+    def _refresh_state_entries(self) -> None:
         for plan in self._plans or ():
             states = (self.state.get(param) for param in plan.members.params)
             plan.members.states[:] = [state if isinstance(state, dict) else None for state in states]
@@ -349,9 +359,10 @@ class FusedOptimizer(WithCheckpoints):
         return NativePlan(backend, ops, self._family, device, members, record)
 
     def _column(self, name: str, index: int, param: Tensor) -> Column | None:
-        """Returns the tensors of a parameter, after making its state fit.
+        """Makes the state of a parameter fit, and returns the parameter's tensors.
 
-        None if the parameter has no gradient, and either no count of steps or state that cannot be made to fit.
+        Returns None for a parameter without a gradient, if it has no count of steps either, or if its state cannot be
+        made to fit.
         """
         has_gradient = param.grad is not None
         if not has_gradient and "step" not in self.state.get(param, ()):
@@ -382,10 +393,10 @@ class FusedOptimizer(WithCheckpoints):
     @torch.inference_mode(False)
     @torch.no_grad()
     def init_state(self) -> None:
-        """Allocate state and tables for every parameter that requires a gradient, as the first step would.
+        """Allocate the state and tables that the first step would, for every parameter that requires a gradient.
 
-        Call it before capturing a CUDA graph whose first replay is the first step. Tables are made for gradients in
-        the dtypes of their parameters.
+        Call it before you capture a CUDA graph if no step was taken yet. The tables fit gradients that have the dtypes
+        of their parameters.
 
         Raises:
             TypeError: A parameter is not fp32, fp16 or bf16.
@@ -406,14 +417,14 @@ class FusedOptimizer(WithCheckpoints):
             plan.load()
 
     def _drop_plans(self) -> None:
-        # A CUDA graph may still be replayed, and must not write into freed memory.
+        # A plan that a CUDA graph uses is kept: a later replay of the graph would write into freed memory.
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         self._plans = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()
         super().__setstate__(state)
-        self._last_found_inf = None  # the last step was taken before the load
+        self._last_found_inf = None  # it belongs to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
 
@@ -433,7 +444,7 @@ class FusedOptimizer(WithCheckpoints):
             >>> [group["lr"] for group in optimizer.param_groups]
             [0.5, 0.25]
         """
-        if isinstance(param_group, dict):  # torch refuses anything else
+        if isinstance(param_group, dict):  # for anything else torch raises an error
             check_max_grad_norm(type(self).__name__, param_group.get("max_grad_norm"))
         name, is_group = type(self).__name__, isinstance(param_group, dict)
         if is_group and "params" in param_group:
@@ -447,9 +458,9 @@ _OUR_STEP = inspect.unwrap(FusedOptimizer.__dict__["step"])
 
 
 def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
-    """Returns what a scaler set, as a 0-dim fp32 tensor. None if it set nothing, or the int 0.
+    """Returns the attribute that a scaler set, as a 0-dim fp32 tensor.
 
-    torch's scaler sets the int 0 if there was no gradient.
+    None if it is not set or not a tensor. torch's scaler sets the int 0 if there was no gradient.
     """
     value = getattr(optimizer, name, None)
     if not isinstance(value, Tensor):

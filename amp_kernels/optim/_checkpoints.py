@@ -1,4 +1,4 @@
-"""State dicts of the fused optimizers: torch's format, and fp32 masters for 16-bit parameters."""
+"""Saves and loads the state dicts of the fused optimizers: torch's format, with fp32 masters for 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ._tensors import has_memory, kind, local
 
 
 class WithCheckpoints(WithState):
-    """An optimizer that saves its fp32 masters, and that also loads state dicts of torch's optimizers."""
+    """An optimizer that saves its fp32 masters, and that can also load state dicts of torch's optimizers."""
 
     _format = 1  # the version of state dicts; raised when earlier releases would misread them
 
@@ -25,7 +25,7 @@ class WithCheckpoints(WithState):
         """Return a state dict in torch's format, with the fp32 masters of 16-bit parameters. Waits for the device.
 
         States are in fp32 and `step` is an fp32 CPU tensor, as in torch. If there are no 16-bit parameters, the
-        matching torch optimizer loads the state dict too; it ignores the additional key "format".
+        matching torch optimizer can load the state dict too. It ignores the additional key "format".
 
         Returns:
             The state dict.
@@ -46,9 +46,9 @@ class WithCheckpoints(WithState):
     @staticmethod
     @torch.no_grad()
     def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Rewrites the entries of a state dict as torch keeps them: `step` is an fp32 CPU tensor, masters are fp32.
+        """Converts the entries of a state dict to torch's format: `step` is an fp32 CPU tensor, masters are fp32.
 
-        A parameter without an update has no state, except its master.
+        If a parameter was not updated yet, its `step` and states are left out. Its master is saved.
         """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
@@ -72,9 +72,9 @@ class WithCheckpoints(WithState):
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
-        A remainder does not tell its dtype, but the weights do: a parameter was bf16 if at least half of its nonzero
-        elements are bf16 numbers. (One in eight random fp16 numbers is one too.) A parameter with fewer than 16 nonzero
-        elements counts as bf16 only if all parameters do.
+        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter counts as bf16
+        if at least half of its nonzero elements are bf16 numbers. (One in eight random fp16 numbers is also a bf16
+        number.) If fewer than 16 of its elements are nonzero, it counts as bf16 only if all other parameters do too.
         """
         params = [
             p
@@ -92,18 +92,20 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters and states are loaded in fp32, whatever the dtype of the parameters. State that a torch state dict lacks
-        starts from its default. A state dict of fp32 parameters has no masters: the optimizer then keeps its own. If
-        the weights were saved in the other 16-bit dtype, each master is within a unit in the last place of its weight.
-        To keep all bits of the masters, use `load_fp32_state_dict`.
+        Masters and states are loaded in fp32, whatever the dtype of the parameters is. State that a torch state dict
+        lacks starts from its default. A state dict of fp32 parameters has no masters. The optimizer then keeps the
+        masters that it has.
+
+        If a model in one 16-bit dtype loads weights that were saved in the other, each master is within a unit in the
+        last place of its weight. To keep all bits of the masters, use `load_fp32_state_dict`.
 
         Args:
             state_dict: What `state_dict()` returned.
 
         Raises:
-            ValueError: The state dict belongs to another optimizer or to a later release; a state has another shape
-                than its parameter or is not a floating-point tensor; a state, a master or a step is missing or invalid.
-                Nothing was modified.
+            ValueError: The state dict belongs to another optimizer, or a later release saved it. Or a state is not a
+                floating-point tensor, or has another shape than its parameter. Or a state, a master or a step is
+                missing or invalid. Nothing was modified.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -115,7 +117,7 @@ class WithCheckpoints(WithState):
             >>> optimizer.param_groups[0]["lr"], int(optimizer.state[weight]["step"])
             (0.5, 1)
         """
-        # The entries that this class loads itself: torch would cast them to the dtypes of the parameters.
+        # These entries are loaded by this class, because torch would cast them to the dtypes of the parameters.
         saved: dict[int, dict[str, Any]] = {}
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +137,9 @@ class WithCheckpoints(WithState):
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
         before = dict(self.__dict__)
-        # Ours has no entries before the first step, when masters are weights. torch's SGD has none without momentum.
+        # `kept` is the state whose masters stay if the state dict has none. If a state dict of this class has no
+        # entries, it was saved before the first step. Each master was then its weight, so no master stays. A state dict
+        # of torch's SGD without momentum never has entries.
         kept = {} if "format" in state_dict and not state_dict.get("state") else before["state"]
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks
@@ -144,7 +148,7 @@ class WithCheckpoints(WithState):
         try:
             super().load_state_dict(state_dict)
         except BaseException:
-            self.__dict__.update(before)  # nothing has modified its state and groups
+            self.__dict__.update(before)  # a load replaces `state` and `param_groups`, and does not modify them
             raise
         finally:
             for handle in handles:
@@ -152,8 +156,11 @@ class WithCheckpoints(WithState):
         self._warn_of_lost_bits(saved)
 
     def _load_entries(self, saved: dict[int, dict[str, Any]], before: dict[Any, Any]) -> None:
-        """Loads entries by the positions of their parameters. `before` is the state whose masters may stay."""
-        # A state dict of fp32 parameters has no masters. Those that load_fp32_state_dict loaded stay.
+        """Loads the saved entries. `saved` has them by the positions of their parameters.
+
+        A state dict of fp32 parameters has no masters. The masters in `before` then stay, for example those that
+        `load_fp32_state_dict` has loaded.
+        """
         keeps_masters = not any("master" in entry for entry in saved.values())
         for position, (name, index, param) in enumerate(self._named_parameters()):
             if keeps_masters and "remainder" in before.get(param, {}):
@@ -170,9 +177,13 @@ class WithCheckpoints(WithState):
             )
 
     def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
-        """Raises ValueError if a saved entry cannot be loaded. `what` begins the message, with {} for the key."""
+        """Raises ValueError if a saved entry cannot be loaded.
+
+        `what` is the first part of the message. It contains {} in place of the key.
+        """
         if "remainder" in entry and entry.get("master") is None:
-            # torch fills a flattened state dict by the keys of `optimizer.state`, which has remainders and no masters.
+            # To flatten a state dict, torch takes the keys from `optimizer.state`. They include "remainder", but not
+            # "master".
             raise ValueError(
                 f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place, as "
                 "torch.distributed.checkpoint makes it with flatten_optimizer_state_dict=True; get, load and set state "
@@ -188,7 +199,7 @@ class WithCheckpoints(WithState):
                 raise ValueError(f"{what.format(key)} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
         steps = check_step(what.format("step"), entry["step"]) if "step" in entry else None
         needed = {key for key in self._state_names({**self.defaults, **group}) if key is not None}
-        needed -= {self._set_at_first_step}  # torch.optim.SGD counts no steps, and may have no buffer yet
+        needed -= {self._set_at_first_step}  # torch.optim.SGD counts no steps, and its buffer may not exist yet
         if self._set_at_first_step is None and steps is None and any(entry.get(key) is not None for key in needed):
             raise ValueError(f"{what.format('step')} must be in the state dict with the other states; it has none")
         missing = sorted(key for key in needed if entry.get(key) is None)
@@ -212,7 +223,7 @@ class WithCheckpoints(WithState):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        # torch expects a step in every entry that is not empty.
+        # torch expects the key "step" in every entry that is not empty.
         entries = state.get("state", {})
         stepless = {p: entry for p, entry in entries.items() if isinstance(entry, dict) and "step" not in entry}
         rest = defaultdict(dict, {p: entry for p, entry in entries.items() if p not in stepless})
@@ -231,10 +242,10 @@ class WithCheckpoints(WithState):
         state = self.state[param]
         for key in self._family.states:
             if saved.get(key) is not None:
-                if key not in state:  # the options do not need it now, but may change back
+                if key not in state:  # not needed with the present options, but these may be changed back
                     state[key] = zeros_like(param)
                 state[key].copy_(saved[key])
-        # torch.optim.SGD counts no steps. A momentum buffer shows that at least one was taken.
+        # torch.optim.SGD counts no steps. If there is a momentum buffer, at least one step was taken.
         step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
         state["step"].fill_(int(step))
 
@@ -249,12 +260,12 @@ def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
 
 
 def _exported(step: Any) -> Tensor:
-    """Returns a count of steps as torch keeps it, in fp32 on the CPU."""
+    """Returns a count of steps as torch saves it: a 0-dim fp32 tensor on the CPU."""
     is_count = isinstance(step, Tensor) and step.dtype is torch.int32
     return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
 
 
 def _is_mostly(plain: Tensor, dtype: torch.dtype) -> bool:
-    """Whether at least half of the nonzero elements are numbers of `dtype`."""
+    """Whether at least half of the nonzero elements can be represented in `dtype`."""
     numbers = plain[plain != 0]
     return 2 * int((numbers.to(dtype).float() == numbers).sum()) >= numbers.numel()

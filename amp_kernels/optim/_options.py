@@ -1,4 +1,4 @@
-"""Checks of the options that fused optimizers get in their constructor and in parameter groups."""
+"""Checks of the options that users pass to the constructor of a fused optimizer, or in parameter groups."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def check_params(name: str, params: Any) -> None:
         got = f"the module {type(params).__name__}; pass model.parameters()"
     elif isinstance(params, Mapping):
         got = f"one {type(params).__name__}; pass model.parameters(), or a list of groups [{{'params': ...}}]"
-    elif isinstance(params, Iterable):  # also a Tensor, which torch refuses
+    elif isinstance(params, Iterable):  # this includes a Tensor, for which torch raises an error
         return
     else:
         got = f"{params!r}; pass model.parameters()"
@@ -48,7 +48,7 @@ def check_max_grad_norm(name: str, value: Any) -> float | None:
 
 @contextlib.contextmanager
 def restored(groups: Iterable[dict[str, Any]]) -> Iterator[None]:
-    """Restores the caller's group dicts after an error, since torch writes its defaults into them."""
+    """Restores the caller's group dicts if the block raises an error, since torch writes its defaults into them."""
     before = [(group, dict(group)) for group in groups]
     try:
         yield

@@ -1,15 +1,18 @@
-"""The step on one device: a plan writes a table of its tensors, and launches the kernels that read the table.
+"""Plans: the step on one device. A plan writes a table that describes the tensors, and launches kernels that read it.
 
-- The *table* (csrc/table.h) is int64, with a column for each parameter. Its rows hold the size, the dtype of the
-  gradient and the group, then the addresses of gradient, parameter, remainder, count of steps and states.
-- The *form* of a column is a number that encodes its dtypes and the states that it has. The kernel of an update is
-  compiled for one `Form`.
-- A *chunk* is a piece of a tensor, for one thread block. A *chunk entry* is its tensor and its position there.
-- A *layout* is what depends only on sizes, dtypes and groups, such as the chunk entries. It stays on the device.
-- A *block* is the memory that a step sends: forms, table and hyper-parameters.
+- The *table* (csrc/table.h) is int64 and has a column for each parameter. Its first rows hold the size, the dtype of
+  the gradient and the group. The other rows hold addresses: of the gradient, the parameter, the remainder, the count of
+  steps, and the states.
+- The *form* of a column is a number. It encodes the dtypes of parameter and gradient, and which states there are. An
+  update kernel is compiled for one `Form`.
+- A *chunk* is a piece of a tensor, which one thread block processes. A *chunk entry* holds the index of the tensor, and
+  the index of the chunk in that tensor.
+- A *layout* is the part of a step that depends only on sizes, dtypes and groups, such as the chunk entries. It stays on
+  the device.
+- A `Block` is the memory that a step sends to the device: forms, table and hyper-parameters.
 - A *mirror* is a dense copy of a parameter with gaps. Kernels write the mirror, and the plan copies it back.
 
-A plan remembers nothing about a tensor. It owns scratch memory and layouts.
+A plan keeps scratch memory and layouts from one step to the next, and nothing about the tensors themselves.
 """
 
 from __future__ import annotations
@@ -42,9 +45,9 @@ if TYPE_CHECKING:
     from ..families import Family
     from ..ops.library import Kernels
 
-LR_COLUMN = HYPER_COLUMNS - 1  # holds a group's float learning rate; a tensor lr is read at its own address
-HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words that a group's fp32 hyper-parameters take
-LAYOUTS = 4  # layouts that a plan keeps, since steps may alternate between sets of gradients, or between their dtypes
+LR_COLUMN = HYPER_COLUMNS - 1  # holds a group's learning rate if it is a float; a tensor is read at its own address
+HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words for the fp32 hyper-parameters of a group
+LAYOUTS = 4  # layouts that a plan keeps: steps may alternate between sets of gradients, or between their dtypes
 
 
 def capturing(device: torch.device) -> bool:
@@ -52,7 +55,7 @@ def capturing(device: torch.device) -> bool:
 
 
 class Members(NamedTuple):
-    """The parameters of one device, in the order of the groups."""
+    """The parameters on one device, in the order of the groups."""
 
     params: list[Tensor]
     names: list[str]
@@ -65,7 +68,7 @@ class Column(NamedTuple):
 
     memory: Tensor  # the parameter, or this rank's shard of it
     param: Tensor  # what kernels write: `memory`, or its mirror
-    remainder: Tensor | None  # of a 16-bit parameter's master
+    remainder: Tensor | None  # of the master, if the parameter has 16 bits
     step: Tensor
     states: tuple[Tensor | None, ...]
 
@@ -77,7 +80,7 @@ class Column(NamedTuple):
         return [t for t in (self.memory, self.remainder, self.step, *self.states) if t is not None]
 
 
-# Takes a parameter's name, the number of its group, and the parameter. See `FusedOptimizer._column`.
+# A function of a parameter's name, the number of its group, and the parameter: `FusedOptimizer._column`.
 Read = Callable[[str, int, Tensor], Column | None]
 
 
@@ -89,15 +92,15 @@ class Hyper(NamedTuple):
 
 
 def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if tensors that a step writes share memory, or a gradient lies in one of them."""
+    """Raises RuntimeError if two tensors that a step writes share memory, or if a gradient overlaps one of them."""
     named = [(name, tensor) for name, column in zip(names, columns, strict=True) for tensor in column.written()]
     position = shares_memory([tensor for _, tensor in named])
     if position is not None:
         raise RuntimeError(
             f"step: {named[position][0]} and its state must not share memory with themselves, another parameter or "
-            "its state; make one Parameter of what is shared, or clone() it"
+            "its state; use one Parameter for the shared memory, or clone() it"
         )
-    # Without mirrored parameters, since `Spans` takes no tensors with gaps. No gradient can lie in a mirror.
+    # Mirrored parameters are left out, because `Spans` takes only dense tensors. No gradient can overlap their mirrors.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])
     for name, grad in zip(names, grads, strict=True):
         if written.meet(grad):
@@ -118,26 +121,27 @@ class Plan:
         self.backend = backend
         self.device = device
         self.members = members
-        # In the order of the parameters: every rank has to reduce over the meshes in the same order.
+        # The meshes are in the order of the parameters, because every rank has to reduce over them in the same order.
         self.meshes = list(dict.fromkeys(p.device_mesh for p in members.params if isinstance(p, DTensor)))
-        # int64, the `Record` of csrc/table.h: ticket, passes, then pass and parameter of the last overflow.
+        # The `Record` of csrc/table.h, int64: the ticket, the number of passes, and the pass and parameter of the last
+        # overflow.
         self.record = record
         self.found_inf = torch.zeros((), dtype=torch.float32, device=device)
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
 
     def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
-        """Reads the tensors for the next pass and update. Returns False if a parameter is on another device.
+        """Reads the tensors for the next pass and update. Returns False if a parameter has moved to another device.
 
         Args:
-            keys: For each group the names of its states, in the order of rows.
+            keys: For each group, the names of its states in the order of the table's rows.
             read: Reads the column of a parameter.
             writes: Whether gradients will be written.
         """
         raise NotImplementedError
 
     def load(self) -> None:
-        """Allocates scratch memory and chunk entries, and loads kernels, which a graph capture may not do."""
+        """Allocates scratch memory and chunk entries, and loads kernels. A graph capture must not do any of this."""
 
     def set_hyper(self, hyper: Sequence[Hyper]) -> None:
         raise NotImplementedError
@@ -149,8 +153,8 @@ class Plan:
             scale: Factor of the gradients, or None.
             divide: Whether to divide by `scale`.
             write: Whether to write the scaled gradients.
-            clear: Whether `found_inf` starts at 0 and `record` counts the pass. Otherwise the pass adds to the verdict
-                of an earlier pass over the same gradients.
+            clear: If True, `found_inf` starts at 0 and `record` counts the pass. If False, `found_inf` keeps the result
+                of an earlier pass over the same gradients unless this pass sets it, and `record` does not change.
         """
         raise NotImplementedError
 
@@ -161,7 +165,7 @@ class Plan:
         grad_norm: Tensor | None,
         max_norm: float,
     ) -> None:
-        """Updates the parameters, unless `found_inf` is not 0. Gradients are divided by `grad_scale` and clipped."""
+        """Updates the parameters if `found_inf` is 0 or None. Gradients are divided by `grad_scale` and clipped."""
         raise NotImplementedError
 
     @property
@@ -176,16 +180,16 @@ class Form(NamedTuple):
     param_dtype: int  # of `DTYPE_CODES`
     split: bool  # whether masters are stored as remainders
     grad_dtype: int
-    states: int  # bit k: some tensor has the k-th state
+    states: int  # bit k is set if at least one tensor of the launch has the k-th state
 
 
 class Block(NamedTuple):
-    """The int64 words that a step sends, and views of their parts."""
+    """The int64 words that a step sends to the device, and views of their parts."""
 
     words: Tensor
     forms: Tensor  # [parameters]
     table: Tensor  # [rows, parameters]
-    rates: Tensor  # [groups], the addresses of learning rates
+    rates: Tensor  # [groups], the addresses of the learning rates
     hyper: Tensor  # fp32 [groups, HYPER_COLUMNS]
 
     @classmethod
@@ -199,19 +203,19 @@ class Block(NamedTuple):
 class Layout(NamedTuple):
     """The part of a step that depends only on sizes, dtypes and groups; it stays on the device."""
 
-    key: Tensor  # the sizes, dtypes and groups, on the host: forms and fixed rows of the table
+    key: Tensor  # on the host: the forms, and the table's rows of sizes, dtypes and groups
     chunk_size: int
     entries: Tensor  # the chunk entries, int32 [chunks, 2]
     buckets: list[tuple[Form, Tensor]]  # the chunk entries of each form
-    partials: Tensor  # fp64, for each chunk the sum of its squares
-    block: Block  # on the device; it already holds the key
+    partials: Tensor  # fp64, a sum of squares for each chunk
+    block: Block  # on the device; the key is already in it
 
 
 class NativePlan(Plan):
-    """Launches native kernels: one for `check`, and one for `update` of each form.
+    """A plan that launches native kernels: one for `check`, and one per form for `update`.
 
-    Each step writes the table into a block on the host. It sends only what follows the key, since the layout's block on
-    the device holds the key already:
+    Each step writes the table into a block on the host. The layout's block on the device already holds the key, so only
+    the part after the key is sent:
 
         | forms | sizes, dtypes, groups | addresses: a row for each array | addresses of rates | fp32 hyper-parameters |
         |------------- key -------------|
@@ -228,16 +232,16 @@ class NativePlan(Plan):
         self._shape: tuple[int, int] | None = None  # rows of the table, and groups
         self._layouts: list[Layout] = []  # the most recently used first
         self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
-        self._columns: dict[int, Column] = {}  # the columns that Python read; the sweep keeps no tensors
-        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients, and copies with the strides of the parameter
-        self._rate_tensors: dict[int, Tensor] = {}  # by group, learning rates that kernels read
+        self._columns: dict[int, Column] = {}  # the columns that were read in Python; the C++ sweep keeps no tensors
+        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients, each with a copy in the strides of its parameter
+        self._rate_tensors: dict[int, Tensor] = {}  # for each group, the learning rate if kernels read it from a tensor
         self._kept: list[object] = []  # objects whose memory captured graphs use
 
     # ---------------------------------------------------------------------------------------------- reading the tensors
     def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
         self._block = None
         self._columns, self._relaid = {}, []
-        if not any(name for names in keys for name in names[self._required :]):  # the table may end after these rows
+        if not any(name for names in keys for name in names[self._required :]):  # then no group has an optional state
             keys = tuple(names[: self._required] for names in keys)
         self._fit_block(keys)
         members = self.members
@@ -263,17 +267,19 @@ class NativePlan(Plan):
         return True
 
     def _fit_block(self, keys: tuple[tuple[str | None, ...], ...]) -> None:
-        """Allocates the host's block for a table with a row for each state in `keys`."""
+        """Allocates the block on the host, for a table with a row for each state in `keys`."""
         shape = Row.STATE + len(keys[0]) if keys else Row.STATE, len(keys)
         if shape == self._shape:
             return
         self._shape = rows, groups = shape
-        # Python reads numbers from this array: a read from a tensor could be mistaken for one that waits for a device.
+        # Python reads numbers from this array and not from a tensor, since a read from a tensor could be mistaken for
+        # one that waits for a device.
         self._words = array("q", bytes(8 * ((1 + rows) * self._count + groups * (1 + HYPER_WORDS))))
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
         self._forms, self._table = self._host.forms, self._host.table
         self._key = self._host.words[: (1 + FIXED_ROWS) * self._count]
-        # Scratch memory of `Sweep.apart`: table and forms of its last call, and the stretches that a step writes.
+        # Scratch memory of `Sweep.apart`: the table and forms that it last checked, and the memory ranges that a step
+        # writes.
         self._checked = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
         self._spans = _host(2 * self._count * (rows - Row.PARAM))
         self._hyper_key: list[Any] = []
@@ -281,16 +287,16 @@ class NativePlan(Plan):
         self._layouts = []
 
     def _row(self, row: int) -> Sequence[int]:
-        """A row of the table on the host; row -1 holds the forms."""
+        """Returns a row of the table on the host. Row -1 holds the forms."""
         return self._words[(1 + row) * self._count : (2 + row) * self._count]
 
     def _read_columns(self, read: Read) -> bool:
-        """Writes the columns that the sweep left to Python. Returns False if a parameter is on another device."""
+        """Writes the columns that the sweep left unread. Returns False if a parameter is on another device."""
         for t in [t for t, form in enumerate(self._row(-1)) if form == UNREAD]:
             param, name = self.members.params[t], self.members.names[t]
             column = read(name, self.members.groups[t], param)
             self._write(t, ABSENT, [0] * len(self._table))
-            if column is None or (column.is_mirrored and param.grad is None):  # the mirror would be copied back
+            if column is None or (column.is_mirrored and param.grad is None):  # nothing to update, or to copy back
                 continue
             if column.param.device != self.device:
                 return False
@@ -300,11 +306,11 @@ class NativePlan(Plan):
         return True
 
     def _write(self, t: int, form: int, rows: Sequence[int]) -> None:
-        # Through the array: two assignments to tensors would take 11 us more for each column.
+        # This writes to the array, because two assignments to tensors would take 11 us more for each column.
         self._words[t : (1 + len(self._table)) * self._count : self._count] = array("q", (form, *rows))
 
     def _laid_out(self, grad: Tensor, column: Column) -> Tensor:
-        """Returns the gradient, or a copy with the strides of its parameter."""
+        """Returns the gradient if it has the strides of its parameter, otherwise a copy with these strides."""
         if same_layout(grad, column.param):
             return grad
         copy = torch.empty_like(column.param, dtype=grad.dtype).copy_(grad)
@@ -314,8 +320,8 @@ class NativePlan(Plan):
     def _put(self, t: int, column: Column, grad: Tensor | None) -> None:
         code = DTYPE_CODES[column.param.dtype]
         grad_code = code if grad is None else DTYPE_CODES[grad.dtype]
-        # Kernels skip a column whose gradient has the address 0. An empty gradient has no address, but its parameter's
-        # updates are counted: it gets another address.
+        # Kernels skip a column if the address of its gradient is 0. An empty gradient has no address, but the updates
+        # of its parameter are counted. The table then holds the address of the count instead.
         where = 0 if grad is None else grad.data_ptr() or column.step.data_ptr()
         arrays = (column.param, column.remainder, column.step, *column.states[: len(self._table) - Row.STATE])
         states = sum((state is not None) << k for k, state in enumerate(column.states))
@@ -323,14 +329,14 @@ class NativePlan(Plan):
         self._write(t, code | grad_code << 2 | states << 4, rows)
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
-        """Returns the gradients that there are, after the names of their parameters."""
+        """Returns the names of the parameters that have a gradient, and their gradients."""
         named = zip(self.members.names, self.members.params, strict=True)
         found = [(name, local(p.grad)) for name, p in named if p.grad is not None]
         return [name for name, _ in found], [grad for _, grad in found]
 
     # ------------------------------------------------------------------------------------------------------ memory
     def _check_memory(self, read: Read) -> None:
-        """Raises RuntimeError if tensors that a step writes share memory, or a gradient lies in one of them."""
+        """Raises RuntimeError if two tensors that a step writes share memory, or if a gradient overlaps one of them."""
         met = sweep().apart(self._table, self._forms, self._checked, self._spans)
         if met >= 0:
             refuse_gradient(self.members.names[met])
@@ -338,7 +344,10 @@ class NativePlan(Plan):
             self._check_each(read)
 
     def _check_each(self, read: Read) -> None:
-        """Does the same in Python, exactly: interleaved views, and parameters without a gradient, are no error."""
+        """Does the same check exactly, in Python.
+
+        It allows interleaved views, and does not look at parameters without a gradient.
+        """
         members, columns = self.members, {}
         for t in [t for t, grad in enumerate(self._row(Row.GRAD)) if grad]:
             column = self._columns.get(t) or read(members.names[t], members.groups[t], members.params[t])
@@ -351,7 +360,7 @@ class NativePlan(Plan):
         self._layout()
 
     def _layout(self) -> Layout:
-        """Returns the layout of this step: one that is kept, or a new one."""
+        """Returns the layout of this step: a kept one with the same key, otherwise a new one."""
         for i, layout in enumerate(self._layouts):
             if torch.equal(layout.key, self._key):
                 if i > 0:
@@ -366,9 +375,9 @@ class NativePlan(Plan):
         return self._layouts[0]
 
     def _make_layout(self) -> Layout:
-        """Cuts the tensors into chunks, ordered by form, so that the chunks of a launch are side by side."""
+        """Cuts the tensors into chunks, sorted by form. The chunk entries of a launch are therefore contiguous."""
         forms = self._kernel_forms()
-        numels = [max(1, n) for n in self._row(Row.NUMEL)]  # an empty tensor gets a chunk, which counts its updates
+        numels = [max(1, n) for n in self._row(Row.NUMEL)]  # an empty tensor gets a chunk too, which counts its updates
         chunks = cut(numels, sorted(forms, key=forms.__getitem__), self._load_kernels(numels, forms))
         rows = chunks.entries[:, 0].tolist()
         entries = send(self._ops, chunks.entries, self.device)
@@ -382,14 +391,15 @@ class NativePlan(Plan):
         return Layout(self._key.clone(), chunks.size, entries, buckets, partials, block)
 
     def _block_on_device(self) -> Block:
-        """Sends all words of the host's block to a new one on the device."""
+        """Sends all words of the host's block to a new block on the device."""
         assert self._shape is not None
         return Block.of(send(self._ops, self._host.words, self.device), self._count, *self._shape)
 
     def _kernel_forms(self) -> dict[int, Form]:
-        """Returns, for each column with tensors, the form of the kernel that updates it.
+        """Returns the form of the kernel that updates each column. Columns without tensors are left out.
 
-        Parameters with the same dtypes share a launch. Its form has every state that one of them has.
+        Parameters with the same dtypes share a launch. The form of the launch has every state that at least one of them
+        has.
         """
         present = {t: form for t, form in enumerate(self._row(-1)) if form >= 0}
         states: dict[int, int] = {}
@@ -399,9 +409,9 @@ class NativePlan(Plan):
         return {t: Form(f & 3, f & 3 != fp32, f >> 2 & 3, states[f & 15]) for t, f in present.items()}
 
     def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
-        """Loads the kernels of a step, which a graph capture may not do.
+        """Loads the kernels of a step. A graph capture must not do this.
 
-        Returns how many thread blocks run at a time in the update with the most elements.
+        Returns how many thread blocks run at a time, in the launch that updates the most elements.
         """
         self._ops._load_unscale(self.norm)
         blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(forms.values())}
@@ -422,14 +432,14 @@ class NativePlan(Plan):
             row[LR_COLUMN] = lr
 
     def _is_live(self, lr: Tensor) -> bool:
-        """Whether kernels can read a tensor lr. The value of any other is read on the host at every step."""
+        """Whether kernels can read a tensor learning rate in place. If not, each step reads its value on the host."""
         return lr.device == self.device and lr.dtype is torch.float32
 
     # --------------------------------------------------------------------------------------------------- launches
     def _ready(self) -> tuple[Layout, Block]:
-        """Returns the layout of this step, and the block on the device, which is sent if it was not yet."""
+        """Returns the layout of this step and the block on the device. Sends the block if this was not done yet."""
         layout = self._layout()
-        if self._block is None and capturing(self.device):  # a block of its own, which later steps do not overwrite
+        if self._block is None and capturing(self.device):  # its own block: later steps must not overwrite it
             self._put_rates(layout.block)
             self._block = self._block_on_device()
             self._put_rates(self._block)
@@ -444,7 +454,7 @@ class NativePlan(Plan):
         return layout, self._block
 
     def _put_rates(self, block: Block) -> None:
-        """Writes the addresses of the learning rates. A float rate is in `block` itself, in its hyper-parameters."""
+        """Writes the addresses of the learning rates. A float rate lies in `block`, among the hyper-parameters."""
         first, pitch = block.hyper.data_ptr() + 4 * LR_COLUMN, 4 * HYPER_COLUMNS
         tensors = self._rate_tensors
         rates = [tensors[g].data_ptr() if g in tensors else first + pitch * g for g in range(len(block.rates))]
@@ -513,4 +523,4 @@ def _address(tensor: Tensor | None) -> int:
 
 
 def _host(size: int) -> Tensor:
-    return torch.zeros(size, dtype=torch.int64, device="cpu")  # whatever torch.set_default_device was given
+    return torch.zeros(size, dtype=torch.int64, device="cpu")  # even if torch.set_default_device chose another device

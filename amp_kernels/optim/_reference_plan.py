@@ -1,4 +1,4 @@
-"""The plan in plain torch: the specification of the native plan, and its replacement where nothing is compiled."""
+"""The plan in plain torch: it specifies the native plan, and replaces it where there are no kernels."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ from ._tensors import check_written, read_gradient
 
 
 class ReferencePlan(Plan):
-    """Updates one parameter after the other. Like kernels it does not wait: every decision is a `torch.where`."""
+    """Updates one parameter after the other.
+
+    It does not wait for the device, and neither do kernels. Every decision is therefore a `torch.where`.
+    """
 
     def __init__(self, family: Family, device: torch.device, members: Members, record: Tensor) -> None:
         super().__init__("reference", device, members, record)
@@ -85,5 +88,5 @@ class ReferencePlan(Plan):
 
 
 def unsigned(step: Tensor) -> Tensor:
-    """Returns an int32 count of steps as kernels read it: unsigned."""
+    """Returns an int32 count of steps as int64. Kernels read the count as an unsigned number, and so does this."""
     return step.to(torch.int64) & 0xFFFFFFFF

@@ -22,13 +22,13 @@ from ._tensors import check_parameter, dense, has_memory, is_count, is_laid_out,
 
 
 class WithState(torch.optim.Optimizer):
-    """An optimizer with fp32 states that have the strides of their parameters. `FusedSGD` documents it for users."""
+    """An optimizer whose fp32 states have the strides of their parameters. `FusedSGD` describes it for users."""
 
     _family: Family
-    _set_at_first_step: str | None = None  # a state that the first step sets without reading it
+    _set_at_first_step: str | None = None  # the state, if any, that the first step sets without reading it
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        """Returns the names of a group's states in the order of table rows; None for a state that it does not need."""
+        """Returns the names of a group's states, in the order of the table's rows. None stands for an unused state."""
         raise NotImplementedError
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
@@ -42,7 +42,7 @@ class WithState(torch.optim.Optimizer):
 
     @property
     def _keys(self) -> set[str]:
-        """The keys of a parameter's state that belong to the optimizer; all other keys are passed through."""
+        """The keys of a parameter's state that the optimizer uses. It leaves all other keys as they are."""
         return {"step", "master", "remainder", *self._family.states}
 
     # ------------------------------------------------------------------------------------------------ the fp32 master
@@ -57,16 +57,16 @@ class WithState(torch.optim.Optimizer):
 
         Weight and remainder keep the master exactly, with these exceptions:
 
-        - bf16: of the two masters that are halfway between weights and round to the same weight, the one farther from
-          0 moves by one fp32 unit. One in 131,072 masters does.
-        - fp16: a master below 2^-16 is kept to within 2^-40. A master that rounds to more than 65504 is infinite.
-        - After other code changed the weight, the master is within half a unit in the last place of the weight.
+        - bf16: two masters of the same weight may lie exactly halfway to the next weight. The one farther from 0 moves
+          by one fp32 unit. This happens to one in 131,072 masters.
+        - fp16: a master below 2^-16 is kept to within 2^-40. A master that rounds to more than 65504 becomes infinite.
+        - If other code changes the weight, the master is within half a unit in the last place of the new weight.
 
         Args:
-            param: One of the optimizer's parameters, of any dtype; a DTensor too.
+            param: One of the optimizer's parameters, of any dtype. It may be a DTensor.
 
         Returns:
-            An fp32 tensor in the shape of `param`; for a DTensor a DTensor.
+            An fp32 tensor with the shape of `param`. It is a DTensor if `param` is one.
 
         Raises:
             ValueError: `param` is not one of the optimizer's parameters.
@@ -89,8 +89,8 @@ class WithState(torch.optim.Optimizer):
     def _master(self, name: str, param: Tensor, low: torch.dtype | None = None) -> Tensor:
         """Returns a copy of the fp32 master of a parameter.
 
-        An fp32 parameter is its own master. If `low` is given and it has a remainder, it was cast from the 16-bit dtype
-        `low`, and the master from before the cast is returned.
+        An fp32 parameter is its own master, with one exception. If `low` is given and there is a remainder, the
+        parameter was cast to fp32 from the 16-bit dtype `low`. Then the master from before the cast is returned.
         """
         master, state = zeros_like(param), self.state.get(param, {})
         is_fp32 = param.dtype is torch.float32
@@ -99,18 +99,21 @@ class WithState(torch.optim.Optimizer):
         self._check_state(name, "remainder", param, state["remainder"])
         weight = local(param).to(low) if is_fp32 else local(param)
         local(master).copy_(join(weight, local(state["remainder"]).to(param.device)))
-        if is_fp32:  # elements that were written after the cast are their own masters
+        if is_fp32:  # an element that was written after the cast is its own master
             local(master).copy_(torch.where(weight.float() == local(param), local(master), local(param)))
         return master
 
     def _load_master(self, name: str, param: Tensor, master: Tensor) -> None:
-        """Stores the remainder of a 16-bit parameter. The caller sets the parameter to `master`, rounded."""
+        """Stores the remainder of a 16-bit parameter. The caller sets the parameter itself to `master`, rounded."""
         if param.dtype is not torch.float32:
             self._check_state(name, "master", param, master)
             self.state[param]["remainder"] = _remainder(param, master)
 
     def _remainder_of(self, param: Tensor) -> Tensor | None:
-        """Returns the remainder of a 16-bit parameter on its device, zeros if it has none; None for an fp32 one."""
+        """Returns the remainder of a 16-bit parameter, on the parameter's device. If there is none, returns zeros.
+
+        For an fp32 parameter returns None.
+        """
         if param.dtype is torch.float32:
             return None
         remainder = self.state.get(param, {}).get("remainder")
@@ -134,7 +137,7 @@ class WithState(torch.optim.Optimizer):
         )
 
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
-        """Makes the state of a parameter fit its dtype and the options of its group. Values that exist are kept."""
+        """Makes the state of a parameter fit its dtype and the options of its group. Existing values are kept."""
         check_parameter(type(self).__name__, name, param)
         state, target = self.state[param], dense(local(param))
         names = [key for key in self._state_names(group) if key is not None]
@@ -148,7 +151,7 @@ class WithState(torch.optim.Optimizer):
         elif master is not None:
             state["remainder"] = _remainder(param, master)
         elif "remainder" in state and state["remainder"].shape != param.shape:
-            del state["remainder"]  # the parameter was pruned. Its master is then the weight, at most half a unit away
+            del state["remainder"]  # the parameter was pruned; its weight becomes the master, at most half a unit away
         for key in names:
             if state.get(key) is None:
                 state[key] = zeros_like(param, _dtype_of(key))
@@ -175,12 +178,13 @@ class WithState(torch.optim.Optimizer):
     def _check_own(self, name: str, key: str, state: Any) -> None:
         """Raises RuntimeError if a state that has to be replaced is in shared memory.
 
-        Other processes would keep the old one.
+        Other processes would continue to use the old state.
         """
         if isinstance(state, Tensor) and has_memory(state) and local(state).device.type == "cpu" and state.is_shared():
             raise RuntimeError(
-                f"{type(self).__name__}: {key} of {name} must be as init_state() makes it, since it is in shared "
-                f"memory and cannot be replaced, got {kind(state)}; call init_state() before share_memory_()"
+                f"{type(self).__name__}: {key} of {name} must have the dtype, device and layout that init_state() "
+                f"gives it, since it is in shared memory and cannot be replaced, got {kind(state)}; call init_state() "
+                "before share_memory_()"
             )
 
     def _check_state(self, name: str, key: str, param: Tensor, state: Tensor) -> None:
@@ -188,7 +192,7 @@ class WithState(torch.optim.Optimizer):
         if not (has_memory(state) and is_number and shares_memory([local(state)]) is None):
             what = "int16 numbers" if key == "remainder" else "floats"
             raise TypeError(
-                f"{type(self).__name__}: {key} of {name} must be a tensor of {what} with memory for each, got "
+                f"{type(self).__name__}: {key} of {name} must be a tensor of {what}, each in its own memory, got "
                 f"{kind(state)}; delete optimizer.state[parameter] to reset it"
             )
         if state.shape != param.shape:
@@ -200,9 +204,9 @@ class WithState(torch.optim.Optimizer):
     def _drop_unset_states(self) -> None:
         """Deletes momentum buffers that no step has set, if the options no longer need them.
 
-        The first step with momentum has to set the buffer, and a buffer of zeros that stays would count as set. Whether
-        a step has set it follows from the count, and reading the count waits for the device. The count is read only for
-        parameters with a buffer that is not needed.
+        The first step with momentum has to set the buffer. If a buffer of zeros stayed in the state, later steps would
+        use it as if it had been set. A buffer was not set if the count of steps is 0. Reading the count waits for the
+        device, so it is read only for parameters with a buffer that is not needed.
         """
         first = self._set_at_first_step
         for _, index, param in self._named_parameters():
@@ -214,7 +218,7 @@ class WithState(torch.optim.Optimizer):
 
 
 def check_step(what: str, value: Any) -> int:
-    """Returns a count of steps as an int, or raises ValueError. Waits for the device of a tensor."""
+    """Returns a count of steps as an int, or raises ValueError. If it is a tensor, waits for its device."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and has_memory(value) else value
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
     if not (is_number and math.isfinite(number) and number == int(number) and 0 <= number < 2**31 - 1):

@@ -1,6 +1,6 @@
-"""The sweep: it reads the addresses, sizes and dtypes of a step's tensors into the columns of the table.
+"""The sweep: it writes the addresses, sizes and dtypes of a step's tensors into the columns of the table.
 
-Nothing is kept for the next step, since other code may write, move or replace the tensors.
+It starts from the tensors in every step, since other code may write, move or replace them between steps.
 """
 
 from __future__ import annotations
@@ -17,26 +17,30 @@ from torch.nn import Parameter
 
 from .. import _loader, torch_private
 
-# In place of a form. ABSENT: the parameter has neither gradient nor state. UNREAD: the column is left to Python.
+# Values in place of a form. ABSENT: the step leaves the parameter out, mostly because it has neither a gradient nor a
+# count of steps. UNREAD: the sweep could not read the column, and the plan has to read it in Python.
 ABSENT, UNREAD = -1, -2
 
 
 class Sweep(NamedTuple):
-    """The functions of the sweep, from `amp_kernels._C`, or in Python if that cannot serve.
+    """The functions of the sweep: those of `amp_kernels._C`, or those in Python if that module cannot be used.
 
     Attributes:
         columns: ``(params, states, groups, keys, device, table, forms, checked, writes) -> (unread, gradients)``.
             Writes the column of each parameter into `table`, int64 [rows, parameters] on the host (`ops.table.Row`),
-            and its form into `forms`, int64 [parameters]. Returns the number of columns left to Python, and the number
-            of columns with a gradient. `states` are the entries of ``optimizer.state``, `groups` the parameters' group
-            numbers, `keys` the names of each group's states in the order of rows. A parameter that shares its memory
-            with a lazy clone gets memory of its own, since it will be written; if `writes` is True, so does a gradient.
-            In C++ a thousand parameters take a twelfth of the time that Python takes.
-        apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that lies in a tensor that
-            the step writes; -2 if the spans of two written tensors overlap, perhaps as interleaved views; -1 if
-            neither. It keeps copies of table and forms in `checked`, and computes nothing if they have not changed.
-        same: ``(lists, copies, state, keys, values) -> bool``. Whether the lists hold the same objects as their copies,
-            and the dict those in `keys` and `values`, in the same order.
+            and its form into `forms`, int64 [parameters]. Returns the number of columns that Python still has to read,
+            and the number of columns with a gradient. `states` are the entries of ``optimizer.state``. `groups` are the
+            group numbers of the parameters. `keys` are the names of each group's states, in the order of the rows. A
+            parameter that shares its memory with a lazy clone gets memory of its own, since it will be written. If
+            `writes` is True, a gradient does too. In C++ a thousand parameters take a twelfth of the time that Python
+            takes.
+        apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that overlaps a tensor that
+            the step writes. Returns -2 if the memory ranges of two written tensors overlap, which may be interleaved
+            views, and -1 if nothing overlaps. It keeps copies of table and forms in `checked`. If they have not
+            changed, it computes nothing.
+        same: ``(lists, copies, state, keys, values) -> bool``. Returns True if the lists hold the same objects as their
+            copies, and if the keys and values of the dict `state` are the objects in `keys` and `values`, all in the
+            same order.
     """
 
     columns: Callable[..., tuple[int, int]]
@@ -54,7 +58,7 @@ def sweep() -> Sweep:
     try:
         compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, of_torch)
         compiled.same([], [], {}, [], [])
-    except (AttributeError, TypeError, ValueError, NotImplementedError):  # `_C` or the capsule is of another version
+    except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version of `_C` or the capsule
         return _IN_PYTHON
 
     def columns(
@@ -80,14 +84,14 @@ def _columns(
     params: list[Tensor], states: list[Any], groups: list[int], keys: Any, device: torch.device, table: Tensor,
     forms: Tensor, checked: Tensor, writes: bool,
 ) -> tuple[int, int]:  # fmt: skip
-    """Leaves every column to Python."""
+    """Marks every column as UNREAD. The plan then reads it in Python."""
     table.zero_()
     forms.fill_(UNREAD)
     return len(params), sum(param.grad is not None for param in params)
 
 
 def _apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
-    """Returns -2, after which the plan compares the tensors in Python."""
+    """Returns -2. The plan then compares the tensors in Python."""
     return -2
 
 

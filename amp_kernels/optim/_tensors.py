@@ -1,4 +1,4 @@
-"""Which tensors kernels can read and write, and by what the others are replaced."""
+"""Tests whether kernels can read and write a tensor, and replaces tensors that they cannot."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def local(tensor: Tensor) -> Tensor:
 def has_memory(tensor: Tensor) -> bool:
     """Whether a tensor, or the shard of a DTensor, has strided memory of its own.
 
-    False for wrapper subclasses, whose elements are in other tensors or nowhere, and for fake and meta tensors. A
+    False for fake and meta tensors, and for wrapper subclasses, whose elements are in other tensors or do not exist. A
     subclass that does not define ``__torch_dispatch__`` has ordinary memory.
     """
     tensor = local(tensor)
@@ -31,7 +31,7 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_held(plain: Tensor) -> bool:
-    """Whether memory holds the values. False for a negated view, and for `torch._efficientzerotensor`."""
+    """Whether the values are in memory as they are. False for a negated view and `torch._efficientzerotensor`."""
     return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
@@ -44,19 +44,19 @@ def kind(tensor: Any) -> str:
 
 
 def dense(plain: Tensor) -> Tensor:
-    """Returns `plain` if it is dense and not negated; otherwise a mirror of it, which is not filled yet."""
+    """Returns `plain` if it is dense and not negated, otherwise a mirror of it. The mirror is not filled yet."""
     return plain if is_dense(plain) and not plain.is_neg() else torch.empty_like(plain)
 
 
 def is_laid_out(state: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
-    """Whether kernels can use a state as it is, together with the parameter's memory `target`."""
+    """Whether kernels can use a state as it is, together with `target`, the memory of its parameter."""
     is_usable = state.dtype is dtype and has_memory(state) and is_held(state) and not state.is_inference()
     is_alike = state.device == target.device and state.shape == target.shape
     return is_usable and is_alike and same_layout(state, target)
 
 
 def is_count(step: Any, device: torch.device) -> bool:
-    """Whether kernels can use `step` as their count of steps."""
+    """Whether kernels can use `step` as the count of steps."""
     if not isinstance(step, Tensor) or step.dtype is not torch.int32 or step.numel() != 1 or not has_memory(step):
         return False
     return step.device == device and not isinstance(step, DTensor) and not step.is_inference()
@@ -98,13 +98,13 @@ def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
 def _plain_gradient(param: Tensor, name: str) -> Tensor:
     """Returns the gradient of `param` on this rank as a plain tensor.
 
-    If kernels cannot read ``param.grad``, it is replaced by an equal tensor that they can read. A DTensor with other
-    placements than its parameter is redistributed, as in torch's operators. The result of a running collective is
-    waited for. A negated view, and a tensor of zeros without memory, are copied.
+    If kernels cannot read ``param.grad``, it is replaced by an equal tensor that they can read. If the placements of a
+    DTensor are not those of its parameter, it is redistributed, as in torch's operators. If a collective is still
+    running, this waits for its result. A negated view is copied, and so is a tensor of zeros without memory.
 
     Raises:
         TypeError: The gradient has no memory, or another dtype than fp32, fp16 and bf16.
-        RuntimeError: The gradient is sparse, or does not belong to the mesh of its parameter.
+        RuntimeError: The gradient is sparse, or is not on the mesh of its parameter.
     """
     grad = param.grad
     assert grad is not None
@@ -131,8 +131,8 @@ def _plain_gradient(param: Tensor, name: str) -> Tensor:
 def _redistributed(param: Tensor, grad: Tensor, name: str) -> DTensor:
     if not (isinstance(param, DTensor) and isinstance(grad, DTensor) and param.device_mesh == grad.device_mesh):
         raise RuntimeError(
-            f"step: {name} and its gradient must both be tensors, or both DTensors of one mesh, got {kind(param)} and "
-            f"{kind(grad)}"
+            f"step: {name} and its gradient must both be plain tensors, or both be DTensors on the same mesh, got "
+            f"{kind(param)} and {kind(grad)}"
         )
     if param.placements != grad.placements:
         grad = grad.redistribute(placements=param.placements)
@@ -141,7 +141,7 @@ def _redistributed(param: Tensor, grad: Tensor, name: str) -> DTensor:
 
 
 def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if gradients cannot be written in place: they share memory, or are inference tensors."""
+    """Raises RuntimeError if gradients share memory or are inference tensors: these cannot be written in place."""
     inference = next((name for name, g in zip(names, grads, strict=True) if g.is_inference()), None)
     if inference is not None:
         raise RuntimeError(
@@ -156,7 +156,7 @@ def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
 
 
 class Spans:
-    """The stretches of memory of dense tensors that share no memory."""
+    """The memory ranges of dense tensors, which must not overlap. They are sorted, so that a search is fast."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         spans = sorted((t.data_ptr(), _end(t)) for t in tensors if t.numel() > 0)
@@ -164,7 +164,10 @@ class Spans:
         self.ends = [end for _, end in spans]
 
     def meet(self, tensor: Tensor) -> bool:
-        """Whether a tensor overlaps one of them. False for a tensor with gaps, which is copied before any write."""
+        """Whether a tensor overlaps one of the ranges.
+
+        False for a tensor with gaps. A native plan copies such a gradient before it writes anything.
+        """
         if tensor.numel() == 0 or not is_dense(tensor):
             return False
         i = bisect.bisect_right(self.ends, tensor.data_ptr())

@@ -1,9 +1,13 @@
 """Finds out whether other code wraps an optimizer, or its step.
 
-Wrappers do not announce themselves. A wrapper of an optimizer has it as an attribute (`wrapped`). A wrapper of a step
-is a function of another module (`is_in_wrappers_of_torch`). A scaler needs both: code around a step expects unscaled
-gradients. ZeroRedundancyOptimizer is found on the call stack (`is_called_by`): under it `max_grad_norm` is refused,
-since each rank would clip by the norm of its part.
+Wrappers have no common mark, so each kind is found in its own way:
+
+- The wrapper of an optimizer has the optimizer as an attribute (`wrapped`).
+- The wrapper of a step is a function of another module (`is_in_wrappers_of_torch`).
+- ZeroRedundancyOptimizer is on the call stack (`is_called_by`).
+
+A scaler uses the first two, since code around a step expects unscaled gradients. The third is used to refuse
+`max_grad_norm`, since with ZeroRedundancyOptimizer each rank would clip by the norm of its part.
 """
 
 from __future__ import annotations
@@ -15,11 +19,11 @@ import torch
 
 
 def wrapped(optimizer: Any) -> Any:
-    """Returns the innermost optimizer in a chain of wrappers; `optimizer` itself if it wraps none.
+    """Returns the innermost optimizer in a chain of wrappers. If `optimizer` wraps none, returns `optimizer`.
 
     The attribute that holds an optimizer may have any name. torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``,
-    trainers ``optimizer``, Lookahead and SAM ``_base_optimizer``, ``base_optimizer`` and more. It counts if it steps
-    parameters of its holder.
+    trainers call it ``optimizer``, and Lookahead and SAM call it ``_base_optimizer``, ``base_optimizer`` and more. If
+    the holder has parameter groups, an optimizer counts only if it steps at least one parameter in them.
     """
     seen = [optimizer]  # an optimizer may also have its wrapper as an attribute
     while True:
@@ -44,9 +48,10 @@ def _shares(inner: torch.optim.Optimizer, holder: Any) -> bool:
 
 
 def is_in_wrappers_of_torch(step: Any, ours: Any) -> bool:
-    """Whether `step` is the function `ours`, and all its wrappers are of torch (hooks, profiler, schedulers).
+    """Whether `step` is the function `ours`, and all its wrappers belong to torch (hooks, profiler, schedulers).
 
-    The globals of a wrapper tell which module it belongs to; `functools.wraps` copies everything else.
+    The module of a wrapper is read from its globals, because `functools.wraps` copies everything else from the function
+    that it wraps.
     """
     step = getattr(step, "__func__", step)
     while step is not ours and getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):

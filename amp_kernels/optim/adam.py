@@ -1,4 +1,4 @@
-"""`torch.optim.Adam` and `torch.optim.AdamW` in one fused pass."""
+"""`torch.optim.Adam` and `torch.optim.AdamW` as fused kernels."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from ._base import FusedOptimizer
 class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     """`torch.optim.Adam` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
-    Formula: `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad: Reddi et al. 2018), in fp32; `amp_kernels.adam_` spells it
-    out. States are fp32, so that `eps` is not rounded to 0 as it is in fp16. Skipped steps do not count in the bias
-    correction; the count is kept on the device.
+    Formula: `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad: Reddi et al. 2018), in fp32. `amp_kernels.adam_` spells it
+    out. States are fp32, because `eps` would be rounded to 0 in fp16. The bias correction does not count skipped steps.
+    The count is kept on the device.
 
     Masters, gradients, loss scaling and errors are as in `FusedSGD`.
 

@@ -1,4 +1,4 @@
-"""Averages of weights, in fp32: over steps (`ema_`) and over models (`average_`)."""
+"""Averages of weights in fp32, over the steps of a training (`ema_`) or over several models (`average_`)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from ._base import FusedOptimizer
 from ._tensors import has_memory, kind, local
 from ._wrappers import wrapped
 
-# An SGD step with the average as parameter and the weight as gradient computes average - lr * (average - weight).
+# With these options, an SGD step computes average - lr * (average - weight). The average is passed as the parameter,
+# and the weight as the gradient.
 _FOLLOW = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 1.0, "nesterov": False, "maximize": True}
 
 
@@ -27,23 +28,25 @@ _FOLLOW = {"momentum": 0.0, "dampening": 0.0, "weight_decay": 1.0, "nesterov": F
 def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) -> None:
     """Move fp32 averages of the weights towards the masters of an optimizer.
 
-    For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step. If the last step
-    was skipped by a scaler, nothing changes; the device decides this, so the host does not wait. (A skip by
-    `torch.amp.GradScaler` is not seen if the optimizer's `step` is wrapped or overridden.) A call reads and writes 12
-    bytes per weight, in one launch per combination of dtypes.
+    For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step.
 
-    The kernel computes `average - (1 - decay) * (average - master)`. With a decay of 0 the average may therefore differ
-    from the master in its last bits.
+    If a scaler skipped the last step, the averages do not change. The device decides this, so the host does not wait.
+    There is one exception: if the optimizer's `step` is wrapped or overridden, a skip by `torch.amp.GradScaler` is not
+    noticed.
+
+    A call reads and writes 12 bytes per weight, in one launch per combination of dtypes. The kernel computes
+    `average - (1 - decay) * (average - master)`. With a decay of 0 the average may therefore differ from the master in
+    its last bits.
 
     Args:
         averages: One fp32 tensor per parameter, in the order of the optimizer's groups, with the shape, the device and
-            the DTensor placements of the parameter. Start with `[optimizer.master(p) for p in params]`. The average of
-            a parameter that cannot be trained (an integer tensor) does not change.
+            the DTensor placements of the parameter. Start with `[optimizer.master(p) for p in params]`. If a parameter
+            cannot be trained (an integer tensor), its average does not change.
         optimizer: An optimizer of `amp_kernels.optim`.
         decay: From 0 to 1, for example 0.9999.
 
     Raises:
-        TypeError: `optimizer` is not of `amp_kernels.optim`, `decay` is not a number, or an average is not fp32.
+        TypeError: `optimizer` is not from `amp_kernels.optim`, `decay` is not a number, or an average is not fp32.
             Nothing was modified.
         ValueError: `decay` is out of range, or the averages do not fit the parameters. Nothing was modified.
 
@@ -74,7 +77,7 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     remainders = [optimizer._remainder_of(params[t]) for t in trainable]
     try:
         _follow(followers, leaders, remainders, 1 - decay, optimizer._last_found_inf)
-    except (RuntimeError, TypeError, ValueError):  # C++ refuses arguments without a message
+    except (RuntimeError, TypeError, ValueError):  # C++ does not say which argument is wrong
         check_same_shapes("ema_", "averages", own, weights)
         _check(followers, leaders)
         raise
@@ -84,22 +87,24 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     """Average the weights of several models into the first of them, a "model soup" (Wortsman et al. 2022).
 
-    Floating-point parameters and buffers are averaged in fp32, fp64 and complex tensors in their own dtype. Each mean
-    is rounded to the dtype in the first model. Integers keep the first model's values.
+    Floating-point parameters and buffers are averaged in fp32. The exceptions are fp64 and complex tensors, which are
+    averaged in their own dtype. Each mean is rounded to the dtype of the tensor in the first model. Integers keep the
+    values of the first model.
 
-    The masters of an optimizer of the first model change with its weights: the master of a 16-bit parameter is then
+    If the first model has an optimizer, its masters change with the weights. The master of a 16-bit parameter is then
     within half a unit in the last place of the rounded mean. To average the masters themselves, load the
     `fp32_state_dict` of each model into an fp32 copy, average the copies, and load the mean with
     `load_fp32_state_dict`.
 
     Args:
-        models: Models with the same names and shapes, of any dtypes and devices. The first is changed.
+        models: Models whose state dicts have the same names and shapes. Dtypes and devices may differ. The first model
+            is changed.
 
     Returns:
         The first model.
 
     Raises:
-        TypeError: One of them is not an `nn.Module`.
+        TypeError: One of the models is not an `nn.Module`.
         ValueError: There is no model, or names or shapes differ. Nothing was modified.
 
     Examples:
@@ -118,7 +123,7 @@ def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     first, *others = (_numbers(model) for model in models)
     for i, values in enumerate(others, 1):
         _check_same(first, values, i)
-    names = list({id(value): name for name, value in reversed(first.items())}.values())  # one for tied entries
+    names = list({id(value): name for name, value in reversed(first.items())}.values())  # one name per tied tensor
     means = [first[name].to(torch.promote_types(first[name].dtype, torch.float32), copy=True) for name in names]
     for count, values in enumerate(others, 2):
         theirs = [values[name].to(mean.device) for name, mean in zip(names, means, strict=True)]
@@ -144,11 +149,11 @@ def _follow(
     rate: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Moves each fp32 average by the fraction `rate` towards its weight, or with a remainder towards its master."""
+    """Moves each fp32 average towards its weight, by the fraction `rate`. With a remainder, towards its master."""
     by_device: dict[torch.device, list[int]] = {}
     for t, weight in enumerate(weights):
         by_device.setdefault(weight.device, []).append(t)
-    if len(by_device) > 1:  # before the averages of the first device are modified
+    if len(by_device) > 1:  # before the averages on the first device are modified
         _check(averages, weights)
     for device, members in by_device.items():
         kept = [r for t in members if (r := remainders[t]) is not None]
@@ -160,7 +165,7 @@ def _follow(
 
 
 def _numbers(model: torch.nn.Module) -> dict[str, Tensor]:
-    """Returns the entries of the state dict that have a mean: floating-point and complex tensors."""
+    """Returns the entries of the state dict that can be averaged: floating-point and complex tensors."""
     entries: dict[str, Any] = model.state_dict(keep_vars=True)
     tensors = {name: local(value) for name, value in entries.items() if isinstance(value, Tensor)}
     return {name: t for name, t in tensors.items() if t.is_floating_point() or t.is_complex()}

@@ -1,4 +1,4 @@
-"""`torch.optim.RMSprop` in one fused pass."""
+"""`torch.optim.RMSprop` as a fused kernel."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ._base import FusedOptimizer
 class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
     """`torch.optim.RMSprop` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
-    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013), in fp32; `amp_kernels.rmsprop_` spells it out.
-    If rounding makes the centered variance negative, it counts as 0. torch returns NaN there.
+    Formula: `torch.optim.RMSprop` (Hinton 2012; centered: Graves 2013), in fp32. `amp_kernels.rmsprop_` spells it out.
+    If rounding makes the centered variance negative, 0 is used in its place. torch returns NaN in this case.
 
     Masters, gradients, loss scaling and errors are as in `FusedSGD`.
 

@@ -1,4 +1,4 @@
-"""`torch.optim.SGD` in one fused pass."""
+"""`torch.optim.SGD` as a fused kernel."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from ._base import FusedOptimizer
 class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     """`torch.optim.SGD` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
-    Formula: `torch.optim.SGD` (Sutskever et al. 2013), in fp32; `amp_kernels.sgd_` spells it out.
+    Formula: `torch.optim.SGD` (Sutskever et al. 2013), in fp32. `amp_kernels.sgd_` spells it out.
 
     **Masters.** A 16-bit parameter has fp32 states and an fp32 master. The parameter is the master rounded to nearest
-    even, and 16 bits of state hold the rest (see `master`). If other code changes the parameter, the master changes
-    with it. A new optimizer over 16-bit weights starts from the rounded weights. To keep the full masters, use
-    `fp32_state_dict` or the optimizer's own state dict.
+    even. Another 16 bits per element, in the state, hold the rest of the master (see `master`). If other code changes
+    the parameter, the master changes with it. A new optimizer over 16-bit weights starts from the rounded weights. To
+    keep the full masters, use `fp32_state_dict` or the optimizer's own state dict.
 
-    **Gradients.** They may be fp16, bf16 or fp32, and are not written.
+    **Gradients.** They may be fp16, bf16 or fp32. A step does not write them.
 
-    **Loss scaling.** Use `amp_kernels.GradScaler`, `torch.amp.GradScaler` (slower) or none. A step whose `found_inf` is
-    not 0 changes nothing. In a step pre-hook the gradients are still scaled, unless `scaler.unscale_` was called. If
-    `step` is overridden or wrapped, the scaler unscales the gradients first.
+    **Loss scaling.** Use `amp_kernels.GradScaler`, `torch.amp.GradScaler` (slower), or no scaler. If a scaler finds NaN
+    or inf (its `found_inf` is not 0), the step changes nothing. In a step pre-hook the gradients are still scaled,
+    unless `scaler.unscale_` was called. If `step` is overridden or wrapped, the scaler unscales the gradients first.
 
     Args:
         params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
@@ -39,10 +39,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         foreach: Accepted for compatibility; no effect.
         differentiable: Must be False.
         fused: Accepted for compatibility; no effect.
-        max_grad_norm: Clip the global L2 norm of the gradients to this inside the step, without writing to the
-            gradients (Pascanu et al. 2013). `grad_norm` is then the norm before clipping. `math.inf` measures the norm
-            and clips nothing. It is an option of every parameter group, equal in all, and part of state dicts, as `lr`
-            is.
+        max_grad_norm: Clip the global L2 norm of the gradients to this value inside the step (Pascanu et al. 2013). The
+            gradients are not written. `grad_norm` is then the norm before clipping. With `math.inf` the norm is
+            measured and nothing is clipped. Like `lr` it is an option of every parameter group, and state dicts contain
+            it. It must be the same in all groups.
 
     Raises:
         ValueError: An argument is out of its range.

@@ -1,4 +1,4 @@
-"""Saves and loads weights in full precision: masters in place of 16-bit parameters, under their names in the model."""
+"""Saves and loads weights in full precision, with masters in place of 16-bit parameters."""
 
 from __future__ import annotations
 
@@ -20,22 +20,23 @@ _LOW = (torch.float16, torch.bfloat16)
 def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return `model.state_dict()` in fp32, with the master in place of each 16-bit parameter.
 
-    The result is a state dict for the same model in fp32. Load it there with `load_state_dict`, or into 16-bit weights
-    with `load_fp32_state_dict`.
+    The result is a state dict for the same model in fp32. Load it into an fp32 model with `load_state_dict`, or into
+    16-bit weights with `load_fp32_state_dict`.
 
     Args:
         model: A model of any dtypes. Parameters may be tied, frozen, or trained by another optimizer.
-        optimizer: An optimizer of `amp_kernels.optim`. With any other optimizer 16-bit parameters have no masters:
-            their own values are taken.
+        optimizer: An optimizer of `amp_kernels.optim`. With any other optimizer 16-bit parameters have no masters, and
+            their own values are returned.
 
     Returns:
-        Copies under the names of `model.state_dict()`: 16-bit floating-point tensors in fp32, all others in their
-            dtype. Tied parameters are one tensor.
+        A dict of copies, with the names of `model.state_dict()`. 16-bit floating-point tensors are converted to fp32.
+            All others keep their dtype. Tied parameters are one tensor.
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or `optimizer` is not a torch optimizer, or is a wrapper around a
             fused optimizer.
-        RuntimeError: The state dict of `model` holds other tensors than its parameters, so masters would be lost.
+        RuntimeError: The state dict of `model` does not contain the model's own parameters but other tensors, so that
+            masters would be lost.
 
     Examples:
         >>> model = torch.nn.Linear(4, 2, dtype=torch.bfloat16)
@@ -68,18 +69,18 @@ def load_fp32_state_dict(
 ) -> None:
     """Load fp32 weights into a model and into the masters of its optimizer.
 
-    The other state of the optimizer does not change; load it before or after. Masters are exact, with the exceptions
-    that the `master` method of the optimizers lists.
+    The rest of the optimizer's state does not change. Load it before or after this call. Masters are exact, with the
+    exceptions that the `master` method of the optimizers lists.
 
     Args:
         model: A model of any dtypes.
         optimizer: An optimizer that trains some or all parameters of the model. Only optimizers of `amp_kernels.optim`
             have masters.
-        state_dict: What `fp32_state_dict`, or `state_dict()` of the model in fp32, returned.
+        state_dict: The result of `fp32_state_dict`, or of `state_dict()` of the same model in fp32.
 
     Raises:
-        TypeError: As `fp32_state_dict`.
-        RuntimeError: Names or shapes do not fit, as in `model.load_state_dict`; or as `fp32_state_dict`.
+        TypeError: As in `fp32_state_dict`.
+        RuntimeError: Names or shapes do not fit, as in `model.load_state_dict`. Or as in `fp32_state_dict`.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
@@ -95,21 +96,21 @@ def load_fp32_state_dict(
     names = _with_masters("load_fp32_state_dict", ours, model, model.state_dict(keep_vars=True))
     model.load_state_dict(state_dict)
     for name, param in names.values():
-        # If a hook of the model renames the entry, the master is the rounded weight that was loaded.
+        # If a hook of the model renames the entry, its fp32 value is not found. The master is then the loaded weight.
         value = state_dict.get(name, param.detach())
         ours._load_master(name, param, value.to(torch.float32).reshape(param.shape))
     lacking = [name for name, _ in names.values() if name not in state_dict]
     if lacking:
         warnings.warn(
-            f"load_fp32_state_dict: the state dict must hold fp32 values by the names of model.state_dict(), lacked "
-            f"{len(lacking)} that a hook of the model renames ({lacking[0]} is the first), whose masters are their "
-            "rounded weights now; rename the entries before the call",
+            f"load_fp32_state_dict: the state dict must hold fp32 values under the names of model.state_dict(), lacked "
+            f"{len(lacking)} that a hook of the model renames ({lacking[0]} is the first), whose masters are now the "
+            "rounded weights; rename the entries before the call",
             stacklevel=3,
         )
 
 
 def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
-    """Checks the arguments. Returns the optimizer if it is of `amp_kernels.optim`, otherwise None."""
+    """Checks the arguments. Returns the optimizer if it is from `amp_kernels.optim`, otherwise None."""
     for name, value, what in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(value, what):
             raise TypeError(f"{caller}: {name} must be a torch {what.__name__}, got {kind(value)}")
@@ -125,7 +126,10 @@ def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
 def _with_masters(
     caller: str, optimizer: FusedOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[int, tuple[str, Tensor]]:
-    """Returns the model's 16-bit parameters that `optimizer` trains, by id, with their first names in `state_dict`."""
+    """Returns the 16-bit parameters of the model that `optimizer` trains, and their names, by the parameters' ids.
+
+    A tied parameter has several names in `state_dict`. The first is returned.
+    """
     of_model = {id(p): name for name, p in model.named_parameters()}
     params = {id(p): p for _, _, p in optimizer._named_parameters() if id(p) in of_model and p.dtype in _LOW}
     names: dict[int, tuple[str, Tensor]] = {}
@@ -137,6 +141,6 @@ def _with_masters(
         raise RuntimeError(
             f"{caller}: model.state_dict(keep_vars=True) must hold the model's own parameters, lacks {len(missing)} "
             f"({missing[0]} is the first), whose masters would be lost; FSDP1 and hooks put other tensors in their "
-            "place: call it with the module that they wrap"
+            "place, so pass the module inside FSDP1, or one without such hooks"
         )
     return names
