@@ -93,7 +93,7 @@ class Int8Tensor:
             torch.Size([2, 3])
         """
         if not isinstance(device, (torch.device, str, int)):
-            raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; dequantize(dtype) makes floats")
+            raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; dequantize(dtype) returns floats")
         zero_point = None if self.zero_point is None else self.zero_point.to(device)
         return Int8Tensor(self.values.to(device), self.scale.to(device), zero_point, self.dim, self.block_size)
 

@@ -434,7 +434,10 @@ def _check_matmul(
     if out_zero_point is not None:
         _check_parameter(op, "out_zero_point", out_zero_point, torch.int32, a.device)
         if out_scale is None or out_zero_point.numel() != 1:
-            raise ValueError(f"{op}: out_zero_point must be one element beside out_scale, got {out_zero_point.numel()}")
+            raise ValueError(
+                f"{op}: out_zero_point must have one element, and be given only with out_scale, got "
+                f"{out_zero_point.numel()} elements {'without' if out_scale is None else 'with'} out_scale"
+            )
 
 
 def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, inner: int) -> None:
