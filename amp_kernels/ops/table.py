@@ -159,9 +159,9 @@ def shares_memory(tensors: Sequence[Tensor]) -> int | None:
         end = max(end, start + span)
     for group in groups:
         if len(group) > 1 or not _is_apart(tensors[group[0]]):
-            met = _first_meeting([tensors[i] for i in group])
-            if met is not None:
-                return group[met]
+            overlap = _first_overlap([tensors[i] for i in group])
+            if overlap is not None:
+                return group[overlap]
     return None
 
 
@@ -190,7 +190,7 @@ def _is_apart(tensor: Tensor) -> bool:
     return True
 
 
-def _first_meeting(tensors: Sequence[Tensor]) -> int | None:
+def _first_overlap(tensors: Sequence[Tensor]) -> int | None:
     """Return the same as `shares_memory`, by an exact test.
 
     `marks` has an entry for each `unit` bytes of memory. The tensors mark their entries, one tensor after the other. A
