@@ -103,7 +103,9 @@ def update(ops: Kernels, *arguments: Any) -> None:
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     is_average = given.grad_remainders is not None
     # Row MASTER of the table: for each parameter its master or the remainder of its weight, or None.
-    master_row = _of_low(grads, given.grad_remainders or ()) if is_average else _of_low(params, masters)
+    master_row = (
+        _for_low_precision(grads, given.grad_remainders or ()) if is_average else _for_low_precision(params, masters)
+    )
     dense_row = [None if m is None else _as_laid_out(m, p) for m, p in zip(master_row, dense_params, strict=True)]
 
     steps = torch.full((len(params),), given.steps_taken, dtype=torch.int32, device=device)
@@ -144,7 +146,7 @@ def update(ops: Kernels, *arguments: Any) -> None:
         _copy_back(state, dense_state)
 
 
-def _of_low(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
+def _for_low_precision(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
     """Return a list that matches `tensors`: None for an fp32 tensor, and the next element of `given` for any other."""
     rest = iter(given)
     return [None if t.dtype is torch.float32 else next(rest) for t in tensors]
