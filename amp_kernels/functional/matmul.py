@@ -87,7 +87,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
             raise
     left, right = as_matrices("matmul", a, b)
     copies = copies_of(engine, left, right)
-    if dtype is a.dtype and _is_torchs(engine, copies, left):
+    if dtype is a.dtype and _is_one_torch_call(engine, copies, left):
         return torch.matmul(a, b)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     out = _Product.apply(engine, copies, None, left, right, 0.0, 1.0, dtype)
@@ -144,7 +144,7 @@ def addmm(
     check_product("addmm", a, b)
     term = _term(input, a, b)
     copies = copies_of(engine, a, b)
-    if dtype is a.dtype and alpha != 0 and engine == LIBRARY and _is_torchs(engine, copies, a):
+    if dtype is a.dtype and alpha != 0 and engine == LIBRARY and _is_one_torch_call(engine, copies, a):
         return multiply(input, a, b, beta=beta, alpha=alpha)
     return _Product.apply(engine, copies, term, a, b, float(beta), float(alpha), dtype)
 
@@ -208,7 +208,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     # not faster: on an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by
     # torch.
     is_one_call = _adds_before_rounding(x, bias) if engine == CPU else activation is None or needs_grad
-    if is_one_call and _is_torchs(engine, copies, rows):
+    if is_one_call and _is_one_torch_call(engine, copies, rows):
         return activate(F.linear(x, weight, bias), activation)
     if needs_grad:
         out = _Linear.apply(engine, copies, rows, weight, bias, activation)
@@ -303,7 +303,7 @@ def _copied(copies: Copies, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a if left is None else padded(a, left), b if right is None else padded(b, right)
 
 
-def _is_torchs(engine: str, copies: Copies, a: Tensor) -> bool:
+def _is_one_torch_call(engine: str, copies: Copies, a: Tensor) -> bool:
     """Return whether a single call of torch's own function computes the product. Then torch's autograd is used too."""
     if engine == CPU:
         return a.dtype is torch.bfloat16 and _pad_of_inner(a) == 0
