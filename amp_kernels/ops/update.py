@@ -37,8 +37,8 @@ def _update(*arguments: Any) -> None:
     given = lists.Update(*arguments)
     known, grads = FAMILIES[given.family], given.grads
     if given.grad_remainders is not None:
-        rests = iter(given.grad_remainders)
-        grads = [g if g.dtype is torch.float32 else join(g, next(rests)) for g in grads]
+        remainders = iter(given.grad_remainders)
+        grads = [g if g.dtype is torch.float32 else join(g, next(remainders)) for g in grads]
     known.reference(
         given.params, grads, [state or () for state in given.states], given.masters or (),
         known.hyper(*given.hyper), lr=given.lr if given.tensor_lr is None else given.tensor_lr,
