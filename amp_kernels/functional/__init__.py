@@ -1,8 +1,11 @@
 """Operators on tensors and on lists of tensors: updates, gradient passes, int8 and matrix products.
 
-A compiled extension serves the tensors of its device. Without one they are served by Triton kernels (CUDA tensors) or
-by plain torch (`amp_kernels.reference`). No function waits for the device, except `clip_grad_norm_` with
-`error_if_nonfinite=True`. Every name is also a name of `amp_kernels`.
+If the compiled extension has kernels for the device of the tensors, these kernels run. Otherwise CUDA tensors use
+Triton kernels if Triton is installed, and all other tensors use plain torch (`amp_kernels.reference`). `matmul` says
+which library multiplies 16-bit matrices. Every function can also be imported from `amp_kernels`.
+
+No function waits for the device, with two exceptions: `clip_grad_norm_` with `error_if_nonfinite=True`, and `unscale_`
+and `grad_norm` if gradients are on a GPU but `found_inf` or the first gradient is on the CPU.
 """
 
 from .adam import adam_, adamw_

@@ -47,12 +47,12 @@ def adam_(
         params: fp16, bf16 or fp32 tensors of any strides, updated in place.
         grads: One gradient per parameter, of its shape, in any of the three dtypes.
         exp_avgs: `m`, one fp32 tensor per parameter, updated in place. Zeros before the first step.
-        exp_avg_sqs: `v`, as `exp_avgs`.
-        max_exp_avg_sqs: `u`, as `exp_avgs`. If they are given, the update is AMSGrad.
-        masters: One fp32 master or int16 remainder per 16-bit parameter, as in `sgd_`.
+        exp_avg_sqs: `v`, in the same form as `exp_avgs`.
+        max_exp_avg_sqs: `u`, in the same form as `exp_avgs`. If they are given, the update is AMSGrad.
+        masters: One tensor per 16-bit parameter: its fp32 master, or its int16 remainder. `sgd_` explains both.
         lr: Learning rate, a number or one fp32 element on the parameters' device.
         betas: Decays of the two averages.
-        eps: Added to the root.
+        eps: Added to the square root in the denominator.
         weight_decay: Factor of the weight decay.
         maximize: Negate the gradients.
         decoupled_weight_decay: Shrink the parameters instead of adding to the gradients (AdamW).
@@ -112,7 +112,7 @@ def adamw_(
 
     Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019).
 
-    It takes the arguments of `amp_kernels.adam_`.
+    It takes the arguments of `amp_kernels.adam_`, except `decoupled_weight_decay`.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)

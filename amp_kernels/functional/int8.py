@@ -1,4 +1,4 @@
-"""Linear int8 codes of tensors, and products of them."""
+"""int8 quantization of tensors by a scale and a zero point, and matrix products of the int8 codes."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ..ops.library import call
 class Int8Tensor:
     """A tensor in int8 codes, with the scales and zero points that turn the codes back into numbers.
 
-    An element is `(values - zero_point) * scale` (Jacob et al. 2018). `torch.save` and `torch.load(weights_only=True)`
-    take it. Indexing and `==` raise a TypeError.
+    An element is `(values - zero_point) * scale` (Jacob et al. 2018). An `Int8Tensor` can be saved by `torch.save` and
+    loaded by `torch.load(weights_only=True)`. Indexing and `==` raise a TypeError.
 
     Attributes:
         values: int8 codes, in the shape of the quantized tensor.
-        scale: fp32, one per group. It has size 1 in every reduced dimension. With `block_size` its last dimension is
-            the number of blocks. It is NaN for a group that held NaN or inf.
+        scale: fp32, one per group. It has size 1 in every reduced dimension. If `block_size` is given, its last
+            dimension is the number of blocks. It is NaN for a group that held NaN or inf.
         zero_point: int32 in the shape of `scale`, or None for symmetric codes.
-        dim: The dimensions that were reduced. None if the whole tensor is one group, or with `block_size`.
+        dim: The dimensions that were reduced. None if the whole tensor is one group, or if `block_size` is given.
         block_size: Length of a group along the last dimension. None if whole dimensions were reduced.
 
     Examples:
@@ -45,7 +45,7 @@ class Int8Tensor:
 
     def __post_init__(self) -> None:
         values, scale, zero_point = self.values, self.scale, self.zero_point
-        # Checks by name cost 1.5 us, and a product of int8 layers makes four of these objects.
+        # The checks below take 1.5 us, and an int8 layer makes four of these objects for one product.
         if type(values) is type(scale) is Tensor and (zero_point is None or type(zero_point) is Tensor):
             return
         check_are_tensors("Int8Tensor", values=values, scale=scale)
@@ -68,7 +68,7 @@ class Int8Tensor:
             dtype: fp32, fp16 or bf16.
 
         Returns:
-            A tensor of this dtype and of the shape of `values`.
+            A tensor of this dtype, in the shape of `values`.
 
         Examples:
             >>> amp_kernels.quantize_int8(torch.tensor([-1.0, 1.0])).dequantize(torch.float16)
@@ -83,21 +83,22 @@ class Int8Tensor:
             device: The device. Codes, scales and zero points keep their dtypes.
 
         Returns:
-            The `Int8Tensor` there.
+            The `Int8Tensor` on the device.
 
         Raises:
-            TypeError: `device` is a dtype or something else.
+            TypeError: `device` is not a device, for example a dtype.
 
         Examples:
             >>> amp_kernels.quantize_int8(torch.ones(2, 3)).to("cpu").shape
             torch.Size([2, 3])
         """
         if not isinstance(device, (torch.device, str, int)):
-            raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; dequantize(dtype) makes floats")
+            raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; dequantize(dtype) returns floats")
         zero_point = None if self.zero_point is None else self.zero_point.to(device)
         return Int8Tensor(self.values.to(device), self.scale.to(device), zero_point, self.dim, self.block_size)
 
-    # A part of a tensor would need its part of the scales, and `==` of tensors is by element.
+    # Indexing is not supported, because it would have to select the matching scales too. `==` is not supported, because
+    # for tensors it compares element by element.
     def __getitem__(self, index: object) -> NoReturn:
         raise TypeError("Int8Tensor: indexing is not supported; index dequantize(), or values and scale")
 
@@ -137,7 +138,7 @@ class Int8Tensor:
         return Int8Tensor(self.values.t(), scale, zero_point, dim)
 
 
-torch.serialization.add_safe_globals([Int8Tensor])  # torch.load(weights_only=True) makes one
+torch.serialization.add_safe_globals([Int8Tensor])  # torch.load(weights_only=True) loads only registered classes
 
 
 def quantize_int8(
@@ -159,33 +160,36 @@ def quantize_int8(
     - Symmetric: `scale = absmax / 127` and codes `clamp(rint(x * (1 / scale)), -127, 127)`.
     - Asymmetric: the range is widened to contain 0. `scale = max / 255 - min / 255`, `zero_point = clamp(rint(-128 -
       min * (1 / scale)), -128, 127)` and codes `clamp(rint(x * (1 / scale)) + zero_point, -128, 127)`.
-    - Stochastic rounding: `floor(x * (1 / scale) + u)` replaces `rint(...)`. `u` is uniform in [0, 1), from
-      Philox4x32-10 (Salmon et al. 2011) by the seed and the element's row-major index.
+    - Stochastic rounding: `floor(x * (1 / scale) + u)` replaces `rint(...)`. `u` is uniform in [0, 1). It is computed
+      from the seed and the element's row-major index by Philox4x32-10 (Salmon et al. 2011).
     - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
       and the scale 1.
 
-    `x` is read in place if it is dense and its dimensions, in the order of memory, are kept ones, then reduced ones,
-    then kept ones. Any of the three may be absent. That covers rows, columns, channels of `[B, T, C]`, columns of
-    experts `[E, N, K]`, output channels of a channels_last weight, and tokens of a permuted `[B, H, T, D]`. Blocks are
-    read in place if the last dimension is the innermost one.
+    A tensor is dense if its elements fill one range of memory, in any order of dimensions. The dimensions in `dim` are
+    the reduced ones, all others are kept.
 
-    Every other `x` is copied once: slices with gaps, channels of NCHW images, heads of a permuted `[B, H, T, D]`. The
-    copy takes as many bytes as `x`, until the call returns. If `x` is dense, its codes are then copied into its
-    strides. Stochastic rounding copies an `x` that is not row-major.
+    A dense `x` is read in place if its dimensions, from the outermost to the innermost in memory, are first kept ones,
+    then reduced ones, then kept ones. Any of these three parts may be missing. That covers rows, columns, channels of
+    `[B, T, C]`, columns of experts `[E, N, K]`, output channels of a channels_last weight, and tokens of a permuted
+    `[B, H, T, D]`. With `block_size` a dense `x` is read in place if its last dimension is the innermost in memory.
+
+    Every other `x` is copied first: slices with gaps, channels of NCHW images, heads of a permuted `[B, H, T, D]`. The
+    copy takes as many bytes as `x`, and is freed when the call returns. If `x` is dense, the codes are copied too, into
+    memory with x's strides. Stochastic rounding copies every `x` that is not row-major.
 
     Args:
-        x: fp16, bf16 or fp32, of any shape and strides. Codes have x's strides if `x` is dense: if its elements fill
-            one range of memory, in any order of dimensions. Otherwise codes are row-major.
+        x: fp16, bf16 or fp32, of any shape and strides. If `x` is dense, the codes have its strides. Otherwise they are
+            row-major.
         dim: The dimensions that share a scale, as in `torch.amax(x, dim, keepdim=True)`: None for the whole tensor, -1
             for a scale per row or token, 0 for a scale per column of a matrix.
         block_size: Length of a group along the last dimension. The last group may be shorter.
         symmetric: Make codes without a zero point. Ignored if `scale` is given.
         rounding: `"nearest"` (ties to even) or `"stochastic"`.
         seed: Seed of stochastic rounding. None draws one from torch's default generator.
-        scale: fp32, of one element or with size 1 in every reduced dimension. The range of `x` is then not measured:
-            one read makes the codes, inf saturates, and NaN becomes the zero point.
-        zero_point: int32 in the shape of `scale`, only together with `scale`. Its values must be from -128 to 127,
-            which is not checked. None makes symmetric codes.
+        scale: fp32, of one element or with size 1 in every reduced dimension. If it is given, `x` is read only once,
+            because its range is not measured. inf then saturates, and NaN becomes the zero point.
+        zero_point: int32 in the shape of `scale`. It may be given only together with `scale`; None then makes symmetric
+            codes. Its values must be from -128 to 127, which is not checked.
 
     Returns:
         An `Int8Tensor` of x's shape.
@@ -222,15 +226,14 @@ def dequantize_int8(q: Int8Tensor, dtype: torch.dtype = torch.float32) -> Tensor
     The formula is `(values - zero_point) * scale`, in fp32, rounded once to `dtype`.
 
     Args:
-        q: The codes and what they were quantized with.
+        q: The codes with their scales and zero points.
         dtype: fp32, fp16 or bf16.
 
     Returns:
-        A tensor of this dtype and of q's shape. It has the strides of the codes if they are dense, else it is
-            row-major.
+        A tensor of this dtype, in q's shape. If the codes are dense, it has their strides. Otherwise it is row-major.
 
     Raises:
-        TypeError: `q` is not an `Int8Tensor`, or `dtype` is another one.
+        TypeError: `q` is not an `Int8Tensor`, or `dtype` is not one of the three.
 
     Examples:
         >>> amp_kernels.dequantize_int8(amp_kernels.quantize_int8(torch.tensor([-127.0, 0.4, 63.0])))
@@ -249,7 +252,7 @@ def fake_quantize_int8(
     scale: Tensor | None = None,
     zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Round a tensor to the values of its int8 codes, with straight-through gradients.
+    """Quantize a tensor to int8 codes and dequantize it again, with straight-through gradients.
 
     The result is `quantize_int8(x, ...).dequantize(x.dtype)` in one pass, for quantization-aware training. The gradient
     passes through unchanged where the code needed no clamping, and is 0 elsewhere (Bengio et al. 2013; Jacob et al.
@@ -259,12 +262,12 @@ def fake_quantize_int8(
         x: fp16, bf16 or fp32, of any shape and strides.
         dim: The dimensions that share a scale, as in `quantize_int8`.
         block_size: Length of a group along the last dimension, as in `quantize_int8`.
-        symmetric: Use no zero point. Ignored if `scale` is given.
-        scale: Given scales, as in `quantize_int8`.
-        zero_point: Given zero points, as in `quantize_int8`.
+        symmetric: Quantize without a zero point. Ignored if `scale` is given.
+        scale: Scales to use, as in `quantize_int8`. None takes them from the range of `x`.
+        zero_point: Zero points to use, as in `quantize_int8`.
 
     Returns:
-        A tensor of x's shape and dtype. It has x's strides if `x` is dense, else it is row-major.
+        A tensor of x's shape and dtype. If `x` is dense, it has x's strides. Otherwise it is row-major.
 
     Raises:
         TypeError: A dtype or a type does not fit.
@@ -282,7 +285,8 @@ def fake_quantize_int8(
     _check_is_bool("fake_quantize_int8", symmetric)
     if not torch_private.is_transformed():
         return call(ops.fake_quantize_int8, x, scale, zero_point, dims, block_size, symmetric)[0]
-    # Autograd functions have no rule for transforms: the same value and derivative by torch's operators.
+    # In transforms and forward-mode differentiation the autograd function of the operator fails, or returns a
+    # derivative of 0. The sum below has the same value and derivative: its second term is 0, made of torch's operators.
     values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, dims, block_size, symmetric)
     if scale is None:
         scale, zero_point = own[0], None if symmetric else own[1]
@@ -298,19 +302,19 @@ def int8_matmul(
     out_scale: Tensor | None = None,
     out_zero_point: Tensor | None = None,
 ) -> Tensor:
-    """Multiply two matrices of int8 codes exactly, then scale.
+    """Multiply two quantized matrices: sum the products of their codes exactly, then apply the scales.
 
-    The result is `a.dequantize() @ b.dequantize() + bias`, computed from the codes: the sum of products is an exact
-    integer, with zero points corrected in 64 bits. Then `sum * (a.scale * b.scale) + bias` follows in fp32, each
-    operation rounded once (Jacob et al. 2018). Not differentiable.
+    The result is `a.dequantize() @ b.dequantize() + bias`, computed from the codes. The sum of the products of codes is
+    an exact integer. It is corrected for the zero points in 64-bit integers. Then `sum * (a.scale * b.scale) + bias` is
+    computed in fp32, and each of its operations rounds once (Jacob et al. 2018). Not differentiable.
 
-    On GPUs of compute capability 9.0 a Triton kernel multiplies where `M * N * K` is above `2**34` and both `M` and `N`
-    are above 16, if Triton is installed. Elsewhere a CUDA C++ kernel multiplies, with the same bits. Smaller products
-    of 64 rows or more take Triton less time on the GPU but more on the host: inside a CUDA graph,
-    `use_backend("triton")` is faster.
+    On a GPU a CUDA C++ kernel multiplies, with one exception: a Triton kernel, with the same bits, multiplies if the
+    compute capability is 9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N` are above 16. For
+    smaller products with 64 rows or more, Triton takes less time on the GPU but more on the host. A CUDA graph saves
+    the time on the host, so inside a graph `use_backend("triton")` is faster for them.
 
-    On CUDA an operand is copied first, unless `K` is a multiple of 16 and its rows along `K` are contiguous and begin
-    at multiples of 16 bytes.
+    On CUDA a row of `a` or a column of `b` has `K` codes. An operand is read in place if `K` is a multiple of 16 and
+    these rows or columns are contiguous and begin at multiples of 16 bytes. Otherwise the operand is copied first.
 
     Args:
         a: `[M, K]`, with one scale or one per row (`dim=-1`). Any strides.
@@ -319,15 +323,15 @@ def int8_matmul(
         bias: fp32 `[N]`, or None.
         out_dtype: fp32, fp16 or bf16.
         out_scale: One fp32 element. The result is then quantized with it, for the next layer.
-        out_zero_point: One int32 element, only together with `out_scale`.
+        out_zero_point: One int32 element. It may be given only together with `out_scale`.
 
     Returns:
         `[M, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
 
     Raises:
         TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
-        ValueError: A shape does not fit, an operand is quantized in blocks, or K is above 131071, where int32 may
-            overflow.
+        ValueError: A shape does not fit, an operand is quantized in blocks, or K is above 131071. Longer int32 sums
+            could overflow.
 
     Examples:
         >>> a = amp_kernels.quantize_int8(torch.tensor([[127.0, 2.0]]), dim=-1)
@@ -357,7 +361,7 @@ def _dims(op: str, dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
 
 
 def _check_is_bool(op: str, symmetric: object) -> None:
-    if type(symmetric) is not bool:  # torch's dispatcher makes one of None, too
+    if type(symmetric) is not bool:  # torch's dispatcher would convert None or a float to a bool
         raise TypeError(f"{op}: symmetric must be a bool, got {symmetric!r}")
 
 
@@ -367,9 +371,9 @@ def _check_is_quantized(op: str, name: str, q: object) -> None:
 
 
 def _signed(seed: int) -> int:
-    """The same 64 bits as an int64."""
-    if not isinstance(seed, (int, torch.SymInt)):  # of a symbolic size the compiler has no index
+    """Return the int64 that has the same 64 bits as `seed`."""
+    if not isinstance(seed, (int, torch.SymInt)):  # the compiler cannot trace operator.index of a symbolic size
         if not hasattr(seed, "__index__"):
             raise TypeError(f"quantize_int8: seed must be an int or None, got {seed!r}")
-        seed = operator.index(seed)  # numpy's integers overflow in the sum
+        seed = operator.index(seed)  # a numpy integer would overflow in the sum below
     return (seed + 2**63) % 2**64 - 2**63

@@ -1,14 +1,16 @@
-"""Products of fp16 and bf16 matrices of any shape: fp32 sums, one rounding, tensor-core speed without round sizes.
+"""Products of fp16 and bf16 matrices: fp32 sums, one rounding, full tensor-core speed also for odd sizes.
 
-`engine_of` decides once per call which library multiplies, and `copies_of` what is copied first:
+For each call `engine_of` chooses the engine that multiplies, and `copies_of` chooses which operands are copied first:
 
-=====================  ===============================================================================================
-inside `use_backend`   the operator `matmul`: this package's kernels, or the reference
-CUDA                   cuBLAS; on copies padded with zeros where sizes or strides would make it slow
-CPU                    torch; in fp32 where its fp16 product is slow
-other devices, other   torch alone: autograd, compilers and transforms see nothing but torch's operators
-dtypes, compiled code
-=====================  ===============================================================================================
+=========================  ===========================================================================================
+inside `use_backend`       the operator `matmul`: this package's kernels, or the reference (`"cpu"`: as CPU below)
+CUDA                       cuBLAS; operands are copied and padded with zeros if their sizes or strides would make it
+                           slow
+CPU                        torch; in fp32 if torch's fp16 product is slow
+other devices, other       torch, called directly: autograd, compilers and transforms meet only torch's own operators
+dtypes, compiled code for
+a GPU
+=========================  ===========================================================================================
 """
 
 from __future__ import annotations
@@ -36,21 +38,22 @@ NO_COPIES: Copies = (None, None)
 
 TORCH, CPU, LIBRARY = "torch", "cpu", "cublas"
 ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
-# A product with so few rows takes the time of reading the other matrix once. Tensor cores and padding do not help.
+# The time of a product with at most 16 rows is the time of reading the other matrix once. Tensor cores and padding do
+# not shorten it.
 FEW_ROWS = 16
 
 
 # ---------------------------------------------------------------------------------------------------- public functions
 def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply 16-bit matrices of any size, fast on tensor cores also if sizes are not multiples of 8.
+    """Multiply 16-bit matrices at tensor-core speed, even if their sizes are not multiples of 8.
 
-    This is `torch.matmul` with fp32 accumulation and one rounding. On a GPU cuBLAS multiplies. Where sizes or strides
-    would make it slow, it gets copies of the operands, padded with zeros. cuBLAS may round the parts of a split sum, if
-    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` (or the bf16 setting) allows it. On a CPU torch
-    multiplies, fp16 in fp32 where that is faster.
+    This is `torch.matmul` with fp32 accumulation and one rounding. On a GPU cuBLAS multiplies. If sizes or strides
+    would make it slow, it multiplies copies of the operands that are padded with zeros. cuBLAS may split a sum and
+    round its parts, if `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` (or the setting for bf16)
+    allows it. On a CPU torch multiplies. If fp32 is faster there than fp16, it multiplies in fp32.
 
-    torch alone computes all other dtypes, tensor subclasses (DTensor, nested), transforms of `torch.func`, and compiled
-    code on a GPU, where Inductor pads. Differentiable, twice too.
+    Some calls are left to `torch.matmul`: other dtypes, tensor subclasses such as DTensor, nested tensors, transforms
+    of `torch.func`, and compiled code for a GPU, which Inductor pads. Differentiable, also twice.
 
     Args:
         a: A vector, matrix or batch of matrices, as in `torch.matmul`; fp16 or bf16, of any strides.
@@ -63,7 +66,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit.
-        RuntimeError: torch refuses operands that it computes alone; the message ends with torch's error.
+        RuntimeError: The call was left to torch, and torch raised an error. The message ends with that error.
 
     Examples:
         >>> a, b = torch.ones(3, 5, dtype=torch.bfloat16), torch.ones(5, 7, dtype=torch.bfloat16)
@@ -84,7 +87,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
             raise
     left, right = as_matrices("matmul", a, b)
     copies = copies_of(engine, left, right)
-    if dtype is a.dtype and _is_torchs(engine, copies, left):
+    if dtype is a.dtype and _is_one_torch_call(engine, copies, left):
         return torch.matmul(a, b)
     batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
     out = _Product.apply(engine, copies, None, left, right, 0.0, 1.0, dtype)
@@ -99,8 +102,8 @@ def addmm(
     This is `torch.addmm` for matrices and `torch.baddbmm` for batches. Devices and dtypes are treated as in `matmul`.
 
     Args:
-        input: Broadcast to the result, in the dtype of the operands. Not read if `beta` is 0.
-        a: `[M, K]` or `[B, M, K]`, fp16 or bf16, of any strides. torch computes other dtypes.
+        input: A tensor that broadcasts to the result, in the dtype of the operands. If `beta` is 0, it is not read.
+        a: `[M, K]` or `[B, M, K]`, fp16 or bf16, of any strides. Other dtypes are left to torch.
         b: `[K, N]` or `[B, K, N]`, in the dtype of `a`.
         beta: Factor of `input`.
         alpha: Factor of the product.
@@ -112,7 +115,7 @@ def addmm(
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit.
-        RuntimeError: torch refuses operands that it computes alone; the message ends with torch's error.
+        RuntimeError: The call was left to torch, and torch raised an error. The message ends with that error.
 
     Examples:
         >>> a, b = torch.ones(3, 5, dtype=torch.float16), torch.ones(5, 2, dtype=torch.float16)
@@ -141,7 +144,7 @@ def addmm(
     check_product("addmm", a, b)
     term = _term(input, a, b)
     copies = copies_of(engine, a, b)
-    if dtype is a.dtype and alpha != 0 and engine == LIBRARY and _is_torchs(engine, copies, a):
+    if dtype is a.dtype and alpha != 0 and engine == LIBRARY and _is_one_torch_call(engine, copies, a):
         return multiply(input, a, b, beta=beta, alpha=alpha)
     return _Product.apply(engine, copies, term, a, b, float(beta), float(alpha), dtype)
 
@@ -149,15 +152,21 @@ def addmm(
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Activation | None = None) -> Tensor:
     """Apply a linear layer and an activation to 16-bit tensors of any size.
 
-    The result is `activation(x @ weight.T + bias)`, as `torch.nn.functional.linear` with the bias added before
-    rounding. The activation is a second pass over the rounded result. There are two exceptions: kernels forced by
-    `use_backend` apply it before rounding, and on a GPU cuBLAS applies `relu` where no gradient is needed. On a GPU
-    operands and results are padded as in `matmul`. The backward pass reads the gradient once for the
-    derivative of the activation, the gradient of the bias (fp32 sums) and the padding of its two products. Under
-    autocast operands are cast, as torch casts them.
+    The result is `activation(x @ weight.T + bias)`, as from `torch.nn.functional.linear`. The bias is added before
+    rounding. Under autocast the operands are cast, as in torch's `linear`.
+
+    The activation is a second pass over the rounded result, with three exceptions:
+
+    - A backend forced by `use_backend`, except `"cpu"`, applies it before rounding.
+    - On a CPU, fp16 products with more than 16 rows are computed in fp32. The activation is applied before rounding.
+    - On a GPU, cuBLAS applies `relu` itself if there is a bias, and operands are padded or no gradient is needed.
+
+    On a GPU operands and results are padded as in `matmul`. If operands were padded, the backward pass reads the
+    gradient once: the same pass applies the derivative of the activation, sums the gradient of the bias in fp32, and
+    writes a padded copy for the two products.
 
     Args:
-        x: `[..., in_features]`, fp16 or bf16, of any strides. torch computes other dtypes.
+        x: `[..., in_features]`, fp16 or bf16, of any strides. Other dtypes are left to torch.
         weight: `[out_features, in_features]`, in the dtype of `x`.
         bias: `[out_features]`, in the dtype of `x`, or None.
         activation: `"relu"`, `"gelu"` (by erf), `"gelu_tanh"` (as torch's `approximate="tanh"`; Hendrycks and Gimpel
@@ -169,7 +178,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     Raises:
         TypeError: Dtypes do not fit, or an operand is float8.
         ValueError: Shapes or devices do not fit, or `activation` is not one of these.
-        RuntimeError: torch refuses operands that it computes alone; the message ends with torch's error.
+        RuntimeError: The call was left to torch, and torch raised an error. The message ends with that error.
 
     Examples:
         >>> x, weight = torch.ones(2, 3, dtype=torch.bfloat16), -torch.ones(5, 3, dtype=torch.bfloat16)
@@ -194,10 +203,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     tensors = (rows, weight) if bias is None else (rows, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     copies = copies_of(engine, rows, weight.t()) if engine in ON_TENSOR_CORES else NO_COPIES
-    # On a GPU one pass of `copy_pad` over the gradient was not faster than torch's two passes: on an H200 gelu of fp16
-    # 4096^3, forward and backward, took 0.69 ms, and 0.67 ms by torch.
+    # On a GPU, if a gradient is needed and nothing is padded, torch's `linear` and torch's activation are called. The
+    # backward pass of `_Linear` reads the gradient once (`copy_pad`), and torch's reads it twice. Still `_Linear` was
+    # not faster: on an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by
+    # torch.
     is_one_call = _adds_before_rounding(x, bias) if engine == CPU else activation is None or needs_grad
-    if is_one_call and _is_torchs(engine, copies, rows):
+    if is_one_call and _is_one_torch_call(engine, copies, rows):
         return activate(F.linear(x, weight, bias), activation)
     if needs_grad:
         out = _Linear.apply(engine, copies, rows, weight, bias, activation)
@@ -209,14 +220,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
     """Copy a tensor into padded memory, where each row begins at a multiple of `multiple` elements.
 
-    The result is a view with the shape of `x`: a `[N, 1023]` view of `[N, 1024]`. The padding is 0. Differentiable.
+    The result is a view with the shape of `x`, for example a `[N, 1023]` view of `[N, 1024]`. The padding is 0.
+    Differentiable.
 
     Args:
         x: A tensor of any dtype with at least one dimension.
-        multiple: Elements to which the distance of rows is rounded up.
+        multiple: The distance between the beginnings of rows is rounded up to a multiple of this many elements.
 
     Returns:
-        The view, of x's shape and dtype.
+        The view, with x's shape and dtype.
 
     Raises:
         TypeError: `x` is not a tensor, or `multiple` is not an int.
@@ -242,20 +254,21 @@ def pad_to_multiple(x: Tensor, multiple: int = 8) -> Tensor:
         raise
 
 
-# --------------------------------------------------------------------------------------------------- who multiplies
+# -------------------------------------------------------------------------------------------------- choice of engine
 def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
-    """Return who multiplies on a kind of device: TORCH, CPU, LIBRARY, or the backend that is forced.
+    """Return the engine that multiplies on a type of device: TORCH, CPU, LIBRARY, or the backend that is forced.
 
-    This and `copies_of` are all that is decided about a product, for `amp_kernels.explain` too.
+    `amp_kernels.explain` reports what this function and `copies_of` return.
     """
     if dtype not in DTYPES:
-        if dtype.itemsize == 1 and dtype.is_floating_point:  # torch's products would round to less than was asked for
+        if dtype.itemsize == 1 and dtype.is_floating_point:  # torch would round the product to 8 bits first
             raise TypeError(
                 f"{op}: operands must have at least 16 bits each, got {dtype}; convert them with .to(torch.bfloat16)"
             )
         return TORCH
     is_compiled = torch.compiler.is_compiling()
-    # Compiled code outlives a choice of the moment, and Inductor pads operands on a GPU by itself.
+    # A compiled graph may run again outside of the `use_backend` block in which it was traced, so it ignores the block.
+    # On a GPU Inductor pads the operands.
     name = None if is_compiled else forced()
     if kind == "cpu" and name in (None, "cpu"):
         return CPU
@@ -265,10 +278,10 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
 
 
 def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:
-    """Return the sizes of the padded copies that an engine multiplies in the place of `a` and `b`, None for no copy.
+    """Return the sizes of the padded copies that replace `a` and `b`; None for an operand that is not copied.
 
-    cuBLAS gets larger operands. This package's kernels need no other sizes, but rows that begin at multiples of 16
-    bytes: their copies keep the sizes.
+    Copies for cuBLAS may be larger than the operands (`padding.library_sizes`). Copies for this package's kernels have
+    the same sizes as the operands: these kernels are fast with any size, if rows begin at multiples of 16 bytes.
     """
     if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
         return NO_COPIES
@@ -290,18 +303,20 @@ def _copied(copies: Copies, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     return a if left is None else padded(a, left), b if right is None else padded(b, right)
 
 
-def _is_torchs(engine: str, copies: Copies, a: Tensor) -> bool:
-    """Whether one call of torch's public function gives this result. Its autograd is used then too."""
+def _is_one_torch_call(engine: str, copies: Copies, a: Tensor) -> bool:
+    """Return whether a single call of torch's own function computes the product. Then torch's autograd is used too."""
     if engine == CPU:
         return a.dtype is torch.bfloat16 and _pad_of_inner(a) == 0
     return engine == LIBRARY and copies == NO_COPIES
 
 
 def _is_special(kind: str, *tensors: Tensor) -> bool:
-    """Whether the autograd functions below have no rule for such tensors.
+    """Return whether the product has to be left to torch, because the autograd functions below cannot compute it.
 
-    Subclasses may be anything. Fake tensors of a GPU have no memory to be padded. In forward-mode differentiation these
-    functions would return a derivative of 0, and in transforms of `torch.func` they fail.
+    - Tensor subclasses may hold several tensors (DTensor), or none.
+    - Fake tensors of a GPU and meta tensors have no memory that could be padded.
+    - In forward-mode differentiation these functions would return a derivative of 0.
+    - In transforms of `torch.func` they fail.
     """
     if kind == "meta" or torch_private.is_transformed():
         return True
@@ -318,27 +333,27 @@ def rounds_before_activation(a: Tensor) -> bool:
 
 
 def is_slow(a: Tensor) -> bool:
-    """Return whether torch's CPU product is slow in the dtype of `a`: then fp32 is multiplied.
+    """Return whether torch's CPU product is slow in the dtype of `a`. Such products are computed in fp32.
 
-    With two cores torch took a second for [2048, 256] @ [256, 1024] and back in fp16, and 19 ms in fp32.
+    With two cores, forward and backward of [2048, 256] @ [256, 1024] took torch a second in fp16 and 19 ms in fp32.
     """
     return a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS
 
 
 # ---------------------------------------------------------------------------------------------------------- arguments
 def _check_are_tensors(op: str, **operands: object) -> None:
-    """A bias may be None."""
+    """Raise TypeError if an operand is not a Tensor. A bias may be None."""
     for name, x in operands.items():
         if not isinstance(x, Tensor) and (x is not None or name != "bias"):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(x).__name__}")
 
 
 def _kind_of(x: Tensor) -> str:
-    return "cpu" if x.is_cpu else x.device.type  # 0.1 and 0.4 us
+    return "cpu" if x.is_cpu else x.device.type  # is_cpu takes 0.1 us, device.type 0.4 us
 
 
 def autocast(kind: str, *tensors: Any) -> Any:
-    """Under autocast on a kind of device floating-point operands get its dtype, as those of torch's products do."""
+    """Return the operands, cast to autocast's dtype if autocast is on. As in torch, fp64 and integers are not cast."""
     if kind == "meta" or not torch.is_autocast_enabled(kind):
         return tensors
     dtype = torch.get_autocast_dtype(kind)
@@ -365,7 +380,10 @@ def _check_factor(name: str, factor: object, a: Tensor) -> None:
 
 
 def as_matrices(op: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Two matrices, or batches of as many, with the product of `a` and `b`, which have 1 dimension or more."""
+    """Return `a` and `b` as two matrices, or as two equally large batches of matrices, with the same product.
+
+    Both must have at least 1 dimension.
+    """
     if a.dim() == 0 or b.dim() == 0:
         dims = f"{a.dim()} and {b.dim()}"
         raise ValueError(f"{op}: a and b must have at least 1 dimension, got {dims}; multiply by a number with *")
@@ -385,7 +403,7 @@ def as_matrices(op: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _term(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """What `addmm` adds, in the shape of the result."""
+    """Return the `input` of `addmm`, broadcast to the shape of the result."""
     check_beside("addmm", "input", input, a)
     shape = (*a.shape[:-1], b.shape[-1])
     if input.shape == shape:
@@ -397,7 +415,7 @@ def _term(input: Tensor, a: Tensor, b: Tensor) -> Tensor:
 
 
 def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
-    """Refuse also what torch would broadcast or convert."""
+    """Raise if an operand of `linear` does not fit, even if torch would broadcast or convert it."""
     check_is_dense("linear", "x", x)
     check_beside("linear", "weight", weight, x)
     if x.shape[-1:] != weight.shape[1:] or weight.dim() != 2:
@@ -411,13 +429,13 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ValueError(f"linear: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
 
 
-# What torch raises for operands that it does not take; the last two come from the code of its nested tensors.
+# The errors that torch raises for operands that do not fit. The last two come from its code for nested tensors.
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
 def _reword(op: str, error: Exception, *operands: Tensor | None) -> None:
-    """Raise torch's error with the operands before its words."""
-    if type(error) not in _REFUSALS:  # the memory is used up, or a GPU reports an error of an earlier kernel
+    """Raise torch's error again, with a message that describes the operands first."""
+    if type(error) not in _REFUSALS:  # a subclass: out of memory, or a GPU reports an error of an earlier kernel
         return
     given = [x for x in operands if x is not None]
     got = ", ".join(map(_told, given))
@@ -436,13 +454,13 @@ def _told(x: Tensor) -> str:
 
 # ------------------------------------------------------------------------------------------------- the linear layer
 def _adds_before_rounding(x: Tensor, bias: Tensor | None) -> bool:
-    """Whether torch's `linear` is one product with a bias, rounded once, not a product and a sum."""
+    """Return whether torch's `linear` rounds once, after adding the bias. Otherwise it rounds the product too."""
     return bias is None or x.dim() == 2 or (x.is_contiguous() and bias.is_contiguous())
 
 
 # ---------------------------------------------------------------------------------------------------------- gradients
 class _Product(torch.autograd.Function):
-    """``alpha * a @ b + beta * input`` of matrices or batches of them."""
+    """``alpha * a @ b + beta * input`` for matrices, or for batches of matrices."""
 
     @staticmethod
     def forward(
@@ -495,7 +513,7 @@ class _Linear(torch.autograd.Function):
     ) -> Tensor:
         out, pre, *padded_operands = _linear_forward(engine, copies, x, weight, bias, activation, is_training=True)
         ctx.engine, ctx.activation = engine, activation
-        # The derivative of relu takes its result, that of the others their argument.
+        # The derivative of relu is computed from its result, the derivatives of the others from their argument.
         saved = None if activation is None else out if activation == "relu" else pre
         ctx.save_for_backward(x, weight, bias, saved, *padded_operands)
         return out
@@ -513,13 +531,13 @@ class _Linear(torch.autograd.Function):
             wide = reference.matmul.activation_backward(grad, saved, ctx.activation)
             grad, sums = wide.to(grad.dtype), wide.sum(0) if needs_bias else sums
         elif saved is not None or needs_bias or len(weight) != columns or copies_of(engine, grad, weight)[0]:
-            # One pass for the derivative, the bias's gradient and the padding.
+            # One pass applies the derivative, sums the bias's gradient, and pads.
             grad, sums = ops.copy_pad(grad, saved, ctx.activation, needs_bias, rows)
-            grad = grad.narrow(1, 0, len(weight))  # zeros, where the weight has them
+            grad = grad.narrow(1, 0, len(weight))  # if rows of zeros pad the weight, columns of zeros match them
         grad_x = grad_weight = None
         if needs_x:
             grad_x = _multiply(engine, *_copied(copies_of(engine, grad, weight), grad, weight), size=(rows, inner))[0]
-        if needs_weight:  # a parameter's gradient is dense as the parameter is
+        if needs_weight:  # the gradient of a parameter is dense, as the parameter is, so its rows are not padded
             operands = _copied(copies_of(engine, grad.t(), x), grad.t(), x)
             grad_weight = _multiply(engine, *operands, size=(columns, inner), pads_rows=False)[0]
             if not grad_weight.is_contiguous():
@@ -538,8 +556,9 @@ def _linear_forward(
     *,
     is_training: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The result, the argument of the activation, and padded copies of `x` and `weight` where they take one."""
-    # A weight is copied at every call: no version or address shows all writes to it (`.data`, a CUDA graph, FSDP).
+    """Return the result, the argument of the activation, and the padded copies of `x` and `weight` (None: no copy)."""
+    # A padded weight is copied at every call. A kept copy could be outdated, because some writes to a weight (`.data`,
+    # a CUDA graph, FSDP) change neither its version nor its address.
     transposed = weight.t()
     left, right = _copied(copies, x, transposed)
     input = None if bias is None else bias.expand(x.shape[0], weight.shape[0])
@@ -552,7 +571,7 @@ def _linear_forward(
 def _linear_backward_by_torch(
     engine: str, grad: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None, activation: Activation | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """By operators that can be differentiated again."""
+    """Return the gradients of `x`, `weight` and `bias`, computed by operators that can be differentiated again."""
     if activation is not None:
         argument = _Linear.apply(engine, copies_of(engine, x, weight.t()), x, weight, bias, None)
         if activation == "relu":
@@ -582,9 +601,11 @@ def _multiply(
     pads_rows: bool = True,
     needs_pre: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """``activation(alpha * a @ b + beta * input)`` and, with `needs_pre`, the argument of the activation.
+    """Return ``activation(alpha * a @ b + beta * input)``, and with `needs_pre` the argument of the activation.
 
-    `size`: rows and columns of the result, where the operands may be larger.
+    Args:
+        size: Rows and columns of the result. If operands are padded, they have more.
+        pads_rows: Whether rows of the results may be padded. Only this package's kernels pad them.
     """
     dtype, input = dtype or a.dtype, None if beta == 0 else input
     pads_rows = pads_rows and engine in ON_TENSOR_CORES
@@ -593,10 +614,11 @@ def _multiply(
         out = activate(argument, activation).to(dtype)
         return out, argument.to(dtype) if needs_pre else out
     if engine == LIBRARY:
-        # If K is 0, torch 2.11 leaves out the activation.
+        # If K is 0, `_addmm_activation` of torch 2.11 does not apply the activation.
         bias = _bias_of(input, b) if activation == "relu" and dtype is a.dtype and a.shape[-1] > 0 else None
         if bias is not None and alpha == beta == 1:
-            # In the product's epilogue: H100, fp16, [8192, 1024] @ [1024, 4096]: 116 us, as two calls 160 us.
+            # One call applies relu in the epilogue of the product. On an H100 fp16 [8192, 1024] @ [1024, 4096] takes
+            # 116 us, and as two calls 160 us.
             out = argument = torch._addmm_activation(bias, a, b)
         else:
             argument = _multiply_by_library(a, b, input, beta, alpha, dtype)
@@ -608,7 +630,7 @@ def _multiply(
 def _multiply_on_cpu(
     a: Tensor, b: Tensor, input: Tensor | None, beta: float, alpha: float, dtype: torch.dtype
 ) -> Tensor:
-    """In fp32 or `dtype`."""
+    """Return ``alpha * a @ b + beta * input``, either in fp32, not yet rounded, or already in `dtype`."""
     if is_slow(a) or dtype is not a.dtype or a.shape[-1] == 0:
         return reference.matmul.sums(input, a, b, beta=beta, alpha=alpha)
     if pad := _pad_of_inner(a):
@@ -617,9 +639,10 @@ def _multiply_on_cpu(
 
 
 def _pad_of_inner(a: Tensor) -> int:
-    """How many zeros each row of `a` needs behind it, so that torch's product of this CPU does not mix rows.
+    """Return how many zeros have to be appended to each row of `a`.
 
-    `torch_private.MIXES_ROWS` says whether it does.
+    If `torch_private.MIXES_ROWS` is True, torch's bf16 product on this CPU reads past the end of a row: a NaN or inf in
+    the next row would reach the result of this row.
     """
     return -a.shape[-1] % 32 if torch_private.MIXES_ROWS and a.dtype is torch.bfloat16 else 0
 
@@ -627,13 +650,16 @@ def _pad_of_inner(a: Tensor) -> int:
 def _multiply_by_library(
     a: Tensor, b: Tensor, input: Tensor | None, beta: float, alpha: float, dtype: torch.dtype
 ) -> Tensor:
-    """By torch's product, which sums in fp32 and rounds once. `input` may be smaller than the result."""
+    """Return ``alpha * a @ b + beta * input``, computed by torch's product, which sums in fp32 and rounds once.
+
+    If operands are padded, `input` may be smaller than the result.
+    """
     shape = (*a.shape[:-1], b.shape[-1])
-    if alpha == 0:  # where torch 2.13's baddbmm of bf16 on a CPU ignores beta
+    if alpha == 0:  # torch 2.13's baddbmm of bf16 on a CPU would ignore beta
         return (a.new_zeros(shape) if input is None else beta * _widened(input, shape).float()).to(dtype)
     if input is None and alpha == 1:
         multiply = torch.bmm if a.dim() == 3 else torch.mm
-        # torch multiplies 16 bits to the same dtype or to fp32.
+        # The result of torch's 16-bit product can have the operands' dtype or fp32, not the other 16-bit dtype.
         return multiply(a, b) if dtype is a.dtype else multiply(a, b, out_dtype=torch.float32).to(dtype)
     add = torch.baddbmm if a.dim() == 3 else torch.addmm
     term = _bias_of(input, b)
@@ -646,9 +672,9 @@ def _multiply_by_library(
 
 
 def _bias_of(input: Tensor | None, b: Tensor) -> Tensor | None:
-    """The row that `input` repeats, as long as a row of `b`; None if `input` does not repeat one row.
+    """Return the row that `input` repeats, padded to the length of a row of `b`; None if it does not repeat a row.
 
-    cuBLASLt adds such a row. torch would first copy an input of two dimensions.
+    cuBLASLt adds a single row within the product. An input with two dimensions would first be copied by torch.
     """
     if input is None or input.dim() != 2 or input.stride(0) != 0 or input.shape[0] == 0:
         return None
@@ -656,21 +682,22 @@ def _bias_of(input: Tensor | None, b: Tensor) -> Tensor | None:
 
 
 def _widened(x: Tensor, shape: Sequence[int]) -> Tensor:
-    """`x` with zeros behind it in every dimension, up to this shape."""
+    """Return `x`, extended to this shape by zeros at the end of each dimension."""
     pads = [pad for size, wanted in zip(reversed(x.shape), reversed(shape), strict=True) for pad in (0, wanted - size)]
     return F.pad(x, pads) if any(pads) else x
 
 
 def _narrowed(x: Tensor, size: tuple[int, int]) -> Tensor:
-    """The first rows and columns of matrices."""
+    """Return a view of the first rows and columns of matrices."""
     if x.shape[-2:] == size:
         return x
-    # `data`: autograd forbids to write what an autograd function returns, if it knows that it is a view.
+    # `.data` hides from autograd that the result is a view. Otherwise autograd would forbid callers to write in place
+    # to a view that an autograd function returned.
     return x.narrow(-2, 0, size[0]).narrow(-1, 0, size[1]).data
 
 
 def _activate_into(out: Tensor, argument: Tensor, activation: Activation | None) -> Tensor:
-    """In one pass, into `out`, which may be `argument` itself."""
+    """Write the activation of `argument` to `out` in one pass. Both may be the same tensor."""
     if activation == "relu":
         return torch.ops.aten.relu.out(argument, out=out)
     if activation is not None:

@@ -47,12 +47,13 @@ def rmsprop_(
         params: fp16, bf16 or fp32 tensors of any strides, updated in place.
         grads: One gradient per parameter, of its shape, in any of the three dtypes.
         square_avgs: `v`, one fp32 tensor per parameter, updated in place. Zeros before the first step.
-        momentum_buffers: `b`, as `square_avgs`. Ignored, and may be empty, if `momentum` is 0.
-        grad_avgs: `a`, as `square_avgs`. If they are given, the variance is centered.
-        masters: One fp32 master or int16 remainder per 16-bit parameter, as in `sgd_`.
+        momentum_buffers: `b`, in the same form as `square_avgs`. If `momentum` is 0, the list is ignored and may be
+            empty.
+        grad_avgs: `a`, in the same form as `square_avgs`. If they are given, the variance is centered.
+        masters: One tensor per 16-bit parameter: its fp32 master, or its int16 remainder. `sgd_` explains both.
         lr: Learning rate, a number or one fp32 element on the parameters' device.
         alpha: Decay of the averages.
-        eps: Added to the root.
+        eps: Added to the square root in the denominator.
         weight_decay: Factor of the L2 penalty.
         momentum: Momentum factor.
         maximize: Negate the gradients.

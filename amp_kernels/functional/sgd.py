@@ -28,9 +28,9 @@ def sgd_(
 ) -> None:
     """Take one SGD step on lists of tensors, with fp32 masters for 16-bit parameters.
 
-    All arithmetic is fp32. A 16-bit parameter becomes its new master, rounded to nearest even. Gradients are only read.
-    Lists may hold tensors of different dtypes, empty tensors and views of any strides. All tensors of a call are on one
-    device.
+    All arithmetic is fp32. A 16-bit parameter is set to its new master, rounded to nearest even. Gradients are not
+    changed. Lists may hold tensors of different dtypes, empty tensors and views of any strides. All tensors of a call
+    must be on one device.
 
     Formula: `torch.optim.SGD` (Sutskever et al. 2013). `g` is the gradient divided by `grad_scale`.
 
@@ -43,18 +43,18 @@ def sgd_(
     Args:
         params: fp16, bf16 or fp32 tensors of any strides, updated in place.
         grads: One gradient per parameter, of its shape, in any of the three dtypes.
-        momentum_buffers: One fp32 tensor per parameter, updated in place. The first step sets them without reading
-            them. Ignored, and may be empty, if `momentum` is 0.
-        masters: One tensor per 16-bit parameter, in the order of `params`, updated in place: its fp32 master, or the
-            int16 remainder that together with the parameter is the master (see `FusedSGD.master`). A remainder of zeros
-            means that the master is the parameter itself.
+        momentum_buffers: One fp32 tensor per parameter, updated in place. The first step writes them without reading
+            them. If `momentum` is 0, the list is ignored and may be empty.
+        masters: One tensor per 16-bit parameter, in the order of `params`, updated in place. It is either the fp32
+            master of the parameter, or its int16 remainder: the parameter and the remainder together are the master
+            (see `FusedSGD.master`). If a remainder is 0, the master is equal to the parameter.
         lr: Learning rate, a number or one fp32 element on the parameters' device.
         momentum: Momentum factor.
         dampening: Dampening of the momentum.
         weight_decay: Factor of the L2 penalty.
         nesterov: Use Nesterov momentum.
         maximize: Negate the gradients.
-        is_first_step: Set the momentum buffers to the gradients, whatever `dampening` is.
+        is_first_step: Set the momentum buffers to the gradients. `dampening` then has no effect.
         grad_scale: One fp32 element; the gradients are divided by it. None for 1.
         found_inf: One fp32 element. If it is not 0, the call changes nothing.
 

@@ -51,10 +51,11 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
 
 
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
-    """Return the L2 norm of gradients over all their elements, in one read.
+    """Return the L2 norm over all elements of all gradients, which are read once.
 
-    The result is `sqrt(sum((inv_scale * grad)^2))`. Sums are taken in fp32 over a few elements, then in fp64. Squares
-    that overflow or vanish in fp32 are taken in fp64, so that every finite element counts. Not differentiable.
+    The result is `sqrt(sum((inv_scale * grad)^2))`. A few squares at a time are summed in fp32, and these sums in fp64.
+    If squares overflow or vanish in fp32, they are summed again: a CPU sums them in fp64, a GPU rescales the elements
+    first. So every finite element counts. Not differentiable.
 
     Args:
         grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.
@@ -84,12 +85,15 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
 
 
 def moved(scalar: Tensor, device: torch.device) -> Tensor:
-    """Returns `scalar` on `device`. A copy to the CPU waits, since the host could read it before it is complete."""
+    """Return `scalar`, or a copy of it on `device`.
+
+    A copy to the CPU waits for the device. Otherwise the host could read it before it is complete.
+    """
     return scalar if scalar.device == device else scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Combines the norms of several devices into one, on the device of the first. Squares are taken in fp64."""
+    """Combine the norms of several devices into one, on the device of the first norm. Their squares are fp64."""
     device = norms[0].device
     gathered = torch.stack([moved(norm, device) for norm in norms])
     return torch.linalg.vector_norm(gathered, dtype=torch.float64).float()
@@ -109,7 +113,7 @@ def clip_grad_norm_(
     `amp_kernels.optim` have the option `max_grad_norm`, which clips inside the update and writes no gradient.
 
     Args:
-        parameters: A tensor, or several. Tensors without a gradient are left out.
+        parameters: One tensor, or an iterable of tensors. Tensors without a gradient are ignored.
         max_norm: The norm to clip to.
         norm_type: Norms other than 2 are computed by torch.
         error_if_nonfinite: Raise an error if the norm is NaN or inf. This waits for the device.
@@ -132,7 +136,7 @@ def clip_grad_norm_(
     is_generator = isinstance(parameters, GeneratorType)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if is_generator and not parameters:
-        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)  # torch's
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)  # as torch
     grads = [p.grad for p in parameters if p.grad is not None]
     fit = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
     if float(norm_type) != 2.0 or not grads or not fit:
@@ -141,7 +145,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of the gradients must be finite, got {norm.item()}; "
-            "pass error_if_nonfinite=False to clip by it"
+            "pass error_if_nonfinite=False to clip by this norm all the same"
         )
     coefficient = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     unscale_(grads, inv_scale=coefficient, found_inf=torch.zeros_like(norm))
@@ -154,12 +158,15 @@ def _check_scalars(op: str, inv_scale: Tensor | None, found_inf: Tensor | None) 
 
 
 def _on_each_device(op: Any, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None) -> list[Tensor]:
-    """Calls the operator for the gradients of each device. Nearly always there is one device: this is tried first."""
+    """Call the operator once for each device, with the gradients on that device.
+
+    A single call with all gradients is tried first, because they are nearly always on one device.
+    """
     if not grads:
         return []
     try:
         return [_on_device(op, grads[0].device, grads, inv_scale, found_inf)]
-    except (RuntimeError, TypeError, ValueError):  # several devices, or something does not fit
+    except (RuntimeError, TypeError, ValueError):  # several devices, or a bad argument, for which `call` raises below
         groups = _by_device(grads).items()
     return [_on_device(partial(call, op), device, group, inv_scale, found_inf) for device, group in groups]
 
@@ -174,7 +181,7 @@ def _by_device(tensors: Sequence[Tensor]) -> dict[torch.device, list[Tensor]]:
 def _on_device(
     op: Any, device: torch.device, grads: list[Tensor], inv_scale: Tensor | None, found_inf: Tensor | None
 ) -> Tensor:
-    """Calls the operator with the scalars on `device`."""
+    """Call the operator for gradients on `device`, with copies of the scalars that are on another device."""
     flag = found_inf
     if flag is None or flag.device != device:
         flag = torch.zeros((), dtype=torch.float32, device=device)

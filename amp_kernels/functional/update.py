@@ -31,15 +31,15 @@ def update(
     found_inf: Tensor | None,
     grad_remainders: Sequence[Tensor] | None = None,
 ) -> None:
-    """Updates every parameter once.
+    """Update every parameter once.
 
     Args:
-        states: The list of each state under its name in the plural, in the order of the family. None for a state that
-            is not kept.
+        states: For each state of the family, in the family's order: its name in the plural, and the list of its
+            tensors. The list is None if the state is not kept.
         options: The hyper-parameters except the learning rate, under their names in torch.
-        steps_taken: Number of earlier steps. At 0 some states are set without being read.
-        grad_remainders: For averages, where `params` are fp32 averages and `grads` the weights: the remainders of the
-            16-bit weights, in order.
+        steps_taken: Number of earlier steps. If it is 0, some states are written without being read.
+        grad_remainders: Given for averages only. Then `params` are fp32 averages, `grads` are the weights that they
+            follow, and `grad_remainders` are the remainders of the 16-bit ones among these weights, in order.
     """
     op = f"{family.name}_"
     params, grads, masters = (

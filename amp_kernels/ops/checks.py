@@ -1,4 +1,7 @@
-"""Argument checks of the operators: a sentence each, before anything is modified, shared with the fakes."""
+"""Argument checks of the operators. They raise an error with a full message before anything is modified.
+
+The fakes run the same checks while a graph is traced.
+"""
 
 from __future__ import annotations
 
@@ -17,32 +20,32 @@ def _named(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def check_are_tensors(op: str, **arguments: object) -> None:
-    """Tensors, or what torch's functions take for one (a Proxy of torch.fx)."""
+    """Raise TypeError unless all arguments are Tensors, or objects that torch's functions accept (torch.fx.Proxy)."""
     for name, argument in arguments.items():
         if not isinstance(argument, Tensor) and not hasattr(argument, "__torch_function__"):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
 
 
 def check_are_tensors_or_none(op: str, **arguments: object) -> None:
-    """As `check_are_tensors`, of arguments that may be absent."""
+    """Check like `check_are_tensors`, except that None is allowed."""
     for name, argument in arguments.items():
         if argument is not None:
             check_are_tensors(op, **{name: argument})
 
 
 def check_dtype(op: str, name: str, dtype: object) -> None:
-    """A `torch.dtype`, whichever."""
+    """Raise TypeError unless `dtype` is a `torch.dtype`. Any one passes."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}; pass a torch.dtype")
 
 
 def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The tensors of an iterable, all of them tensors (a gradient may well be None)."""
+    """Return an iterable of tensors as a list. Raise TypeError if an element is no Tensor, for example None."""
     if not hasattr(tensors, "__iter__") or (isinstance(tensors, Tensor) and tensors.dim() == 0):
         kind = type(tensors).__name__
         raise TypeError(f"{op}: {name} must be a list of Tensors, got {kind}; pass a list, which may be empty")
     result = list(tensors)
-    if set(map(type, result)) <= {Tensor, Parameter}:  # a tenth of the time of a look at each
+    if set(map(type, result)) <= {Tensor, Parameter}:  # takes a tenth of the time of the loop below
         return result
     for i, tensor in enumerate(result):
         if not isinstance(tensor, Tensor):
@@ -51,7 +54,7 @@ def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def check_tensors(op: str, name: str, tensors: Sequence[Tensor], dtypes: Iterable[torch.dtype] = DTYPE_CODES) -> None:
-    """Strided tensors of these dtypes, by default fp32, fp16 or bf16, all on one device."""
+    """Raise unless all tensors are strided, have one of these dtypes, and are on one device."""
     for i, tensor in enumerate(as_list(op, name, tensors)):
         if tensor.layout is not torch.strided:
             raise ValueError(f"{op}: {name}[{i}] must be a dense tensor, got {tensor.layout}; call to_dense() first")
@@ -62,14 +65,14 @@ def check_tensors(op: str, name: str, tensors: Sequence[Tensor], dtypes: Iterabl
 
 
 def check_written(op: str, name: str, tensors: Sequence[Tensor]) -> None:
-    """No element of a tensor that is written may stand for several (an expanded tensor)."""
+    """Raise ValueError for an expanded tensor. It cannot be written, since several of its elements share memory."""
     for i, tensor in enumerate(tensors):
         if any(s == 0 and n > 1 for s, n in zip(tensor.stride(), tensor.shape, strict=True)):
             raise ValueError(f"{op}: {name}[{i}] must not be an expanded tensor, since it is written; clone() it first")
 
 
 def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device | None = None) -> None:
-    """A one-element fp32 tensor, on `device` if given."""
+    """Raise unless `tensor` is None or has one fp32 element, which is on `device` if that is given."""
     if tensor is None:
         return
     check_are_tensors(op, **{name: tensor})
@@ -81,7 +84,10 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
 
 
 def why_not_loaded(what: str, saved: object, known: int) -> str | None:
-    """A sentence if a state dict has a format number of a release to come. torch's state dicts have none, so None."""
+    """Return an error message if a state dict was saved in the format of a later release, else None.
+
+    `saved` is the number of the format. State dicts of torch have no such number: it is None, and they are accepted.
+    """
     if saved is None or saved in range(known + 1):
         return None
     return (
@@ -91,7 +97,7 @@ def why_not_loaded(what: str, saved: object, known: int) -> str | None:
 
 
 def check_same_shapes(op: str, name: str, tensors: Sequence[Tensor], params: Sequence[Tensor]) -> None:
-    """One tensor for each parameter, of its shape and on its device."""
+    """Raise ValueError unless there is one tensor for each parameter, with its shape and on its device."""
     if len(tensors) != len(params):
         raise ValueError(f"{op}: {name} must hold one tensor for each of the {len(params)} params, got {len(tensors)}")
     for i, (tensor, param) in enumerate(zip(tensors, params, strict=True)):
@@ -106,7 +112,7 @@ def check_same_shapes(op: str, name: str, tensors: Sequence[Tensor], params: Seq
 def check_states(
     op: str, name: str, states: Sequence[Tensor], params: Sequence[Tensor], dtypes: Sequence[torch.dtype]
 ) -> None:
-    """What is kept of each parameter."""
+    """Raise unless `states` has one tensor for each parameter, which can be written and has one of these dtypes."""
     check_tensors(op, name, states, dtypes)
     check_same_shapes(op, name, states, params)
     check_written(op, name, states)
@@ -120,7 +126,7 @@ def check_update(
     masters: Sequence[Tensor],
     scalars: Mapping[str, Tensor | None],
 ) -> None:
-    """What the updates have in common; an empty optional list stands for an absent state."""
+    """Raise if an argument that all updates have does not fit. States that are not kept must not be in `states`."""
     check_tensors(op, "params", params)
     check_written(op, "params", params)
     check_tensors(op, "grads", grads)
@@ -145,7 +151,11 @@ def check_grad_remainders(
     states: Mapping[str, Sequence[Tensor]],
     remainders: Sequence[Tensor],
 ) -> None:
-    """Of 16-bit weights in the place of gradients, in their order, which fp32 parameters without states follow."""
+    """Raise if the remainders do not fit the update of averages.
+
+    In this update `params` are fp32 averages, `grads` are the weights that they follow, and there are no states.
+    `remainders` has one int16 tensor for each 16-bit weight, in order.
+    """
     if states:
         raise ValueError(f"{op}: grad_remainders must be None where there are states, got {', '.join(states)} too")
     check_tensors(op, "params", params, [torch.float32])
@@ -154,7 +164,10 @@ def check_grad_remainders(
 
 
 def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
-    """Tensors that are written, all at once, share no memory; fake tensors have none to look at."""
+    """Raise ValueError if written tensors share memory, since a kernel writes all of them at once.
+
+    Do not pass fake tensors, which have no memory.
+    """
     written = [(f"{name}[{i}]", tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
     shared = shares_memory([tensor for _, tensor in written])
     if shared is not None:
@@ -164,15 +177,15 @@ def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
 
 
 def check_is_dense(op: str, name: str, x: Tensor) -> None:
-    """Neither sparse nor nested: a nested tensor has no shape, and may say that its layout is strided."""
-    if x.is_nested:
+    """Raise ValueError if `x` is nested or sparse."""
+    if x.is_nested:  # has no shape, and its layout may be torch.strided
         raise ValueError(f"{op}: {name} must be a dense tensor, got a nested one; call to_padded_tensor() first")
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")
 
 
 def check_values(op: str, name: str, x: Tensor, dtypes: Iterable[torch.dtype]) -> None:
-    """A dense tensor of one of these dtypes."""
+    """Raise unless `x` is a dense tensor with one of these dtypes."""
     check_are_tensors(op, **{name: x})
     check_is_dense(op, name, x)
     if x.dtype not in dtypes:

@@ -1,8 +1,9 @@
-"""int8 codes and products of them: schemas, checks, shapes while tracing, gradients, and what calls Triton's kernels.
+"""The int8 operators, quantization and products: schemas, checks, fakes for tracing, gradients, and calls of Triton.
 
-csrc/int8.h draws how a tensor is cut into groups and how kernels walk them. `Plan` decides where the elements of a call
-lie. Tracing uses it for the strides of results. Triton's kernels use it too, since they also run where nothing is
-compiled. Compiled operators have the same arithmetic in csrc/ops/int8_layout.h, which says what is copied.
+csrc/int8.h explains how a tensor is cut into groups and in which order kernels read them. `Plan` computes the strides
+of an operator's results, and the memory layout that its kernels read and write. The fakes need the strides. The code
+that calls Triton's kernels needs the layout, because Triton's kernels also run if nothing is compiled. C++ operators
+compute the same in csrc/ops/int8_layout.h, which also lists which tensors are copied.
 """
 
 from __future__ import annotations
@@ -20,24 +21,25 @@ from .checks import check_are_tensors, check_dtype, check_is_dense, check_scalar
 from .library import LIBRARY, Kernels, operator
 from .table import DTYPE_CODES, is_dense
 
-MAX_K = 131071  # terms of a product of codes that int32 surely holds: 2^31 / 128^2
+MAX_K = 131071  # a sum of so many products of codes fits int32; each is at most 128^2, and 131072 * 128^2 is 2^31
 _FLOATS = "float32, float16 or bfloat16"
 
 
 # ---------------------------------------------------------------------------------------------------------- groups
 class Groups(NamedTuple):
-    """Elements share a scale if their indices differ in reduced dimensions only.
+    """How a tensor is divided into groups. The elements of a group share a scale.
 
-    With blocks the last dimension is the reduced one, and is cut.
+    Two elements are in one group if their indices differ only in reduced dimensions. With blocks, only the last
+    dimension is reduced, and it is cut into blocks.
     """
 
     shape: tuple[int, ...]
-    kept: tuple[bool, ...]  # of each dimension: not reduced
-    block: int | None = None  # elements of a block
+    kept: tuple[bool, ...]  # for each dimension, whether it is not reduced
+    block: int | None = None  # elements of a block; None: no blocks
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape that `torch.amax(keepdim=True)` returns, or with the number of blocks as its last size."""
+        """The shape that `torch.amax(keepdim=True)` returns. With blocks, the last size is their number instead."""
         sizes = [n if kept else 1 for n, kept in zip(self.shape, self.kept, strict=True)]
         return tuple(sizes) if self.block is None else (*sizes[:-1], -(-self.shape[-1] // self.block))
 
@@ -45,7 +47,11 @@ class Groups(NamedTuple):
 def groups_of(
     x: Tensor, scale: Tensor | None, dim: Sequence[int] | None = None, block_size: int | None = None
 ) -> Groups:
-    """Blocks if there is a `block_size`, else groups by a given scale's shape, else groups over `dim` (None: all)."""
+    """Return the groups of `x`.
+
+    If there is a `block_size`, they are blocks. If not, but there is a `scale`, the dimensions in which the scale has
+    size 1 are reduced. With neither, the dimensions in `dim` are reduced, or all if it is None.
+    """
     if block_size is not None:
         reduced = {x.dim() - 1}
     elif scale is None:
@@ -56,7 +62,7 @@ def groups_of(
 
 
 def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]:
-    """Strides of a dense tensor that has its dimensions in this order, the outermost first."""
+    """Return the strides of a dense tensor that has its dimensions in this order in memory, the outermost first."""
     strides, step = [1] * len(shape), 1
     for d in reversed(list(order)):
         strides[d] = step
@@ -65,47 +71,58 @@ def dense_strides(shape: Sequence[int], order: Iterable[int]) -> tuple[int, ...]
 
 
 def storage_order(strides: Sequence[int]) -> list[int]:
-    """The dimensions from the outermost to the innermost. Of equal strides the first one counts as the outer one."""
+    """Return the dimensions from the outermost to the innermost. If strides are equal, the first dimension is outer."""
     return sorted(range(len(strides)), key=lambda d: -strides[d])
 
 
 def layout_of(groups: Groups, strides: Sequence[int]) -> tuple[int, int, int, int] | None:
-    """struct Int8Layout (csrc/int8.h) for a dense tensor with these strides; None if it takes more than three axes."""
+    """Return the struct Int8Layout (csrc/int8.h) of a dense tensor with these strides.
+
+    None if three axes, [outer][reduced][inner], do not describe its groups.
+    """
     sizes, axis = [1, 1, 1], 0  # inner, reduced, outer
     for d in reversed(storage_order(strides)):
-        if groups.shape[d] > 1:  # where a size is 0, kernels are not called, and strides are as if it were 1
+        # Sizes of 0 and 1 are skipped: for size 0 no kernel is called, and the strides are as if it were 1.
+        if groups.shape[d] > 1:
+            # Axes 0 and 2 take kept dimensions, axis 1 takes reduced ones. A change of kind begins the next axis.
             axis += groups.kept[d] != (axis != 1)
             if axis > 2:
                 return None
             sizes[axis] *= groups.shape[d]
     inner, reduced, outer = sizes
-    row = inner * reduced * outer
+    row = inner * reduced * outer  # elements of a row whose last block is shorter; all elements if none is
     if groups.block is not None and reduced > groups.block:
         if inner > 1:
             return None
         row = row if reduced % groups.block == 0 else reduced
         outer, reduced = outer * groups.scale_shape[-1], groups.block
-    if reduced == 1:  # each element has a scale: neighbours are columns
+    if reduced == 1:  # each element is a group: the layout has one row, and every element is a column
         return 1, 1, outer * inner, row
     return outer, reduced, inner, row
 
 
 class Plan(NamedTuple):
-    """Where the elements of a call lie."""
+    """The strides of the tensors of a call, and the layout that its kernels use."""
 
     out: tuple[int, ...]  # strides of results
-    walk: tuple[int, ...]  # strides of what kernels read and write: those of `out`, or of copies
-    scale: tuple[int, ...]  # strides of scales: groups in the order in which kernels number them
-    layout: tuple[int, int, int, int] | None  # None: numbered, and row-major groups take more than three axes
+    walk: tuple[int, ...]  # strides of the tensors that kernels read and write: `out`, or others for copies
+    scale: tuple[int, ...]  # strides of scales, with which they lie in the order in which kernels number the groups
+    layout: tuple[int, int, int, int] | None  # None if random bits need row-major memory, and three axes do not fit it
 
     @classmethod
     def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Plan:
-        """is_numbered: whether kernels number elements in row-major order, for random bits."""
+        """Return the plan for `x`.
+
+        Args:
+            x: The tensor that kernels read, or a copy of it.
+            groups: Its groups.
+            is_numbered: Whether kernels number the elements in row-major order, for random bits.
+        """
         row_major = dense_strides(groups.shape, range(x.dim()))
         out = dense_strides(groups.shape, storage_order(x.stride())) if is_dense(x) else row_major
         walk = row_major if is_numbered else out
         layout = layout_of(groups, walk)
-        if layout is None and not is_numbered:  # with kept dimensions outside every group is a row
+        if layout is None and not is_numbered:  # if all kept dimensions are outer ones, each group is a row
             walk = dense_strides(groups.shape, sorted(storage_order(out), key=lambda d: not groups.kept[d]))
             layout = layout_of(groups, walk)
         return cls(out, walk, dense_strides(groups.scale_shape, storage_order(walk)), layout)
@@ -113,7 +130,7 @@ class Plan(NamedTuple):
 
 # ------------------------------------------------------------------------------------ operators by kernels in Python
 def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
-    """The tensor itself if it has these strides and this dtype, else a copy that has."""
+    """Return the tensor itself if it has these strides and this dtype, otherwise a copy that has them."""
     have = all(n == 1 or s == wanted for n, s, wanted in zip(x.shape, x.stride(), strides, strict=True))
     if have and dtype in (None, x.dtype):
         return x
@@ -121,7 +138,7 @@ def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None =
 
 
 def _in_order(side: Tensor | None, strides: Sequence[int]) -> Tensor | None:
-    """A scale or zero point as kernels take it, in the order of its groups."""
+    """Return scales or zero points in the order in which kernels number the groups. A single one needs no order."""
     return side if side is None or side.numel() == 1 else _with_strides(side, strides)
 
 
@@ -135,8 +152,9 @@ def _quantize(
     groups = groups_of(x, scale, dim, block_size)
     plan = Plan.of(x, groups, is_numbered=seed is not None)
     if plan.layout is None:
-        # Random bits need x in row-major order, where these groups take more than three axes. Scales come from a call
-        # without random bits; then every element gets the scale of its group.
+        # Random bits need x in row-major order, and three axes cannot describe these groups in that order. If no scales
+        # are given, a call without random bits computes them. Then each element becomes a group of its own, with the
+        # scale of its former group.
         x, own = x.contiguous(), _absent(x)
         if scale is None:
             _, scale, zero_point = _quantize(kernels, x, None, None, dim, None, symmetric, None)
@@ -153,7 +171,7 @@ def _quantize(
     if x.numel() > 0:
         x = _with_strides(x, plan.walk)
         kernels._quantize_int8_(x, out, *sides, plan.layout, is_static, seed is not None, seed or 0)
-    elif not is_static:  # groups without elements are like those of zeros
+    elif not is_static:  # a group without elements gets the same scale as a group of zeros
         scale.fill_(1.0)
         zero_point = None if zero_point is None else zero_point.fill_(0)
     none, no_zero_point = _absent(x)
@@ -162,7 +180,11 @@ def _quantize(
 
 
 def _absent(x: Tensor) -> tuple[Tensor, Tensor]:
-    """A scale and a zero point that were given, or that nobody needs: an output may not be an input, or None."""
+    """Return a scale and a zero point without elements, for an operator that computes none.
+
+    The scale and zero point that the caller passed cannot be returned, because an operator must not return its input.
+    None cannot be returned either.
+    """
     return x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.int32)
 
 
@@ -226,7 +248,15 @@ def _as_traced(
     x: Tensor, groups: Groups, made: tuple[Tensor, Tensor | None, Tensor | None], scale: Tensor | None,
     *, is_numbered: bool = False,
 ) -> Quantized:  # fmt: skip
-    """What the reference made, with the strides that tracing knows; `scale`: the given one."""
+    """Return the results of the reference with the strides that the fake gives them.
+
+    Args:
+        x: The quantized tensor.
+        groups: Its groups.
+        made: Values, scale and zero point from the reference.
+        scale: The scale that the caller passed, or None.
+        is_numbered: As in `Plan.of`.
+    """
     plan, (none, no_zero_point) = Plan.of(x, groups, is_numbered=is_numbered), _absent(x)
     own_scale, own_zero_point = made[1:] if scale is None else (None, None)
     return (
@@ -336,7 +366,7 @@ def _check_float(op: str, name: str, dtype: torch.dtype) -> None:
 def _check_blocks(op: str, x: Tensor, block_size: int | None) -> None:
     if block_size is None:
         return
-    # In this order: of a symbolic size the compiler knows the type alone.
+    # The type is tested first: the compiler can test the type of a symbolic size, but not whether it has __index__.
     if not isinstance(block_size, (int, torch.SymInt)) and not hasattr(block_size, "__index__"):
         raise TypeError(f"{op}: block_size must be an int or None, got {block_size!r}")
     if block_size < 1:
@@ -404,11 +434,17 @@ def _check_matmul(
     if out_zero_point is not None:
         _check_parameter(op, "out_zero_point", out_zero_point, torch.int32, a.device)
         if out_scale is None or out_zero_point.numel() != 1:
-            raise ValueError(f"{op}: out_zero_point must be one element beside out_scale, got {out_zero_point.numel()}")
+            raise ValueError(
+                f"{op}: out_zero_point must have one element, and be given only with out_scale, got "
+                f"{out_zero_point.numel()} elements {'without' if out_scale is None else 'with'} out_scale"
+            )
 
 
 def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, inner: int) -> None:
-    """Scales of an operand of `int8_matmul`, which do not change along its `inner` dimension."""
+    """Raise if scales and zero points of an operand of `int8_matmul` do not fit.
+
+    There must be one for the whole operand, or one for each index of the dimension that is not `inner`.
+    """
     op = "int8_matmul"
     _check_parameter(op, f"{name}.scale", scale, torch.float32, codes.device)
     if scale.numel() > 1 and (scale.dim() != 2 or scale.shape[inner] != 1):
@@ -495,7 +531,8 @@ def _traced_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-# A scale that was given is not returned, nor the zero point of symmetric codes: they are tensors without elements.
+# Returns codes, scale and zero point. If the scale was passed by the caller, scale and zero point are tensors without
+# elements. So is the zero point of symmetric codes.
 quantize_int8 = operator(
     "quantize_int8(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric, "
     "int? seed) -> (Tensor, Tensor, Tensor)",
@@ -504,7 +541,7 @@ quantize_int8 = operator(
     fake=_traced_quantize,
     launch=_quantize,
 )
-# Dequantized values in place of codes.
+# Returns the same as `quantize_int8`, but with dequantized values in place of codes.
 fake_quantize_int8 = operator(
     "fake_quantize_int8(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric) -> "
     "(Tensor, Tensor, Tensor)",
@@ -548,9 +585,9 @@ int8_linear = operator(
 
 
 def _prefers_triton(gpu: int) -> bool:
-    """Whether `int8_matmul` leaves large products on a GPU to Triton; C++ asks this once for each GPU.
+    """Return whether `int8_matmul` passes large products on this GPU to Triton. C++ calls this once for each GPU.
 
-    Triton was measured on GPUs of compute capability 9.0 alone.
+    It is True only for compute capability 9.0, the only one on which Triton was measured.
     """
     reasons = importlib.import_module("amp_kernels.backends").backend_reasons(f"cuda:{gpu}")
     return reasons["triton"] is None and torch.cuda.get_device_capability(gpu) == (9, 0)
@@ -564,9 +601,10 @@ if _loader.has_cuda():
 def straight_through(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None = None
 ) -> Tensor:
-    """`straight_through_int8`; where autograd records it, as torch's operators, which can be differentiated again.
+    """Return the gradient of `fake_quantize_int8`.
 
-    The operator itself has no gradient, so that a second derivative through it would be silently 0.
+    If autograd records, the result is computed by torch's operators, so that it can be differentiated again. The
+    operator `straight_through_int8` has no gradient: a second derivative through it would silently be 0.
     """
     if not torch.is_grad_enabled():
         return straight_through_int8(grad, x, scale, zero_point, block_size)

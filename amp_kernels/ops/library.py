@@ -3,20 +3,22 @@
 =========================  ===========================================================================================
 dispatch key               kernel
 =========================  ===========================================================================================
-CPU, CUDA                  C++, registered by ``amp_kernels._C`` (csrc/ops), which wins whichever is imported first
-CUDA, without ``_C``'s     Triton
-CompositeExplicitAutograd  the reference, which serves every device that has no kernel of its own
-Autograd                   nothing: the call falls through, unless the operator is differentiable
+CPU, CUDA                  C++, registered by ``amp_kernels._C`` (csrc/ops)
+CUDA                       Triton, only if there are no CUDA kernels in ``_C``
+CompositeExplicitAutograd  the reference, for every device that has none of the kernels above
+Autograd                   no kernel, so that the call falls through to the next key; a differentiable operator
+                           registers its own autograd instead
 =========================  ===========================================================================================
 
-If ``_C`` has CUDA kernels, but none for the GPU of a call, the CUDA kernel calls ``_uncompiled_<name>``: Triton if it
-is installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
+torch's dispatcher chooses the kernel. A kernel for a device has precedence over the reference, in whatever order they
+are registered. `amp_kernels.use_backend` intercepts a call before the dispatcher chooses.
 
-An operator that `delegates` has a second name, ``_compiled_<name>``. The CUDA kernel of the first name leaves a call to
-Triton or to torch where that was measured to be faster (csrc/ops/int8.cpp). The kernel of the second name leaves only
-inputs that the C++ kernels cannot multiply.
+``_C`` may have CUDA kernels, but no code for the GPU of a call. Its CUDA kernel then calls ``_uncompiled_<name>``:
+Triton if it is installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
 
-torch's dispatcher chooses; `amp_kernels.use_backend` intercepts the call before it does.
+An operator with `delegates` has a second name, ``_compiled_<name>``. Under the first name, the CUDA kernel passes a
+call on to Triton or to torch if that was measured to be faster (csrc/ops/int8.cpp). Under the second name, it passes on
+only inputs that the C++ kernels cannot multiply.
 """
 
 from __future__ import annotations
@@ -40,16 +42,17 @@ Kernel = Callable[..., Any]
 
 
 class Kernels(Protocol):
-    """The kernels that Python launches: those of Triton, or in tests those of the emulator.
+    """The kernels that Python launches: Triton kernels, or in tests CUDA kernels on the emulator.
 
-    A step plan needs those of tables alone. C++ has these too, as operators (`backends.kernels`).
+    A step plan uses only the first five, which work on tables. C++ has these five too, as operators: see
+    `backends.kernels`.
     """
 
     _unscale_table_: Kernel
     _update_table_: Kernel
     _load_unscale: Kernel
     _load_update: Kernel
-    _send_: Kernel  # not called for tensors on a CPU, whose kernels read the table where it is
+    _send_: Kernel  # not called on a CPU, where kernels read the table in host memory
     _matmul_: Kernel
     _copy_pad_: Kernel
     _quantize_int8_: Kernel
@@ -60,12 +63,12 @@ class Kernels(Protocol):
 
 
 class Definition(NamedTuple):
-    """What Python knows of an operator; each is called with its arguments."""
+    """The parts of an operator that Python calls, with the operator's arguments."""
 
     check: Callable[..., None]
     reference: Callable[..., Any]
     launch: Callable[..., Any] | None  # its first argument is the `Kernels`
-    compiled: Any  # the operator that runs the C++ kernels alone
+    compiled: Any  # the operator that runs only C++ kernels: ``_compiled_<name>`` if there is one, else the operator
 
 
 DEFINITIONS: dict[Any, Definition] = {}  # by operator
@@ -81,18 +84,20 @@ def operator(
     is_differentiable: bool = False,
     delegates: bool = False,
 ) -> Any:
-    """Defines ``torch.ops.amp_kernels.<name>``.
+    """Define ``torch.ops.amp_kernels.<name>``.
 
     Args:
-        schema: as of `torch.library`, beginning with the name. A list that may be absent is ``Tensor[]?`` and gets
-            None: AOTInductor makes None of an empty list. One mutated argument is always there, or Inductor crashes.
-        check: raises a sentence if an argument does not fit. C++ looks at its arguments by itself and refuses without
-            words; `call` then asks this for them. The three below are called after it.
-        reference: the specification in plain torch, without gradients.
-        fake: makes what tracing takes for the results.
-        launch: calls the kernels that have no C++ before them. They are its first argument, `Kernels`.
-        is_differentiable: the caller registers autograd.
-        delegates: the CUDA kernel may leave a call to Triton or torch.
+        schema: The schema as in `torch.library`, beginning with the name. A list that may be absent has the type
+            ``Tensor[]?``. Pass None for it, not an empty list, because AOTInductor turns an empty list into None. At
+            least one mutated argument must always be present, or Inductor crashes.
+        check: Raises an error with a full message if an argument does not fit. It runs before `reference`, `fake` and
+            `launch`. C++ kernels do not run it: they check their arguments and raise an error without details. `call`
+            then runs `check` for the message.
+        reference: The specification in plain torch, without gradients.
+        fake: Returns tensors without memory that stand for the results while a graph is traced.
+        launch: Allocates the results and launches kernels from Python. Its first argument is the `Kernels` to launch.
+        is_differentiable: Whether the caller registers autograd.
+        delegates: Whether the CUDA kernel may pass a call on to Triton or torch.
 
     Returns:
         The operator.
@@ -124,23 +129,24 @@ def operator(
 
 
 def triton_kernels() -> Kernels:
-    """The module of the Triton kernels."""
+    """Return the module of the Triton kernels."""
     module: Any = importlib.import_module("amp_kernels.triton_kernels")
     return module
 
 
 def call(op: Any, *args: Any, **kwargs: Any) -> Any:
-    """Return the operator's result. If C++ refuses an argument, the operator's check raises the sentence.
+    """Return the operator's result. If C++ refuses an argument, the operator's check raises an error that names it.
 
-    The check does not run before the operator: for `int8_matmul` it takes 6 us, as long as the whole call of a small
-    product, and C++ has to look at its arguments anyway, to protect memory.
+    The check does not run before the operator. For `int8_matmul` it takes 6 us, as long as the whole call of a small
+    product, and C++ has to check its arguments anyway, to protect memory.
     """
     try:
         return op(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
-        remembered = vars(_last_error).pop("value", None)  # its traceback keeps the caller's tensors alive
+        # The error is removed here, because its traceback would keep the caller's tensors alive.
+        remembered = vars(_last_error).pop("value", None)
         DEFINITIONS[op].check(*args, **kwargs)
-        if remembered is not None and "torch_call_dispatcher" in str(error):  # all that C++ says of such an error
+        if remembered is not None and "torch_call_dispatcher" in str(error):  # C++ names only the call that failed
             raise remembered from None
         raise
 
@@ -149,7 +155,7 @@ _last_error = threading.local()
 
 
 def _remembered(kernel: Callable[..., Any]) -> Callable[..., Any]:
-    """`kernel` for C++ to call, which loses the type and the words of an error on its way."""
+    """Wrap a kernel that C++ calls. Its errors are kept for `call`, since C++ loses their type and their message."""
 
     @functools.wraps(kernel)
     def run(*args: Any, **kwargs: Any) -> Any:
@@ -163,9 +169,10 @@ def _remembered(kernel: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def note_written(*lists: Sequence[Tensor]) -> None:
-    """Tells autograd what C++ wrote, which counts no versions: without it a later backward pass is silently wrong.
+    """Increment the version counters of tensors that an operator wrote.
 
-    In a compiled graph the compiler does.
+    C++ kernels do not increment them. If this call is missing, autograd does not notice the write, and a later backward
+    pass is silently wrong. In a compiled graph the compiler takes care of it.
     """
     if torch.compiler.is_compiling():
         return
@@ -186,12 +193,12 @@ def _after(check: Callable[..., None], kernel: Callable[..., Any]) -> Callable[.
 
 
 def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """`reference` as the dispatcher finds it where there is nothing faster: its user is told, once for each device."""
+    """Wrap the reference for devices on which the dispatcher finds no faster kernel. It warns once for each device."""
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
         devices = [tensor.device for tensor in _tensors((*args, *kwargs.values()))]
-        if devices:  # a scalar next to tensors on a GPU may be on the CPU
+        if devices:  # if any tensor is on a GPU, the call is one for the GPU: scalars may be on the CPU
             device = next((device for device in devices if device.type == "cuda"), devices[0])
             importlib.import_module("amp_kernels.backends").automatic(device)
         return reference(*args, **kwargs)

@@ -1,4 +1,7 @@
-"""The operators on lists, for Triton's kernels: they make a table for one call, as csrc/ops/lists.h does in C++."""
+"""The operators on lists of tensors, launched from Python for Triton. csrc/ops/lists.h does the same in C++.
+
+Each call writes its tensors into a new table (csrc/table.h), which the kernels read.
+"""
 
 from __future__ import annotations
 
@@ -27,12 +30,12 @@ from .table import (
     send,
 )
 
-# Cached, since a model is cut the same way at every step, and to cut a billion elements takes Python 1 or 2 ms.
+# Cached, because each step cuts the model into the same chunks, which takes 1 or 2 ms in Python for a billion elements.
 _cut = functools.lru_cache(maxsize=8)(cut)
 
 
 def are_fake(tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors have no memory, as during tracing."""
+    """Return whether the tensors have no memory, as during tracing."""
     first = tensors[0]
     return first.is_meta or type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
@@ -40,7 +43,7 @@ def are_fake(tensors: Sequence[Tensor]) -> bool:
 def gradient_pass(
     ops: Kernels, grads: Sequence[Tensor], inv_scale: Tensor | None, found_inf: Tensor, *, write: bool
 ) -> Tensor:
-    """Reads every gradient once, and returns the norm."""
+    """Check all gradients for NaN and inf, and return their norm, in one read. With `write`, unscale them too."""
     device = found_inf.device
     dense = [g if is_dense(g) else g.contiguous() for g in grads]
     chunks = _cut(tuple(g.numel() for g in dense), blocks=ops._load_unscale(found_inf))
@@ -50,9 +53,9 @@ def gradient_pass(
         send(ops, chunks.entries, device),
         chunks.size,
         inv_scale,
-        False,
+        False,  # divide
         write,
-        False,
+        False,  # clear
         torch.empty(chunks.entries.shape[0], dtype=torch.float64, device=device),
         found_inf,
         norm,
@@ -79,16 +82,16 @@ class Update(NamedTuple):
     steps_taken: int
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    grad_remainders: list[Tensor] | None = None  # for averages: the remainders of the 16-bit weights in `grads`
+    grad_remainders: list[Tensor] | None = None  # only for averages: the remainders of the 16-bit weights in `grads`
 
     @property
     def states(self) -> tuple[list[Tensor] | None, ...]:
-        """The lists of states, as many as the family has."""
+        """The lists of states, one for each state of the family."""
         return (self.state0, self.state1, self.state2)[: len(FAMILIES[self.family].states)]
 
 
 def update(ops: Kernels, *arguments: Any) -> None:
-    """Updates every parameter once, with one launch for each combination of dtypes."""
+    """Update every parameter once, with one launch for each combination of dtypes."""
     given = Update(*arguments)
     if not given.params:
         return
@@ -99,8 +102,10 @@ def update(ops: Kernels, *arguments: Any) -> None:
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     is_average = given.grad_remainders is not None
-    # For each parameter the array in row MASTER, or None.
-    master_row = _of_low(grads, given.grad_remainders or ()) if is_average else _of_low(params, masters)
+    # Row MASTER of the table: for each parameter its master or the remainder of its weight, or None.
+    master_row = (
+        _for_low_precision(grads, given.grad_remainders or ()) if is_average else _for_low_precision(params, masters)
+    )
     dense_row = [None if m is None else _as_laid_out(m, p) for m, p in zip(master_row, dense_params, strict=True)]
 
     steps = torch.full((len(params),), given.steps_taken, dtype=torch.int32, device=device)
@@ -141,8 +146,8 @@ def update(ops: Kernels, *arguments: Any) -> None:
         _copy_back(state, dense_state)
 
 
-def _of_low(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
-    """Returns, for each of `tensors`, None if it is fp32, otherwise the next of `given`."""
+def _for_low_precision(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> list[Tensor | None]:
+    """Return a list that matches `tensors`: None for an fp32 tensor, and the next element of `given` for any other."""
     rest = iter(given)
     return [None if t.dtype is torch.float32 else next(rest) for t in tensors]
 
@@ -168,7 +173,7 @@ def _update_table(
 def _by_dtypes(
     params: Sequence[Tensor], master_row: Sequence[Tensor | None], grads: Sequence[Tensor]
 ) -> Iterator[tuple[tuple[int, bool, int], tuple[int, ...]]]:
-    """Yields each combination of dtypes, and the positions of its parameters."""
+    """Yield each combination of dtypes, with the positions of the parameters that have it."""
     codes = [
         (DTYPE_CODES[p.dtype], m is not None and m.dtype is torch.int16, DTYPE_CODES[g.dtype])
         for p, m, g in zip(params, master_row, grads, strict=True)
@@ -178,7 +183,10 @@ def _by_dtypes(
 
 
 def _as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:
-    """Returns `tensor`, or a copy, with its elements in the same order in memory as those of the dense `model`."""
+    """Return a tensor with the elements of `tensor`, in the order in memory that the dense `model` has.
+
+    This is `tensor` itself if it has that order, otherwise a copy.
+    """
     return tensor if same_layout(tensor, model) else torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
 
 

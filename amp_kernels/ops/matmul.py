@@ -1,7 +1,8 @@
 """Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-Both exist as CUDA C++ and in Triton. On other devices they are the reference. `amp_kernels.linear` and its neighbours
-use them for some products, and torch for the others; `amp_kernels/functional/matmul.py` decides.
+For CUDA tensors both have kernels in CUDA C++ and in Triton. On other devices the reference computes them.
+`amp_kernels.matmul`, `addmm` and `linear` compute some products with these operators and others with torch. The choice
+is made in `amp_kernels/functional/matmul.py`.
 """
 
 from __future__ import annotations
@@ -17,35 +18,36 @@ from .library import Kernels, operator
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
-# Tensor cores are fed 16 bytes at a time, so the kernels need rows that are a multiple of 16 bytes apart. cuBLAS needs
-# more (padding.py).
+# If rows are a multiple of 16 bytes apart, the kernels load operands for tensor cores 16 bytes at a time, otherwise one
+# element at a time. cuBLAS needs more than aligned rows to be fast (padding.py).
 ALIGNMENT = 16
 
 
 def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple that is at least n."""
+    """Return the smallest multiple of `multiple` that is at least n."""
     return -(-n // multiple) * multiple
 
 
 def new_result(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, pads_rows: bool) -> Tensor:
-    """Uninitialised memory; `pads_rows`: rows begin at multiples of 16 bytes."""
+    """Return uninitialised memory for a result. With `pads_rows` its rows begin at multiples of 16 bytes."""
     if not pads_rows:
         return like.new_empty(shape, dtype=dtype)
     pitch = round_up(shape[-1], ALIGNMENT // dtype.itemsize)
-    # `.data` hides that the result is a view: autograd forbids to write into a view that an autograd function returned.
+    # `.data` hides from autograd that the result is a view. Otherwise autograd would forbid callers to write in place
+    # to a view that an autograd function returned.
     return like.new_empty((*shape[:-1], pitch), dtype=dtype).narrow(-1, 0, shape[-1]).data
 
 
 # ------------------------------------------------------------------------------------------------------------ checks
 def check_activation(op: str, activation: object) -> None:
-    """One of `ACTIVATIONS`."""
+    """Raise ValueError unless `activation` is one of `ACTIVATIONS`."""
     if activation is not None and (not isinstance(activation, str) or activation not in ACTIVATIONS):
         names = ", ".join(map(repr, ACTIVATIONS))
         raise ValueError(f"{op}: activation must be one of {names}, got {activation!r}")
 
 
 def check_low(op: str, name: str, x: Tensor) -> None:
-    """A dense tensor of 16 bits."""
+    """Raise unless `x` is a dense fp16 or bf16 tensor."""
     check_is_dense(op, name, x)
     if x.dtype not in DTYPES:
         remedy = "convert it with .half() or .bfloat16(), or use torch.autocast"
@@ -53,7 +55,7 @@ def check_low(op: str, name: str, x: Tensor) -> None:
 
 
 def check_beside(op: str, name: str, x: Tensor, first: Tensor) -> None:
-    """A dense tensor of the dtype and on the device of the first operand."""
+    """Raise unless `x` is dense and has the dtype and the device of the first operand."""
     check_is_dense(op, name, x)
     if x.dtype is not first.dtype:
         remedy = f"convert it with .to({first.dtype}), or use torch.autocast"
@@ -63,14 +65,14 @@ def check_beside(op: str, name: str, x: Tensor, first: Tensor) -> None:
 
 
 def check_product(op: str, a: Tensor, b: Tensor) -> None:
-    """Two 16-bit matrices, or two equally large batches of them."""
+    """Raise unless `a` and `b` are 16-bit matrices, or equally large batches of them, that can be multiplied."""
     check_low(op, "a", a)
     check_beside(op, "b", b, a)
     check_shapes(op, a, b)
 
 
 def check_shapes(op: str, a: Tensor, b: Tensor) -> None:
-    """Two matrices, or two equally large batches; rows of `a` are as long as columns of `b`."""
+    """Raise ValueError unless the shapes are [M, K] and [K, N], or [B, M, K] and [B, K, N]."""
     (*batch, _, k), of_b = a.shape, b.shape
     if len(of_b) != len(batch) + 2 or len(batch) > 1 or of_b[-2] != k or list(of_b[:-2]) != batch:
         raise ValueError(
@@ -129,9 +131,9 @@ def _launch_matmul(
     return out, pre
 
 
-# activation(alpha * a @ b + beta * input) of 16-bit matrices or batches of them, summed in fp32 and rounded once, and
-# with `needs_pre` the rounded argument of the activation (else a tensor without elements).
-# `pads_rows`: the rows of both begin at multiples of 16 bytes.
+# Returns two tensors. The first is activation(alpha * a @ b + beta * input) for 16-bit matrices or batches of them,
+# summed in fp32 and rounded once. The second is the argument of the activation, rounded; without `needs_pre` it has no
+# elements. With `pads_rows` the rows of both tensors begin at multiples of 16 bytes.
 matmul = operator(
     "matmul(Tensor a, Tensor b, Tensor? input, float alpha, float beta, str? activation, ScalarType out_dtype, "
     "bool pads_rows, bool needs_pre) -> (Tensor, Tensor)",
@@ -185,10 +187,10 @@ def _launch_copy_pad(
     return out, sums.zero_() if x.numel() == 0 else sums
 
 
-# Returns two tensors, made in one pass. The first is x [R, C], times activation'(saved) if `saved` is given, padded
-# with zeros to [rows, P]: P is C, rounded up to a multiple of 16 bytes. The second has the fp32 sums [C] of the first
-# one's columns before rounding, or no elements without `needs_sums`. `saved` is the argument of the activation. For
-# relu it is the result instead.
+# Computes two tensors in one pass over x [R, C]. The first is x padded with zeros to [rows, P], where P is C rounded up
+# to a multiple of 16 bytes. If `saved` is given, x is multiplied by the derivative of the activation. `saved` is the
+# argument of the activation, except for relu, where it is the result. The second tensor holds the fp32 sums [C] of the
+# columns of the first, before rounding. Without `needs_sums` it has no elements.
 copy_pad = operator(
     "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums, SymInt rows) -> (Tensor, Tensor)",
     check=_check_copy_pad,

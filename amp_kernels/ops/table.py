@@ -1,4 +1,4 @@
-"""The table that native kernels read (csrc/table.h): its rows, the chunks of its tensors, and checks of memory."""
+"""The table of tensors that kernels read (csrc/table.h): its rows, the chunks of its tensors, and checks of memory."""
 
 from __future__ import annotations
 
@@ -39,30 +39,32 @@ UPDATE_ROWS = 10  # all rows, with three states
 class Chunks(NamedTuple):
     """The pieces into which tensors are cut for the kernels."""
 
-    entries: Tensor  # int32 [chunks, 2]: position of the tensor, and of the chunk in the tensor
-    size: int
+    entries: Tensor  # int32 [chunks, 2]: the index of the tensor in the table, and of the chunk in this tensor
+    size: int  # elements of a chunk
 
 
 # Elements of a chunk on a GPU.
-UNIT = 128  # what a warp updates at a time; rounding up to a multiple of it adds at most an eighth to a chunk
+UNIT = 128  # a warp updates 128 elements at a time; chunks are multiples, which makes them at most an eighth longer
 LEAST = 1024
-MOST = 1 << 16  # 10^9 elements are then 15,000 chunks, whose sums the last block adds up in microseconds
-OVERHEAD = 1024  # assumed: the header, barriers and last loads of a chunk take as long as updating so many elements
+MOST = 1 << 16  # 10^9 elements are then 15,000 chunks; the last thread block adds up their sums in microseconds
+OVERHEAD = 1024  # an assumption: the header, barriers and last loads of a chunk take as long as updating 1024 elements
 
 
 def chunk_size(total: int, tensors: int, blocks: int) -> int:
-    """Returns the number of elements in a chunk. csrc/chunks.h has the same function.
+    """Return the number of elements in a chunk. csrc/chunks.h has the same function.
 
-    Each thread block takes `rounds` chunks, one after the other. Every tensor ends in a chunk that may not be full, so
-    ``rounds * blocks - tensors`` full chunks have to hold everything. Few rounds make chunks long, because the ends of
-    tensors leave few full chunks. Many rounds add overhead. The number of rounds that finishes first is taken.
+    On a GPU each thread block takes `rounds` chunks, one after the other, so there are ``rounds * blocks`` chunks. The
+    last chunk of each tensor may not be full, so the other ``rounds * blocks - tensors`` chunks have to be long enough
+    for all elements. If there are few rounds, chunks are long, because few full chunks are left. If there are many
+    rounds, each of them adds `OVERHEAD`. The function returns the size of the chunks for the fastest number of rounds.
 
-    On a CPU chunks have 16384 elements, which its threads share evenly, and 65536 from 2^27 elements in total.
+    On a CPU a chunk has 16384 elements, so that the threads get equal shares. From 2^27 elements in total, it has
+    65536.
 
     Args:
-        total: Elements of all tensors.
+        total: Elements of all tensors together.
         tensors: Number of tensors.
-        blocks: Number of thread blocks that run at a time; 0 for kernels of the CPU.
+        blocks: Number of thread blocks that run at a time on a GPU; 0 on a CPU.
     """
     if blocks == 0:
         return 1 << 14 if total < 1 << 27 else MOST
@@ -78,16 +80,16 @@ def chunk_size(total: int, tensors: int, blocks: int) -> int:
 
 
 def cut(numels: Sequence[int], order: Sequence[int] | None = None, blocks: int = 0) -> Chunks:
-    """Cuts tensors into chunks, tensor by tensor.
+    """Cut tensors into chunks, one tensor after the other.
 
     Args:
         numels: Sizes of the tensors.
-        order: Positions of the tensors to cut, by default of all, as listed.
+        order: Indices of the tensors to cut, in the order of their chunks. None for all tensors, in their order.
         blocks: As in `chunk_size`.
     """
     order = range(len(numels)) if order is None else order
     size = chunk_size(sum(numels[t] for t in order), len(order), blocks)
-    entries = array("i")  # in Python: torch's repeat_interleave wakes its threads even for three elements
+    entries = array("i")  # a loop in Python, since repeat_interleave wakes torch's threads even for three elements
     for tensor in order:
         for chunk in range(-(-numels[tensor] // size)):
             entries.append(tensor)
@@ -98,13 +100,13 @@ def cut(numels: Sequence[int], order: Sequence[int] | None = None, blocks: int =
 
 
 def int64_tensor(values: Iterable[int]) -> Tensor:
-    """Returns an int64 tensor on the host. It is ten times faster than torch.tensor(list), which matters in a step."""
+    """Return an int64 tensor on the host. This is ten times faster than torch.tensor(list), which matters in a step."""
     data = array("q", values)
     return torch.frombuffer(data, dtype=torch.int64) if data else torch.empty(0, dtype=torch.int64, device="cpu")
 
 
 def send(ops: Kernels, host: Tensor, device: torch.device) -> Tensor:
-    """Copies `host` (a multiple of 8 bytes) to `device`. It does not wait, and can be captured in a graph."""
+    """Return a copy of `host` (a multiple of 8 bytes) on `device`. It does not wait, and can be captured in a graph."""
     if device.type == "cpu":
         return host.clone()
     to = torch.empty_like(host, device=device)
@@ -113,7 +115,7 @@ def send(ops: Kernels, host: Tensor, device: torch.device) -> Tensor:
 
 
 def resend(ops: Kernels, host: Tensor, to: Tensor) -> None:
-    """Overwrites `to`, which `send` made, with `host`."""
+    """Copy `host` over `to`, which is a result of `send`."""
     if to.device.type == "cpu":
         to.copy_(host)
     else:
@@ -121,7 +123,7 @@ def resend(ops: Kernels, host: Tensor, to: Tensor) -> None:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements fill one stretch of memory, each once, in any order of dimensions."""
+    """Return whether the elements fill one range of memory, each once, in any order of dimensions."""
     if tensor.is_contiguous():
         return True
     expected = 1
@@ -135,17 +137,17 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors of one shape are dense and have their elements in the same order in memory."""
+    """Return whether two tensors of the same shape are dense and have their elements in the same order in memory."""
     if a.is_contiguous() and b.is_contiguous():
         return True
     return a.stride() == b.stride() and is_dense(a)
 
 
 def shares_memory(tensors: Sequence[Tensor]) -> int | None:
-    """Returns the position of a tensor that shares memory with itself or with another one; None if there is none.
+    """Return the index of a tensor that shares memory with itself or with another tensor; None if no tensor does.
 
-    Kernels write all tensors at once, and torch writes one after the other: with shared memory, results would differ.
-    Interleaved views, such as the columns of a fused matrix, share no memory.
+    Kernels write all tensors at once, but torch writes one after the other. If tensors shared memory, their results
+    would differ. Interleaved views, such as the columns of a fused matrix, share no memory.
     """
     spans = sorted((t.data_ptr(), _span(t), i) for i, t in enumerate(tensors) if t.numel() > 0)
     groups: list[list[int]] = []  # positions of tensors with overlapping spans
@@ -157,14 +159,14 @@ def shares_memory(tensors: Sequence[Tensor]) -> int | None:
         end = max(end, start + span)
     for group in groups:
         if len(group) > 1 or not _is_apart(tensors[group[0]]):
-            met = _first_meeting([tensors[i] for i in group])
-            if met is not None:
-                return group[met]
+            overlap = _first_overlap([tensors[i] for i in group])
+            if overlap is not None:
+                return group[overlap]
     return None
 
 
 def _span(tensor: Tensor) -> int:
-    """Returns the number of bytes from the first element to the end of the last."""
+    """Return the number of bytes from the first element to the end of the last."""
     if tensor.is_contiguous():
         return tensor.numel() * tensor.element_size()
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
@@ -172,9 +174,10 @@ def _span(tensor: Tensor) -> int:
 
 
 def _is_apart(tensor: Tensor) -> bool:
-    """Whether no two elements share memory. If False they may still be apart.
+    """Return True only if no two elements share memory. The test is simple: if it fails, they may still share none.
 
-    It is True if each stride is larger than what the dimensions with smaller strides span together.
+    It compares each stride with the span of all dimensions that have smaller strides, and passes if the stride is
+    larger.
     """
     if tensor.is_contiguous():
         return True
@@ -187,8 +190,12 @@ def _is_apart(tensor: Tensor) -> bool:
     return True
 
 
-def _first_meeting(tensors: Sequence[Tensor]) -> int | None:
-    """Does what `shares_memory` does, exactly: it marks the elements of one tensor after the other in a byte map."""
+def _first_overlap(tensors: Sequence[Tensor]) -> int | None:
+    """Return the same as `shares_memory`, by an exact test.
+
+    `marks` has an entry for each `unit` bytes of memory. The tensors mark their entries, one tensor after the other. A
+    tensor shares memory if it marks an entry twice, or if another tensor has marked the entry before.
+    """
     begin = min(t.data_ptr() for t in tensors)
     unit = min(t.element_size() for t in tensors)
     marks = torch.zeros((max(t.data_ptr() + _span(t) for t in tensors) - begin) // unit, dtype=torch.bool, device="cpu")
@@ -206,7 +213,7 @@ def _first_meeting(tensors: Sequence[Tensor]) -> int | None:
 
 
 def gradient_table(grads: Sequence[Tensor]) -> Tensor:
-    """Returns the table for a gradient pass over dense tensors, on the host."""
+    """Return the table for a gradient pass over dense tensors, on the host."""
     table = torch.zeros(GRADIENT_ROWS, len(grads), dtype=torch.int64, device="cpu")
     table[Row.NUMEL] = int64_tensor(g.numel() for g in grads)
     table[Row.GRAD_DTYPE] = int64_tensor(DTYPE_CODES[g.dtype] for g in grads)

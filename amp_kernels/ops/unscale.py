@@ -60,9 +60,11 @@ grad_norm = operator(
     fake=lambda grads, inv_scale, found_inf: torch.empty((), dtype=torch.float32, device=found_inf.device),
     launch=_launch_norm,
 )
-# Only plans call it (optim/_plan.py). It writes through addresses that its schema does not show: it must not be traced.
+# Only step plans call the operators below (optim/_plan.py). This one writes to addresses in a table, which its schema
+# does not show, so it must not be traced.
 LIBRARY.define(
     "_unscale_table_(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, bool clear, "
     "Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()"
 )
-LIBRARY.define("_load_unscale(Tensor beside) -> int")  # as `_load_update`; loads the kernels that send tables too
+# Like `_load_update`, for the gradient pass. It also loads the kernels that send tables.
+LIBRARY.define("_load_unscale(Tensor beside) -> int")

@@ -37,8 +37,8 @@ def _update(*arguments: Any) -> None:
     given = lists.Update(*arguments)
     known, grads = FAMILIES[given.family], given.grads
     if given.grad_remainders is not None:
-        rests = iter(given.grad_remainders)
-        grads = [g if g.dtype is torch.float32 else join(g, next(rests)) for g in grads]
+        remainders = iter(given.grad_remainders)
+        grads = [g if g.dtype is torch.float32 else join(g, next(remainders)) for g in grads]
     known.reference(
         given.params, grads, [state or () for state in given.states], given.masters or (),
         known.hyper(*given.hyper), lr=given.lr if given.tensor_lr is None else given.tensor_lr,
@@ -55,16 +55,18 @@ update_ = operator(
     fake=lambda *arguments: None,
     launch=lists.update,
 )
-# Only plans call these (optim/_plan.py). The first writes through addresses that its schema does not show: it must not
-# be traced.
+# Only step plans call the operators below (optim/_plan.py). This one writes to addresses in a table, which its schema
+# does not show, so it must not be traced.
 LIBRARY.define(
     "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) record, Tensor hyper, "
     "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, Tensor? grad_scale, Tensor? found_inf, "
     "Tensor? grad_norm, float max_norm) -> ()"
 )
-# Loads the kernel, which a graph capture may not do. Returns how many of its thread blocks run at a time, 0 on a CPU.
+# Loads the kernel on the device of `beside`. Loading is forbidden while a CUDA graph is captured, so it has to be done
+# before. Returns how many thread blocks of the kernel run at a time, 0 on a CPU.
 LIBRARY.define(
     "_load_update(Tensor beside, str family, int param_dtype, bool split, int grad_dtype, int states) -> int"
 )
-# Sends bytes as kernel arguments. A copy from pinned memory, if captured, would need that memory at every replay.
+# Sends bytes as kernel arguments. A captured copy from pinned memory would read that memory at every replay of the
+# graph, so the memory would have to be kept.
 LIBRARY.define("_send_(Tensor host, Tensor(a!) to) -> ()")
