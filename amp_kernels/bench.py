@@ -1,4 +1,7 @@
-"""`python -m amp_kernels bench`: every operator and its peers on this machine, in two minutes."""
+"""`python -m amp_kernels bench`: times every operator on this machine, in two minutes.
+
+Next to each operator it times the peers: the same work by torch and by other libraries.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +23,17 @@ if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
-SECONDS = "0.1"  # for the rounds of a case, which are at least nine: all families take 90 s of one core
+# Time for the rounds of one case. There are at least five rounds (`--quick`), however long they take. With the six
+# families of that time (adam and ema came later), a run took 90 s on one core.
+SECONDS = "0.1"
 
 
 class CannotRun(Exception):
-    """With a sentence for the user."""
+    """The benchmarks cannot run. The message is a sentence for the user."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``bench`` to the command line."""
+    """Add ``bench`` to the command line."""
     parser = commands.add_parser(
         "bench",
         help="Times every operator and its peers, two minutes in all.",
@@ -47,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(
     families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
 ) -> int:
-    """Runs the benchmarks, each in a process of its own; returns 0, 1 if one failed, or 2 if none can run here."""
+    """Run the benchmarks, each in its own process. Return 0, 1 if one failed, or 2 if none can run here."""
     try:
         chosen = _families(families)
         earlier = _earlier(compare) if compare is not None else None
@@ -59,18 +64,18 @@ def bench(
     if not as_json:
         width = max(map(len, facts))
         print("\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items()), end="\n\n")
-    # Progress would spoil the document.
+    # With `as_json`, progress goes to stderr, so that stdout holds only the JSON document.
     failed = [family for family in chosen if not _run(family, out, sys.stderr if as_json else sys.stdout)]
     _report(chosen, out, earlier, {"environment": facts, "failed": failed} if as_json else None)
     return 1 if failed else 0
 
 
 def _families(wanted: Sequence[str]) -> list[str]:
-    """All families, or those that are wanted; raises where they cannot run."""
+    """Return the wanted families, or all if none is named. Raise CannotRun if they cannot run here."""
     if find_spec(f"{__package__}.benchmarks") is None:
         remedy = "install with `pip install --no-build-isolation -e .`"
         raise CannotRun(_loader.shadowed() or f"the benchmarks are not installed with the package; {remedy}")
-    from .benchmarks import FAMILIES  # which needs none of NEEDS
+    from .benchmarks import FAMILIES  # this import needs none of the packages in NEEDS
 
     unknown = [family for family in wanted if family not in FAMILIES]
     if unknown:
@@ -82,7 +87,7 @@ def _families(wanted: Sequence[str]) -> list[str]:
 
 
 def _earlier(folder: Path) -> dict[tuple[str, ...], Row]:
-    """The rows of amp_kernels in a folder, by case."""
+    """Return the rows of amp_kernels in the CSVs of a folder, by case. Raise CannotRun if they cannot be used."""
     from .benchmarks import summary
 
     try:
@@ -126,13 +131,17 @@ def _run(family: str, out: Path, to: Any) -> bool:
 def _report(
     families: Sequence[str], out: Path, earlier: dict[tuple[str, ...], Row] | None, document: dict[str, Any] | None
 ) -> None:
-    """Draws the figures, and prints the table and what was not timed; or the document, with that in it."""
+    """Draw the figures and print the results.
+
+    If `document` is None, print the table and what was not timed. Otherwise add both to `document` and print that as
+    JSON.
+    """
     from .benchmarks import plot, summary
 
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
     rows = [row for table_rows in tables.values() for row in table_rows]
     found = [line for table_rows in tables.values() for line in summary.lines(table_rows)]
-    # No peer under torch.compile is timed here.
+    # `--quick` leaves out every peer under torch.compile. They are not listed; a line below says how to time them.
     absent = {of: count for of, count in summary.not_timed(rows).items() if "--quick" not in of[1]}
     plot.draw(out)
     if document is not None:
@@ -163,7 +172,10 @@ def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | No
 
 
 def _compared(line: Line, earlier: dict[tuple[str, ...], Row]) -> dict[str, Any]:
-    """Our time in another run, and this run's as a multiple of it."""
+    """Return the time of amp_kernels in the earlier run, and the time in this run divided by it.
+
+    Return {} if the earlier run does not have the case.
+    """
     from .benchmarks import summary
 
     then = earlier.get(line.key)
