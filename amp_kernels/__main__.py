@@ -41,7 +41,7 @@ def info() -> int:
     for device in [*(gpus if len(gpus) > 1 else ["cuda"]), "cpu"]:
         order, reasons = backends.PREFERENCE[device.partition(":")[0]], backends.backend_reasons(device)
         serving = next((name for name in order if reasons[name] is None), "reference")
-        absent = "" if device == "cpu" or torch.cuda.is_available() else " (there are none here)"
+        absent = "" if device == "cpu" or torch.cuda.is_available() else " (no GPU here)"
         print(f"\nOperators on {device} tensors{absent}: {serving}")
         for name, reason in reasons.items():
             if name != serving:

@@ -330,7 +330,7 @@ def _scale_and_counts(saved: Any) -> dict[str, Any]:
 
 def _initialized(caller: str) -> _SetUp:
     if _set_up is None:
-        raise RuntimeError(f"amp.{caller}: amp.initialize must be called before, got no call of it")
+        raise RuntimeError(f"amp.{caller}: amp.initialize must be called before this function, got no call of it")
     return _set_up
 
 
@@ -443,8 +443,8 @@ def _check_loss(
     known, scalers = _initialized("scale_loss")
     if unknown:
         raise TypeError(
-            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; leave it out: "
-            "gradients of several losses are unscaled and added up by themselves"
+            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; leave it out, "
+            "since scale_loss itself unscales the gradients of several losses and adds them up"
         )
     if not isinstance(loss, Tensor):
         raise TypeError(f"amp.scale_loss: loss must be a Tensor, got a {type(loss).__name__}")
@@ -457,14 +457,14 @@ def _check_loss(
     for optimizer in ours:
         if not any(optimizer is other for other in known):
             raise TypeError(
-                "amp.scale_loss: optimizers must be some that the last amp.initialize returned, got another "
+                "amp.scale_loss: optimizers must be among those that the last amp.initialize returned, got another "
                 f"{type(optimizer).__name__}; pass all models and optimizers to one call of it"
             )
     params = [p for optimizer in ours for p in master_params(optimizer)]
     if len(set(params)) < len(params):
         raise ValueError(
-            "amp.scale_loss: optimizers must have parameters of their own, got one parameter in two of them; its "
-            "gradient would be unscaled twice"
+            "amp.scale_loss: optimizers must not share parameters, got one parameter in two of them; its gradient "
+            "would be unscaled twice"
         )
     return scalers, ours, params
 

@@ -139,14 +139,18 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
         dtype = "fp32" if is_slow(a) else str(a.dtype).removeprefix("torch.")
         return f"torch multiplies {dtype}; a CPU needs no padding"
     if engine not in ON_TENSOR_CORES:
-        return "nothing is padded there"
+        return "it pads nothing"
     # fp16, 4096^3. On an H200 cuBLAS takes 181 us. On an H100 cuBLAS takes 188 us, and the kernels of amp_kernels take
     # 310 us (CUDA C++) and 336 us (Triton).
-    reason = "it was measured faster than our kernels" if engine == LIBRARY else "it is forced"
+    reason = (
+        "in measurements it was faster than the kernels of amp_kernels"
+        if engine == LIBRARY
+        else "use_backend forces it"
+    )
     if engine == LIBRARY and activation not in (None, "relu"):
-        reason += f", and {activation} is a pass over its result"
+        reason += f", and {activation} is a second pass over the result"
     if a.shape[-2] <= FEW_ROWS:
-        reason += f"; {a.shape[-2]} rows are bound by reading b once"
+        reason += f"; a product of {a.shape[-2]} rows takes the time of reading b once"
     return reason
 
 
@@ -300,7 +304,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--batch",
         type=_rows,
         metavar="ROWS",
-        help="number of rows of the activations in a step (tokens, pixels); shows the bytes of padding for so many",
+        help="rows of the activations in a step (tokens, pixels); shows the bytes of padding for this many rows",
     )
     parser.set_defaults(run=lambda args: run(args.model, args.batch))
 

@@ -36,14 +36,14 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
     """Add ``bench`` to the command line."""
     parser = commands.add_parser(
         "bench",
-        help="Times every operator and its peers, two minutes in all.",
-        description="Times every operator and its peers at few sizes, two minutes in all. Prints a table and writes "
-        "CSV and PNG to a new folder.",
+        help="Times every operator, and other libraries at the same work, in two minutes.",
+        description="Times every operator, and other libraries at the same work, at few sizes, in two minutes. Prints "
+        "a table and writes CSV and PNG to a new folder.",
     )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="only these (default: all)")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="with the CSVs of another run, to compare with")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to time (default: all)")
+    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="CSVs of another run, shown next to this one")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the results (default: amp_kernels-bench/<time>)"
+        "--out", type=Path, metavar="FOLDER", help="where the results go (default: amp_kernels-bench/<time>)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=lambda args: bench(args.families, args.compare, args.out, as_json=args.json))

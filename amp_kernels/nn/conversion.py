@@ -83,9 +83,9 @@ class LoadsItsKind(nn.Module):
                 expected = "floats" if own.is_floating_point() else "codes"
                 expected += "" if key == name else f" called {name}"
                 if own.is_floating_point():
-                    remedy = "make the model int8 first, as that of the checkpoint was"
+                    remedy = "make the model int8 first, in the same way as the saved model"
                 else:
-                    remedy = "load floats first and quantize the model then"
+                    remedy = "load floats first, then quantize the model"
                 reasons.append(f"load_state_dict: {prefix}{key} must be {expected}, got {given.dtype}; {remedy}")
         return reasons
 

@@ -415,7 +415,7 @@ class Int8Linear(_Int8Weight):
         if (input_scale is None or input_zero_point is None) == (mode == "static"):
             raise ValueError(
                 "Int8Linear.from_linear: input_scale and input_zero_point must be given for mode='static' and for no "
-                f"other, got mode={mode!r}; prepare_, some batches and convert_ find them"
+                f"other, got mode={mode!r}; to find them, call prepare_, run some batches and call convert_"
             )
         codes = _codes_to_share("Int8Linear.from_linear", weight, linear)
         outputs, inputs = codes.shape
@@ -690,10 +690,10 @@ def _codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8
     is_by_row = codes.zero_point is None and codes.block_size is None
     if not is_by_row or (values.dtype, values.shape, scale.dtype, scale.shape, scale.device) != expected:
         raise ValueError(
-            f"{op}: weight must be what quantize_int8(weight, dim=-1) makes of {tuple(shape)}, codes and scales on one "
-            f"device, got {values.dtype} {tuple(values.shape)} on {values.device} with scales {scale.dtype} "
-            f"{tuple(scale.shape)} on {scale.device}, {'no' if codes.zero_point is None else 'a'} zero point and "
-            f"block_size {codes.block_size}"
+            f"{op}: weight must be what quantize_int8(weight, dim=-1) returns for a weight of shape {tuple(shape)}, "
+            f"with codes and scales on one device, got {values.dtype} {tuple(values.shape)} on {values.device} with "
+            f"scales {scale.dtype} {tuple(scale.shape)} on {scale.device}, "
+            f"{'no' if codes.zero_point is None else 'a'} zero point and block_size {codes.block_size}"
         )
     return codes
 
