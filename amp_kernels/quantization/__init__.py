@@ -217,7 +217,7 @@ def convert_(model: nn.Module) -> nn.Module:
         )
     kept = kept_weights(model, prepared)
     for layer, name in prepared.items():
-        _check_carries_nothing("convert_", name, layer)
+        _check_has_no_hooks("convert_", name, layer)
         if id(layer.weight) in kept:
             raise ValueError(
                 f"convert_: {name!r} must share its weight with prepared layers alone, got one that was not prepared; "
@@ -546,7 +546,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
             raise ValueError(
                 f"{op}: {name!r} must have at most {MAX_K} inputs, got {weight.shape[1]}; leave it out by filter_fn"
             )
-        _check_carries_nothing(op, name, layer)
+        _check_has_no_hooks(op, name, layer)
     if not found:
         raise ValueError(
             f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__} without any"
@@ -572,7 +572,7 @@ def _is_known(layer: nn.Module) -> bool:
     return type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)
 
 
-def _check_carries_nothing(op: str, name: str, layer: nn.Module) -> None:
+def _check_has_no_hooks(op: str, name: str, layer: nn.Module) -> None:
     if _has_hooks(layer):
         raise ValueError(
             f"{op}: {name!r} must have no hooks, which a new layer would lose, nor a forward of its own (accelerate's "
