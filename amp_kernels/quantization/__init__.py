@@ -598,12 +598,12 @@ def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: I
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
-    _leave_fused_kernels(model, set(new.values()))
+    _switch_off_fused_kernels(model, set(new.values()))
     LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, said)
     return new.get(model, model)
 
 
-def _leave_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
+def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
     """Switch off the fused kernels of torch's transformer layers that contain a new layer.
 
     In eval mode these kernels read the weights of the linear layers and do not call the layers.
