@@ -100,7 +100,7 @@ def quantize_(
             new[layer] = codes.give(layer, partial(Int8Embedding.from_embedding, layer))
         else:
             new[layer] = codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
-    return _replaced("quantize_", model, new, spared)
+    return _replace_layers("quantize_", model, new, spared)
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
@@ -133,7 +133,7 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         else ObservedLinear.from_linear(layer)
         for layer in found
     }
-    return _replaced("prepare_", model, new, spared)
+    return _replace_layers("prepare_", model, new, spared)
 
 
 def prepare_qat_(
@@ -179,7 +179,7 @@ def prepare_qat_(
         else QATLinear.from_linear(layer, mode)
         for layer in found
     }
-    return _replaced("prepare_qat_", model, new, spared)
+    return _replace_layers("prepare_qat_", model, new, spared)
 
 
 def convert_(model: nn.Module) -> nn.Module:
@@ -227,7 +227,7 @@ def convert_(model: nn.Module) -> nn.Module:
             layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
-    result = _replaced("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
+    result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
     _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
     return result
 
@@ -586,20 +586,20 @@ def _has_hooks(module: nn.Module) -> bool:
     return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
 
 
-def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
+def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
     """Replace layers in place, and log what was replaced. Return the model, or the new layer if the model is a layer.
 
     `new` maps each old layer to its new one. `spared` holds the layers that `filter_fn` left out. If it is None, the
     level of the log line is always INFO.
     """
-    said, is_unexpected = shares(model, new.keys(), spared or ())
+    line, is_unexpected = shares(model, new.keys(), spared or ())
     warns = is_unexpected and spared is not None
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
     _switch_off_fused_kernels(model, set(new.values()))
-    LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, said)
+    LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
     return new.get(model, model)
 
 
