@@ -373,17 +373,17 @@ def _load(target: str) -> nn.Module:
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise CannotLoad(f"{file} cannot be imported: {_said(error)}") from error
+        raise CannotLoad(f"{file} cannot be imported: {_describe(error)}") from error
     if not hasattr(module, name):
         raise CannotLoad(f"FACTORY must be a name in {file}, got {name!r}")
     factory = getattr(module, name)
-    model = factory if isinstance(factory, nn.Module) else _made_by(factory, target)
+    model = factory if isinstance(factory, nn.Module) else _call_factory(factory, target)
     if not isinstance(model, nn.Module):
         raise CannotLoad(f"{target} must return an nn.Module, got {type(model).__name__}")
     return model
 
 
-def _made_by(factory: Any, target: str) -> Any:
+def _call_factory(factory: Any, target: str) -> Any:
     if not callable(factory):
         raise CannotLoad(f"{target} must be a function or an nn.Module, got {type(factory).__name__}")
     # On the meta device a model of any size takes no memory. If a factory fails there, it is called again without it.
@@ -393,8 +393,8 @@ def _made_by(factory: Any, target: str) -> Any:
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise CannotLoad(f"{target} must run without arguments, got: {_said(error)}") from error
+        raise CannotLoad(f"{target} must run without arguments, got: {_describe(error)}") from error
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
