@@ -173,7 +173,7 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return tree_leaves([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
-def _of_elements(name: str) -> Callable[..., Any]:
+def _method_of_elements(name: str) -> Callable[..., Any]:
     def method(self: DequantizedWeight, *args: Any, **kwargs: Any) -> Any:
         return getattr(nn.Parameter(self.elements(), self.requires_grad), name)(*args, **kwargs)
 
@@ -184,7 +184,7 @@ def _of_elements(name: str) -> Callable[..., Any]:
 for _name in (
     "__deepcopy__", "__dlpack__", "__reduce_ex__", "numpy", "share_memory_", "storage", "tolist", "untyped_storage",
 ):  # fmt: skip
-    setattr(DequantizedWeight, _name, _of_elements(_name))
+    setattr(DequantizedWeight, _name, _method_of_elements(_name))
 
 
 class _Int8Weight(FixedDtypes):
