@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 LOG = logging.getLogger("amp_kernels")
-SIZABLE = 0.1  # there is a warning if more than this share of the parameters' bytes is left unconverted
+WARNING_SHARE = 0.1  # there is a warning if more than this share of the parameters' bytes is left unconverted
 
 
 def check_model(op: str, model: object) -> None:
@@ -110,7 +110,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
         spared: Layers that `filter_fn` left out.
 
     Returns:
-        The line, and whether more than the share `SIZABLE` is left in matrices outside of embeddings and `spared`.
+        The line, and whether more than `WARNING_SHARE` is left in matrices outside of embeddings and `spared`.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     spared = set(spared)
@@ -132,7 +132,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
             unexpected += parameter.nbytes
     total = max(1, converted.total() + left.total())
     line = f"converted {_listed(converted, total)} of the parameters' bytes; left {_listed(left, total)}"
-    return line, unexpected > SIZABLE * total
+    return line, unexpected > WARNING_SHARE * total
 
 
 def _listed(sizes: Counter[str], total: int) -> str:
