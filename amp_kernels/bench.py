@@ -116,15 +116,15 @@ def _check_times(path: Path, row: Row) -> None:
             raise CannotRun(f"--compare: {column} must be a positive number in all of {path}, got {text!r}")
 
 
-def _run(family: str, out: Path, to: Any) -> bool:
-    print(f"{family}: ", end="", flush=True, file=to)
+def _run(family: str, out: Path, progress: Any) -> bool:
+    print(f"{family}: ", end="", flush=True, file=progress)
     start = time.monotonic()
     command = [sys.executable, "-m", f"{__package__}.benchmarks.bench_{family}"]
     command += ["--quick", "--seconds", SECONDS, "--out", str(out)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"{'FAILED, ' if done.returncode else ''}{time.monotonic() - start:.0f} s", flush=True, file=to)
+    print(f"{'FAILED, ' if done.returncode else ''}{time.monotonic() - start:.0f} s", flush=True, file=progress)
     if done.returncode:
-        print("\n".join(f"  {line}" for line in done.stdout.splitlines()[-10:]), file=to)
+        print("\n".join(f"  {line}" for line in done.stdout.splitlines()[-10:]), file=progress)
     return done.returncode == 0
 
 
@@ -142,11 +142,11 @@ def _report(
     rows = [row for table_rows in tables.values() for row in table_rows]
     found = [line for table_rows in tables.values() for line in summary.lines(table_rows)]
     # `--quick` leaves out every peer under torch.compile. They are not listed; a line below says how to time them.
-    absent = {of: count for of, count in summary.not_timed(rows).items() if "--quick" not in of[1]}
+    absent = {key: count for key, count in summary.not_timed(rows).items() if "--quick" not in key[1]}
     plot.draw(out)
     if document is not None:
         document["cases"] = [line.record() | _compared(line, earlier or {}) for line in found]
-        document["not_timed"] = [{"name": of[0], "why": of[1], "cases": count} for of, count in absent.items()]
+        document["not_timed"] = [{"name": name, "why": why, "cases": count} for (name, why), count in absent.items()]
         print(json.dumps(document | {"folder": str(out)}, indent=1))
         return
     _print_table(found, earlier)
@@ -163,9 +163,11 @@ def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | No
 
     cells = []
     for line in found:
-        told = _compared(line, earlier or {})
-        times = summary.number(told["other_ms"]) if told else ""
-        ratio = summary.with_spread(told["times_as_long"], told["times_as_long_spread"]) if told else ""
+        comparison = _compared(line, earlier or {})
+        times = summary.number(comparison["other_ms"]) if comparison else ""
+        ratio = (
+            summary.with_spread(comparison["times_as_long"], comparison["times_as_long_spread"]) if comparison else ""
+        )
         cells.append([line.ours["benchmark"], *line.cells(), *([times, ratio] if earlier is not None else [])])
     compared = ["other run, ms", "this / other run (spread)"] if earlier is not None else []
     print(f"\n{table(['family', *summary.HEADERS, *compared], cells)}\n\n{summary.verdicts(found)}.\n" if cells else "")
