@@ -169,16 +169,18 @@ def initialize(
         print(_summary(opt_level, level, all_optimizers))
 
     earlier = [] if _set_up is None else _set_up.optimizers
-    kept = {id(p): o for o in (*all_optimizers, *earlier) if isinstance(o, FusedOptimizer) for p in master_params(o)}
+    optimizer_of = {
+        id(p): o for o in (*all_optimizers, *earlier) if isinstance(o, FusedOptimizer) for p in master_params(o)
+    }
     for model in all_models:
-        _cast_weights(model, level, kept)
+        _cast_weights(model, level, optimizer_of)
         model.__class__ = _casting(_plain_class(model), level.dtype, level.autocast)
-    ours = [_ours(optimizer) for optimizer in all_optimizers]
-    for optimizer in ours:
+    fused = [_ours(optimizer) for optimizer in all_optimizers]
+    for optimizer in fused:
         _forget_verdict(optimizer)
         if all(optimizer is not other for other in earlier):
             optimizer.register_step_post_hook(_forget_verdict)
-    _set_up = _SetUp(ours, scalers)
+    _set_up = _SetUp(fused, scalers)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -217,7 +219,7 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
         tensor([3., 3.])
         >>> optimizer.step()
     """
-    loss_scales, ours, params = _check_loss(loss, optimizers, loss_id, unknown)
+    loss_scales, fused, params = _check_loss(loss, optimizers, loss_id, unknown)
     scaler = loss_scales[loss_id]
     if not scaler.is_enabled():
         yield loss.float()
@@ -227,11 +229,11 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
     for p in params:
         p.grad = None
     if all(grad is None for grad in earlier):
-        for optimizer in ours:  # `found_inf` of an earlier block is about gradients that were dropped (`zero_grad`)
+        for optimizer in fused:  # `found_inf` of an earlier block is about gradients that were dropped (`zero_grad`)
             _forget_verdict(optimizer)
     try:
         yield scaler.scale(loss.float())
-        _unscale(scaler, ours, params)
+        _unscale(scaler, fused, params)
     except BaseException:
         for p, grad in zip(params, earlier, strict=True):
             p.grad = grad  # replaces a gradient that may still be scaled
@@ -453,20 +455,20 @@ def _check_loss(
             f"amp.scale_loss: loss_id must be from 0 to {len(scalers) - 1}, got {loss_id!r}; give amp.initialize a "
             "larger num_losses for more"
         )
-    ours = list(dict.fromkeys(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]))
-    for optimizer in ours:
+    fused = list(dict.fromkeys(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]))
+    for optimizer in fused:
         if not any(optimizer is other for other in known):
             raise TypeError(
                 "amp.scale_loss: optimizers must be among those that the last amp.initialize returned, got another "
                 f"{type(optimizer).__name__}; pass all models and optimizers to one call of it"
             )
-    params = [p for optimizer in ours for p in master_params(optimizer)]
+    params = [p for optimizer in fused for p in master_params(optimizer)]
     if len(set(params)) < len(params):
         raise ValueError(
             "amp.scale_loss: optimizers must not share parameters, got one parameter in two of them; its gradient "
             "would be unscaled twice"
         )
-    return scalers, ours, params
+    return scalers, fused, params
 
 
 # ------------------------------------------------------------------------------------------------------------- set-up
