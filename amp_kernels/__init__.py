@@ -2,8 +2,9 @@
 
 - `amp_kernels.optim`: optimizers with fp32 masters for 16-bit weights.
 - `amp_kernels.GradScaler`: loss scaling whose checks are part of the optimizer step.
-- `amp_kernels.functional`: operators on tensors and lists of tensors, also names of `amp_kernels` itself.
-- `amp_kernels.nn` and `amp_kernels.quantization`: layers for any size, int8 layers and conversions.
+- `amp_kernels.functional`: operators on tensors and lists of tensors. Each is also a name of `amp_kernels` itself.
+- `amp_kernels.nn` and `amp_kernels.quantization`: linear layers with any number of features, int8 layers, and
+  conversions of models to these layers.
 - `amp_kernels.reference`: every operator in plain torch, as the specification.
 """
 

@@ -1,7 +1,7 @@
 """Commands about this install and this machine.
 
 `info` shows which backend handles each device. `verify` compares the operators with their specification. `audit` finds
-layers with slow shapes. `bench` times the kernels and their peers.
+layers with slow shapes. `bench` times the operators, and other libraries at the same work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def info() -> int:
     for device in [*(gpus if len(gpus) > 1 else ["cuda"]), "cpu"]:
         order, reasons = backends.PREFERENCE[device.partition(":")[0]], backends.backend_reasons(device)
         serving = next((name for name in order if reasons[name] is None), "reference")
-        absent = "" if device == "cpu" or torch.cuda.is_available() else " (there are none here)"
+        absent = "" if device == "cpu" or torch.cuda.is_available() else " (no GPU here)"
         print(f"\nOperators on {device} tensors{absent}: {serving}")
         for name, reason in reasons.items():
             if name != serving:
@@ -50,7 +50,7 @@ def info() -> int:
 
 
 def _platform_notes() -> list[str]:
-    """Notes for platforms other than Linux, and for ROCm builds of torch."""
+    """Return the notes for a platform other than Linux, and for a ROCm build of torch."""
     rocm = ["ROCm: not supported; the reference serves tensors on its GPUs."] if torch.version.hip else []
     return [PLATFORMS[system] for system in [platform.system()] if system in PLATFORMS] + rocm
 
@@ -80,7 +80,10 @@ COMMANDS: dict[str, Callable[[], int]] = {"info": info}
 
 
 class _Parser(argparse.ArgumentParser):
-    """Its errors suggest the option or command that a mistyped one resembles, which argparse itself does not."""
+    """An argument parser whose error for a mistyped option or command suggests the most similar one.
+
+    argparse itself makes no suggestions for them.
+    """
 
     def error(self, message: str) -> NoReturn:
         typed = [word.partition("=")[0] for word in sys.argv[1:]]
@@ -94,7 +97,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _names(parser: argparse.ArgumentParser, typed: list[str]) -> Iterator[str]:
-    """Options and commands of a parser and of each command that was typed."""
+    """Yield the names of the options and commands of `parser`, and the options of each command in `typed`."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
@@ -104,7 +107,7 @@ def _names(parser: argparse.ArgumentParser, typed: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Runs a command line; returns the exit code."""
+    """Run the command line. Return the exit code."""
     name = "python -m amp_kernels" if Path(sys.argv[0]).name == "__main__.py" else "amp-kernels"
     parser: argparse.ArgumentParser = _Parser(prog=name, description=__doc__)
     parser.add_argument("--version", action="version", version=f"amp_kernels {amp_kernels.__version__}")
@@ -119,8 +122,9 @@ def main() -> int:
     try:
         code = arguments.run(arguments)
         sys.stdout.flush()
-    except BrokenPipeError:  # `| head` has read enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes once more as it exits
+    except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
+        # Python flushes stdout again at exit. That must not fail a second time.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
 

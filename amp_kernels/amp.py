@@ -1,7 +1,7 @@
 """NVIDIA Apex's `apex.amp` interface, for scripts that were written for it.
 
-NVIDIA removed `apex.amp` from Apex in 2025. With `from amp_kernels import amp` in place of `from apex import amp` such
-a script runs on torch.autocast, `amp_kernels.GradScaler` and `amp_kernels.optim`:
+NVIDIA removed `apex.amp` from Apex in 2025. In such a script, replace `from apex import amp` by
+`from amp_kernels import amp`. It then runs on torch.autocast, `amp_kernels.GradScaler` and `amp_kernels.optim`:
 
 ```python
 model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
@@ -18,14 +18,15 @@ optimizer.step()
 | O2 | fp16, batch norms fp32 | inputs are cast to fp16 | dynamic |
 | O3 | fp16 | inputs are cast to fp16 | 1 |
 
-Outputs are fp32 at every level, inside of tuples, lists, dicts and dataclasses too. Differences from Apex:
+Outputs are fp32 at every level, also those in tuples, lists, dicts and dataclasses. Differences from Apex:
 
-- fp16 weights have fp32 masters at O3 too; they cost 2 bytes per parameter.
+- fp16 weights have fp32 masters at O3 too. The masters cost 2 bytes per parameter.
 - At O2 `model.state_dict()` holds the fp16 weights. For fp32 checkpoints use `optim.fp32_state_dict` and
   `optim.load_fp32_state_dict`; `model.load_state_dict` rounds an fp32 checkpoint to fp16.
-- Nothing waits for the device, so overflows are not printed.
-- O1 covers what runs inside `model(...)`. Apex patched torch's functions for the whole process.
-- `initialize` and `scale_loss` take only the arguments listed below. The options of `initialize` are given by name.
+- Overflows are not printed, because a training step does not wait for the device.
+- At O1 only code that runs inside `model(...)` is under autocast. Apex patched torch's functions for the whole process.
+- `initialize` and `scale_loss` take only the arguments that their docstrings list. The options of `initialize` are
+  keyword-only.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _REPLACED: dict[type, type[FusedOptimizer]] = {
     torch.optim.AdamW: FusedAdamW,
 }
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-_PLAIN_CLASS = "_amp_kernels_plain_class"  # the attribute of a casting class that holds the original class
+_PLAIN_CLASS = "_amp_kernels_plain_class"  # attribute of a class from `_casting`: the original class
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -83,7 +84,7 @@ class _SetUp(NamedTuple):
     scalers: list[GradScaler]  # one for each loss
 
 
-# What the last `initialize` set up. Apex's functions take no handle, so the module holds it.
+# The result of the last `initialize`. It is global because Apex's functions have no argument that could pass it on.
 _set_up: _SetUp | None = None
 
 
@@ -100,26 +101,29 @@ def initialize(
     max_loss_scale: float = 2.0**24,
     **unknown: Any,
 ) -> Any:
-    """Prepare models and optimizers for mixed precision, in place. Call it before data parallelism.
+    """Prepare models and optimizers for mixed precision, in place.
 
-    Pass all models and optimizers in one call. Weights are cast, and each model casts its inputs and outputs. A torch
-    optimizer becomes a fused one: the same object, with its groups and state, so learning rate schedulers keep working.
-    (A scheduler that exists already warns once that `optimizer.step()` has been overridden.)
+    Pass all models and optimizers in one call, before a model is wrapped in DistributedDataParallel or DataParallel.
+    Weights are cast, and each model casts its inputs and outputs. A torch optimizer becomes a fused one. It stays the
+    same object with the same groups and state, so learning rate schedulers keep working. (A scheduler that exists
+    already warns once that `optimizer.step()` has been overridden.)
 
-    Another call, for example when a notebook cell runs again, starts with new loss scales and its own level. An
-    optimizer that is passed again keeps its state and masters. A new optimizer over fp16 weights starts from the
-    rounded weights. `scale_loss` then refuses optimizers that were passed to earlier calls only.
+    If `initialize` is called again, for example because a notebook cell runs again, it replaces the loss scales and the
+    level. An optimizer that is passed again keeps its state and masters. A new optimizer over fp16 weights starts from
+    the rounded weights. `scale_loss` accepts only optimizers from the last call.
 
     Args:
         models: A module or a list of modules with fp32 parameters and buffers, or modules from an earlier call.
         optimizers: An optimizer or a list of them: SGD, RMSprop, Adam or AdamW of `torch.optim`, or one of
             `amp_kernels.optim`. None for inference.
         opt_level: `"O0"`, `"O1"`, `"O2"` or `"O3"`; see the table of `amp_kernels.amp`.
-        keep_batchnorm_fp32: True or False (or `"True"`, `"False"`) replaces the setting of the level. None at O1.
-        loss_scale: `"dynamic"`, or a fixed number (a string too), replaces the setting of the level. At a scale of 1
-            gradients are neither checked nor cast. At any other scale a step with NaN or inf in a gradient is skipped.
+        keep_batchnorm_fp32: True or False (or `"True"`, `"False"`) replaces the setting of the level. Must be
+            None at O1.
+        loss_scale: `"dynamic"`, or a fixed number (also as a string), replaces the setting of the level. At a fixed
+            scale of 1 gradients are neither checked nor cast. At any other scale, a step is skipped if a gradient
+            holds NaN or inf.
         num_losses: Number of loss scales; `scale_loss` chooses one by its `loss_id`.
-        verbosity: 0 prints nothing, 1 prints a line about what was done.
+        verbosity: 0 prints nothing, 1 prints one line: level, dtypes, loss scale and replaced optimizers.
         min_loss_scale: Lower bound of a dynamic scale.
         max_loss_scale: Upper bound of a dynamic scale. It starts at 65536, halves at an overflow, and doubles after
             2000 steps without one.
@@ -130,7 +134,7 @@ def initialize(
 
     Raises:
         TypeError: An argument has a wrong type, parameters are not fp32, a model is wrapped for data parallelism, or a
-            forward or a step was replaced. Nothing was modified.
+            forward or a step was assigned to an object. Nothing was modified.
         ValueError: An argument has a wrong value. Nothing was modified.
 
     Examples:
@@ -165,16 +169,18 @@ def initialize(
         print(_summary(opt_level, level, all_optimizers))
 
     earlier = [] if _set_up is None else _set_up.optimizers
-    kept = {id(p): o for o in (*all_optimizers, *earlier) if isinstance(o, FusedOptimizer) for p in master_params(o)}
+    optimizer_of = {
+        id(p): o for o in (*all_optimizers, *earlier) if isinstance(o, FusedOptimizer) for p in master_params(o)
+    }
     for model in all_models:
-        _cast_weights(model, level, kept)
+        _cast_weights(model, level, optimizer_of)
         model.__class__ = _casting(_plain_class(model), level.dtype, level.autocast)
-    ours = [_ours(optimizer) for optimizer in all_optimizers]
-    for optimizer in ours:
+    fused = [_ours(optimizer) for optimizer in all_optimizers]
+    for optimizer in fused:
         _forget_verdict(optimizer)
         if all(optimizer is not other for other in earlier):
             optimizer.register_step_post_hook(_forget_verdict)
-    _set_up = _SetUp(ours, scalers)
+    _set_up = _SetUp(fused, scalers)
     return models if optimizers is None else (models, optimizers)
 
 
@@ -182,14 +188,16 @@ def initialize(
 def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) -> Iterator[Tensor]:
     """Scale a loss for the backward pass inside a `with` block, and unscale the gradients after it.
 
-    At the end of the block the gradients are unscaled in fp32 and the scale is adapted. The optimizers then skip their
-    `step()` if there was NaN or inf. Clip between the block and the step. Gradients from before the block stay and are
-    added to, so several blocks may come before a step; an overflow in any of them skips it. Nothing waits for the
-    device. At a scale of 1 gradients are left unchanged.
+    At the end of the block the gradients are unscaled in fp32 and the scale is adapted. If a gradient holds NaN or inf,
+    the next `step()` of the optimizers is skipped. Clip gradients between the block and the step.
+
+    The new gradients are added to those from before the block. Several blocks may therefore come before one step. If
+    there was an overflow in one of them, the step is skipped. Nothing here waits for the device. At a fixed scale of 1
+    gradients are left unchanged.
 
     Args:
         loss: 0-dim, of any dtype. It is scaled in fp32.
-        optimizers: The optimizers from `initialize` whose parameters the loss reaches; one, or a list.
+        optimizers: One or a list, from `initialize`: all optimizers with parameters that the loss depends on.
         loss_id: Number of the loss scale, from 0 to `num_losses - 1`.
         **unknown: Apex's other arguments are refused.
 
@@ -211,7 +219,7 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
         tensor([3., 3.])
         >>> optimizer.step()
     """
-    loss_scales, ours, params = _check_loss(loss, optimizers, loss_id, unknown)
+    loss_scales, fused, params = _check_loss(loss, optimizers, loss_id, unknown)
     scaler = loss_scales[loss_id]
     if not scaler.is_enabled():
         yield loss.float()
@@ -221,14 +229,14 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
     for p in params:
         p.grad = None
     if all(grad is None for grad in earlier):
-        for optimizer in ours:  # an earlier verdict is on gradients that were thrown away
+        for optimizer in fused:  # `found_inf` of an earlier block is about gradients that were dropped (`zero_grad`)
             _forget_verdict(optimizer)
     try:
         yield scaler.scale(loss.float())
-        _unscale(scaler, ours, params)
+        _unscale(scaler, fused, params)
     except BaseException:
         for p, grad in zip(params, earlier, strict=True):
-            p.grad = grad  # p.grad may still be scaled
+            p.grad = grad  # replaces a gradient that may still be scaled
         scaler._per_optimizer_states.clear()
         raise
     for p, grad in zip(params, earlier, strict=True):
@@ -275,9 +283,9 @@ def state_dict() -> dict[str, Any]:
 
 
 def load_state_dict(state_dict: Mapping[str, Any]) -> None:
-    """Load scales and counts that this module's `state_dict`, or that of `apex.amp`, returned.
+    """Load the loss scales and step counts from a `state_dict()` of this module or of `apex.amp`.
 
-    The bounds of the scale stay those of `initialize`.
+    The bounds of the scale are not loaded. They stay as `initialize` set them.
 
     Args:
         state_dict: The saved state.
@@ -285,8 +293,8 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
     Raises:
         RuntimeError: `initialize` was not called.
         TypeError: A value has a wrong type. Nothing was loaded.
-        ValueError: `state_dict` is for another number of losses, lacks a scale, or a value is out of range. Nothing was
-            loaded.
+        ValueError: `state_dict` is for another number of losses or lacks a scale, or a value is out of range. Nothing
+            was loaded.
 
     Examples:
         >>> _ = amp_kernels.amp.initialize(torch.nn.Linear(4, 2), verbosity=0)
@@ -313,7 +321,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _scale_and_counts(saved: Any) -> dict[str, Any]:
-    """Returns the saved scale and counts of a loss under torch's names; an empty dict if there is no scale."""
+    """Return the saved scale and counts of one loss under torch's names. Return {} if there is no scale."""
     if not isinstance(saved, Mapping):
         return {}
     if {"loss_scale", "unskipped"} <= saved.keys():  # saved by Apex
@@ -324,7 +332,7 @@ def _scale_and_counts(saved: Any) -> dict[str, Any]:
 
 def _initialized(caller: str) -> _SetUp:
     if _set_up is None:
-        raise RuntimeError(f"amp.{caller}: amp.initialize must be called before, got no call of it")
+        raise RuntimeError(f"amp.{caller}: amp.initialize must be called before this function, got no call of it")
     return _set_up
 
 
@@ -394,7 +402,10 @@ def _check_model(name: str, model: torch.nn.Module) -> None:
 
 
 def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
-    """Raises TypeError if `tensor` is 16-bit. `is_cast`: an earlier `initialize` cast it, so fp16 is accepted."""
+    """Raise TypeError if `tensor` is floating-point and not fp32. If `is_cast`, fp16 is accepted.
+
+    `is_cast` means that an earlier `initialize` cast the model that the tensor belongs to.
+    """
     if is_cast and tensor.dtype is torch.float16:
         return
     if tensor.is_floating_point() and tensor.dtype is not torch.float32:
@@ -405,7 +416,10 @@ def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
 
 
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collection[int]) -> None:
-    """Raises an error if `optimizer` cannot be used. `cast`: ids of parameters that an earlier `initialize` cast."""
+    """Raise an error if `optimizer` cannot be used.
+
+    `cast` holds the ids of the parameters of models that an earlier `initialize` cast. They may be fp16.
+    """
     if not isinstance(optimizer, FusedOptimizer) and type(optimizer) not in _REPLACED:
         raise TypeError(
             f"amp.initialize: {name} must be an SGD, RMSprop, Adam or AdamW of torch.optim or one of "
@@ -427,12 +441,12 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collecti
 def _check_loss(
     loss: Any, optimizers: Any, loss_id: int, unknown: Mapping[str, Any]
 ) -> tuple[list[GradScaler], list[FusedOptimizer], list[Tensor]]:
-    """Checks the arguments of `scale_loss`. Returns the loss scales, the optimizers as a list, and their parameters."""
+    """Check the arguments of `scale_loss`. Return the loss scales, the optimizers as a list, and their parameters."""
     known, scalers = _initialized("scale_loss")
     if unknown:
         raise TypeError(
-            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; leave it out: "
-            "gradients of several losses are unscaled and added up by themselves"
+            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; leave it out, "
+            "since scale_loss itself unscales the gradients of several losses and adds them up"
         )
     if not isinstance(loss, Tensor):
         raise TypeError(f"amp.scale_loss: loss must be a Tensor, got a {type(loss).__name__}")
@@ -441,26 +455,26 @@ def _check_loss(
             f"amp.scale_loss: loss_id must be from 0 to {len(scalers) - 1}, got {loss_id!r}; give amp.initialize a "
             "larger num_losses for more"
         )
-    ours = list(dict.fromkeys(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]))
-    for optimizer in ours:
+    fused = list(dict.fromkeys(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]))
+    for optimizer in fused:
         if not any(optimizer is other for other in known):
             raise TypeError(
-                "amp.scale_loss: optimizers must be some that the last amp.initialize returned, got another "
+                "amp.scale_loss: optimizers must be among those that the last amp.initialize returned, got another "
                 f"{type(optimizer).__name__}; pass all models and optimizers to one call of it"
             )
-    params = [p for optimizer in ours for p in master_params(optimizer)]
+    params = [p for optimizer in fused for p in master_params(optimizer)]
     if len(set(params)) < len(params):
         raise ValueError(
-            "amp.scale_loss: optimizers must have parameters of their own, got one parameter in two of them; its "
-            "gradient would be unscaled twice"
+            "amp.scale_loss: optimizers must not share parameters, got one parameter in two of them; its gradient "
+            "would be unscaled twice"
         )
-    return scalers, ours, params
+    return scalers, fused, params
 
 
 # ------------------------------------------------------------------------------------------------------------- set-up
 def _scaler(device: str, loss_scale: float | str, least: float, most: float) -> GradScaler:
     if loss_scale == "dynamic":
-        return GradScaler(device, min_scale=least, max_scale=most)  # torch's factors and interval are Apex's
+        return GradScaler(device, min_scale=least, max_scale=most)  # the default factors and interval equal Apex's
     scale = float(loss_scale)
     return GradScaler(device, scale, min_scale=scale, max_scale=scale, enabled=scale != 1)
 
@@ -477,7 +491,7 @@ def _summary(opt_level: str, level: _Level, optimizers: Sequence[torch.optim.Opt
 
 
 def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int, FusedOptimizer]) -> None:
-    """Casts a model to the level's dtypes. Parameters stay the same objects, since optimizers hold them.
+    """Cast a model to the level's dtypes. Parameters stay the same objects, since optimizers hold them.
 
     An earlier call may have made a parameter fp16. If it becomes fp32 again, it gets the value of its master.
     `optimizers` maps the id of a parameter to the optimizer that keeps its master.
@@ -493,16 +507,17 @@ def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int
             if buffer.is_floating_point() and buffer.dtype is not dtype:
                 setattr(module, name, buffer.to(dtype))
         if is_changed and isinstance(module, torch.nn.RNNBase):
-            module.flatten_parameters()  # cuDNN wants weights in one piece, and each was cast by itself
+            # Each weight was cast into memory of its own. This puts them into one block of memory for cuDNN.
+            module.flatten_parameters()
 
 
 def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
-    """Turns a torch optimizer into a fused one: the same object with the same groups, since schedulers hold them."""
+    """Turn a torch optimizer into a fused one: the same object with the same groups, since schedulers hold them."""
     if not isinstance(optimizer, FusedOptimizer):
         saved, groups = optimizer.state_dict(), optimizer.param_groups
         optimizer.__class__ = _REPLACED[type(optimizer)]
         assert isinstance(optimizer, FusedOptimizer)
-        optimizer.__dict__.pop("step", None)  # a scheduler's wrapper of torch's step
+        optimizer.__dict__.pop("step", None)  # torch's step, wrapped and assigned by a scheduler
         optimizer._setup(max_grad_norm=None, foreach=None, fused=None)
         optimizer.load_state_dict(saved)
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
@@ -514,10 +529,10 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
 # ------------------------------------------------------------------------------------------------------------ forward
 @functools.cache
 def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
-    """Returns a subclass of `model_class` whose forward casts.
+    """Return a subclass of `model_class` whose forward casts its inputs (without autocast) and outputs.
 
-    A forward assigned to a model would be bound to that model: copies of it, and the replicas that DataParallel makes,
-    would compute with its weights.
+    The forward is in a class because one assigned to a model would be bound to that model. Copies of the model, and
+    the replicas that DataParallel makes, would compute with the weights of the original.
     """
 
     @functools.wraps(model_class.forward)
@@ -530,7 +545,7 @@ def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
 
     def reduced(self: torch.nn.Module, protocol: Any) -> Any:
         made_by, arguments, *rest = super(casting, self).__reduce_ex__(protocol)
-        if arguments == (casting,):  # pickle would look for this class in a module
+        if arguments == (casting,):  # pickle would look for `casting` in its module, which does not have it
             made_by, arguments = _new_casting, (model_class, dtype, autocast)
         return made_by, arguments, *rest
 
@@ -545,7 +560,7 @@ def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
 
 
 def _plain_class(model: torch.nn.Module) -> Any:
-    """The class that a model had before `initialize`."""
+    """Return the class that a model had before `initialize`."""
     return vars(type(model)).get(_PLAIN_CLASS, type(model))
 
 
@@ -555,21 +570,25 @@ def _new_casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> torch.
 
 
 def _device_type(model: torch.nn.Module, args: Iterable[Any], more: Iterable[Any]) -> str:
-    """Returns the type of the device that a model computes on, also for DataParallel's replicas without parameters."""
+    """Return the type of the device that a model computes on.
+
+    The replicas that DataParallel makes have no parameters. For these, a tensor among the arguments decides.
+    """
     tensors = (t for t in itertools.chain(model.parameters(), args, more) if isinstance(t, Tensor))
     return next((t.device.type for t in tensors), "cpu")
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Casts floating-point tensors to `dtype`, also in containers, and in objects with a method `to` except modules.
+    """Cast floating-point tensors to `dtype`, also those in dicts, lists, tuples and dataclasses.
 
-    Returns `value` itself if there is nothing to cast in it.
+    An object with a method `to` is cast by that method, except modules, which are not cast. Return `value` itself if
+    there is nothing to cast in it.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
     if isinstance(value, torch.nn.Module):
         return value
-    if hasattr(value, "to"):  # a packed sequence, or a class of the user's
+    if hasattr(value, "to"):  # for example a packed sequence, or an object of a class that the user wrote
         return value.to(dtype)
     if isinstance(value, dict):
         return _with_entries(value, {key: _cast(v, dtype) for key, v in value.items()})
@@ -588,7 +607,7 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_entries(container: Any, entries: dict[Any, Any]) -> Any:
-    """Returns a copy of a dict or list, of the same class, with new entries; `container` itself if none is new."""
+    """Return a copy of a dict or list, of the same class, with these entries; `container` itself if none is new."""
     if all(new is container[key] for key, new in entries.items()):
         return container
     result = copy.copy(container)
@@ -597,7 +616,7 @@ def _with_entries(container: Any, entries: dict[Any, Any]) -> Any:
     return result
 
 
-# ------------------------------------------------------------------------------------------------------- an iteration
+# ---------------------------------------------------------------------------------------------------- a training step
 def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: Sequence[Tensor]) -> None:
     grads = [(p, p.grad) for p in params if p.grad is not None]
     if not grads:
@@ -614,12 +633,13 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
     found_inf = scaler._found_inf()
     assert found_inf is not None  # there was a gradient
     for optimizer in optimizers:
-        # In the attribute that torch's scaler uses. `_forget_verdict` deletes it after the step. The value is a copy or
-        # a sum, since the next check clears the flag.
+        # `step()` reads this attribute, as under torch's scaler. `_forget_verdict` deletes it after the step. The value
+        # is a copy or a sum, since the next check clears the tensor of the scaler.
         earlier = optimizer.__dict__.get("found_inf")
         optimizer.found_inf = found_inf.clone() if earlier is None else found_inf + earlier
     scaler.update()
 
 
 def _forget_verdict(optimizer: torch.optim.Optimizer, *of_a_hook: Any) -> None:
+    """Delete the `found_inf` that `_unscale` set. torch passes more arguments when this is a hook after `step`."""
     optimizer.__dict__.pop("found_inf", None)

@@ -1,9 +1,9 @@
 """Find out why a product or a layer is slow: `explain`, `audit`, and `python -m amp_kernels audit FILE.py:FACTORY`.
 
-The command executes FILE.py and calls FACTORY: name only files that you would run.
+The command executes FILE.py and calls FACTORY. Name only files that you would run.
 
-Only shapes decide, nothing is measured. cuBLAS uses the kernels of older GPUs for 16-bit weights and activations (those
-of autocast too) where features are not a multiple of 8.
+The answers come from shapes alone; nothing is measured. If a number of features is not a multiple of 8, cuBLAS uses
+kernels of older GPUs, which are slower. This holds for 16-bit weights and activations, also those that autocast makes.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ ITEM = 2  # bytes of an element of the 16-bit dtypes
 
 # ---------------------------------------------------------------------------------------------------------- products
 class Explanation(NamedTuple):
-    """How `amp_kernels.matmul(a, b)` is computed; `str()` makes a sentence of it.
+    """How `amp_kernels.matmul(a, b)` is computed. `str()` returns it as a sentence.
 
     Attributes:
         engine: A backend of amp_kernels, `"cublas"`, or `"torch"` for dtypes that are left to torch.
-        reason: Why.
+        reason: Why this engine multiplies.
         padded: The operands that are first copied into padded memory: `"a"`, `"b"`, both or none.
-        padding_bytes: Bytes of these copies.
+        padding_bytes: Bytes that these copies take.
 
     Examples:
         >>> explanation = amp_kernels.explain((65536, 1001), (1001, 512))
@@ -62,10 +62,10 @@ class Explanation(NamedTuple):
         (('a', 'b'), 133152768)
     """
 
-    engine: str  # a backend of amp_kernels, "cublas", or "torch" for dtypes that are left to it
+    engine: str
     reason: str
-    padded: tuple[str, ...]  # operands that are first copied into padded memory, of "a" and "b"
-    padding_bytes: int  # of these copies
+    padded: tuple[str, ...]
+    padding_bytes: int
 
     def __str__(self) -> str:
         if not self.padded:
@@ -87,15 +87,15 @@ def explain(
 ) -> Explanation:
     """Tell which library multiplies two matrices, and what is copied for it.
 
-    Nothing is computed. Fake tensors of a GPU, meta tensors (taken as tensors of a GPU) and shapes are answered on a
-    machine without a GPU too, as a GPU with compiled kernels would.
+    Nothing is computed. For shapes, fake tensors of a GPU and meta tensors, a machine without a GPU gives the same
+    answer as a GPU with compiled kernels. A meta tensor counts as a tensor on a GPU.
 
     Args:
         a: A tensor as in `amp_kernels.matmul`, or the shape of a contiguous one.
         b: The same.
-        activation: An activation that follows, as in `amp_kernels.linear`.
-        dtype: With shapes only; None for fp16.
-        device: With shapes only; None for `"cuda"`.
+        activation: The activation that is applied to the product, as in `amp_kernels.linear`.
+        dtype: The dtype of `a` and `b` if they are shapes; None means fp16. Leave it out for tensors.
+        device: The device of `a` and `b` if they are shapes; None means `"cuda"`. Leave it out for tensors.
 
     Returns:
         An `Explanation`.
@@ -139,32 +139,41 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
         dtype = "fp32" if is_slow(a) else str(a.dtype).removeprefix("torch.")
         return f"torch multiplies {dtype}; a CPU needs no padding"
     if engine not in ON_TENSOR_CORES:
-        return "nothing is padded there"
-    # H200, fp16, 4096^3: cuBLAS takes 181 us. H100: cuBLAS 188 us, our kernels 310 (CUDA C++) and 336 (Triton).
-    reason = "it was measured faster than our kernels" if engine == LIBRARY else "it is forced"
+        return "it pads nothing"
+    # fp16, 4096^3. On an H200 cuBLAS takes 181 us. On an H100 cuBLAS takes 188 us, and the kernels of amp_kernels take
+    # 310 us (CUDA C++) and 336 us (Triton).
+    reason = (
+        "in measurements it was faster than the kernels of amp_kernels"
+        if engine == LIBRARY
+        else "use_backend forces it"
+    )
     if engine == LIBRARY and activation not in (None, "relu"):
-        reason += f", and {activation} is a pass over its result"
+        reason += f", and {activation} is a second pass over the result"
     if a.shape[-2] <= FEW_ROWS:
-        reason += f"; {a.shape[-2]} rows are bound by reading b once"
+        reason += f"; a product of {a.shape[-2]} rows takes the time of reading b once"
     return reason
 
 
 def _copy_bytes(x: Tensor, size: Sequence[int]) -> int:
-    """Bytes of a copy with these sizes, whose rows, or columns if `x` is column-major, are a multiple of 16 bytes."""
+    """Return how many bytes the padded copy of `x` takes, if its matrices have these sizes.
+
+    Each row is padded to a multiple of 16 bytes. If `x` is column-major, each column is padded instead.
+    """
     columns, rows = size if is_column_major(x) else reversed(size)
     return math.prod(x.shape[:-2]) * rows * round_up(columns, MULTIPLE) * ITEM
 
 
 # ------------------------------------------------------------------------------------------------------------ models
 class Finding(NamedTuple):
-    """A layer whose shape is slow on tensor cores; `str()` makes a sentence of it.
+    """A layer whose shape is slow on tensor cores. `str()` returns it as a sentence.
 
     Attributes:
         name: The layer's name in the model; empty for the model itself.
         kind: Its class.
         size: Its features or channels.
-        cause: The features that are not a multiple of 8, and the matrices with such rows.
-        remedy: What to do.
+        cause: Each number of features or channels that is not a multiple of 8. For a linear layer, the matrices whose
+            rows have that length are in brackets. For an embedding, the layer that has the same weight.
+        remedy: The change that makes the layer fast.
         converts: Whether `amp_kernels.nn.convert_linear_` is a remedy.
         weight_bytes: Bytes that padding takes for the weight.
         row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step.
@@ -175,16 +184,14 @@ class Finding(NamedTuple):
         ('Linear', True, 1032192)
     """
 
-    name: str  # in the model; empty for the model itself
-    kind: str  # its class
+    name: str
+    kind: str
     size: str
     cause: str
     remedy: str
-    converts: bool  # whether amp_kernels.nn.convert_linear_ is a remedy
-    weight_bytes: int  # of memory that padding takes for the weight
-    row_bytes: (
-        int  # of memory that padding takes at most for a row (a token, a pixel) of activations, in a training step
-    )
+    converts: bool
+    weight_bytes: int
+    row_bytes: int
 
     def __str__(self) -> str:
         return f"{self.name or 'the model'} ({self.kind}, {self.size}): {self.cause}; {self.remedy}"
@@ -193,9 +200,9 @@ class Finding(NamedTuple):
 def audit(model: nn.Module) -> list[Finding]:
     """List the layers of a model whose shapes are slow on tensor cores in fp16 or bf16.
 
-    Checked are `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`), transformers' `Conv1D`,
-    convolutions, and embeddings that share the weight of such a linear layer. Only shapes are read: the model may be on
-    the meta device.
+    The layers that can be listed are `torch.nn.Linear` and its subclasses (except `amp_kernels.nn.Linear`),
+    transformers' `Conv1D`, convolutions, and embeddings that share the weight of a listed linear layer. Only shapes are
+    read, so the model may be on the meta device.
 
     Args:
         model: A model of any dtype.
@@ -209,13 +216,13 @@ def audit(model: nn.Module) -> list[Finding]:
         0 (Linear, 64 -> 10): out_features=10 (y, dy); amp_kernels.nn.Linear, or 64 -> 16
     """
     findings: list[Finding] = []
-    slow: dict[int, tuple[str, nn.Module]] = {}  # by weight
+    slow: dict[int, tuple[str, nn.Module]] = {}  # the slow linear layers, by the id of the weight
     for name, layer in model.named_modules():
         if is_lazy(layer._parameters.get("weight")):
             continue
         if is_conv1d(layer) or (isinstance(layer, nn.Linear) and not isinstance(layer, Linear)):
             found = _linear(name, layer)
-            weight = layer._parameters.get("weight")  # a parametrized layer computes another one each time
+            weight = layer._parameters.get("weight")  # None if parametrized: each read then computes a new tensor
             if found and weight is not None:
                 slow[id(weight)] = (name, layer)
         else:
@@ -233,7 +240,7 @@ def _rounded(n: int, multiple: int = MULTIPLE) -> int:
 
 
 def _linear(name: str, layer: Any) -> Finding | None:
-    if is_conv1d(layer):  # rows of its weight are as long as those of the results
+    if is_conv1d(layer):  # the weight is [in_features, out_features], so its rows are as long as the rows of y
         (outputs, inputs), of_inputs, of_outputs = matrix(layer).shape, "nx={} (x, dx)", "nf={} (W, y, dW, dy)"
         weight_bytes = ITEM * inputs * _rounded(outputs) if outputs % MULTIPLE else 0
     else:
@@ -279,11 +286,11 @@ def _tied(name: str, layer: nn.Embedding, other: str, linear: nn.Module) -> Find
 
 # ------------------------------------------------------------------------------------------------------ command line
 class CannotLoad(Exception):
-    """With a sentence for the user."""
+    """The model cannot be loaded. The message is a sentence for the user."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``audit`` to the command line."""
+    """Add ``audit`` to the command line."""
     parser = commands.add_parser(
         "audit",
         help="Lists layers of a model whose shapes are slow on tensor cores, and why; executes the file you name.",
@@ -297,7 +304,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         "--batch",
         type=_rows,
         metavar="ROWS",
-        help="number of rows of the activations in a step (tokens, pixels); shows the bytes of padding for so many",
+        help="rows of the activations in a step (tokens, pixels); shows the bytes of padding for this many rows",
     )
     parser.set_defaults(run=lambda args: run(args.model, args.batch))
 
@@ -309,7 +316,7 @@ def _rows(text: str) -> int:
 
 
 def run(target: str, rows: int | None = None) -> int:
-    """Prints the table and a sentence; returns 0, or 2 if the model cannot be had."""
+    """Print the table and a summary. Return 0, or 2 if the model cannot be loaded."""
     try:
         model = _load(target)
     except CannotLoad as error:
@@ -350,7 +357,7 @@ def _summary(findings: Sequence[Finding]) -> str:
 
 
 def _load(target: str) -> nn.Module:
-    """The model of ``FILE.py:FACTORY``."""
+    """Return the model of ``FILE.py:FACTORY``."""
     file, colon, name = target.rpartition(":")
     path = Path(file)
     if not colon or not name or path.suffix != ".py":
@@ -361,33 +368,33 @@ def _load(target: str) -> nn.Module:
     spec = importlib.util.spec_from_file_location(as_name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.path.insert(0, str(path.parent.resolve()))  # as if it was run
+    sys.path.insert(0, str(path.parent.resolve()))  # as `python FILE.py` does
     sys.modules[as_name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
-        raise CannotLoad(f"{file} cannot be imported: {_said(error)}") from error
+        raise CannotLoad(f"{file} cannot be imported: {_describe(error)}") from error
     if not hasattr(module, name):
         raise CannotLoad(f"FACTORY must be a name in {file}, got {name!r}")
     factory = getattr(module, name)
-    model = factory if isinstance(factory, nn.Module) else _made_by(factory, target)
+    model = factory if isinstance(factory, nn.Module) else _call_factory(factory, target)
     if not isinstance(model, nn.Module):
         raise CannotLoad(f"{target} must return an nn.Module, got {type(model).__name__}")
     return model
 
 
-def _made_by(factory: Any, target: str) -> Any:
+def _call_factory(factory: Any, target: str) -> Any:
     if not callable(factory):
         raise CannotLoad(f"{target} must be a function or an nn.Module, got {type(factory).__name__}")
-    # On the meta device a model of any size takes no memory. Not every factory can be run there.
+    # On the meta device a model of any size takes no memory. If a factory fails there, it is called again without it.
     with contextlib.suppress(Exception, SystemExit), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         return factory()
     try:
         return factory()
     except (Exception, SystemExit) as error:
-        raise CannotLoad(f"{target} must run without arguments, got: {_said(error)}") from error
+        raise CannotLoad(f"{target} must run without arguments, got: {_describe(error)}") from error
 
 
-def _said(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

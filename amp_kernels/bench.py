@@ -1,4 +1,7 @@
-"""`python -m amp_kernels bench`: every operator and its peers on this machine, in two minutes."""
+"""`python -m amp_kernels bench`: times every operator on this machine, in two minutes.
+
+Next to each operator it times the peers: the same work by torch and by other libraries.
+"""
 
 from __future__ import annotations
 
@@ -20,25 +23,27 @@ if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
-SECONDS = "0.1"  # for the rounds of a case, which are at least nine: all families take 90 s of one core
+# Time for the rounds of one case. There are at least five rounds (`--quick`), however long they take. With the six
+# families of that time (adam and ema came later), a run took 90 s on one core.
+SECONDS = "0.1"
 
 
 class CannotRun(Exception):
-    """With a sentence for the user."""
+    """The benchmarks cannot run. The message is a sentence for the user."""
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``bench`` to the command line."""
+    """Add ``bench`` to the command line."""
     parser = commands.add_parser(
         "bench",
-        help="Times every operator and its peers, two minutes in all.",
-        description="Times every operator and its peers at few sizes, two minutes in all. Prints a table and writes "
-        "CSV and PNG to a new folder.",
+        help="Times every operator, and other libraries at the same work, in two minutes.",
+        description="Times every operator, and other libraries at the same work, at few sizes, in two minutes. Prints "
+        "a table and writes CSV and PNG to a new folder.",
     )
-    parser.add_argument("families", nargs="*", metavar="FAMILY", help="only these (default: all)")
-    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="with the CSVs of another run, to compare with")
+    parser.add_argument("families", nargs="*", metavar="FAMILY", help="families to time (default: all)")
+    parser.add_argument("--compare", type=Path, metavar="FOLDER", help="CSVs of another run, shown next to this one")
     parser.add_argument(
-        "--out", type=Path, metavar="FOLDER", help="for the results (default: amp_kernels-bench/<time>)"
+        "--out", type=Path, metavar="FOLDER", help="where the results go (default: amp_kernels-bench/<time>)"
     )
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=lambda args: bench(args.families, args.compare, args.out, as_json=args.json))
@@ -47,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(
     families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
 ) -> int:
-    """Runs the benchmarks, each in a process of its own; returns 0, 1 if one failed, or 2 if none can run here."""
+    """Run the benchmarks, each in its own process. Return 0, 1 if one failed, or 2 if none can run here."""
     try:
         chosen = _families(families)
         earlier = _earlier(compare) if compare is not None else None
@@ -59,18 +64,18 @@ def bench(
     if not as_json:
         width = max(map(len, facts))
         print("\n".join(f"{name.ljust(width)}  {value}" for name, value in facts.items()), end="\n\n")
-    # Progress would spoil the document.
+    # With `as_json`, progress goes to stderr, so that stdout holds only the JSON document.
     failed = [family for family in chosen if not _run(family, out, sys.stderr if as_json else sys.stdout)]
     _report(chosen, out, earlier, {"environment": facts, "failed": failed} if as_json else None)
     return 1 if failed else 0
 
 
 def _families(wanted: Sequence[str]) -> list[str]:
-    """All families, or those that are wanted; raises where they cannot run."""
+    """Return the wanted families, or all if none is named. Raise CannotRun if they cannot run here."""
     if find_spec(f"{__package__}.benchmarks") is None:
         remedy = "install with `pip install --no-build-isolation -e .`"
         raise CannotRun(_loader.shadowed() or f"the benchmarks are not installed with the package; {remedy}")
-    from .benchmarks import FAMILIES  # which needs none of NEEDS
+    from .benchmarks import FAMILIES  # this import needs none of the packages in NEEDS
 
     unknown = [family for family in wanted if family not in FAMILIES]
     if unknown:
@@ -82,7 +87,7 @@ def _families(wanted: Sequence[str]) -> list[str]:
 
 
 def _earlier(folder: Path) -> dict[tuple[str, ...], Row]:
-    """The rows of amp_kernels in a folder, by case."""
+    """Return the rows of amp_kernels in the CSVs of a folder, by case. Raise CannotRun if they cannot be used."""
     from .benchmarks import summary
 
     try:
@@ -111,33 +116,37 @@ def _check_times(path: Path, row: Row) -> None:
             raise CannotRun(f"--compare: {column} must be a positive number in all of {path}, got {text!r}")
 
 
-def _run(family: str, out: Path, to: Any) -> bool:
-    print(f"{family}: ", end="", flush=True, file=to)
+def _run(family: str, out: Path, progress: Any) -> bool:
+    print(f"{family}: ", end="", flush=True, file=progress)
     start = time.monotonic()
     command = [sys.executable, "-m", f"{__package__}.benchmarks.bench_{family}"]
     command += ["--quick", "--seconds", SECONDS, "--out", str(out)]
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    print(f"{'FAILED, ' if done.returncode else ''}{time.monotonic() - start:.0f} s", flush=True, file=to)
+    print(f"{'FAILED, ' if done.returncode else ''}{time.monotonic() - start:.0f} s", flush=True, file=progress)
     if done.returncode:
-        print("\n".join(f"  {line}" for line in done.stdout.splitlines()[-10:]), file=to)
+        print("\n".join(f"  {line}" for line in done.stdout.splitlines()[-10:]), file=progress)
     return done.returncode == 0
 
 
 def _report(
     families: Sequence[str], out: Path, earlier: dict[tuple[str, ...], Row] | None, document: dict[str, Any] | None
 ) -> None:
-    """Draws the figures, and prints the table and what was not timed; or the document, with that in it."""
+    """Draw the figures and print the results.
+
+    If `document` is None, print the table and what was not timed. Otherwise add both to `document` and print that as
+    JSON.
+    """
     from .benchmarks import plot, summary
 
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
     rows = [row for table_rows in tables.values() for row in table_rows]
     found = [line for table_rows in tables.values() for line in summary.lines(table_rows)]
-    # No peer under torch.compile is timed here.
-    absent = {of: count for of, count in summary.not_timed(rows).items() if "--quick" not in of[1]}
+    # `--quick` leaves out every peer under torch.compile. They are not listed; a line below says how to time them.
+    absent = {key: count for key, count in summary.not_timed(rows).items() if "--quick" not in key[1]}
     plot.draw(out)
     if document is not None:
         document["cases"] = [line.record() | _compared(line, earlier or {}) for line in found]
-        document["not_timed"] = [{"name": of[0], "why": of[1], "cases": count} for of, count in absent.items()]
+        document["not_timed"] = [{"name": name, "why": why, "cases": count} for (name, why), count in absent.items()]
         print(json.dumps(document | {"folder": str(out)}, indent=1))
         return
     _print_table(found, earlier)
@@ -154,16 +163,21 @@ def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | No
 
     cells = []
     for line in found:
-        told = _compared(line, earlier or {})
-        times = summary.number(told["other_ms"]) if told else ""
-        ratio = summary.with_spread(told["times_as_long"], told["times_as_long_spread"]) if told else ""
+        comparison = _compared(line, earlier or {})
+        times = summary.number(comparison["other_ms"]) if comparison else ""
+        ratio = (
+            summary.with_spread(comparison["times_as_long"], comparison["times_as_long_spread"]) if comparison else ""
+        )
         cells.append([line.ours["benchmark"], *line.cells(), *([times, ratio] if earlier is not None else [])])
     compared = ["other run, ms", "this / other run (spread)"] if earlier is not None else []
     print(f"\n{table(['family', *summary.HEADERS, *compared], cells)}\n\n{summary.verdicts(found)}.\n" if cells else "")
 
 
 def _compared(line: Line, earlier: dict[tuple[str, ...], Row]) -> dict[str, Any]:
-    """Our time in another run, and this run's as a multiple of it."""
+    """Return the time of amp_kernels in the earlier run, and the time in this run divided by it.
+
+    Return {} if the earlier run does not have the case.
+    """
     from .benchmarks import summary
 
     then = earlier.get(line.key)

@@ -1,4 +1,4 @@
-"""What `verify`, `audit` and `bench` print: tables as text, and on what they ran."""
+"""Helpers of the commands `verify`, `audit` and `bench`: tables as text, and facts about the machine."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import amp_kernels
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """By tabulate if it is installed, else plainly."""
+    """Return a table as text. tabulate makes it if it is installed. Otherwise it has plain columns."""
     try:
         from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -28,7 +28,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """What figures and failures depend on: versions, the commit of a clone, devices, clocks and threads."""
+    """Return what times and failures can depend on: versions, the commit, devices, clocks and threads."""
     return {
         "amp_kernels": f"{amp_kernels.__version__}{_commit()}",
         "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}",
@@ -40,7 +40,11 @@ def environment() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """The commit, if the package lies in its clone: the repository around a virtual environment is another one."""
+    """Return the commit if the package lies in its clone, otherwise "".
+
+    git alone would also find a repository further up, for example the one around a virtual environment, which is
+    another project.
+    """
     clone = Path(amp_kernels.__path__[0]).resolve().parent
     if not (clone / ".git").exists():
         return ""
@@ -48,9 +52,9 @@ def _commit() -> str:
 
 
 def _gpu() -> str:
-    """Driver and clocks as nvidia-smi says: clocks now, the highest ones in brackets."""
+    """Return the GPU's name, and from nvidia-smi its driver and clocks, each with its maximum in brackets."""
     names = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
-    # By UUID: CUDA_VISIBLE_DEVICES changes torch's indices alone.
+    # The UUID names the GPU, since CUDA_VISIBLE_DEVICES changes torch's indices but not those of nvidia-smi.
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")
     asked = _output(["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader", f"--id=GPU-{uuid}"])
     said = [word.strip() for word in asked.split(",")]
@@ -76,7 +80,7 @@ def _affinity() -> set[int]:
 
 
 def _output(command: Sequence[str]) -> str:
-    """What a command printed; "" if it failed or is not there."""
+    """Return what a command prints, or "" if it fails or does not exist."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError):

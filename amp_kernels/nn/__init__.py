@@ -6,4 +6,4 @@ from .linear import Linear, convert_linear_
 __all__ = ["Int8Embedding", "Int8Linear", "Linear", "convert_linear_"]
 
 for _layer in (Int8Embedding, Int8Linear, Linear):
-    _layer.__module__ = __name__  # pickle looks for the class there
+    _layer.__module__ = __name__  # pickle then finds the class by its public name

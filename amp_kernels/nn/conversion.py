@@ -1,4 +1,4 @@
-"""What all conversions of models share: recognizing linear layers, checks of state dicts, and the line for the log."""
+"""Code that all conversions of models use: recognizing linear layers, checking state dicts, describing the result."""
 
 from __future__ import annotations
 
@@ -12,32 +12,33 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 LOG = logging.getLogger("amp_kernels")
-SIZABLE = 0.1  # a larger share of the parameters' bytes that is left unconverted is worth a warning
+WARNING_SHARE = 0.1  # there is a warning if more than this share of the parameters' bytes is left unconverted
 
 
 def check_model(op: str, model: object) -> None:
-    """A model can be converted only if it is an `nn.Module`."""
+    """Raise TypeError unless `model` is an `nn.Module`."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{op}: model must be an nn.Module, got {type(model).__name__}")
 
 
 # ----------------------------------------------------------------------------------------------------------- Conv1D
 def is_conv1d(layer: nn.Module) -> bool:
-    """Whether `layer` is transformers' `Conv1D` (GPT-2), a linear layer whose weight is [in_features, out_features].
+    """Return whether `layer` is transformers' `Conv1D` (GPT-2), a linear layer with weight [in_features, out_features].
 
-    It is recognized by name, so that nothing is imported. Subclasses are not, since they may compute something else.
+    The class is recognized by its name, so that transformers is not imported. A subclass is not recognized, since it
+    may compute something else.
     """
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
 
 
 def is_transposed(layer: Any) -> bool:
-    """Whether the weight of `layer` is [in_features, out_features]: a Conv1D, or a layer that was made from one."""
+    """Return whether the weight of `layer` is [in_features, out_features]: a Conv1D, or a layer made from one."""
     return is_conv1d(layer) or getattr(layer, "is_transposed", False)
 
 
 def matrix(layer: Any) -> Tensor:
-    """Returns the weight as [out_features, in_features], for a Conv1D as a view."""
+    """Return the weight as [out_features, in_features]. For a Conv1D it is a transposed view."""
     return layer.weight.t() if is_transposed(layer) else layer.weight
 
 
@@ -47,9 +48,9 @@ _OTHER_KIND = {"weight": "weight_codes", "weight_codes": "weight"}
 
 
 class LoadsItsKind(nn.Module):
-    """A module that refuses to load floats into int8 codes, and codes into floats.
+    """A module whose `load_state_dict` refuses floats in place of int8 codes, and codes in place of floats.
 
-    torch would copy either into the other, and with ``strict=False`` it would skip keys that do not fit.
+    torch would copy the values without an error. With ``strict=False`` it would also skip keys that do not fit.
     """
 
     def _load_from_state_dict(
@@ -70,7 +71,7 @@ class LoadsItsKind(nn.Module):
         )
 
     def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
-        """Returns a sentence for each entry of the wrong kind."""
+        """Return an error message for each entry of the wrong kind."""
         reasons = []
         for name, own in (*self._parameters.items(), *self._buffers.items()):
             for key in (name, _OTHER_KIND.get(name)):
@@ -82,24 +83,26 @@ class LoadsItsKind(nn.Module):
                 expected = "floats" if own.is_floating_point() else "codes"
                 expected += "" if key == name else f" called {name}"
                 if own.is_floating_point():
-                    remedy = "make the model int8 first, as that of the checkpoint was"
+                    remedy = "make the model int8 first, in the same way as the saved model"
                 else:
-                    remedy = "load floats first and quantize the model then"
+                    remedy = "load floats first, then quantize the model"
                 reasons.append(f"load_state_dict: {prefix}{key} must be {expected}, got {given.dtype}; {remedy}")
         return reasons
 
 
-# ------------------------------------------------------------------------------------------------------ what is said
+# ----------------------------------------------------------------------------------------------------------- log line
 def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
-    """Returns the ids of parameters that layers of the model other than `taken` hold."""
+    """Return the ids of the parameters that modules other than those in `taken` hold."""
     return {id(p) for m in model.modules() if m not in taken for p in m.parameters(recurse=False)}
 
 
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
-    """Describes which parameters of a model are converted and which are left, with their shares of the bytes.
+    """Describe which parameters of a model are converted and which are left, with their shares of the bytes.
 
-    Numbered layers share a name. A share below 1% is not listed. What is left is named with the class that holds it,
-    which says why: only the weights of some classes are converted. A weight that another layer keeps counts as left.
+    Layers whose names differ only in numbers are listed under one name. A share below 1% is not listed. A parameter
+    that is left is listed with the class of its layer, because that is the reason: only the weights of some classes are
+    converted.
+    If a layer that is not converted has the same weight as a converted one, the weight counts as left.
 
     Args:
         model: The model before the conversion.
@@ -107,7 +110,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
         spared: Layers that `filter_fn` left out.
 
     Returns:
-        The line, and whether more than `SIZABLE` is left in matrices that neither embeddings nor `spared` hold.
+        The line, and whether more than `WARNING_SHARE` is left in matrices outside of embeddings and `spared`.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     spared = set(spared)
@@ -129,7 +132,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
             unexpected += parameter.nbytes
     total = max(1, converted.total() + left.total())
     line = f"converted {_listed(converted, total)} of the parameters' bytes; left {_listed(left, total)}"
-    return line, unexpected > SIZABLE * total
+    return line, unexpected > WARNING_SHARE * total
 
 
 def _listed(sizes: Counter[str], total: int) -> str:

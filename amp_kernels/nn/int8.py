@@ -1,12 +1,14 @@
 """Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
 
 `amp_kernels.quantization` puts them into a model. Codes and scales are buffers. `.half()` and `.to(dtype)` change the
-dtype of the layer and of its results, not codes or scales.
+dtype of the layer and of its results. They do not change codes or scales.
 
 `layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs its
-elements computes them from the codes. An operator that would change it in place raises an error. A write into a view or
-a copy does not reach the layer. The weight of one int8 layer can be assigned to another, which ties the two. Nothing
-else can be assigned.
+elements computes them from the codes. An operator that would change the tensor in place raises an error. A write into a
+view or a copy of it does not change the layer.
+
+The weight of one int8 layer can be assigned to another one. The two layers then share their codes. Any other assignment
+to `layer.weight` raises an error.
 """
 
 from __future__ import annotations
@@ -29,19 +31,20 @@ from .conversion import LoadsItsKind, is_transposed, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
-# Weights that a backward pass dequantizes at a time: 8 MB in 16 bits, and wide enough for a fast product.
+# A backward pass dequantizes this many weights at a time. They take 8 MB in 16 bits, and suffice for a fast product.
 PANEL = 2**22
 
 _Fn = Callable[[Tensor], Tensor]
-# A layer holds the name of its mode in a tensor. The names differ in length. The mode is therefore read from the shape,
-# without a wait for the device, and any loader of checkpoints refuses another mode, since its tensor has another shape.
+# A layer stores the name of its mode in a tensor. The names differ in length, so the mode is read from the shape of the
+# tensor, without a wait for the device. In a checkpoint in another mode the tensor has another shape, so every function
+# that loads checkpoints refuses it.
 _MODE_OF_LENGTH = {len(mode): mode for mode in MODES}
 
 
 class FixedDtypes(LoadsItsKind):
-    """A module whose buffers keep their dtypes in `.to()`, and stay shared with other modules."""
+    """A module whose buffers keep their dtypes in `.to()`, and are still shared with other modules after it."""
 
-    _dtype_of = ""  # the name of the buffer whose dtype is the layer's; `.to()` changes it
+    _dtype_of = ""  # name of the buffer that holds the layer's dtype, which `.to()` changes
 
     def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         before = dict(self._buffers)
@@ -57,15 +60,18 @@ class FixedDtypes(LoadsItsKind):
 
 
 def _moved(old: Tensor, new: Tensor) -> Tensor:
-    """Turns `old` into `new` in place, as torch moves parameters, so that modules that share it keep sharing it."""
+    """Turn `old` into `new` in place, and return it.
+
+    Modules that share `old` still share the result. torch moves parameters in the same two ways.
+    """
     if new is old:
         return old
     try:
         old.data = new
-    except RuntimeError:  # of another kind, such as a meta tensor
+    except RuntimeError:  # tensors of different kinds, for example if one is a meta tensor
         try:
             torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # an autograd graph or a weak reference holds it: the modules no longer share it
+        except RuntimeError:  # an autograd graph or a weak reference holds `old`; sharing ends
             return new
     return old
 
@@ -88,14 +94,15 @@ class DequantizedWeight(Tensor):
 
     @staticmethod
     def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the weight for codes [N, K], as [K, N] if `is_transposed`.
+        """Return the weight for codes [N, K], as [K, N] if `is_transposed`.
 
-        It has no elements. Where torch cannot make such a wrapper, it is an ordinary tensor, dequantized.
+        The weight is a wrapper without elements. If no wrapper can be made, it is an ordinary dequantized tensor.
         """
         oriented = codes.t() if is_transposed else codes
         self = None
-        # No wrapper while compiling: the compiler drops the operator if its result is not needed. No wrapper inside of
-        # torch.vmap: its batched codes can be dequantized here, but no longer when the wrapper would do it.
+        # While compiling, no wrapper is made, because the compiler drops a dequantization whose result is not used.
+        # Inside torch.vmap, no wrapper is made either. The batched codes can be dequantized here, but not later, when a
+        # wrapper would do it.
         if not (torch.compiler.is_compiling() or torch_private.are_functorch_transforms_active()):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
@@ -104,12 +111,13 @@ class DequantizedWeight(Tensor):
         return self
 
     def elements(self) -> Tensor:
-        """The dequantized weight as an ordinary tensor."""
-        with torch.inference_mode(False):  # this weight has a version counter, which inference tensors refuse
+        """Return the dequantized weight as an ordinary tensor."""
+        # In inference mode the elements would be inference tensors. These refuse the version counter of this weight.
+        with torch.inference_mode(False):
             return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
 
     def _write(self, name: str, write: Callable[[Tensor], object]) -> Tensor:
-        """Applies an in-place operator to a copy of the elements, and raises an error if it changed one."""
+        """Apply an in-place operator to a copy of the elements. Raise an error if it changes one."""
         elements = self.elements()
         write(elements)
         if not torch.allclose(elements, self.elements(), rtol=0, atol=0, equal_nan=True):
@@ -131,12 +139,12 @@ class DequantizedWeight(Tensor):
             return written[0]._write(func.__name__, lambda elements: func(elements, *plain_args[1:], **plain_kwargs))
         return func(*plain_args, **plain_kwargs)
 
-    # torch writes these two through a view of the elements.
+    # In these two methods torch writes into a view. A view is an ordinary tensor here, so the write would be lost.
     def __setitem__(self, index: Any, value: Any) -> None:
         self._write("an assignment to elements", lambda elements: elements.__setitem__(index, value))
 
     def fill_diagonal_(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Refused if it changes an element, as other in-place operators are."""
+        """Raise an error if an element would change, as other in-place operators do."""
         return self._write("fill_diagonal_", lambda elements: elements.fill_diagonal_(*args, **kwargs))
 
     @property
@@ -157,7 +165,7 @@ def _written(write: str) -> RuntimeError:
 
 
 def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """Returns the arguments that an operator writes."""
+    """Return the arguments that an operator writes."""
     if not func._schema.is_mutable:
         return []
     arguments = func._schema.arguments
@@ -165,18 +173,18 @@ def _written_by(func: Any, args: Any, kwargs: Any) -> list[Any]:
     return tree_leaves([given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write])
 
 
-def _of_elements(name: str) -> Callable[..., Any]:
+def _method_of_elements(name: str) -> Callable[..., Any]:
     def method(self: DequantizedWeight, *args: Any, **kwargs: Any) -> Any:
         return getattr(nn.Parameter(self.elements(), self.requires_grad), name)(*args, **kwargs)
 
     return method
 
 
-# Methods that read memory without an operator.
+# These methods read memory without an operator, so `__torch_dispatch__` is not called. They use the elements instead.
 for _name in (
     "__deepcopy__", "__dlpack__", "__reduce_ex__", "numpy", "share_memory_", "storage", "tolist", "untyped_storage",
 ):  # fmt: skip
-    setattr(DequantizedWeight, _name, _of_elements(_name))
+    setattr(DequantizedWeight, _name, _method_of_elements(_name))
 
 
 class _Int8Weight(FixedDtypes):
@@ -194,7 +202,8 @@ class _Int8Weight(FixedDtypes):
         super().__init__()
         self.register_buffer("weight_codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
         self.register_buffer("weight_scale", torch.ones(rows, 1, dtype=torch.float32, device=device))
-        # A tensor, since state dicts hold tensors only: `load_state_dict(assign=True)` then loads the dtype too.
+        # The dtype is stored in a tensor, since state dicts hold only tensors. So
+        # `load_state_dict(assign=True)` loads the dtype too.
         self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device))
 
     @property
@@ -211,7 +220,8 @@ class _Int8Weight(FixedDtypes):
         return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype, self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Not in a setter of the property, since nn.Module registers a Parameter before it looks for a setter.
+        # A setter of the property would not be called for a Parameter, because nn.Module registers it before it looks
+        # for a setter.
         if name == "weight":
             self._tie(value)
         else:
@@ -230,7 +240,8 @@ class _Int8Weight(FixedDtypes):
         Examples:
             >>> amp_kernels.nn.Int8Linear(4, 2).register_parameter("gain", torch.nn.Parameter(torch.ones(2)))
         """
-        if isinstance(param, DequantizedWeight):  # from torch.nn.utils.prune, which would fail later and leave it here
+        # torch.nn.utils.prune calls this method. Without the error it would fail later and leave `param` in the layer.
+        if isinstance(param, DequantizedWeight):
             raise TypeError(
                 f"{type(self).__name__}: {name} must be a parameter with memory of its own, got the weight of an int8 "
                 "layer; prune or reparametrize the float layer before converting it"
@@ -241,7 +252,7 @@ class _Int8Weight(FixedDtypes):
         return Int8Tensor(self.weight_codes, self.weight_scale, None, (1,))
 
     def _tie(self, weight: object) -> None:
-        """Shares codes and dtype of another layer, whose weight is assigned; refuses any other value."""
+        """Share codes and dtype of the int8 layer that `weight` belongs to. Raise TypeError for any other value."""
         shape = self.weight.shape
         if not (
             isinstance(weight, DequantizedWeight)
@@ -257,12 +268,12 @@ class _Int8Weight(FixedDtypes):
         self.weight_dtype = weight.dtype_of
 
     def _share(self, codes: Int8Tensor, dtype: torch.dtype) -> None:
-        """Makes this layer share `codes`, and gives it the dtype of the float layer that it replaces."""
+        """Make this layer share `codes`. `dtype` is that of the float layer that it replaces."""
         self.weight_codes, self.weight_scale = codes.values, codes.scale
         self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
 
-    # State dicts hold `weight_dtype` under the key `weight`. A float layer then refuses it, since its shape differs.
-    # Without such a key, and with strict=False, a float layer would silently get no weight.
+    # State dicts hold `weight_dtype` under the key `weight`. A float layer refuses this entry, since its shape differs.
+    # Without the entry, a float layer that is loaded with strict=False would silently get no weight.
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         destination[f"{prefix}weight"] = destination.pop(f"{prefix}weight_dtype")
@@ -292,15 +303,20 @@ class Int8Linear(_Int8Weight):
     | `"static"` | The same with one calibrated range for all of `x`. With `output_scale` it returns an `Int8Tensor`. |
 
     A weight-only layer multiplies by its codes. There are three exceptions, all on CUDA, in which it dequantizes the
-    weight and torch multiplies: fp32 inputs, bf16 inputs before compute capability 8.0, and 256 or more rows that take
-    `2**32` multiplications or more. During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype
-    of `x`, and fp32 products obey `torch.backends.cuda.matmul.allow_tf32`. `use_backend("cuda")` multiplies many rows
-    by the codes too. If `in_features` is not a multiple of 16, each call on CUDA copies the codes into padded rows.
+    weight and torch multiplies:
 
-    Results have the dtype of `x`, or under autocast that of autocast. For an `Int8Tensor` they have the layer's
-    `dtype`. The gradient of `x` is `grad @ weight`. If `x` was quantized, the gradient is 0 outside of the range of the
-    codes (Jacob et al. 2018). The weight is frozen. The bias is a parameter in the dtype of the original layer. int8
-    results have no gradient.
+    - fp32 inputs;
+    - bf16 inputs on a GPU below compute capability 8.0;
+    - 256 or more rows, if the product takes `2**32` multiplications or more, except under `use_backend("cuda")`.
+
+    During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`. For fp32 inputs
+    `torch.backends.cuda.matmul.allow_tf32` decides whether TF32 is used. On CUDA, if `in_features` is not a multiple of
+    16, each call copies the codes into padded rows.
+
+    Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
+    `x` is an `Int8Tensor`. The gradient of `x` is `grad @ weight`. If `x` was quantized, the gradient is 0 for values
+    outside the range of the codes (Jacob et al. 2018). int8 results have no gradient. The weight is frozen. The bias is
+    a parameter in the dtype of the original layer.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -399,7 +415,7 @@ class Int8Linear(_Int8Weight):
         if (input_scale is None or input_zero_point is None) == (mode == "static"):
             raise ValueError(
                 "Int8Linear.from_linear: input_scale and input_zero_point must be given for mode='static' and for no "
-                f"other, got mode={mode!r}; prepare_, some batches and convert_ find them"
+                f"other, got mode={mode!r}; to find them, call prepare_, run some batches and call convert_"
             )
         codes = _codes_to_share("Int8Linear.from_linear", weight, linear)
         outputs, inputs = codes.shape
@@ -412,7 +428,7 @@ class Int8Linear(_Int8Weight):
     @property
     def mode(self) -> Mode:
         """`"weight_only"`, `"dynamic"` or `"static"`."""
-        return _MODE_OF_LENGTH[int(self.mode_name.numel())]  # torch.jit.trace makes a tensor of the number
+        return _MODE_OF_LENGTH[int(self.mode_name.numel())]  # in torch.jit.trace, numel() returns a tensor
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """Apply the layer.
@@ -434,7 +450,8 @@ class Int8Linear(_Int8Weight):
             >>> layer(torch.ones(2, 3, 16)).shape
             torch.Size([2, 3, 4])
         """
-        output_scale = self.output_scale  # once: for a small product, a look-up in an nn.Module takes much of the time
+        # Read once: for a small product, reading an attribute of an nn.Module takes a large part of the time.
+        output_scale = self.output_scale
         if output_scale is not None and torch_private.is_transformed():
             raise RuntimeError(
                 "Int8Linear: a layer that returns codes must be outside of torch.func's transforms and of forward-mode "
@@ -452,7 +469,8 @@ class Int8Linear(_Int8Weight):
             x = x.to(compute_dtype(x))
             bias: Tensor | None = self.bias
             bias = None if bias is None else bias.to(x.dtype)
-            # In transforms the reference, which consists of torch's operators: autograd functions have no rule there.
+            # Transforms have no rule for the autograd function `_WeightOnly`. They get the reference, which consists of
+            # torch's operators.
             multiply = reference.int8_linear if torch_private.is_transformed() else _WeightOnly.apply
             result = multiply(_rows(x), self.weight_codes, self.weight_scale, bias)
         else:
@@ -513,7 +531,7 @@ class Int8Embedding(_Int8Weight):
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Size of a row.
-        padding_idx: Kept for code that reads it.
+        padding_idx: Stored for code that reads it; it has no effect.
         device: As in `torch.nn.Embedding`.
         dtype: As in `torch.nn.Embedding`. A new table is 0: load a state dict, or use `from_embedding`.
         max_norm: As in `torch.nn.Embedding`.
@@ -530,7 +548,7 @@ class Int8Embedding(_Int8Weight):
         (torch.Size([1, 3, 8]), torch.Size([100, 8]))
     """
 
-    scale_grad_by_freq = sparse = False  # for code that passes them on to F.embedding; a frozen table has no gradient
+    scale_grad_by_freq = sparse = False  # code may pass them on to F.embedding; without a gradient they have no effect
 
     def __init__(
         self,
@@ -587,7 +605,7 @@ class Int8Embedding(_Int8Weight):
             torch.float16
         """
         codes, scale = F.embedding(index, self.weight_codes), F.embedding(index, self.weight_scale)
-        # The operator itself: the checks of an Int8Tensor would take a tenth of the time.
+        # The operator is called without an Int8Tensor, whose checks would take a tenth of the time.
         rows = call(ops.dequantize_int8, codes, scale, None, None, self.dtype)
         return renormalized(rows, self.max_norm, self.norm_type)
 
@@ -616,10 +634,10 @@ def w8a8(
     zero_point: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Multiplies the codes of `x` [M, K] and `weight` [N, K] (``int8_matmul``), with straight-through gradients.
+    """Multiply the codes of `x` [M, K] and `weight` [N, K] (``int8_matmul``), with straight-through gradients.
 
     Args:
-        weight: int8 codes, or floats that are quantized here (training).
+        weight: int8 codes, or in training floats, which are quantized here.
         weight_scale: Scale of the codes; None for floats.
         scale, zero_point: One element each, for `x`; None to quantize each row of `x` by its own range.
     """
@@ -629,16 +647,16 @@ def w8a8(
 
 
 def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
-    """Quantizes activations by the given scale, or asymmetrically, each row by its own range."""
+    """Quantize activations by the given scale. Without one, quantize each row asymmetrically by its own range."""
     if scale is None:
         return quantize_int8(x, dim=-1, symmetric=False)
     return quantize_int8(x, scale=scale, zero_point=zero_point)
 
 
 def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
-    """Raises TypeError if `x` is nested.
+    """Raise TypeError if `x` is nested.
 
-    An `nn.TransformerEncoder` passes nested tensors if its layers were converted without the encoder itself.
+    If the layers of an `nn.TransformerEncoder` were converted without the encoder itself, it passes nested tensors.
     """
     if getattr(x, "is_nested", False):
         raise TypeError(
@@ -648,7 +666,7 @@ def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
 
 
 def renormalized(rows: Tensor, max_norm: float | None, norm_type: float) -> Tensor:
-    """Applies `max_norm` to rows [..., N]. As in `nn.Embedding`, the factors are constants for the gradient."""
+    """Apply `max_norm` to rows [..., N]. As in `nn.Embedding`, the gradient treats the factors as constants."""
     if max_norm is None:
         return rows
     values = rows.float()
@@ -658,12 +676,12 @@ def renormalized(rows: Tensor, max_norm: float | None, norm_type: float) -> Tens
 
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
-    """Quantizes the weight of a layer to contiguous codes [out_features, in_features], symmetric, one scale per row."""
+    """Quantize a layer's weight to contiguous symmetric codes [out_features, in_features], with one scale per row."""
     return quantize_int8(matrix(layer).detach().contiguous(), dim=-1)
 
 
 def _codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
-    """Checks and returns the given codes of a weight; without `codes`, returns what `codes_of_weight` makes."""
+    """Check and return the given codes of a weight. If `codes` is None, quantize the weight of `layer`."""
     if codes is None:
         return codes_of_weight(layer)
     shape = matrix(layer).shape
@@ -672,10 +690,10 @@ def _codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8
     is_by_row = codes.zero_point is None and codes.block_size is None
     if not is_by_row or (values.dtype, values.shape, scale.dtype, scale.shape, scale.device) != expected:
         raise ValueError(
-            f"{op}: weight must be what quantize_int8(weight, dim=-1) makes of {tuple(shape)}, codes and scales on one "
-            f"device, got {values.dtype} {tuple(values.shape)} on {values.device} with scales {scale.dtype} "
-            f"{tuple(scale.shape)} on {scale.device}, {'no' if codes.zero_point is None else 'a'} zero point and "
-            f"block_size {codes.block_size}"
+            f"{op}: weight must be what quantize_int8(weight, dim=-1) returns for a weight of shape {tuple(shape)}, "
+            f"with codes and scales on one device, got {values.dtype} {tuple(values.shape)} on {values.device} with "
+            f"scales {scale.dtype} {tuple(scale.shape)} on {scale.device}, "
+            f"{'no' if codes.zero_point is None else 'a'} zero point and block_size {codes.block_size}"
         )
     return codes
 
@@ -696,7 +714,7 @@ class _W8A8(torch.autograd.Function):
         zero_point: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        # Only what nn.Linear saves is saved. The backward pass computes the codes again.
+        # As in nn.Linear, `x` and the weight are saved. The backward pass computes their codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
         ctx.bias_dtype = None if bias is None else bias.dtype
         codes = _weight_codes(weight, weight_scale).t()
@@ -715,7 +733,7 @@ class _W8A8(torch.autograd.Function):
             grad_x = times_codes(grad, codes).to(x.dtype)
             grad_x = ops.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
         if needs_weight:
-            # No mask, since symmetric codes by the weight's own range are never clamped.
+            # The weight needs no mask. Its codes are symmetric and by its own range, so none of them was clamped.
             grad_weight = (grad.t() @ inputs.dequantize(grad.dtype)).to(weight.dtype)
         if needs_bias:
             grad_bias = grad.sum(0).to(ctx.bias_dtype)
@@ -731,14 +749,14 @@ def _w8a8_by_torch(
     zero_point: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor:
-    """Computes `w8a8` as a product of dequantized fp32 values, with operators that work in transforms."""
+    """Compute `w8a8` as a product of dequantized fp32 values, with operators that work in transforms."""
     with torch.autocast(x.device.type, enabled=False):
         inputs, values = _fake_inputs(x, scale, zero_point), _fake_weight(weight, weight_scale)
         return F.linear(inputs, values, None if bias is None else bias.float()).to(out_dtype)
 
 
 def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """Computes the gradients of `_W8A8` with operators that can be differentiated again."""
+    """Compute the gradients of `_W8A8` with operators that can be differentiated again."""
     x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
     needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
     grad_x = grad_weight = None
@@ -752,14 +770,14 @@ def _w8a8_backward_by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]
 
 
 def _fake_inputs(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
-    """Returns the dequantized result of `codes_of`, in fp32 and differentiable."""
+    """Return the dequantized result of `codes_of`, in fp32 and differentiable."""
     if scale is None:
         return fake_quantize_int8(x.float(), dim=-1, symmetric=False)
     return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
 
 
 def _fake_weight(weight: Tensor, scale: Tensor | None) -> Tensor:
-    """Returns the dequantized weight in fp32, differentiable if it is given as floats."""
+    """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
     if scale is None:
         return fake_quantize_int8(weight.float(), dim=-1)
     return dequantize_int8(Int8Tensor(weight, scale, None, (1,)))
@@ -779,9 +797,10 @@ class _WeightOnly(torch.autograd.Function):
 
 
 def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
-    """Returns ``grad @ weight.dequantize(grad.dtype)`` for codes [N, K], in panels of columns of the weight.
+    """Return ``grad @ weight.dequantize(grad.dtype)`` for codes [N, K].
 
-    Each element of the result belongs to one panel, so it is rounded once.
+    A large weight is dequantized in panels of columns, one at a time. Each element of the result belongs to one panel,
+    so it is rounded once.
     """
     outputs, inputs = weight.shape
     width = max(1, PANEL // max(1, outputs))
@@ -795,7 +814,7 @@ def times_codes(grad: Tensor, weight: Int8Tensor) -> Tensor:
     return result
 
 
-# -------------------------------------------------------------------------------------------------------- the parts
+# ---------------------------------------------------------------------------------------------------------- helpers
 def _ascii(text: str, device: torch.device | str | None) -> Tensor:
     return torch.tensor(list(text.encode()), dtype=torch.uint8, device=device)
 
@@ -805,12 +824,12 @@ def _rows(x: Tensor) -> Tensor:
 
 
 def autocast_dtype(device: torch.device) -> torch.dtype | None:
-    """Returns the dtype of autocast if it is on, otherwise None."""
-    if device.type == "meta":  # torch has no autocast for it, and raises an error
+    """Return the dtype of autocast if autocast is on, otherwise None."""
+    if device.type == "meta":  # torch raises an error if it is asked for autocast on this device
         return None
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
 def compute_dtype(x: Tensor) -> torch.dtype:
-    """Returns the dtype of the result of a linear layer."""
+    """Return the dtype of the result of a linear layer for the input `x`."""
     return autocast_dtype(x.device) or x.dtype

@@ -13,12 +13,12 @@ from .conversion import LOG, LoadsItsKind, check_model, shares
 
 
 class Linear(LoadsItsKind, nn.Linear):
-    """`torch.nn.Linear` that is fast also if its features are not multiples of 8, with an optional activation.
+    """`torch.nn.Linear` that is fast even if its features are not multiples of 8, with an optional activation.
 
     Parameters, initial values and state dict are those of `torch.nn.Linear`. Parameters are not padded, so optimizers,
     checkpoints, FSDP2 and tied weights work as before. fp16 and bf16 inputs use `amp_kernels.linear`, under autocast
-    too. torch computes the result for fp32, fp64, tensor subclasses (DTensor, nested) and meta tensors, and inside
-    transforms of `torch.func` and forward-mode differentiation.
+    too. torch computes the result for fp32, fp64, tensor subclasses (DTensor, nested) and meta tensors. It also does so
+    in transforms of `torch.func` and in forward-mode differentiation.
 
     On a GPU the result is a view of a wider tensor if `out_features` is not a multiple of 8: replace a `y.view(...)`
     that merges the last dimension with others by `y.reshape(...)`.
@@ -42,7 +42,7 @@ class Linear(LoadsItsKind, nn.Linear):
         torch.Size([4, 3])
     """
 
-    # An attribute of the class too, since a layer that `convert_linear_` has changed has none of its own.
+    # A layer that `convert_linear_` has changed has no attribute `activation` of its own and reads this one.
     activation: Activation | None = None
 
     def __init__(
@@ -91,7 +91,8 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
     """Turn every `torch.nn.Linear` of a model into an `amp_kernels.nn.Linear`, in place.
 
     A layer stays the same object and changes its class. Parameters, hooks, tied weights and references to the layer
-    stay, so an optimizer may exist already. No activation is fused. These layers are left unchanged:
+    stay, so an optimizer may be created before or after this call. No activation is fused. These layers are left
+    unchanged:
 
     - subclasses of `torch.nn.Linear`: parametrized layers, layers wrapped by `fully_shard` (convert first, then
       parametrize or shard), and the projection in `nn.MultiheadAttention`, whose forward is never called;
@@ -109,7 +110,7 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
 
     Raises:
         TypeError: `model` is not an `nn.Module`.
-        ValueError: The model has no `torch.nn.Linear` to convert, and no converted layer.
+        ValueError: The model has no `torch.nn.Linear` to convert, and no `amp_kernels.nn.Linear` either.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(10, 3), torch.nn.ReLU())
@@ -133,5 +134,5 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
 
 
 def converts(layer: nn.Module) -> bool:
-    """Whether `convert_linear_` changes this layer."""
+    """Return whether `convert_linear_` changes this layer."""
     return type(layer) is nn.Linear and not hasattr(layer, "activation") and "forward" not in vars(layer)

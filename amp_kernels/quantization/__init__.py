@@ -5,15 +5,15 @@
 - `prepare_qat_`, training, `convert_`: dynamic or static layers from weights that were trained for them.
 - `int8_saved_activations`: training with less memory.
 
-The layers `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding` are converted. (Without its embeddings a
-small sentence transformer would keep two thirds of its bytes.) The logger "amp_kernels" gets a line with the converted
-and the unchanged parameters and their share of the bytes. The level of the line is INFO. It is WARNING, which Python
-prints by default, if more than a tenth of the bytes stays in matrices other than embeddings and layers that `filter_fn`
-left out.
+The layers `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding` are converted. (If embeddings were not
+converted, a small sentence transformer would keep two thirds of its bytes.) The logger "amp_kernels" gets a line with
+the converted and the unchanged parameters and their share of the bytes. The level of the line is INFO. If more than a
+tenth of the bytes stays in unconverted matrices, it is WARNING, which Python prints by default. Embeddings and layers
+that `filter_fn` left out do not count for this tenth.
 
-A range goes from the smallest to the largest value. Percentiles are not offered. On a small pretrained sentence
-transformer, clipping at 99.9% cost 6.2 points of R@1, since the outliers of transformers carry signal; the full range
-cost less than 0.5. On an MLP there was no difference.
+The range of an input goes from its smallest to its largest value. It cannot be clipped at a percentile, because in
+transformers the outliers matter: on a small pretrained sentence transformer, clipping at 99.9% cost 6.2 points of R@1,
+and the full range cost less than 0.5. On an MLP there was no difference.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def quantize_(
     Scheme: symmetric codes per output row, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
 
-    At padded positions, an `nn.TransformerEncoder` with int8 layers returns what a float one returns in training mode
-    or with gradients. A float one in eval mode without gradients may return zeros there. Pass the mask to a mean or a
-    maximum over positions.
+    At padded positions, a float `nn.TransformerEncoder` in eval mode without gradients may return zeros. With int8
+    layers it returns other values there, as a float one does in training mode or with gradients. If you take a mean or
+    a maximum over positions, use the mask to leave the padded ones out.
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
@@ -100,14 +100,14 @@ def quantize_(
             new[layer] = codes.give(layer, partial(Int8Embedding.from_embedding, layer))
         else:
             new[layer] = codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
-    return _replaced("quantize_", model, new, spared)
+    return _replace_layers("quantize_", model, new, spared)
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
     """Make linear layers record the range of their inputs, for `convert_`.
 
-    After this call, run some batches in eval mode. Outputs do not change, and nothing waits for the device. Embeddings
-    have no input range; they are only marked for `convert_`.
+    After this call, run some batches in eval mode. Outputs do not change, and recording does not wait for the device.
+    Embeddings have no input range; they are only marked for `convert_`.
 
     Args:
         model: Changed in place.
@@ -133,7 +133,7 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         else ObservedLinear.from_linear(layer)
         for layer in found
     }
-    return _replaced("prepare_", model, new, spared)
+    return _replace_layers("prepare_", model, new, spared)
 
 
 def prepare_qat_(
@@ -142,10 +142,10 @@ def prepare_qat_(
     """Make linear and embedding layers compute in int8 during training, for `convert_` (quantization-aware training).
 
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
-    before and after `convert_` have the same bits. The backward pass multiplies the quantized operands. The gradient of
-    a value passes through unchanged if the value was inside its range (Jacob et al. 2018). Parameters stay the same
-    objects, so an optimizer may exist already. `layer.weight` is the float parameter until `convert_`, and the
-    dequantized weight after it.
+    before and after `convert_` have the same bits. The backward pass multiplies the quantized operands. If a value was
+    inside its range, its gradient passes through unchanged (Jacob et al. 2018). Parameters stay the same objects, so an
+    optimizer may be created before or after this call. Until `convert_`, `layer.weight` is the float parameter. After
+    it, `layer.weight` is the dequantized weight.
 
     Args:
         model: Changed in place.
@@ -179,7 +179,7 @@ def prepare_qat_(
         else QATLinear.from_linear(layer, mode)
         for layer in found
     }
-    return _replaced("prepare_qat_", model, new, spared)
+    return _replace_layers("prepare_qat_", model, new, spared)
 
 
 def convert_(model: nn.Module) -> nn.Module:
@@ -217,7 +217,7 @@ def convert_(model: nn.Module) -> nn.Module:
         )
     kept = kept_weights(model, prepared)
     for layer, name in prepared.items():
-        _check_carries_nothing("convert_", name, layer)
+        _check_has_no_hooks("convert_", name, layer)
         if id(layer.weight) in kept:
             raise ValueError(
                 f"convert_: {name!r} must share its weight with prepared layers alone, got one that was not prepared; "
@@ -227,7 +227,7 @@ def convert_(model: nn.Module) -> nn.Module:
             layer.observer.check(name, " in training mode" if isinstance(layer, QATLinear) else "")
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
-    result = _replaced("convert_", model, new, None)  # preparing the model has warned of what is left
+    result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
     _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
     return result
 
@@ -338,7 +338,10 @@ def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class _Prepared(LoadsItsKind, nn.Linear):
-    """`nn.Linear` with the parameters of another layer. The weight of a Conv1D stays [in_features, out_features]."""
+    """`nn.Linear` that takes over the parameters of a float layer, for `convert_`.
+
+    The weight of a Conv1D stays [in_features, out_features].
+    """
 
     observer: MinMaxObserver | None  # None if each row is quantized by its own range
     is_transposed: bool
@@ -421,7 +424,7 @@ class ObservedLinear(_Prepared):
 
 
 class QATLinear(_Prepared):
-    """`torch.nn.Linear` that computes as `Int8Linear` and trains its float weight; `prepare_qat_` makes it.
+    """`torch.nn.Linear` that computes in int8, as `Int8Linear`, and trains its float weight; `prepare_qat_` makes it.
 
     Attributes:
         observer: The `MinMaxObserver` of the mode `"static"`, else None.
@@ -477,7 +480,7 @@ class QATLinear(_Prepared):
 
 
 class PreparedEmbedding(LoadsItsKind, nn.Embedding):
-    """`nn.Embedding` with the parameter of another one. `convert_` replaces it by an `Int8Embedding`."""
+    """`nn.Embedding` that takes over the parameter of another one. `convert_` makes it an `Int8Embedding`."""
 
     @classmethod
     def from_embedding(cls, embedding: nn.Embedding) -> PreparedEmbedding:
@@ -495,26 +498,29 @@ class PreparedEmbedding(LoadsItsKind, nn.Embedding):
         return layer.train(embedding.training)
 
     def convert(self, weight: Int8Tensor) -> Int8Embedding:
-        """Returns the int8 layer with these codes of the table."""
+        """Return the int8 layer with these codes of the table."""
         return Int8Embedding.from_embedding(self, weight=weight)
 
 
 class QATEmbedding(PreparedEmbedding):
-    """`nn.Embedding` that computes as `Int8Embedding` and trains its table; see `prepare_qat_`."""
+    """`nn.Embedding` that returns the values of an `Int8Embedding` and trains its float table; see `prepare_qat_`."""
 
     def forward(self, index: Tensor) -> Tensor:
         return renormalized(fake_quantize_int8(super().forward(index), dim=-1), self.max_norm, self.norm_type)
 
 
-# -------------------------------------------------------------------------------------------------------- the parts
+# ---------------------------------------------------------------------------------------------------------- helpers
 class _SharedCodes:
-    """Makes layers that shared a parameter share its codes, and the tensor `weight_dtype`."""
+    """Quantizes a weight that several layers share once.
+
+    The int8 layers then share the codes, the scales and the tensor `weight_dtype`.
+    """
 
     def __init__(self) -> None:
         self._first: dict[tuple[Tensor, bool], Any] = {}
 
     def give(self, layer: Any, convert: Callable[..., Any]) -> Any:
-        """Calls `convert` with the codes of the weight of `layer`, and returns the layer that it makes."""
+        """Call `convert` with the codes of the weight of `layer`. Return the layer that it makes."""
         key = layer.weight, is_transposed(layer)
         first = self._first.get(key)
         made = convert(weight=codes_of_weight(layer) if first is None else first._codes())
@@ -523,7 +529,7 @@ class _SharedCodes:
 
 
 def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_input: bool) -> tuple[list[Any], list[Any]]:
-    """Returns the layers to replace, all of them checked, and the layers that `filter_fn` left out."""
+    """Find and check the layers to replace. Return them, and the layers that `filter_fn` left out."""
     check_model(op, model)
     known = {layer: name for name, layer in model.named_modules() if _is_known(layer)}
     taken = {layer: name for layer, name in known.items() if filter_fn is None or filter_fn(layer, name)}
@@ -540,7 +546,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
             raise ValueError(
                 f"{op}: {name!r} must have at most {MAX_K} inputs, got {weight.shape[1]}; leave it out by filter_fn"
             )
-        _check_carries_nothing(op, name, layer)
+        _check_has_no_hooks(op, name, layer)
     if not found:
         raise ValueError(
             f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__} without any"
@@ -551,7 +557,7 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
 
 
 def _what_was_done(model: nn.Module) -> str:
-    """Returns the reason why a model has no layers to replace, if they were replaced earlier."""
+    """Return the end of an error message: why a model that was converted earlier has no layers to replace, or ""."""
     if any(isinstance(layer, Int8Linear | Int8Embedding) for layer in model.modules()):
         return "; it is int8 already: for another mode convert the float model"
     if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
@@ -560,13 +566,13 @@ def _what_was_done(model: nn.Module) -> str:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Whether a layer can be replaced: `nn.Linear`, a Conv1D, `nn.Embedding`, `Linear` without activation."""
+    """Return whether a layer can be replaced: `nn.Linear`, a Conv1D, `nn.Embedding`, `Linear` without activation."""
     if type(layer) is Linear:
         return layer.activation is None
     return type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)
 
 
-def _check_carries_nothing(op: str, name: str, layer: nn.Module) -> None:
+def _check_has_no_hooks(op: str, name: str, layer: nn.Module) -> None:
     if _has_hooks(layer):
         raise ValueError(
             f"{op}: {name!r} must have no hooks, which a new layer would lose, nor a forward of its own (accelerate's "
@@ -575,27 +581,32 @@ def _check_carries_nothing(op: str, name: str, layer: nn.Module) -> None:
 
 
 def _has_hooks(module: nn.Module) -> bool:
-    """Whether a module has hooks of torch, or of accelerate, which assigns a `forward` to the instance."""
+    """Return whether a module has hooks of torch, or a hook of accelerate, which is a `forward` of the instance."""
     kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in vars(module) or any(getattr(module, kind) for kind in kinds)
 
 
-def _replaced(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
-    said, is_unexpected = shares(model, new.keys(), spared or ())
+def _replace_layers(op: str, model: nn.Module, new: Mapping[Any, nn.Module], spared: Iterable[Any] | None) -> nn.Module:
+    """Replace layers in place, and log what was replaced. Return the model, or the new layer if the model is a layer.
+
+    `new` maps each old layer to its new one. `spared` holds the layers that `filter_fn` left out. If it is None, the
+    level of the log line is always INFO.
+    """
+    line, is_unexpected = shares(model, new.keys(), spared or ())
     warns = is_unexpected and spared is not None
     for parent in list(model.modules()):
         for key, child in list(parent._modules.items()):
             if child in new:
                 setattr(parent, key, new[child])
-    _leave_fused_kernels(model, set(new.values()))
-    LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, said)
+    _switch_off_fused_kernels(model, set(new.values()))
+    LOG.log(logging.WARNING if warns else logging.INFO, "%s: %s", op, line)
     return new.get(model, model)
 
 
-def _leave_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
-    """Switches off the fused kernels of torch's transformer layers.
+def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
+    """Switch off the fused kernels of torch's transformer layers that contain a new layer.
 
-    In eval mode they would read the weights of the linear layers, and not call the layers.
+    In eval mode these kernels read the weights of the linear layers and do not call the layers.
     """
     for parent in model.modules():
         if isinstance(parent, nn.TransformerEncoderLayer | nn.TransformerEncoder) and not new.isdisjoint(
@@ -608,7 +619,7 @@ def _leave_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
 
 
 def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
-    """Lets a static layer return codes if the next layer is static, with a ReLU or nothing between them.
+    """Let a static layer return codes if the next layer is static, with a ReLU or nothing between them.
 
     Both layers must be used only once in the model.
     """
@@ -624,7 +635,7 @@ def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
                 continue
             assert second.input_scale is not None and second.input_zero_point is not None
             if has_relu:
-                # After a ReLU the range begins at 0, so this is its zero point already, unless all values were 0.
+                # After a ReLU the range begins at 0, so the zero point is already -128, unless all values were 0.
                 second.input_zero_point = torch.full_like(second.input_zero_point, -128)
                 parent[i + 1] = nn.Identity()
             # Copies: safetensors refuses tensors that share memory.

@@ -1,4 +1,4 @@
-"""`int8_saved_activations`: autograd saves the activations for the backward pass in int8."""
+"""`int8_saved_activations`, a context in which autograd saves activations for the backward pass in int8."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
 
     Each `block_size` elements have one scale and one zero point (asymmetric codes: Chen et al. 2021, "ActNN"; Liu et
     al. 2022, "GACT"). Only the forward pass has to be inside the `with` block; the backward pass dequantizes. Gradients
-    are computed from the rounded activations. Put the loss outside of the `with` block: `log_softmax` saves logarithms,
-    where half a step of the codes is a factor on the gradient.
+    are computed from the rounded activations. Put the loss outside of the `with` block, because `log_softmax` saves
+    logarithms. An error of half a step of the codes in a logarithm multiplies the gradient by a factor.
 
     These tensors are not quantized:
 
     - tensors that are in memory anyway or must be exact: inputs, targets, masks, buffers, the statistics of norms and
       attention, parameters, views of parameters, and their casts by autocast;
     - dtypes other than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses;
-    - tensors that a compiled model saves. Choose this or `torch.compile` for each part. Inside a compiled function the
-      `with` block breaks the graph.
+    - tensors that a compiled model saves. For each part of a model use either this or `torch.compile`. Inside a
+      compiled function the `with` block breaks the graph.
 
     A tensor that several operators save is stored once, views included. Activations must not be written through
     `.data`, NumPy or DLPack between the operators that save them. If one of the elements that share a scale is NaN or
@@ -75,7 +75,7 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
         self._codes: weakref.WeakValueDictionary[tuple[Any, ...], _Codes] = weakref.WeakValueDictionary()
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
-    # Otherwise Dynamo would trace the hooks, which read `grad_fn`, into a compiled function.
+    # Without `disable`, Dynamo would trace the hooks, which read `grad_fn`, into a compiled function.
     @torch.compiler.disable
     def __enter__(self) -> int8_saved_activations:
         self._hooks.__enter__()
@@ -102,7 +102,7 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
     def _pack(self, tensor: Tensor) -> _Alone | _Packed:
         if not _is_activation(tensor):
             return _Alone(tensor.detach(), tensor._version)  # `_unpack` compares the version
-        # An expanded dimension counts as one element.
+        # An expanded dimension has stride 0. Only one of its elements is in memory, and only one is stored.
         sizes = [1 if stride == 0 else size for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
         core = tensor.detach().as_strided(sizes, tensor.stride())
         if core.numel() < self.min_numel:
@@ -116,9 +116,9 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
         # Operators that save the same values share one `_Codes`; otherwise the input of q, k and v would be stored
         # three times. The key is unique: while a weak reference to a storage exists, no other storage gets its address.
         # The key holds the version, because an in-place operator (`x.relu_()`) between two saves changes the values.
-        # An entry of `_codes` lives as long as the graph nodes that saved it. A write that counts no version (`.data`,
-        # NumPy, DLPack) between two saves is not noticed; torch's own check of saved tensors misses it too. To notice
-        # it, every shared tensor would have to be read, with a wait for the device.
+        # An entry of `_codes` lives as long as the graph nodes that saved it. A write through `.data`, NumPy or DLPack
+        # does not raise the version. Between two saves it is not noticed; torch's own check of saved tensors misses it
+        # too. To notice it, every shared tensor would have to be read, with a wait for the device.
         storage = StorageWeakRef(x.untyped_storage())
         key = (storage.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version)
         codes = self._codes.get(key)
@@ -139,7 +139,7 @@ class _Alone(NamedTuple):
 
 
 class _Codes:
-    """The codes of a stretch of memory, and a weak reference to its storage, which keeps their key unique."""
+    """The codes of a tensor, and a weak reference to its storage, which keeps the key in `_codes` unique."""
 
     __slots__ = ("__weakref__", "dtype", "storage", "tensor")
 
@@ -173,7 +173,10 @@ def _unpack(saved: _Alone | _Packed) -> Tensor:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Whether an operator made `tensor`, other than a view or a cast of a leaf, and it has a gradient."""
+    """Return whether `tensor` is the result of an operator and has a gradient.
+
+    Leaves, views of leaves and casts of leaves are not activations.
+    """
     if type(tensor) is not Tensor or tensor.layout is not torch.strided or tensor.dtype not in DTYPE_CODES:
         return False
     whole = tensor if tensor._base is None else tensor._base
@@ -187,7 +190,7 @@ def _is_activation(tensor: Tensor) -> bool:
 
 
 def _in_memory_order(tensor: Tensor) -> Tensor | None:
-    """Returns a 1-dim view of the elements in their order in memory; None if there are gaps or overlaps."""
+    """Return a 1-dim view of the elements in their order in memory, or None if there are gaps or overlaps."""
     numel = 1
     dims = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted((stride, size) for stride, size in dims if size != 1):
