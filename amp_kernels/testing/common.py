@@ -73,7 +73,7 @@ def _difference(got: Tensor, expected: Tensor, is_wrong: Tensor) -> Difference:
     return Difference(tuple(got.shape), _name(got.dtype), index, *values)
 
 
-def _kinds(got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Difference:
+def _kind_difference(got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Difference:
     """Describe a tensor whose shape or dtype is not the expected one."""
     texts = (f"{_name(d)} {tuple(s)}" for d, s in ((got.dtype, got.shape), (dtype, shape)))
     return Difference(tuple(got.shape), _name(got.dtype), None, *texts)
@@ -86,7 +86,7 @@ def _name(dtype: torch.dtype) -> str:
 def same_kind(name: str, got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Result:
     """Compare the shape and dtype of a tensor with the expected ones."""
     is_right = got.dtype == dtype and tuple(got.shape) == tuple(shape)
-    return Result(name, float(not is_right), 0, None if is_right else _kinds(got, shape, dtype))
+    return Result(name, float(not is_right), 0, None if is_right else _kind_difference(got, shape, dtype))
 
 
 def exact(name: str, got: Tensor, expected: Tensor) -> Result:
@@ -96,7 +96,7 @@ def exact(name: str, got: Tensor, expected: Tensor) -> Result:
     if count == 0:
         return Result(name, 0, 0)
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        return Result(name, count, 0, _kinds(got, expected.shape, expected.dtype))
+        return Result(name, count, 0, _kind_difference(got, expected.shape, expected.dtype))
     return Result(name, count, 0, _difference(got, expected, ~_equal(got, expected)))
 
 
@@ -116,7 +116,7 @@ def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float 
     if error <= allowed:
         return Result(name, error, allowed)
     if ours.shape != theirs.shape:
-        return Result(name, error, allowed, _kinds(ours, theirs.shape, ours.dtype))
+        return Result(name, error, allowed, _kind_difference(ours, theirs.shape, ours.dtype))
     distance = _distances(ours, theirs, truth)
     return Result(name, error, allowed, _difference(ours.cpu(), truth.cpu(), distance == distance.max()))
 
