@@ -392,10 +392,12 @@ def _other_cases() -> Iterator[Case]:
         "few_columns": [(37, 1, 40), *((37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575))],
     }
     both = ("contiguous", "transposed")
-    for (way, shapes), of_a, of_b in itertools.product(ways.items(), (False, True), (False, True)):
+    for (way, shapes), a_has_zeros, b_has_zeros in itertools.product(ways.items(), (False, True), (False, True)):
         for sizes in shapes:
-            body = partial(_product, sizes, both, True, (of_a, of_b), torch.float32, False)
-            yield Case("int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{of_a}_{of_b}", body)
+            body = partial(_product, sizes, both, True, (a_has_zeros, b_has_zeros), torch.float32, False)
+            yield Case(
+                "int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{a_has_zeros}_{b_has_zeros}", body
+            )
     for sizes, with_zeros in itertools.product(((37, 7, 512), (17, 70, 96)), (False, True)):
         for out_name, out in (*DTYPES.items(), ("int8", torch.int8)):
             body = partial(_product, sizes, both, True, (with_zeros, with_zeros), out, False)
