@@ -209,21 +209,21 @@ struct BandGroups {
     for (int column = threadIdx.x; column < columns && first + column < walk.columns; column += kThreads) {
       const Group group(op.affine(item * walk.columns + first + column));
       is_plain &= group.is_plain();
-      uint32_t of_group[kWords];
-      memcpy(of_group, &group, sizeof(of_group));
+      uint32_t group_words[kWords];
+      memcpy(group_words, &group, sizeof(group_words));
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) words[i * columns + column] = of_group[i];
+      for (int i = 0; i < kWords; ++i) words[i * columns + column] = group_words[i];
     }
     return !block_any(!is_plain);
   }
 
   // The Group of a column.
   __device__ __forceinline__ Group at(int column) const {
-    uint32_t of_group[kWords];
+    uint32_t group_words[kWords];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) of_group[i] = words[i * columns + column];
+    for (int i = 0; i < kWords; ++i) group_words[i] = words[i * columns + column];
     Group group;
-    memcpy(&group, of_group, sizeof(group));
+    memcpy(&group, group_words, sizeof(group));
     return group;
   }
 };
