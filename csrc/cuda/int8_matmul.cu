@@ -61,8 +61,8 @@ struct Columns {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if constexpr (kSums) {
-        const int64_t of_row = static_cast<int64_t>(zero_point[i]) * row_sum;
-        y[i] = static_cast<float>(sums.data[i] - of_row - row_zero_point * correction[i]);
+        const int64_t row_term = static_cast<int64_t>(zero_point[i]) * row_sum;
+        y[i] = static_cast<float>(sums.data[i] - row_term - row_zero_point * correction[i]);
       } else {
         y[i] = static_cast<float>(sums.data[i]);
       }
