@@ -148,10 +148,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         choices=DTYPES,
         metavar="DTYPE",
-        help=f"only this dtype, of updates that of parameters/gradients: {', '.join(DTYPES)} (repeatable)",
+        help=f"only this dtype, or dtypes of parameters/gradients: {', '.join(DTYPES)} (repeatable)",
     )
     parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
-    parser.add_argument("--seed", type=int, default=0, help="for other random inputs (default: 0, those of the tests)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0, as in the tests)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=lambda a: verify(a.backend, a.device, a.op, a.dtype, a.case, seed=a.seed, as_json=a.json))
 

@@ -92,7 +92,7 @@ void with_master(bool split, const F& f) {
   if constexpr (!std::is_same_v<P, float> || kFollows)
     f(int16_t{});
   else
-    throw std::invalid_argument(std::string("amp_kernels: no average is made by ") + Formula::kName);
+    throw std::invalid_argument(std::string("amp_kernels: an average cannot be updated by ") + Formula::kName);
 }
 
 // Whether row kMaster, of type M, holds remainders of the gradients. It does if the parameters, of type P, are averages
