@@ -1,4 +1,5 @@
-// The length of the chunks of a table (table.h). The same function in amp_kernels/ops/table.py gives the reasons.
+// The length of the chunks of a table (table.h). chunk_size() in amp_kernels/ops/table.py is the same function, with
+// the reasons.
 #pragma once
 
 #include <algorithm>
@@ -7,8 +8,8 @@
 
 namespace amp_kernels {
 
-// Elements per chunk, for `tensors` tensors with `total` elements together. `blocks`: how many blocks of the kernel run
-// at a time, 0 on a CPU.
+// Returns the number of elements in a chunk, for `tensors` tensors that together have `total` elements. `blocks` is the
+// number of thread blocks of the kernel that run at a time, or 0 on a CPU.
 inline int64_t chunk_size(int64_t total, int64_t tensors, int64_t blocks) {
   constexpr int64_t kUnit = 128, kLeast = 1024, kMost = 1 << 16, kOverhead = 1024;
   if (blocks == 0) return total < 1 << 27 ? 1 << 14 : kMost;

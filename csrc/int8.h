@@ -7,9 +7,10 @@ namespace amp_kernels {
 
 // How a tensor is cut into groups. The elements of a group share one scale and one zero point.
 //
-// The kernels (CPU, CUDA, Triton) see dense memory of three axes, [outer][reduced][inner]. x, codes and results lie the
-// same way: one offset serves all of them. Group g = o * inner + i has the elements at (o * reduced + r) * inner + i,
-// for all r. Scales and zero points lie in the order of the groups. An axis that is not needed has size 1.
+// The kernels (CPU, CUDA, Triton) see dense memory with three axes, [outer][reduced][inner]. An axis that is not needed
+// has size 1. An element has the same offset in x, in the codes and in the results. Group g = o * inner + i consists of
+// the elements at offsets (o * reduced + r) * inner + i, for all r. Scales and zero points are in the order of the
+// groups.
 //
 //   outer     reduced      inner
 //     1       all           1         the whole tensor
@@ -18,7 +19,7 @@ namespace amp_kernels {
 //     1       rows         columns    columns of a matrix; channels of [B, T, C] and of channels_last images
 //   experts   N            K          columns of [E, N, K]
 //
-// A kernel walks in one of two ways, always along memory:
+// A kernel walks over the elements in one of two ways, both in the order of memory:
 //
 //   by rows (inner is 1):                      by columns (inner is above 1):
 //   neighbours belong to one group             neighbours belong to different groups
@@ -30,13 +31,14 @@ namespace amp_kernels {
 //
 // Words that all kernels use:
 //
-//   band      neighbouring groups that are handled together: by columns some columns with all of their rows,
-//             by rows one group or some short ones
-//   piece     a part of a band, where there are fewer bands than threads or thread blocks
-//   segment   neighbours in memory that are handled at once
+//   band      neighbouring groups that are computed together. By columns, a band is some columns with all of their
+//             rows. By rows, it is one group, or several short ones
+//   piece     a part of a band. Bands are divided if there are fewer bands than threads or thread blocks
+//   segment   neighbours in memory that are read together
 //
-// If a row of the tensor is no multiple of the block size, its last block is shorter, and the next row follows it
-// immediately. `row` is the length of such rows. Elsewhere no block is cut, and `row` counts all elements.
+// If the length of a row of the tensor is not a multiple of the block size, the last block of each row is shorter, and
+// the next row follows it immediately. `row` is then the length of a row. In all other cases `row` is the number of all
+// elements.
 struct Int8Layout {
   int64_t outer, reduced, inner;
   int64_t row;
@@ -44,7 +46,7 @@ struct Int8Layout {
   AMP_KERNELS_HD bool is_by_columns() const { return inner > 1; }
   AMP_KERNELS_HD int64_t groups() const { return outer * inner; }
 
-  // Groups of a row: by rows alone.
+  // The number of groups in a row of the tensor. Only by rows.
   AMP_KERNELS_HD int64_t groups_of_row() const { return (row + reduced - 1) / reduced; }
 
   AMP_KERNELS_HD int64_t elements() const {
@@ -54,14 +56,14 @@ struct Int8Layout {
 
 struct Quantize {
   const void* x;
-  void* out;            // int8 codes, or with `fake` values of x's dtype
+  void* out;            // int8 codes, or with `fake` numbers in x's dtype
   float* scale;         // read if `is_static`, else written
-  int32_t* zero_point;  // nullptr: symmetric
+  int32_t* zero_point;  // like scale; nullptr for symmetric codes
   Int8Layout layout;
   Dtype dtype;  // of x
-  bool fake;    // writes dequantize(quantize(x)) in place of codes
+  bool fake;    // writes dequantize(quantize(x)), not codes
   bool is_static;
-  bool stochastic;
+  bool stochastic;  // rounds at random, with numbers from `seed`; else to nearest even
   uint64_t seed;
 };
 
@@ -74,7 +76,7 @@ struct Dequantize {
   Dtype dtype;  // of out
 };
 
-// Gradient of a fake quantization: `grad` where the code was inside the range before clamping, else 0.
+// The gradient of fake quantization. It is `grad` where the code of x needs no clamping, else 0.
 struct StraightThrough {
   const void* grad;
   const void* x;
@@ -85,8 +87,9 @@ struct StraightThrough {
   Dtype dtype;  // of all three
 };
 
-// The kernels of a GPU read the operands of both products in chunks of 16 bytes. There, rows along k are contiguous and
-// begin at multiples of 16 bytes, and hold zeros from k on, up to a multiple of 16 elements.
+// The CUDA kernels for the two products below read their operands in chunks of 16 bytes. For them, the rows of an
+// operand that run along k must be contiguous and begin at multiples of 16 bytes. After its k elements, a row must have
+// zeros up to a multiple of 16 elements.
 
 // out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]; the sum is exact.
 struct Int8Matmul {
@@ -95,15 +98,15 @@ struct Int8Matmul {
   int64_t a_strides[2];  // over m and k
   const int8_t* b;
   int64_t b_strides[2];  // over k and n
-  const float* a_scale;  // one element, or with a_step 1 one for each row
+  const float* a_scale;  // one element if a_step is 0; one for each row if it is 1
   const int32_t* a_zero_point;
   int64_t a_step;
-  const float* b_scale;  // one element, or with b_step 1 one for each column
+  const float* b_scale;  // one element if b_step is 0; one for each column if it is 1
   const int32_t* b_zero_point;
   int64_t b_step;
   const void* bias;  // fp32 [n] or nullptr
   void* out;         // [m, n], contiguous
-  Dtype dtype;       // of out, unless out_scale is given: then it holds int8 codes
+  Dtype dtype;       // of out; not used if out_scale is given, because out then holds int8 codes
   const float* out_scale;
   const int32_t* out_zero_point;
 };
@@ -115,7 +118,7 @@ struct Int8Linear {
   int64_t x_stride;      // in elements
   const int8_t* weight;  // [n, k], rows weight_stride apart
   int64_t weight_stride;
-  const float* scale;  // one element, or with scale_step 1 one for each output
+  const float* scale;  // one element if scale_step is 0; one for each output if it is 1
   int64_t scale_step;
   const void* bias;  // [n] of `dtype`, or nullptr
   void* out;         // [m, n], contiguous

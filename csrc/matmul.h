@@ -8,7 +8,8 @@ namespace amp_kernels {
 enum Activation { kIdentity, kRelu, kGelu, kGeluTanh };
 
 // out = activation(alpha * a @ b + beta * input), accumulated in fp32 and rounded once, for each of `batch` matrices.
-// Strides are in elements and may be anything, 0 too; out's and pre's rows have stride 1.
+// Strides are in elements. Those of a, b and input may have any value, 0 included. Within a row, out and pre have
+// stride 1.
 struct Matmul {
   int64_t batch, m, n, k;
   const void* a;
@@ -17,11 +18,11 @@ struct Matmul {
   const void* b;
   int64_t b_strides[3];  // over batch, k, n
   int64_t b_bytes;
-  const void* input;  // of `dtype`, or nullptr; a bias is one whose rows have stride 0
+  const void* input;  // of `dtype`, or nullptr. A bias is an input with stride 0 over the rows
   int64_t input_strides[3];
   void* out;
   int64_t out_strides[2];  // over batch and m
-  void* pre;               // where the argument of the activation goes, rounded, laid out as out; or nullptr
+  void* pre;               // nullptr, or where to write the argument of the activation, rounded, in the layout of out
   float alpha;
   float beta;
   Activation activation;
@@ -29,13 +30,13 @@ struct Matmul {
   Dtype out_dtype;  // of out and pre
 };
 
-// out[r, c] = x[r, c] * derivative(pre[r, c]) for c < columns, 0 for columns <= c < pitch: what a tensor-core kernel
-// can load 16 bytes at a time. `bias_grad[c]` is the sum of column c before rounding.
+// Copies x so that a tensor-core kernel can load it 16 bytes at a time. out[r, c] is x[r, c] * derivative(pre[r, c])
+// for c < columns, and 0 for columns <= c < pitch. `bias_grad[c]` is the sum of column c of `out` before rounding.
 struct CopyPad {
   int64_t rows, columns;
   const void* x;
   int64_t x_strides[2];
-  const void* pre;  // the argument of the activation, of relu the result; nullptr with kIdentity
+  const void* pre;  // the argument of the activation, or for relu its result; nullptr with kIdentity
   int64_t pre_strides[2];
   void* out;         // [rows, pitch], contiguous
   int64_t pitch;     // a multiple of 8

@@ -1,16 +1,19 @@
 // The arguments of the gradient pass and of the update: a table of tensors, a list of chunks, and a few device scalars.
 //
-//   table, int64:   tensor 0   tensor 1   tensor 2     A column for each tensor, a row for each property (enum Row).
-//     kNumel          100000       5000         64     Address 0: the tensor has no such array.
-//     kGradDtype           0          2          2
-//     kGrad          address    address          0     A chunk is a range of at most `chunk_size` elements of one
-//     ...                                              tensor; a block, or a thread of a CPU, takes one at a time.
+//   table, int64:   tensor 0   tensor 1   tensor 2     The table has a column for each tensor, and a row for each
+//     kNumel          100000       5000         64     property (enum Row). An address of 0 means that the tensor has
+//     kGradDtype           0          2          2     no such array.
+//     kGrad          address    address          0
+//     ...
 //   chunks, int32:  (0, 0) (0, 1) ... (1, 0) (2, 0)    The entry of a chunk: its tensor, and its index in that tensor.
 //
-// Arrays are dense, and kernels walk them in storage order. An address is aligned to the element, not to more.
+// A chunk is a range of at most `chunk_size` elements of one tensor. A thread block of a GPU, or a thread of a CPU,
+// takes one chunk at a time.
 //
-// The rows of sizes, dtypes and groups come first. An optimizer keeps them on the device together with the chunks,
-// which depend on nothing else, and sends only the rows of addresses at every step.
+// Arrays are dense, and kernels walk them in storage order. An address need only be aligned to one element.
+//
+// The rows of sizes, dtypes and groups come first. The list of chunks depends on these rows alone. So an optimizer
+// keeps both on the device, and sends only the rows of addresses at every step.
 #pragma once
 
 #include <cstdint>
@@ -23,11 +26,15 @@
 
 namespace amp_kernels {
 
-// Row kMaster of a 16-bit parameter holds its fp32 master, or the remainders of a split master (formulas/remainder.h).
-// For an fp32 parameter it holds nothing, except in `ema_`: there the parameter is an average, the gradient is the
-// 16-bit weight that it follows, and kMaster holds the remainders of that weight.
-// Row kStep is an int32 count of the updates so far. Every chunk of the tensor reads it; it is raised when all have.
-// Row kState + i holds the i-th state. The table may end after the states that every tensor has.
+// What the rows from kMaster on hold:
+//
+//   kMaster      the address of a 16-bit parameter's fp32 master, or of its remainders (formulas/remainder.h). For an
+//                fp32 parameter it is 0, with one exception, `ema_`. There the parameter is an average, the "gradient"
+//                is the 16-bit weight that the average follows, and kMaster is the address of that weight's remainders
+//   kStep        the address of an int32, the number of updates so far. All chunks of the tensor read it. It is
+//                increased after all of them have
+//   kState + i   the address of the i-th state. The table may end after the states that every tensor has (kRequired in
+//                formulas/families.h), if no tensor has others
 enum Row { kNumel, kGradDtype, kGroup, kGrad, kParam, kMaster, kStep, kState };
 
 enum Dtype { kFloat, kHalf, kBFloat16 };
@@ -37,9 +44,10 @@ constexpr int kHyperColumns = 8;
 struct Table {
   const int64_t* data;
   int64_t tensors;
-  const int32_t* chunks;  // [chunk_count, 2] entries; an optimizer's empty tensor has one too, which counts its updates
+  // [chunk_count, 2] entries. In an optimizer, an empty tensor has a chunk too, so that its updates are counted.
+  const int32_t* chunks;
   int64_t chunk_count;
-  int64_t chunk_size;  // elements, at most 65536; a multiple of 128, so that a chunk is aligned like its tensor
+  int64_t chunk_size;  // elements; at most 65536, and a multiple of 128, so that a chunk is aligned like its tensor
 
   AMP_KERNELS_HD int64_t at(int row, int64_t tensor) const { return data[row * tensors + tensor]; }
 };
@@ -64,32 +72,34 @@ struct Chunk {
   }
 };
 
-// The number of updates of a tensor (row kStep). Unsigned, so that it stays positive beyond 2^31.
+// The number of updates of a tensor (row kStep). It is read as unsigned, so that it stays positive beyond 2^31.
 AMP_KERNELS_HD uint32_t& step_of(const Table& table, int64_t tensor) {
   return *reinterpret_cast<uint32_t*>(table.at(kStep, tensor));
 }
 
 // Results of the gradient pass in device memory, which the host may read at any time.
 struct Record {
-  int64_t ticket;  // how many blocks of this pass, or of an update with the same record, have ended; 0 between launches
-  int64_t passes;  // so far
+  // How many blocks of the current launch have ended; 0 between launches. The launch is this pass, or an update with
+  // the same record.
+  int64_t ticket;
+  int64_t passes;           // the number of passes that updated the record so far
   int64_t overflow_pass;    // the last pass that found a NaN or inf
   int64_t overflow_tensor;  // the first tensor with a NaN or inf in that pass
 };
 
 struct GradientPass {
   Table table;
-  const float* scale;  // the factor is *scale, or with `divide` 1 / *scale; nullptr: 1
+  const float* scale;  // the factor is *scale, or with `divide` 1 / *scale. If nullptr, it is 1
   bool divide;
   bool write;        // multiply the gradients by the factor
-  bool clear;        // overwrite found_inf and update the record; otherwise found_inf is only ever set to 1
-  double* partials;  // one per chunk: its sum of squares, finite iff its elements are
+  bool clear;        // write 0 or 1 to found_inf, and update the record. Otherwise found_inf can only become 1
+  double* partials;  // for each chunk its sum of squares, which is finite exactly if all its elements are
   float* found_inf;
   float* norm;
   Record* record;
 };
 
-// What an update kernel is compiled for, other than its formula. One launch updates the tensors of one form.
+// An update kernel is compiled for a formula and for one of these forms. One launch updates the tensors of one form.
 struct Form {
   Dtype param_dtype;
   bool split;  // row kMaster holds remainders
@@ -99,9 +109,9 @@ struct Form {
 
 struct Update {
   Table table;
-  int32_t* ticket;     // on a GPU, how many blocks have ended; 0 between launches
+  int32_t* ticket;     // on a GPU, how many blocks of this launch have ended; 0 between launches
   const float* hyper;  // [groups, kHyperColumns], in the order of the formula
-  const int64_t* lr;   // [groups]: addresses of fp32 scalars, so that a launch in a graph reads the current lr
+  const int64_t* lr;   // [groups], addresses of fp32 scalars: a launch in a CUDA graph then reads the current lr
   const float* grad_scale;
   const float* found_inf;
   const float* grad_norm;
@@ -109,7 +119,7 @@ struct Update {
   Form form;
 };
 
-// If `chunk` is the first one of a tensor with a gradient, counts an update of the tensor.
+// Counts an update of a tensor if `chunk` is its first chunk, and if it has a gradient.
 AMP_KERNELS_HD void raise_step(const Table& table, int64_t chunk) {
   if (table.chunks[2 * chunk + 1] != 0) return;
   const int64_t tensor = table.chunks[2 * chunk];

@@ -1,7 +1,8 @@
-"""Test cases for every operator, the rule that bounds errors, and the inputs of the cases.
+"""Test cases for every operator.
 
 `python -m amp_kernels verify` and the tests run the same cases. A case makes its inputs, runs one operator on one
-backend, and compares the result with fp64 and torch, or bit for bit with the reference on the CPU:
+backend, and checks the result. Most results may be off by a bound that `error_and_allowed` computes from torch's result
+and an fp64 result. Codes and some others must equal the reference on the CPU bit for bit:
 
 ```python
 for case in testing.CASES["sgd_"]:
@@ -29,7 +30,7 @@ from .common import (
 from .updates import UpdateInputs, torch_step
 
 CASES: dict[str, tuple[Case, ...]] = {**unscale.CASES, **updates.CASES, **int8.CASES, **matmul.CASES}
-"""The cases of every operator, by its name."""
+"""The cases of each operator, by the operator's name."""
 
 __all__ = [
     "CASES",

@@ -1,4 +1,4 @@
-"""The parts of all cases: comparisons, the error rule, inputs."""
+"""What the cases of all operators use: comparisons, the bound for errors, inputs, the class `Case`."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from ..backends import use_backend
 
 Make = Callable[[], list[Tensor]]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-"""The dtypes of the operators, by the names that cases use."""
+"""The dtypes that operators take, by their names in cases."""
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
-"""Sizes of tensors: around one 16-byte access, around 1024, and of more than one chunk."""
+"""Numbers of elements: around one 16-byte access (4 or 8 elements), around 1024, and more than the largest chunk.
+
+A kernel takes a tensor in chunks of at most 65536 elements (csrc/table.h).
+"""
 NORM_TOLERANCE = 1e-6
 
 
 # ------------------------------------------------------------------------------------------------- comparison
 @dataclass(frozen=True)
 class Difference:
-    """The wrong element of a tensor that a message shows. `index` is None if shapes or dtypes differ."""
+    """The one wrong element that a message about a failed comparison shows.
+
+    `index` is None if shapes or dtypes differ. `got` and `expected` are then texts with dtype and shape.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -40,7 +46,7 @@ class Result(NamedTuple):
         name: What was compared.
         error: The error, or the number of elements that differ.
         allowed: The largest error that passes.
-        at: If the comparison failed, the wrong element that a message shows.
+        at: One wrong element, for the message; None if the comparison passed.
 
     Examples:
         >>> from amp_kernels import testing
@@ -60,15 +66,15 @@ class Result(NamedTuple):
 
 
 def _difference(got: Tensor, expected: Tensor, is_wrong: Tensor) -> Difference:
-    """Describes the first element for which `is_wrong` is True."""
+    """Describe the first element for which `is_wrong` is True."""
     position = int(is_wrong.flatten().int().argmax())
     index = tuple(int(i) for i in torch.unravel_index(torch.tensor(position), got.shape))
     values = (x.detach().flatten()[position].item() for x in (got, expected))
     return Difference(tuple(got.shape), _name(got.dtype), index, *values)
 
 
-def _kinds(got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Difference:
-    """Describes a tensor whose shape or dtype is not the expected one."""
+def _kind_difference(got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Difference:
+    """Describe a tensor whose shape or dtype is not the expected one."""
     texts = (f"{_name(d)} {tuple(s)}" for d, s in ((got.dtype, got.shape), (dtype, shape)))
     return Difference(tuple(got.shape), _name(got.dtype), None, *texts)
 
@@ -78,24 +84,24 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def same_kind(name: str, got: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Result:
-    """Compares the shape and dtype of a tensor with the expected ones."""
+    """Compare the shape and dtype of a tensor with the expected ones."""
     is_right = got.dtype == dtype and tuple(got.shape) == tuple(shape)
-    return Result(name, float(not is_right), 0, None if is_right else _kinds(got, shape, dtype))
+    return Result(name, float(not is_right), 0, None if is_right else _kind_difference(got, shape, dtype))
 
 
 def exact(name: str, got: Tensor, expected: Tensor) -> Result:
-    """Compares two tensors element by element, as `differing` does."""
+    """Compare two tensors element by element, as `differing` does."""
     got, expected = got.detach().cpu(), expected.detach().cpu()
     count = differing(got, expected)
     if count == 0:
         return Result(name, 0, 0)
     if got.shape != expected.shape or got.dtype != expected.dtype:
-        return Result(name, count, 0, _kinds(got, expected.shape, expected.dtype))
+        return Result(name, count, 0, _kind_difference(got, expected.shape, expected.dtype))
     return Result(name, count, 0, _difference(got, expected, ~_equal(got, expected)))
 
 
 def unchanged(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> Result:
-    """Compares tensors before and after, bit by bit."""
+    """Compare tensors from before and after a call, bit by bit."""
     counts = [changed(old, new) for old, new in zip(before, after, strict=True)]
     if not sum(counts):
         return Result(name, 0, 0)
@@ -104,19 +110,22 @@ def unchanged(name: str, before: Sequence[Tensor], after: Sequence[Tensor]) -> R
 
 
 def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float = 0.0) -> Result:
-    """Applies the error rule. Errors up to `least` always pass."""
+    """Apply the rule of `error_and_allowed`. An error of at most `least` passes even if the rule allows less."""
     error, allowed = error_and_allowed(ours, theirs, truth)
     allowed = max(allowed, least)
     if error <= allowed:
         return Result(name, error, allowed)
     if ours.shape != theirs.shape:
-        return Result(name, error, allowed, _kinds(ours, theirs.shape, ours.dtype))
+        return Result(name, error, allowed, _kind_difference(ours, theirs.shape, ours.dtype))
     distance = _distances(ours, theirs, truth)
     return Result(name, error, allowed, _difference(ours.cpu(), truth.cpu(), distance == distance.max()))
 
 
 def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
-    """Returns the distance of each element from the truth: inf for NaN, but 0 where torch gave the same NaN or inf."""
+    """Return the distance of each element from the truth.
+
+    The distance of a NaN is inf. Where the result and torch's are both NaN, or the same infinity, the distance is 0.
+    """
     ours, theirs, truth = (x.detach().double().cpu() for x in (ours, theirs, truth))
     distance = (ours - truth).abs().nan_to_num(nan=math.inf)
     return distance.where(theirs.isfinite() | (ours != theirs) & ~(ours.isnan() & theirs.isnan()), 0.0)
@@ -125,10 +134,12 @@ def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
 def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[float, float]:
     """Return the error of a result and the bound for it.
 
-    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`. Where torch's result is NaN or inf (an
-    overflow in fp32), ours must be the same or right to six digits; otherwise the error is inf. (torch's own kernels
-    overflow at different values, since they multiply in different orders: squares times `1 - alpha` on a GPU,
-    `(1 - alpha) * g * g` on a CPU.)
+    The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`.
+
+    Where an element of torch's result is NaN or inf, after an overflow in fp32, the element of `ours` must be the same,
+    or within a relative 1e-6 of a truth that fp32 can hold. Otherwise the error is inf. Both are allowed, because
+    torch's own kernels overflow at different values. They multiply in different orders, for example squares times
+    `1 - alpha` on a GPU, but `(1 - alpha) * g * g` on a CPU.
 
     Args:
         ours: The result.
@@ -160,9 +171,9 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
 
 
 def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
-    """Applies the error rule to each large tensor, and to all small ones together.
+    """Apply the rule of `error_and_allowed` to each large tensor, and once to all small ones together.
 
-    On a single element torch's error, and thus the allowed error, may happen to be 0.
+    The small ones share a bound because torch's error in a single element, and so its bound, may happen to be 0.
     """
     rows = list(zip(ours, theirs, truth, strict=True))
     for i, row in enumerate(rows):
@@ -173,7 +184,7 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
         flat = [[x.flatten().double() for x in row] for row in small.values()]
         ours_flat, theirs_flat, truth_flat = (torch.cat(column) for column in zip(*flat, strict=True))
         result = within(f"small {name}", ours_flat, theirs_flat, truth_flat)
-        if not result.passed:  # finds the small tensor that is wrong
+        if not result.passed:  # find the small tensor that is wrong
             farthest = {i: _distances(*row).max().item() if row[0].numel() else 0.0 for i, row in small.items()}
             i = max(farthest, key=farthest.__getitem__)
             distance = _distances(*small[i])
@@ -183,7 +194,9 @@ def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: 
 
 
 def differing(ours: Tensor, expected: Tensor) -> int:
-    """Return the number of elements that differ: 0.0 differs from -0.0, and any NaN equals any other.
+    """Return the number of elements that differ.
+
+    0.0 differs from -0.0. All NaNs are equal.
 
     Args:
         ours: A tensor.
@@ -230,7 +243,9 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def written_outside(view: Tensor) -> int:
-    """Return the number of elements in the memory around a view that were written. Overwrites the view.
+    """Return how many elements outside of a view were written, in the memory to which the view belongs.
+
+    The view is overwritten.
 
     Args:
         view: A tensor in one of `LAYOUTS`.
@@ -261,7 +276,7 @@ _seeds_begin_at = 0
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Changes the random numbers of inputs that are made inside the ``with`` block. The tests use seed 0."""
+    """Use other random numbers for the inputs that are made inside a ``with`` block. The tests use seed 0."""
     global _seeds_begin_at
     _seeds_begin_at = seed
     try:
@@ -271,7 +286,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """Random numbers that depend on this seed and on that of `verify`."""
+    """Return a generator of random numbers, which depend on this seed and on the seed of `seeded`."""
     return torch.Generator().manual_seed(1_000_003 * _seeds_begin_at + seed)
 
 
@@ -314,7 +329,7 @@ The memory around the copy is filled with NaN, or with the smallest integer.
 SHAPE = (3, 5, 7, 11)
 """The shape of the inputs in these layouts."""
 
-LENGTH = 4099  # of the inputs made of VALUES
+LENGTH = 4099  # elements in each tensor of VALUES
 
 
 def _spread(dtype: torch.dtype) -> Tensor:
@@ -323,7 +338,7 @@ def _spread(dtype: torch.dtype) -> Tensor:
     return randn(LENGTH).double() * 10**exponents
 
 
-# Elements at the ends of a dtype's range, as fp64.
+# Functions that return numbers with which arithmetic in a dtype may go wrong, as fp32 or fp64.
 VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "zeros": lambda _: torch.zeros(LENGTH, dtype=torch.float64),
     "negative_zeros": lambda _: -torch.zeros(LENGTH, dtype=torch.float64),
@@ -331,18 +346,19 @@ VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "tiny": lambda dtype: torch.full((LENGTH,), max(1e-30, torch.finfo(dtype).smallest_normal)).double(),
     "largest": lambda dtype: (1.0 - 2.0 * (torch.arange(LENGTH) % 2)) * torch.finfo(dtype).max,
     "one_largest": lambda dtype: (torch.arange(LENGTH) == 2000) * torch.finfo(dtype).max,
-    "constant": lambda _: torch.full((LENGTH,), 0.1, dtype=torch.float64),  # rounding errors of one sign
+    # All rounding errors have the same sign, so they add up.
+    "constant": lambda _: torch.full((LENGTH,), 0.1, dtype=torch.float64),
     "spread": _spread,
 }
 
 
 def values(kind: str, dtype: torch.dtype) -> list[Tensor]:
-    """A tensor of one kind of `VALUES`."""
+    """Return one tensor, with the numbers of `VALUES[kind]`."""
     return [VALUES[kind](dtype).to(dtype)]
 
 
 def of_sizes(dtype: torch.dtype, sizes: Sequence[int] = SIZES, seed: int = 0) -> list[Tensor]:
-    """A random vector of each size."""
+    """Return a random vector for each size."""
     return [randn(n, dtype=dtype, seed=seed + n) for n in sizes]
 
 
@@ -350,8 +366,8 @@ def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
     """Return tensors of all `SIZES` and 0-dim ones, with dtypes that alternate between fp32, fp16 and bf16.
 
     Args:
-        seed: Seed of the numbers.
-        factor: Factor of the numbers.
+        seed: Seed of the random numbers.
+        factor: The random numbers are multiplied by this.
 
     Returns:
         The list.
@@ -367,17 +383,20 @@ def mixed(seed: int = 0, factor: float = 1.0) -> list[Tensor]:
 
 
 def shaped(dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """A random tensor that every layout can hold."""
+    """Return one random tensor of shape `SHAPE`, which every one of `LAYOUTS` takes."""
     return [randn(*SHAPE, dtype=dtype, seed=seed)]
 
 
 def many(dtype: torch.dtype) -> list[Tensor]:
-    """40 random vectors of 1 to 13 elements."""
+    """Return 40 random vectors of 1 to 13 elements."""
     return [randn(1 + i % 13, dtype=dtype, seed=i) for i in range(40)]
 
 
 def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
-    """Makes three tensors, the second with several chunks. `value` is the first, middle or last element of them all."""
+    """Return three random vectors with `value` as the first element, the last, or one in the middle of the second.
+
+    The second vector takes several chunks of a kernel.
+    """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]
     tensors[tensor][index] = value
@@ -385,18 +404,21 @@ def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor
 
 
 def place(tensors: Sequence[Tensor], device: torch.device, layout: str = "contiguous") -> list[Tensor]:
-    """Copies on a device, in one of the `LAYOUTS`."""
+    """Copy tensors to a device, into one of the `LAYOUTS`."""
     return [LAYOUTS[layout](x.to(device)) for x in tensors]
 
 
 def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """A copy of each."""
+    """Return a copy of each tensor."""
     return [x.clone() for x in tensors]
 
 
 # ------------------------------------------------------------------------------------------------------ cases
 def lost_context(device: torch.device | str) -> str:
-    """Returns CUDA's message if it refuses all further calls of this process (an illegal address); otherwise ""."""
+    """Return CUDA's error message if the process has lost its CUDA context, otherwise "".
+
+    After a kernel read an illegal address, for example, CUDA refuses all further calls of the process.
+    """
     try:
         if torch.device(device).type == "cuda":
             torch.cuda.synchronize(device)
@@ -407,9 +429,10 @@ def lost_context(device: torch.device | str) -> str:
 
 @contextlib.contextmanager
 def rounded_once() -> Iterator[None]:
-    """Keep cuBLAS from rounding the parts of a sum to 16 bits inside a `with` block.
+    """Make cuBLAS round each sum only once inside a `with` block.
 
-    The error rule does not allow for such roundings.
+    By default it may split a sum and round the parts to 16 bits. The rule of `error_and_allowed` does not allow for
+    those roundings.
 
     Examples:
         >>> from amp_kernels import testing
@@ -430,13 +453,13 @@ def rounded_once() -> Iterator[None]:
 
 
 class Case(NamedTuple):
-    """One operator on one kind of input; `str(case)` is its id.
+    """One operator with one set of inputs and options. `str(case)` is its id.
 
     Attributes:
         op: Name of the operator, such as `"sgd_"`.
-        dtype: Name of the dtype, a key of `DTYPES`; `"mixed"`, or two names with a slash.
+        dtype: A key of `DTYPES`; two of them with a slash (parameters/gradients); `"mixed"`; or `"int8"`.
         name: Name of the inputs and options.
-        body: Yields the results for a device.
+        body: Runs the operator on tensors of a device, and yields the comparisons.
 
     Examples:
         >>> from amp_kernels import testing
@@ -457,7 +480,7 @@ class Case(NamedTuple):
 
         Args:
             backend: A name as in `use_backend`, or `"default"` to force none.
-            device: Device of the tensors; None for CUDA with `"cuda"`, else the CPU.
+            device: Device of the tensors. If None, it is CUDA for the backend `"cuda"`, and the CPU for all others.
 
         Returns:
             The comparisons.

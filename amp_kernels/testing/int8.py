@@ -1,4 +1,8 @@
-"""Cases of the int8 family, compared bit for bit with the reference on the CPU, which tests/test_int8.py proves."""
+"""Test cases for the int8 operators.
+
+Results are compared bit for bit with the reference on the CPU. tests/int8/test_int8.py compares the reference with
+numpy and known answers. `int8_linear`, which sums in fp32, is compared by the rule of `error_and_allowed`.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +19,7 @@ from .. import reference
 from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
 from .common import DTYPES, LAYOUTS, SHAPE, Case, Result, exact, generator, place, randn, same_kind, unchanged, within
 
-# What shares a scale, of the 4-dimensional inputs: the arguments of `quantize_int8`.
+# Arguments of `quantize_int8` that say which elements of a 4-dimensional input share a scale.
 GROUPS: dict[str, dict[str, Any]] = {
     "tensor": {},
     "rows": {"dim": -1},
@@ -29,9 +33,12 @@ GROUPS: dict[str, dict[str, Any]] = {
     "long_blocks": {"block_size": 64},
 }
 KINDS: dict[str, dict[str, Any]] = {"symmetric": {"symmetric": True}, "asymmetric": {"symmetric": False}}
-# Zero points given by a user are not checked. From 384 on the formulas' bound of 512 steps is within the clamp.
+# Zero points that are no codes. A user may give them, because zero points are not checked. The formulas limit x / scale
+# to 512 on either side of the zero point, and clamp codes after that. With a zero point of 384 or -385 one of these
+# limits is a code: 384 - 512 is -128, and -385 + 512 is 127.
 NO_CODES = (-2_000_000_000, -600, -385, 300, 384, 65_536)
-# Bytes of the longest row that a block of the CUDA kernels holds in registers, from its only read to its codes.
+# Bytes of the longest row that CUDA's held_rows_kernel takes. A block of it reads the row once, and holds it in
+# registers until the codes are stored.
 ON_CHIP = 1 << 16
 # Around 4, 8, 16 and 32 elements, a block of 1024, and 4096.
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 1023, 1025, 4099)
@@ -54,7 +61,7 @@ def _with(value: float) -> Callable[[torch.dtype], Tensor]:
     return make
 
 
-# Rows at the ends of a dtype's range, as fp64.
+# Functions that return rows with which arithmetic in a dtype may go wrong, as fp32 or fp64.
 VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "nan": _with(math.nan),
     "inf": _with(math.inf),
@@ -68,7 +75,7 @@ VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "all_positive": lambda _: randn(5, 37).double().abs() + 1,
     "denormals": lambda dtype: (torch.arange(5 * 37).view(5, 37) % 7 - 3) * (torch.finfo(dtype).smallest_normal / 4),
     "tiniest": lambda dtype: (torch.arange(5 * 37).view(5, 37) % 3 - 1) * torch.finfo(dtype).tiny / 2**10,
-    # 1 / scale is finite on one side of 2^-128 * 127 only.
+    # If no magnitude of a symmetric group is above 2^-128 * 127, its 1 / scale is inf.
     "around_the_smallest_scale": lambda _: 2.0 ** torch.linspace(-124, -119, 5 * 37).double().view(5, 37),
     "largest": lambda dtype: (1.0 - 2.0 * (torch.arange(5 * 37).view(5, 37) % 2)) * torch.finfo(dtype).max,
     "one_largest": lambda dtype: (torch.arange(5 * 37).view(5, 37) == 50) * torch.finfo(dtype).max,
@@ -142,7 +149,7 @@ def _dequantize(
         name = ", ".join(f"{k}={v}" for k, v in options.items())
         made = _Made(*reference.quantize_int8(randn(*SHAPE), **_dims(options)))
         block = options.get("block_size")
-        # Scales at the ends of the range, and a group that held NaN.
+        # Scales at the ends of fp32, and NaN, which is the scale of a group that held NaN.
         made.scale.view(-1)[:3] = torch.tensor([math.nan, 3e38, 1e-45])[: made.scale.numel()]
         expected = reference.dequantize_int8(*made, block_size=block, dtype=dtype)
         values = INT8_LAYOUTS[layout](made.values.to(device))
@@ -161,7 +168,7 @@ def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device
         ours = fake_quantize_int8(leaf, **options)
         yield exact(name, ours, expected)
         block = options.get("block_size")
-        for factor in (1.0, 0.5):  # all codes inside the range, and many outside
+        for factor in (1.0, 0.5):  # with 1.0 all codes are in range, with 0.5 many are not
             given = (scale * factor).to(device)
             given_zero = None if zero is None else zero.to(device)
             static = fake_quantize_int8(leaf, block_size=block, scale=given, zero_point=given_zero)
@@ -174,7 +181,7 @@ def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device
 
 
 def _fake_given(dtype: torch.dtype, zero_point: int, device: torch.device) -> Iterator[Result]:
-    # Steps beyond 512 on both sides.
+    # x / scale goes beyond 512, where the formulas limit it, on both sides.
     x = torch.cat([400 * randn(5, 37), torch.tensor([[math.inf, -math.inf, math.nan, 512.0, -513.0]]).T], 1).to(dtype)
     grad = randn(*x.shape, dtype=dtype, seed=1)
     for shape in ((5, 1), (1, 38)):
@@ -209,12 +216,12 @@ def _surrounded(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
 
 
 def integers(*shape: int, seed: int = 0) -> Tensor:
-    """All codes, -128 too."""
+    """Return random codes from -128 to 127."""
     return torch.randint(-128, 128, shape, generator=generator(seed), dtype=torch.int8)
 
 
 def _operand(rows: int, columns: int, per: int | None, zeros: bool, seed: int) -> _Made:
-    """Codes [rows, columns] with a scale for all, or for each index of dimension `per`."""
+    """Return codes `[rows, columns]` with one scale, or with a scale for each index of dimension `per`."""
     count = 1 if per is None else (rows, columns)[per]
     shape = (1, 1) if per is None else (count, 1) if per == 0 else (1, count)
     scale = (randn(count, seed=seed).abs() + 0.01).view(shape)
@@ -263,7 +270,7 @@ def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device
 
 # ---------------------------------------------------------------------------------------------------------- cases
 def _all(*fixed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Every grouping, symmetric and not."""
+    """Return the options of every grouping, symmetric and asymmetric, each together with each of `fixed`."""
     return [
         {**groups, **kind, **rest} for groups in GROUPS.values() for kind in KINDS.values() for rest in fixed or ({},)
     ]
@@ -302,7 +309,7 @@ def _quantize_cases() -> Iterator[Case]:
             empty = partial(torch.empty, shape, dtype=dtype)
             options = [*_BY_ROW[:2], {}, {"block_size": 4}]
             yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", options)
-        for first, last in ((0, 2), (2, 0)):  # its strides are contiguous in two ways
+        for first, last in ((0, 2), (2, 0)):  # these are both contiguous and channels_last
             empty = partial(torch.empty, (first, 2, 2, last), dtype=dtype)
             options = [*_all(), *_all({"seed": 1})]
             yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, "channels_last", options)
@@ -312,7 +319,7 @@ def _quantize_cases() -> Iterator[Case]:
 def _static_cases() -> Iterator[Case]:
     def per_row(x: Tensor) -> Tensor:
         scale = x.float().nan_to_num(1, 1, 1).abs().amax(-1, keepdim=True).clamp(1e-3, 1e3) / 100
-        scale[0] = 0.0  # everything saturates
+        scale[0] = 0.0  # 1 / scale is inf: all numbers except 0 and NaN saturate
         scale[-1] = math.inf
         return scale
 
@@ -362,7 +369,7 @@ def _other_cases() -> Iterator[Case]:
             for right in INT8_LAYOUTS:
                 body = partial(_product, sizes, (left, right), True, (True, False), torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_{left}_{right}", body)
-        for right in ("contiguous", "sliced"):  # `a` is as kernels like it, and there are no zero points
+        for right in ("contiguous", "sliced"):  # `a` is contiguous along k, `b` is not, and there are no zero points
             body = partial(_product, sizes, ("contiguous", right), True, (False, False), torch.float32, False)
             yield Case("int8_matmul", "fp32", f"{name}_{right}_without_zeros", body)
         both = ("contiguous", "transposed")
@@ -371,7 +378,8 @@ def _other_cases() -> Iterator[Case]:
                 body = partial(_product, sizes, both, per, zeros, torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
-    # The tiles of 3 multiprocessors, as a GPU may pretend to have (csrc/cuda/portable.h): 128 x 128 and 128 x 256.
+    # With 3 multiprocessors these sizes take tiles of 128 x 128 and of 128 x 256. AMP_KERNELS_MULTIPROCESSORS makes the
+    # launchers of any GPU count 3 (csrc/cuda/portable.h).
     for tile, sizes in (("medium", (300, 100, 96)), ("large", (130, 130, 96))):
         for with_zeros in (False, True):
             body = partial(_product, sizes, ("contiguous", "transposed"), True, (with_zeros,) * 2, torch.float32, False)
@@ -384,10 +392,12 @@ def _other_cases() -> Iterator[Case]:
         "few_columns": [(37, 1, 40), *((37, columns, inner) for columns in (1, 4, 7, 16) for inner in (512, 575))],
     }
     both = ("contiguous", "transposed")
-    for (way, shapes), of_a, of_b in itertools.product(ways.items(), (False, True), (False, True)):
+    for (way, shapes), a_has_zeros, b_has_zeros in itertools.product(ways.items(), (False, True), (False, True)):
         for sizes in shapes:
-            body = partial(_product, sizes, both, True, (of_a, of_b), torch.float32, False)
-            yield Case("int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{of_a}_{of_b}", body)
+            body = partial(_product, sizes, both, True, (a_has_zeros, b_has_zeros), torch.float32, False)
+            yield Case(
+                "int8_matmul", "fp32", f"{way}_{'x'.join(map(str, sizes))}_zeros_{a_has_zeros}_{b_has_zeros}", body
+            )
     for sizes, with_zeros in itertools.product(((37, 7, 512), (17, 70, 96)), (False, True)):
         for out_name, out in (*DTYPES.items(), ("int8", torch.int8)):
             body = partial(_product, sizes, both, True, (with_zeros, with_zeros), out, False)

@@ -1,4 +1,7 @@
-"""Cases of the matmul family, under the error rule: the truth is computed in fp64, the allowed error from torch's."""
+"""Test cases for the matmul operators.
+
+The rule of `error_and_allowed` bounds their errors, with an fp64 product as the truth.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +49,10 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def compare(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Result:
-    """Applies the error rule. A correctly rounded result always passes: on few elements torch's error may be 0."""
+    """Apply the rule of `error_and_allowed`, but accept every correctly rounded result.
+
+    With few elements torch's error, and so the allowed one, may happen to be 0.
+    """
     largest = truth.abs().max().item() if truth.numel() > 0 else 0.0
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(ours.dtype, 0.0)
     return within(name, ours.cpu(), theirs, truth, least=(1.001 * rounding if rounding else 2e-6) * largest)
@@ -67,7 +73,10 @@ def _product(
 def _by_element(
     sizes: tuple[int, int, int], layouts: tuple[str, str], dtype: torch.dtype, device: torch.device
 ) -> Iterator[Result]:
-    """Calls the operator itself: the public functions would copy operands that cannot be read 16 bytes at a time."""
+    """Call the operator itself with operands that cannot be read 16 bytes at a time.
+
+    The public functions would copy them first. The code that reads single elements would then not run.
+    """
     m, n, k = sizes
     a, b = randn(1, m, k, dtype=dtype, seed=1), randn(1, k, n, dtype=dtype, seed=2)
     on_device = [LAYOUTS[layout](x.to(device)) for layout, x in zip(layouts, (a, b), strict=True)]
@@ -84,7 +93,7 @@ def _addmm(
         input = randn(*shape, dtype=dtype, seed=3)
         truth = beta * input.double() + alpha * (a.double() @ b.double())
         theirs = (beta * input.float() + alpha * (a.float() @ b.float())).to(dtype)
-        if beta == 0:  # input must not be read then
+        if beta == 0:  # the operator must not read `input`: a NaN would show
             input.fill_(math.nan)
         laid_out = LAYOUTS[layout](input.to(device)) if input.dim() > 1 else input.to(device)
         ours = addmm(laid_out, a.to(device), b.to(device), beta=beta, alpha=alpha)
@@ -103,7 +112,11 @@ def _linear(
     between = dtype if rounds_before_activation(moved[0]) else torch.float32
 
     def passes(cast: torch.dtype | None) -> list[Tensor]:
-        """Computes the result and the gradients by torch, in `cast`, or with fp32 inside in the operands' dtype."""
+        """Return the result and the gradients, computed by torch.
+
+        They are computed in the dtype `cast`. If that is None, they are computed in fp32 and rounded to the operands'
+        dtype, and the argument of the activation is rounded to `between`.
+        """
         leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
         argument = F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None)
         result = activate(argument if cast else argument.to(between).float(), activation)
@@ -115,10 +128,12 @@ def _linear(
     grads = torch.autograd.grad(ours, leaves, LAYOUTS[layouts[0]](grad.to(device)))
     with torch.no_grad():
         again = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
-    # On a GPU torch calls another relu without gradients, which may have other bits.
+    # If no backend is forced, cuBLAS multiplies on a GPU. If no gradient is needed it also applies relu, which may give
+    # other bits than a relu after the product.
     if forced() is not None or not ours.is_cuda:
         yield Result("without gradients", float(not torch.equal(ours, again)), 0)
-    # As in torch, the argument of the activation was rounded before the backward pass, so gradients may differ more.
+    # The backward pass reads the argument of the activation, which was rounded to the operands' dtype, as in torch. So
+    # gradients may be off by four times the bound.
     slack = 1.0 if activation is None else 4.0
     names = ("result", "grad of x", "grad of weight", "grad of bias")
     theirs, truth = passes(None), passes(torch.float64)
@@ -151,9 +166,10 @@ def _cases() -> Iterator[Case]:
             yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
             yield case("matmul", f"few_rows_aligned_{name}", _product, (2, 136, 144), pair, dtype, dtype)
             yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
-        # These sizes reach kernels with tiles of 128 x 128 and 128 x 256 on a GPU with 3 multiprocessors, or on one
-        # that pretends to have 3 (csrc/cuda/portable.h): three such tiles are the cheapest choice there. For a result
-        # of one tile, three splits of k are.
+        # With 3 multiprocessors these sizes take kernels with tiles of 128 x 128 and of 128 x 256.
+        # AMP_KERNELS_MULTIPROCESSORS makes the launchers of any GPU count 3 (csrc/cuda/portable.h). For a batch of 3
+        # matrices, the launcher estimates the least time for three such tiles. For one matrix of one such tile, it
+        # estimates the least time for three splits of k.
         for tile, (m, n), k in (("medium", (120, 125), 1600), ("large", (121, 250), 2600)):
             for left, right in itertools.product(("padded", "padded_column"), repeat=2):
                 yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)

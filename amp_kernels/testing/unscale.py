@@ -1,4 +1,7 @@
-"""Cases of the gradient pass; the truth is torch's formula in fp64."""
+"""Test cases for the operators that read gradients: `unscale_`, `grad_norm`, `clip_grad_norm_`.
+
+Unscaled gradients must equal torch's exactly. Norms and clipped gradients are compared with fp64.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +39,7 @@ from .common import (
 
 
 def _gradient_inputs() -> Iterator[tuple[str, str, Make, str]]:
-    """Yields (dtype, name, tensors, layout) for the operators that read lists of gradients."""
+    """Yield (dtype, name, function that makes the tensors, layout) for the operators that read lists of gradients."""
     for name, dtype in DTYPES.items():
         yield name, "sizes", partial(of_sizes, dtype), "contiguous"
         yield name, "many_tensors", partial(many, dtype), "contiguous"
@@ -72,7 +75,7 @@ def _norm_result(norm: Tensor, grads: Sequence[Tensor], factor: Tensor | None) -
     truth = squares.sqrt().item() * (1.0 if factor is None else factor.double().item())
     if not math.isfinite(truth) or truth > torch.finfo(torch.float32).max:
         return Result("norm", float(math.isfinite(norm.item())), 0, _norm_at(norm, truth))
-    # The result may be a denormal, rounded by half of the smallest one.
+    # If the result is a denormal, rounding it changes it by up to 2^-150, half of the smallest positive fp32 number.
     return Result("norm", abs(norm.item() - truth), NORM_TOLERANCE * truth + 2.0**-150, _norm_at(norm, truth))
 
 
@@ -109,7 +112,7 @@ def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float
         yield case(dtype, name, make, expected=1.0)
     for dtype, torch_dtype in DTYPES.items():
         make = partial(of_sizes, torch_dtype, (9, 1025))
-        # If the product overflows or rounds to 0, that is no NaN or inf in the gradient.
+        # found_inf is about the gradient alone. It must stay 0 if only the product overflows or rounds to 0.
         for inv_scale in (2.0**-16, 1.0, 3e38, 1e-40, 0.0):
             yield case(dtype, f"times_{inv_scale:g}", make, inv_scale=inv_scale)
         for found in (1.0, 2.0, math.nan):
@@ -125,7 +128,7 @@ def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Ite
         ours.grad, other.grad, true.grad = grad, grad.clone(), grad.double()
     expected = _norm_result(torch.zeros(()), grads, None)
     norm = clip_grad_norm_(params, max_norm)
-    truth_norm = expected.error  # the distance of the true norm from 0
+    truth_norm = expected.error  # the error of the norm 0 that was passed above, and so the true norm
     yield Result("norm", abs(norm.item() - truth_norm), expected.allowed, _norm_at(norm, truth_norm))
     torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     torch.nn.utils.clip_grad_norm_(truth, max_norm)

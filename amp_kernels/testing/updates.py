@@ -1,4 +1,7 @@
-"""The update families as `verify` and the tests call them, and their cases. The truth is torch's formula in fp64."""
+"""Test cases for the updates (`sgd_`, `rmsprop_`, `adam_`), and helpers to call an update and torch's optimizer alike.
+
+The rule of `error_and_allowed` bounds the errors, with torch's optimizer on fp64 tensors as the truth.
+"""
 
 from __future__ import annotations
 
@@ -40,8 +43,8 @@ from .common import (
 )
 
 LR = {"sgd": 0.1, "rmsprop": 0.01, "adam": 0.01}
-# Options of the optimizers as users write them, by family. Together they reach every branch of a formula. "full" and
-# "maximize" keep every state.
+# Options of the optimizers as users write them, by family. Together they reach every branch of a formula. With "full"
+# and with "maximize" an optimizer has every state of its family.
 EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     "sgd": {
         "plain": {},
@@ -77,9 +80,9 @@ class Update:
     Attributes:
         function: The functional update, for example `sgd_`.
         optimizer: The fused optimizer.
-        torch: The optimizer of torch that it subclasses.
-        lr: The learning rate of the examples.
-        examples: Other options of the optimizer, by the example's name.
+        torch: The base class of `optimizer`, which is a torch optimizer.
+        lr: The learning rate for the examples.
+        examples: The other options, by the name of the example.
     """
 
     def __init__(self, family: Family) -> None:
@@ -91,21 +94,25 @@ class Update:
         self.lr, self.examples = LR[family.name], EXAMPLES[family.name]
 
     def defaults(self) -> dict[str, Any]:
-        """Returns all options of torch's optimizer, with their defaults."""
+        """Return all options of torch's optimizer, with their defaults."""
         return self.torch([torch.zeros(1)], lr=self.lr).defaults
 
     def plain(self, params: Sequence[Tensor], lr: float, options: Mapping[str, Any]) -> torch.optim.Optimizer:
-        """Makes torch's optimizer, with `foreach=False` if it has that option."""
+        """Return torch's optimizer over `params`, with `foreach=False` if it has that option."""
         choice = {"foreach": False} if "foreach" in inspect.signature(self.torch).parameters else {}
         return self.torch(params, lr=lr, **choice, **options)
 
     def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
-        """Returns what `function` takes of torch's defaults, of these options, and of the number of earlier steps."""
+        """Return keyword arguments for `function`.
+
+        They are torch's defaults, replaced by `options` where those differ, and the number of earlier steps. What is no
+        parameter of `function` is left out.
+        """
         everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
 
     def states(self, options: dict[str, Any]) -> list[str]:
-        """Returns the names of the states that torch's optimizer keeps with these options, in the family's order."""
+        """Return the names of the states that torch's optimizer has with these options, in the order of the family."""
         param = torch.zeros(1, requires_grad=True)
         param.grad = torch.ones(1)
         optimizer = self.plain([param], self.lr, options)
@@ -118,15 +125,17 @@ UPDATES = {name: Update(family) for name, family in FAMILIES.items()}
 
 
 class UpdateInputs:
-    """Parameters, masters and states for a functional update, as the lists that it takes.
+    """The lists of parameters, masters and states that a functional update takes.
 
     Args:
         op: Name of the update, such as `"sgd_"`.
-        values: The parameters. A 16-bit one becomes the rounding of its fp32 master.
+        values: The parameters. Small random numbers are added in fp32. That sum is the master of a 16-bit parameter,
+            and the parameter is the rounded master.
         options: Options of torch's optimizer that differ from its defaults.
         device: Device of the tensors.
         layout: A key of `LAYOUTS`.
-        masters: `"full"` in fp32, `"split"` into weight and remainder, or `"both"`: every third one split.
+        masters: `"full"` for fp32 masters; `"split"` for masters that are stored as a remainder of the weight; `"both"`
+            if every third master is to be split.
 
     Examples:
         >>> from amp_kernels import testing
@@ -153,13 +162,14 @@ class UpdateInputs:
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
-        # A cycle of three: where fp16 and bf16 alternate, each dtype then has masters of both kinds.
+        # Every third master is split, not every second. If fp16 and bf16 alternate, each has masters of both kinds.
         is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False, False]}[masters])
         kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
         self.masters = place(kept, device, layout)
         self.states: dict[str, list[Tensor]] = {name: [] for name in self._update.family.states}
         for name in self._update.states(self.options):
-            # The first step must not read a state that it sets: a NaN would show.
+            # If the first step overwrites this state without reading it, the state is NaN before. A NaN in the results
+            # would show that it was read.
             fill = math.nan if name == self._update.optimizer._set_at_first_step else 0.0
             self.states[name] = place([torch.full_like(x, fill) for x in fp32], device, layout)
 
@@ -168,7 +178,7 @@ class UpdateInputs:
         return UPDATES[self.op.removesuffix("_")]
 
     def step(self, grads: Sequence[Tensor], *, first: bool = True, **arguments: Any) -> None:
-        """Call the update once.
+        """Call the functional update once.
 
         Args:
             grads: One gradient per parameter.
@@ -339,7 +349,8 @@ def _update_cases(op: str) -> Iterator[Case]:
                 yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
         one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
-            # Not the option `centered`: if a square overflows, whether the variance is NaN would depend on an fma.
+            # "momentum" is without the option `centered`. With it, if a square overflowed, the variance would be NaN or
+            # not depending on whether it is computed with an fma.
             yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
         three = partial(with_element, 1.0, "middle", dtype)
         for value in (math.nan, math.inf):
@@ -354,7 +365,7 @@ def _update_cases(op: str) -> Iterator[Case]:
             yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found, "full"))
         if dtype is torch.float32:
             continue
-        # Kernels have code of their own for weights with remainders, so it gets every layout and every value too.
+        # Kernels have separate code for weights with remainders, so all layouts and all VALUES are tested again.
         rest = {"masters": "split"}
         for name, options in every.items():
             yield case(dtype_name, f"split_{name}", options, params, grads, **rest)

@@ -1,4 +1,7 @@
-"""`python -m amp_kernels verify`: the cases of `amp_kernels.testing` on every backend that runs here."""
+"""The command `python -m amp_kernels verify`.
+
+It runs the cases of `amp_kernels.testing` on every backend that can run here.
+"""
 
 from __future__ import annotations
 
@@ -25,14 +28,15 @@ HEADERS = ("operator", "backend", "dtype", "cases", "seconds", "max error", "all
 _BACKENDS = (*backends.BACKENDS, "default")
 HELP = "Compares the operators on every backend with torch in fp64, or bit for bit with the reference."
 _WIDTHS = (max(map(len, testing.CASES)), len("reference on cuda"), max(map(len, DTYPES)), 5, 7, 9, 9, 4)
-_PER_SECOND, _SECONDS_IN_A_LOG = 10, 10  # how often the counter is written: to a terminal, to a file
+# The counter is written 10 times per second to a terminal, and every 10 seconds to a file.
+_PER_SECOND, _SECONDS_IN_A_LOG = 10, 10
 
 
 _NONE = testing.Result("", 0.0, 0.0)
 
 
 class Failure(NamedTuple):
-    """The first comparison of a case that failed, or the exception that was raised."""
+    """A case that failed: its first wrong comparison, or the exception that it raised, and the command to repeat it."""
 
     operator: str
     backend: str
@@ -46,13 +50,13 @@ class Failure(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The key by which failures are grouped: the exception, or operator, backend and comparison."""
+        """The key by which failures are grouped: the exception, or else operator, backend and comparison."""
         if self.allowed == 0 and self.error == math.inf and self.at is None:
             return (self.comparison,)
         return self.operator, self.backend, re.sub(r"\[\d+\]", "", self.comparison)
 
     def sentence(self) -> str:
-        """What was wrong, and how to run it again."""
+        """Return a sentence that says where the case failed and what was wrong."""
         where = f"{self.operator} on {self.backend}, dtype {self.dtype}, case {self.case}: {self.comparison}"
         if self.at is not None:
             index = "" if self.at.index is None else f" at index {list(self.at.index)}"
@@ -65,7 +69,10 @@ class Failure(NamedTuple):
 
 @dataclass
 class Row:
-    """The cases of one operator, backend and dtype, and the comparison that came closest to its allowed error."""
+    """The results for one operator, backend and dtype: a row of the table.
+
+    `worst` is the comparison that used the largest share of its allowed error.
+    """
 
     operator: str
     backend: str
@@ -76,14 +83,14 @@ class Row:
     failures: list[Failure] = field(default_factory=list)
 
     def cells(self) -> list[str]:
-        """The row of the table."""
+        """Return the texts of the table's columns."""
         errors = (self.worst.error, self.worst.allowed)
         shown = ["exact" if x == self.worst.allowed == 0 else f"{x:.2g}" for x in errors]
         passed = f"NO ({len(self.failures)} failed)" if self.failures else "yes"
         return [self.operator, self.backend, self.dtype, str(self.cases), f"{self.seconds:.1f}", *shown, passed]
 
     def record(self) -> dict[str, Any]:
-        """Returns the row for JSON, which has no NaN and no inf."""
+        """Return the row for JSON, which has no NaN and no inf."""
         return {
             "operator": self.operator, "backend": self.backend, "dtype": self.dtype, "cases": self.cases,
             "seconds": round(self.seconds, 3), "error": _number(self.worst.error),
@@ -92,14 +99,17 @@ class Row:
 
 
 class Counter:
-    """Prints to stderr how many cases are done: in place on a terminal, otherwise a line every ten seconds."""
+    """Prints to stderr how many cases are done.
+
+    On a terminal it overwrites its last line. Otherwise it prints a line every ten seconds.
+    """
 
     def __init__(self, total: int) -> None:
         self._total, self._done, self._in_place = total, 0, sys.stderr.isatty()
         self._next = time.monotonic() + (0 if self._in_place else _SECONDS_IN_A_LOG)
 
     def count(self, where: str) -> None:
-        """One more case is done."""
+        """Count a case that is done, and print the number if it is time to."""
         self._done += 1
         if time.monotonic() < self._next and self._done < self._total:
             return
@@ -113,13 +123,13 @@ class Counter:
         self._next = time.monotonic() + (1 / _PER_SECOND if self._in_place else _SECONDS_IN_A_LOG)
 
     def clear(self) -> None:
-        """Erases the count, so that another line can be printed on the same terminal."""
+        """Erase the number on a terminal, so that another line can be printed there."""
         if self._in_place:
             print("\r\x1b[K", end="", file=sys.stderr, flush=True)
 
 
 def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Adds ``verify`` to the command line."""
+    """Add ``verify`` to the command line."""
     parser = commands.add_parser("verify", help=HELP)
     parser.add_argument(
         "--backend", choices=_BACKENDS, help="only this backend; 'default' forces none (default: all that run here)"
@@ -138,10 +148,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
         action="append",
         choices=DTYPES,
         metavar="DTYPE",
-        help=f"only this dtype, of updates that of parameters/gradients: {', '.join(DTYPES)} (repeatable)",
+        help=f"only this dtype, or dtypes of parameters/gradients: {', '.join(DTYPES)} (repeatable)",
     )
     parser.add_argument("--case", action="append", metavar="NAME", help="only cases with this name (repeatable)")
-    parser.add_argument("--seed", type=int, default=0, help="for other random inputs (default: 0, those of the tests)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the random inputs (default: 0, as in the tests)")
     parser.add_argument("--json", action="store_true", help="print one JSON document instead of the table")
     parser.set_defaults(run=lambda a: verify(a.backend, a.device, a.op, a.dtype, a.case, seed=a.seed, as_json=a.json))
 
@@ -156,7 +166,11 @@ def verify(
     seed: int = 0,
     as_json: bool = False,
 ) -> int:
-    """Prints each row when its cases are done. Returns 0, 1 if a case failed, or 2 if no requested case runs here."""
+    """Run the requested cases, and print each row of the table when its cases are done.
+
+    Returns:
+        The exit code: 0, 1 if a case failed, or 2 if none of the requested cases can run here.
+    """
     places, reasons = _places(backend, device)
     if not places:
         print(f"verify: {backend or 'what was asked for'} cannot run here: {'; '.join(reasons)}", file=sys.stderr)
@@ -166,8 +180,8 @@ def verify(
         (on, Row(op, f"{where} on {on}" if several and where in ("reference", "triton") else where, dtype), cases)
         for op in ops or testing.CASES
         for where, on in places
-        # If no backend is forced, torch computes products on a GPU. Every other operator then runs on the first backend
-        # that can, which is verified anyway.
+        # "default" forces no backend. Then torch computes products on a GPU, and every other operator runs on the first
+        # backend that can. That backend has rows of its own, so only products get rows for "default".
         if where != "default" or op in testing.matmul.CASES
         for dtype, cases in _by_dtype(op, dtypes, names).items()
     ]
@@ -201,7 +215,7 @@ def _by_dtype(op: str, dtypes: Sequence[str] | None, names: Sequence[str] | None
 
 
 def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, str]], list[str]]:
-    """Returns the requested pairs (backend, device) that can run here, and why the others cannot."""
+    """Return the requested pairs (backend, device) that can run here, and reasons why the others cannot."""
     places, reasons = [], []
     for on in [device] if device else list(backends.PREFERENCE):
         if on == "cuda" and not torch.cuda.is_available():
@@ -220,7 +234,7 @@ def _places(backend: str | None, device: str | None) -> tuple[list[tuple[str, st
 
 
 def _run_row(row: Row, cases: Sequence[testing.Case], device: str, seed: int, counter: Counter) -> str:
-    """Runs the cases. Returns CUDA's message if a case made it refuse all further calls, otherwise ""."""
+    """Run the cases of a row. Stop and return CUDA's message if a case lost the CUDA context, otherwise return ""."""
     start, backend = time.monotonic(), row.backend.partition(" ")[0]
     for case in cases:
         results = _run(case, backend, device)
@@ -238,19 +252,22 @@ def _run_row(row: Row, cases: Sequence[testing.Case], device: str, seed: int, co
 def _run(case: testing.Case, backend: str, device: str) -> list[testing.Result]:
     try:
         return case.run(backend, device)
-    except Exception as error:  # a backend that crashes on one case still has its other cases shown
+    except Exception as error:  # becomes a failure of this case, so that the other cases still run
         return [testing.Result(f"{type(error).__name__}: {error}", math.inf, 0.0)]
 
 
 def _nearness(result: testing.Result) -> float:
-    """Returns the share of the allowed error that a comparison uses; inf if it fails."""
+    """Return the error of a comparison as a share of the allowed error.
+
+    The share is inf for a failed comparison, and -1 for one that passed with no error allowed.
+    """
     if not result.passed:
         return math.inf
     return result.error / result.allowed if result.allowed > 0 else -1.0
 
 
 def _command(case: testing.Case, backend: str, device: str, seed: int) -> str:
-    """Returns the shell command that runs this case alone."""
+    """Return the shell command that runs this case alone."""
     words = ["python", "-m", "amp_kernels", "verify", "--backend", backend, "--device", device]
     words += ["--op", case.op, "--dtype", case.dtype, "--case", case.name, *(["--seed", str(seed)] if seed else [])]
     interpreted = backend == "triton" and os.environ.get("TRITON_INTERPRET")
@@ -269,7 +286,7 @@ def _grouped(rows: Sequence[Row]) -> Iterator[list[Failure]]:
 
 
 def _print_failures(rows: Sequence[Row], stopped: str, _: int) -> int:
-    """Prints the first failure of each kind and the number of others like it, then the count of cases."""
+    """Print the first failure of each kind and the number of others like it, then how many cases ran and failed."""
     for first, *others in _grouped(rows):
         print(f"\n{first.sentence()}\n  run it alone: {first.command}")
         if others:
@@ -306,5 +323,5 @@ def _failure_record(failure: Failure) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | str:
-    """Returns NaN and inf by name, since JSON has neither."""
+    """Return a finite number as it is, and NaN or inf as a text, since JSON has neither."""
     return value if math.isfinite(value) else str(value)

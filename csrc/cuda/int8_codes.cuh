@@ -1,17 +1,18 @@
-// The codes of csrc/formulas/int8.h, bit for bit, by cheaper instructions:
+// Computes int8 codes with cheaper instructions than csrc/formulas/int8.h, but with the same bits:
 //
 //   code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)
 //
-// Per element, two conversions or ten comparisons would take longer than memory does: a GPU rounds and converts at an
-// eighth of the rate at which it adds, and compares, selects and packs at half of it. So a pack is made of cheap steps:
+// A GPU rounds and converts numbers at an eighth of the rate at which it adds. It compares, selects and packs at half
+// of that rate. Two conversions or ten comparisons for each element would take longer than reading and writing it. So
+// the codes of a pack (16 bytes of x) are computed in these steps:
 //
-//   steps = x * inverse
-//   clamp       between the steps of the lowest and of the highest code
-//   + kMagic    rounds to an integer, which the low bits then hold
-//   pack        the low bytes of four such numbers are a word of four codes
+//   steps = x * inverse     the distance from the zero point in codes, not rounded yet
+//   clamp                   to the steps of the lowest and of the highest code
+//   + kMagic                rounds to an integer, which the low bits of the sum then hold
+//   pack                    adds the zero points, and puts the low bytes of four results into a word: four codes
 //
-// The functions up to keeps_gradient() treat one element and every value that it can have. Those below treat a pack of
-// a plain group, as an Op's store() does (int8_walk.cuh).
+// The functions up to keeps_gradient() compute one element, and are right for every value and every group. The
+// functions after it compute packs of plain groups (is_plain() below), for the store() of an Op (int8_walk.cuh).
 #pragma once
 
 #include "../formulas/int8.h"
@@ -19,19 +20,24 @@
 
 namespace amp_kernels::cuda {
 
-constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, which the low bits then hold
-constexpr int kMagicBits = 0x4b400000;
+// 1.5 * 2^23. The fp32 numbers around it are the integers. So adding it rounds a small number to an integer, which is
+// then in the low bits of the sum.
+constexpr float kMagic = 12582912.0f;
+constexpr int kMagicBits = 0x4b400000;  // the bits of kMagic
 
-// NaN becomes 0. Beyond 512 steps a code saturates, whatever its zero point is.
+// Limits steps to 512 on both sides, as unclamped_code() does. NaN becomes 0. If the zero point is a code, every code
+// beyond 512 steps saturates anyway.
 __device__ __forceinline__ float bounded(float steps) {
   steps = steps == steps ? steps : 0.0f;
   return fminf(fmaxf(steps, -512.0f), 512.0f);
 }
 
+// Rounds to the nearest integer.
 __device__ __forceinline__ int nearest(float steps) {
   return static_cast<int>(float_bits(add_rn(bounded(steps), kMagic))) - kMagicBits;
 }
 
+// Rounds down to an integer.
 __device__ __forceinline__ int below(float steps) {
   const float v = bounded(steps);
   const float shifted = add_rn(v, kMagic);
@@ -39,8 +45,8 @@ __device__ __forceinline__ int below(float steps) {
   return rounded - (add_rn(shifted, -kMagic) > v ? 1 : 0);
 }
 
-// The formulas test whether `inverse` is 0. That is not needed here: the steps are 0 then, so the code is the zero
-// point.
+// code_of() and stochastic_code_of() in the formulas test whether `inverse` is 0. The functions here need no test: if
+// it is 0, bounded() returns 0, so the code is the zero point.
 __device__ __forceinline__ int nearest_code(float x, const Affine& affine) {
   return clamped(nearest(multiply_rn(x, affine.inverse)) + affine.zero_point, affine.low);
 }
@@ -54,7 +60,7 @@ __device__ __forceinline__ bool keeps_gradient(float x, const Affine& affine) {
   return code >= affine.low && code <= 127;
 }
 
-// An Affine, and the bounds between which steps from the zero point are codes.
+// An Affine, and the steps of its lowest and highest code.
 struct BoundedAffine : Affine {
   float lowest, highest;
 
@@ -64,11 +70,11 @@ struct BoundedAffine : Affine {
         lowest(static_cast<float>(affine.low) - static_cast<float>(affine.zero_point)),
         highest(127.0f - static_cast<float>(affine.zero_point)) {}
 
-  // Whether the functions below are exact for packs without NaN steps.
+  // Whether the functions for packs give the right codes, if no steps in the pack are NaN.
   __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
 };
 
-// For a symmetric group whose scale was measured: its codes need no bounds.
+// The Affine of a symmetric group whose scale was computed from its elements. Their codes need no clamping (kInside).
 struct InsideAffine {
   static constexpr int zero_point = 0;
   float scale, inverse;
@@ -81,16 +87,16 @@ struct InsideAffine {
   __device__ __forceinline__ bool is_plain() const { return scale == scale; }
 };
 
-// What is known of the steps of a plain group.
+// What the compiler may assume about the steps of a plain group.
 enum Steps {
-  kAny,      // nothing: the scale was given
-  kNumbers,  // none is NaN: the scale was measured
-  kInside    // and their nearest integers are codes, since the scale is symmetric: the largest step is 127, to which
-             // two roundings and a reciprocal add less than 2^-20
+  kAny,      // nothing, because the caller may have given the scale
+  kNumbers,  // no steps are NaN, because the scale was computed from the same elements
+  kInside    // no steps are NaN, and the nearest integers are codes, because the scale is symmetric too. The most steps
+             // are 127, and three roundings (scale, reciprocal, product) change them by less than a 2^-20th part
 };
 
-// Clamps and rounds steps, and leaves them kMagic too large. To clamp first is the same as to round first, because the
-// bounds are integers.
+// Clamps steps and rounds them to integers. The results are these integers plus kMagic. Clamping comes first, which
+// gives the same codes as rounding first, because the bounds are integers.
 template <bool kStochastic, Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& affine_at) {
 #pragma unroll
@@ -100,9 +106,10 @@ __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& a
   }
 }
 
-// Packs the codes of rounded steps, four to a word. The low byte of a rounded step is the low byte of its integer. If
-// the zero point is 0, that is the code. Otherwise four steps and four zero points are added as one word. Each of the
-// four sums has 128 added, so that it is not negative and does not carry into the next code.
+// Packs the codes of round_steps(), four to a word. The low byte of each number there is the low byte of its integer.
+// If the zero point is 0, that byte is the code. Otherwise four integers and four zero points are added in one word.
+// 128 is added to each of the four sums, so that it is not negative and does not carry into the next one. The last xor
+// takes the 128 away.
 template <Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float (&steps)[N],
                                            const AffineAt& affine_at) {
@@ -126,7 +133,8 @@ __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float
   }
 }
 
-// The uniform numbers of N elements with neighbouring indices. A counter of Philox makes the words of four indices.
+// Computes the uniform random numbers of N elements whose indices are neighbours. philox() returns the random words of
+// four indices, beginning at a multiple of 4.
 template <int N>
 __device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t index, uint64_t seed) {
   uint32_t words[N + 4];
@@ -140,7 +148,8 @@ __device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t ind
     const RandomWords four = philox((index >> 2) + N / 4, seed);
 #pragma unroll
     for (int i = 0; i < 4; ++i) words[N + i] = four.word[i];
-    // Shifts by 1 and by 2, since an array in registers cannot be indexed by a variable.
+    // Shifts the words by index & 3. An array in registers cannot be indexed by a variable, so it is shifted by 1 or
+    // not, then by 2 or not.
 #pragma unroll
     for (int k = 0; k < N + 3; ++k) words[k] = index & 1 ? words[k + 1] : words[k];
 #pragma unroll

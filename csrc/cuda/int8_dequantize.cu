@@ -1,6 +1,7 @@
-// From codes back to numbers, and the gradient of fake quantization: one pass each, walked as int8_walk.cuh draws.
+// Dequantization, and the gradient of fake quantization ("straight through"). Each is one pass over memory, in one of
+// the walks that int8_walk.cuh draws.
 //
-//                                                                                bytes an element (16 bits, fp32)
+//                                                                                bytes per element (16-bit, fp32)
 //   dequantize         out = (code - zero_point) * scale                           3, 5
 //   straight through   out = grad where low <= rint(x / scale) + zero_point <= 127,
 //                      else 0                                                      6, 12
@@ -13,19 +14,20 @@ namespace {
 template <class T>
 struct DequantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  // 64 bytes of codes a thread: 64 KB in flight on a multiprocessor, 48 by columns. For fp32, where a fifth of all
-  // bytes are reads, 36 and 30.
+  // With 16-bit results a thread loads 64 bytes of codes before it waits. A multiprocessor then has 64 KB of loads in
+  // flight, by columns 48 KB. With fp32 results these are 24 bytes, and 36 KB or by columns 30 KB; only a fifth of all
+  // bytes are reads there.
   static constexpr int kEach = sizeof(T) == 4 ? 6 : 8;
   static constexpr int kResidentRows = sizeof(T) == 4 ? 6 : 4, kResidentColumns = sizeof(T) == 4 ? 5 : 3;
   using Raw = Packed<int8_t, kPack>;
   struct Group : Affine {
-    float shift;  // what store() adds to 2^23 + 128 + code
+    float shift;  // -(2^23 + 128 + zero_point): added to 2^23 + 128 + code, it gives code - zero_point
 
     Group() = default;
     __device__ __forceinline__ explicit Group(const Affine& affine)
         : Affine(affine), shift(-8388736.0f - static_cast<float>(affine.zero_point)) {}
 
-    // Differences that are integers below 2^24 are exact in fp32.
+    // With such a zero point all numbers in store() are integers below 2^24, which fp32 holds exactly.
     __device__ __forceinline__ bool is_plain() const { return zero_point > -(1 << 22) && zero_point < 1 << 22; }
   };
 
@@ -49,7 +51,8 @@ struct DequantizeOp {
   __device__ __forceinline__ void prefetch(int64_t offset) const { amp_kernels::prefetch(values + offset); }
   __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(values + offset); }
 
-  // 2^23 with a byte in its low bits is the number 2^23 + byte: one instruction in place of a conversion.
+  // The xor turns each code into the byte code + 128. The fp32 number 2^23 with that byte as its low bits is the number
+  // 2^23 + byte. So one __byte_perm replaces a conversion.
   template <class AffineAt>
   __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     Vector<T, kPack> result;
@@ -74,7 +77,7 @@ struct DequantizeOp {
 template <class T>
 struct StraightThroughOp {
   static constexpr int kPack = 16 / sizeof(T);
-  static constexpr int kEach = 2;  // of two arrays
+  static constexpr int kEach = 2;  // packs of `grad` and as many of x
   static constexpr int kResidentRows = 4, kResidentColumns = sizeof(T) == 4 ? 4 : 3;
   using Group = BoundedAffine;
   struct Raw {

@@ -1,21 +1,23 @@
-// The scales of groups that do not fit on chip, in two launches. Each block of the first one finds the extremes of a
-// piece of a group. The second one folds the pieces of each group into a scale and a zero point. Minima and maxima are
-// exact in any order. x is read once here: 2 or 4 bytes an element.
+// Computes the scales of groups that do not fit on chip, in two launches. Each block of the first launch finds the
+// lowest and the highest number in a piece of a group, or of a band of groups. The second launch combines the pieces of
+// each group into a scale and a zero point. The order does not matter, because minima and maxima are not rounded. x is
+// read once here: 2 or 4 bytes per element. csrc/int8.h explains the words, int8_walk.cuh teams and columns_kernel.
 //
 //   by rows                                              by columns
 //   group  [piece 0    |piece 1    |piece 2    ]         band  [row           ]  piece 0: block 0
 //           block 0     block 1     block 2                    [row           ]
-//           teams of threads take segments in turn             [row           ]  piece 1: block 1
-//                                                              ...            threads as in columns_kernel
-//   partials[group, piece] -> fold_kernel, a warp for each group -> scale[group], zero_point[group]
+//           the teams of a block take segments in turn         [row           ]  piece 1: block 1
+//                                                              ...     threads lie as in columns_kernel
+//   partials[group, piece] -> fold_kernel, one warp per group -> scale[group], zero_point[group]
 #pragma once
 
 #include "int8_walk.cuh"
 
 namespace amp_kernels {
 
-// How far a group reaches from 0 to either side, as bits of floats without a sign. Such bits have the order of the
-// floats, with NaN above all.
+// The lowest and the highest number of a group: `below` is the magnitude of the lowest one if that is negative, `above`
+// is the highest one if that is positive, else 0. Both are the bits of a float without its sign. Compared as integers,
+// such bits are in the order of the floats, with NaN above all of them.
 struct Reach {
   uint32_t below = 0, above = 0;
 
@@ -47,7 +49,8 @@ struct Fold {
   }
 };
 
-// Every thread of the block gets the reach of all of them. `shared` has room for 32, and is free again on return.
+// Combines the reaches of all threads of a block, and returns the result to each of them. `shared` has room for 32, one
+// per warp, and may be used for something else after the call.
 __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   reach = {warp_max(reach.below), warp_max(reach.above)};
   const unsigned lane = threadIdx.x % 32;
@@ -58,8 +61,9 @@ __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   return {warp_max(reach.below), warp_max(reach.above)};
 }
 
-// Running extremes of packs, N of each kind: extreme k is that of elements k, k + N, k + 2N... of every pack, and of 0.
-// One instruction compares two numbers of 16 bits. Missing elements of a pack are 0, which changes no extreme.
+// N minima and N maxima of the packs that were added so far. Number k is over the elements k, k + N, k + 2N ... of
+// every pack, and over 0. Missing elements of a pack are 0, so they change nothing. A word holds two 16-bit numbers,
+// which one instruction compares.
 template <class T, int N>
 struct Bounds {
   using Word = typename Held<T>::Type;
@@ -104,12 +108,12 @@ struct RowBounds : Bounds<T, 4 / sizeof(T)> {
   }
 };
 
-constexpr int kResidentExtremes = 5;  // blocks on a multiprocessor: 80 KB in flight
+constexpr int kResidentExtremes = 5;  // blocks on a multiprocessor, which then has 80 KB of loads in flight
 
 template <class T>
 struct ExtremesPass {
   static constexpr int kPack = 16 / sizeof(T);
-  static constexpr int kEach = 4;  // 64 bytes
+  static constexpr int kEach = 4;  // packs that a thread loads before it waits: 64 bytes
 
   const T* x;
   bool wide;
@@ -175,7 +179,7 @@ __global__ void __launch_bounds__(kThreads, kResidentExtremes)
 #pragma unroll
     for (int k = 0; k < kPack; ++k) shared[(team * kPack + k) * walk.lanes + lane] = bounds.at(k);
     barrier();
-    if (team < kPack) {  // this thread folds column `team` of the packs of `lane`, which other threads have read
+    if (team < kPack) {  // this thread combines column number `team` of this lane's packs, over all teams
       Reach column;
       for (int d = 0; d < kThreads / walk.lanes; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
       int64_t rest = item;
@@ -195,7 +199,7 @@ struct ScaleFold {
   int32_t* zero_point;
 };
 
-// A warp for each group.
+// Each warp combines the pieces of a group.
 static __global__ void __launch_bounds__(kThreads) fold_kernel(const ScaleFold fold) {
   const int64_t warps = static_cast<int64_t>(gridDim.x) * (kThreads / 32);
   for (int64_t group = blockIdx.x * static_cast<int64_t>(kThreads / 32) + threadIdx.x / 32; group < fold.groups;
@@ -214,8 +218,8 @@ static __global__ void __launch_bounds__(kThreads) fold_kernel(const ScaleFold f
 
 // ------------------------------------------------------------------------------------- host side
 
-// How groups are cut into pieces, and the memory between the launches: an Affine for each group, then the partial
-// extremes.
+// How groups are cut into pieces, and the launches. The caller provides bytes() of memory for them: an Affine for each
+// group, followed by the Reach of each piece.
 struct ExtremesPlan {
   bool by_columns;
   RowWalk rows;

@@ -2,25 +2,27 @@
 //
 //   out[m, n] = (sum over k of x[m, k] * weight[n, k]) * scale[n] + bias[n]        2 M N K operations, in fp32
 //
-// Codes become numbers in registers, never in memory: a weight moves one byte an element. The kernels and what a block
-// computes, over all of k:
+// Codes are converted in registers. So reading the weight takes one byte per element. There are two kernels. A block of
+// them sums over all of k, and computes:
 //
-//   tiled_kernel       64 or 128 rows of x by 64 or 128 outputs; 8 warps share a tile; x and weight pass through a ring
-//                      of stages in shared memory
-//   few_rows_kernel    up to 64 rows by 16 outputs; 8 warps share k and read weights once, straight into fragments:
-//                      K N bytes
+//   tiled_kernel       64 rows of x by 64 outputs, or 128 by 128. Its 8 warps share this tile. x and weight are copied
+//                      to a ring of stages in shared memory
+//   few_rows_kernel    up to 64 rows of x by 16 outputs. Its 8 warps divide k among them. Weights are read once, K N
+//                      bytes in all, straight into fragments
 //
 // Both multiply fp16 and bf16. torch multiplies fp32, and bf16 on GPUs before sm_80 (csrc/ops/int8.cpp).
 //
-// On tensor cores the product is transposed, out^T = weight * x^T. Fragments of x are then pairs of neighbours in
-// memory. Fragments of the weights can be any words that arithmetic leaves in registers.
+// Tensor cores compute the transposed product, out^T = weight * x^T. The words of a fragment of x (tensor_cores.cuh)
+// are then neighbours in memory, and are used as loaded. The words of a fragment of the weight are computed from codes
+// anyway.
 #include "../int8.h"
 #include "int8_tiles.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-// The epilogue of N neighbouring outputs from n on: what does not depend on the row is loaded once.
+// Scales and stores sums of N neighbouring outputs, from output n on. The scales and biases, which all rows share, are
+// loaded once.
 template <class T, int N>
 struct Columns {
   float scale[N], bias[N];
@@ -29,7 +31,7 @@ struct Columns {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       scale[i] = linear.scale[(n + i) * linear.scale_step];
-      bias[i] = linear.bias == nullptr ? -0.0f : to_float(static_cast<const T*>(linear.bias)[n + i]);  // -0: no change
+      bias[i] = linear.bias == nullptr ? -0.0f : to_float(static_cast<const T*>(linear.bias)[n + i]);  // y + -0 is y
     }
   }
 
@@ -42,10 +44,11 @@ struct Columns {
 };
 
 // ------------------------------------------------------------------------------ codes into numbers
-// A code plus 128 is an unsigned byte. 2^10 in fp16 with this byte in its lowest bits is the number 2^10 + 128 + code;
-// one subtraction leaves the code, exactly. Conversions run at an eighth of that rate.
+// A code plus 128 is an unsigned byte. The fp16 number 2^10 with this byte as its lowest bits is the number
+// 2^10 + 128 + code. Subtracting 2^10 + 128 leaves the code, exactly. A GPU converts numbers at an eighth of the rate
+// at which it subtracts.
 
-// Four codes to two words of two numbers.
+// Converts four codes to fp16 numbers, two in a word.
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __half) {
   const uint32_t bytes = codes ^ 0x80808080u;
   const __half2 offset = __float2half2_rn(1024.0f + 128.0f);
@@ -59,8 +62,9 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __h
   }
 }
 
-// bf16 has room for 7 bits in place of 8. 0x4300 with the code's lower 7 bits is 128 + those bits; 0x4300 with its sign
-// bit is 128, or 256 if the bit is set. Their difference is the code.
+// Converts four codes to bf16 numbers, two in a word. The lowest bits of a bf16 number hold 7 bits of the code, not 8.
+// 0x4300, which is 128, becomes 128 + the lower 7 bits of the code if these are put there. With only the code's sign
+// bit it stays 128, or becomes 256 if that bit is set. The first minus the second is the code.
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __nv_bfloat16) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -76,12 +80,13 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __n
 
 // ------------------------------------------------------------------------------------------ tiles
 constexpr int kTileK = 64;
-constexpr int kXBytes = kTileK * 2;
+constexpr int kXBytes = kTileK * 2;  // in a row of a tile of x
 
-// A fragment of x and a fragment of the weight may hold their k in any order, as long as it is the same order. Here a
-// lane reads four neighbours of x, and the four codes of the same k. Half a warp reads 32 bytes of each of four rows of
-// x: this swizzle keeps these reads free of bank conflicts. A warp reads 16 bytes of each of eight rows of the weight:
-// MatrixSwizzle keeps those free.
+// The fragments of x and of the weight may have the elements along k in any order, if both have the same order. Here a
+// lane reads four neighbours of x, and the four codes that they are multiplied by.
+//
+// Half a warp reads 32 bytes from each of four rows of x. This swizzle puts them in different banks. A warp reads 16
+// bytes from each of eight rows of the weight. MatrixSwizzle (tiles.cuh) puts those in different banks.
 struct NumberSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row % 4 * 2); }
 };
@@ -152,9 +157,9 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// Lane (g, t), g = lane / 4, t = lane % 4, holds elements 16 t to 16 t + 15 of each 64 of k: of rows g, g + 8, ... of
-// x, and of outputs g and g + 8 of the weight. Warps take turns of 64 along k, and add their sums through shared
-// memory.
+// The 8 warps take steps of 64 along k in turn. In a step, lane (g, t), with g = lane / 4 and t = lane % 4, loads
+// elements 16 t to 16 t + 15 along k: from the rows g, g + 8, ... of x, and from the rows of the weight for the block's
+// outputs g and g + 8. At the end the sums of all warps are added through shared memory.
 template <class T, int kRowTiles>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     few_rows_kernel(const Int8Linear linear, const Operand x, const Operand weight) {

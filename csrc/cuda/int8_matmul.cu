@@ -1,13 +1,14 @@
-// The product of two matrices of codes, exact in int32, then with its zero points, scales and bias; 2 M N K operations:
+// The product of two matrices of codes, with zero points za and zb, scales sa and sb, and a bias; 2 M N K operations:
 //
 //   out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
 //             = (sum of a * b - zb[n] * sum of a[m] - za[m] * (sum of b[n] - K * zb[n])) * ...
 //
-// Sums of the codes of a row and of a column are added up beside the products.
+// The sums over k of a * b, of row m of a, and of column n of b are exact in int32. All of them are computed in the
+// same pass over a and b.
 //
-//   tiled_kernel: a block computes 64 x 64, 128 x 128 or 128 x 256 outputs. Both operands pass through a ring of stages
-//   in shared memory, 64 bytes of k each; each of the 8 warps holds the sums of its part of the tile in registers, as
-//   fragments of m16n8k32.
+//   tiled_kernel: a block computes 64 x 64, 128 x 128 or 128 x 256 outputs. Both operands are copied to a ring of
+//   stages in shared memory, 64 bytes along k per stage. Each of the 8 warps computes a part of the tile. Its sums stay
+//   in registers, as fragments of m16n8k32 (tensor_cores.cuh).
 //
 //                      b  [columns]
 //        a [rows] [k] +------+------+------+------+
@@ -16,8 +17,8 @@
 //                     | warp | warp | warp | warp |
 //                     +------+------+------+------+
 //
-//   few_rows_kernel: a block computes up to 64 rows x 16 columns. Its 8 warps share k and read b once, from memory
-//   straight into fragments: K N bytes in all, which is what limits it.
+//   few_rows_kernel: a block computes up to 64 rows x 16 columns. Its 8 warps divide k among them. b is read once, K N
+//   bytes in all, straight into fragments. Those reads limit the speed.
 #include <algorithm>
 
 #include "../formulas/int8.h"
@@ -29,21 +30,21 @@ namespace {
 
 // ---------------------------------------------------------------------------------------- results
 
-// The epilogue of N neighbouring columns from n on: what does not depend on the row is loaded once. kSums: there are
-// zero points, which need the sums of codes.
+// Scales and stores the sums of N neighbouring columns, from column n on. The numbers that all rows share are loaded
+// once. kSums is true if there are zero points, which need the sums of codes, too.
 template <int N, bool kSums>
 struct Columns {
   float scale[N], bias[N];
   int zero_point[N];
   int64_t correction[N];  // to be multiplied by the row's zero point
-  Affine affine;          // where results are codes
+  Affine affine;          // of the results, if these are codes
 
   __device__ Columns(const Int8Matmul& matmul, int64_t n, const int* column_sums) {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       const int64_t at = (n + i) * matmul.b_step;
       scale[i] = matmul.b_scale[at];
-      bias[i] = matmul.bias == nullptr ? -0.0f : static_cast<const float*>(matmul.bias)[n + i];  // -0 changes nothing
+      bias[i] = matmul.bias == nullptr ? -0.0f : static_cast<const float*>(matmul.bias)[n + i];  // y + -0 is y
       if constexpr (kSums) {
         zero_point[i] = matmul.b_zero_point == nullptr ? 0 : matmul.b_zero_point[at];
         correction[i] = column_sums[i] - matmul.k * zero_point[i];
@@ -60,8 +61,8 @@ struct Columns {
 #pragma unroll
     for (int i = 0; i < N; ++i) {
       if constexpr (kSums) {
-        const int64_t of_row = static_cast<int64_t>(zero_point[i]) * row_sum;
-        y[i] = static_cast<float>(sums.data[i] - of_row - row_zero_point * correction[i]);
+        const int64_t row_term = static_cast<int64_t>(zero_point[i]) * row_sum;
+        y[i] = static_cast<float>(sums.data[i] - row_term - row_zero_point * correction[i]);
       } else {
         y[i] = static_cast<float>(sums.data[i]);
       }
@@ -93,9 +94,9 @@ struct Columns {
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// Shared memory is read as fast as it can be, and sums take most of the registers. In a block of 128 x 256 a warp
-// computes twice as many products as in one of 128 x 128 from 4/3 of the bytes, but there is then one block on a
-// multiprocessor.
+// The reads of shared memory limit the speed, and sums take most of the registers. With a tile of 128 x 256 a warp
+// computes twice as many products as with one of 128 x 128, but reads only 4/3 of the bytes. A multiprocessor then has
+// room for one block only.
 template <int kM, int kN>
 struct Tile {
   static constexpr int kStages = kM == 128 && kN == 128 ? 3 : 4;
@@ -147,7 +148,7 @@ struct Tile {
     }
   }
 
-  // Four lanes share a row or a column: adds their sums of codes and stores them in shared memory.
+  // Adds up the sums of codes, of which four lanes have a part each, and stores them in shared memory.
   __device__ __forceinline__ void store_sums(int* row_sums, int* column_sums, int down, int across) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -181,7 +182,7 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
-  // With zero points the epilogue of four columns would take more registers than the sums leave.
+  // With zero points, four columns at a time would take more registers than the sums leave.
   constexpr int kWide = kSums ? 2 : 4;
   finish<ResultTile<kM, kN>, kWide>(
       shared, tile.sum, matmul.n % kWide == 0 && is_aligned16(matmul.out), matmul.n - at.n, [&](auto each, int column) {
@@ -195,16 +196,17 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// Lane (g, t), g = lane / 4, t = lane % 4, holds bytes 16 t to 16 t + 15 of each 64 of k: of rows g and g + 8 of a, and
-// of columns g and g + 8 of b. A fragment may hold its k in any order, as long as it is the same in a and b.
+// The 8 warps take steps of 64 bytes along k in turn. In a step, lane (g, t), with g = lane / 4 and t = lane % 4, loads
+// bytes 16 t to 16 t + 15 along k: from the rows g and g + 8 of each 16 rows of a, and from the columns g and g + 8 of
+// b. The elements along k are then in another order than mma's. That does no harm, because a and b have the same order.
 template <int kRowTiles>
 struct FewSums {
   int sum[kRowTiles][2][4];
   int row_sum[kRowTiles][2], column_sum[2];
 
   static constexpr int kValues = kRowTiles * 10 + 2;
-  // Where a number is among kValues: a sum by (tile, column fragment, c), a row sum by (tile, half), a column sum by
-  // half.
+  // The positions of the members in this struct, seen as an array of kValues ints. `half` is 0 for row or column g, and
+  // 1 for g + 8.
   static __device__ __forceinline__ int at_sum(int tile, int j, int c) { return (tile * 2 + j) * 4 + c; }
   static __device__ __forceinline__ int at_row_sum(int tile, int half) { return kRowTiles * 8 + tile * 2 + half; }
   static __device__ __forceinline__ int at_column_sum(int half) { return kRowTiles * 10 + half; }
@@ -258,7 +260,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
   for (int i = 0; i < Sums::kValues; ++i) shared[(warp * Sums::kValues + i) * 32 + lane] = values[i];
   barrier();
-  // Thread (row, column) adds the warps' parts of its sum. Sums of codes are spread over four lanes as well.
+  // Thread (row, column) adds the parts of its sum that the warps have. Of a sum of codes, four lanes of each warp have
+  // a part.
   const int row = threadIdx.x / kFewColumns, column = threadIdx.x % kFewColumns;
   if (first_n + column >= matmul.n) return;
   const auto total = [&](int value, int first_lane, int lanes) {

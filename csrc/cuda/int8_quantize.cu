@@ -1,18 +1,18 @@
-// Quantization to int8, and fake quantization, bit for bit csrc/formulas/int8.h:
+// Quantization to int8, and fake quantization, with the same bits as csrc/formulas/int8.h:
 //
 //   code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)         fake = (code - zero_point) * scale
 //
-//   kernel (int8_walk.cuh has the walks)                     when                       bytes an element (fp16, fp32)
+//   kernels (int8_walk.cuh has the walks)                    when                       bytes per element (fp16, fp32)
 //   held_rows_kernel                                         a group is one row         3, 5
 //                                                            that fits on chip
 //   row_ or column_extremes_kernel, fold_kernel, and then    other groups               5, 9
 //   rows_kernel or columns_kernel
 //   rows_kernel or columns_kernel                            the scale is given         3, 5
 //
-// held_rows_kernel: a team of 1 to 512 threads holds a row in registers from its only read to the store of its codes:
+// held_rows_kernel: a team of 1 to 512 threads reads a row once, and holds it in registers until its codes are stored:
 //
-//   row  [pack][pack] ... [pack]   lane 0 ... lane n       load 8 packs a thread -> extremes of the team -> scale ->
-//        [pack][pack] ... [pack]                           codes of the same registers
+//   row  [pack][pack] ... [pack]   lane 0 ... lane n       a thread loads 8 packs -> extremes of the team -> scale ->
+//        [pack][pack] ... [pack]                           codes, from the same registers
 #include "int8_codes.cuh"
 #include "int8_extremes.cuh"
 #include "int8_walk.cuh"
@@ -20,16 +20,18 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// Out is int8_t, or for fake quantization T. kKnown is what is known of steps.
+// The Op (int8_walk.cuh) that quantizes. Out is int8_t, or T for fake quantization. kKnown is what store() may assume
+// about steps (int8_codes.cuh).
 template <class T, class Out, bool kStochastic, Steps kKnown = kAny>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  // Fake quantization moves more bytes: there a second way to round would only cost registers.
+  // Whether kInside is used. It is not for fake quantization, which moves more bytes: a second way to round would only
+  // take registers there.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static_assert(kHasInside || kKnown != kInside);
-  static constexpr int kEach = 4;  // 64 bytes: 64 KB in flight on a multiprocessor
-  // Blocks on a multiprocessor. Random bits take up to 80 registers a thread by rows and 112 by columns, where bounds
-  // for each column take 80 and inverses alone 56.
+  static constexpr int kEach = 4;  // 64 bytes per thread: four blocks have 64 KB in flight on a multiprocessor
+  // Blocks on a multiprocessor. With random bits a thread takes up to 80 registers by rows, and up to 112 by columns.
+  // Without them it takes 80 by columns if it holds the bounds of each column, and 56 if only the inverses (kInside).
   static constexpr int kResidentRows = kStochastic ? 3 : 4;
   static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside || sizeof(T) == 4 ? 4 : 3;
   using Element = T;
@@ -66,8 +68,8 @@ struct QuantizeOp {
   __device__ __forceinline__ void prefetch(int64_t offset) const { amp_kernels::prefetch(x + offset); }
   __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(x + offset); }
 
-  // Stores nothing and returns false if a step is NaN, which the sum of all steps shows. The sum costs a quarter of
-  // what a comparison and a selection for each step would.
+  // If any steps of the pack are NaN, stores nothing and returns false. The sum of all steps is then NaN, too. Adding
+  // them up takes a quarter of the time that a comparison and a selection for each of them would take.
   template <Steps kSteps = kKnown, class AffineAt>
   __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;
@@ -103,10 +105,14 @@ struct QuantizeOp {
 
 // ------------------------------------------------------------------------------- rows held on chip
 
-constexpr int kHeldPacks = 8;    // of a thread: what a row costs at any length equals the cost of 8 packs
-constexpr int kMostLanes = 512;  // of a block: two are resident, one loads while the other stores
+// Packs that a thread holds. The cost of a row that does not depend on its length is as much as the cost of 8 packs.
+constexpr int kHeldPacks = 8;
+// Threads of the largest team, which is a block. A multiprocessor holds two such blocks, one with random bits. One of
+// the two loads while the other stores.
+constexpr int kMostLanes = 512;
 
-// Elements that are not in wide packs are read twice, the second time from cache.
+// A team computes the scale of a row and its codes. Elements outside of wide packs are read twice, the second time from
+// cache.
 template <class Op>
 __global__ void __launch_bounds__(kMostLanes, Op::kResidentRows* kThreads / kMostLanes)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {
@@ -158,7 +164,7 @@ template <class Op>
 void launch_held(const Op& op, const Int8Layout& layout, float* scale, int32_t* zero_point, Stream stream) {
   RowWalk walk = row_walk(layout, Op::kPack, kHeldPacks, kMostLanes);
   int block = kThreads;
-  if (walk.lanes > 32) {  // a block for a row, of just the warps it takes
+  if (walk.lanes > 32) {  // a block takes one row, and has only as many warps as the row needs
     block = static_cast<int>(ceil_div(ceil_div(walk.length, Op::kPack * kHeldPacks), 32) * 32);
     walk.lanes = block;
     walk.shift = 10;
@@ -190,7 +196,7 @@ void launch_codes(const Quantize& quantize, const Affine* computed, Stream strea
   }
 }
 
-// Whether scales come from a pass of their own, and that pass.
+// Whether scales are computed by a separate pass (int8_extremes.cuh), and the plan of that pass.
 struct Scaling {
   static constexpr int kEach = 4;
 

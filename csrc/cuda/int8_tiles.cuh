@@ -1,6 +1,9 @@
-// How the operands of a product reach shared memory, and how its sums leave it, shared by int8_matmul.cu and
-// int8_linear.cu. A tile is kRows rows of an operand by kBytes of k, in chunks of 16 bytes whose places in a row are
-// swizzled (tiles.cuh):
+// The parts that the kernels of int8_matmul.cu and int8_linear.cu have in common: copies of operands to shared memory,
+// the distribution of sums to the epilogue, and the loads of products with few rows.
+//
+// Rows of an operand run along k. They are the rows of a, of x and of a linear layer's weight, and the columns of b. A
+// tile is kRows rows of an operand, with kBytes of each. In shared memory the 16-byte chunks of a row are in another
+// order (a swizzle, tiles.cuh):
 //
 //   memory                             shared memory
 //   row r    [c0 c1 c2 c3] k ->        row r    [c1 c0 c3 c2]     a thread copies one chunk of every kLines-th row
@@ -11,33 +14,34 @@
 
 namespace amp_kernels::cuda {
 
-// One operand: rows over m or n, in bytes. They begin at multiples of 16 bytes, and k is a multiple of 16 too: up to
-// there, rows of fewer elements hold zeros, which add nothing to a product (csrc/ops/int8.cpp: in_chunks).
+// One operand, with rows for m or n. Rows begin at multiples of 16 bytes, and their length k is a multiple of 16 bytes.
+// If rows are shorter, in_chunks() in csrc/ops/int8.cpp has put zeros after them, which add nothing to a product.
 struct Operand {
   const char* first;
-  int64_t rows, k, row_stride;
+  int64_t rows, k, row_stride;  // k and row_stride in bytes
 };
 
-// Elements of a row of k with the zeros behind it.
+// The number of elements in a row, with the zeros after its k elements.
 inline int64_t whole_chunks(int64_t k) { return (k + 15) / 16 * 16; }
 
-constexpr int kTileBytes = 64;  // of k, for codes
+constexpr int kTileBytes = 64;  // in a row of a tile of codes
 constexpr int kTileChunks = kTileBytes / 16;
 
-// Fills one tile a step, by asynchronous copies (cp.async): rows from `first_row` on, kBytes of k further each time. A
-// tile is 0 outside of the operand.
+// Each fetch() fills a tile with the rows from `first_row` on, by asynchronous copies (cp.async). The first one begins
+// at the start of the rows, each later one kBytes after the one before. A tile is 0 where it lies outside of the
+// operand.
 template <int kRows, int kBytes = kTileBytes, class Swizzle = MatrixSwizzle>
 struct Loader {
   static constexpr int kChunks = kBytes / 16;
-  static constexpr int kLines = kThreads / kChunks;  // in one go
+  static constexpr int kLines = kThreads / kChunks;  // rows that all threads together copy at a time
   static constexpr int kTimes = kRows / kLines;
   static_assert(kLines % 8 == 0, "the chunks of a thread's rows are in the same place");
 
-  uintptr_t next;  // an address: where k is 0 there is no memory, and arithmetic on a null pointer would be undefined
+  uintptr_t next;  // no pointer: it may be null if k is 0, and arithmetic on a null pointer is undefined
   int64_t line_stride;
   int to;          // offset in the tile
   int lines;       // rows of the operand from this thread's first one to the end of the tile
-  int last_bytes;  // of this thread's chunk in the last step, 16 or 0
+  int last_bytes;  // how many bytes of this thread's chunk exist in the last step: 16, or 0 if it begins after k
 
   static __device__ __forceinline__ int clamp(int64_t value, int most) {
     return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
@@ -93,9 +97,10 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
   barrier();
 }
 
-// The epilogue: hands all sums of a tile, through shared memory, to store(row, sums) for kWide neighbouring columns at
-// a time, or for one where rows of results are not aligned. A thread stays in its columns: start(N, first column) is
-// called once and returns its `store`. `columns` is how many of the tile's exist.
+// Passes all sums of a tile, through shared memory, to store(row, sums). `sums` there are those of N neighbouring
+// columns: kWide of them if `wide`, else one. (Rows of results that are not aligned take one.) Each thread has the same
+// columns in all rows. It calls start(N, its first column) for each half of the tile, which returns its store(). The
+// first `columns` columns of the tile lie in the result; others are left out.
 template <class Results, int kWide, class Sum, int kTall, int kBroad, class Start>
 __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kBroad][4], bool wide, int64_t columns,
                                        const Start& start) {
@@ -118,21 +123,23 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 }
 
 // --------------------------------------------------------------------------------------- few rows
-// With few rows a product takes as long as reading the weights. They are read once, from memory straight into
-// fragments; the rows are read from L2 by every block. The warps of a block share k.
+// If a product has few rows, its time is that of reading the weights (the second operand). Weights are read once, from
+// memory straight into fragments. Every block reads all rows, from L2. The warps of a block divide k among them.
 
-constexpr int kFewColumns = 16;  // of a block: two fragments of the weights use each fragment of the rows
+// Columns of a block. Each fragment of the rows is multiplied by two fragments of the weights.
+constexpr int kFewColumns = 16;
 constexpr int kWarps = kThreads / 32;
 
-// The alternative is tiles of 64 x 64, which walk all of k one step after the other while other multiprocessors have no
-// work. But here every block reads all rows, for 16 columns only: with 32 rows that is more to read from L2 than for
-// tiles as soon as there are half as many tiles as multiprocessors, with 64 rows a third.
+// Whether few_rows_kernel computes a product, rather than tiled_kernel with tiles of 64 x 64. A tile takes all steps of
+// k one after the other, and if there are few tiles, most multiprocessors have no work. A block of few_rows_kernel has
+// only 16 columns, but it reads all rows, too. With 32 rows, that is more to read from L2 than tiles need once there
+// are more than half as many tiles as multiprocessors; with 64 rows, once there are more than a third.
 inline bool are_few_rows(int64_t m, int64_t n) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count);
 }
 
-// Calls f with the number of tiles of 16 rows as an integral_constant.
+// Calls f with the number of fragments of 16 rows that few_rows_kernel takes, as an integral_constant.
 template <class F>
 void with_row_tiles(int64_t m, const F& f) {
   if (m <= 16) return f(std::integral_constant<int, 1>());
@@ -140,7 +147,7 @@ void with_row_tiles(int64_t m, const F& f) {
   f(std::integral_constant<int, 4>());
 }
 
-// 16 bytes of a row from byte k on; zeros outside of the operand.
+// Returns the 16 bytes of a row from byte k on, or zeros outside of the operand.
 __device__ __forceinline__ int4 load_chunk(const Operand& operand, int64_t row, int64_t k) {
   if (row >= operand.rows || k >= operand.k) return make_int4(0, 0, 0, 0);
   const char* p = operand.first + row * operand.row_stride + k;

@@ -1,28 +1,32 @@
-// How CUDA walks an Int8Layout, in the words of csrc/int8.h. A pack is kPack neighbours in memory: 16 bytes of floats.
-// A kernel is an Op, which says what happens to a pack, in one of two walks:
+// The kernels that walk over an Int8Layout on a GPU. csrc/int8.h explains the layout, and the words band, piece and
+// segment. A pack is kPack neighbours in memory: 16 bytes of floats. A kernel is made of one of two walks and of an Op,
+// the code for a pack:
 //
 //   rows_kernel: a team of 1 to 256 threads takes a segment       columns_kernel: a block takes a piece of a band;
-//   of a group, every thread kEach packs of it                    up to 32 lanes go across, the other threads down
+//   of a group, each of its threads kEach packs of it             up to 32 lanes go across, the other threads down
 //
 //          lane 0  lane 1  lane 2  lane 3                                lane 0   lane 1   ...
 //          [pack]  [pack]  [pack]  [pack]   j = 0                   row  [pack]   [pack]   threads 0 to lanes - 1
 //          [pack]  [pack]  [pack]  [pack]   j = 1                   row  [pack]   [pack]   the next lanes
 //          ...                              kEach                        ...
-//          one scale, in a register of each thread                       kPack scales in registers, one a column,
+//          one scale, in a register of each thread                       kPack scales in registers, one per column,
 //                                                                        which the block loads once
 //
-// A thread loads all of its kEach packs before it waits for a scale or for a pack. That is how many bytes it has in
-// flight.
+// A thread starts the loads of kEach packs before it waits for a scale or for a pack. So it has kEach packs in flight.
 //
 // An Op has these members:
 //
-//   wide                             true if every pack can be one access: addresses are aligned wherever a row begins
-//   load(offset)                     reads a pack as it lies in memory
-//   store(raw, offset, group_at)     writes the results of a loaded pack. Returns false if it wrote none: narrow() must
-//   narrow(offset, count, group_at)  reads and writes up to kPack elements, one at a time
-//   affine(group)                    reads scale and zero point of a group
-//   Group                            what store() takes of a group; group_at(k) is that of element k of the pack
-//   Group::is_plain()                true if store() is exact for this group. Elements of other groups go narrow
+//   wide                             whether each pack can be loaded and stored in one access: wherever a row begins,
+//                                    addresses are aligned to packs
+//   load(offset)                     loads a pack, and returns it as it lies in memory
+//   store(raw, offset, group_at)     computes and writes the results of a loaded pack. If it returns false, it wrote
+//                                    nothing, and narrow() must be called for this pack
+//   narrow(offset, count, group_at)  does the same for up to kPack elements, one at a time, whatever their values
+//   affine(group)                    reads the scale and the zero point of a group
+//   Group                            what store() needs to know about a group. group_at(k) is the Group of element k of
+//                                    the pack
+//   Group::is_plain()                whether store() is exact for this group. narrow() computes the elements of other
+//   groups
 #pragma once
 
 #include <algorithm>
@@ -51,11 +55,11 @@ __device__ __forceinline__ int clip_count(int64_t count, int most) {
   return count < 0 ? 0 : count < most ? static_cast<int>(count) : most;
 }
 
-// Where a group's scale and zero point come from: the caller, or the launch before.
+// The scales and zero points of all groups, from the caller or from an earlier launch.
 struct Scales {
   const float* scale;
   const int32_t* zero_point;
-  const Affine* computed;  // nullptr: given
+  const Affine* computed;  // by the earlier launch; nullptr if the caller gave scales
 
   __device__ __forceinline__ Affine at(int64_t group) const {
     if (computed != nullptr) return computed[group];
@@ -65,24 +69,26 @@ struct Scales {
 
 // ------------------------------------------------------------------------------------------------ by rows
 struct RowWalk {
-  int64_t length;                  // of a group
-  int64_t groups_of_row, missing;  // by how many elements the last group of a row is shorter: 0 if no block is cut
-  int64_t segments, items;         // segments of a group; of all groups
-  int each;                        // packs of a thread
-  int lanes;                       // of a team: 1 << shift, or the whole block where groups are held on chip
-  int shift, teams;                // teams of a block
+  int64_t length;  // elements in a group
+  // Groups in a row of the tensor (csrc/int8.h), and how many elements fewer the last of them has. 0 if no block is
+  // cut.
+  int64_t groups_of_row, missing;
+  int64_t segments, items;  // segments in a group, and segments in all groups
+  int each;                 // packs per thread
+  int lanes;                // threads in a team: 1 << shift, or a whole block of held_rows_kernel
+  int shift, teams;         // teams: in a block
 
   __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }
   __device__ __forceinline__ int lane() const { return threadIdx.x - (team() << shift); }
 };
 
-// What one thread has of a segment: packs that are `stride` elements apart.
+// The part of a segment that one thread takes: packs that are `stride` elements apart.
 struct Segment {
   int64_t first;  // offset of the thread's first element
   int count;      // elements from there to the end of the segment; 0 or less if the thread has none
   unsigned stride;
 
-  // Segment `number` of a group.
+  // This thread's part of segment `number` in a group.
   template <int kPack>
   static __device__ __forceinline__ Segment of(const RowWalk& walk, int64_t group, int64_t number) {
     Segment segment{};
@@ -102,7 +108,8 @@ struct Segment {
     return segment;
   }
 
-  // Calls f(offset, count) for the packs that are left: with `wide` an incomplete last one, else all.
+  // Calls f(offset, count) for packs that store() has not written. If `wide`, that is the last one, if it is
+  // incomplete. Otherwise it is all of them.
   template <int kPack, class F>
   __device__ __forceinline__ void each_narrow(bool wide, const F& f) const {
     if (wide && count % kPack == 0) return;
@@ -113,6 +120,7 @@ struct Segment {
     }
   }
 
+  // Whether the thread has a j-th pack that is complete.
   template <int kPack>
   __device__ __forceinline__ bool has(int j) const {
     return static_cast<int>(j * stride) + kPack <= count;
@@ -145,25 +153,25 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentRows) rows_kernel(const
 
 // --------------------------------------------------------------------------------------------- by columns
 struct ColumnWalk {
-  int64_t columns, rows;       // of each of the outer matrices
-  int lanes, shift;            // across: 1 << shift, up to 32; the other threads of the block go down
-  int64_t bands;               // of lanes * kPack columns
+  int64_t columns, rows;       // size of a matrix [reduced][inner]; the tensor has `outer` of them
+  int lanes, shift;            // lanes: threads across, 1 << shift, up to 32. The other threads of the block go down
+  int64_t bands;               // bands in a matrix, of lanes * kPack columns each
   int64_t step;                // elements from one row of a thread to its next
-  int64_t piece_rows, pieces;  // rows of a piece, pieces of a band
-  int64_t items;               // pieces of all bands
+  int64_t piece_rows, pieces;  // rows in a piece, pieces in a band
+  int64_t items;               // pieces in all bands of all matrices
 };
 
-// What one thread has of a piece: up to a pack of columns, in every (kThreads / lanes)-th row.
+// The part of a piece that one thread takes: a pack of columns or less, in every (kThreads / lanes)-th row.
 struct Columns {
   int64_t first;  // offset of the first element
-  int count;      // of columns
-  int rows;
+  int count;      // how many columns
+  int rows;       // how many rows
 
   static __device__ __forceinline__ Columns of(const ColumnWalk& walk, int64_t item, int pack) {
     Columns columns{};
     const int team = threadIdx.x >> walk.shift;
     const int64_t column = (split_off(item, walk.bands) * walk.lanes + threadIdx.x - team * walk.lanes) * pack;
-    const int64_t row = split_off(item, walk.pieces) * walk.piece_rows + team;  // leaves the number of the matrix
+    const int64_t row = split_off(item, walk.pieces) * walk.piece_rows + team;  // leaves the matrix's number in `item`
     const int64_t rest = walk.rows - row, of_piece = walk.piece_rows - team, left = rest < of_piece ? rest : of_piece;
     columns.first = (item * walk.rows + row) * walk.columns + column;
     columns.count = clip_count(walk.columns - column, pack);
@@ -180,9 +188,9 @@ struct Columns {
   }
 };
 
-// The Groups of a band in shared memory, word by word: [words of a Group, columns of a band]. The threads of a block
-// load and invert each scale once. For its own 8 columns alone that would take a thread as many instructions as the
-// codes of 4 packs.
+// The Groups of a band in shared memory, word by word: [words of a Group, columns of a band]. The block loads and
+// inverts each scale once. If instead each thread did so for its own 8 columns, that would take as many instructions as
+// the codes of 4 packs.
 template <class Group, int kPack>
 struct BandGroups {
   static constexpr int kWords = sizeof(Group) / sizeof(uint32_t);
@@ -201,21 +209,21 @@ struct BandGroups {
     for (int column = threadIdx.x; column < columns && first + column < walk.columns; column += kThreads) {
       const Group group(op.affine(item * walk.columns + first + column));
       is_plain &= group.is_plain();
-      uint32_t of_group[kWords];
-      memcpy(of_group, &group, sizeof(of_group));
+      uint32_t group_words[kWords];
+      memcpy(group_words, &group, sizeof(group_words));
 #pragma unroll
-      for (int i = 0; i < kWords; ++i) words[i * columns + column] = of_group[i];
+      for (int i = 0; i < kWords; ++i) words[i * columns + column] = group_words[i];
     }
     return !block_any(!is_plain);
   }
 
   // The Group of a column.
   __device__ __forceinline__ Group at(int column) const {
-    uint32_t of_group[kWords];
+    uint32_t group_words[kWords];
 #pragma unroll
-    for (int i = 0; i < kWords; ++i) of_group[i] = words[i * columns + column];
+    for (int i = 0; i < kWords; ++i) group_words[i] = words[i * columns + column];
     Group group;
-    memcpy(&group, of_group, sizeof(group));
+    memcpy(&group, group_words, sizeof(group));
     return group;
   }
 };
@@ -255,7 +263,7 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
     }
     const auto from_band = [&](int k) { return band.at(first + k); };
     if (!wide) {
-      // Computed again. Kept until here, `columns` would take registers, of which sm_75 has one too few.
+      // `columns` is computed again. Kept until here, it would take one register more than sm_75 has.
       const Columns again = Columns::of(walk, item, kPack);
       again.each_narrow(walk, [&](int64_t offset) { op.narrow(offset, again.count, from_band); });
     }
@@ -266,20 +274,22 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
 // ---------------------------------------------------------------------------------------------- host side
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Blocks of one size, several waves of them so that the last wave is a small part.
+// The number of blocks to launch for work of `blocks` blocks: at most 64 per multiprocessor. These are several waves,
+// so that the last one, which may be incomplete, is a small part of the time.
 inline unsigned grid_of(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, static_cast<int64_t>(multiprocessor_count()) * 64));
 }
 
-// Threads of a team for a group of so many packs, if a thread has `each` packs in flight. Short groups get a thread for
-// each pack up to 32 codes, a sector of memory, even if that leaves fewer packs for each thread.
+// The number of threads in a team for a group of `packs` packs, if a thread takes `each` packs: a power of 2, at most
+// `most`. The first 32 codes of a group, which are a sector of memory, get a thread for each pack, even if a thread
+// then has fewer than `each` packs.
 inline int lanes_for(int64_t packs, int pack, int each, int most) {
   int64_t lanes = 1;
   while (lanes < most && (lanes < std::min<int64_t>(packs, 32 / pack) || lanes * each < packs)) lanes *= 2;
   return static_cast<int>(lanes);
 }
 
-// Whether packs of `pack` elements are aligned to their size, wherever in `array` a group or a row begins.
+// Whether packs of `pack` elements in `array` are aligned to their size, wherever a group or a row begins.
 inline bool is_wide(const Int8Layout& layout, const void* array, size_t element_size, int pack) {
   if (reinterpret_cast<uintptr_t>(array) % (pack * element_size) != 0) return false;
   if (layout.is_by_columns()) return layout.outer * layout.reduced == 1 || layout.inner % pack == 0;
@@ -328,7 +338,7 @@ void launch_pass(const Op& op, const Int8Layout& layout, Stream stream) {
            stream, op, walk);
     return;
   }
-  // A tensor that is too small for so many packs a thread is spread over all multiprocessors.
+  // If the tensor is too small to give every multiprocessor a block, threads take fewer packs.
   int each = Op::kEach;
   RowWalk walk = row_walk(layout, Op::kPack, each, kThreads);
   while (each > 1 && ceil_div(walk.items, walk.teams) < multiprocessor_count())

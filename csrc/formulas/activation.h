@@ -1,5 +1,6 @@
 // The activations of a linear layer and their derivatives, in fp32.
-// GELU: Hendrycks & Gimpel 2016, exact (erf) and by tanh, with the constants of torch.nn.functional.gelu.
+// GELU (Hendrycks & Gimpel 2016) has two forms, exact by erf, and approximate by tanh. The constants are those of
+// torch.nn.functional.gelu.
 #pragma once
 
 #include <cmath>
@@ -14,16 +15,17 @@ constexpr float kTanhCubic = 0.044715f;
 
 template <Activation kind>
 AMP_KERNELS_HD float activate(float x) {
-  if constexpr (kind == kRelu) return x < 0.0f ? 0.0f : x;  // NaN stays
+  if constexpr (kind == kRelu) return x < 0.0f ? 0.0f : x;  // NaN gives NaN
   if constexpr (kind == kGelu) return 0.5f * x * (1.0f + erff(x * kSqrtHalf));
   if constexpr (kind == kGeluTanh) return 0.5f * x * (1.0f + tanhf(kTanhScale * (x + kTanhCubic * x * x * x)));
   return x;
 }
 
-// The derivative of GELU: Phi(x) + x * phi(x), of the normal distribution. With product = exp(-x^2 / 2) * P(|x|) it is
-// the product for x < 0, and 1 - product for other x. P is a polynomial of degree 11, fitted so that the product is off
-// by at most 1.7e-8. In fp32 the result is off by at most 1.3e-7. From erff and expf it would be off by 1.4e-7, in 35
-// instructions, not 20. Infinities give NaN, as in torch.
+// The derivative of GELU is Phi(x) + x * phi(x), with the distribution and the density of the normal distribution. Let
+// product = exp(-x^2 / 2) * P(|x|), where P is a polynomial of degree 11. For x < 0 the derivative is the product, and
+// for other x it is 1 - product. P was fitted so that the product is off by at most 1.7e-8. Computed in fp32, the
+// result is off by at most 1.3e-7, and takes 20 instructions. With erff and expf it would be off by 1.4e-7, and
+// take 35. Infinities give NaN, as in torch.
 AMP_KERNELS_HD float gelu_derivative(float x) {
   constexpr float kTail[] = {0.4999999701976776f,    -0.7978828549385071f,   0.24997258186340332f,
                              -0.13280580937862396f,  0.06192397326231003f,   -0.025471867993474007f,
@@ -36,7 +38,7 @@ AMP_KERNELS_HD float gelu_derivative(float x) {
   return (x < 0.0f ? product : 1.0f - product) + 0.0f * x;
 }
 
-// The derivative of an activation. `x` is the argument of the activation; for relu it is the result.
+// The derivative of an activation. `x` is the argument of the activation, or for relu its result.
 template <Activation kind>
 AMP_KERNELS_HD float derivative(float x) {
   if constexpr (kind == kRelu) return x > 0.0f ? 1.0f : 0.0f;

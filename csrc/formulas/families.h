@@ -4,13 +4,14 @@
 // A formula is a struct that updates one element in fp32:
 //
 //   kName       name of the family
-//   kStates     how many states it has
-//   kRequired   how many of its states, the first ones, every parameter has
+//   kStates     the largest number of states that a parameter can have
+//   kRequired   the number of states that every parameter has. They come first
 //   Formula(hyper, lr, factor, step, has)
-//               hyper-parameters and learning rate of the parameter's group; factor * g is the unscaled, clipped
-//               gradient; step counts the updates before this one; has[k]: the parameter has the k-th state
+//               hyper-parameters and learning rate of the parameter's group. factor * g is the unscaled, clipped
+//               gradient. step is the number of updates before this one. has[k] says whether the parameter has the k-th
+//               state
 //   operator()(p, g, s)
-//               returns the new p, and writes the new states to s
+//               returns the new parameter; g is its gradient. Replaces the states s by the new ones
 #pragma once
 
 #include <stdexcept>

@@ -1,4 +1,5 @@
-// int8 quantization, bit for bit the same on every backend: fp32 IEEE operations, none fused, in one order.
+// The arithmetic of int8 quantization. It is fp32 IEEE operations in a fixed order, none of them fused, so that every
+// backend computes the same bits.
 // Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
 #pragma once
 
@@ -10,7 +11,8 @@
 
 namespace amp_kernels {
 
-// nvcc contracts a * b + c to an FMA unless told by these; the host compiler is told by -ffp-contract=off.
+// nvcc contracts a * b + c to an FMA, but not these intrinsics. The host compiler contracts nothing, because of
+// -ffp-contract=off.
 AMP_KERNELS_HD float multiply_rn(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rn(a, b);
@@ -43,12 +45,12 @@ AMP_KERNELS_HD uint32_t float_bits(float x) {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-// What a group's scale depends on. The largest magnitude is compared as bits, among which NaN is the largest: a
-// comparison of floats would drop it.
+// What the scale of a group depends on. Magnitudes are compared as bits, among which NaN is the largest. So NaN is
+// kept; a comparison of floats would drop it.
 struct Extremes {
-  uint32_t magnitude = 0;
-  float low = 0.0f;  // with 0, which the range always contains
-  float high = 0.0f;
+  uint32_t magnitude = 0;  // the largest
+  float low = 0.0f;        // never above 0, because the range of codes always contains 0
+  float high = 0.0f;       // never below 0
 
   AMP_KERNELS_HD void add(float x) {
     const uint32_t bits = float_bits(x) & 0x7fffffffu;
@@ -64,17 +66,17 @@ struct Extremes {
   }
 };
 
-// From a number to its code and back. `inverse` is 0 where every code of the group is 0.
+// What converts the numbers of a group to codes and back.
 struct Affine {
   float scale;
-  float inverse;
+  float inverse;  // 1 / scale; 0 if affine_of() found NaN, inf or too small a range, so that all codes are 0
   int zero_point;
-  int low;  // of the codes; 127 is the highest
+  int low;  // the lowest code; the highest is 127
 };
 
 AMP_KERNELS_HD int lowest_code(bool symmetric) { return symmetric ? -127 : -128; }
 
-// Without branches, so that host compilers do eight groups at a time.
+// Computes scale and zero point of a group. It has no branches, so that host compilers compute eight groups at a time.
 AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
   const float nan = std::numeric_limits<float>::quiet_NaN();
   float absmax;
@@ -91,11 +93,13 @@ AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
           lowest_code(symmetric)};
 }
 
+// The Affine of a group whose scale and zero point the caller gave. Without a zero point its codes are symmetric.
 AMP_KERNELS_HD Affine given_affine(float scale, const int32_t* zero_point) {
   return {scale, divide_rn(1.0f, scale), zero_point == nullptr ? 0 : *zero_point, lowest_code(zero_point == nullptr)};
 }
 
-// The code before clamping; NaN stands on the zero point. `steps` is x * inverse, rounded somehow to an integer.
+// The code before clamping. `steps` is x * inverse, rounded to an integer in any way. If it is NaN, the code is the
+// zero point.
 AMP_KERNELS_HD int unclamped_code(float steps, int zero_point) {
   const float bounded = steps < -512.0f ? -512.0f : steps > 512.0f ? 512.0f : steps;
   return (bounded == bounded ? static_cast<int>(bounded) : 0) + zero_point;
@@ -115,6 +119,7 @@ AMP_KERNELS_HD int stochastic_code_of(float x, float noise, const Affine& affine
   return clamped(unclamped_code(steps, affine.zero_point), affine.low);
 }
 
+// Whether the code of x needs no clamping.
 AMP_KERNELS_HD bool is_inside(float x, const Affine& affine) {
   const int code = unclamped_code(rintf(multiply_rn(x, affine.inverse)), affine.zero_point);
   return code >= affine.low && code <= 127;
@@ -124,12 +129,13 @@ AMP_KERNELS_HD float value_of(int code, float scale, int zero_point) {
   return multiply_rn(static_cast<float>(code - zero_point), scale);
 }
 
-// Fake quantization shows NaN, which a code cannot.
+// Fake quantization keeps NaN, for which there is no code.
 AMP_KERNELS_HD float fake_of(float x, int code, const Affine& affine) {
   return x == x ? value_of(code, affine.scale, affine.zero_point) : x;
 }
 
-// Four random words; word i & 3 of counter i >> 2 belongs to the element of logical row-major index i.
+// Four random words from one counter. The element with row-major index i takes word i & 3 from counter i >> 2. The
+// index follows the dimensions, whatever the strides are.
 struct RandomWords {
   uint32_t word[4];
 };
@@ -150,6 +156,7 @@ AMP_KERNELS_HD RandomWords philox(uint64_t counter, uint64_t seed) {
   return {{c0, c1, c2, c3}};
 }
 
+// A number in [0, 1) from the upper 24 bits of a random word.
 AMP_KERNELS_HD float uniform(uint32_t word) { return static_cast<float>(word >> 8) * 5.9604644775390625e-8f; }
 
 }  // namespace amp_kernels

@@ -1,5 +1,6 @@
-// Split masters: the fp32 master of a 16-bit weight, kept in 32 bits. One half is the weight itself, which is the
-// master rounded to nearest even. The other is an int16 remainder: the distance from the weight to the master.
+// Split masters: the fp32 master of a 16-bit weight is stored as two halves of 16 bits. One half is the weight itself,
+// which is the master rounded to nearest even. The other half is an int16 remainder, the distance from the weight to
+// the master.
 //
 //   bf16:  bits(master) = bits(weight) + remainder
 //   fp16:  master = weight + remainder * ulp(weight) / 2^16
@@ -8,13 +9,15 @@
 //                 |----------------------------+----------------------------|
 //   remainder  -32768                          0                          32767
 //
-// What is lost:
-//   bf16   2^16 + 1 masters round to an even weight; of its two ties, the one farther from 0 is stored as its neighbour
-//   fp16   nothing from 2^-16 on; a smaller master is stored to within 2^-40; one that rounds beyond 65504 is infinite
+// Where a stored master differs from the given one:
+//   bf16   2^16 + 1 masters round to each even weight. The one farthest from 0, a tie, has no remainder of its
+//          own. It is stored as its neighbour, one fp32 unit closer to 0
+//   fp16   masters from 2^-16 on are exact. Smaller ones are stored to within 2^-40. A master that rounds beyond 65504
+//          becomes infinite
 //
-// If other code writes a weight, the remainder stays that of the old weight. If weight and remainder then join to a
-// number that does not round to the weight, bit for bit, the master is the weight. Otherwise the master is at most half
-// an ulp away from the weight.
+// Other code may write a weight. The remainder then still belongs to the old weight. If weight and remainder join to a
+// number that does not round to the weight, bit for bit, the weight is taken as the master. Otherwise that number is
+// the master, and it is at most half an ulp away from the weight.
 #pragma once
 
 #include <cmath>
@@ -44,12 +47,12 @@ struct Remainder;
 
 template <>
 struct Remainder<kBFloat16> {
-  // The master, if it rounds to `weight`. If not, the caller takes the weight.
+  // Joins weight and remainder. The caller must check that the result rounds to `weight`, and else take `weight`.
   static AMP_KERNELS_HD float joined(float weight, int32_t remainder) {
     return float_of(bits_of(weight) + static_cast<uint32_t>(remainder));
   }
 
-  // The remainder of a master. `weight` is the master, rounded.
+  // The remainder of a master. `weight` must be the rounded master.
   static AMP_KERNELS_HD int32_t of(float master, float weight) {
     const auto difference = static_cast<int32_t>(bits_of(master) - bits_of(weight));
     const int32_t fits = difference < 32767 ? difference : 32767;
@@ -78,9 +81,10 @@ struct Remainder<kHalf> {
   }
 };
 
-// Calls f with a zero of the type of row kMaster: int16_t if it holds remainders (`split`), else float. P and G are the
-// types of parameters and gradients. fp32 parameters with remainders are averages (kJoinsGrad). They have no states, so
-// that formulas with required states get no kernels for them.
+// Calls f with a zero of the type that row kMaster of the table has: int16_t if it holds remainders (`split`), else
+// float. P and G are the types of parameters and gradients. If parameters are fp32 and there are remainders, the
+// parameters are averages (kJoinsGrad). Averages have no states. So for a formula with required states f(int16_t) is
+// not compiled for fp32 parameters.
 template <class Formula, class P, class G, class F>
 void with_master(bool split, const F& f) {
   if (!split) return f(float{});
@@ -88,10 +92,11 @@ void with_master(bool split, const F& f) {
   if constexpr (!std::is_same_v<P, float> || kFollows)
     f(int16_t{});
   else
-    throw std::invalid_argument(std::string("amp_kernels: no average is made by ") + Formula::kName);
+    throw std::invalid_argument(std::string("amp_kernels: an average cannot be updated by ") + Formula::kName);
 }
 
-// Whether row kMaster, of type M, holds the remainders of the gradients. It does for averages (table.h).
+// Whether row kMaster, of type M, holds remainders of the gradients. It does if the parameters, of type P, are averages
+// (table.h).
 template <class P, class M>
 constexpr bool kJoinsGrad = std::is_same_v<P, float> && std::is_same_v<M, int16_t>;
 

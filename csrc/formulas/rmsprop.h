@@ -32,12 +32,14 @@ struct RmspropFormula {
 
   AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
     g *= factor;
-    // One fma, as torch's add(p, alpha): two roundings would show where gradient and decay nearly cancel.
+    // One fma, which rounds once, as torch's g.add(p, alpha=weight_decay) does. If gradient and decay nearly cancel, a
+    // second rounding would be visible.
     if (weight_decay != 0.0f) g = fmaf(weight_decay, p, g);
     s[0] = alpha * s[0] + one_minus_alpha * g * g;
     s[2] += centering * (g - s[2]);
     const float variance = s[0] - s[2] * s[2];
-    // Rounding can push v - a^2 below 0, where torch takes the root of a negative number. NaN is kept.
+    // Rounding can make v - a^2 negative. torch then takes the root of a negative number, which is NaN; here it is
+    // replaced by 0. If v - a^2 is NaN, it stays NaN.
     s[1] = momentum * s[1] + g / (sqrtf(variance < 0.0f ? 0.0f : variance) + eps);
     return p - lr * s[1];
   }

@@ -19,7 +19,7 @@ struct SgdFormula {
   float factor, lr, momentum, one_minus_dampening, weight_decay, lookahead;
   bool first;
 
-  // Without a momentum buffer every step is computed like the first: b = g.
+  // If the parameter has no momentum buffer, every step is computed like the first one, with b = g.
   AMP_KERNELS_HD SgdFormula(const float* hyper, float lr, float factor, uint32_t step, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         lr(lr),
@@ -31,7 +31,8 @@ struct SgdFormula {
 
   AMP_KERNELS_HD float operator()(float p, float g, float (&s)[kStates]) const {
     g *= factor;
-    // One fma, as torch's add(p, alpha): two roundings would show where gradient and decay nearly cancel.
+    // One fma, which rounds once, as torch's g.add(p, alpha=weight_decay) does. If gradient and decay nearly cancel, a
+    // second rounding would be visible.
     if (weight_decay != 0.0f) g = fmaf(weight_decay, p, g);
     s[0] = first ? g : momentum * s[0] + one_minus_dampening * g;
     const float direction = lookahead != 0.0f ? g + lookahead * s[0] : s[0];
