@@ -10,7 +10,7 @@ from torch import Tensor
 from .. import reference
 from ..families import Family
 from ._plan import Column, Hyper, Members, Plan, Read, check_apart
-from ._tensors import check_written, read_gradient
+from ._tensors import check_written, is_dense, read_gradient
 
 
 class ReferencePlan(Plan):
@@ -75,7 +75,9 @@ class ReferencePlan(Plan):
             coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             grad_scale = coefficient.reciprocal() if grad_scale is None else grad_scale / coefficient
         applied = 1 if found_inf is None else (found_inf == 0).to(torch.int32).view(())
-        for t, (column, grad) in self._found.items():
+        # A gradient with gaps may lie in memory of a parameter. It is read before that is written, as in native plans.
+        found = {t: (c, grad if is_dense(grad) else grad.clone()) for t, (c, grad) in self._found.items()}
+        for t, (column, grad) in found.items():
             masters = [] if column.remainder is None else [column.remainder]
             states = [[] if s is None else [s] for s in column.states]
             hyper = self._hyper[self.members.groups[t]]

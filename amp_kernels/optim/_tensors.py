@@ -166,7 +166,7 @@ class Spans:
     def meet(self, tensor: Tensor) -> bool:
         """Whether a tensor overlaps one of the ranges.
 
-        False for a tensor with gaps. A native plan copies such a gradient before it writes anything.
+        False for a tensor with gaps. A plan copies such a gradient before it writes anything.
         """
         if tensor.numel() == 0 or not is_dense(tensor):
             return False

@@ -1,9 +1,9 @@
 // The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states). A 16-bit weight becomes p, rounded.
 // Bytes per element are the same as on a GPU (csrc/cuda/update.cuh). A thread takes a chunk in blocks of 512 elements:
 //
-//   16-bit gradient   -> fp32 in L1     \
-//   weight, remainder -> master in L1    > formula, in vectors of the host's width -> master -> weight, remainder
-//   states            in place          /                                          -> states
+//   16-bit gradient   -> fp32 in L1     |
+//   weight, remainder -> master in L1   |> formula, in vectors of the host's width -> master -> weight, remainder
+//   states            in place          |                                          -> states
 #pragma once
 
 #include <algorithm>

@@ -172,6 +172,13 @@ def test_a_bias_with_strides(activation: Any) -> None:
     assert cases.compare("linear", y, truth.bfloat16(), truth).passed
 
 
+def test_the_bias_is_added_before_rounding_to_x_with_gaps(backend: str, device: torch.device) -> None:
+    """torch's `linear` adds it afterwards if x has three dimensions and is not contiguous: 257 becomes 256, then 0."""
+    x = torch.ones(2, 3, 264, dtype=torch.bfloat16, device=device).transpose(0, 1)
+    weight = (torch.arange(264) < 257).repeat(8, 1).to(x)
+    assert amp_kernels.linear(x, weight, torch.full_like(weight[:, 0], -256)).eq(1).all()
+
+
 @pytest.mark.parametrize("dtype", cases.LOW.values(), ids=cases.LOW)
 @pytest.mark.parametrize("activation", cases.ACTIVATIONS)
 def test_transforms_of_torch_func(activation: Any, dtype: torch.dtype) -> None:

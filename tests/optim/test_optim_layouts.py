@@ -65,6 +65,15 @@ def test_what_lies_between_a_parameters_elements_is_not_written(device, family):
 
 
 @families
+def test_a_gradient_with_gaps_in_another_parameter_is_read_before_that_is_written(device, family):
+    first, second, alone = (torch.nn.Parameter(randn(n, seed=n, device=device)) for n in (8, 4, 4))
+    first.grad, second.grad, alone.grad = torch.ones_like(first), first.data[::2], first.data[::2].clone()
+    family([first, second], **FULL[family]).step()
+    family([alone], **FULL[family]).step()
+    assert torch.equal(second, alone)
+
+
+@families
 @dtypes
 def test_gradients_that_are_views_into_a_bucket(device, family, dtype):
     """As DDP makes them: one flat tensor, at whatever offset."""
