@@ -34,12 +34,13 @@ test test-slow:
 
 # What CI has no time for: every test of a device on the emulator's GPUs, the planted faults, random programs under
 # AddressSanitizer, the wheel under today's torch, today's trainers, the pages in a browser. What is short comes first.
-nightly: SLOW := -m nightly
+# The tests on the emulator are few and long: each process takes the next one, of whatever file.
+nightly: SLOW := -m nightly --dist load
 nightly: test
 	$(MAKE) docs-browser
 	$(MAKE) test-clients
 	$(MAKE) test-matrix MATRIX=torch
-	$(MAKE) asan-events EVENTS_ARGS='--seconds 1800'
+	$(MAKE) asan-events EVENTS_ARGS='--seconds 600'
 	$(BIN)/python tests/faults/run --trust
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.

@@ -124,7 +124,7 @@ def test_this_nvcc_knows_the_architectures() -> None:
 
 
 def test_tests_compile_for_all_of_them() -> None:
-    targets = (nvcc.HOPPER, nvcc.TURING, nvcc.OTHERS)
+    targets = (nvcc.HOPPER, nvcc.TURING, nvcc.OTHERS, nvcc.REST)
     assert set(chain(*(chain(*target.values()) for target in targets))) == numbers(architectures((13, 0)))
 
 

@@ -51,12 +51,17 @@ COMPILED = {
     "hopper": (nvcc.HOPPER, SOURCES),
     "turing": (nvcc.TURING, SOURCES),
     "others": (nvcc.OTHERS, SOURCES),
+    "rest": (nvcc.REST, SOURCES),
 }
 
 
 @pytest.fixture(
     scope="module",
-    params=["usual", *(pytest.param(name, marks=pytest.mark.slow) for name in ("hopper", "turing", "others"))],
+    params=[
+        "usual",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("hopper", "turing", "others")),
+        pytest.param("rest", marks=pytest.mark.nightly),
+    ],
 )
 def compiled(request: pytest.FixtureRequest) -> dict[str, nvcc.Compiled]:
     return nvcc.compile_sources(*COMPILED[request.param])

@@ -57,7 +57,7 @@ def test_operators_on_the_interpreter() -> None:
     """One that reads lists and one that writes them; harness/test_triton_interpret.py tries the kernels."""
     if reason := WHY_NOT["triton-interpret"]():
         pytest.skip(reason)
-    ops = ("--op", "grad_norm", "--op", "sgd_")
+    ops = ("--op", "grad_norm", "--op", "sgd_", "--dtype", "mixed")  # of all dtypes 102 s
     # Not in a fork: there the Triton kernels of an editable install are missing.
     words = [sys.executable, "-m", "amp_kernels", "verify", "--backend", "triton", "--device", "cpu", *ops]
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONWARNINGS": "ignore"}
