@@ -303,7 +303,7 @@ def test_smoke_cases_reach_every_tile_of_three_multiprocessors_alone() -> None:
     tiled = [{re.sub(", (true|false)>$", "", name) for name in names if "tiled" in name} for names in (ran, there)]
     assert tiled[1] == tiled[0] and len(tiled[1]) > 15
     functions = [{name.split("<")[0] for name in names} for names in (ran, there)]
-    # Unlike the emulated GPU, sm_75 multiplies no bf16: plain_kernel serves it. CPU tensors need no list of theirs sent.
+    # plain_kernel multiplies bf16 on sm_75, which the emulated GPU is not. Lists of CPU tensors are not sent.
     assert functions[1] - functions[0] == {"plain_kernel", "send_kernel"}
     ran_on_132, _ = reach("132", "int8_linear")
     assert not any(re.search(r"tiled_kernel<T, 128", name) for name in ran_on_132)
