@@ -312,7 +312,7 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
             "amp.initialize with the loss_scale and num_losses of the run that saved it"
         )
     checked = [
-        (scaler, scaler._checked(f"amp.load_state_dict: {name}", {**scaler.state_dict(), **loaded[name]}))
+        (scaler, scaler._check_state_dict(f"amp.load_state_dict: {name}", {**scaler.state_dict(), **loaded[name]}))
         for name, scaler in scalers.items()
         if scaler.is_enabled()
     ]

@@ -17,7 +17,7 @@ from torch.amp.grad_scaler import OptState, _refresh_per_optimizer_state
 from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from .functional.unscale import moved, unscale_
+from .functional.unscale import to_device, unscale_
 from .ops.checks import why_not_loaded
 from .ops.table import DTYPE_CODES
 from .optim._base import FusedOptimizer, OverflowLog, Verdict
@@ -455,7 +455,7 @@ class GradScaler(torch.amp.GradScaler):
         scale, _ = self._check_scale_growth_tracker("step")
         found_inf = torch.zeros((), dtype=torch.float32, device=scale.device)
         for flag in flags.values():
-            found_inf += moved(flag, scale.device)
+            found_inf += to_device(flag, scale.device)
         dist.all_reduce(found_inf, dist.ReduceOp.MAX, group=self._process_group)
         return {scale.device: found_inf}
 
@@ -536,7 +536,7 @@ class GradScaler(torch.amp.GradScaler):
         """
         scale, _ = self._check_scale_growth_tracker("update")
         states = self._per_optimizer_states.values()
-        flags = [moved(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()]
+        flags = [to_device(flag, scale.device) for s in states for flag in s["found_inf_per_device"].values()]
         return None if not flags else flags[0] if len(flags) == 1 else torch.stack(flags).sum()
 
     def _count_skip(self, found_inf: Tensor) -> None:
@@ -647,9 +647,9 @@ class GradScaler(torch.amp.GradScaler):
             256.0
         """
         if self._enabled:
-            self._load(self._checked("GradScaler.load_state_dict", state_dict))
+            self._load(self._check_state_dict("GradScaler.load_state_dict", state_dict))
 
-    def _checked(self, caller: str, state_dict: Any) -> dict[str, Any]:
+    def _check_state_dict(self, caller: str, state_dict: Any) -> dict[str, Any]:
         """Returns all values that `_load` needs, or raises an error.
 
         A state dict of torch's scaler lacks the bounds and the hysteresis. They are then taken from this scaler.

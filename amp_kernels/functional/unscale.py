@@ -84,7 +84,7 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     return norms[0] if len(norms) == 1 else total_norm(norms)
 
 
-def moved(scalar: Tensor, device: torch.device) -> Tensor:
+def to_device(scalar: Tensor, device: torch.device) -> Tensor:
     """Return `scalar`, or a copy of it on `device`.
 
     A copy to the CPU waits for the device. Otherwise the host could read it before it is complete.
@@ -95,7 +95,7 @@ def moved(scalar: Tensor, device: torch.device) -> Tensor:
 def total_norm(norms: Sequence[Tensor]) -> Tensor:
     """Combine the norms of several devices into one, on the device of the first norm. Their squares are fp64."""
     device = norms[0].device
-    gathered = torch.stack([moved(norm, device) for norm in norms])
+    gathered = torch.stack([to_device(norm, device) for norm in norms])
     return torch.linalg.vector_norm(gathered, dtype=torch.float64).float()
 
 
@@ -185,8 +185,8 @@ def _on_device(
     flag = found_inf
     if flag is None or flag.device != device:
         flag = torch.zeros((), dtype=torch.float32, device=device)
-    result = op(grads, None if inv_scale is None else moved(inv_scale, device), flag)
+    result = op(grads, None if inv_scale is None else to_device(inv_scale, device), flag)
     if found_inf is not None and flag is not found_inf:
-        arrived = moved(flag, found_inf.device).view_as(found_inf)
+        arrived = to_device(flag, found_inf.device).view_as(found_inf)
         found_inf.copy_(torch.where(arrived != 0, arrived, found_inf))
     return result

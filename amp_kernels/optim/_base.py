@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import ParamsT, _global_optimizer_pre_hooks
 
 from .. import backends
-from ..functional.unscale import moved, total_norm
+from ..functional.unscale import to_device, total_norm
 from ..ops.table import RECORD
 from ._checkpoints import WithCheckpoints
 from ._options import check_max_grad_norm, check_options, check_params, restored
@@ -80,7 +80,7 @@ class FusedOptimizer(WithCheckpoints):
     # three.
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    _checked: list[Plan] | None = None
+    _checked_plans: list[Plan] | None = None
     # `found_inf` of the last step, which `ema_` reads. A scaler that skips a step on the host sets it too.
     _last_found_inf: Tensor | None = None
 
@@ -199,7 +199,7 @@ class FusedOptimizer(WithCheckpoints):
         max_norm = self.max_grad_norm
         if max_norm is not None:
             self._refuse_partial_norm()
-        plans = self._checked
+        plans = self._checked_plans
         if plans is None:
             plans = self._prepare()
             if max_norm is not None:
@@ -261,7 +261,7 @@ class FusedOptimizer(WithCheckpoints):
             return None
         found_inf = flags[0]
         if len(flags) > 1:
-            found_inf = torch.stack([moved(flag, found_inf.device) for flag in flags]).sum()
+            found_inf = torch.stack([to_device(flag, found_inf.device) for flag in flags]).sum()
         for mesh in meshes:
             for dim in range(mesh.ndim):
                 torch.distributed.all_reduce(found_inf, torch.distributed.ReduceOp.MAX, group=mesh.get_group(dim))
@@ -274,11 +274,11 @@ class FusedOptimizer(WithCheckpoints):
         The verdict is passed in attributes, as torch's scaler does, and not as an argument. Step hooks may replace
         arguments. A step that lost its verdict would apply gradients with NaN or inf.
         """
-        self.grad_scale, self.found_inf, self._checked = verdict
+        self.grad_scale, self.found_inf, self._checked_plans = verdict
         try:
             return self.step(*args, **kwargs)
         finally:
-            del self.grad_scale, self.found_inf, self._checked
+            del self.grad_scale, self.found_inf, self._checked_plans
 
     # ------------------------------------------------------------------------------------------------------ plans
     def _prepare(self, *, writes: bool = False, of_all: bool = False) -> list[Plan]:
@@ -469,4 +469,4 @@ def _scalar(optimizer: FusedOptimizer, name: str) -> Tensor | None:
 
 
 def _on(scalar: Tensor | None, device: torch.device) -> Tensor | None:
-    return None if scalar is None else moved(scalar, device)
+    return None if scalar is None else to_device(scalar, device)

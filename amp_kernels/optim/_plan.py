@@ -103,7 +103,7 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
     # Mirrored parameters are left out, because `Spans` takes only dense tensors. No gradient can overlap their mirrors.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])
     for name, grad in zip(names, grads, strict=True):
-        if written.meet(grad):
+        if written.overlaps(grad):
             refuse_gradient(name)
 
 
@@ -253,7 +253,7 @@ class NativePlan(Plan):
             self.device,
             self._table,
             self._forms,
-            self._checked,
+            self._checked_table,
             writes,
         )
         if unread and not self._read_columns(read):
@@ -280,7 +280,7 @@ class NativePlan(Plan):
         self._key = self._host.words[: (1 + FIXED_ROWS) * self._count]
         # Scratch memory of `Sweep.apart`: the table and forms that it last checked, and the memory ranges that a step
         # writes.
-        self._checked = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
+        self._checked_table = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
         self._spans = _host(2 * self._count * (rows - Row.PARAM))
         self._hyper_key: list[Any] = []
         self._rates: list[int] = []
@@ -337,7 +337,7 @@ class NativePlan(Plan):
     # ------------------------------------------------------------------------------------------------------ memory
     def _check_memory(self, read: Read) -> None:
         """Raises RuntimeError if two tensors that a step writes share memory, or if a gradient overlaps one of them."""
-        met = sweep().apart(self._table, self._forms, self._checked, self._spans)
+        met = sweep().apart(self._table, self._forms, self._checked_table, self._spans)
         if met >= 0:
             refuse_gradient(self.members.names[met])
         if met == -2 or any(column.is_mirrored for column in self._columns.values()):

@@ -163,7 +163,7 @@ class Spans:
         self.starts = [start for start, _ in spans]
         self.ends = [end for _, end in spans]
 
-    def meet(self, tensor: Tensor) -> bool:
+    def overlaps(self, tensor: Tensor) -> bool:
         """Whether a tensor overlaps one of the ranges.
 
         False for a tensor with gaps. A plan copies such a gradient before it writes anything.

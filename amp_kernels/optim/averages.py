@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..families import SGD
-from ..functional.unscale import moved
+from ..functional.unscale import to_device
 from ..functional.update import update
 from ..ops.checks import as_list, check_memory, check_same_shapes, check_states, check_tensors
 from ..ops.table import DTYPE_CODES
@@ -159,7 +159,7 @@ def _follow(
         kept = [r for t in members if (r := remainders[t]) is not None]
         update(
             SGD, [averages[t] for t in members], [weights[t] for t in members], {"momentum_buffers": None}, (), _FOLLOW,
-            rate, steps_taken=0, grad_scale=None, found_inf=None if found_inf is None else moved(found_inf, device),
+            rate, steps_taken=0, grad_scale=None, found_inf=None if found_inf is None else to_device(found_inf, device),
             grad_remainders=kept or None,
         )  # fmt: skip
 

@@ -44,7 +44,7 @@ def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
         >>> {name: value.dtype for name, value in amp_kernels.optim.fp32_state_dict(model, optimizer).items()}
         {'weight': torch.float32, 'bias': torch.float32}
     """
-    ours = _checked("fp32_state_dict", model, optimizer)
+    ours = _check_arguments("fp32_state_dict", model, optimizer)
     state_dict = model.state_dict(keep_vars=True)
     with_masters = {} if ours is None else _with_masters("fp32_state_dict", ours, model, state_dict)
     copies: dict[int, Any] = {}
@@ -89,7 +89,7 @@ def load_fp32_state_dict(
         >>> model.weight.item(), optimizer.master(model.weight).item()
         (1.0, 1.0009765625)
     """
-    ours = _checked("load_fp32_state_dict", model, optimizer)
+    ours = _check_arguments("load_fp32_state_dict", model, optimizer)
     if ours is None:
         model.load_state_dict(state_dict)
         return
@@ -109,7 +109,7 @@ def load_fp32_state_dict(
         )
 
 
-def _checked(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
+def _check_arguments(caller: str, model: Any, optimizer: Any) -> FusedOptimizer | None:
     """Checks the arguments. Returns the optimizer if it is from `amp_kernels.optim`, otherwise None."""
     for name, value, what in (("model", model, torch.nn.Module), ("optimizer", optimizer, torch.optim.Optimizer)):
         if not isinstance(value, what):

@@ -24,7 +24,7 @@ class Object {
 };
 
 // The form of a column is a number that encodes its dtypes and states (Columns::form_of), or one of these.
-constexpr int64_t kAbsent = -1;  // the parameter has neither gradient nor state
+constexpr int64_t kAbsent = -1;  // the parameter has neither a gradient nor a count of steps
 constexpr int64_t kUnread = -2;  // the column is left to Python
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
