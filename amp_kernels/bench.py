@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
-# Time for the rounds of one case. There are at least five rounds (`--quick`), however long they take. With the six
-# families of that time (adam and ema came later), a run took 90 s on one core.
+# Seconds for the rounds of one case. `--quick` runs at least five rounds, however long they take. A run took 90 s on one
+# core when there were six families, before adam and ema.
 SECONDS = "0.1"
 
 
@@ -52,7 +52,7 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(
     families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
 ) -> int:
-    """Run the benchmarks, each in its own process. Return 0, 1 if one failed, or 2 if none can run here."""
+    """Run the benchmarks, each in its own process. Return 1 if one failed, 2 if none can run here, else 0."""
     try:
         chosen = _families(families)
         earlier = _earlier(compare) if compare is not None else None

@@ -30,12 +30,13 @@ class Family(NamedTuple):
 
     Attributes:
         name: Name of the formula.
-        option: An option that the optimizers of no other family have. It tells which family a checkpoint belongs to.
+        option: An option that only optimizers of this family have. It tells which family a checkpoint belongs to.
         states: Names of the states, in the order of their rows in the table.
         optional: How many states a parameter may lack, depending on the options. They are the last ones of `states`.
         hyper: Type of the hyper-parameters, which do not include the learning rate.
         reference: The update in plain torch, called as ``(params, grads, states, masters, hyper, *, lr, steps_taken,
-            grad_scale, found_inf)``. `states` has a list for each state, which is empty if the state is not used.
+            grad_scale, found_inf)``. The argument `states` is a list of tensors for each state. It is empty if the state
+            is not used.
             `steps_taken` may be a 0-dim int32 tensor.
     """
 

@@ -28,7 +28,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def environment() -> dict[str, str]:
-    """Return what times and failures can depend on: versions, the commit, devices, clocks and threads."""
+    """Return the facts on which times and failures can depend: versions, the commit, devices, clocks, threads."""
     return {
         "amp_kernels": f"{amp_kernels.__version__}{_commit()}",
         "torch": f"{torch.__version__}, Python {platform.python_version()}, {platform.platform()}",

@@ -26,9 +26,9 @@ def tensor_exchange_api() -> Any:
 def are_functorch_transforms_active() -> bool:
     """Return whether a transform of `torch.func` is active.
 
-    Inside a transform, an autograd function that has no rule for it fails.
+    An autograd function fails inside a transform for which it has no rule.
 
-    If torch lacks the function, the answer is True. Products are then computed by torch, without padding, which is
+    If torch has no way to tell, the answer is True. Products are then computed by torch, without padding, which is
     always correct.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
@@ -38,7 +38,7 @@ def are_functorch_transforms_active() -> bool:
 def is_transformed() -> bool:
     """Return whether a transform of `torch.func` or forward-mode differentiation is active.
 
-    There an autograd function without a rule fails, or returns a derivative of 0. If torch lacks a way to find out, the
+    There an autograd function without a rule fails, or returns a derivative of 0. If torch has no way to tell, the
     answer is True.
     """
     return are_functorch_transforms_active() or getattr(forward_ad, "_current_level", 0) >= 0
@@ -83,8 +83,8 @@ def _mixes_rows() -> bool:
     """Return whether a NaN in one row of a bf16 matrix reaches the row before it in torch's CPU product.
 
     If K is not a multiple of 32, torch may read past the end of a row of the left matrix, into the next row. It
-    multiplies what it reads there by 0, but a NaN or inf times 0 is NaN. torch 2.13 does this on a CPU with AMX, from
-    17 rows on and for most K (33, 1000). torch 2.11 does not.
+    multiplies what it reads there by 0, but a NaN or inf times 0 is NaN. torch 2.13 does this on a CPU with AMX,
+    from 17 rows on and for most of these K, for example 33 and 1000. torch 2.11 does not.
 
     Without AMX the answer is False. With AMX, or if torch lacks the test for it, a product is tried. If this package is
     imported in a mode that makes fake tensors, the product has no values, and the answer is True.

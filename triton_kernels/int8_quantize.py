@@ -46,13 +46,13 @@ from .int8_tiles import (
 # Where a group's scale comes from.
 GIVEN = tl.constexpr(0)  # the caller
 REGISTERS = tl.constexpr(1)  # the tile, which holds whole groups and is read once
-TWO_READS = tl.constexpr(2)  # the same program, which reads its band twice; much of the second read comes from L2
+TWO_READS = tl.constexpr(2)  # the program itself, which reads its band twice; much of the second read comes from L2
 PARTIALS = tl.constexpr(3)  # _extremes_kernel, if there are too few bands to fill the device with one program each
 
 
 # --------------------------------------------------------------------------------------------------- the extremes
 # The extremes are found by comparing integers, because this keeps NaN and gives the same result in any order. Elements
-# outside the tensor count as 0, which the range of every group contains.
+# outside the tensor count as 0. This changes no scale, since the range of every group is extended to include 0.
 @triton.jit
 def _include(low, high, x, SYMMETRIC: tl.constexpr):
     if SYMMETRIC:
@@ -111,7 +111,7 @@ def _extremes_of_partials(
 @triton.jit(do_not_specialize=list(range(8)))
 def _extremes_kernel(
     x_ptr,
-    partials_ptr,  # int32 [1 or 2, pieces, groups]: high, and unless SYMMETRIC low
+    partials_ptr,  # int32 [1 or 2, pieces, groups]: high, then low (only if not SYMMETRIC)
     outer: tl.int64,
     reduced: tl.int64,
     inner: tl.int64,
@@ -187,7 +187,7 @@ def _quantize_kernel(
     FROM: tl.constexpr,
     FAKE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    FOURS: tl.constexpr,  # in rows of a tile, every fourth index is a multiple of 4 (has_index_of_fours)
+    FOURS: tl.constexpr,  # each four neighbours in a row of a tile share one draw of random bits (has_index_of_fours)
     DTYPE: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
@@ -278,5 +278,5 @@ def _quantize_int8_(
 
 
 def _signed(seed: int) -> int:
-    """Return the number that has the same 64 bits as an int64."""
+    """Return the int64 that has the same 64 bits as the unsigned `seed`."""
     return (seed + 2**63) % 2**64 - 2**63

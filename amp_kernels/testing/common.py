@@ -137,9 +137,9 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
     The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`.
 
     Where an element of torch's result is NaN or inf, after an overflow in fp32, the element of `ours` must be the same,
-    or within a relative 1e-6 of a truth that fp32 can hold. Otherwise the error is inf. Both are allowed, because
-    torch's own kernels overflow at different values. They multiply in different orders, for example squares times
-    `1 - alpha` on a GPU, but `(1 - alpha) * g * g` on a CPU.
+    or within a relative 1e-6 of a truth that fp32 can hold. An overflow and a right number are both accepted, because
+    torch's own kernels overflow at different values: a GPU multiplies squares by `1 - alpha`, and a CPU computes
+    `(1 - alpha) * g * g`. In all other cases the error is inf.
 
     Args:
         ours: The result.
@@ -173,7 +173,8 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
 def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
     """Apply the rule of `error_and_allowed` to each large tensor, and once to all small ones together.
 
-    The small ones share a bound because torch's error in a single element, and so its bound, may happen to be 0.
+    The small ones share a bound because torch's error in a single element may happen to be 0. The bound of this element
+    alone would be too tight.
     """
     rows = list(zip(ours, theirs, truth, strict=True))
     for i, row in enumerate(rows):
@@ -338,7 +339,7 @@ def _spread(dtype: torch.dtype) -> Tensor:
     return randn(LENGTH).double() * 10**exponents
 
 
-# Functions that return numbers with which arithmetic in a dtype may go wrong, as fp32 or fp64.
+# Functions that return numbers with which arithmetic in the given dtype may go wrong. The results are fp32 or fp64.
 VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "zeros": lambda _: torch.zeros(LENGTH, dtype=torch.float64),
     "negative_zeros": lambda _: -torch.zeros(LENGTH, dtype=torch.float64),
@@ -393,9 +394,10 @@ def many(dtype: torch.dtype) -> list[Tensor]:
 
 
 def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
-    """Return three random vectors with `value` as the first element, the last, or one in the middle of the second.
+    """Return three random vectors, in which one element is replaced by `value`.
 
-    The second vector takes several chunks of a kernel.
+    It is the first element of the first vector, one in the middle of the second, or the last of the third. Kernels
+    divide the second vector into several chunks.
     """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]

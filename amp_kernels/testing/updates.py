@@ -105,8 +105,8 @@ class Update:
     def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
         """Return keyword arguments for `function`.
 
-        They are torch's defaults, replaced by `options` where those differ, and the number of earlier steps. What is no
-        parameter of `function` is left out.
+        They are the number of earlier steps, `options`, and torch's defaults for all other options. What is no parameter
+        of `function` is left out.
         """
         everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
@@ -162,7 +162,8 @@ class UpdateInputs:
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
-        # Every third master is split, not every second. If fp16 and bf16 alternate, each has masters of both kinds.
+        # Every third master is split. If fp16 and bf16 alternate, both then have masters of both kinds. If every second
+        # were split, all of them would have the same dtype.
         is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False, False]}[masters])
         kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
         self.masters = place(kept, device, layout)
@@ -349,8 +350,8 @@ def _update_cases(op: str) -> Iterator[Case]:
                 yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
         one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
-            # "momentum" is without the option `centered`. With it, if a square overflowed, the variance would be NaN or
-            # not depending on whether it is computed with an fma.
+            # In the example "momentum" the option `centered` is off. If it were on and a square overflowed, some
+            # implementations would get a variance of NaN and others not, depending on whether they use an fma.
             yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
         three = partial(with_element, 1.0, "middle", dtype)
         for value in (math.nan, math.inf):

@@ -2,15 +2,15 @@
 //
 //   out[m, n] = (sum over k of x[m, k] * weight[n, k]) * scale[n] + bias[n]        2 M N K operations, in fp32
 //
-// Codes are converted in registers. So reading the weight takes one byte per element. There are two kernels. A block of
-// them sums over all of k, and computes:
+// Codes are converted in registers. So reading the weight takes one byte per element. There are two kernels. In both a
+// block sums over all of k. It computes:
 //
 //   tiled_kernel       64 rows of x by 64 outputs, or 128 by 128. Its 8 warps share this tile. x and weight are copied
 //                      to a ring of stages in shared memory
 //   few_rows_kernel    up to 64 rows of x by 16 outputs. Its 8 warps divide k among them. Weights are read once, K N
 //                      bytes in all, straight into fragments
 //
-// Both multiply fp16 and bf16. torch multiplies fp32, and bf16 on GPUs before sm_80 (csrc/ops/int8.cpp).
+// In both, x is fp16 or bf16. If x is fp32, or bf16 on a GPU before sm_80, torch multiplies (csrc/ops/int8.cpp).
 //
 // Tensor cores compute the transposed product, out^T = weight * x^T. The words of a fragment of x (tensor_cores.cuh)
 // are then neighbours in memory, and are used as loaded. The words of a fragment of the weight are computed from codes
@@ -63,8 +63,8 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __h
 }
 
 // Converts four codes to bf16 numbers, two in a word. The lowest bits of a bf16 number hold 7 bits of the code, not 8.
-// 0x4300, which is 128, becomes 128 + the lower 7 bits of the code if these are put there. With only the code's sign
-// bit it stays 128, or becomes 256 if that bit is set. The first minus the second is the code.
+// 0x4300 is 128. 0x4300 | (code & 0x7f) is 128 plus the lower 7 bits of the code. 0x4300 | (code & 0x80) is 128, or 256
+// if the code is negative. The difference of these two numbers is the code.
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __nv_bfloat16) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
