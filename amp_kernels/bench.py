@@ -23,8 +23,8 @@ if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
-# Seconds for the rounds of one case. `--quick` runs at least five rounds, however long they take. A run took 90 s on one
-# core when there were six families, before adam and ema.
+# Seconds for the rounds of one case. `--quick` runs at least five rounds, however long they take. When there were six
+# families, before adam and ema, a run took 90 s on one core.
 SECONDS = "0.1"
 
 

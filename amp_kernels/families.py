@@ -35,9 +35,8 @@ class Family(NamedTuple):
         optional: How many states a parameter may lack, depending on the options. They are the last ones of `states`.
         hyper: Type of the hyper-parameters, which do not include the learning rate.
         reference: The update in plain torch, called as ``(params, grads, states, masters, hyper, *, lr, steps_taken,
-            grad_scale, found_inf)``. The argument `states` is a list of tensors for each state. It is empty if the state
-            is not used.
-            `steps_taken` may be a 0-dim int32 tensor.
+            grad_scale, found_inf)``. The argument `states` is a list of tensors for each state, empty if the state is
+            not used. `steps_taken` may be a 0-dim int32 tensor.
     """
 
     name: str

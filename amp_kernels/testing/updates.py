@@ -105,8 +105,8 @@ class Update:
     def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
         """Return keyword arguments for `function`.
 
-        They are the number of earlier steps, `options`, and torch's defaults for all other options. What is no parameter
-        of `function` is left out.
+        They are the number of earlier steps, `options`, and torch's defaults for all other options. What is not a
+        parameter of `function` is left out.
         """
         everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
