@@ -634,7 +634,7 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
     assert found_inf is not None  # there was a gradient
     for optimizer in optimizers:
         # `step()` reads this attribute, as under torch's scaler. `_forget_verdict` deletes it after the step. The value
-        # is a copy or a sum, since the next check clears the tensor of the scaler.
+        # is a copy or a sum, since the next check clears the flag that the scaler refers to.
         earlier = optimizer.__dict__.get("found_inf")
         optimizer.found_inf = found_inf.clone() if earlier is None else found_inf + earlier
     scaler.update()

@@ -182,7 +182,7 @@ class GradScaler(torch.amp.GradScaler):
 
     After 50 skipped steps in a row there is a warning. The host has to count them. It can do so if the scale is on the
     CPU, or if the scaler waits for the device with every optimizer. There is another warning the first time that no
-    optimizer has a gradient.
+    optimizer that stepped has a gradient.
 
     Args:
         device: As in torch.

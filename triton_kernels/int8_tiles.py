@@ -164,7 +164,7 @@ def streaming_plan(layout: Layout, wide: bool) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def register_plan(layout: Layout, wide: bool) -> Plan | None:
-    """Return a plan in which a tile holds whole groups, or None if no group fits into a tile."""
+    """Return a plan in which a tile holds whole groups, or None if its groups do not fit into a tile."""
     if layout.is_by_columns:
         rows = _power_of_two(layout.reduced)
         width = min(_power_of_two(layout.inner), max(_COLUMNS_OF_TILE, _TILE[wide] // rows))

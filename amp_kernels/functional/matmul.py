@@ -1,4 +1,4 @@
-"""Products of fp16 and bf16 matrices: fp32 sums, one rounding, full tensor-core speed also for odd sizes.
+"""Products of fp16 and bf16 matrices: fp32 sums, one rounding, and tensor cores that are kept busy by odd sizes too.
 
 For each call `engine_of` chooses the engine that multiplies, and `copies_of` chooses which operands are copied first:
 
@@ -45,7 +45,7 @@ FEW_ROWS = 16
 
 # ---------------------------------------------------------------------------------------------------- public functions
 def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply 16-bit matrices at tensor-core speed, even if their sizes are not multiples of 8.
+    """Multiply 16-bit matrices on tensor cores, whose speed odd sizes would otherwise halve.
 
     This is `torch.matmul` with fp32 accumulation and one rounding. On a GPU cuBLAS multiplies. If sizes or strides
     would make it slow, it multiplies copies of the operands that are padded with zeros. cuBLAS may split a sum and
@@ -159,11 +159,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
     - A backend forced by `use_backend`, except `"cpu"`, applies it before rounding.
     - On a CPU, fp16 products with more than 16 rows are computed in fp32. The activation is applied before rounding.
-    - On a GPU, cuBLAS applies `relu` itself if there is a bias, and operands are padded or no gradient is needed.
+    - On a GPU, cuBLAS applies `relu` itself if there is a bias, unless a gradient is needed and torch's `linear` is
+      called.
 
-    On a GPU operands and results are padded as in `matmul`. If operands were padded, the backward pass reads the
-    gradient once: the same pass applies the derivative of the activation, sums the gradient of the bias in fp32, and
-    writes a padded copy for the two products.
+    On a GPU operands and results are padded as in `matmul`. If operands were padded, or a backend is forced, the
+    backward pass reads the gradient once: the same pass applies the derivative of the activation, sums the gradient of
+    the bias in fp32, and writes a padded copy for the two products.
 
     Args:
         x: `[..., in_features]`, fp16 or bf16, of any strides. Other dtypes are left to torch.
@@ -203,7 +204,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     tensors = (rows, weight) if bias is None else (rows, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     copies = copies_of(engine, rows, weight.t()) if engine in ON_TENSOR_CORES else NO_COPIES
-    # On a GPU, if a gradient is needed and nothing is padded, torch's `linear` and torch's activation are called. The
+    # On a GPU, if a gradient is needed, nothing is padded and torch's `linear` rounds once, it and torch's activation
+    # are called. The
     # backward pass of `_Linear` reads the gradient once (`copy_pad`), and torch's reads it twice. Still `_Linear` was
     # not faster: on an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by
     # torch.
@@ -605,7 +607,8 @@ def _multiply(
 
     Args:
         size: Rows and columns of the result. If operands are padded, they have more.
-        pads_rows: Whether rows of the results may be padded. Only this package's kernels pad them.
+        pads_rows: Whether this package's kernels may pad the rows of the results. Rows that cuBLAS computes are padded
+            if operands are.
     """
     dtype, input = dtype or a.dtype, None if beta == 0 else input
     pads_rows = pads_rows and engine in ON_TENSOR_CORES

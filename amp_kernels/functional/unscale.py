@@ -54,8 +54,8 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
     """Return the L2 norm over all elements of all gradients, which are read once.
 
     The result is `sqrt(sum((inv_scale * grad)^2))`. A few squares at a time are summed in fp32, and these sums in fp64.
-    If squares overflow or vanish in fp32, they are summed again: a CPU sums them in fp64, a GPU rescales the elements
-    first. So every finite element counts. Not differentiable.
+    If squares overflow or vanish in fp32, they are summed again, in fp64 or from rescaled elements. So every finite
+    element counts. Not differentiable.
 
     Args:
         grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.

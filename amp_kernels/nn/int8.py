@@ -714,7 +714,7 @@ class _W8A8(torch.autograd.Function):
         zero_point: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        # As in nn.Linear, `x` and the weight are saved. The backward pass computes their codes again.
+        # Only what nn.Linear saves is saved, `x` and the weight. The backward pass computes codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
         ctx.bias_dtype = None if bias is None else bias.dtype
         codes = _weight_codes(weight, weight_scale).t()

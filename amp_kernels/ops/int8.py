@@ -50,7 +50,8 @@ def groups_of(
     """Return the groups of `x`.
 
     If there is a `block_size`, they are blocks. If not, but there is a `scale`, the dimensions in which the scale has
-    size 1 are reduced. With neither, the dimensions in `dim` are reduced, or all if it is None.
+    size 1 are reduced; a scale of one element reduces all. With neither, the dimensions in `dim` are reduced, or all if
+    it is None.
     """
     if block_size is not None:
         reduced = {x.dim() - 1}
@@ -114,7 +115,7 @@ class Plan(NamedTuple):
         """Return the plan for `x`.
 
         Args:
-            x: The tensor that kernels read, or a copy of it.
+            x: The tensor. Kernels read it or a copy of it.
             groups: Its groups.
             is_numbered: Whether kernels number the elements in row-major order, for random bits.
         """

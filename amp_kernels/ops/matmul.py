@@ -18,8 +18,8 @@ from .library import Kernels, operator
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
-# If rows are a multiple of 16 bytes apart, the kernels load operands for tensor cores 16 bytes at a time, otherwise one
-# element at a time. cuBLAS needs more than aligned rows to be fast (padding.py).
+# If rows are a multiple of 16 bytes apart, the tiled kernels load operands for tensor cores 16 bytes at a time,
+# otherwise one element at a time. cuBLAS needs more than aligned rows to be fast (padding.py).
 ALIGNMENT = 16
 
 

@@ -240,6 +240,7 @@ def _blocks(x: Tensor, block_size: int | None) -> Tensor:
         return x
     blocks = -(-x.shape[-1] // block_size)
     padded = F.pad(x, (0, blocks * block_size - x.shape[-1]))
+    # Not unflatten: for an empty dimension some versions of torch make one block.
     return padded.reshape(*x.shape[:-1], blocks, block_size)
 
 

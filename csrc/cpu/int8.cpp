@@ -58,8 +58,8 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
 }
 
 // A thread reads a band twice: for its ranges, and then, from the core's cache, for the codes. By rows both passes
-// prefetch from the next band, 4 KiB (first pass) or 8 KiB (second pass) after the place that they read in this one. If
-// one pass prefetched everything, memory would be idle during the other.
+// prefetch from the next band, 4 KiB (first pass) or 8 KiB (second pass) beyond the place there that corresponds to
+// what they read here. If one pass prefetched everything, memory would be idle during the other.
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {

@@ -30,7 +30,7 @@ struct Bytes {
 
 // Packs one group of `used` columns. Past the end of k it writes zeros.
 inline void pack_group(const Bytes& from, int64_t g, int64_t k, int64_t used, int8_t* to) {
-  if (from.k_stride == 1 && 4 * g + 4 <= k) {  // fewer than 8 rows with contiguous k are packed by this loop
+  if (from.k_stride == 1 && 4 * g + 4 <= k) {  // k is contiguous: four codes at a time, of columns that no vector takes
     for (int64_t j = 0; j < used; ++j) {
       uint32_t four;
       std::memcpy(&four, from.data + 4 * g + j * from.stride, 4);

@@ -26,7 +26,7 @@
 //   Group                            what store() needs to know about a group. group_at(k) is the Group of element k of
 //                                    the pack
 //   Group::is_plain()                whether store() is exact for this group. narrow() computes the elements of other
-//   groups
+//                                    groups
 #pragma once
 
 #include <algorithm>

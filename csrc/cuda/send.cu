@@ -10,9 +10,9 @@ namespace amp_kernels::cuda {
 namespace {
 
 // Values per launch. A launch copies its whole argument, even if the table fills only a part of it. So there is a
-// small kernel for short tables. The large kernel is sized for what CUDA allows as arguments: 32764 bytes since
-// CUDA 12.1, and 4096 before. A binary built with CUDA 12 has only the small kernel, since it also runs on drivers of
-// CUDA 12.0 (525).
+// small kernel for short tables, such as the addresses of a step. The large kernel is sized for what CUDA allows as
+// arguments: 32764 bytes since CUDA 12.1, and 4096 before. A binary built with CUDA 12 has only the small kernel, since
+// it also runs on drivers of CUDA 12.0 (525).
 constexpr int kFew = 500, kMany = CUDART_VERSION >= 13000 ? 4000 : kFew;
 
 template <int kValues>

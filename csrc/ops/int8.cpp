@@ -95,7 +95,8 @@ Groups groups_over(const Tensor& x, const std::optional<Dims>& dim, const std::o
   return groups;
 }
 
-// Returns the groups of x for a given scale. A dimension in which the scale has size 1 is reduced.
+// Returns the groups of x for a given scale: blocks, if there is a block size. Otherwise the dimensions in which the
+// scale has size 1 are reduced, and by a scale of one element all.
 Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point,
                  const std::optional<int64_t>& block) {
   Groups groups = groups_over(x, std::nullopt, block);

@@ -75,9 +75,9 @@ class Dense {
 };
 
 // A map of a range of memory, with a bit for each `unit` bytes. The elements of tensors are marked in it.
-class MemoryMap {
+class MarkedBytes {
  public:
-  MemoryMap(int64_t begin, int64_t end, int64_t unit) : begin_(begin), unit_(unit), marks_((end - begin) / unit) {}
+  MarkedBytes(int64_t begin, int64_t end, int64_t unit) : begin_(begin), unit_(unit), marks_((end - begin) / unit) {}
 
   // Marks the elements of a tensor. Returns false if one of them was marked before.
   bool mark(const Operand& operand) {
@@ -122,7 +122,7 @@ inline void require_apart(const std::vector<const Operand*>& written) {
       unit = std::min(unit, spans[next].operand->element_size());
     }
     if (next == first + 1 && spans[first].operand->is_dense()) continue;
-    MemoryMap map(spans[first].begin, end, unit);
+    MarkedBytes map(spans[first].begin, end, unit);
     for (size_t i = first; i < next; ++i) require(map.mark(*spans[i].operand));
   }
 }
