@@ -9,8 +9,9 @@ from torch import Tensor
 
 from .. import reference
 from ..families import Family
+from ..ops.table import is_dense
 from ._plan import Column, Hyper, Members, Plan, Read, check_apart
-from ._tensors import check_written, is_dense, read_gradient
+from ._tensors import check_written, read_gradient
 
 
 class ReferencePlan(Plan):
