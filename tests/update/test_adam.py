@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ def test_fused_adamw_is_torchs(device, amsgrad, weight_decay):
     params = parameters(ALL, device)
     pair = Pair(FusedAdam, params, decoupled_weight_decay=True, **options)
     pair.ours = FusedAdamW(params, **options)
-    for step in range(10):
+    for step in range(4):
         set_grads(params, step)
         pair.step()
     pair.check()
@@ -143,6 +144,7 @@ def train(optimizer_class, dtype, device):
     return loss.item()
 
 
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="120 steps take 22 s in the interpreter")
 def test_fp16_weights_train_where_torchs_adamw_is_nan(device):
     """1e-8 is 0 in fp16, and so are squares of gradients: 0 / 0."""
     expected = train(torch.optim.AdamW, torch.float32, device)
