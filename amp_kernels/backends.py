@@ -112,7 +112,7 @@ class _Interceptor(TorchDispatchMode):
         arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)
         device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
         if device is not None:
-            _refuse(self.backend, device)
+            refuse(self.backend, device)
         if self.backend == "reference":
             return definition.reference(*args, **kwargs)
         if self.backend == "triton" and definition.launch is not None:
@@ -165,11 +165,11 @@ def select(device: torch.device) -> str:
     name = forced()
     if name is None:
         return automatic(device)
-    _refuse(name, device)
+    refuse(name, device)
     return name
 
 
-def _refuse(backend: str, device: torch.device) -> None:
+def refuse(backend: str, device: torch.device) -> None:
     """Raise RuntimeError if the backend cannot serve tensors of this device."""
     reason = _reason(backend, device)
     if reason is not None:
@@ -215,7 +215,9 @@ def _why_not_compiled(key: str) -> str | None:
 @functools.cache
 def _why_not_on(gpu: int | None) -> str | None:
     """Return why `amp_kernels._C`, which is compiled for CUDA, cannot run on this GPU, or None if it can."""
-    error = "" if gpu is None else importlib.import_module("amp_kernels._C").why_no_kernel(gpu)
+    if gpu is None:
+        return "there is no CUDA device"
+    error = importlib.import_module("amp_kernels._C").why_no_kernel(gpu)
     if not error:
         return None
     return (

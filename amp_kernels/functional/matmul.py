@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from .. import reference, torch_private
-from ..backends import PLAIN, forced
+from ..backends import PLAIN, forced, refuse
 from ..ops import matmul as ops
 from ..ops.checks import check_is_dense
 from ..ops.matmul import DTYPES, OUT_DTYPES, check_activation, check_beside, check_product, check_shapes
@@ -274,6 +274,8 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
     name = None if is_compiled else forced()
     if kind == "cpu" and name in (None, "cpu"):
         return CPU
+    if name == CPU:
+        refuse(name, torch.device(kind))
     if name is not None:
         return name
     return LIBRARY if kind == "cuda" and not is_compiled else TORCH

@@ -602,13 +602,10 @@ if _loader.has_cuda():
 def straight_through(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None = None
 ) -> Tensor:
-    """Return the gradient of `fake_quantize_int8`.
+    """Return the gradient of `fake_quantize_int8`, made of torch's operators, so that it can be differentiated again.
 
-    If autograd records, the result is computed by torch's operators, so that it can be differentiated again. The
-    operator `straight_through_int8` has no gradient: a second derivative through it would silently be 0.
+    The operator `straight_through_int8` has no gradient. A derivative through it would silently be 0.
     """
-    if not torch.is_grad_enabled():
-        return straight_through_int8(grad, x, scale, zero_point, block_size)
     x = x.detach()
     inside = straight_through_int8(torch.ones_like(x), x, scale, zero_point, block_size) != 0
     return torch.where(inside, grad, 0)
@@ -625,7 +622,8 @@ def _save_for_straight_through(ctx: Any, inputs: tuple[Any, ...], output: Quanti
 
 def _fake_quantize_backward(ctx: Any, grad: Tensor, *_: Tensor) -> tuple[Tensor | None, ...]:
     x, scale, zero_point = ctx.saved_tensors
-    return straight_through(grad, x, scale, zero_point, ctx.block_size), *([None] * 5)
+    compute = straight_through if torch.is_grad_enabled() else straight_through_int8
+    return compute(grad, x, scale, zero_point, ctx.block_size), *([None] * 5)
 
 
 torch.library.register_autograd(

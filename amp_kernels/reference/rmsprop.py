@@ -52,7 +52,7 @@ def rmsprop_(
             variance = (square_avg - grad_avg * grad_avg).clamp(min=0)
             assign(grad_avgs[i], grad_avg, found_inf)
         step = g / (variance.sqrt() + eps)
-        if momentum_buffers:
+        if momentum_buffers and momentum != 0:
             step = momentum * momentum_buffers[i] + step
             assign(momentum_buffers[i], step, found_inf)
         assign(square_avgs[i], square_avg, found_inf)

@@ -44,7 +44,7 @@ def sgd_(
         fp32 = param.fp32()
         g = gradient(grads[i], fp32, weight_decay=weight_decay, maximize=maximize, grad_scale=grad_scale)
         direction = g
-        if momentum_buffers:
+        if momentum_buffers and momentum != 0:
             buffer = momentum_buffers[i]
             first = torch.as_tensor(is_first_step, device=g.device)
             buf = torch.where(first, g, momentum * buffer + (1 - dampening) * g)

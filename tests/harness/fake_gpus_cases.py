@@ -90,6 +90,14 @@ def test_verify(op: str, backend: str, capsys: pytest.CaptureFixture[str]) -> No
     assert capsys.readouterr().out.strip().endswith("cases passed")
 
 
+@pytest.mark.parametrize("op", ["matmul", "addmm", "linear"])
+def test_products_on_a_gpu_refuse_the_backend_of_cpus(op: str) -> None:
+    a = torch.ones(8, 8, dtype=torch.bfloat16, device="cuda")
+    operands = (a,) * (3 if op == "addmm" else 2)
+    with amp_kernels.use_backend("cpu"), pytest.raises(RuntimeError, match="'cpu' cannot serve cuda tensors"):
+        getattr(amp_kernels, op)(*operands)
+
+
 # ---------------------------------------------------------------------------------------------- streams, a second GPU
 def parameters(device: str) -> list[torch.nn.Parameter]:
     made = []

@@ -162,9 +162,10 @@ def transforms(function: Callable[[Tensor], Tensor], expected: Callable[[Tensor]
     out, tangent = jvp(scalar, (x,), (direction,))
     torch.testing.assert_close(out, value, **close)
     torch.testing.assert_close(tangent, (gradient * direction).sum(), **close)
-    with forward_ad.dual_level():
-        tangent = forward_ad.unpack_dual(scalar(forward_ad.make_dual(x, direction))).tangent
-    torch.testing.assert_close(tangent, (gradient * direction).sum(), **close)
+    for records in (True, False):
+        with forward_ad.dual_level(), torch.set_grad_enabled(records):
+            tangent = forward_ad.unpack_dual(scalar(forward_ad.make_dual(x, direction))).tangent
+        torch.testing.assert_close(tangent, (gradient * direction).sum(), **close)
     second = torch.autograd.grad((gradient * direction).sum(), leaf)[0]
     assert second.norm() > 0
     torch.testing.assert_close((hessian(scalar)(x) * direction).flatten(2).sum(-1), second, **close)

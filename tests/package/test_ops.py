@@ -355,6 +355,16 @@ def test_a_forced_backend_refuses_the_other_device(monkeypatch: pytest.MonkeyPat
         unscale([f(2)])
 
 
+def test_kernels_for_cuda_cannot_run_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_why_not_compiled", lambda _: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with (
+        pytest.raises(RuntimeError, match=r"use_backend: cuda cannot run here: .*there is no CUDA device"),
+        amp_kernels.use_backend("cuda"),
+    ):
+        pass
+
+
 @pytest.mark.skipif(backends.backend_reasons("cpu")["cpu"] is not None, reason="nothing was compiled here")
 def test_a_gpu_that_nothing_was_compiled_for_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = importlib.import_module("amp_kernels._C")

@@ -22,6 +22,12 @@ def test_the_first_step_ignores_dampening_and_the_buffer(device: torch.device) -
     assert buffer.tolist() == [1.0] * 3 and p.tolist() == [-1.0] * 3
 
 
+def test_without_momentum_the_buffer_is_ignored(device: torch.device) -> None:
+    p, buffer = torch.zeros(3, device=device), torch.full((3,), 2.0, device=device)
+    sgd_([p], [torch.ones(3, device=device)], [buffer], is_first_step=False, **PLAIN | {"dampening": 0.5})
+    assert buffer.tolist() == [2.0] * 3 and p.tolist() == [-1.0] * 3
+
+
 def test_later_steps_read_the_buffer(device: torch.device) -> None:
     p, buffer = torch.zeros(3, device=device), torch.full((3,), 2.0, device=device)
     sgd_([p], [torch.ones(3, device=device)], [buffer], is_first_step=False, **DAMPENED)
