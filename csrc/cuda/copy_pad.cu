@@ -1,22 +1,26 @@
 // Copies a matrix into rows that are a multiple of 16 bytes apart, in one pass:
-//   out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c]; 0 after the last column)
+//   out[r, c]    = x[r, c] * derivative(pre[r, c])     without `pre`: x[r, c]
+//   out[r, c]    = 0                                   after the last column of x
 //   bias_grad[c] = sum over r of out[r, c] before rounding
 //
-// `derivative` is the derivative of an activation, and `pre` is its argument. For relu, `pre` is the result.
+// `derivative` is the derivative of an activation. `pre` is the argument of the activation, or its result if the
+// activation is relu.
 //
 // Bytes per element: 2 read (4 with `pre`), 2 written.
 //
-// A block copies a tile of `across` packs by `rows` rows. A pack is 8 columns. A thread copies one pack in every
-// (kThreads / across)-th row. It loads four rows at a time, or two with an activation. If x or `pre` cannot be read, or
-// `out` written, in aligned words of 16 bytes, it loads half as many:
+// A block copies a tile that is `rows` rows high and `across` packs wide. A pack is 8 neighbouring columns of a row. A
+// thread copies one pack in every (kThreads / across)-th row of the tile. It loads the packs of four rows at a time, or
+// of two rows if there is an activation. If x or `pre` cannot be read in aligned words of 16 bytes, or if `out` cannot
+// be written in them, it loads the packs of half as many rows at a time. The threads of a tile:
 //
 //           pack 0          pack 1     ..   pack across - 1
 //   row 0 | thread 0      | thread 1 | .. | thread across - 1 |
 //   row 1 | thread across | ..                                |
 //   ...
 //
-// The sums of columns (bias_grad) are added in a fixed order, so that another run gives the same bits: in each thread,
-// then in shared memory (the partials, one for each column of the tile), then in fold_kernel.
+// Another run gives the same bits, because the sums of columns (bias_grad) are added in a fixed order. First, each
+// thread adds the rows that it copies. Then store_sums adds the sums of a tile's threads in shared memory, which gives
+// one partial for each column of the tile. If there are several row tiles, fold_kernel adds their partials.
 #include "../formulas/activation.h"
 #include "grid.cuh"
 #include "pieces.cuh"
@@ -27,11 +31,11 @@ namespace {
 
 constexpr int kPack = 8;         // columns: 16-bit numbers in one 16-byte store
 constexpr int kMostAcross = 32;  // packs across a tile, at most
-constexpr int kMostRows = 4;     // rows that a thread loads at a time, at most: 64 bytes, 48 KB on a multiprocessor
+constexpr int kMostRows = 4;     // most rows that a thread loads at a time: 64 bytes a thread, 48 KB a multiprocessor
 constexpr int kResident = 3;     // blocks on a multiprocessor; with three, a thread may have 80 registers
 
-// The size and the number of tiles. `rows` counts the rows of a tile. They are fewer than 2^31, since otherwise x would
-// not fit in memory.
+// The size and the number of tiles. `rows` is the number of rows of a tile. It is below 2^31, since otherwise `out`
+// would not fit in memory.
 struct Grid {
   int across;  // packs
   int64_t column_tiles, row_tiles, rows;
@@ -57,10 +61,10 @@ struct Grid {
 template <class T>
 struct Reader {
   const T* next;
-  int columns;            // columns of the pack that the tensor has: fewer than 8 in the last pack, or none
+  int columns;            // how many of the pack's 8 columns the tensor has: 0 to 8
   bool can_read_aligned;  // false if columns are not neighbours, or an aligned 16-byte read would leave the tensor
 
-  // Starts at `row`. All rows that it reads are before `end`.
+  // The reader begins with `row`, and reads only rows before `end`.
   __device__ Reader(const void* x, const Span& span, const int64_t (&strides)[2], int64_t row, int64_t end,
                     int64_t column, int64_t columns_of_x)
       : next(static_cast<const T*>(x)) {
@@ -70,8 +74,9 @@ struct Reader {
     can_read_aligned = strides[1] == 1 && span.has_words(next, next + (end - 1 - row) * strides[0] + columns);
   }
 
-  // Starts the loads of N packs, one in each of N rows that are `step` elements apart. Only the first `left` rows
-  // exist; the packs of the others are 0. Shifted::first(columns) waits for a load.
+  // Starts the loads of N packs, one in each of N rows that are `step` elements apart. Columns are `stride` elements
+  // apart. Only the first `left` rows exist, and the packs of the other rows are 0. Shifted::first(columns) waits for a
+  // load.
   template <bool kAligned, int N>
   __device__ __forceinline__ void load(int left, int64_t step, int64_t stride, Shifted<T> (&packs)[N]) {
 #pragma unroll
@@ -85,8 +90,8 @@ struct Reader {
   }
 };
 
-// Adds the sums of all threads for each of the tile's 8 * across columns, in a fixed order, and stores the results from
-// partials[first] on.
+// Adds the sums of all threads, separately for each of the tile's 8 * across columns, in a fixed order. The results go
+// to `partials`, from partials[first] on.
 __device__ __forceinline__ void store_sums(const float (&sums)[kPack], int across, int64_t first, int64_t columns,
                                            float* partials) {
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [kThreads / across, 8 * across]
@@ -159,7 +164,7 @@ __global__ void __launch_bounds__(kThreads, kResident)
     store_sums(sums, grid.across, first_column * kPack, pass.columns, partials + row_tile * pass.columns);
 }
 
-// Adds the partials [row_tiles, columns] of all row tiles. A block adds 32 columns.
+// Adds the partials [row_tiles, columns] over the row tiles. A block does this for 32 columns.
 __global__ void __launch_bounds__(kThreads)
     fold_kernel(const float* partials, int64_t row_tiles, int64_t columns, float* bias_grad) {
   constexpr int kWarps = kThreads / 32;

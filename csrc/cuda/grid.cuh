@@ -11,8 +11,8 @@ namespace amp_kernels::cuda {
 
 constexpr int kThreads = 256;
 
-// Returns how many blocks of a kernel run at a time on the device. This loads the kernel, which fails during a graph
-// capture.
+// Returns how many blocks of a kernel run at a time on the device. The call loads the kernel, and loading fails during
+// a graph capture.
 template <class Kernel>
 int64_t blocks_at_a_time(Kernel* kernel, size_t shared_bytes) {
   return static_cast<int64_t>(multiprocessor_count()) * resident_blocks(kernel, kThreads, shared_bytes);
@@ -20,8 +20,9 @@ int64_t blocks_at_a_time(Kernel* kernel, size_t shared_bytes) {
 
 // Block b takes the chunks b, b + gridDim.x, ... There are at most as many blocks as run at a time, because a second
 // wave would leave a part of the multiprocessors idle. In one round each block takes one chunk. The grid is the
-// smallest one that does not need more rounds. For example, if 264 blocks run at a time, 396 chunks take two rounds.
-// Then 198 blocks take two chunks each. If the grid had 264 blocks, 132 of them would take only one chunk.
+// smallest one that needs no more rounds than a grid of all blocks that run at a time. For example, if 264 blocks run
+// at a time, 396 chunks take two rounds. 198 blocks are enough for two rounds, and each of them takes two chunks. If
+// the grid had 264 blocks, 132 of them would take only one chunk.
 template <class Kernel, class Pass>
 void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, Stream stream) {
   const int64_t chunks = std::max<int64_t>(1, pass.table.chunk_count), most = blocks_at_a_time(kernel, shared_bytes);
@@ -29,22 +30,23 @@ void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, S
   launch(kernel, static_cast<unsigned>((chunks + rounds - 1) / rounds), kThreads, shared_bytes, stream, pass);
 }
 
-// How the elements of a chunk are divided among threads. A pack is kPack neighbouring elements, aligned to their size,
-// which a thread accesses together. Chunks are shifted so that they begin and end where packs do. So only the head and
-// the tail of a tensor lie outside of packs, and each has fewer than kPack elements:
+// How the elements of a chunk are divided among threads. A pack is kPack neighbouring elements that a thread accesses
+// together. It is aligned to its own size. In the table, chunk c of a tensor begins at element c * chunk_size. Here
+// each chunk but the first begins where a pack begins, 0 to kPack - 1 elements later. So only the head and the tail of
+// a tensor lie outside of packs, and each has fewer than kPack elements:
 //
 //   tensor:  | head | pack | pack | ... | pack | pack | ... | pack | tail |
 //            | chunk 0 ..................| chunk 1 ...................... |
 template <int kPack>
 struct Division {
-  int lead;   // elements before the first pack: those of the head
+  int lead;   // elements of the head, if this is the first chunk of its tensor; otherwise 0
   int first;  // the element at which the first pack begins
   int packs;
-  int others;  // elements outside of packs: those of the head and the tail
+  int others;  // elements outside of packs: those of the head and of the tail
 
-  // `begin`: the element of the tensor at which the chunk begins according to the table. All positions here are counted
-  // from it. `rest`: how many elements the tensor has from there on. `phase`: the position of element `begin` in its
-  // aligned pack, 0 to kPack - 1.
+  // Positions in this struct are counted from element `begin` of the tensor, where the chunk begins according to the
+  // table. `rest`: how many elements the tensor has from element `begin` on. `phase`: the position of element `begin`
+  // in its aligned pack, 0 to kPack - 1.
   __device__ __forceinline__ Division(int64_t begin, int64_t rest, int64_t chunk_size, int phase)
       : first(-phase & (kPack - 1)) {
     const int64_t next = chunk_size + first;  // where the next chunk begins
@@ -58,29 +60,30 @@ struct Division {
   __device__ __forceinline__ int other(int k) const { return k < lead ? k : k - lead + first + packs * kPack; }
 };
 
-// The chunks of a block: every gridDim.x-th chunk of a table, from the first chunk on. If kBackwards, the walk goes
-// from the last chunk back.
+// The walk of a block over its chunks. Block b takes the chunks b, b + gridDim.x, ... of a table. If kBackwards, chunks
+// are counted from the last one back.
 //
 // Three loads depend on each other: the entry of a chunk names its tensor, the tensor's column of the table holds
 // addresses, and the elements are at these addresses. To hide the latency, a block loads ahead. The header of a chunk
-// is the first kRows rows of the tensor's column, the entry, and a count. The header of the current chunk lies in
-// shared memory. Meanwhile thread r loads word r of the next header. Here c, c + 1, c + 2 are chunks that the block
-// takes one after the other:
+// is the first kRows rows of the tensor's column, the entry of the chunk, and a count (see the constructor). While the
+// block works on a chunk, the header of this chunk lies in shared memory, and thread r loads word r of the next header.
+// Here c, c + 1, c + 2 are chunks that the block takes one after the other:
 //
 //   while it works on c:   header of c + 1 -> registers (word_, count_);  tensor of c + 2 -> a register (tensor_)
 //   advance():             header of c + 1 -> shared memory
 //
-// Do not read word_, tensor_ or count_ before publish(), not even to convert one to a wider type: any use waits for the
-// load.
+// Do not read word_, tensor_ or count_ before publish(), because any use waits for the load. Even a conversion to a
+// wider type is such a use.
 template <int kRows, bool kBackwards>
 class ChunkWalk {
  public:
   static constexpr int kWords = kRows + 2;
 
-  // All threads of the block call the constructor. `shared`: kWords words. `counts`: one for each chunk, or nullptr.
+  // All threads of the block call the constructor. `shared`: room for kWords words of 8 bytes. `counts`: a count for
+  // each chunk, or nullptr.
   //
-  // Every kernel passes nullptr for `counts`. The parameter and its load stay because without them nvcc 13.0 makes one
-  // of the three loops of unscale_kernel worse: a thread then loads 32 bytes, not 64, before it waits
+  // Every kernel passes nullptr for `counts`. The parameter and its load stay because of nvcc 13.0. Without them, a
+  // thread in one of the three loops of unscale_kernel loads only 32 bytes, not 64, before it waits
   // (tests/gpu_static/test_bytes_in_flight.py).
   __device__ ChunkWalk(const Table& table, const int32_t* counts, int64_t* shared)
       : table_(table), counts_(counts), header_(shared), at_(static_cast<int>(blockIdx.x)) {
@@ -111,7 +114,8 @@ class ChunkWalk {
     return {begin(), rest(), table_.chunk_size, phase};
   }
 
-  // The first element of the chunk in the array of this row; nullptr if the tensor has no such array.
+  // A pointer to element begin() of the tensor, in the array whose address is in this row of the header. It is nullptr
+  // if the tensor has no such array.
   template <class T>
   __device__ T* in(int row) const {
     const int64_t address = header_[row];
@@ -131,7 +135,8 @@ class ChunkWalk {
     if (fetches(at)) tensor_ = entry(at)[0];
   }
 
-  // Loads the header of a chunk that was looked up, and looks up the chunk after it.
+  // Loads the header of a chunk for which look_up() was called, and calls look_up() for the chunk that the block takes
+  // after it.
   __device__ void fetch(int at) {
     if (!fetches(at)) return;
     const int word = static_cast<int>(threadIdx.x);
@@ -154,9 +159,9 @@ class ChunkWalk {
   const int32_t* counts_;
   int64_t* header_;
   int at_;
-  int tensor_ = 0;    // of the chunk after the next
+  int tensor_ = 0;    // the index of the tensor of the chunk after the next
   int64_t word_ = 0;  // this thread's word of the next header
-  int count_ = 0;     // of the next chunk
+  int count_ = 0;     // the count of the next chunk
 };
 
 template <class T, int N>
@@ -167,8 +172,8 @@ __device__ __forceinline__ Vector<float, N> floats(const Vector<T, N>& elements)
   return values;
 }
 
-// Returns `count` as the size of a grid. Throws if CUDA does not take that many blocks: a truncated count would launch
-// only a part of them.
+// Returns `count` as the size of a grid. Throws if CUDA does not take that many blocks, because a truncated count would
+// launch only a part of them.
 inline unsigned blocks(int64_t count) {
   if (count > INT32_MAX)
     throw std::invalid_argument("amp_kernels: a launch must have at most 2^31 - 1 blocks, got " +
@@ -189,7 +194,7 @@ void with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-// The same for a dtype that is fp16 or bf16.
+// Calls f as with_dtype does. `dtype` must be fp16 or bf16.
 template <class F>
 void with_16_bits(Dtype dtype, const F& f) {
   if (dtype == kHalf) return f(__half{});

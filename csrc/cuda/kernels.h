@@ -18,15 +18,15 @@ namespace cuda {
 
 void launch_unscale(const GradientPass& pass, Stream stream);
 void launch_update(std::string_view family, const Update& update, Stream stream);
-// The next three functions load kernels, which fails during a graph capture. The first two of them return how many
-// blocks of the kernel run at a time on the device.
+// load_unscale, load_update and load_send load kernels, and loading fails during a graph capture. load_unscale and
+// load_update return how many blocks of the kernel run at a time on the device.
 int64_t load_unscale();
 int64_t load_update(std::string_view family, const Form& form);
 void load_send();
 void launch_send(const int64_t* host, int64_t* to, int64_t n, Stream stream);
-std::string why_no_kernel();  // why the binary has no kernels for the current device; "" if it has
+std::string why_no_kernel();  // why the binary has no kernel for the current device; "" if it has one
 
-int64_t quantize_workspace(const Quantize& quantize);  // bytes that launch_quantize needs, aligned to 16
+int64_t quantize_workspace(const Quantize& quantize);  // bytes of `workspace`, which must be aligned to 16 bytes
 void launch_quantize(const Quantize& quantize, void* workspace, Stream stream);
 void launch_dequantize(const Dequantize& dequantize, Stream stream);
 void launch_straight_through(const StraightThrough& pass, Stream stream);
@@ -34,9 +34,9 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream);
 bool multiplies_codes_by(Dtype dtype);  // whether launch_int8_linear takes x of this dtype on the current device
 void launch_int8_linear(const Int8Linear& linear, Stream stream);
 
-int64_t matmul_workspace(const Matmul& matmul);  // bytes that launch_matmul needs, aligned to 4
+int64_t matmul_workspace(const Matmul& matmul);  // bytes of `workspace`, which must be aligned to 4 bytes
 void launch_matmul(const Matmul& matmul, void* workspace, Stream stream);
-int64_t copy_pad_workspace(const CopyPad& pass);  // bytes that launch_copy_pad needs, aligned to 4
+int64_t copy_pad_workspace(const CopyPad& pass);  // bytes of `workspace`, which must be aligned to 4 bytes
 void launch_copy_pad(const CopyPad& pass, void* workspace, Stream stream);
 
 }  // namespace cuda

@@ -1,8 +1,9 @@
 // Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input). Sums are fp32, and a
-// result is rounded once. 2 m n k operations. Each tile of `out` reads its rows of a and its columns of b once.
+// result is rounded once. A product takes 2 m n k operations. For each tile of `out`, its rows of a and its columns of
+// b are read once.
 //
-// A block computes one tile of `out`, step by step along k. Asynchronous copies bring the next steps to shared memory,
-// while the warps multiply a step that is already there:
+// A block computes one tile of `out`, step by step along k. While the warps multiply the numbers of one step,
+// asynchronous copies bring the numbers of the next steps to shared memory:
 //
 //               b: kTileK x kN                      memory --16 bytes a copy--> stage 0 | stage 1 | stage 2 ..
 //             +----------------+                    shared --ldmatrix--> fragments --mma.m16n8k16--> sums in registers
@@ -10,8 +11,8 @@
 //   kTileK    | w4  w5  w6  w7 |  half of the rows and a quarter of the columns
 //             +----------------+
 //
-// WideLoader copies 16 bytes at a time, along k or across k (along m or n). ElementLoader takes operands with any
-// strides. It loads one number at a time, through registers.
+// WideLoader copies 16 bytes at a time, either along k, or across k: along m for a, along n for b. ElementLoader takes
+// operands with any strides. It loads one number at a time, through registers.
 #include "matmul_results.cuh"
 #include "tiles.cuh"
 
@@ -21,8 +22,9 @@ namespace {
 constexpr int kTileK = 32;
 constexpr int kTileBytes = kTileK * 2;
 
-// The size of a tile of `out`, how many steps fit in shared memory (kDepth stages), and how many blocks share a
-// multiprocessor (kResident, at most). A warp computes half of the rows and a quarter of the columns.
+// A tile of `out` has kRows rows and kColumns columns. Its block has kDepth stages in shared memory, each for the
+// operands of one step. At most kResident blocks share a multiprocessor. A warp computes half of the rows and a quarter
+// of the columns.
 template <int kRows, int kColumns, int kDepth, int kResident>
 struct Shape {
   static constexpr int kM = kRows, kN = kColumns, kStages = kDepth;
@@ -33,9 +35,10 @@ struct Shape {
       kStages * kStageBytes > ResultTile<kM, kN>::kBytes ? kStages * kStageBytes : ResultTile<kM, kN>::kBytes;
   static_assert(kSharedBytes <= 99 * 1024);
 
-  // The time that a multiprocessor of sm_80 needs for a tile with k = 1, in eighths of a cycle. It does 1024 products a
-  // cycle. It moves 128 bytes of shared memory a cycle: each operand is written once, and read in fragments of 16 rows
-  // by every warp that needs it. kCycles is the longer of the two times. These times are calculated, not measured.
+  // kCycles is the time that a multiprocessor of sm_80 takes for a tile if k is 1, in eighths of a cycle. It is the
+  // longer of two times. kProductCycles: a multiprocessor multiplies 1024 pairs of numbers a cycle. kMemoryCycles: it
+  // moves 128 bytes of shared memory a cycle. Each number of an operand is written to shared memory once. It is read,
+  // in fragments of 16 rows, by every warp that needs it. The times are calculated, not measured.
   static constexpr int kProductCycles = kM * kN / 128;
   static constexpr int kMemoryCycles = (kM + kN + kWarpsAcross * kM + kWarpsDown * kN) * 2 / 16;
   static constexpr int kCycles = kProductCycles > kMemoryCycles ? kProductCycles : kMemoryCycles;
@@ -47,13 +50,13 @@ using Small = Shape<64, 64, 4, 2>;
 
 // ---------------------------------------------------------------------------------------- operands
 
-// One of a and b. Its rows are those of a (m), or the columns of b (n). Strides are in bytes.
+// One of the operands a and b. Its rows are the m rows of a, or the n columns of b. Strides are in bytes.
 struct Operand {
   const char* first;
   int64_t rows, k;
   int64_t row_stride, k_stride;
 
-  // The part from first_k on that is `count` long along k.
+  // The part of the operand from first_k to first_k + count along k.
   __device__ __forceinline__ Operand part(int64_t first_k, int64_t count) const {
     return {first + first_k * k_stride, rows, count, row_stride, k_stride};
   }
@@ -74,9 +77,12 @@ __device__ __forceinline__ int clamp(Int value, int most) {
   return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
 }
 
-// A loader copies kRows rows of an operand into a tile in shared memory. Each load takes the next kTileK of k. `fetch`
-// starts a load; `store` ends it, after the arithmetic on an earlier tile. Only the first `left` of the kTileK exist.
-// What lies outside of the operand is 0 in the tile. A tile is [rows, kTileK], or [kTileK, rows] if kAcross.
+// A loader copies kRows rows of an operand into a tile in shared memory. Each load takes the next kTileK of k, of which
+// only the first `left` exist. `fetch` starts a load, and `store` ends it. Between the two calls, the block can
+// multiply an earlier tile. Numbers of the tile that lie outside of the operand are 0.
+//
+// The shape of a tile is [rows, kTileK], or [kTileK, rows] if kAcross. A line of the tile is one row of the operand, or
+// one k if kAcross.
 template <int kTileRows, bool kIsAcross>
 struct WideLoader {
   static constexpr int kRows = kTileRows;
@@ -93,8 +99,8 @@ struct WideLoader {
   int k;     // this thread's first k, counted from the beginning of the tile
   int rows;  // how many rows the operand has from this thread's first row on; at most kRows
 
-  // The offset of a chunk in the tile. ldmatrix reads the same chunk of eight lines at once, so these chunks lie in
-  // different banks.
+  // The offset of a chunk in the tile. ldmatrix reads eight lines at once, the same chunk of each of them. These eight
+  // chunks lie in different banks.
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return line * kChunks * 16 + (kAcross ? chunk ^ (line & 7) : MatrixSwizzle::at(line, chunk)) * 16;
   }
@@ -128,8 +134,8 @@ struct WideLoader {
   __device__ __forceinline__ void store(char*) {}
 };
 
-// For any strides. If rows are neighbours in memory, neighbouring lanes load neighbouring rows; otherwise they load
-// neighbouring k.
+// Loads operands with any strides. If rows are neighbours in memory, neighbouring lanes load neighbouring rows.
+// Otherwise neighbouring lanes load neighbouring k.
 template <int kTileRows>
 struct ElementLoader {
   static constexpr int kRows = kTileRows;
@@ -139,7 +145,7 @@ struct ElementLoader {
   uintptr_t next;  // address
   int64_t stride, step_stride;
   int row, k;            // the place of this thread's first number in the tile
-  int row_step, k_step;  // from each of its numbers to its next one
+  int row_step, k_step;  // from one number of this thread to its next one
   int rows;              // how many rows the operand has from the tile's first row on; at most kRows
   uint16_t numbers[kTimes];
 
@@ -180,9 +186,9 @@ struct ElementLoader {
   }
 };
 
-// Loads four matrices of eight rows by eight of k, as multiply_numbers takes them. Together they are 16 rows from
-// `first_row` on by 16 of k from `first_k` on. If kRowsFirst, words 0 and 1 are from different rows (for a). Otherwise
-// they are from different k (for b).
+// Loads four matrices, each of eight rows by eight of k, in the order in which multiply_numbers takes them. Together
+// they are the 16 rows from `first_row` on, by the 16 of k from `first_k` on. If kRowsFirst (for a), words 0 and 1 are
+// from different halves of the rows. Otherwise (for b) they are from different halves of k.
 template <class Loader, bool kRowsFirst>
 __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char* tile, int first_row, int first_k) {
   const int lane = threadIdx.x % 32, matrix = lane / 8;
@@ -196,7 +202,7 @@ __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char*
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// The numbers of a and b that a warp multiplies at once: kK of k, in registers.
+// The numbers of a and b that a warp multiplies at once. They have kK successive k, and are in registers.
 template <class Tile, class LoadA, class LoadB>
 struct Slice {
   static constexpr int kK = 16;
@@ -223,8 +229,8 @@ struct Slice {
   }
 };
 
-// k is divided into splits of length k_of_split. Each split has sums of its own. Split s of batch b stores them as
-// batch s * matmul.batch + b of `out`.
+// k is divided into splits. A split is k_of_split long, but the last one may be shorter. Each split has its own sums.
+// Those of split s and batch b are stored as batch s * matmul.batch + b of `out`.
 template <class T, class Tile, class LoadA, class LoadB>
 __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
     tiled_kernel(const Matmul matmul, const int64_t tiles, const int64_t k_of_split) {
@@ -258,12 +264,12 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
   }
   // While tensor cores multiply a slice of a stage, the next slice is loaded from shared memory. The barrier comes
   // before the last slice of a stage is multiplied, when every warp has that slice in registers. After the barrier the
-  // next stage is complete, and this stage may be filled again.
+  // next stage is complete, and the stage of that slice may be filled again.
   using Numbers = Slice<Tile, LoadA, LoadB>;
   static_assert(kTileK == 2 * Numbers::kK);
-  // If a multiprocessor holds only one block, there are registers to load the first slice of the next stage ahead, too.
-  // Otherwise all eight warps wait for it at the beginning of a stage. Meanwhile a second block of the multiprocessor
-  // can work.
+  // If a multiprocessor holds only one block, there are registers for kAhead: the first slice of the next stage is
+  // loaded before the last slice of this stage is multiplied. Otherwise all eight warps wait for the first slice at the
+  // beginning of a stage. While they wait, a second block of the multiprocessor can work.
   constexpr bool kAhead = Tile::kBlocks == 1;
   Numbers first, second;
   float sum[Tile::kRowTiles][Tile::kColumnTiles][4] = {};
@@ -297,9 +303,9 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
       });
       return;
     }
-    // If rows of results are not aligned, a warp stores a whole row of the tile: neighbouring lanes store neighbouring
-    // columns. If instead each thread stored its own eight columns one by one, the stores would take as long as the
-    // arithmetic of a product with k = 4096.
+    // If rows of results are not aligned to 16 bytes, a warp stores a whole row of the tile, and neighbouring lanes
+    // store neighbouring columns. If instead each thread stored its own eight columns one by one, the stores would take
+    // as long as the arithmetic of a product with k = 4096.
     constexpr int kEach = Tile::kN / 32;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < Results::kRows; row += kThreads / 32) {
@@ -318,7 +324,8 @@ constexpr int kPlainTile = 64;
 constexpr int kPlainK = 16;
 constexpr int kPlainStride = kPlainTile + 4;  // floats
 
-// For bf16 on sm_75, where tensor cores do not take bf16. A thread computes four rows and four columns.
+// Products of bf16 on sm_75, where tensor cores do not take bf16. A thread computes four rows by four columns of a
+// tile.
 __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, const int64_t tiles) {
   using T = __nv_bfloat16;
   float* const a_tile = reinterpret_cast<float*>(shared_memory());  // [kPlainK, kPlainStride]
@@ -344,7 +351,7 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Matmul matmul, co
     load(operand_a(matmul, batch), a_tile, at.m, k);
     load(operand_b(matmul, batch), b_tile, at.n, k);
     barrier();
-    float part[4][4] = {};  // a sum of its own for each kPlainK of k keeps rounding errors small
+    float part[4][4] = {};  // a separate sum for each kPlainK of k keeps rounding errors small
 #pragma unroll
     for (int i = 0; i < kPlainK; ++i) {
       const float4 a = *reinterpret_cast<const float4*>(a_tile + i * kPlainStride + m);
@@ -395,14 +402,15 @@ Matmul normalized(Matmul matmul) {
   return matmul;
 }
 
-// The architecture that this file was compiled for. The first call loads a kernel, which fails during a graph capture.
-// Every product calls this function, even if it does not need the answer. So any product before the capture loads the
-// kernel.
+// Returns the architecture for which nvcc compiled the code that the current device runs. The first call loads a
+// kernel, and loading fails during a graph capture. Every product that has results calls this function, even if it does
+// not need the answer. So any such product before the capture loads the kernel.
 int compiled_for_sm() {
   return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
 }
 
-// How an operand can be loaded: 16 bytes at a time along k, or across k (along its rows), or in neither way.
+// How an operand can be loaded: 16 bytes at a time along k (kAlong), 16 bytes at a time across k, along m or n
+// (kAcross), or one number at a time (kNeither).
 enum Layout { kAlong, kAcross, kNeither };
 
 // `bytes`: from the first number to the end of the storage. A copy of 16 bytes must not go beyond that end.
@@ -419,10 +427,12 @@ Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int6
 
 enum Size { kLarge, kMedium, kSmall };
 
-// How tiled_kernel computes a product: the size of tiles and the number of splits with the least estimated time. The
-// time is in eighths of a cycle. It is the time of a tile, times the number of tiles of the busiest multiprocessor. If
-// two times are equal, the larger tile is taken, because it moves fewer bytes of shared memory and of L2. 4096^3 is
-// such a tie on 108 and on 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
+// How tiled_kernel computes a product: the size of tiles and the number of splits for which the estimated time is
+// least. The time is in eighths of a cycle. It is the time of a tile, times the number of tiles of the busiest
+// multiprocessor. If k is divided, each split of a tile counts as a tile, and its time includes moving its sums. The
+// launch of fold_kernel is added once. If two sizes of tiles take the same time, the larger one is taken, because it
+// moves fewer bytes of shared memory and of L2. For example, the product with m = n = k = 4096 takes the same time with
+// Large as with Medium, on 108 and on 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
 struct Tiled {
   static constexpr int64_t kFoldTime = 8 * 4000;  // 4000 cycles to launch fold_kernel
   static constexpr int kBytesACycle = 32;         // bytes that a multiprocessor moves to or from L2
@@ -498,7 +508,8 @@ void launch_on_tensor_cores(const Matmul& matmul, const Tiled& how, Stream strea
   }
 }
 
-// The product alone, as fp32 sums in `partials`. launch_fold then applies alpha, input and activation.
+// Returns the arguments for the product alone, with its fp32 sums in `partials`. launch_fold applies alpha, input and
+// activation afterwards.
 Matmul partial(Matmul matmul, float* partials) {
   matmul.out = partials;
   matmul.out_dtype = kFloat;

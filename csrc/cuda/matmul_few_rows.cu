@@ -1,10 +1,14 @@
-// Products with up to 16 rows: out = activation(alpha * a @ b + beta * input). Their time is the time to read b, since
-// each number of b has 2 bytes and only 2 m operations. So b is read once, straight from memory into fragments. It may
-// be dense along k or along n, with any alignment.
+// Products with up to 16 rows: out = activation(alpha * a @ b + beta * input). Their time is the time to read b,
+// because each number of b has 2 bytes, and takes part in only 2 m operations. So b is read once, straight from memory
+// into fragments (tensor_cores.cuh). b may be dense along k or along n, with any alignment.
 //
-//             columns of a block (32 or 64)     A block has some columns of b and a part of k (`split`). Its 8 warps
-//           +------------------------------+    take turns: each takes the next 32 (or 16) of k.
-//   b:      | warp 0: k = 0 .. 31          |      warps -> shared memory -> sum over warps -> out
+// A block has some columns of b and a part of k (`split`). Its 8 warps take turns along k. If b is dense along k, a
+// block has 32 columns, and each warp takes the next 32 of k, as in the picture. If b is dense along n, a block has 64
+// columns, and each warp takes the next 16 of k.
+//
+//             columns of a block
+//           +------------------------------+      warps -> shared memory -> sum over warps -> out
+//   b:      | warp 0: k = 0 .. 31          |
 //   k x n   | warp 1: k = 32 .. 63         |    If k is divided among several blocks:
 //           | ..                           |      sum over warps -> partials[split] -> fold_kernel, in a fixed order
 #include "matmul_results.cuh"
@@ -16,18 +20,20 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 
-// A product is a sum over k, in any order. So a place in a fragment may hold any k, if a and b have the same k there.
-// This lets each lane load numbers that are neighbours in memory. With g = lane / 4 and t = lane % 4, a lane loads rows
-// g and g + 8 of a, and columns of b that depend on g. Which k it loads depends on t.
+// A product is a sum over k, and its terms may be added in any order. So a place in a fragment may hold any k, if the
+// fragments of a and b have the same k in the places that are multiplied with each other. This lets each lane load
+// numbers that are neighbours in memory. With g = lane / 4 and t = lane % 4, a lane loads rows g and g + 8 of a, and
+// columns of b that depend on g. Which k it loads depends on t.
 //
-// For b that is dense along k. Of each 32 of k, a lane loads the eight from 8 t on, in columns g, g + 8, g + 16 and
-// g + 24.
+// For b that is dense along k. In each 32 of k, a lane loads the eight from 8 t on, in the columns g, g + 8, g + 16 and
+// g + 24 of the block.
 struct AlongK {
   static constexpr int kColumns = 32, kK = 32, kANumbers = 8, kTiles = kColumns / 8;
 };
 
-// For b that is dense along n. Of each 16 rows of b (16 of k), a lane loads rows 4 t .. 4 t + 3, and in each of them
-// eight columns from 8 g on. A word of a fragment holds two k of one column, so pairs of rows are merged in registers.
+// For b that is dense along n. In each 16 of k, a lane loads the rows 4 t .. 4 t + 3 of b, and in each of them eight
+// columns from 8 g on. A word of a fragment holds two numbers of one column, from two rows of b. So pairs of rows are
+// merged in registers.
 struct AlongN {
   static constexpr int kColumns = 64, kK = 16, kANumbers = 4, kTiles = kColumns / 8;
 };
@@ -52,8 +58,8 @@ __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count
   }
 }
 
-// Reads a thread's numbers of a and b. In place of a row or column that does not exist, it reads one of the block that
-// does. The results of such rows and columns are not stored.
+// Reads a thread's numbers of a and b. Rows of a and columns of b that do not exist are replaced by existing ones, or
+// have undefined numbers. Their results are not stored.
 template <class T, class Way, bool kWide>
 struct Reader {
   static constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
@@ -61,7 +67,7 @@ struct Reader {
   const T* a[2];
   const T* b[4];
   int64_t a_stride, a_step, b_step;
-  int columns;  // how many of the thread's eight columns exist (AlongN)
+  int columns;  // AlongN: how many of the thread's eight columns exist
 
   // k: the thread's first k.
   __device__ Reader(const Matmul& matmul, int64_t batch, int64_t first_n, int64_t k) {
@@ -87,16 +93,16 @@ struct Reader {
     b_step = kWarps * Way::kK * matmul.b_strides[1];
   }
 
-  // Whether the aligned words that hold the numbers of the next kSteps steps lie inside the tensors. All k of these
-  // steps are checked, even if some do not exist.
+  // Whether the aligned words that hold the numbers of the next kSteps steps lie inside the tensors. The check includes
+  // the words for k that do not exist.
   template <int kSteps>
   __device__ __forceinline__ bool has_words(const Span& a_span, const Span& b_span) const {
     if (!b_span.has_words(b[0], b[3] + (kSteps - 1) * b_step + (kAlongK ? 8 : columns))) return false;
     return !kAlongK || a_span.has_words(a[0], a[1] + (kSteps - 1) * a_step + 8);
   }
 
-  // Reads the numbers of one step. `left`: how many k exist from the thread's first k of this step on. Unless kIsLast,
-  // it is 8 or more.
+  // Reads the numbers of one step. `left`: how many k exist from the thread's first k of this step on. If kIsLast is
+  // false, `left` is at least 8.
   template <bool kIsLast>
   __device__ __forceinline__ void read(int64_t left, bool has_words, uint32_t (&a_words)[2][Way::kANumbers / 2],
                                        Packed<T, 8> (&b_packs)[4]) {
@@ -165,7 +171,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   float sum[Way::kTiles][4] = {};
   uint32_t a_words[kEach][2][Way::kANumbers / 2];
   Packed<T, 8> b_packs[kEach][4];
-  // An iteration does kEach steps. If there are fewer, or if their words reach beyond a tensor, it does one step.
+  // An iteration does kEach steps. If fewer steps are left, or if the words of kEach steps reach beyond a tensor, it
+  // does one step.
 #pragma unroll 1
   while (k < end) {
     const bool is_whole = k + (kEach - 1) * kStep + Way::kK <= end;
@@ -211,7 +218,7 @@ __global__ void __launch_bounds__(kThreads) fold_kernel(const Matmul matmul, int
   const int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   if (i >= count) return;
   float total[1] = {};
-#pragma unroll 16  // so many loads are in flight: a small result may have a hundred splits
+#pragma unroll 16  // 16 loads are in flight at a time, because a small result may have a hundred splits
   for (int64_t split = 0; split < splits; ++split) total[0] += partials[split * count + i];
   finish<T, 1>(matmul, i / matmul.n / matmul.m, i / matmul.n % matmul.m, i % matmul.n, total);
 }
@@ -228,7 +235,7 @@ void launch_way(const Matmul& matmul, int64_t splits, float* partials, Stream st
   const bool wide =
       is_wide(matmul.a, matmul.k, a[2], {a[0], a[1]}) &&
       (kAlongK ? is_wide(matmul.b, matmul.k, b[1], {b[0], b[2]}) : is_wide(matmul.b, matmul.n, b[2], {b[0], b[1]}));
-  // A split is a multiple of what a block takes in one step.
+  // k_of_split is a multiple of kStep, which is how much of k a block takes in one step.
   constexpr int64_t kStep = kWarps * Way::kK;
   const int64_t k_of_split = ((matmul.k + splits - 1) / splits + kStep - 1) / kStep * kStep;
   launch(wide ? few_rows_kernel<T, Way, true> : few_rows_kernel<T, Way, false>,

@@ -8,9 +8,10 @@
 
 namespace amp_kernels::cuda {
 
-// Among how many blocks the k of a tile is divided. `wanted` is above 1 if there are too few tiles for all
-// multiprocessors. Each block gets at least 512 of k, so that it reads more bytes of operands than it writes of sums.
-// It stores its own sums, [splits, batch, m, n]. launch_fold adds the sums of all splits in order.
+// Returns the number of blocks among which the k of a tile is divided. `wanted` is above 1 if there are too few tiles
+// for all multiprocessors. If k is divided, a block gets at least 512 of k on average, so that it reads more bytes of
+// operands than it writes of sums. Each block then stores its own sums, and launch_fold adds the sums of all splits in
+// order. The sums are stored as [splits, batch, m, n].
 inline int64_t splits_of(const Matmul& matmul, int64_t wanted) {
   return std::max<int64_t>(1, std::min<int64_t>(wanted, matmul.k / 512));
 }
@@ -21,7 +22,7 @@ inline int64_t bytes_of_partials(const Matmul& matmul, int64_t splits) {
 
 void launch_fold(const Matmul& matmul, int64_t splits, const float* partials, Stream stream);
 
-constexpr int kFewRows = 16;  // up to so many rows, the time of a product is the time to read b
+constexpr int kFewRows = 16;  // up to this many rows, the time of a product is the time to read b
 
 // How few_rows_kernel computes a product.
 struct FewRows {
@@ -33,8 +34,8 @@ struct FewRows {
 };
 void launch_few_rows(const Matmul& matmul, const FewRows& how, float* partials, Stream stream);
 
-// Whether a tensor can be loaded 16 bytes at a time along a dimension of `size` elements. `inner` is the stride of this
-// dimension, `outer` are the other strides, all in elements.
+// Whether a tensor of 16-bit elements can be loaded 16 bytes at a time along a dimension of `size` elements. `inner` is
+// the stride of this dimension, and `outer` are the other strides, all in elements.
 inline bool is_wide(const void* first, int64_t size, int64_t inner, std::initializer_list<int64_t> outer) {
   bool wide = is_aligned16(first) && (size <= 1 || inner == 1);
   for (int64_t stride : outer) wide = wide && stride % 8 == 0;
@@ -79,8 +80,9 @@ __device__ __forceinline__ void activate_all(float (&y)[N]) {
   for (int i = 0; i < N; ++i) y[i] = activate<kActivation>(y[i]);
 }
 
-// Computes N results from N sums, and stores them in row m: at column n, n + kApart, n + 2 kApart ... If N > 1 and
-// kApart == 1, the results are stored 16 bytes at a time. Then the rows of `out` and `pre` must be aligned to 16 bytes.
+// Computes N results from N sums, and stores them in row m, in the columns n, n + kApart, n + 2 kApart ... Columns that
+// do not exist are left out. If N > 1, kApart == 1 and all N columns exist, the results are stored 16 bytes at a time.
+// This needs rows of `out` and `pre` that are aligned to 16 bytes.
 template <class T, int N, int kApart = 1>
 __device__ __forceinline__ void finish(const Matmul& matmul, int64_t batch, int64_t m, int64_t n,
                                        const float (&sums)[N]) {

@@ -1,6 +1,7 @@
-// Everything that the CUDA kernels use beyond plain C++, for nvcc. With AMP_KERNELS_CUDA_ON_CPU, a host compiler
-// compiles the kernels, and includes tests/harness/cuda_on_cpu/emulator.h first. So tests run the same kernels without
-// a GPU. This file includes no torch header.
+// What the CUDA kernels use beyond plain C++. Tensor-core instructions are in tensor_cores.cuh. nvcc compiles this
+// file. If AMP_KERNELS_CUDA_ON_CPU is defined, a host compiler compiles it instead, and includes
+// tests/harness/cuda_on_cpu/emulator.h first. So tests run the same kernels without a GPU. This file includes no torch
+// header.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -25,7 +26,7 @@ namespace amp_kernels {
 using Stream = cudaStream_t;
 
 // ---------------------------------------------------------------------------------- element access
-// T is float, __half or __nv_bfloat16; arithmetic is in float; stores round to nearest even.
+// T is float, __half or __nv_bfloat16. Arithmetic is in float. A float that becomes a T is rounded to nearest even.
 
 __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
@@ -50,7 +51,7 @@ __host__ __device__ __forceinline__ bool is_aligned16(const void* address) {
   return reinterpret_cast<uintptr_t>(address) % 16 == 0;
 }
 
-// a + b, rounded down.
+// a + b, rounded toward minus infinity.
 __device__ __forceinline__ float add_down(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fadd_rd(a, b);
@@ -98,16 +99,17 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T data[N];
 };
 
-// The type of the widest access to N elements: 16 bytes, 8 bytes (as for four 16-bit elements), 4 bytes (as for four
-// int8 codes), or one element. It is an integer type, which fixes the width: nvcc may split the copy of a struct with
-// 16-bit members.
+// The type in which N elements are accessed. It has 16 bytes if the size of the N elements is a multiple of 16 bytes.
+// Otherwise it has 8 bytes (for example for four 16-bit elements) or 4 bytes (for four int8 codes), if the size is a
+// multiple of these. In all other cases it is T. The types of 16, 8 and 4 bytes are integers, because nvcc may split
+// the copy of a struct with 16-bit members.
 template <class T, int N>
 using Access = std::conditional_t<
     sizeof(T) * N % 16 == 0, int4,
     std::conditional_t<sizeof(T) * N % 8 == 0, int2, std::conditional_t<sizeof(T) * N % 4 == 0, int, T>>>;
 
-// The pointer to a global address that was computed as an integer. assume_global() below has no effect on such an
-// address.
+// Converts a global address that a kernel computed as an integer to a pointer. For such an address this is needed in
+// place of assume_global() below, which would have no effect on it.
 template <class T>
 __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #ifdef __CUDA_ARCH__
@@ -117,8 +119,8 @@ __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #endif
 }
 
-// Tells nvcc that p points to global memory. Addresses come from a table as integers, and without this nvcc would emit
-// generic accesses (LD, not LDG).
+// Tells nvcc that p points to global memory. Kernels read addresses as integers from a table. Without this function,
+// nvcc would emit generic accesses for them (LD, not LDG).
 template <class T>
 __device__ __forceinline__ void assume_global(const T* p) {
 #ifdef __CUDA_ARCH__
@@ -128,8 +130,9 @@ __device__ __forceinline__ void assume_global(const T* p) {
 #endif
 }
 
-// Loads the N neighbours at p. `aligned`: p is aligned to the type Access<T, N>, and accesses have this type. Otherwise
-// elements are loaded one by one. All threads of a block pass the same `aligned`, so that the branch is uniform.
+// Loads the N neighbours at p. If `aligned` is true, p must be aligned to the type Access<T, N>, and accesses have this
+// type. Otherwise elements are loaded one by one. All threads of a block pass the same `aligned`, so that the branch is
+// uniform.
 template <int N, class T>
 __device__ __forceinline__ Vector<T, N> load_elements(const T* p, bool aligned) {
   using Word = Access<T, N>;
@@ -197,7 +200,7 @@ struct Packed {
   }
 };
 
-// Prefetches the sector that holds p, which need not be aligned, into L2.
+// Prefetches the sector that holds p into L2. p need not be aligned.
 template <class T>
 __device__ __forceinline__ void prefetch(const T* p) {
 #ifdef __CUDA_ARCH__
@@ -222,8 +225,8 @@ __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
   return packed;
 }
 
-// Stores a word, in PTX. If a value was assembled element by element, nvcc mostly splits an ordinary store of it into
-// stores of 4 bytes.
+// Stores a word by a PTX instruction. If the elements of a word were assembled one by one, nvcc mostly splits an
+// ordinary store of the word into stores of 4 bytes.
 __device__ __forceinline__ void store_word(int4* p, int4 word) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(word.x), "r"(word.y),
@@ -293,7 +296,8 @@ __device__ __forceinline__ bool compiled_before(int sm) {
 #endif
 }
 
-// Ends the kernel; later calls of CUDA return an error. For branches that this architecture has no instructions for.
+// Ends the kernel with an error, which later calls of CUDA return. It is for branches for which this architecture has
+// no instructions.
 __device__ __forceinline__ void trap() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::trap();
@@ -307,7 +311,8 @@ __device__ __forceinline__ void trap() {
 // barrier(), is_last_block() and the functions named block_... together. All threads of a warp must call lanes_reduce()
 // and the functions named warp_... together.
 
-// The only shared memory that a kernel may use; launch() sets its size. The emulator poisons it before each block.
+// The only shared memory that a kernel may use. launch() sets its size. Before each block, the emulator fills it with
+// bytes 0xff, which are NaN in fp32.
 __device__ __forceinline__ char* shared_memory() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   return emulator::shared_memory();
@@ -349,8 +354,8 @@ __device__ __forceinline__ T lanes_reduce(T value, int lanes, Combine combine) {
   return value;
 }
 
-// Reduces over a block in a fixed order. Every thread gets the same bits, since `combine` is commutative. `shared`: 32
-// values, free again on return.
+// Reduces over a block in a fixed order. `combine` must be commutative, so that every thread gets the same bits.
+// `shared`: room for 32 values, which may be used for something else after the call.
 template <class T, class Combine>
 __device__ __forceinline__ T block_reduce(T value, T identity, T* shared, Combine combine) {
   const unsigned lane = threadIdx.x % 32;
@@ -388,9 +393,9 @@ __device__ __forceinline__ T block_min(T value, T identity, T* shared) {
   return block_reduce(value, identity, shared, Min());
 }
 
-// Returns true in all threads of the last block that calls it. From then on this block sees everything that thread 0 of
-// the other blocks wrote before the call. `counter` counts the calls of a launch. It must be 0 before the launch, and
-// the last block sets it to 0 again.
+// Returns true in all threads of the block that calls it last. From then on this block sees everything that thread 0 of
+// each other block wrote before its call. `counter` counts the blocks of a launch that have called. It must be 0 before
+// the launch, and the last block sets it to 0 again.
 __device__ __forceinline__ bool is_last_block(unsigned* counter) {
   bool last = false;
   if (threadIdx.x == 0) {
@@ -407,7 +412,7 @@ __device__ __forceinline__ bool is_last_block(unsigned* counter) {
 
 inline void check(cudaError_t error) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // clears the error: otherwise the next launch, even one by torch, would report it again
+  cudaGetLastError();  // clears the error, because otherwise the next launch, even one by torch, would report it again
   throw std::runtime_error(std::string("CUDA: ") + cudaGetErrorString(error));
 }
 
@@ -428,11 +433,11 @@ inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiPr
 // Bytes of shared memory that a block can have at most: 64 KB on sm_75, 99 KB or more from sm_80 on.
 inline int block_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// The binary may hold code of kKernel for several architectures. Returns the architecture (75 to 120, as in sm_75) for
-// which nvcc compiled the code that the current device runs. In that code __CUDA_ARCH__ is ten times this number, so
-// the number tells which branches the code has. If the binary has only older PTX for a device, the driver compiles that
-// PTX, and the older branches apply. The number is kept for each device, since the query loads the kernel and may wait
-// for a lock of the driver.
+// Returns the architecture for which nvcc compiled the code of kKernel that the current device runs: a number from 75
+// (for sm_75) to 120. The binary may hold code for several architectures. In the code that runs, __CUDA_ARCH__ is ten
+// times this number, so the number tells which branches the code has. If the binary has only older PTX for a device,
+// the driver compiles that PTX, and the branches for the older architecture apply. The number is kept for each device,
+// since the query loads the kernel and may wait for a lock of the driver.
 template <auto kKernel>
 int compiled_for() {
   static std::atomic<int> known[64];  // 0: not known yet. Devices from 64 on are queried each time
@@ -457,7 +462,7 @@ int resident_blocks(Kernel* kernel, unsigned, size_t) {
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), unsigned grid, unsigned block, size_t shared_bytes, Stream stream,
             Arguments... arguments) {
-  // The arguments are on this stack. run() returns after the kernel has ended.
+  // `call` refers to the arguments on this stack. They stay there, because run() returns after the kernel has ended.
   const auto call = [&] { kernel(arguments...); };
   emulator::run(reinterpret_cast<const void*>(kernel), grid, block, shared_bytes, stream, std::ref(call));
 }
@@ -493,8 +498,8 @@ inline int pretended_multiprocessors() {
 }
 
 // The number of multiprocessors among which launchers divide work. AMP_KERNELS_MULTIPROCESSORS overrides the number of
-// the device. With 3, the small products of tests use every size of tile; with the 132 of an H100 they would use only
-// the smallest. The variable is read once in a process.
+// the device. If it is 3, the small products of tests use tiles of every size. With the 132 multiprocessors of an H100
+// they would use only the smallest tiles. The variable is read once in a process.
 inline int multiprocessor_count() {
   static const int pretended = pretended_multiprocessors();
   return pretended > 0 ? pretended : device_multiprocessors();

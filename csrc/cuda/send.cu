@@ -1,6 +1,7 @@
-// Sends small tables to the device as kernel arguments: to[i] = values[i], 8 bytes each. There is one block, and its
-// thread t writes i = t, t + 256, ... If a table were copied from pinned memory, that memory would have to stay alive
-// until the copy, and in a captured graph until its last replay. A captured launch holds its own values.
+// Sends small tables to the device as kernel arguments: to[i] = values[i], 8 bytes each. There is one block. Its thread
+// t writes the values i = t, t + 256, ... A table could also be copied from pinned memory. But that memory would have
+// to stay alive until the copy is done, and in a captured graph until the last replay. A captured launch holds its own
+// values.
 #include <algorithm>
 #include <string>
 
@@ -9,10 +10,10 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// Values per launch. A launch copies its whole argument, even if the table fills only a part of it. So there is a
-// small kernel for short tables, such as the addresses of a step. The large kernel is sized for what CUDA allows as
-// arguments: 32764 bytes since CUDA 12.1, and 4096 before. A binary built with CUDA 12 has only the small kernel, since
-// it also runs on drivers of CUDA 12.0 (525).
+// Values per launch. A launch copies its whole argument, even if the table fills only a part of it. So there is a small
+// kernel (kFew) for short tables, such as the addresses of a step. The large kernel (kMany) is sized for what CUDA
+// allows as arguments: 32764 bytes since CUDA 12.1. Before, CUDA allowed 4096 bytes, enough for the small kernel. A
+// binary built with CUDA 12 has only the small kernel, since the binary also runs on drivers of CUDA 12.0 (525).
 constexpr int kFew = 500, kMany = CUDART_VERSION >= 13000 ? 4000 : kFew;
 
 template <int kValues>
@@ -56,7 +57,7 @@ std::string why_no_kernel() {
     case cudaErrorInvalidPtx:
     case cudaErrorJitCompilationDisabled:
     case cudaErrorJitCompilerNotFound:
-      cudaGetLastError();  // clears the error: otherwise the next launch would report it
+      cudaGetLastError();  // clears the error, because otherwise the next launch would report it
       return cudaGetErrorString(error);
     default:
       // Other errors, as during a capture or if memory is short, say nothing about the binary. They are thrown.

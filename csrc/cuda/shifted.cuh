@@ -10,8 +10,9 @@
 
 namespace amp_kernels::cuda {
 
-// The memory from the first to the last element of a tensor, with the gaps between its rows. Kernels read nothing
-// outside of it: the allocation may end there, and tools such as compute-sanitizer report such a read.
+// The memory from the first to the last element of a tensor, with the gaps between its rows. Kernels that take a Span
+// read nothing outside of it, because the allocation may end there. Tools such as compute-sanitizer report reads beyond
+// an allocation.
 struct Span {
   uintptr_t first, end;
 
@@ -19,7 +20,7 @@ struct Span {
     int64_t size, stride;
   };
 
-  // The span of a tensor of 16-bit elements. It must have at least one.
+  // The span of a tensor of 16-bit elements. The tensor must have at least one element.
   static Span of(const void* tensor, std::initializer_list<Dimension> dimensions) {
     int64_t last = 0;
     for (const Dimension& dimension : dimensions) last += (dimension.size - 1) * dimension.stride;
@@ -34,8 +35,8 @@ struct Span {
   }
 };
 
-// Eight neighbours in memory. load() starts their loads; all() or first() waits for them. In between, a thread starts
-// other loads.
+// Eight elements that are neighbours in memory. load() starts to load them, and all() or first() waits for them. In
+// between, a thread starts other loads.
 template <class T>
 struct Shifted {
   static_assert(sizeof(T) == 2);
@@ -44,7 +45,7 @@ struct Shifted {
   int shift;
 
   // Loads the aligned words of 16 bytes that hold any of the first `count` elements at p. Callers check with
-  // Span::has_words that these may be read.
+  // Span::has_words that these words may be read.
   __device__ __forceinline__ void load(const T* p, int64_t count) {
     shift = static_cast<int>(reinterpret_cast<uintptr_t>(p) % 16);
     const int4* const aligned = reinterpret_cast<const int4*>(reinterpret_cast<uintptr_t>(p) - shift);
@@ -55,14 +56,15 @@ struct Shifted {
     if (shift != 0 && 2 * count > 16 - shift) high = aligned[1];
   }
 
-  // Sets the eight elements, if they were loaded in another way.
+  // Sets the eight elements. It is called in place of load() if they were loaded in another way.
   __device__ __forceinline__ void set(const Packed<T, 8>& pack) {
     shift = 0;
     memcpy(&low, pack.word, sizeof(low));
     high = make_int4(0, 0, 0, 0);
   }
 
-  // All eight elements. Those after the first `count` of load() have no defined value.
+  // All eight elements. If load() was called with a `count` below 8, the elements after the first `count` have no
+  // defined value.
   __device__ __forceinline__ Packed<T, 8> all() const {
     uint32_t words[8];
     memcpy(words, &low, sizeof(low));

@@ -14,7 +14,7 @@
 
 namespace amp_kernels::cuda {
 
-// The sum of four codes, added to `sum`.
+// Returns `sum` plus the four codes of a word.
 __device__ __forceinline__ int add_codes(uint32_t codes, int sum) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   for (int i = 0; i < 4; ++i) sum += static_cast<int8_t>(codes >> 8 * i);
@@ -24,7 +24,7 @@ __device__ __forceinline__ int add_codes(uint32_t codes, int sum) {
 #endif
 }
 
-// c += a * b for 16 x 32 and 32 x 8 codes.
+// c += a * b, where a is 16 x 32 codes and b is 32 x 8 codes.
 __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::multiply_codes(c, a, b);
@@ -41,11 +41,12 @@ __device__ __forceinline__ void multiply_codes(int (&c)[4], const uint32_t (&a)[
 #endif
 }
 
-// Whether code compiled for `sm` multiplies bf16 on tensor cores. Those of sm_75 take only fp16 and codes.
+// Whether code compiled for `sm` (75 for sm_75) multiplies bf16 on tensor cores. The tensor cores of sm_75 take only
+// fp16 and codes.
 inline bool multiplies_bf16(int sm) { return sm >= 80; }
 
-// c += a * b for 16 x 16 and 16 x 8 numbers, two in a word. bf16 kernels are compiled for sm_75 too, but must not be
-// launched there: without the trap they would return zeros.
+// c += a * b, where a is 16 x 16 numbers and b is 16 x 8 numbers. A word holds two numbers. bf16 kernels are compiled
+// for sm_75 too, but must not be launched there. They trap, because otherwise they would return zeros.
 template <class T>
 __device__ __forceinline__ void multiply_numbers(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
   if (std::is_same_v<T, __nv_bfloat16> && compiled_before(80)) return trap();
@@ -105,15 +106,16 @@ __device__ __forceinline__ void load_transposed(uint32_t (&words)[4], const char
 // Whether code compiled for `sm` can copy less than 16 bytes with copy_async().
 inline bool copies_parts(int sm) { return sm >= 80; }
 
-// sm_75 cannot copy less than 16 bytes. If `bytes` is not a multiple of 16, this traps there.
+// `bytes` is the length of a row or column that will be copied 16 bytes at a time. If it is not a multiple of 16, the
+// last copy has fewer bytes. Code for sm_75 cannot do such a copy, and traps here.
 __device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
   if (compiled_before(80) && bytes % 16 != 0) trap();
 }
 
-// Writes 16 bytes of shared memory: `bytes` of them from global memory, and zeros after these. If copies_parts() is
-// false, `bytes` must be 0 or 16. If `bytes` is not 0, all 16 bytes are read from global memory (LDGSTS.128.ZFILL;
-// compute-sanitizer shows it on an H100), so all 16 must lie inside an allocation. This thread may read the copy after
-// a wait_copies that covers it. Other threads may read it after the next barrier.
+// Writes 16 bytes of shared memory. The first `bytes` of them come from global memory, and the others become 0. If
+// copies_parts() is false, `bytes` must be 0 or 16. If `bytes` is not 0, the instruction LDGSTS.128.ZFILL reads all 16
+// bytes from global memory, as compute-sanitizer shows on an H100. So all 16 must lie inside an allocation. This thread
+// may read the copy after a wait_copies that covers it. Other threads may read it after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::copy_async(shared, global, bytes);
@@ -134,7 +136,7 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
 #endif
 }
 
-// Puts the copies since the last call into a group.
+// Puts all copies that this thread started since its last call into a group.
 __device__ __forceinline__ void commit_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::commit_copies();

@@ -7,8 +7,8 @@
 
 namespace amp_kernels::cuda {
 
-// Blocks on a multiprocessor: two, with 48 KB of shared memory each and 128 registers a thread. sm_75 has shared memory
-// for only one.
+// Blocks on a multiprocessor: two, each with up to 48 KB of shared memory, and 128 registers a thread. sm_75 has shared
+// memory for only one block of 48 KB.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 1;
 #else
@@ -18,17 +18,19 @@ constexpr int kResidentBlocks = 2;
 // The place of a chunk in its row. A chunk is 16 bytes of shared memory (unlike a chunk of table.h). A row is four
 // chunks, 64 bytes along k. ldmatrix reads the same chunk of eight rows at once. Shared memory has 32 banks of 4 bytes,
 // so two rows fill all banks. If chunks were stored in order, the same chunk of rows r and r + 2 would lie in the same
-// banks. Therefore each pair of rows stores its chunks in an order of its own, and the eight chunks lie in different
-// banks.
+// banks. Therefore the four pairs of these eight rows store their chunks in four different orders, and the eight chunks
+// lie in different banks.
 struct MatrixSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row >> 1 & 3); }
 };
 
-// Eight warps: two down, four across.
+// The eight warps of a block are arranged in two rows of four. Each has half of the tile's rows and a quarter of its
+// columns.
 constexpr int kWarpsDown = 2, kWarpsAcross = 4;
 
 // The first row and column of a block's tile. A band is eight rows of tiles. Successive blocks take the tiles of a band
-// column by column. So blocks that run at the same time take tiles near each other, and both operands come from L2.
+// column by column. So blocks that run at the same time take tiles near each other. Such tiles have rows of a or
+// columns of b in common, and both operands come from L2.
 struct TilePosition {
   int64_t m, n;
 
@@ -44,10 +46,10 @@ struct TilePosition {
 };
 
 // Results go through shared memory, half of the tile's rows at a time, so that stores to global memory are wide. Rows
-// are padded (kStride), so that a warp writes its fragments to different banks. In every odd group of 32 columns,
-// neighbouring blocks of four columns change places. A lane reads eight columns as two such blocks, one after the
-// other. With the change, the blocks that eight lanes read at once lie in different banks, and a read of 16 bytes takes
-// a warp 4 cycles, not 8. kTransposed: the sums are fragments of the transposed product.
+// are padded (kStride), so that a warp writes its fragments to different banks. A lane reads eight columns as two
+// fours, one after the other. In every odd group of 32 columns (32 to 63, 96 to 127, ...), neighbouring fours change
+// places. So the fours that eight lanes read at once lie in different banks, and a read of 16 bytes takes a warp 4
+// cycles, not 8. If kTransposed, the sums are fragments of the transposed product.
 template <int kM, int kN, bool kTransposed = false>
 struct ResultTile {
   // Rows and columns of a warp. A half of the tile has kRows rows.
@@ -58,7 +60,8 @@ struct ResultTile {
   // The place in shared memory of the sum at a row and column of the half.
   static __device__ __forceinline__ int at(int row, int column) { return row * kStride + (column ^ (column >> 3 & 4)); }
 
-  // Calls f(first row of the half, its sums in shared memory) for both halves.
+  // Calls f(first row of a half, sums of this half in shared memory), first for the upper half of the tile, then for
+  // the lower one.
   template <class Sum, int kTall, int kBroad, class F>
   static __device__ __forceinline__ void for_halves(char* shared, const Sum (&sums)[kTall][kBroad][4], const F& f) {
     static_assert(sizeof(Sum) == 4 && kTall * 16 == (kTransposed ? kColumns : kRows) &&

@@ -1,9 +1,9 @@
 // The gradient pass, one launch for any mix of dtypes:
 //   norm      = sqrt(sum of g^2) * factor
-//   found_inf = 1 if any g is NaN or inf; the record has the first tensor with one
+//   found_inf = 1 if any g is NaN or inf; the record names the first tensor that has such a g
 //   g        <- g * factor                                  (only if `write` is set)
 //
-// Bytes per element: 4 (fp32) or 2 read; if `write` is set, as many written.
+// Bytes per element: 4 (fp32) or 2 (fp16, bf16) are read. If `write` is set, as many are written.
 //
 // A block takes every gridDim.x-th chunk of the table. A thread takes packs of 16 bytes (4 or 8 elements), four at a
 // time, and starts the loads of all four before it uses one:
@@ -13,22 +13,23 @@
 //
 // Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do. So the head and the tail of a
 // tensor are less than a pack each. If a head or tail has four or more 16-bit elements, the four next to the packs are
-// a half pack: a thread of the second to last warp accesses its 8 bytes at once. The other elements of head and tail
-// are at most three each. Each of them goes to a thread of the last warp. If `write` is set, products are computed from
-// the registers that were summed, so each gradient is read only once.
+// a half pack: a thread of the second to last warp accesses its 8 bytes at once. The other elements are at most three
+// in the head and at most three in the tail. Each of these elements goes to a thread of the last warp. If a tensor ends
+// before its first pack begins, it has no half packs, and all of its elements (at most six) go to the last warp. If
+// `write` is set, products are computed from the registers that were summed, so each gradient is read only once.
 //
-// The last block to end adds all partials in the order of the chunks. So the same gradients give the same bits on one
-// machine. If a GPU has another number of multiprocessors, chunks have another length. The fp32 sums of packs are the
-// same on both GPUs, but they are added (in fp64) in another order. The norm, rounded to fp32, then differs in its last
-// bit in about one of ten million cases (an estimate).
+// The block that ends last adds all partials, in an order that depends only on the number of chunks. So the same
+// gradients give the same bits on one machine. If a second GPU has another number of multiprocessors, chunks have
+// another length there. The fp32 sums of packs are the same on both GPUs, but they are added (in fp64) in another
+// order. The norm, rounded to fp32, then differs in its last bit in about one of ten million cases (an estimate).
 #include "../formulas/unscale.h"
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-// Packs of 16 bytes that a thread loads at a time. If a multiprocessor holds five blocks of 256 threads, this is 80 KB.
-// A multiprocessor of sm_75 holds only four blocks.
+// Packs of 16 bytes that a thread loads at a time. If a multiprocessor holds five blocks of 256 threads, all of their
+// packs are 80 KB. A multiprocessor of sm_75 holds only four blocks.
 constexpr int kPacks = 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 4;
@@ -40,15 +41,16 @@ using GradientWalk = ChunkWalk<kGrad + 1, /*kBackwards=*/false>;
 constexpr int kReduced = 32;  // words of shared memory for a block's reductions; the header of the chunk follows them
 
 // The sum of squares of a pack, added in fp32. Sums of packs are added in fp64. On consumer GPUs fp64 runs at 1/64 of
-// the fp32 rate, but a single fp64 addition for each 16 bytes takes less time than the memory access on all of them. A
-// pack has four or eight fp32 additions. Even if all of them round in the same direction, the norm stays within 1e-6.
+// the fp32 rate. Even there, on all of these GPUs, one fp64 addition for each 16 bytes takes less time than the load of
+// these bytes. A pack has four or eight fp32 additions. Even if all of them round in the same direction, the relative
+// error of the norm stays below 1e-6.
 template <class T, int N>
 __device__ __forceinline__ double sum_of_squares(const Vector<float, N>& x) {
   float sum = 0.0f;
 #pragma unroll
   for (int k = 0; k < N; ++k) sum += x.data[k] * x.data[k];
   // If the fp32 sum may have overflowed or lost small squares, the elements are scaled and summed again. fp16 never
-  // needs this: its squares are between 3e-15 and 5e9.
+  // needs this, because the squares of its finite numbers, except 0, are between 3e-15 and 5e9.
   if (std::is_same_v<T, __half> || fast_sum_is_exact(sum)) return sum;
   const float scale = rescue_scale(sum);
   sum = 0.0f;
@@ -67,7 +69,7 @@ __device__ __forceinline__ double square(T x) {
 }
 
 // Returns the sum of squares of N neighbours that were loaded from `at`. If `write` is set, stores their products with
-// `factor` there.
+// `factor` at `at`.
 template <class T, int N>
 __device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float factor, bool write) {
   const Vector<float, N> x = floats(loaded);
@@ -80,7 +82,8 @@ __device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float 
   return sum_of_squares<T>(x);
 }
 
-// Returns the sum of squares of this thread's elements of head and tail. If `write` is set, multiplies them in memory.
+// Returns the sum of squares of this thread's elements of head and tail. If `write` is set, these elements are
+// multiplied by `factor` in memory.
 template <class T, int kPack>
 __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& division, float factor, bool write) {
   // A half pack lies next to a pack, so it is aligned to 8 bytes. A tensor that ends before its first pack begins has
@@ -105,7 +108,8 @@ __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& divi
   return sum;
 }
 
-// Returns the sum of squares of this thread's elements of a chunk. If `write` is set, multiplies them in memory.
+// Returns the sum of squares of this thread's elements of a chunk. If `write` is set, these elements are multiplied by
+// `factor` in memory.
 template <class T>
 __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, bool write) {
   constexpr int kPack = 16 / sizeof(T);
@@ -120,7 +124,7 @@ __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, boo
 #pragma unroll
     for (int j = 0; j < kPacks; ++j) {
       // If this pack is past the end, pack k is loaded a second time, which is free. If there were a branch instead,
-      // the compiler would wait for the loads before it.
+      // the compiler would wait before the branch for the loads that were already started.
       const int at = k + j * kThreads < packs ? k + j * kThreads : k;
       packed[j] = load_wide<kPack>(first + at * kPack);
     }

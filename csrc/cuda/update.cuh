@@ -6,9 +6,9 @@
 //              10   if it is a 16-bit weight with an fp32 master: the weight is only written
 //   state       8   for each
 //   gradient    4 or 2, only read
-// SGD with momentum moves 20 for fp32 parameters, and 18 for 16-bit weights with remainders and 16-bit gradients. An
-// fp32 average (`ema_`) of a 16-bit weight with its remainder moves 12: the average is updated (8), and weight and
-// remainder are only read (4).
+// SGD with momentum moves 20 bytes for fp32 parameters, and 18 bytes for 16-bit weights with remainders and 16-bit
+// gradients. An fp32 average (`ema_`) of a 16-bit weight with its remainder moves 12 bytes: the average is updated (8),
+// and weight and remainder are only read (4).
 //
 // A block takes every gridDim.x-th chunk of the table, from the last chunk back. A thread takes two packs of four
 // neighbours at a time. It starts the loads of both packs from all arrays before it uses any element:
@@ -16,14 +16,16 @@
 //   chunk:  | head | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ... | tail |
 //                  | first packs: 1024 elements                | second packs                        |
 //
-// Packs begin where the states are aligned to 16 bytes. Head and tail of a tensor have at most three elements each.
-// They go to the last warp, one per thread, since it has the fewest packs in a short tensor.
+// Packs begin where states and master are aligned to 16 bytes (16-bit remainders to 8 bytes). If there are neither
+// states nor a master, packs begin where the weight is aligned. Head and tail of a tensor have at most three elements
+// each. These elements go to the last warp, one per thread, because the last warp has the fewest packs in a short
+// tensor.
 //
-// A gradient or weight may be misaligned relative to the states, as a view into a bucket is. If it has 16 bits, each
-// pack is read in the aligned words that hold it (Straddling). At the first and the last pack of a tensor such a word
-// may reach beyond the tensor. Then only its elements in the pack are read, one by one. The word has four elements, and
-// one or more of them lie outside of the tensor. So those in the pack and those in the head (or tail) are together at
-// most three.
+// A gradient or weight may be misaligned relative to the states, as a view into a bucket is. If such an array has 16
+// bits per element, each pack is read in the aligned words that hold it (Straddling). At the first and the last pack of
+// a tensor, such a word may reach beyond the tensor. Then only those of its elements that are in the pack are read, one
+// by one. This word has four elements. One or more of them lie outside of the tensor, so at most three lie inside: some
+// in the pack, and the others in the head or tail.
 #pragma once
 
 #include <utility>
@@ -44,10 +46,10 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>    ? kFloat
                                                        : kBFloat16;
 
 // What a kernel is compiled for: a formula, a number of states, the types of parameters (P) and gradients (G), and the
-// type of what row kMaster of the table points to (M). M is int16_t for remainders (of the weights; of the gradients if
-// P is float), otherwise float. kStates is Formula::kRequired or Formula::kStates. With kRequired, the kernel updates
-// only the states that every parameter has, and need not test whether a parameter has them. With Formula::kStates, it
-// updates all states.
+// type that row kMaster of the table points to (M). If that row has remainders, M is int16_t, otherwise float. The
+// remainders are those of the weights, or, if P is float, those of the gradients. kStates is Formula::kRequired or
+// Formula::kStates. With kRequired, the kernel updates only the states that every parameter has, and need not test
+// whether a parameter has them. With Formula::kStates, it updates all states that a parameter has.
 template <class F, int kStates_, class P_, class M_, class G_>
 struct Variant {
   using Formula = F;
@@ -59,10 +61,10 @@ struct Variant {
   static constexpr bool kIsFp32 = std::is_same_v<P, float> && !kJoins;
   static constexpr bool kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
-  static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // 16-bit arrays are read that may be misaligned
-  // As many blocks as have enough registers, so that nothing is spilled. With one state or more, a thread loads 80
-  // bytes (SGD with momentum, 16 bits) to 160 bytes (three states) before it waits. On sm_90 these are 74 KB or more on
-  // a multiprocessor.
+  static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // reads 16-bit arrays that may be misaligned
+  // As many blocks on a multiprocessor as have enough registers, so that nothing is spilled. With one state or more, a
+  // thread loads 80 bytes (SGD with momentum, 16 bits) to 160 bytes (three states) before it waits. On sm_90 all
+  // threads of a multiprocessor together load 74 KB or more before they wait.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   static constexpr int kResidentBlocks = kStates < 2 ? 4 : kStates < 3 ? 3 : 2;
 #else  // with one block more, sm_86, sm_89 and sm_100 spill up to 104 bytes
@@ -108,7 +110,8 @@ constexpr Margin kInside{kPack, kPack};  // large enough that no word of a pack 
 template <class V>
 struct Packs : Division<kPack> {
   bool is_aligned;  // packs are aligned in gradient and weight, too
-  int from, to;     // packs from <= k < to have all their words in the tensor; its first and its last pack may not
+  int from, to;  // packs k with from <= k < to have all their words in the tensor. The first and the last pack of the
+                 // tensor may be outside of this range
 
   template <class Walk>
   __device__ __forceinline__ Packs(const Walk& walk, const Arrays<V>& arrays)
@@ -123,7 +126,7 @@ struct Packs : Division<kPack> {
     }
     if (own < 0) own = phase(arrays.weight);
     is_aligned = phase(arrays.grad) == own && phase(arrays.weight) == own;
-    if (!states_agree) {  // then there are no packs; states that an optimizer allocated do agree
+    if (!states_agree) {  // then no element is in a pack; states that an optimizer allocated do agree
       lead = others += packs * kPack;
       packs = from = to = 0;
       return;
@@ -156,7 +159,7 @@ struct Aligned {
   __device__ __forceinline__ Vector<T, N> get() const { return packed.unpacked(); }
 };
 
-// The same with one access for each element.
+// Like Aligned, but with one access for each element.
 template <class T, int N>
 struct OneByOne {
   Vector<T, N> elements;
@@ -165,8 +168,8 @@ struct OneByOne {
   __device__ __forceinline__ Vector<T, N> get() const { return elements; }
 };
 
-// The same for a misaligned pack of 16-bit elements, read as the one or two aligned words of 8 bytes that hold it. If a
-// word reaches beyond the tensor, only its elements in the pack are read.
+// Like Aligned, but for a misaligned pack of 16-bit elements. It is read as the one or two aligned words of 8 bytes
+// that hold the pack. If a word reaches beyond the tensor, only those of its elements that are in the pack are read.
 template <class T>
 struct Straddling {
   static_assert(sizeof(T) == 2);
@@ -199,8 +202,8 @@ struct Straddling {
   }
 };
 
-// How N neighbours are loaded. Misaligned fp32 elements are loaded one by one: four words of 4 bytes take no more
-// registers than one word of 16 bytes.
+// How N neighbours are loaded. Misaligned fp32 elements are loaded one by one, because four words of 4 bytes take no
+// more registers than one word of 16 bytes.
 template <class T, int N, bool kAligned>
 using Loading = std::conditional_t<
     N == 1, OneByOne<T, N>,
@@ -222,8 +225,8 @@ __device__ __forceinline__ void store_rounded(T* p, const Vector<float, N>& valu
   store<kAligned>(p, elements);
 }
 
-// The fp32 masters of N weights. If other code wrote a weight, its remainder may not fit it any more (remainder.h).
-// Then the master is the weight.
+// The fp32 masters of N weights. If other code wrote a weight, the stored remainder may not fit the new weight
+// (remainder.h). Then the weight itself is the master.
 template <class P, int N>
 __device__ __forceinline__ Vector<float, N> join(const Vector<P, N>& weights, const Vector<int16_t, N>& remainders) {
   Vector<float, N> masters;
@@ -318,7 +321,7 @@ __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Pack
                                              const typename V::Formula& formula) {
   for (int k = packs.from + threadIdx.x; k < packs.to; k += 2 * kThreads) {
     // If there is no second pack, the first one is loaded twice. If there were a branch instead, the compiler would
-    // wait for the loads before it.
+    // wait before the branch for the loads that were already started.
     const bool has_second = k + kThreads < packs.to;
     const int i = packs.at(k), j = has_second ? i + kThreads * kPack : i;
     Pack<V, kPack, kAligned> first, second;
@@ -329,8 +332,8 @@ __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Pack
   }
 }
 
-// Updates the first and the last pack of a tensor, if they have words that reach beyond the tensor. Each is updated by
-// one thread of the second to last warp.
+// Updates the first and the last pack of a tensor, if words that hold them reach beyond the tensor. Each of the two
+// packs is updated by one thread of the second to last warp.
 template <class V, class Walk>
 __device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs<V>& packs, const Walk& walk,
                                             const typename V::Formula& formula) {
@@ -355,7 +358,8 @@ __device__ __forceinline__ void update_others(const Arrays<V>& arrays, const Pac
   }
 }
 
-// The walk begins with the last chunk. The gradient pass read that chunk last, so its gradients may still be in L2.
+// The walk begins with the last chunk, because the gradient pass read that chunk last. So its gradients may still be in
+// L2.
 template <class V>
 using UpdateWalk = ChunkWalk<kState + V::kStates, /*kBackwards=*/true>;
 
@@ -384,15 +388,15 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
       update_packs<V, false>(arrays, packs, formula);
     }
   }
-  // The last block raises the counts of updates. Every block comes to this barrier first, so all threads have read the
-  // counts by then.
+  // The last block raises the counts of updates. is_last_block() counts a block only after this barrier. So when the
+  // last block raises the counts, all threads of all blocks have read them.
   barrier();
   if (!is_last_block(reinterpret_cast<unsigned*>(update.ticket))) return;
   for (int64_t c = threadIdx.x; c < update.table.chunk_count; c += kThreads) raise_step(update.table, c);
 }
 
-// Calls f with a Variant{}. If no tensor has more than the required states, the variant has only these; otherwise it
-// has all states. Bit k of `states`: some tensor has the k-th state.
+// Calls f with a Variant{}. Bit k of `states` is set if some tensor has the k-th state. If no tensor has more than the
+// required states, the variant has only these. Otherwise it has all states.
 template <class Formula, class P, class M, class G, class F>
 void with_states(int states, const F& f) {
   constexpr int kRequired = (1 << Formula::kRequired) - 1;
