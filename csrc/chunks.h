@@ -1,5 +1,5 @@
-// The length of the chunks of a table (table.h). chunk_size() in amp_kernels/ops/table.py is the same function, with
-// the reasons.
+// The length of the chunks of a table (table.h). amp_kernels/ops/table.py has the same function, chunk_size(), in
+// Python. Its docstring explains how the length is chosen.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 namespace amp_kernels {
 
 // Returns the number of elements in a chunk, for `tensors` tensors that together have `total` elements. `blocks` is the
-// number of thread blocks of the kernel that run at a time, or 0 on a CPU.
+// number of thread blocks of the kernel that run at a time on a GPU. On a CPU `blocks` is 0.
 inline int64_t chunk_size(int64_t total, int64_t tensors, int64_t blocks) {
   constexpr int64_t kUnit = 128, kLeast = 1024, kMost = 1 << 16, kOverhead = 1024;
   if (blocks == 0) return total < 1 << 27 ? 1 << 14 : kMost;

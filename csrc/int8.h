@@ -32,13 +32,13 @@ namespace amp_kernels {
 // Words that all kernels use:
 //
 //   band      neighbouring groups that are computed together. By columns, a band is some columns with all of their
-//             rows. By rows, it is one group, or several short ones
-//   piece     a part of a band. Bands are divided if there are fewer bands than threads or thread blocks
+//             rows. By rows, a band is one group, or several short groups
+//   piece     a part of a band. If there are fewer bands than threads or thread blocks, bands are divided into pieces
 //   segment   neighbours in memory that are read together
 //
 // If the length of a row of the tensor is not a multiple of the block size, the last block of each row is shorter, and
-// the next row follows it immediately. `row` is then the length of a row. In all other cases `row` is the number of all
-// elements.
+// the next row follows it immediately. Only in this case `row` is the length of a row of the tensor. In all other cases
+// `row` is the number of all elements.
 struct Int8Layout {
   int64_t outer, reduced, inner;
   int64_t row;
@@ -46,7 +46,7 @@ struct Int8Layout {
   AMP_KERNELS_HD bool is_by_columns() const { return inner > 1; }
   AMP_KERNELS_HD int64_t groups() const { return outer * inner; }
 
-  // The number of groups in a row of the tensor. Only by rows.
+  // The number of groups in `row` elements. It has a meaning only if kernels walk by rows.
   AMP_KERNELS_HD int64_t groups_of_row() const { return (row + reduced - 1) / reduced; }
 
   AMP_KERNELS_HD int64_t elements() const {
@@ -56,14 +56,14 @@ struct Int8Layout {
 
 struct Quantize {
   const void* x;
-  void* out;            // int8 codes, or with `fake` numbers in x's dtype
+  void* out;            // int8 codes. If `fake` is true: numbers in x's dtype
   float* scale;         // read if `is_static`, else written
-  int32_t* zero_point;  // like scale; nullptr for symmetric codes
+  int32_t* zero_point;  // read if `is_static`, else written; nullptr for symmetric codes
   Int8Layout layout;
   Dtype dtype;  // of x
   bool fake;    // writes dequantize(quantize(x)), not codes
   bool is_static;
-  bool stochastic;  // rounds at random, with numbers from `seed`; else to nearest even
+  bool stochastic;  // rounds at random, with numbers from `seed`. If false: rounds to nearest even
   uint64_t seed;
 };
 
@@ -84,14 +84,14 @@ struct StraightThrough {
   const int32_t* zero_point;
   void* out;
   Int8Layout layout;
-  Dtype dtype;  // of all three
+  Dtype dtype;  // of grad, x and out
 };
 
-// The CUDA kernels for the two products below read their operands in chunks of 16 bytes. For them, the rows of an
-// operand that run along k must be contiguous and begin at multiples of 16 bytes. After its k elements, a row must have
+// The CUDA kernels for the two products below read their operands in chunks of 16 bytes. This requires that the k
+// elements that belong to one m or one n are contiguous, and begin at a multiple of 16 bytes. They must be followed by
 // zeros up to a multiple of 16 elements.
 
-// out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]; the sum is exact.
+// out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]. The sum is exact.
 struct Int8Matmul {
   int64_t m, n, k;
   const int8_t* a;

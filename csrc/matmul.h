@@ -22,7 +22,8 @@ struct Matmul {
   int64_t input_strides[3];
   void* out;
   int64_t out_strides[2];  // over batch and m
-  void* pre;               // nullptr, or where to write the argument of the activation, rounded, in the layout of out
+  // If not nullptr, the argument of the activation is written here, rounded to out_dtype, in the layout of out.
+  void* pre;
   float alpha;
   float beta;
   Activation activation;
@@ -36,7 +37,7 @@ struct CopyPad {
   int64_t rows, columns;
   const void* x;
   int64_t x_strides[2];
-  const void* pre;  // the argument of the activation, or for relu its result; nullptr with kIdentity
+  const void* pre;  // the argument of the activation; for relu its result; for kIdentity nullptr
   int64_t pre_strides[2];
   void* out;         // [rows, pitch], contiguous
   int64_t pitch;     // a multiple of 8

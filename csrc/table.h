@@ -29,12 +29,13 @@ namespace amp_kernels {
 // What the rows from kMaster on hold:
 //
 //   kMaster      the address of a 16-bit parameter's fp32 master, or of its remainders (formulas/remainder.h). For an
-//                fp32 parameter it is 0, with one exception, `ema_`. There the parameter is an average, the "gradient"
-//                is the 16-bit weight that the average follows, and kMaster is the address of that weight's remainders
-//   kStep        the address of an int32, the number of updates so far. All chunks of the tensor read it. It is
-//                increased after all of them have
-//   kState + i   the address of the i-th state. The table may end after the states that every tensor has (kRequired in
-//                formulas/families.h), if no tensor has others
+//                fp32 parameter the row holds 0, except in `ema_`. In `ema_` the parameter is an average, and the
+//                "gradient" is the weight that the average follows. If this weight has remainders, the row holds their
+//                address
+//   kStep        the address of an int32, the number of updates so far. All chunks of the tensor read this number.
+//                After all of them have read it, it is increased
+//   kState + i   the address of the i-th state. Every tensor has the first kRequired states (formulas/families.h). If
+//                no tensor has other states, the table may end after those
 enum Row { kNumel, kGradDtype, kGroup, kGrad, kParam, kMaster, kStep, kState };
 
 enum Dtype { kFloat, kHalf, kBFloat16 };
@@ -47,7 +48,8 @@ struct Table {
   // [chunk_count, 2] entries. In an optimizer, an empty tensor has a chunk too, so that its updates are counted.
   const int32_t* chunks;
   int64_t chunk_count;
-  int64_t chunk_size;  // elements; at most 65536, and a multiple of 128, so that a chunk is aligned like its tensor
+  // In elements: at most 65536. It is a multiple of 128, so that each chunk has the same alignment as its tensor.
+  int64_t chunk_size;
 
   AMP_KERNELS_HD int64_t at(int row, int64_t tensor) const { return data[row * tensors + tensor]; }
 };
@@ -79,8 +81,8 @@ AMP_KERNELS_HD uint32_t& step_of(const Table& table, int64_t tensor) {
 
 // Results of the gradient pass in device memory, which the host may read at any time.
 struct Record {
-  // How many blocks of the current launch have ended; 0 between launches. The launch is this pass, or an update with
-  // the same record.
+  // How many blocks of the current launch have ended; 0 between launches. The launch is a gradient pass, or an update
+  // whose Update::ticket points to this number.
   int64_t ticket;
   int64_t passes;           // the number of passes that updated the record so far
   int64_t overflow_pass;    // the last pass that found a NaN or inf
@@ -93,7 +95,7 @@ struct GradientPass {
   bool divide;
   bool write;        // multiply the gradients by the factor
   bool clear;        // write 0 or 1 to found_inf, and update the record. Otherwise found_inf can only become 1
-  double* partials;  // for each chunk its sum of squares, which is finite exactly if all its elements are
+  double* partials;  // a sum of squares for each chunk. It is finite exactly if all elements of the chunk are finite
   float* found_inf;
   float* norm;
   Record* record;
@@ -111,7 +113,7 @@ struct Update {
   Table table;
   int32_t* ticket;     // on a GPU, how many blocks of this launch have ended; 0 between launches
   const float* hyper;  // [groups, kHyperColumns], in the order of the formula
-  const int64_t* lr;   // [groups], addresses of fp32 scalars: a launch in a CUDA graph then reads the current lr
+  const int64_t* lr;   // [groups], addresses of fp32 scalars, so that a launch in a CUDA graph reads the current lr
   const float* grad_scale;
   const float* found_inf;
   const float* grad_norm;
@@ -119,7 +121,7 @@ struct Update {
   Form form;
 };
 
-// Counts an update of a tensor if `chunk` is its first chunk, and if it has a gradient.
+// If `chunk` is the first chunk of its tensor, and the tensor has a gradient, counts an update of the tensor.
 AMP_KERNELS_HD void raise_step(const Table& table, int64_t chunk) {
   if (table.chunks[2 * chunk + 1] != 0) return;
   const int64_t tensor = table.chunks[2 * chunk];

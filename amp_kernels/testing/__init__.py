@@ -1,8 +1,11 @@
 """Test cases for every operator.
 
 `python -m amp_kernels verify` and the tests run the same cases. A case makes its inputs, runs one operator on one
-backend, and checks the result. Most results may be off by a bound that `error_and_allowed` computes from torch's result
-and an fp64 result. Codes and some others must equal the reference on the CPU bit for bit:
+backend, and checks the result. Most results may differ from an fp64 result. `error_and_allowed` computes how much they
+may differ, from the error of torch's result. The results of the int8 operators, except `int8_linear`, must equal those
+of the reference on the CPU bit for bit. Unscaled gradients must equal those of torch bit for bit, too.
+
+This runs all cases of one operator on the CPU:
 
 ```python
 for case in testing.CASES["sgd_"]:

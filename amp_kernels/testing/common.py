@@ -17,9 +17,10 @@ Make = Callable[[], list[Tensor]]
 DTYPES = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
 """The dtypes that operators take, by their names in cases."""
 SIZES = (0, 1, 7, 8, 9, 1023, 1024, 1025, 65537)
-"""Numbers of elements: around one 16-byte access (4 or 8 elements), around 1024, and more than the largest chunk.
+"""Numbers of elements: 0 and 1, then around 8, around 1024, and one number above the length of the largest chunk.
 
-A kernel takes a tensor in chunks of at most 65536 elements (csrc/table.h).
+A 16-byte access holds 8 elements of 16 bits, or 4 elements in fp32. A kernel takes a tensor in chunks of at most 65536
+elements (csrc/table.h).
 """
 NORM_TOLERANCE = 1e-6
 
@@ -44,7 +45,8 @@ class Result(NamedTuple):
 
     Attributes:
         name: What was compared.
-        error: The error, or the number of elements that differ.
+        error: The error of the result. If no error is allowed, it is a count, such as the number of elements that
+            differ.
         allowed: The largest error that passes.
         at: One wrong element, for the message; None if the comparison passed.
 
@@ -124,7 +126,8 @@ def within(name: str, ours: Tensor, theirs: Tensor, truth: Tensor, least: float 
 def _distances(ours: Tensor, theirs: Tensor, truth: Tensor) -> Tensor:
     """Return the distance of each element from the truth.
 
-    The distance of a NaN is inf. Where the result and torch's are both NaN, or the same infinity, the distance is 0.
+    If the result and torch's result are both NaN, or are the same infinity, the distance is 0. In all other cases a
+    distance that would be NaN is inf.
     """
     ours, theirs, truth = (x.detach().double().cpu() for x in (ours, theirs, truth))
     distance = (ours - truth).abs().nan_to_num(nan=math.inf)
@@ -136,10 +139,14 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
 
     The rule is `max|ours - fp64| <= 2 * max|torch - fp64| + 1e-7 * max|fp64|`.
 
-    Where an element of torch's result is NaN or inf, after an overflow in fp32, the element of `ours` must be the same,
-    or within a relative 1e-6 of a truth that fp32 can hold. An overflow and a right number are both accepted, because
-    torch's own kernels overflow at different values: a GPU multiplies squares by `1 - alpha`, and a CPU computes
-    `(1 - alpha) * g * g`. In all other cases the error is inf.
+    The rule applies to the elements at which torch's result is finite. After an overflow in fp32, an element of torch's
+    result may be NaN or inf. For such an element, `ours` must be one of the following:
+
+    - the same value, which is NaN or the same infinity;
+    - a number within a relative 1e-6 of the truth, if fp32 can hold the truth.
+
+    If `ours` is neither, the error is inf. Both are accepted because torch's own kernels overflow at different values.
+    A GPU multiplies the square `g * g` by `1 - alpha`. A CPU multiplies `(1 - alpha) * g` by `g`.
 
     Args:
         ours: The result.
@@ -147,7 +154,7 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
         truth: The result in fp64.
 
     Returns:
-        The tuple `(error, allowed)`.
+        The tuple `(error, allowed)`. If the shapes differ, the error is inf.
 
     Examples:
         >>> from amp_kernels import testing
@@ -171,10 +178,10 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
 
 
 def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
-    """Apply the rule of `error_and_allowed` to each large tensor, and once to all small ones together.
+    """Apply the rule of `error_and_allowed` to each large tensor, and once to all small tensors together.
 
-    The small ones share a bound because torch's error in a single element may happen to be 0. The bound of this element
-    alone would be too tight.
+    Small tensors have fewer than 1000 elements. They share one bound. A tensor may have a single element, for which
+    torch's error may happen to be 0. A bound for this element alone would then be too tight.
     """
     rows = list(zip(ours, theirs, truth, strict=True))
     for i, row in enumerate(rows):
@@ -244,9 +251,10 @@ def _bits(x: Tensor) -> Tensor:
 
 
 def written_outside(view: Tensor) -> int:
-    """Return how many elements outside of a view were written, in the memory to which the view belongs.
+    """Return the number of elements that were written in the memory around a view.
 
-    The view is overwritten.
+    A layout fills this memory with NaN, or with the smallest integer of the dtype. Elements that have another value now
+    are counted. This function overwrites the view.
 
     Args:
         view: A tensor in one of `LAYOUTS`.
@@ -287,7 +295,7 @@ def seeded(seed: int) -> Iterator[None]:
 
 
 def generator(seed: int) -> torch.Generator:
-    """Return a generator of random numbers, which depend on this seed and on the seed of `seeded`."""
+    """Return a generator of random numbers. The numbers depend on this seed and on the seed of `seeded`."""
     return torch.Generator().manual_seed(1_000_003 * _seeds_begin_at + seed)
 
 
@@ -325,7 +333,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 """Functions that copy a tensor of four dimensions into another layout.
 
-The memory around the copy is filled with NaN, or with the smallest integer.
+The memory around the copy is filled with NaN, or with the smallest integer of the dtype.
 """
 SHAPE = (3, 5, 7, 11)
 """The shape of the inputs in these layouts."""
@@ -339,7 +347,8 @@ def _spread(dtype: torch.dtype) -> Tensor:
     return randn(LENGTH).double() * 10**exponents
 
 
-# Functions that return numbers with which arithmetic in the given dtype may go wrong. The results are fp32 or fp64.
+# Each function takes a dtype, and returns numbers for which arithmetic in that dtype may go wrong. The numbers are fp32
+# or fp64. `values` below rounds them to the dtype.
 VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "zeros": lambda _: torch.zeros(LENGTH, dtype=torch.float64),
     "negative_zeros": lambda _: -torch.zeros(LENGTH, dtype=torch.float64),
@@ -396,7 +405,8 @@ def many(dtype: torch.dtype) -> list[Tensor]:
 def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor]:
     """Return three random vectors, in which one element is replaced by `value`.
 
-    It is the first element of the first vector, one in the middle of the second, or the last of the third. Kernels
+    If `position` is "first", the first element of the first vector is replaced. If it is "middle", an element in the
+    middle of the second vector is replaced. If it is "last", the last element of the third vector is replaced. Kernels
     divide the second vector into several chunks.
     """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
@@ -419,7 +429,8 @@ def clones(tensors: Sequence[Tensor]) -> list[Tensor]:
 def lost_context(device: torch.device | str) -> str:
     """Return CUDA's error message if the process has lost its CUDA context, otherwise "".
 
-    After a kernel read an illegal address, for example, CUDA refuses all further calls of the process.
+    A process loses its context if a kernel reads an illegal address, for example. CUDA then refuses all further calls
+    of the process.
     """
     try:
         if torch.device(device).type == "cuda":
@@ -433,7 +444,7 @@ def lost_context(device: torch.device | str) -> str:
 def rounded_once() -> Iterator[None]:
     """Make cuBLAS round each sum only once inside a `with` block.
 
-    By default it may split a sum and round the parts to 16 bits. The rule of `error_and_allowed` does not allow for
+    By default cuBLAS may split a sum and round the parts to 16 bits. The rule of `error_and_allowed` does not allow for
     those roundings.
 
     Examples:
@@ -459,7 +470,8 @@ class Case(NamedTuple):
 
     Attributes:
         op: Name of the operator, such as `"sgd_"`.
-        dtype: A key of `DTYPES`; two of them with a slash (parameters/gradients); `"mixed"`; or `"int8"`.
+        dtype: A key of `DTYPES`; two keys, of parameters and of gradients, with a slash between them; `"mixed"`; or
+            `"int8"`.
         name: Name of the inputs and options.
         body: Runs the operator on tensors of a device, and yields the comparisons.
 

@@ -1,7 +1,8 @@
 """Test cases for the int8 operators.
 
-Results are compared bit for bit with the reference on the CPU. tests/int8/test_int8.py compares the reference with
-numpy and known answers. `int8_linear`, which sums in fp32, is compared by the rule of `error_and_allowed`.
+The results of all operators except `int8_linear` are compared bit for bit with the reference on the CPU.
+tests/int8/test_int8.py compares the reference with numpy and with known answers. `int8_linear` sums in fp32. The rule
+of `error_and_allowed` bounds its errors.
 """
 
 from __future__ import annotations
@@ -33,14 +34,16 @@ GROUPS: dict[str, dict[str, Any]] = {
     "long_blocks": {"block_size": 64},
 }
 KINDS: dict[str, dict[str, Any]] = {"symmetric": {"symmetric": True}, "asymmetric": {"symmetric": False}}
-# Zero points that are no codes. A user may give them, because zero points are not checked. The formulas limit x / scale
-# to 512 on either side of the zero point, and clamp codes after that. With a zero point of 384 or -385 one of these
-# limits is a code: 384 - 512 is -128, and -385 + 512 is 127.
+# Zero points that are not codes (-128 to 127). A user may give them, because zero points are not checked. The formulas
+# limit x / scale to the range from -512 to 512. Then they add the zero point, and clamp the sum to the codes. With the
+# zero point 384, the sum for the lower limit is 384 - 512 = -128, which is a code. With -385, the sum for the upper
+# limit is -385 + 512 = 127, which is a code, too.
 NO_CODES = (-2_000_000_000, -600, -385, 300, 384, 65_536)
-# Bytes of the longest row that CUDA's held_rows_kernel takes. A block of it reads the row once, and holds it in
-# registers until the codes are stored.
+# Bytes of the longest row that held_rows_kernel (csrc/cuda/int8_quantize.cu) takes. For a row of this length, a thread
+# block of the kernel reads the row once, and holds it in registers until the codes are stored.
 ON_CHIP = 1 << 16
-# Around 4, 8, 16 and 32 elements, a block of 1024, and 4096.
+# Lengths of rows: 1 to 5, and lengths around 8, 16, 32, 64, 128, 1024 and 4096. CPU kernels read segments of at most
+# 1024 elements (csrc/cpu/int8_walk.h).
 ROWS = (1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 33, 63, 65, 127, 128, 129, 1023, 1025, 4099)
 
 
@@ -61,7 +64,8 @@ def _with(value: float) -> Callable[[torch.dtype], Tensor]:
     return make
 
 
-# Functions that return rows with which arithmetic in a dtype may go wrong, as fp32 or fp64.
+# Each function takes a dtype, and returns rows of numbers for which arithmetic in that dtype may go wrong. The numbers
+# are fp32 or fp64. `_rounded` below rounds them to the dtype.
 VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "nan": _with(math.nan),
     "inf": _with(math.inf),
@@ -75,7 +79,7 @@ VALUES: dict[str, Callable[[torch.dtype], Tensor]] = {
     "all_positive": lambda _: randn(5, 37).double().abs() + 1,
     "denormals": lambda dtype: (torch.arange(5 * 37).view(5, 37) % 7 - 3) * (torch.finfo(dtype).smallest_normal / 4),
     "tiniest": lambda dtype: (torch.arange(5 * 37).view(5, 37) % 3 - 1) * torch.finfo(dtype).tiny / 2**10,
-    # If no magnitude of a symmetric group is above 2^-128 * 127, its 1 / scale is inf.
+    # If no magnitude in a symmetric group is above 2^-128 * 127, then 1 / scale of this group is inf.
     "around_the_smallest_scale": lambda _: 2.0 ** torch.linspace(-124, -119, 5 * 37).double().view(5, 37),
     "largest": lambda dtype: (1.0 - 2.0 * (torch.arange(5 * 37).view(5, 37) % 2)) * torch.finfo(dtype).max,
     "one_largest": lambda dtype: (torch.arange(5 * 37).view(5, 37) == 50) * torch.finfo(dtype).max,
@@ -149,7 +153,8 @@ def _dequantize(
         name = ", ".join(f"{k}={v}" for k, v in options.items())
         made = _Made(*reference.quantize_int8(randn(*SHAPE), **_dims(options)))
         block = options.get("block_size")
-        # Scales at the ends of fp32, and NaN, which is the scale of a group that held NaN.
+        # A group that held NaN has the scale NaN. 3e38 is nearly the largest number of fp32, and 1e-45 becomes the
+        # smallest positive one.
         made.scale.view(-1)[:3] = torch.tensor([math.nan, 3e38, 1e-45])[: made.scale.numel()]
         expected = reference.dequantize_int8(*made, block_size=block, dtype=dtype)
         values = INT8_LAYOUTS[layout](made.values.to(device))
@@ -181,7 +186,8 @@ def _fake(make: Make, layout: str, all_options: Sequence[dict[str, Any]], device
 
 
 def _fake_given(dtype: torch.dtype, zero_point: int, device: torch.device) -> Iterator[Result]:
-    # x / scale goes beyond 512, where the formulas limit it, on both sides.
+    # The formulas limit x / scale to the range from -512 to 512. Here some values of x / scale lie below this range,
+    # and some lie above it.
     x = torch.cat([400 * randn(5, 37), torch.tensor([[math.inf, -math.inf, math.nan, 512.0, -513.0]]).T], 1).to(dtype)
     grad = randn(*x.shape, dtype=dtype, seed=1)
     for shape in ((5, 1), (1, 38)):
@@ -221,7 +227,10 @@ def integers(*shape: int, seed: int = 0) -> Tensor:
 
 
 def _operand(rows: int, columns: int, per: int | None, zeros: bool, seed: int) -> _Made:
-    """Return codes `[rows, columns]` with one scale, or with a scale for each index of dimension `per`."""
+    """Return codes `[rows, columns]` with scales.
+
+    If `per` is None, there is one scale. Otherwise there is a scale for each index of dimension `per`.
+    """
     count = 1 if per is None else (rows, columns)[per]
     shape = (1, 1) if per is None else (count, 1) if per == 0 else (1, count)
     scale = (randn(count, seed=seed).abs() + 0.01).view(shape)
@@ -270,7 +279,10 @@ def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device
 
 # ---------------------------------------------------------------------------------------------------------- cases
 def _all(*fixed: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the options of every grouping, symmetric and asymmetric, each together with each of `fixed`."""
+    """Return options for each grouping in `GROUPS`, once symmetric and once asymmetric.
+
+    If `fixed` is given, each of these options is combined with each dict in `fixed`.
+    """
     return [
         {**groups, **kind, **rest} for groups in GROUPS.values() for kind in KINDS.values() for rest in fixed or ({},)
     ]
@@ -309,7 +321,7 @@ def _quantize_cases() -> Iterator[Case]:
             empty = partial(torch.empty, shape, dtype=dtype)
             options = [*_BY_ROW[:2], {}, {"block_size": 4}]
             yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", options)
-        for first, last in ((0, 2), (2, 0)):  # these are both contiguous and channels_last
+        for first, last in ((0, 2), (2, 0)):  # their copies in channels_last are contiguous, too
             empty = partial(torch.empty, (first, 2, 2, last), dtype=dtype)
             options = [*_all(), *_all({"seed": 1})]
             yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, "channels_last", options)
@@ -319,7 +331,7 @@ def _quantize_cases() -> Iterator[Case]:
 def _static_cases() -> Iterator[Case]:
     def per_row(x: Tensor) -> Tensor:
         scale = x.float().nan_to_num(1, 1, 1).abs().amax(-1, keepdim=True).clamp(1e-3, 1e3) / 100
-        scale[0] = 0.0  # 1 / scale is inf: all numbers except 0 and NaN saturate
+        scale[0] = 0.0  # 1 / scale is inf, so all numbers except 0 and NaN saturate
         scale[-1] = math.inf
         return scale
 
@@ -378,8 +390,9 @@ def _other_cases() -> Iterator[Case]:
                 body = partial(_product, sizes, both, per, zeros, torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
-    # With 3 multiprocessors these sizes take tiles of 128 x 128 and of 128 x 256. AMP_KERNELS_MULTIPROCESSORS makes the
-    # launchers of any GPU count 3 (csrc/cuda/portable.h).
+    # If the CUDA kernels count 3 multiprocessors, the "medium" sizes take tiles of 128 x 128, and the "large" sizes
+    # take tiles of 128 x 256. If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, the kernels count 3 on any
+    # GPU (csrc/cuda/portable.h).
     for tile, sizes in (("medium", (300, 100, 96)), ("large", (130, 130, 96))):
         for with_zeros in (False, True):
             body = partial(_product, sizes, ("contiguous", "transposed"), True, (with_zeros,) * 2, torch.float32, False)

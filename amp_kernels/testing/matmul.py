@@ -51,7 +51,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 def compare(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Result:
     """Apply the rule of `error_and_allowed`, but accept every correctly rounded result.
 
-    With few elements torch's error, and so the allowed one, may happen to be 0.
+    In a result of few elements, torch's error may happen to be 0. The rule alone would then allow almost no error.
     """
     largest = truth.abs().max().item() if truth.numel() > 0 else 0.0
     rounding = {torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}.get(ours.dtype, 0.0)
@@ -114,8 +114,8 @@ def _linear(
     def passes(cast: torch.dtype | None) -> list[Tensor]:
         """Return the result and the gradients, computed by torch.
 
-        They are computed in the dtype `cast`. If that is None, they are computed in fp32 and rounded to the operands'
-        dtype, and the argument of the activation is rounded to `between`.
+        They are computed in the dtype `cast`. If `cast` is None, they are computed in fp32, and rounded to the
+        operands' dtype. In that case the argument of the activation is rounded to `between`.
         """
         leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
         argument = F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None)
@@ -128,12 +128,14 @@ def _linear(
     grads = torch.autograd.grad(ours, leaves, LAYOUTS[layouts[0]](grad.to(device)))
     with torch.no_grad():
         again = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
-    # If no backend is forced, cuBLAS multiplies on a GPU. If no gradient is needed it also applies relu, which may give
-    # other bits than a relu after the product.
+    # On a GPU cuBLAS multiplies if no backend is forced. If also no gradient is needed and there is a bias, cuBLAS
+    # applies relu, too. Its bits may then differ from those of a relu after the product. So with cuBLAS the results
+    # with and without gradients are not compared with each other.
     if forced() is not None or not ours.is_cuda:
         yield Result("without gradients", float(not torch.equal(ours, again)), 0)
-    # The backward pass reads the argument of the activation, which was rounded to the operands' dtype, as in torch. So
-    # gradients may be off by four times the bound.
+    # The backward pass reads the argument of the activation (for relu the result), which was rounded to the operands'
+    # dtype. torch's backward pass does so, too. So with an activation, the errors of gradients may be four times the
+    # bound.
     slack = 1.0 if activation is None else 4.0
     names = ("result", "grad of x", "grad of weight", "grad of bias")
     theirs, truth = passes(None), passes(torch.float64)
@@ -166,10 +168,11 @@ def _cases() -> Iterator[Case]:
             yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
             yield case("matmul", f"few_rows_aligned_{name}", _product, (2, 136, 144), pair, dtype, dtype)
             yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
-        # With 3 multiprocessors these sizes take kernels with tiles of 128 x 128 and of 128 x 256.
-        # AMP_KERNELS_MULTIPROCESSORS makes the launchers of any GPU count 3 (csrc/cuda/portable.h). For a batch of 3
-        # matrices, the launcher estimates the least time for three such tiles. For one matrix of one such tile, it
-        # estimates the least time for three splits of k.
+        # If the launchers count 3 multiprocessors, they choose tiles of 128 x 128 for the "medium" sizes, and tiles of
+        # 128 x 256 for the "large" sizes. If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, they count 3 on
+        # any GPU (csrc/cuda/portable.h). A launcher takes the choice with the least estimated time. For a batch of 3
+        # matrices, this is one such tile for each matrix. For a single matrix ("in_splits"), it is one such tile, with
+        # k divided into three splits.
         for tile, (m, n), k in (("medium", (120, 125), 1600), ("large", (121, 250), 2600)):
             for left, right in itertools.product(("padded", "padded_column"), repeat=2):
                 yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)

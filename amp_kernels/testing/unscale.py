@@ -1,6 +1,6 @@
 """Test cases for the operators that read gradients: `unscale_`, `grad_norm`, `clip_grad_norm_`.
 
-Unscaled gradients must equal torch's exactly. Norms and clipped gradients are compared with fp64.
+Unscaled gradients must exactly equal those that torch computes. Norms and clipped gradients are compared with fp64.
 """
 
 from __future__ import annotations
@@ -112,7 +112,8 @@ def _gradient_cases(op: str, body: Callable[..., Iterator[Result]], usual: float
         yield case(dtype, name, make, expected=1.0)
     for dtype, torch_dtype in DTYPES.items():
         make = partial(of_sizes, torch_dtype, (9, 1025))
-        # found_inf is about the gradient alone. It must stay 0 if only the product overflows or rounds to 0.
+        # found_inf says whether a gradient is NaN or inf. If only its product with inv_scale overflows or rounds to 0,
+        # found_inf must stay 0.
         for inv_scale in (2.0**-16, 1.0, 3e38, 1e-40, 0.0):
             yield case(dtype, f"times_{inv_scale:g}", make, inv_scale=inv_scale)
         for found in (1.0, 2.0, math.nan):

@@ -1,4 +1,4 @@
-"""Test cases for the updates (`sgd_`, `rmsprop_`, `adam_`), and helpers to call an update and torch's optimizer alike.
+"""Test cases for the updates (`sgd_`, `rmsprop_`, `adam_`), and helpers to call an update and torch's optimizer.
 
 The rule of `error_and_allowed` bounds the errors, with torch's optimizer on fp64 tensors as the truth.
 """
@@ -75,12 +75,12 @@ EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
 
 
 class Update:
-    """The public function and the optimizer of an update family, and torch's optimizer to compare with.
+    """An update family: its public function, its fused optimizer, and torch's optimizer for comparison.
 
     Attributes:
         function: The functional update, for example `sgd_`.
         optimizer: The fused optimizer.
-        torch: The base class of `optimizer`, which is a torch optimizer.
+        torch: The torch optimizer from which `optimizer` is derived, for example `torch.optim.SGD`.
         lr: The learning rate for the examples.
         examples: The other options, by the name of the example.
     """
@@ -105,8 +105,9 @@ class Update:
     def arguments(self, options: dict[str, Any], *, steps_taken: int = 0) -> dict[str, Any]:
         """Return keyword arguments for `function`.
 
-        They are the number of earlier steps, `options`, and torch's defaults for all other options. What is not a
-        parameter of `function` is left out.
+        They have the values in `options`, and torch's defaults for all other options. `steps_taken` is the number of
+        earlier steps, and `is_first_step` is True if that number is 0. Arguments that `function` does not have are left
+        out.
         """
         everything = {**self.defaults(), **options, "is_first_step": steps_taken == 0, "steps_taken": steps_taken}
         return {name: everything[name] for name in inspect.signature(self.function).parameters if name in everything}
@@ -129,13 +130,14 @@ class UpdateInputs:
 
     Args:
         op: Name of the update, such as `"sgd_"`.
-        values: The parameters. Small random numbers are added in fp32. That sum is the master of a 16-bit parameter,
-            and the parameter is the rounded master.
+        values: Tensors from which the parameters are made. Small random numbers are added to each tensor in fp32. The
+            sum, rounded to the dtype of the tensor, is the parameter. If this dtype has 16 bits, the sum itself is the
+            master.
         options: Options of torch's optimizer that differ from its defaults.
         device: Device of the tensors.
         layout: A key of `LAYOUTS`.
-        masters: `"full"` for fp32 masters; `"split"` for masters that are stored as a remainder of the weight; `"both"`
-            if every third master is to be split.
+        masters: `"full"` for fp32 masters; `"split"` for masters that are stored as a remainder of the weight (an int16
+            tensor); `"both"` if the first of every three masters is split, and the other two are full.
 
     Examples:
         >>> from amp_kernels import testing
@@ -162,15 +164,15 @@ class UpdateInputs:
         fp32 = [x.float() + 1e-4 * randn(*x.shape, seed=i) for i, x in enumerate(values)]
         self.params = place([x.to(v.dtype) for x, v in zip(fp32, values, strict=True)], device, layout)
         low = [(x, v.dtype) for x, v in zip(fp32, values, strict=True) if v.dtype != torch.float32]
-        # Every third master is split. If fp16 and bf16 alternate, both then have masters of both kinds. If every second
-        # were split, all of them would have the same dtype.
+        # With "both", every third master is split. If fp16 and bf16 parameters alternate, each of these dtypes then has
+        # masters of both kinds. If every second master were split, all split masters would belong to the same dtype.
         is_split = itertools.cycle({"full": [False], "split": [True], "both": [True, False, False]}[masters])
         kept = [split(x, dtype)[1] if next(is_split) else x for x, dtype in low]
         self.masters = place(kept, device, layout)
         self.states: dict[str, list[Tensor]] = {name: [] for name in self._update.family.states}
         for name in self._update.states(self.options):
-            # If the first step overwrites this state without reading it, the state is NaN before. A NaN in the results
-            # would show that it was read.
+            # If the first step is to overwrite this state without reading it, the state is NaN before that step. If the
+            # step reads the state, the results are NaN.
             fill = math.nan if name == self._update.optimizer._set_at_first_step else 0.0
             self.states[name] = place([torch.full_like(x, fill) for x in fp32], device, layout)
 
@@ -195,7 +197,8 @@ class UpdateInputs:
         """Return, for each parameter, the fp32 tensor that the update changes.
 
         Returns:
-            The list. For a master that is stored as a remainder it holds a copy.
+            The list. It has each fp32 parameter, and the master of each 16-bit parameter. If a master is stored as a
+            remainder, the list has an fp32 copy of the master.
 
         Examples:
             >>> from amp_kernels import testing
@@ -350,8 +353,9 @@ def _update_cases(op: str) -> Iterator[Case]:
                 yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
         one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
-            # In the example "momentum" the option `centered` is off. If it were on and a square overflowed, some
-            # implementations would get a variance of NaN and others not, depending on whether they use an fma.
+            # In the example "momentum" of RMSprop, the option `centered` is off. If `centered` were on and a square
+            # overflowed, the variance would be NaN in some implementations and not in others. That depends on whether
+            # they use an fma.
             yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
         three = partial(with_element, 1.0, "middle", dtype)
         for value in (math.nan, math.inf):

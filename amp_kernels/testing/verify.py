@@ -50,7 +50,10 @@ class Failure(NamedTuple):
 
     @property
     def kind(self) -> tuple[str, ...]:
-        """The key by which failures are grouped: the exception, or else operator, backend and comparison."""
+        """The key by which failures are grouped.
+
+        It is the exception if the case raised one, otherwise the operator, the backend and the comparison.
+        """
         if self.allowed == 0 and self.error == math.inf and self.at is None:
             return (self.comparison,)
         return self.operator, self.backend, re.sub(r"\[\d+\]", "", self.comparison)
@@ -90,7 +93,7 @@ class Row:
         return [self.operator, self.backend, self.dtype, str(self.cases), f"{self.seconds:.1f}", *shown, passed]
 
     def record(self) -> dict[str, Any]:
-        """Return the row for JSON, which has no NaN and no inf."""
+        """Return the row for JSON. Errors that are NaN or inf become texts, because JSON has neither."""
         return {
             "operator": self.operator, "backend": self.backend, "dtype": self.dtype, "cases": self.cases,
             "seconds": round(self.seconds, 3), "error": _number(self.worst.error),
@@ -180,8 +183,9 @@ def verify(
         (on, Row(op, f"{where} on {on}" if several and where in ("reference", "triton") else where, dtype), cases)
         for op in ops or testing.CASES
         for where, on in places
-        # "default" forces no backend. Then torch computes products on a GPU, and every other operator runs on the first
-        # backend that can. That backend has rows of its own, so only products get rows for "default".
+        # "default" forces no backend. On a GPU, torch then computes the products of testing/matmul.py, so these
+        # products get rows for "default". All other cases run on the first backend that can run. They get no rows for
+        # "default", because that backend already has rows.
         if where != "default" or op in testing.matmul.CASES
         for dtype, cases in _by_dtype(op, dtypes, names).items()
     ]
@@ -323,5 +327,5 @@ def _failure_record(failure: Failure) -> dict[str, Any]:
 
 
 def _number(value: float) -> float | str:
-    """Return a finite number as it is, and NaN or inf as a text, since JSON has neither."""
+    """Return a finite number unchanged, and NaN or inf as a text, because JSON has neither."""
     return value if math.isfinite(value) else str(value)

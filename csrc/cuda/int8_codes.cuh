@@ -3,8 +3,8 @@
 //   code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)
 //
 // A GPU rounds and converts numbers at an eighth of the rate at which it adds. It compares, selects and packs at half
-// of that rate. Two conversions or ten comparisons for each element would take longer than reading and writing it. So
-// the codes of a pack (16 bytes of x) are computed in these steps:
+// of the rate at which it adds. Two conversions or ten comparisons for each element would take longer than reading and
+// writing the element. So the codes of a pack (16 bytes of x) are computed in these steps:
 //
 //   steps = x * inverse     the distance from the zero point in codes, not rounded yet
 //   clamp                   to the steps of the lowest and of the highest code
@@ -20,13 +20,14 @@
 
 namespace amp_kernels::cuda {
 
-// 1.5 * 2^23. The fp32 numbers around it are the integers. So adding it rounds a small number to an integer, which is
-// then in the low bits of the sum.
+// 1.5 * 2^23. Near this number fp32 holds the integers, and no fractions. So if a small number is added to it, the sum
+// is rounded to an integer. The low bits of the sum are then the small number, rounded to an integer.
 constexpr float kMagic = 12582912.0f;
 constexpr int kMagicBits = 0x4b400000;  // the bits of kMagic
 
-// Limits steps to 512 on both sides, as unclamped_code() does. NaN becomes 0. If the zero point is a code, every code
-// beyond 512 steps saturates anyway.
+// Limits steps to the range from -512 to 512, as unclamped_code() does. NaN becomes 0. If the zero point is a code
+// (-128 to 127), the limits change no code, because more than 512 steps from the zero point every code saturates
+// anyway.
 __device__ __forceinline__ float bounded(float steps) {
   steps = steps == steps ? steps : 0.0f;
   return fminf(fmaxf(steps, -512.0f), 512.0f);
@@ -45,8 +46,9 @@ __device__ __forceinline__ int below(float steps) {
   return rounded - (add_rn(shifted, -kMagic) > v ? 1 : 0);
 }
 
-// code_of() and stochastic_code_of() in the formulas test whether `inverse` is 0. The functions here need no test: if
-// it is 0, bounded() returns 0, so the code is the zero point.
+// code_of() and stochastic_code_of() in the formulas test whether `inverse` is 0. The functions here need no test. If
+// `inverse` is 0, the product with x is 0 or NaN. nearest() then returns 0. So does below(), because noise is less than
+// 1. So the code is the zero point, clamped.
 __device__ __forceinline__ int nearest_code(float x, const Affine& affine) {
   return clamped(nearest(multiply_rn(x, affine.inverse)) + affine.zero_point, affine.low);
 }
@@ -70,11 +72,13 @@ struct BoundedAffine : Affine {
         lowest(static_cast<float>(affine.low) - static_cast<float>(affine.zero_point)),
         highest(127.0f - static_cast<float>(affine.zero_point)) {}
 
-  // Whether the functions for packs give the right codes, if no steps in the pack are NaN.
+  // Whether the functions for packs give the right codes for this group. They also require that no steps in the pack
+  // are NaN.
   __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
 };
 
-// The Affine of a symmetric group whose scale was computed from its elements. Their codes need no clamping (kInside).
+// The Affine of a symmetric group whose scale was computed from the elements of the group. The codes of these elements
+// need no clamping (kInside).
 struct InsideAffine {
   static constexpr int zero_point = 0;
   float scale, inverse;
@@ -87,13 +91,14 @@ struct InsideAffine {
   __device__ __forceinline__ bool is_plain() const { return scale == scale; }
 };
 
-// What the compiler may assume about the steps of a plain group.
-enum Steps {
-  kAny,      // nothing, because the caller may have given the scale
-  kNumbers,  // no steps are NaN, because the scale was computed from the same elements
-  kInside    // no steps are NaN, and the nearest integers are codes, because the scale is symmetric too. The most steps
-             // are 127, and three roundings (scale, reciprocal, product) change them by less than a 2^-20th part
-};
+// What the compiler may assume about the steps of a plain group:
+//
+//   kAny       Nothing, because the caller may have given the scale.
+//   kNumbers   No steps are NaN, because the scale was computed from the same elements.
+//   kInside    No steps are NaN, and the integer nearest to any steps is a code. The scale was computed from the same
+//              elements, for symmetric codes. Exact steps would be at most 127 in magnitude. Three roundings (of the
+//              scale, of its reciprocal, and of the product) change them by less than a 2^-20th part.
+enum Steps { kAny, kNumbers, kInside };
 
 // Clamps steps and rounds them to integers. The results are these integers plus kMagic. Clamping comes first, which
 // gives the same codes as rounding first, because the bounds are integers.
@@ -106,10 +111,10 @@ __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& a
   }
 }
 
-// Packs the codes of round_steps(), four to a word. The low byte of each number there is the low byte of its integer.
-// If the zero point is 0, that byte is the code. Otherwise four integers and four zero points are added in one word.
-// 128 is added to each of the four sums, so that it is not negative and does not carry into the next one. The last xor
-// takes the 128 away.
+// Packs the results of round_steps() as codes, four codes to a word. The low byte of each result is the low byte of an
+// integer. With kInside, all zero points are 0, and this byte is the code. Otherwise the integers of four results and
+// their four zero points are added in one word, one byte for each sum. 128 is added to each sum, so that the sum is not
+// negative, and does not carry into the next byte. The last xor subtracts the 128 again.
 template <Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float (&steps)[N],
                                            const AffineAt& affine_at) {
@@ -133,8 +138,8 @@ __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float
   }
 }
 
-// Computes the uniform random numbers of N elements whose indices are neighbours. philox() returns the random words of
-// four indices, beginning at a multiple of 4.
+// Computes the uniform random numbers of the N elements from `index` on. philox() returns the random words of four
+// successive indices, of which the first is a multiple of 4.
 template <int N>
 __device__ __forceinline__ void neighbours_noise(float (&noise)[N], uint64_t index, uint64_t seed) {
   uint32_t words[N + 4];

@@ -14,9 +14,9 @@ namespace {
 template <class T>
 struct DequantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  // With 16-bit results a thread loads 64 bytes of codes before it waits. A multiprocessor then has 64 KB of loads in
-  // flight, by columns 48 KB. With fp32 results these are 24 bytes, and 36 KB or by columns 30 KB; only a fifth of all
-  // bytes are reads there.
+  // With 16-bit results, a thread loads 64 bytes of codes before it waits. A multiprocessor then has 64 KB of loads in
+  // flight by rows, and 48 KB by columns. With fp32 results, a thread loads 24 bytes before it waits. A multiprocessor
+  // then has 36 KB in flight by rows, and 30 KB by columns. With fp32 results, only a fifth of all bytes are reads.
   static constexpr int kEach = sizeof(T) == 4 ? 6 : 8;
   static constexpr int kResidentRows = sizeof(T) == 4 ? 6 : 4, kResidentColumns = sizeof(T) == 4 ? 5 : 3;
   using Raw = Packed<int8_t, kPack>;
@@ -27,7 +27,8 @@ struct DequantizeOp {
     __device__ __forceinline__ explicit Group(const Affine& affine)
         : Affine(affine), shift(-8388736.0f - static_cast<float>(affine.zero_point)) {}
 
-    // With such a zero point all numbers in store() are integers below 2^24, which fp32 holds exactly.
+    // With such a zero point all numbers in store() before the product with the scale are integers. Their magnitudes
+    // are below 2^24, so fp32 holds them exactly.
     __device__ __forceinline__ bool is_plain() const { return zero_point > -(1 << 22) && zero_point < 1 << 22; }
   };
 
@@ -77,7 +78,7 @@ struct DequantizeOp {
 template <class T>
 struct StraightThroughOp {
   static constexpr int kPack = 16 / sizeof(T);
-  static constexpr int kEach = 2;  // packs of `grad` and as many of x
+  static constexpr int kEach = 2;  // 2 packs of `grad` and 2 packs of x
   static constexpr int kResidentRows = 4, kResidentColumns = sizeof(T) == 4 ? 4 : 3;
   using Group = BoundedAffine;
   struct Raw {

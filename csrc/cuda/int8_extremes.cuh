@@ -1,7 +1,9 @@
-// Computes the scales of groups that do not fit on chip, in two launches. Each block of the first launch finds the
-// lowest and the highest number in a piece of a group, or of a band of groups. The second launch combines the pieces of
-// each group into a scale and a zero point. The order does not matter, because minima and maxima are not rounded. x is
-// read once here: 2 or 4 bytes per element. csrc/int8.h explains the words, int8_walk.cuh teams and columns_kernel.
+// Computes the scales of groups that held_rows_kernel (int8_quantize.cu) cannot hold on chip, in two launches. Each
+// block of the first launch works on a piece of a group, or of a band of groups. In this piece it finds the lowest and
+// the highest number of each group. The second launch combines the pieces of each group into a scale and a zero point.
+// The order of the numbers does not matter, because minima and maxima are not rounded. The first launch reads x once, 2
+// or 4 bytes per element. csrc/int8.h explains bands, pieces and segments. int8_walk.cuh explains teams and
+// columns_kernel.
 //
 //   by rows                                              by columns
 //   group  [piece 0    |piece 1    |piece 2    ]         band  [row           ]  piece 0: block 0
@@ -15,9 +17,10 @@
 
 namespace amp_kernels {
 
-// The lowest and the highest number of a group: `below` is the magnitude of the lowest one if that is negative, `above`
-// is the highest one if that is positive, else 0. Both are the bits of a float without its sign. Compared as integers,
-// such bits are in the order of the floats, with NaN above all of them.
+// The lowest and the highest number of a group. If the lowest number is negative, `below` is its magnitude, otherwise
+// `below` is 0. If the highest number is positive, `above` is that number, otherwise `above` is 0. Each is stored as
+// the bits of a float without the sign bit. Compared as integers, such bits have the order of the floats, and NaN is
+// above all numbers.
 struct Reach {
   uint32_t below = 0, above = 0;
 
@@ -49,8 +52,8 @@ struct Fold {
   }
 };
 
-// Combines the reaches of all threads of a block, and returns the result to each of them. `shared` has room for 32, one
-// per warp, and may be used for something else after the call.
+// Combines the reaches of all threads of a block, and returns the result to each thread. `shared` has room for 32
+// reaches, one for each warp. After the call, `shared` may be used for something else.
 __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   reach = {warp_max(reach.below), warp_max(reach.above)};
   const unsigned lane = threadIdx.x % 32;
@@ -61,9 +64,9 @@ __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   return {warp_max(reach.below), warp_max(reach.above)};
 }
 
-// N minima and N maxima of the packs that were added so far. Number k is over the elements k, k + N, k + 2N ... of
-// every pack, and over 0. Missing elements of a pack are 0, so they change nothing. A word holds two 16-bit numbers,
-// which one instruction compares.
+// N minima and N maxima of the packs that were added so far. Minimum k is the lowest of the elements k, k + N, k + 2N
+// ... of every pack, and of 0. Maximum k is the highest of them. Missing elements of a pack are 0, so they change
+// nothing. A word holds one fp32 number, or two 16-bit numbers that one instruction compares.
 template <class T, int N>
 struct Bounds {
   using Word = typename Held<T>::Type;
@@ -108,7 +111,7 @@ struct RowBounds : Bounds<T, 4 / sizeof(T)> {
   }
 };
 
-constexpr int kResidentExtremes = 5;  // blocks on a multiprocessor, which then has 80 KB of loads in flight
+constexpr int kResidentExtremes = 5;  // blocks on a multiprocessor: together they have 80 KB of loads in flight
 
 template <class T>
 struct ExtremesPass {
@@ -218,8 +221,8 @@ static __global__ void __launch_bounds__(kThreads) fold_kernel(const ScaleFold f
 
 // ------------------------------------------------------------------------------------- host side
 
-// How groups are cut into pieces, and the launches. The caller provides bytes() of memory for them: an Affine for each
-// group, followed by the Reach of each piece.
+// Divides groups into pieces, and launches the two kernels. The caller provides device memory of bytes() bytes. This
+// memory holds the Affine of each group, followed by the Reach of each piece of each group.
 struct ExtremesPlan {
   bool by_columns;
   RowWalk rows;

@@ -2,19 +2,19 @@
 //
 //   out[m, n] = (sum over k of x[m, k] * weight[n, k]) * scale[n] + bias[n]        2 M N K operations, in fp32
 //
-// Codes are converted in registers. So reading the weight takes one byte per element. There are two kernels. In both a
-// block sums over all of k. It computes:
+// Codes are converted in registers. So reading the weight takes one byte per element. There are two kernels. In both
+// kernels a block sums over all of k, for these outputs:
 //
 //   tiled_kernel       64 rows of x by 64 outputs, or 128 by 128. Its 8 warps share this tile. x and weight are copied
 //                      to a ring of stages in shared memory
 //   few_rows_kernel    up to 64 rows of x by 16 outputs. Its 8 warps divide k among them. Weights are read once, K N
 //                      bytes in all, straight into fragments
 //
-// In both, x is fp16 or bf16. If x is fp32, or bf16 on a GPU before sm_80, torch multiplies (csrc/ops/int8.cpp).
+// In both kernels x is fp16 or bf16. If x is fp32, or bf16 on a GPU before sm_80, torch multiplies (csrc/ops/int8.cpp).
 //
-// Tensor cores compute the transposed product, out^T = weight * x^T. The words of a fragment of x (tensor_cores.cuh)
-// are then neighbours in memory, and are used as loaded. The words of a fragment of the weight are computed from codes
-// anyway.
+// Tensor cores compute the transposed product, out^T = weight * x^T. tensor_cores.cuh explains fragments and their
+// words. In the transposed product the words of a fragment of x are neighbours in memory, and are used as they are
+// loaded. The words of a fragment of the weight have to be computed from codes in any case.
 #include "../int8.h"
 #include "int8_tiles.cuh"
 
@@ -62,9 +62,10 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __h
   }
 }
 
-// Converts four codes to bf16 numbers, two in a word. The lowest bits of a bf16 number hold 7 bits of the code, not 8.
-// 0x4300 is 128. 0x4300 | (code & 0x7f) is 128 plus the lower 7 bits of the code. 0x4300 | (code & 0x80) is 128, or 256
-// if the code is negative. The difference of these two numbers is the code.
+// Converts four codes to bf16 numbers, two in a word. The lowest bits of a bf16 number have room for 7 bits of the
+// code, not for 8. As bf16 bits, 0x4300 is the number 128, and 0x4300 | (code & 0x7f) is 128 plus the lower 7 bits of
+// the code. 0x4300 | (code & 0x80) is 256 if the code is negative, otherwise 128. The difference of the last two
+// numbers is the code.
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __nv_bfloat16) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {
@@ -82,8 +83,8 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __n
 constexpr int kTileK = 64;
 constexpr int kXBytes = kTileK * 2;  // in a row of a tile of x
 
-// The fragments of x and of the weight may have the elements along k in any order, if both have the same order. Here a
-// lane reads four neighbours of x, and the four codes that they are multiplied by.
+// If the fragments of x and the fragments of the weight have the elements along k in the same order, it does not matter
+// which order this is. Here a lane reads four neighbours of x, and the four codes by which they are multiplied.
 //
 // Half a warp reads 32 bytes from each of four rows of x. This swizzle puts them in different banks. A warp reads 16
 // bytes from each of eight rows of the weight. MatrixSwizzle (tiles.cuh) puts those in different banks.
@@ -157,9 +158,10 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// The 8 warps take steps of 64 along k in turn. In a step, lane (g, t), with g = lane / 4 and t = lane % 4, loads
-// elements 16 t to 16 t + 15 along k: from the rows g, g + 8, ... of x, and from the rows of the weight for the block's
-// outputs g and g + 8. At the end the sums of all warps are added through shared memory.
+// The 8 warps take steps of 64 elements along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In
+// a step it loads elements 16 t to 16 t + 15 along k from several rows. They are the rows g, g + 8, ... of x, and the
+// rows of the weight for the block's outputs g and g + 8. At the end the sums of all warps are added through shared
+// memory.
 template <class T, int kRowTiles>
 __global__ void __launch_bounds__(kThreads, kResidentBlocks)
     few_rows_kernel(const Int8Linear linear, const Operand x, const Operand weight) {

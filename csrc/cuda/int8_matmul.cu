@@ -1,4 +1,5 @@
-// The product of two matrices of codes, with zero points za and zb, scales sa and sb, and a bias; 2 M N K operations:
+// The product of two matrices of codes, with zero points za and zb, scales sa and sb, and a bias. It takes 2 M N K
+// operations:
 //
 //   out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
 //             = (sum of a * b - zb[n] * sum of a[m] - za[m] * (sum of b[n] - K * zb[n])) * ...
@@ -18,7 +19,7 @@
 //                     +------+------+------+------+
 //
 //   few_rows_kernel: a block computes up to 64 rows x 16 columns. Its 8 warps divide k among them. b is read once, K N
-//   bytes in all, straight into fragments. Those reads limit the speed.
+//   bytes in all, straight into fragments. The reads of b limit the speed.
 #include <algorithm>
 
 #include "../formulas/int8.h"
@@ -31,7 +32,8 @@ namespace {
 // ---------------------------------------------------------------------------------------- results
 
 // Scales and stores the sums of N neighbouring columns, from column n on. The numbers that all rows share are loaded
-// once. kSums is true if there are zero points, which need the sums of codes, too.
+// once. If kSums is true, zero points are applied, for which the sums of the codes of rows and of columns are needed,
+// too. kSums may be false only if there are no zero points.
 template <int N, bool kSums>
 struct Columns {
   float scale[N], bias[N];
@@ -94,9 +96,9 @@ struct Columns {
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// The reads of shared memory limit the speed, and sums take most of the registers. With a tile of 128 x 256 a warp
-// computes twice as many products as with one of 128 x 128, but reads only 4/3 of the bytes. A multiprocessor then has
-// room for one block only.
+// Reads of shared memory limit the speed, and sums take most of the registers. With a tile of 128 x 256, a warp
+// computes twice as many products as with a tile of 128 x 128, but it reads only 4/3 as many bytes. With a tile of 128
+// x 256, a multiprocessor has room for only one block.
 template <int kM, int kN>
 struct Tile {
   static constexpr int kStages = kM == 128 && kN == 128 ? 3 : 4;
@@ -148,7 +150,7 @@ struct Tile {
     }
   }
 
-  // Adds up the sums of codes, of which four lanes have a part each, and stores them in shared memory.
+  // Stores the sums of codes in shared memory. Each sum is divided among four lanes, whose parts are added up first.
   __device__ __forceinline__ void store_sums(int* row_sums, int* column_sums, int down, int across) const {
     const int lane = threadIdx.x % 32;
 #pragma unroll
@@ -182,7 +184,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
   int* const row_sums = reinterpret_cast<int*>(shared + TileOf::kSumsOffset);
   int* const column_sums = row_sums + kM;
   if constexpr (kSums) tile.store_sums(row_sums, column_sums, down, across);
-  // With zero points, four columns at a time would take more registers than the sums leave.
+  // The number of columns that a thread finishes at a time. With zero points, four columns would take more registers
+  // than the sums leave free.
   constexpr int kWide = kSums ? 2 : 4;
   finish<ResultTile<kM, kN>, kWide>(
       shared, tile.sum, matmul.n % kWide == 0 && is_aligned16(matmul.out), matmul.n - at.n, [&](auto each, int column) {
@@ -196,9 +199,10 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// The 8 warps take steps of 64 bytes along k in turn. In a step, lane (g, t), with g = lane / 4 and t = lane % 4, loads
-// bytes 16 t to 16 t + 15 along k: from the rows g and g + 8 of each 16 rows of a, and from the columns g and g + 8 of
-// b. The elements along k are then in another order than mma's. That does no harm, because a and b have the same order.
+// The 8 warps take steps of 64 bytes along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In a
+// step it loads bytes 16 t to 16 t + 15 along k from several rows and columns. They are the rows g and g + 8 of each 16
+// rows of a, and the columns g and g + 8 of b. The fragments then have the elements along k in another order than the
+// instruction (mma, tensor_cores.cuh) expects. That does no harm, because it is the same order in a and in b.
 template <int kRowTiles>
 struct FewSums {
   int sum[kRowTiles][2][4];
@@ -260,8 +264,8 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
   for (int i = 0; i < Sums::kValues; ++i) shared[(warp * Sums::kValues + i) * 32 + lane] = values[i];
   barrier();
-  // Thread (row, column) adds the parts of its sum that the warps have. Of a sum of codes, four lanes of each warp have
-  // a part.
+  // Thread (row, column) adds up its sums from the parts in shared memory. A sum of products has a part from one lane
+  // of each warp. A sum of codes has parts from four lanes of each warp.
   const int row = threadIdx.x / kFewColumns, column = threadIdx.x % kFewColumns;
   if (first_n + column >= matmul.n) return;
   const auto total = [&](int value, int first_lane, int lanes) {

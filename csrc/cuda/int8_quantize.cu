@@ -25,13 +25,14 @@ namespace {
 template <class T, class Out, bool kStochastic, Steps kKnown = kAny>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  // Whether kInside is used. It is not for fake quantization, which moves more bytes: a second way to round would only
-  // take registers there.
+  // Whether kInside is used. It is used only for codes that are rounded to nearest. Fake quantization does not use it.
+  // Fake quantization moves more bytes, so a second way to round would only take registers there.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static_assert(kHasInside || kKnown != kInside);
   static constexpr int kEach = 4;  // 64 bytes per thread: four blocks have 64 KB in flight on a multiprocessor
-  // Blocks on a multiprocessor. With random bits a thread takes up to 80 registers by rows, and up to 112 by columns.
-  // Without them it takes 80 by columns if it holds the bounds of each column, and 56 if only the inverses (kInside).
+  // Blocks on a multiprocessor. With random bits, a thread takes up to 80 registers by rows, and up to 112 registers by
+  // columns. Without random bits, the registers by columns depend on what a thread holds for each column. With the
+  // lowest and highest steps it takes 80 registers, and with only the inverse (kInside) 56 registers.
   static constexpr int kResidentRows = kStochastic ? 3 : 4;
   static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside || sizeof(T) == 4 ? 4 : 3;
   using Element = T;
@@ -68,8 +69,9 @@ struct QuantizeOp {
   __device__ __forceinline__ void prefetch(int64_t offset) const { amp_kernels::prefetch(x + offset); }
   __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(x + offset); }
 
-  // If any steps of the pack are NaN, stores nothing and returns false. The sum of all steps is then NaN, too. Adding
-  // them up takes a quarter of the time that a comparison and a selection for each of them would take.
+  // With kAny, steps may be NaN. If any steps of the pack are NaN, this function stores nothing and returns false. It
+  // finds that out from the sum of all steps, which is then NaN, too. Adding up the steps takes a quarter of the time
+  // of a comparison and a selection for each element.
   template <Steps kSteps = kKnown, class AffineAt>
   __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;
@@ -105,14 +107,15 @@ struct QuantizeOp {
 
 // ------------------------------------------------------------------------------- rows held on chip
 
-// Packs that a thread holds. The cost of a row that does not depend on its length is as much as the cost of 8 packs.
+// Packs that a thread holds. Each row has a cost that does not depend on its length. It is as high as the cost of 8
+// packs.
 constexpr int kHeldPacks = 8;
-// Threads of the largest team, which is a block. A multiprocessor holds two such blocks, one with random bits. One of
-// the two loads while the other stores.
+// Threads of the largest team, which is a whole block. Without random bits, a multiprocessor holds two such blocks, and
+// one of them loads while the other stores. With random bits, it holds one such block.
 constexpr int kMostLanes = 512;
 
-// A team computes the scale of a row and its codes. Elements outside of wide packs are read twice, the second time from
-// cache.
+// A team computes the scale of a row and its codes. Elements that are not in a complete, aligned pack are read twice,
+// the second time from cache.
 template <class Op>
 __global__ void __launch_bounds__(kMostLanes, Op::kResidentRows* kThreads / kMostLanes)
     held_rows_kernel(const Op op, const RowWalk walk, float* scale, int32_t* zero_point) {

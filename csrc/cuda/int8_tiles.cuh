@@ -1,9 +1,10 @@
 // The parts that the kernels of int8_matmul.cu and int8_linear.cu have in common: copies of operands to shared memory,
 // the distribution of sums to the epilogue, and the loads of products with few rows.
 //
-// Rows of an operand run along k. They are the rows of a, of x and of a linear layer's weight, and the columns of b. A
-// tile is kRows rows of an operand, with kBytes of each. In shared memory the 16-byte chunks of a row are in another
-// order (a swizzle, tiles.cuh):
+// int8_matmul.cu multiplies a by b, and int8_linear.cu multiplies x by the weight. Here the rows of an operand always
+// run along k. For a, x and the weight, they are the rows of the matrix. For b, they are the columns of the matrix. A
+// tile is kRows rows of an operand, with kBytes bytes of each row. In shared memory the 16-byte chunks of a row are in
+// another order (a swizzle, tiles.cuh):
 //
 //   memory                             shared memory
 //   row r    [c0 c1 c2 c3] k ->        row r    [c1 c0 c3 c2]     a thread copies one chunk of every kLines-th row
@@ -14,22 +15,23 @@
 
 namespace amp_kernels::cuda {
 
-// One operand, with rows for m or n. Rows begin at multiples of 16 bytes, and their length k is a multiple of 16 bytes.
-// If rows are shorter, in_chunks() in csrc/ops/int8.cpp has put zeros after them, which add nothing to a product.
+// One operand, with a row for each m or for each n. Rows begin at multiples of 16 bytes, and their length k is a
+// multiple of 16 bytes. If the matrix has shorter rows, in_chunks() in csrc/ops/int8.cpp has appended zeros to each of
+// them. The zeros add nothing to a product.
 struct Operand {
   const char* first;
   int64_t rows, k, row_stride;  // k and row_stride in bytes
 };
 
-// The number of elements in a row, with the zeros after its k elements.
+// The number of elements in a row of an Operand: k elements, and zeros up to a multiple of 16 elements.
 inline int64_t whole_chunks(int64_t k) { return (k + 15) / 16 * 16; }
 
 constexpr int kTileBytes = 64;  // in a row of a tile of codes
 constexpr int kTileChunks = kTileBytes / 16;
 
-// Each fetch() fills a tile with the rows from `first_row` on, by asynchronous copies (cp.async). The first one begins
-// at the start of the rows, each later one kBytes after the one before. A tile is 0 where it lies outside of the
-// operand.
+// Each fetch() fills a tile with kBytes bytes of each row from `first_row` on, by asynchronous copies (cp.async). The
+// first fetch() begins at the start of the rows. Each later fetch() begins kBytes bytes after the previous one. The
+// parts of a tile that lie outside of the operand become 0.
 template <int kRows, int kBytes = kTileBytes, class Swizzle = MatrixSwizzle>
 struct Loader {
   static constexpr int kChunks = kBytes / 16;
@@ -37,11 +39,11 @@ struct Loader {
   static constexpr int kTimes = kRows / kLines;
   static_assert(kLines % 8 == 0, "the chunks of a thread's rows are in the same place");
 
-  uintptr_t next;  // no pointer: it may be null if k is 0, and arithmetic on a null pointer is undefined
+  uintptr_t next;  // an integer, because the address may be 0 if k is 0: arithmetic on a null pointer is undefined
   int64_t line_stride;
   int to;          // offset in the tile
-  int lines;       // rows of the operand from this thread's first one to the end of the tile
-  int last_bytes;  // how many bytes of this thread's chunk exist in the last step: 16, or 0 if it begins after k
+  int lines;       // rows of the operand from this thread's first row to the end of the tile
+  int last_bytes;  // bytes of this thread's chunk in the last step: 16, or 0 if the chunk lies behind the row's end
 
   static __device__ __forceinline__ int clamp(int64_t value, int most) {
     return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
@@ -97,10 +99,11 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
   barrier();
 }
 
-// Passes all sums of a tile, through shared memory, to store(row, sums). `sums` there are those of N neighbouring
-// columns: kWide of them if `wide`, else one. (Rows of results that are not aligned take one.) Each thread has the same
-// columns in all rows. It calls start(N, its first column) for each half of the tile, which returns its store(). The
-// first `columns` columns of the tile lie in the result; others are left out.
+// Passes all sums of a tile, through shared memory, to functions store(row, sums). In one call, `sums` are the sums of
+// N neighbouring columns. N is kWide if `wide` is true, otherwise 1. `wide` must be false if rows of the result are not
+// aligned for such stores. Each thread has the same columns in all rows. For each half of the tile, a thread calls
+// start(N, first column of this thread). start() returns the function store() for these columns. The first `columns`
+// columns of the tile lie in the result. The other columns are left out.
 template <class Results, int kWide, class Sum, int kTall, int kBroad, class Start>
 __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kBroad][4], bool wide, int64_t columns,
                                        const Start& start) {
@@ -123,17 +126,21 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 }
 
 // --------------------------------------------------------------------------------------- few rows
-// If a product has few rows, its time is that of reading the weights (the second operand). Weights are read once, from
-// memory straight into fragments. Every block reads all rows, from L2. The warps of a block divide k among them.
+// If a product has few rows, its time is the time of reading the second operand, here called the weights (b in
+// int8_matmul.cu). Weights are read once, from memory straight into fragments. Every block reads all rows of the first
+// operand, from L2. The warps of a block divide k among them.
 
-// Columns of a block. Each fragment of the rows is multiplied by two fragments of the weights.
+// Columns of the result that a block computes. Each fragment of the rows is multiplied by two fragments of the weights.
 constexpr int kFewColumns = 16;
 constexpr int kWarps = kThreads / 32;
 
-// Whether few_rows_kernel computes a product, rather than tiled_kernel with tiles of 64 x 64. A tile takes all steps of
-// k one after the other, and if there are few tiles, most multiprocessors have no work. A block of few_rows_kernel has
-// only 16 columns, but it reads all rows, too. With 32 rows, that is more to read from L2 than tiles need once there
-// are more than half as many tiles as multiprocessors; with 64 rows, once there are more than a third.
+// Whether few_rows_kernel computes a product. Otherwise tiled_kernel computes it. `tiles` is the number of tiles of 64
+// x 64.
+//
+// Each tile takes all steps of k one after the other. If there are few tiles, most multiprocessors have no work. A
+// block of few_rows_kernel has only 16 columns, so there are more blocks. But each block reads all rows from L2, too.
+// With 17 to 32 rows, this is more to read from L2 than tiled_kernel reads, if `tiles` is above half the number of
+// multiprocessors. With 33 to 64 rows, it is more if `tiles` is above a third of that number.
 inline bool are_few_rows(int64_t m, int64_t n) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count);
@@ -147,7 +154,7 @@ void with_row_tiles(int64_t m, const F& f) {
   f(std::integral_constant<int, 4>());
 }
 
-// Returns the 16 bytes of a row from byte k on, or zeros outside of the operand.
+// Returns the 16 bytes of a row that begin at byte k. Outside of the operand, returns zeros.
 __device__ __forceinline__ int4 load_chunk(const Operand& operand, int64_t row, int64_t k) {
   if (row >= operand.rows || k >= operand.k) return make_int4(0, 0, 0, 0);
   const char* p = operand.first + row * operand.row_stride + k;

@@ -1,6 +1,6 @@
 // The kernels that walk over an Int8Layout on a GPU. csrc/int8.h explains the layout, and the words band, piece and
-// segment. A pack is kPack neighbours in memory: 16 bytes of floats. A kernel is made of one of two walks and of an Op,
-// the code for a pack:
+// segment. A pack is kPack neighbours in memory. As floats (x, gradients or results) a pack has 16 bytes. A kernel is
+// made of a walk and of an Op. An Op is the code for one pack. There are two walks:
 //
 //   rows_kernel: a team of 1 to 256 threads takes a segment       columns_kernel: a block takes a piece of a band;
 //   of a group, each of its threads kEach packs of it             up to 32 lanes go across, the other threads down
@@ -16,8 +16,8 @@
 //
 // An Op has these members:
 //
-//   wide                             whether each pack can be loaded and stored in one access: wherever a row begins,
-//                                    addresses are aligned to packs
+//   wide                             whether each complete pack can be loaded and stored in one access. It is true if
+//                                    addresses are aligned to packs wherever a row begins
 //   load(offset)                     loads a pack, and returns it as it lies in memory
 //   store(raw, offset, group_at)     computes and writes the results of a loaded pack. If it returns false, it wrote
 //                                    nothing, and narrow() must be called for this pack
@@ -70,13 +70,13 @@ struct Scales {
 // ------------------------------------------------------------------------------------------------ by rows
 struct RowWalk {
   int64_t length;  // elements in a group
-  // Groups in a row of the tensor (csrc/int8.h), and how many elements fewer the last of them has. 0 if no block is
-  // cut.
+  // groups_of_row: as in Int8Layout (csrc/int8.h). missing: how many elements fewer the last group of a row has, or 0
+  // if no block is shorter than the others.
   int64_t groups_of_row, missing;
   int64_t segments, items;  // segments in a group, and segments in all groups
   int each;                 // packs per thread
-  int lanes;                // threads in a team: 1 << shift, or a whole block of held_rows_kernel
-  int shift, teams;         // teams: in a block
+  int lanes;                // threads in a team: 1 << shift, or all threads of a block of held_rows_kernel
+  int shift, teams;         // teams: how many are in a block
 
   __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }
   __device__ __forceinline__ int lane() const { return threadIdx.x - (team() << shift); }
@@ -108,8 +108,8 @@ struct Segment {
     return segment;
   }
 
-  // Calls f(offset, count) for packs that store() has not written. If `wide`, that is the last one, if it is
-  // incomplete. Otherwise it is all of them.
+  // Calls f(offset, count) for the packs of this thread that store() has not written. If `wide` is true, that is at
+  // most one pack: the last one, if it is incomplete. If `wide` is false, it is every pack.
   template <int kPack, class F>
   __device__ __forceinline__ void each_narrow(bool wide, const F& f) const {
     if (wide && count % kPack == 0) return;
@@ -154,14 +154,14 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentRows) rows_kernel(const
 // --------------------------------------------------------------------------------------------- by columns
 struct ColumnWalk {
   int64_t columns, rows;       // size of a matrix [reduced][inner]; the tensor has `outer` of them
-  int lanes, shift;            // lanes: threads across, 1 << shift, up to 32. The other threads of the block go down
+  int lanes, shift;            // lanes = 1 << shift: threads across, at most 32. The block's other threads go down
   int64_t bands;               // bands in a matrix, of lanes * kPack columns each
   int64_t step;                // elements from one row of a thread to its next
   int64_t piece_rows, pieces;  // rows in a piece, pieces in a band
   int64_t items;               // pieces in all bands of all matrices
 };
 
-// The part of a piece that one thread takes: a pack of columns or less, in every (kThreads / lanes)-th row.
+// The part of a piece that one thread takes: up to kPack neighbouring columns, in every (kThreads / lanes)-th row.
 struct Columns {
   int64_t first;  // offset of the first element
   int count;      // how many columns
@@ -188,9 +188,9 @@ struct Columns {
   }
 };
 
-// The Groups of a band in shared memory, word by word: [words of a Group, columns of a band]. The block loads and
-// inverts each scale once. If instead each thread did so for its own 8 columns, that would take as many instructions as
-// the codes of 4 packs.
+// The Groups of a band in shared memory, stored as an array of words, [words of a Group, columns of a band]. The block
+// loads and inverts each scale once. Otherwise each thread would load and invert the scales of its own columns. For 8
+// columns this would take as many instructions as the codes of 4 packs.
 template <class Group, int kPack>
 struct BandGroups {
   static constexpr int kWords = sizeof(Group) / sizeof(uint32_t);
@@ -263,7 +263,8 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
     }
     const auto from_band = [&](int k) { return band.at(first + k); };
     if (!wide) {
-      // `columns` is computed again. Kept until here, it would take one register more than sm_75 has.
+      // `columns` is computed again. If it were kept until here, a thread would take one register more than it can have
+      // on sm_75.
       const Columns again = Columns::of(walk, item, kPack);
       again.each_narrow(walk, [&](int64_t offset) { op.narrow(offset, again.count, from_band); });
     }
@@ -274,15 +275,15 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
 // ---------------------------------------------------------------------------------------------- host side
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The number of blocks to launch for work of `blocks` blocks: at most 64 per multiprocessor. These are several waves,
-// so that the last one, which may be incomplete, is a small part of the time.
+// The number of blocks to launch for the work of `blocks` blocks: at most 64 per multiprocessor. 64 blocks run in
+// several waves. The last wave may be incomplete, and with several waves it is a small part of the time.
 inline unsigned grid_of(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, static_cast<int64_t>(multiprocessor_count()) * 64));
 }
 
-// The number of threads in a team for a group of `packs` packs, if a thread takes `each` packs: a power of 2, at most
-// `most`. The first 32 codes of a group, which are a sector of memory, get a thread for each pack, even if a thread
-// then has fewer than `each` packs.
+// The number of threads in a team for a group of `packs` packs, if a thread takes up to `each` packs. It is a power of
+// 2, and at most `most`. 32 codes are a sector of memory. Each pack of the first 32 codes of a group gets a thread of
+// its own, even if a thread then has fewer than `each` packs.
 inline int lanes_for(int64_t packs, int pack, int each, int most) {
   int64_t lanes = 1;
   while (lanes < most && (lanes < std::min<int64_t>(packs, 32 / pack) || lanes * each < packs)) lanes *= 2;
@@ -338,7 +339,7 @@ void launch_pass(const Op& op, const Int8Layout& layout, Stream stream) {
            stream, op, walk);
     return;
   }
-  // If the tensor is too small to give every multiprocessor a block, threads take fewer packs.
+  // If there are fewer blocks than multiprocessors, threads take fewer packs, so that there are more blocks.
   int each = Op::kEach;
   RowWalk walk = row_walk(layout, Op::kPack, each, kThreads);
   while (each > 1 && ceil_div(walk.items, walk.teams) < multiprocessor_count())

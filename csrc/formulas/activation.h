@@ -1,6 +1,6 @@
 // The activations of a linear layer and their derivatives, in fp32.
-// GELU (Hendrycks & Gimpel 2016) has two forms, exact by erf, and approximate by tanh. The constants are those of
-// torch.nn.functional.gelu.
+// GELU (Hendrycks & Gimpel 2016) has two forms: the exact one uses erf, and an approximate one uses tanh. The constants
+// are those of torch.nn.functional.gelu.
 #pragma once
 
 #include <cmath>
@@ -21,11 +21,11 @@ AMP_KERNELS_HD float activate(float x) {
   return x;
 }
 
-// The derivative of GELU is Phi(x) + x * phi(x), with the distribution and the density of the normal distribution. Let
-// product = exp(-x^2 / 2) * P(|x|), where P is a polynomial of degree 11. For x < 0 the derivative is the product, and
-// for other x it is 1 - product. P was fitted so that the product is off by at most 1.7e-8. Computed in fp32, the
-// result is off by at most 1.3e-7, and takes 20 instructions. With erff and expf it would be off by 1.4e-7, and
-// take 35. Infinities give NaN, as in torch.
+// The derivative of GELU is Phi(x) + x * phi(x). Phi is the cumulative distribution function of the normal
+// distribution, and phi is its density. Let product = exp(-x^2 / 2) * P(|x|), where P is a polynomial of degree 11. For
+// x < 0 the derivative is the product, and for other x it is 1 - product. P was fitted so that the product is off by at
+// most 1.7e-8. The fp32 result of this function is off by at most 1.3e-7, and takes 20 instructions. With erff and
+// expf, the result would be off by 1.4e-7, and would take 35 instructions. Infinities give NaN, as in torch.
 AMP_KERNELS_HD float gelu_derivative(float x) {
   constexpr float kTail[] = {0.4999999701976776f,    -0.7978828549385071f,   0.24997258186340332f,
                              -0.13280580937862396f,  0.06192397326231003f,   -0.025471867993474007f,
@@ -38,7 +38,7 @@ AMP_KERNELS_HD float gelu_derivative(float x) {
   return (x < 0.0f ? product : 1.0f - product) + 0.0f * x;
 }
 
-// The derivative of an activation. `x` is the argument of the activation, or for relu its result.
+// The derivative of an activation. `x` is the argument of the activation. For relu, `x` is its result.
 template <Activation kind>
 AMP_KERNELS_HD float derivative(float x) {
   if constexpr (kind == kRelu) return x > 0.0f ? 1.0f : 0.0f;

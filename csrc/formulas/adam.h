@@ -16,10 +16,11 @@ namespace amp_kernels {
 
 struct AdamFormula {
   static constexpr const char* kName = "adam";
-  static constexpr int kStates = 3;  // exp_avg, exp_avg_sq, max_exp_avg_sq (with AMSGrad)
+  static constexpr int kStates = 3;  // exp_avg, exp_avg_sq, and with AMSGrad max_exp_avg_sq
   static constexpr int kRequired = 2;
 
-  // hyper: 1 - beta1, 1 - beta2, eps, weight_decay, -1 to maximize (else 1), not 0 for AdamW's decay
+  // hyper: 1 - beta1, 1 - beta2, eps, weight_decay, sign, decoupled. `sign` is -1 to maximize, else 1. `decoupled` is 0
+  // for the weight decay of Adam, and not 0 for that of AdamW.
   float factor, one_minus_beta1, beta2, one_minus_beta2, eps, added_decay, shrinkage, rate, inverse_root;
   bool amsgrad;
 
@@ -41,8 +42,8 @@ struct AdamFormula {
     // second rounding would be visible.
     if (added_decay != 0.0f) g = fmaf(added_decay, p, g);
     if (shrinkage != 0.0f) p = fmaf(-shrinkage, p, p);
-    // The formula of torch's lerp(m, g, 1 - beta1). With beta1 = 0 it gives exactly g. If beta1 were used instead, its
-    // rounding to fp32 would change m by up to 1e-6 of m.
+    // The formula of torch's lerp(m, g, 1 - beta1). With beta1 = 0 it gives exactly g. It uses 1 - beta1, rounded to
+    // fp32. If beta1 were rounded to fp32 and used instead, m would change by up to 1e-6 of m.
     s[0] = one_minus_beta1 < 0.5f ? s[0] + one_minus_beta1 * (g - s[0]) : g - (1.0f - one_minus_beta1) * (g - s[0]);
     s[1] = beta2 * s[1] + one_minus_beta2 * g * g;
     s[2] = amsgrad && (s[2] > s[1] || s[2] != s[2]) ? s[2] : s[1];  // NaN is kept
@@ -50,8 +51,8 @@ struct AdamFormula {
   }
 
  private:
-  // 1 - beta^t, computed from 1 - beta. Computed as 1 minus an fp32 power, it would be off by 1e-5 at the first step
-  // with beta = 0.999.
+  // 1 - beta^t, computed from 1 - beta. If it were computed as 1 minus an fp32 power, its relative error at the first
+  // step with beta = 0.999 would be 1e-5.
   static AMP_KERNELS_HD float correction(float one_minus_beta, uint32_t step) {
     return -expm1f((static_cast<float>(step) + 1.0f) * log1pf(-one_minus_beta));
   }

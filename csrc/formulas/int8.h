@@ -1,6 +1,6 @@
-// The arithmetic of int8 quantization. It is fp32 IEEE operations in a fixed order, none of them fused, so that every
-// backend computes the same bits.
-// Philox4x32-10: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011.
+// The arithmetic of int8 quantization: fp32 IEEE operations in a fixed order, none of them fused. So every backend
+// computes the same bits. The random numbers come from Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy
+// as 1, 2, 3", SC 2011).
 #pragma once
 
 #include <cmath>
@@ -11,8 +11,8 @@
 
 namespace amp_kernels {
 
-// nvcc contracts a * b + c to an FMA, but not these intrinsics. The host compiler contracts nothing, because of
-// -ffp-contract=off.
+// nvcc contracts a * b + c to an FMA, but it does not contract the intrinsics below. The host compiler contracts
+// nothing, because it gets -ffp-contract=off.
 AMP_KERNELS_HD float multiply_rn(float a, float b) {
 #ifdef __CUDA_ARCH__
   return __fmul_rn(a, b);
@@ -45,10 +45,10 @@ AMP_KERNELS_HD uint32_t float_bits(float x) {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-// What the scale of a group depends on. Magnitudes are compared as bits, among which NaN is the largest. So NaN is
-// kept; a comparison of floats would drop it.
+// The numbers of a group on which its scale and zero point depend. Magnitudes are compared as the bits of floats. The
+// bits of NaN are larger than those of any number, so `magnitude` keeps NaN. A comparison of floats would drop NaN.
 struct Extremes {
-  uint32_t magnitude = 0;  // the largest
+  uint32_t magnitude = 0;  // the bits of the largest magnitude
   float low = 0.0f;        // never above 0, because the range of codes always contains 0
   float high = 0.0f;       // never below 0
 
@@ -69,7 +69,9 @@ struct Extremes {
 // What converts the numbers of a group to codes and back.
 struct Affine {
   float scale;
-  float inverse;  // 1 / scale; 0 if affine_of() found NaN, inf or too small a range, so that all codes are 0
+  // 1 / scale. If a group has NaN or inf, or if its range is so small that 1 / scale is inf, affine_of() sets `inverse`
+  // and `zero_point` to 0, so that all codes are 0.
+  float inverse;
   int zero_point;
   int low;  // the lowest code; the highest is 127
 };
@@ -93,13 +95,14 @@ AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
           lowest_code(symmetric)};
 }
 
-// The Affine of a group whose scale and zero point the caller gave. Without a zero point its codes are symmetric.
+// The Affine of a group whose scale and zero point the caller gave. If there is no zero point (nullptr), the codes are
+// symmetric.
 AMP_KERNELS_HD Affine given_affine(float scale, const int32_t* zero_point) {
   return {scale, divide_rn(1.0f, scale), zero_point == nullptr ? 0 : *zero_point, lowest_code(zero_point == nullptr)};
 }
 
-// The code before clamping. `steps` is x * inverse, rounded to an integer in any way. If it is NaN, the code is the
-// zero point.
+// The code before clamping. `steps` is x * inverse, rounded to an integer by the caller. If `steps` is NaN, the code is
+// the zero point.
 AMP_KERNELS_HD int unclamped_code(float steps, int zero_point) {
   const float bounded = steps < -512.0f ? -512.0f : steps > 512.0f ? 512.0f : steps;
   return (bounded == bounded ? static_cast<int>(bounded) : 0) + zero_point;
@@ -135,7 +138,7 @@ AMP_KERNELS_HD float fake_of(float x, int code, const Affine& affine) {
 }
 
 // Four random words from one counter. The element with row-major index i takes word i & 3 from counter i >> 2. The
-// index follows the dimensions, whatever the strides are.
+// index i depends on the dimensions of the tensor, not on its strides.
 struct RandomWords {
   uint32_t word[4];
 };

@@ -10,14 +10,14 @@
 //   remainder  -32768                          0                          32767
 //
 // Where a stored master differs from the given one:
-//   bf16   2^16 + 1 masters round to each even weight. The one farthest from 0, a tie, has no remainder of its
-//          own. It is stored as its neighbour, one fp32 unit closer to 0
-//   fp16   masters from 2^-16 on are exact. Smaller ones are stored to within 2^-40. A master that rounds beyond 65504
-//          becomes infinite
+//   bf16   2^16 + 1 masters round to each even weight, but there are only 2^16 remainders. The master farthest from 0,
+//          a tie, has no remainder of its own. It is stored as its neighbour, which is one fp32 unit closer to 0
+//   fp16   masters with a magnitude from 2^-16 on are stored exactly. Smaller masters are stored to within 2^-40. A
+//          master that rounds beyond 65504 becomes infinite
 //
-// Other code may write a weight. The remainder then still belongs to the old weight. If weight and remainder join to a
-// number that does not round to the weight, bit for bit, the weight is taken as the master. Otherwise that number is
-// the master, and it is at most half an ulp away from the weight.
+// Other code may write a weight. The remainder then still belongs to the old weight. Therefore weight and remainder are
+// joined, and the result is rounded. If the rounded number is not the weight, bit for bit, the weight is taken as the
+// master. Otherwise the joined number is the master, and it is at most half an ulp away from the weight.
 #pragma once
 
 #include <cmath>
@@ -47,7 +47,8 @@ struct Remainder;
 
 template <>
 struct Remainder<kBFloat16> {
-  // Joins weight and remainder. The caller must check that the result rounds to `weight`, and else take `weight`.
+  // Joins weight and remainder. The caller must check that the result rounds to `weight`. If it does not, the caller
+  // must take `weight` instead.
   static AMP_KERNELS_HD float joined(float weight, int32_t remainder) {
     return float_of(bits_of(weight) + static_cast<uint32_t>(remainder));
   }
@@ -68,7 +69,7 @@ struct Remainder<kHalf> {
 
   static AMP_KERNELS_HD int32_t of(float master, float weight) {
     const uint32_t e = exponent(weight);
-    const float units = (master - weight) * float_of((280 - e) << 23);  // a power of 2: exact
+    const float units = (master - weight) * float_of((280 - e) << 23);  // exact, because the factor is a power of 2
     const float fits = units < 32767.0f ? (units > -32767.0f ? units : -32767.0f) : 32767.0f;
     return e == 255 ? 0 : static_cast<int32_t>(rintf(fits));
   }
@@ -81,10 +82,11 @@ struct Remainder<kHalf> {
   }
 };
 
-// Calls f with a zero of the type that row kMaster of the table has: int16_t if it holds remainders (`split`), else
-// float. P and G are the types of parameters and gradients. If parameters are fp32 and there are remainders, the
-// parameters are averages (kJoinsGrad). Averages have no states. So for a formula with required states f(int16_t) is
-// not compiled for fp32 parameters.
+// Calls f with a zero of the type that row kMaster of the table holds. The type is int16_t if the row holds remainders
+// (`split`), otherwise float. P is the type of the parameters, and G is the type of the gradients. If the parameters
+// are fp32, and there are remainders, then the parameters are averages, and the gradients are 16-bit weights
+// (kJoinsGrad). Averages have no states. So for fp32 parameters, f(int16_t) is not compiled if the formula has required
+// states or if G is float. A call with `split` then throws.
 template <class Formula, class P, class G, class F>
 void with_master(bool split, const F& f) {
   if (!split) return f(float{});
@@ -95,8 +97,8 @@ void with_master(bool split, const F& f) {
     throw std::invalid_argument(std::string("amp_kernels: an average cannot be updated by ") + Formula::kName);
 }
 
-// Whether row kMaster, of type M, holds remainders of the gradients. It does if the parameters, of type P, are averages
-// (table.h).
+// Whether row kMaster holds remainders of the gradients. It does if the parameters are averages (table.h). P is the
+// type of the parameters, and M is the type of the elements of row kMaster.
 template <class P, class M>
 constexpr bool kJoinsGrad = std::is_same_v<P, float> && std::is_same_v<M, int16_t>;
 

@@ -1,4 +1,4 @@
-// One element of RMSprop (Hinton 2012; centered: Graves 2013, as torch.optim.RMSprop writes it):
+// One element of RMSprop (Hinton 2012), and of centered RMSprop (Graves 2013), as torch.optim.RMSprop writes them:
 //   g <- g + weight_decay * p
 //   v <- alpha * v + (1 - alpha) * g^2
 //   centered: a <- a + (1 - alpha) * (g - a)
@@ -38,8 +38,8 @@ struct RmspropFormula {
     s[0] = alpha * s[0] + one_minus_alpha * g * g;
     s[2] += centering * (g - s[2]);
     const float variance = s[0] - s[2] * s[2];
-    // Rounding can make v - a^2 negative. torch then takes the root of a negative number, which is NaN; here it is
-    // replaced by 0. If v - a^2 is NaN, it stays NaN.
+    // Rounding can make v - a^2 negative. torch then takes the root of a negative number, which is NaN. Here a negative
+    // v - a^2 is replaced by 0. If v - a^2 is NaN, it stays NaN.
     s[1] = momentum * s[1] + g / (sqrtf(variance < 0.0f ? 0.0f : variance) + eps);
     return p - lr * s[1];
   }

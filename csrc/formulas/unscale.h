@@ -17,30 +17,32 @@ AMP_KERNELS_HD bool is_finite(T value) {
   return value - value == T(0);
 }
 
-// The sum of squares is also the check for NaN and inf. In fp64 a sum of squares neither overflows nor vanishes, so it
-// is finite exactly if all elements are. But a pass sums fp32 squares first, which is faster. There, the square of an
-// element above 1.8e19 overflows too, and the square of one below 1e-19 vanishes. This function returns false if the
-// fast sum is not finite, or so small that squares may have vanished. Then the same elements are summed again: on a CPU
-// a block of 1024 elements, in fp64; on a GPU one pack, which is still in registers, multiplied by rescue_scale().
+// The sum of squares is also the check for NaN and inf. In fp64 no square of an fp32 number overflows or vanishes. So
+// an fp64 sum of squares is finite exactly if all elements are finite. But a pass first sums the squares in fp32, which
+// is faster. In fp32 the square of an element above 1.8e19 overflows, and the square of an element below 1e-19 loses
+// bits or vanishes. If the fp32 sum is not finite, or is so small that such squares may matter, this function returns
+// false. The same elements are then summed again. On a CPU they are a block of 1024 elements, which is summed in fp64.
+// On a GPU they are one pack, which is still in registers, and which is multiplied by rescue_scale().
 template <class T>
 AMP_KERNELS_HD bool fast_sum_is_exact(T sum) {
   return is_finite(sum) && sum >= T(1e-24);
 }
 
 // The factor by which a GPU multiplies elements before it sums their squares a second time. The second sum is in fp32,
-// too, because on consumer GPUs an fp64 square takes 64 times as long, and many second sums are needed: the gradients
-// of embeddings are full of zeros, whose fast sum is 0.
+// too, because on consumer GPUs an fp64 square takes 64 times as long as an fp32 square. Second sums are frequent. For
+// example, the gradients of embeddings are full of zeros, and the fast sum of zeros is 0.
 //
-// If the fast sum is small, all elements are below 1e-12, and the factor is 2^100. If it is not finite, one element is
-// above 1e19 or not finite, and the factor is 2^-70. The squares of the multiplied elements are then between 1e-30 and
-// 1e36, except some that are negligible next to the largest one.
+// If the fast sum is small, the magnitudes of all elements are below 1e-12, and the factor is 2^100. If the fast sum is
+// not finite, at least one element is not finite or has a magnitude above 6e18, and the factor is 2^-70. The squares of
+// the multiplied finite elements are between 1e-30 and 2e36, except squares that are negligible next to the largest
+// one.
 template <class T>
 AMP_KERNELS_HD float rescue_scale(T fast_sum) {
   return fast_sum < T(1) ? 0x1p100f : 0x1p-70f;
 }
 
-// The factor by which an update multiplies gradients. It unscales them (grad_scale is a divisor, as in
-// torch._fused_sgd_), and clips them to max_norm. 1e-6 is the constant in torch.nn.utils.clip_grad_norm_.
+// The factor by which an update multiplies gradients. It unscales the gradients and clips them to max_norm. As in
+// torch._fused_sgd_, grad_scale is a divisor. 1e-6 is the constant in torch.nn.utils.clip_grad_norm_.
 AMP_KERNELS_HD float update_factor(const Update& update) {
   float factor = 1.0f;
   if (update.grad_scale != nullptr) factor /= *update.grad_scale;
@@ -52,7 +54,8 @@ AMP_KERNELS_HD float update_factor(const Update& update) {
 }
 
 AMP_KERNELS_HD bool is_skipped(const Update& update) {
-  return update.found_inf != nullptr && *update.found_inf != 0.0f;  // it may be a sum over devices or ranks, such as 2
+  // A step is skipped for other values than 1, too, because found_inf may be a sum over devices or ranks, such as 2.
+  return update.found_inf != nullptr && *update.found_inf != 0.0f;
 }
 
 }  // namespace amp_kernels
