@@ -25,7 +25,7 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>  ? kFloat
                            : std::is_same_v<T, Half> ? kHalf
                                                      : kBFloat16;
 
-// Calls f with a zero of the dtype's C++ type.
+// Calls f with a zero of the dtype's C++ type. f uses only the type of this argument.
 template <class F>
 auto with_dtype(Dtype dtype, const F& f) {
   switch (dtype) {
@@ -38,10 +38,12 @@ auto with_dtype(Dtype dtype, const F& f) {
   }
 }
 
-constexpr int64_t kChunksAhead = 8;  // prefetch_head() is called for the chunk so many places after the current one
+// While a thread works on chunk c, it calls prefetch_head() for chunk c + kChunksAhead.
+constexpr int64_t kChunksAhead = 8;
 
-// Prefetches the first elements of a later chunk, in one of its arrays. The chunk of a small tensor is too short to
-// prefetch its own elements. Without this call, each of its arrays would begin with a cache miss.
+// Prefetches the first elements of a later chunk in one of its arrays (row `row` of the table). The chunk of a small
+// tensor is too short for prefetching within the chunk. Without prefetch_head(), each array of such a chunk would begin
+// with a cache miss.
 template <class T>
 void prefetch_head(const Table& table, const Chunk& chunk, int row) {
   prefetch(chunk.in<const T>(table, row), std::min<int64_t>(chunk.size, 256));
@@ -53,8 +55,8 @@ using Lanes = float __attribute__((vector_size(4 * kLanes)));
 using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
 using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
 
-// Returns the same bits as another type. This function and those below are always inlined, because a call would pass
-// vectors through memory.
+// Returns the bits of `from`, unchanged, as a value of type To. This function, and those below that take or return
+// vectors, are always inlined, because a call would pass vectors through memory.
 template <class To, class From>
 [[gnu::always_inline]] inline To as(const From& from) {
   static_assert(sizeof(To) == sizeof(From));
@@ -74,7 +76,7 @@ template <class To, class From>
 }
 
 [[gnu::always_inline]] inline Lanes load_lanes(const Half* from) {
-#if defined(__F16C__) && defined(__AVX2__)  // g++ 12 does not vectorise _Float16 with F16C by itself
+#if defined(__F16C__) && defined(__AVX2__)  // without intrinsics, g++ 12 does not use F16C for vectors
   return as<Lanes>(_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from))));
 #else
   Lanes lanes;
@@ -92,8 +94,8 @@ template <class To, class From>
 #endif
 }
 
-// bf16 is converted by integer arithmetic. With AVX2 this takes intrinsics, because g++ 12 splits conversions of
-// generic integer vectors into halves.
+// bf16 is converted to fp32 and back by integer arithmetic. With AVX2 this takes intrinsics, because g++ 12 would split
+// the conversion of a generic vector of eight integers into two halves.
 [[gnu::always_inline]] inline Lanes load_lanes(const BFloat16* from) {
 #if defined(__AVX2__)
   const __m256i words = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
@@ -108,7 +110,7 @@ template <class To, class From>
 // Rounds each lane to bf16. The result is in the low 16 bits of the word.
 [[gnu::always_inline]] inline Words rounded_to_bf16(const Lanes& lanes) {
   const Words bits = as<Words>(lanes);
-  // A NaN whose payload sits in the low bits would round to inf.
+  // Without `nan`, a NaN whose payload is in the low 16 bits would be rounded to inf.
   const Words nan = Words{} + 0x7fc0u, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return lanes == lanes ? rounded : nan;
 }
@@ -127,7 +129,7 @@ template <class To, class From>
   store_bf16(rounded_to_bf16(lanes), to);
 }
 
-// Stores like store_lanes(), but past the caches (stream() below says why). `to` must be aligned to 16 bytes.
+// Stores like store_lanes(), but past the caches (stream() below explains this). `to` must be aligned to 16 bytes.
 template <class T>
 [[gnu::always_inline]] inline void stream_lanes(const Lanes& lanes, T* to) {
 #if defined(__SSE2__)
@@ -141,7 +143,7 @@ template <class T>
 #endif
 }
 
-// Converts int32 to fp32. With AVX2 by an intrinsic, because g++ 12 would split the conversion into halves.
+// Converts int32 to fp32. With AVX2 this takes an intrinsic, because g++ 12 would split the conversion into two halves.
 [[gnu::always_inline]] inline Lanes as_floats(const Integers& integers) {
 #if defined(__AVX2__)
   return as<Lanes>(_mm256_cvtepi32_ps(as<__m256i>(integers)));
@@ -152,7 +154,7 @@ template <class T>
 #endif
 }
 
-// Converts n elements to fp32.
+// Converts n elements of type T to fp32.
 template <class T>
 void load(const T* from, float* to, int64_t n) {
   int64_t i = 0;
@@ -165,7 +167,7 @@ void load(const T* from, float* to, int64_t n) {
   std::copy_n(staged, n - i, to + i);
 }
 
-// Rounds n fp32 elements.
+// Converts n fp32 elements to type T, rounding to nearest even.
 template <class T>
 void store(const float* from, T* to, int64_t n) {
   int64_t i = 0;
@@ -178,7 +180,8 @@ void store(const float* from, T* to, int64_t n) {
   std::copy_n(rest, n - i, to + i);
 }
 
-// Returns n elements as fp32. If they are fp32, that is `from` itself, else a converted copy in `staged`.
+// Returns n elements as fp32. If `from` is fp32 already, returns `from` itself. Otherwise writes a converted copy to
+// `staged`, and returns `staged`.
 inline const float* as_float(const float* from, float*, int64_t) { return from; }
 
 template <class T>
@@ -187,10 +190,12 @@ const float* as_float(const T* from, float* staged, int64_t n) {
   return staged;
 }
 
-// Copies n elements past the caches. An ordinary store first reads the cache line that it overwrites. For weights,
-// which nobody reads before the next forward pass, these reads would be a tenth of an update's traffic. Another thread
-// may read the result only after fence_streams(). share() calls it at the end of its work: a fence takes a few hundred
-// nanoseconds, too many for each row of a matrix.
+// Copies n elements by stores that bypass the caches. An ordinary store first reads the cache line that it overwrites.
+// In an update, such reads of the weights would be a tenth of the memory traffic. The weights need not be in a cache
+// either, because nobody reads them before the next forward pass.
+//
+// Another thread may read the copy only after this thread has called fence_streams(). share() calls it once, at the end
+// of a thread's work. A fence takes a few hundred nanoseconds, which would be too many for each row of a matrix.
 template <class T>
 void stream(const T* from, T* to, int64_t n) {
   int64_t i = 0;
@@ -203,7 +208,7 @@ void stream(const T* from, T* to, int64_t n) {
   std::memcpy(to + i, from + i, (n - i) * sizeof(T));
 }
 
-// Waits until everything that was streamed is in memory.
+// Waits until everything that this thread has streamed is in memory.
 inline void fence_streams() {
 #if defined(__SSE2__)
   _mm_sfence();

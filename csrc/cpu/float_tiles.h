@@ -15,8 +15,8 @@ namespace amp_kernels::cpu {
 
 #if defined(__x86_64__)
 
-// In multiply(), a dword of `right` holds four codes of one column. Byte i of each dword is converted to fp32 in the
-// lane of that dword.
+// In multiply(), each dword (4 bytes) of `right` holds four codes of one column. Step i of the loop over these four
+// converts byte i of every dword to fp32. The result stays in the lane of its dword. Avx2FloatTile does the same.
 struct Avx512FloatTile {
   using Left = float;
   using Sum = float;

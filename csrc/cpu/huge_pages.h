@@ -8,11 +8,11 @@
 
 namespace amp_kernels::cpu {
 
-// Asks Linux for pages of 2 MB in memory that was just allocated. From 32 MiB on (DEFAULT_MMAP_THRESHOLD_MAX of glibc)
-// malloc takes new memory from Linux each time, and the first write to each page of 4 KB waits for Linux. When 16M
-// codes were dequantized to fp16 (Linux 6.18, two cores), these waits were 14 of 17 ms. With 16 pages of 2 MB the waits
-// took half as long. Linux provides such pages if /sys/kernel/mm/transparent_hugepage/enabled is `madvise`. If it
-// provides none, nothing changes.
+// Asks Linux for pages of 2 MB in memory that was just allocated. For blocks of 32 MiB or more
+// (DEFAULT_MMAP_THRESHOLD_MAX of glibc), malloc takes new memory from Linux each time. The first write to each page of
+// 4 KB then waits for Linux. When 16M codes were dequantized to fp16 (Linux 6.18, two cores), these waits took 14 of 17
+// ms. With 16 pages of 2 MB instead, the waits took half as long. Linux provides pages of 2 MB if
+// /sys/kernel/mm/transparent_hugepage/enabled is `madvise`. If it provides none, nothing changes.
 inline void advise_huge_pages(void* memory, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
   constexpr int64_t kFresh = int64_t{32} << 20;

@@ -1,5 +1,5 @@
-// The int8 kernels of a CPU. Threads take bands of groups, or pieces of bands (int8_walk.h). Quantization makes one
-// pass or two:
+// The int8 kernels for a CPU. A thread takes a band of groups, or a piece of a band, at a time (int8_walk.h).
+// Quantization makes one pass or two over x:
 //
 //   scale given        for each piece:  x -> codes
 //   many bands         for each band:   x -> ranges -> scales; then x, now in the core's cache -> codes
@@ -7,7 +7,8 @@
 //                      for each band:   the ranges of its pieces -> scales
 //                      for each piece:  x -> codes
 //
-// "Few large bands" are fewer than threads, with kOneThread elements or more together.
+// Bands are "few large bands" if there are fewer of them than threads, and if together they have at least kOneThread
+// elements. Otherwise they are "many bands".
 #include "int8.h"
 
 #include <torch/csrc/stable/ops.h>
@@ -36,7 +37,7 @@ void for_each_piece(const Walk& walk, const Pieces& pieces, const F& f) {
   });
 }
 
-// Calls f with a zero of the dtype's C++ type, and with kStep (see OfGroups) as an integral_constant.
+// Calls f with a zero of the dtype's C++ type, and with kStep (see OfGroups in int8_codes.h) as an integral_constant.
 template <class F>
 void with_types(Dtype dtype, const Walk& walk, const F& f) {
   with_dtype(dtype, [&](auto value) {
@@ -57,9 +58,10 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
   });
 }
 
-// A thread reads a band twice: for its ranges, and then, from the core's cache, for the codes. By rows both passes
-// prefetch from the next band, 4 KiB (first pass) or 8 KiB (second pass) beyond the place there that corresponds to
-// what they read here. If one pass prefetched everything, memory would be idle during the other.
+// A thread reads each band twice, first for its ranges, and then for its codes. The second read is from the core's
+// cache, if the band fits there. By rows, both passes also prefetch the next band. While a pass reads byte i of this
+// band, it prefetches byte i + 4 KiB (first pass) or i + 8 KiB (second pass) of the next band. If one pass prefetched
+// everything, memory would be idle during the other pass.
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {
@@ -78,7 +80,8 @@ void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole)
   });
 }
 
-// For few large bands: first finds the ranges of all pieces, then writes the codes.
+// Quantizes few large bands. It finds the ranges of all pieces, then computes the scales of all bands, and then writes
+// the codes of all pieces.
 template <class T, int kStep>
 void quantize_pieces(const Quantize& args, const Walk& walk, const Pieces& pieces) {
   std::vector<Ranges> ranges(walk.bands() * pieces.each(), Ranges(kGroups));

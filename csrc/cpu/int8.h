@@ -1,4 +1,4 @@
-// The int8 kernels of a CPU, as csrc/ops/int8.cpp calls them.
+// The int8 kernels for a CPU. csrc/ops/int8.cpp calls them.
 #pragma once
 
 #include "../int8.h"

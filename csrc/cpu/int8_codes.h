@@ -2,10 +2,10 @@
 //
 //   code = clamp(rint(x * inverse) + zero_point, low, 127)      value = (code - zero_point) * scale
 //
-// Steps are x * inverse: the distance from the zero point, in units of the scale. Encoding reads x and writes codes: 3
-// bytes for an element of 16 bits, 5 for fp32. With AVX2 and F16C an Encoder makes 32 codes at a time: four registers
-// of eight fp32 steps become one register of codes. Elsewhere encode() makes codes in loops that the compiler
-// vectorises.
+// Steps are x * inverse: the distance from the zero point, in units of the scale. Encoding reads x and writes codes.
+// For each element, these are together 3 bytes if x has 16 bits, and 5 bytes if x is fp32. With AVX2 and F16C, an
+// Encoder makes 32 codes at a time: four registers of eight fp32 steps become one register of codes. Without these, for
+// stochastic rounding, and for fewer than 32 columns, encode() makes the codes in loops that the compiler vectorises.
 #pragma once
 
 #include <cmath>
@@ -14,12 +14,12 @@
 
 namespace amp_kernels::cpu {
 
-// The affines (scale, inverse, zero point) of a band's groups. Steps are clamped before they are rounded. That gives
-// the codes of code_of(), which rounds first, because the ends of the clamp are integers. It takes a third of the
-// instructions.
+// The affines (scale, inverse, zero point) of a band's groups. Steps are clamped before they are rounded, while
+// code_of() rounds them first. Both orders give the same codes, because the ends of the clamp are integers. If steps
+// are clamped first, a code takes a third of the instructions of code_of().
 //
-// If the zero point is a code, 0 steps lie between the ends of the clamp. NaN is taken for 0 steps, and an inverse of 0
-// makes 0 steps. Then the code is the zero point.
+// A zero point from -128 to 127 is itself a code. In that case 0 steps lie between the ends of the clamp. NaN counts as
+// 0 steps, and an inverse of 0 makes 0 steps. The code for 0 steps is the zero point.
 struct Affines {
   float scale[kRoom];
   float inverse[kRoom];
@@ -27,8 +27,8 @@ struct Affines {
   float highest[kRoom];
   int zero_point[kRoom];
   bool have_inverses;  // whether every inverse is finite and not 0
-  // Whether every zero point is a code. If one is not, an end of the clamp may be beyond 512 steps, where the formulas
-  // bound steps.
+  // Whether every zero point is a code. If one is not, an end of the clamp may lie outside of [-512, 512], the interval
+  // to which the formulas limit steps.
   bool are_codes = true;
 
   void set(int64_t i, const Affine& affine) {
@@ -37,11 +37,13 @@ struct Affines {
     highest[i] = static_cast<float>(127 - affine.zero_point);
   }
 
-  // Returns the affine of a group with a given zero point, for the functions of the formulas.
+  // Returns the affine of a group, for the functions of formulas/int8.h. Only for groups with asymmetric codes, whose
+  // lowest code is -128.
   Affine at(int64_t i) const { return {scale[i], inverse[i], zero_point[i], lowest_code(/*symmetric=*/false)}; }
 
-  // Bounds steps by 512, as the formulas do, and zero points by 1024. A zero point that a caller gives may be any
-  // int32, and the sum of steps and zero point must fit in 16 bits.
+  // Prepares zero points that the caller gave. Such a zero point may be any int32, but Encoder adds it to steps in 16
+  // bits. So zero points are limited to [-1024, 1024]. The ends of the clamp are moved so that codes stay the same as
+  // those of the formulas. The formulas limit steps to [-512, 512].
   void bound(int64_t groups) {
     constexpr float kBound = 512.0f;
     for (int64_t i = 0; i < groups; ++i) {
@@ -61,7 +63,7 @@ struct Affines {
 
 template <class V>
 [[gnu::always_inline]] inline V limited(const V& steps, const V& lowest, const V& highest) {
-  const V raised = steps < lowest ? lowest : steps;  // NaN stays NaN: no comparison with it is true
+  const V raised = steps < lowest ? lowest : steps;  // NaN stays NaN, since this comparison is false
   return raised > highest ? highest : raised;
 }
 
@@ -70,12 +72,12 @@ template <class V>
   return limited(steps == steps ? steps : V{}, lowest, highest);
 }
 
-// For |x| < 2^22, the low bits of x + kRounder are x rounded to nearest even.
+// If |x| < 2^22, the low bits of the float x + kRounder are the integer to which x is rounded (to nearest even).
 constexpr float kRounder = 12582912.0f;
 
-// Looks up a number (a scale, an inverse, a bound) of each element's group. If kStep is 0, all elements of a segment
-// belong to one group, whose number stays in a register. If kStep is 1, each element belongs to the group after that of
-// the element before it.
+// Looks up one number for each element of a segment: the scale, the inverse or a bound of the element's group. If kStep
+// is 0, all elements of the segment belong to one group, whose number stays in a register. If kStep is 1, each element
+// belongs to the group that follows the group of the element before it.
 template <int kStep>
 class OfGroups {
  public:
@@ -107,7 +109,8 @@ class OfGroups {
 #endif
 }
 
-// Returns code - zero_point as a float (V is float), or for eight codes (V is Lanes).
+// Returns code - zero_point as a float: for one code if V is float, and for eight codes if V is Lanes. `zero_point`
+// points to the zero point of the first code's group. OfGroups explains kStep.
 template <class V, int kStep>
 [[gnu::always_inline]] inline V steps_of(const int8_t* codes, const int* zero_point) {
   if constexpr (std::is_same_v<V, float>) {
@@ -138,9 +141,12 @@ inline int8_t code_at(float steps, int zero_point) {
   return static_cast<int8_t>(float_bits(steps + kRounder) + static_cast<uint32_t>(zero_point));
 }
 
-// Encodes n elements of a segment. The first element belongs to group `first`. kStep has the meaning that it has in
-// OfGroups. g++ vectorises these loops only in this form. If they are inlined, g++ forgets which arrays do not alias.
-// If an affine's members are in a struct instead of scalars, g++ keeps the struct in memory.
+// Encodes n elements of a segment, rounding to nearest even. The overload with `noise` rounds stochastically. The first
+// element belongs to group `first`. OfGroups explains kStep.
+//
+// g++ vectorises the loops of these two functions only as they are written here. If the functions are inlined, g++
+// forgets which arrays do not alias. If the members of an affine are in a struct and not in separate scalars, g++ keeps
+// this struct in memory.
 template <int kStep>
 [[gnu::noinline]] void encode(const float* __restrict x, const Affines& __restrict affines, int64_t first,
                               int8_t* __restrict out, int64_t n) {
@@ -164,13 +170,13 @@ template <int kStep>
 #if defined(__AVX2__) && defined(__F16C__)
 constexpr int64_t kBlock = 32;
 
-// Encodes a block of neighbours, which are read from x in its own dtype. This takes at most half the instructions of
-// encode(), because the pack instructions saturate. `inverse` and `zero_point` point to the numbers of the first
-// element's group. kStep has the meaning that it has in OfGroups.
+// Encodes blocks of kBlock neighbouring elements, which are read from x in its own dtype. This takes at most half the
+// instructions of encode(), because the instructions that pack steps into bytes also clamp them. `inverse` and
+// `zero_point` point to the numbers of the first element's group. OfGroups explains kStep.
 //
-// kIsFinite promises that every |x * inverse| is far below 2^31. That holds if the scale was computed from the group's
-// own elements, and these are finite. Without the promise steps are bounded first, because _mm256_cvtps_epi32 turns a
-// number out of range into the most negative integer.
+// kIsFinite promises that every |x * inverse| is far below 2^31. That is so if the scale was computed from the group's
+// own elements, and all of these are finite. Without the promise, steps are limited to [-512, 512] first, because
+// _mm256_cvtps_epi32 turns every number that does not fit int32 into the most negative integer.
 template <int kStep, bool kIsFinite, class T>
 class Encoder {
  public:
@@ -184,7 +190,8 @@ class Encoder {
 
   // Returns the codes of elements [i, i + kBlock).
   [[gnu::always_inline]] __m256i operator()(const T* x, int64_t i) const {
-    // The pack instructions work within each half of a register. This restores the order.
+    // The pack instructions work within each half of a register. Permuting by `order` restores the order of the
+    // elements.
     const __m256i order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
     __m256i steps[4];
     for (int k = 0; k < 4; ++k) steps[k] = steps_of_eight(x, i + 8 * k);
@@ -221,8 +228,9 @@ class Encoder {
     _mm256_storeu_si256(reinterpret_cast<__m256i*>(out), codes);
 }
 
-// Encodes n >= kBlock neighbours of one group. The last block may overlap the one before. `ahead` has the meaning that
-// it has in range_of().
+// Encodes n >= kBlock neighbours of one group. If n is not a multiple of kBlock, the last block overlaps the one
+// before. Prefetches `ahead` bytes ahead, or nothing if `ahead` is 0. With `streams`, codes are stored past the caches
+// (convert.h).
 template <bool kIsFinite, class T>
 [[gnu::always_inline]] inline void encode_blocks(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                                  bool symmetric, int8_t* out, int64_t n, bool streams) {
@@ -236,12 +244,12 @@ template <bool kIsFinite, class T>
   if (i < n) store_codes(encode(x, n - kBlock), out + n - kBlock, false);
 }
 
-// Encodes `rows` rows of n >= kBlock columns. Each column has its own affine.
+// Encodes `rows` rows, `row_step` elements apart, of n >= kBlock columns. Each column has its own affine.
 template <bool kIsFinite, class T>
 void encode_strip(const T* x, int64_t row_step, int64_t rows, int64_t ahead, const float* inverse,
                   const int* zero_point, bool symmetric, int8_t* out, int64_t n, bool streams) {
   constexpr int64_t kLine = 64;  // codes in a cache line
-  // A streaming store to an address that is not a multiple of 32 faults.
+  // A streaming store of 32 bytes faults if its address is not a multiple of 32.
   streams = streams && (reinterpret_cast<uintptr_t>(out) | (rows > 1 ? row_step : 0)) % 32 == 0;
   const Encoder<1, kIsFinite, T> encode(inverse, zero_point, symmetric);
   int64_t i = 0;

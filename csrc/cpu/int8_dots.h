@@ -1,11 +1,14 @@
-// Products of up to kDotRows rows with int8 codes that are contiguous along k, as a Linear's weight is. The rows are
-// copied and padded. The codes, K N bytes, are read once and are not copied. Reading them is what limits these
-// products. When the codes were packed for tiles instead, one row took 1.7 to 4 times as long, and four rows 1.2 to 2.2
-// times (in layers of 512 to 4096).
+// Products of up to kDotRows rows with int8 codes that are contiguous along k. The weight of a Linear is stored in this
+// way. The rows are copied and padded. The codes, K * N bytes, are read once and are not copied. Reading the codes is
+// what limits the speed of these products. When the codes were packed for tiles (int8_matmul.h) instead, products of
+// one row took 1.7 to 4 times as long, and products of four rows 1.2 to 2.2 times as long (in layers of 512 to 4096
+// features).
 //
 //   rows  [row 0 ... k]      thread 0: columns 0 to 31, 32 to 63 ...       one dot: all rows times one column
-//         [row 1 ... k]      thread 1: the columns after them              (the row of ones is there if finish()
-//         [1 1 1 ... 1]                                                    needs the sums of the columns' codes)
+//         [row 1 ... k]      thread 1: the columns after these
+//         [1 1 1 ... 1]
+//
+// The row of ones is only there if finish() needs the sum of each column's codes.
 #pragma once
 
 #include <algorithm>
@@ -19,12 +22,12 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kDotsAtOnce = kDotRows + 1;
 
-// Product and difference of int32, modulo 2^32.
+// The product and the difference of two integers, modulo 2^32.
 inline int32_t wrapped(int32_t sum, int factor) { return static_cast<int32_t>(static_cast<uint32_t>(sum) * factor); }
 inline int32_t difference(int32_t a, int32_t b) { return static_cast<int32_t>(static_cast<uint32_t>(a) - b); }
 
-// The rows, padded for Tile::dot. write(i, to) writes row i and returns the sum of its codes. With `with_ones` there is
-// one more row, of ones.
+// The rows, padded for Tile::dot. write(i, to) must write row i to `to`, and return the sum of its codes. With
+// `with_ones`, a row of ones follows the other rows.
 template <class Tile>
 class DotRows {
  public:
@@ -47,14 +50,15 @@ class DotRows {
 
   const int32_t* sums() const { return sums_; }
 
-  // Multiplies every row by `count` vectors of contiguous codes. The first vector is at `from`. The vectors are
-  // `stride` apart. The results are products[row * kColumns + vector].
+  // Multiplies every row by `count` vectors of contiguous codes. The first vector begins at `from`, and each vector
+  // begins `stride` bytes after the one before. products[row * kColumns + vector] is the result for a row and a vector.
   void multiply(int64_t count, const int8_t* from, int64_t stride, Sum* products) const {
     for (int64_t i = 0; i < count; ++i) multiply_one(from + i * stride, products + i);
   }
 
  private:
-  // If there are fewer codes than kDotDepth, a block of dot, they are padded with zeros.
+  // Multiplies every row by one vector of codes. Tile::dot reads blocks of kDotDepth codes. If there are fewer codes
+  // than that, it reads a copy that is padded with zeros.
   void multiply_one(const int8_t* codes, Sum* products) const {
     int8_t padded[Tile::kDotDepth];
     if (k_ < Tile::kDotDepth) {
@@ -70,9 +74,10 @@ class DotRows {
         products[r * Tile::kColumns] = difference(products[r * Tile::kColumns], wrapped(sums_[r], Tile::kDotShift));
   }
 
-  // Moves the elements of a last, partial block to the end of that block, and writes zeros before them. For this block
-  // Tile::dot reads the last kDotDepth codes. The first of these codes were in the block before, too, and are
-  // multiplied by the zeros. If there is only one block, its elements stay, and zeros follow them.
+  // If the last block of a row is only partly filled, moves its elements to the end of the block, and writes zeros
+  // before them. For this block, Tile::dot reads the last kDotDepth codes. Some of these were already in the block
+  // before, and now they are multiplied by the zeros. If there is only one block, its elements stay where they are, and
+  // the zeros follow them.
   void align_to_end(Left* vector) const {
     const int64_t rest = k_ < Tile::kDotDepth ? 0 : k_ % Tile::kDotDepth;
     std::copy_backward(vector + k_ - rest, vector + k_, vector + padded_);

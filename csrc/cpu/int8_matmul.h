@@ -1,6 +1,6 @@
 // Products with int8 codes on a CPU, 2 M N K operations. First all threads pack the left operand into tiles. Then each
-// thread takes one block of columns at a time, packs it, and multiplies it by a span of tiles. When a tile has been
-// multiplied by a panel, their results are stored at once:
+// thread takes one block of columns at a time, packs it, and multiplies it by a span of tiles. As soon as a tile has
+// been multiplied by a panel, the results of this product are stored:
 //
 //                          block 0          block 1            a panel: Tile::kColumns columns, packed
 //               right:  [panel][panel]   [panel][panel]        a block fills up to half of a core's L2
@@ -27,9 +27,9 @@
 
 namespace amp_kernels::cpu {
 
-// How many bytes of panels are packed at a time, as one block: half of a core's L2. Each block reads the whole left
-// operand once, from memory if that operand is large. With blocks of 2^18 bytes, a quarter of the L2, 4096^3 took 9 %
-// longer.
+// Returns how many bytes of panels are packed at a time, as one block: half of a core's L2. For each block, the whole
+// left operand is read once, and from memory if it is large. With blocks of 2^18 bytes, a quarter of the L2 of the CPU
+// that was measured, a product of 4096^3 took 9 % longer.
 inline int64_t panel_bytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -46,10 +46,11 @@ class Multiplication {
   using Columns = typename Product::Columns;
   static constexpr int64_t kColumns = Tile::kColumns, kRows = Tile::kRows;
 
-  // Rows are cut into tiles of nearly equal height. If there are more tiles than threads, every thread gets equally
-  // many. Tiles form spans, and columns are cut into blocks of panels. A block times a span is a unit of work. There
-  // are as few blocks as possible: enough units to keep the threads busy, and no block larger than panel_bytes(), but
-  // with 64 columns at least.
+  // Rows are cut into tiles of nearly equal height. If there are more tiles than threads, their number is a multiple of
+  // the number of threads, so that every thread gets equally many. Neighbouring tiles form a span, and neighbouring
+  // panels form a block of columns. One block times one span is a unit of work. There are as few blocks as these
+  // conditions allow: there are enough units to keep the threads busy, and no block is larger than panel_bytes(). One
+  // exception: a block has at least 64 columns, or all columns if there are fewer.
   explicit Multiplication(const Product& product)
       : product_(product),
         threads_(std::min<int64_t>(divide_up(product.m * product.n * (product.k + 1), kThreadProducts),
@@ -73,9 +74,10 @@ class Multiplication {
   }
 
  private:
-  static constexpr int64_t kUnits = 4;  // units of work for each thread; threads that are done early take over some
+  // Units of work for each thread. A thread that has done its own takes over some of another thread.
+  static constexpr int64_t kUnits = 4;
 
-  // All tiles of the left operand, and the sum of the codes of each row, if it is needed.
+  // All tiles of the left operand and, if it is needed, the sum of each row's codes.
   class PackedLeft {
    public:
     explicit PackedLeft(const Multiplication& plan)
@@ -105,7 +107,7 @@ class Multiplication {
     const Buffer<int32_t> row_sums_;
   };
 
-  // The memory of one thread. It holds the block of panels that the thread packed last.
+  // The memory of one thread. It holds the block of panels that this thread packed last.
   class Worker {
    public:
     Worker(const Multiplication& plan, const PackedLeft& left)
@@ -139,7 +141,7 @@ class Multiplication {
         if (plan_.product_.needs_column_sums()) sum_columns();
     }
 
-    // Multiplies a row of ones by each panel, which gives the sums of the columns' codes.
+    // Sums the codes of each column, by multiplying a row of ones by each panel.
     void sum_columns() {
       const auto ones = static_cast<int32_t>(plan_.product_.k);
       for (size_t p = 0; p < columns_.size(); ++p)
@@ -156,8 +158,9 @@ class Multiplication {
     int64_t block_ = -1;
   };
 
-  // Packs kPackGroups groups of all panels, and then the next groups. If the operand is row-major, its rows are then in
-  // the cache, and in the TLB, when the second panel needs them.
+  // Packs the first kPackGroups groups of every panel, then the next kPackGroups groups of every panel, and so on. If
+  // the operand is row-major, all panels read the same rows for these groups. So when the second panel is packed, the
+  // rows are already in the cache and in the TLB.
   void pack_panels(int64_t first, int64_t panels, int8_t* to) const {
     for (int64_t g = 0; g < groups_; g += kPackGroups)
       for (int64_t p = 0; p < panels; ++p) {
@@ -176,13 +179,13 @@ class Multiplication {
   int64_t tile_size() const { return 4 * groups_ * kRows; }
 
   const Product& product_;
-  const int64_t threads_;  // more are not worth waking
+  const int64_t threads_;  // more threads are not worth waking
   const int64_t panels_;   // each of kColumns columns
   const int64_t groups_;   // each of four elements along k
   int64_t tiles_;
   int64_t block_panels_;  // panels in a block
   int64_t blocks_;
-  int64_t spans_;  // each of some tiles, which a thread multiplies by one block
+  int64_t spans_;  // a thread multiplies the tiles of one span by one block at a time
 };
 
 template <class Tile, class Product>

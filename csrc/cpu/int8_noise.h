@@ -1,8 +1,9 @@
-// The random numbers for stochastic rounding on a CPU: u = (word >> 8) * 2^-24. philox() of formulas/int8.h makes four
-// words from a counter. With AVX2 a block takes eight counters at a time, which make 32 numbers:
+// The random numbers for stochastic rounding on a CPU. A random word of 32 bits gives the number (word >> 8) * 2^-24.
+// philox() of formulas/int8.h makes four words from a counter, for four elements. With AVX2, fill_noise_block() makes
+// 32 numbers from eight counters at a time:
 //
-//   counter          c        c + 1    ...      c + 7        each in a 64-bit lane, four in each of two registers
-//   elements      4c .. 4c+3                4c+28 .. 4c+31   at the end the words are transposed into this order
+//   counter          c        c + 1    ...      c + 7        each in a 64-bit lane: two registers of four lanes
+//   elements      4c .. 4c+3                4c+28 .. 4c+31   at the end, the words are transposed into this order
 #pragma once
 
 #include <cstdint>
@@ -17,8 +18,9 @@ namespace amp_kernels::cpu {
 constexpr int kNoiseBlock = 32;
 
 #if defined(__AVX2__)
-// Every 64-bit lane holds a word in its low half. The multiplications ignore the high half. Each word has two
-// registers, so that a core works on one while it waits for the other: the latency of a round is twice its work.
+// Makes 32 numbers. Every 64-bit lane holds one of a counter's four words in its low half. The multiplications ignore
+// the high half. Each of c0 to c3 is two registers, of four counters each. A core works on one of the two while it
+// waits for the other, because the latency of a round is twice the time of its work.
 inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
   const __m256i m0 = _mm256_set1_epi64x(0xD2511F53u), m1 = _mm256_set1_epi64x(0xCD9E8D57u);
   __m256i c0[2], c1[2], c2[2], c3[2];
@@ -55,7 +57,8 @@ inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
 }
 #endif
 
-// Writes the uniform numbers of n elements, whose logical indices are first, first + 1, ...
+// Writes the random numbers, uniform in [0, 1), of n elements with the indices first, first + 1, ... An index is the
+// place of an element in row-major order.
 inline void fill_noise(float* noise, int64_t first, int64_t n, uint64_t seed) {
   int64_t i = 0;
   const auto one = [&] {

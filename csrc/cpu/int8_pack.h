@@ -1,5 +1,5 @@
-// Packs int8 matrices for the tiles of tiles.h: a view of [k, width] codes becomes [k / 4][width][4]. Four codes along
-// k are a group.
+// Packs int8 matrices for the tiles of tiles.h. A view of [k, width] codes becomes [groups][width][4]. A group is four
+// neighbouring k. In each group, the four codes of a column are neighbours, and make a dword.
 //
 //   if k is contiguous (a Linear's weight),          if columns are contiguous,
 //   8 groups of 8 columns at a time                  one group of 8 or 16 columns at a time:
@@ -15,11 +15,11 @@
 
 namespace amp_kernels::cpu {
 
-// How far ahead memory is prefetched: bytes along k, and rows. It is prefetched into the L2, because rows that are 2^n
-// bytes apart would crowd a few sets of the L1.
+// How far ahead memory is prefetched: kPackAhead bytes if k is contiguous, and kRowsAhead rows if columns are
+// contiguous. The target is the L2, because rows that are 2^n bytes apart would crowd a few sets of the L1.
 constexpr int64_t kPackAhead = 128, kRowsAhead = 64;
 
-// A view of [k, width] codes. Each code is xored with `flip`. A `flip` of 0x80 adds 128.
+// A view of [k, width] codes. Each code that is read is xored with `flip`. A `flip` of 0x80 adds 128, modulo 256.
 struct Bytes {
   const int8_t* data;
   int64_t k_stride, stride;
@@ -28,9 +28,10 @@ struct Bytes {
   int8_t at(int64_t k, int64_t j) const { return data[k * k_stride + j * stride] ^ flip; }
 };
 
-// Packs one group of `used` columns. Past the end of k it writes zeros.
+// Packs one group of `used` columns without vector instructions. pack() calls it for everything that the functions
+// below do not take. Past the end of k it writes zeros.
 inline void pack_group(const Bytes& from, int64_t g, int64_t k, int64_t used, int8_t* to) {
-  if (from.k_stride == 1 && 4 * g + 4 <= k) {  // k is contiguous: four codes at a time, of columns that no vector takes
+  if (from.k_stride == 1 && 4 * g + 4 <= k) {  // k is contiguous: the four codes of a column at once
     for (int64_t j = 0; j < used; ++j) {
       uint32_t four;
       std::memcpy(&four, from.data + 4 * g + j * from.stride, 4);
@@ -44,8 +45,8 @@ inline void pack_group(const Bytes& from, int64_t g, int64_t k, int64_t used, in
 }
 
 #if defined(__AVX2__)
-// Packs eight groups of eight columns whose k is contiguous, by a transposition of 8 x 8 dwords. With transpositions of
-// 4 x 4 dwords, products of 8 rows took 1.1 to 1.3 times as long.
+// Packs eight groups of eight columns, whose codes are contiguous along k, by a transposition of 8 x 8 dwords. When
+// transpositions of 4 x 4 dwords were used instead, products of 8 rows took 1.1 to 1.3 times as long.
 inline void transpose_groups(const Bytes& from, int64_t g, int64_t j, int64_t width, int8_t* to) {
   const __m256i flip = _mm256_set1_epi8(from.flip);
   const auto column = [&](int64_t c) {
@@ -53,7 +54,7 @@ inline void transpose_groups(const Bytes& from, int64_t g, int64_t j, int64_t wi
     __builtin_prefetch(address + kPackAhead, 0, 2);
     return _mm256_xor_si256(flip, _mm256_loadu_si256(reinterpret_cast<const __m256i*>(address)));
   };
-  __m256i half[2][4];  // half[h][i]: groups i and i + 4 of four columns
+  __m256i half[2][4];  // half[h][i]: groups i and i + 4 of columns 4h to 4h + 3
   for (int64_t h = 0; h < 2; ++h) {
     const __m256i c0 = column(4 * h), c1 = column(4 * h + 1), c2 = column(4 * h + 2), c3 = column(4 * h + 3);
     const __m256i low01 = _mm256_unpacklo_epi32(c0, c1), high01 = _mm256_unpackhi_epi32(c0, c1);
@@ -77,7 +78,7 @@ __m128i load_bytes(const int8_t* from) {
   return _mm_loadl_epi64(reinterpret_cast<const __m128i*>(from));
 }
 
-// Packs one group of kWidth neighbouring columns, 8 or 16, by interleaving its four rows.
+// Packs one group of kWidth neighbouring columns by interleaving its four rows. kWidth is 8 or 16.
 template <int kWidth>
 void interleave_rows(const Bytes& from, int64_t g, int64_t j, int8_t* to) {
   const __m128i flip = _mm_set1_epi8(from.flip);
@@ -95,8 +96,8 @@ void interleave_rows(const Bytes& from, int64_t g, int64_t j, int8_t* to) {
 }
 #endif
 
-// Calls f(j) for steps [j, j + kWidth) that cover [begin, end). The range must be at least kWidth long. The last step
-// may overlap the one before.
+// Calls f(j) for steps [j, j + kWidth) that together cover [begin, end). The range must be at least kWidth long. If its
+// length is not a multiple of kWidth, the last step overlaps the one before.
 template <int kWidth, class F>
 void for_each_step(int64_t begin, int64_t end, const F& f) {
   for (int64_t j = begin; j < end; j += kWidth) f(std::min<int64_t>(j, end - kWidth));

@@ -3,15 +3,17 @@
 //   Int8Product      out[m, n] = (sum of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
 //   LinearProduct    out[m, n] = (sum of x[m, k] * weight[n, k]) * scale[n] + bias[n]
 //
-// Each class packs its left operand, and turns sums into results:
+// Sums are over k. za and zb are zero points, sa and sb scales. Each class packs its left operand, and turns sums into
+// results. Its members:
 //   m, n, k
-//   right: the int8 operand, as a view of [k, n]
+//   right: the right operand, int8 codes, as a view of [k, n]
 //   kLeftIsCodes: whether the left operand is int8 codes, too
 //   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
 //   plain_left(row, to): writes one row for Tile::dot, and returns the sum of its codes
-//   needs_row_sums(), needs_column_sums(): whether finish() needs the sum of the codes of each row, of each column
-//   Columns(product, column): what finish() needs for Tile::kColumns columns; their sums of codes are filled in later
-//   finish(row, rows, columns, sums, row_sums): stores the results of `rows` rows; row_sums are the sums of their codes
+//   needs_row_sums(): whether Tile::multiply or finish() needs the sum of each row's codes
+//   needs_column_sums(): whether finish() needs the sum of each column's codes
+//   Columns(product, column): what finish() needs for Tile::kColumns columns. Sums of their codes are filled in later
+//   finish(row, rows, columns, sums, row_sums): stores the results of `rows` rows. row_sums are the sums of their codes
 #pragma once
 
 #include <algorithm>
@@ -27,10 +29,11 @@
 namespace amp_kernels::cpu {
 
 constexpr int64_t kPackGroups = 16;           // groups that are packed at a time
-constexpr int64_t kThreadProducts = 1 << 20;  // with fewer, waking a second thread costs more than it saves
-constexpr int64_t kThreadBytes = 1 << 17;     // the same limit for work that reads each byte once
+constexpr int64_t kThreadProducts = 1 << 20;  // with fewer for each thread, waking another costs more than it saves
+constexpr int64_t kThreadBytes = 1 << 17;     // the same limit, in bytes, for work that reads each byte once
 
-// Stores `count` columns. `count` is nearly always kColumns, and for that constant the compiler needs no loop.
+// Stores the results of `count` columns. `count` is nearly always kColumns. For this constant, the compiler needs no
+// loop.
 template <int kColumns, class T>
 void store_columns(const float* y, T* to, int64_t count) {
   count == kColumns ? store(y, to, kColumns) : store(y, to, count);
@@ -53,8 +56,8 @@ void multiply_tile(int64_t rows, const LeftTile<typename Tile::Left>& left, cons
   } while (begin < groups);
 }
 
-// Sums the codes of each packed row. A row has four sums at first, one for each place in a group of four, so that codes
-// are added in the order in which they are packed.
+// Sums the codes of each packed row. At first a row has four sums, one for each place in a group of four codes. So
+// codes are added in the order in which they are packed.
 template <int kRows, class Left>
 void sum_rows(const Left* packed, int64_t rows, int64_t groups, int32_t* row_sums) {
   int32_t sums[4 * kRows] = {};
@@ -139,10 +142,12 @@ class Int8Product {
   }
 
  private:
-  // The largest k for which the sum of (code - zero_point) * (code - zero_point) is below 2^31: 255^2 * 33025.
+  // If all zero points are codes, |code - zero_point| is at most 255. kNarrowK is the largest k for which a sum of k
+  // products (code - zero_point) * (code - zero_point) is then below 2^31: 255^2 * 33025 is, and 255^2 * 33026 is not.
   static constexpr int64_t kNarrowK = 33025;
 
-  // Whether all zero points, if there are any, are codes (-128 to 127). Those that quantize_int8 makes are.
+  // Whether all zero points, if there are any, are codes (-128 to 127). The zero points that quantize_int8 computes are
+  // codes.
   static bool are_codes(const int32_t* zero_point, int64_t count) {
     uint32_t beyond = 0;
     for (int64_t i = 0; zero_point != nullptr && i < count; ++i)
@@ -150,7 +155,8 @@ class Int8Product {
     return beyond == 0;
   }
 
-  // Copies one row and returns its sum. The copy with a constant stride of 1 is a loop of its own, which is vectorised.
+  // Copies one row, and returns the sum of its codes. The call with the constant stride 1 is inlined as a separate
+  // loop, which the compiler vectorises.
   int32_t copy(const Bytes& from, int64_t j, Left* to) const {
     const int8_t* codes = from.data + j * from.stride;
     return from.k_stride == 1 ? copy(codes, k, 1, to) : copy(codes, k, from.k_stride, to);
@@ -185,8 +191,9 @@ class Int8Product {
     for (int64_t r = 0; r < rows; ++r) write(y + r * kColumns, to + r * n, columns.count);
   }
 
-  // Returns the zero points for Tile::subtract, which computes in 32 bits. It is called if these hold every sum.
-  // corrected(), which computes in doubles, took 1.14 times as long for 512 rows of a layer of 512 x 512.
+  // Returns the zero points for Tile::subtract, which computes in 32 bits. finish_as() calls this function only if 32
+  // bits hold every sum. When corrected(), which computes in doubles, was used for such sums too, a product of 512 rows
+  // in a layer of 512 x 512 took 1.14 times as long.
   ZeroPoints zero_points(int64_t row, const Columns& columns, const int32_t* row_sums) const {
     return {args_.a_zero_point == nullptr ? nullptr : args_.a_zero_point + row * args_.a_step,
             args_.a_step,
@@ -204,8 +211,8 @@ class Int8Product {
                           : Tile::template scale_rows<true>(scales, sums, rows, to, stride);
   }
 
-  // y = float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb) + bias. If the zero points are codes, the
-  // argument of float() is an integer below 2^35, which a double holds.
+  // Computes y = float(sum - za * sum(b) - zb * sum(a) + k * za * zb) * (sa * sb) + bias. If the zero points are codes,
+  // the argument of float() is an integer below 2^35, which a double holds exactly.
   void corrected(int64_t r, const Columns& columns, const int32_t* sums, int32_t row_sum, float* y) const {
     const float scale = args_.a_scale[r * args_.a_step];
     const double zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[r * args_.a_step];
@@ -228,7 +235,7 @@ class Int8Product {
 
   const Int8Matmul args_;
   const bool has_zero_points_;
-  const bool is_narrow_;  // whether 32 bits hold every sum, zero points included, before it is scaled
+  const bool is_narrow_;  // whether 32 bits hold every sum of (a - za) * (b - zb)
 };
 
 // ------------------------------------------------------------------------------------------------ float x int8
@@ -259,7 +266,7 @@ class LinearProduct {
 
   int32_t plain_left(int64_t row, float* to) const {
     load(static_cast<const T*>(args_.x) + row * args_.x_stride, to, k);
-    return 0;  // floats are not shifted
+    return 0;  // not used: the float tiles shift no codes
   }
 
   bool needs_row_sums() const { return false; }

@@ -1,13 +1,15 @@
-// Quantization, dequantization, fake quantization and its gradient on a CPU. A pass goes over one band (int8_walk.h).
+// Quantization, dequantization, fake quantization and its gradient on a CPU. A pass goes over one band (int8_walk.h),
+// or over a piece of one.
 //
-//                                                                  bytes for an element of 16 bits, and of fp32
+//                                                                  bytes per element: in 16 bits, and in fp32
 //   codes       x -> clamp(rint(x / scale) + zero_point)           3 and 5
 //   fake        x -> (code - zero_point) * scale                   4 and 8
 //   dequantize  code -> (code - zero_point) * scale                3 and 5
 //   gradient    grad where the code was not clamped, else 0        6 and 12
 //
-// If the scale is not given, x is read once more, to compute it. The second read is from the core's cache, if the band
-// fits there. In each pass a thread converts eight elements of a segment at a time, or 32 if they become codes.
+// If the scale is not given, x is read twice, first to compute the scale, and then for the results. The second read is
+// from the core's cache, if the band fits there. In each pass a thread converts eight elements of a segment at a time.
+// With AVX2 and F16C, it converts 32 at a time if they become codes that are rounded to nearest.
 #pragma once
 
 #include "int8_codes.h"
@@ -16,8 +18,9 @@
 namespace amp_kernels::cpu {
 
 // ------------------------------------------------------------------------------------------------------- memory
-// Stores the results of f, rounded to T, as out[0] to out[n - 1]. f(Lanes{}, i) returns eight results from i on, and
-// f(float{}, i) one. If results are streamed, ask(i) is called before every kAsk elements, and may prefetch.
+// Stores the results of f, rounded to T, as out[0] to out[n - 1]. f(Lanes{}, i) must return eight results. The first of
+// them is result i. f(float{}, i) must return only result i. If results are streamed (stored past the caches), ask(i)
+// is called before every kAsk elements, and may prefetch.
 constexpr int64_t kAsk = 32;
 
 template <class T, class Ask, class F>
@@ -35,7 +38,7 @@ template <class T, class Ask, class F>
 }
 
 // -------------------------------------------------------------------------------------------------------- passes
-// Each pass handles elements [begin, end) of a band.
+// Each pass handles elements [begin, end) of a band, counted row by row.
 
 inline void given_affines(const float* scale, const int32_t* zero_point, const Band& band, Affines& affines) {
   for (int64_t i = 0; i < band.groups; ++i) {
@@ -89,7 +92,7 @@ inline void solve_affines(const Quantize& args, const Band& band, const Ranges& 
 }
 
 // Encodes what encode_blocks() and encode_strip() cannot: fewer than kBlock columns, and everything without AVX2 and
-// F16C. Not inlined, because its caller would then touch the stack of `staged` at every call.
+// F16C. This function is not inlined. If it were, every call of its caller would touch the stack memory of `staged`.
 template <int kStep, class T>
 [[gnu::noinline]] void encode_rest(const T* x, const Affines& affines, int64_t first, int8_t* out, int64_t n) {
   float staged[kSegment];
@@ -99,7 +102,8 @@ template <int kStep, class T>
   }
 }
 
-// Encodes n neighbours of one group, rounding to nearest. If n is less than kBlock, they are padded.
+// Encodes n neighbours of one group, rounding to nearest. If n is less than kBlock, a copy of them is padded with
+// zeros.
 template <bool kIsFinite, class T>
 [[gnu::always_inline]] inline void encode_row(const T* x, int64_t ahead, const float* inverse, const int* zero_point,
                                               bool symmetric, int8_t* out, int64_t n, bool streams) {
@@ -120,17 +124,18 @@ template <class T>
     encode_row<false>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
 }
 
-// Quantizes short groups, each of one row. They are handled in batches of rows. First the range of a row is found, and
-// then one row of the previous batch is encoded. So no row waits for the division that makes its scale, and memory is
-// read nearly as evenly as in a single pass:
+// Quantizes a band of short groups, each of which is one row. Rows are handled in batches. Whenever the range of a row
+// has been found, a row of the previous batch is encoded. So no row waits for the division that makes its scale, and
+// memory is read nearly as evenly as in a single pass:
 //
 //   range 0   range 1   ...  range 7   solve     range 8   range 9  ...
 //                                                encode 0  encode 1 ...
 //
-// Two cores of a Zen 4 take 1.03 ms for 16M fp16 elements in groups of 128. They take 0.99 ms if they only move the
-// data, and 1.22 ms if they read 8 KiB for the ranges and then the same 8 KiB for the codes. Prefetching costs a tenth.
-constexpr int64_t kBatchRows = 8;  // at most; eight scales are divided at once
-constexpr int64_t kBatchBytes = 2048;
+// For 16M fp16 elements in groups of 128, two cores of a Zen 4 take 1.03 ms. They take 0.99 ms if they only move the
+// data, and 1.22 ms if they read 8 KiB for the ranges and then the same 8 KiB for the codes. Prefetching makes them a
+// tenth slower.
+constexpr int64_t kBatchRows = 8;      // most rows of a batch: the divisions for eight scales are done at once
+constexpr int64_t kBatchBytes = 2048;  // most bytes of x in a batch
 
 template <class T>
 bool are_short_rows(const Quantize& args, const Walk& walk, const Band& band) {
@@ -138,8 +143,8 @@ bool are_short_rows(const Quantize& args, const Walk& walk, const Band& band) {
   return kBlock > 0 && are_short && walk.are_rows_groups(band, 0, walk.size(band)) && !args.fake && !args.stochastic;
 }
 
-// The ranges of the rows of a batch, and later their affines. Each kind of number has an array of its own, so that
-// solve() takes vector instructions.
+// The ranges of the rows of a batch, and later their affines. Each kind of number has an array of its own, so that the
+// compiler vectorises solve().
 struct RowBatch {
   uint32_t high[kBatchRows], low[kBatchRows];
   float scale[kBatchRows], inverse[kBatchRows];
@@ -183,8 +188,9 @@ void quantize_short_rows(const Quantize& args, const Walk& walk, const Band& ban
 }
 
 // Encodes columns, a strip of rows at a time. In fp32, the eight rows of a strip are encoded side by side. For 4096 x
-// 4096 that takes two cores of a Zen 4 an eighth less time than row by row. In fp16, which writes more codes for the
-// same bytes read, it would take up to a tenth more.
+// 4096 elements, this takes two cores of a Zen 4 an eighth less time than encoding row by row. In 16 bits, the rows of
+// a strip are encoded one after the other. fp16 writes more codes for each byte that it reads, and would take up to a
+// tenth more time side by side.
 template <class T>
 void encode_columns(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                     const Affines& affines, int64_t ahead) {
@@ -224,7 +230,7 @@ void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64
     const T* x = static_cast<const T*>(args.x) + part.at;
     int8_t* out = static_cast<int8_t*>(args.out) + part.at;
     const float* inverse = affines.inverse + part.group;
-    // If the scale is given, or the inverse is 0, some x may be infinite or NaN.
+    // If the scale is given, or if the inverse is 0, some x may be infinite or NaN, or far outside of the range.
     const bool is_finite = !args.is_static && *inverse != 0.0f;
     if constexpr (kBlock > 0)
       encode_row(x, ahead, inverse, affines.zero_point + part.group, args.zero_point == nullptr, is_finite, out, part.n,
@@ -238,8 +244,8 @@ void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64
     walk.for_each_segment(band, begin, end, encode_one);
 }
 
-// Fake quantization. kIsRegular promises that every inverse is finite and not 0. Then x * inverse is NaN only if x is
-// NaN, and no comparison is needed to keep NaN.
+// Fake quantization. kIsRegular promises that every inverse is finite and not 0. x * inverse is then NaN only if x is
+// NaN. Such a NaN passes through limited(), so no comparison is needed to keep it.
 template <class T, int kStep, bool kIsRegular>
 void fake_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t begin, int64_t end,
                const Affines& affines, int64_t ahead) {
@@ -262,7 +268,7 @@ void fake_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t
   });
 }
 
-// Stores f(i), rounded to T, as out[i]. f computes one element at a time. Used if zero points are not codes.
+// Stores f(i), rounded to T, as out[i]. f computes one element at a time. This is for zero points that are not codes.
 template <class T, class F>
 void write_each(T* out, int64_t n, const F& f) {
   float results[kSegment];
@@ -316,8 +322,8 @@ void dequantize_pass(const Dequantize& args, const Walk& walk, const Band& band,
   });
 }
 
-// The gradient of fake quantization. It is kept where x is NaN: the code of NaN is the zero point, which is inside the
-// range.
+// The gradient of fake quantization. The code of NaN is the zero point. If the zero point is inside the range of codes,
+// the gradient is therefore kept where x is NaN.
 template <class T, int kStep>
 void straight_through_pass(const StraightThrough& args, const Walk& walk, const Band& band, int64_t begin,
                            int64_t end) {

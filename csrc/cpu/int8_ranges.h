@@ -1,11 +1,11 @@
-// The range [lowest, highest] of each group on a CPU. range_of() finds it for a row, and add_strip() for the columns of
-// some rows. x (fp32, fp16, bf16) is read once. Each vector of x takes two instructions if ranges are symmetric, else
-// four.
+// The range [lowest, highest] of each group on a CPU. range_of() finds the range of a row, and add_strip() the ranges
+// of columns over some rows. x (fp32, fp16, bf16) is read once. Each vector of x takes two instructions if ranges are
+// symmetric, and four if they are not.
 //
-//   range_of:   a thread keeps two vectors of running maxima for each end of the range, and reduces them when the row
-//               ends
-//   add_strip:  a thread reads one cache line of each of up to 8 rows, reduces these to one line, and then adds that to
-//               the columns' ranges
+//   range_of:   a thread keeps two vectors of running maxima for each end of the range. When the row ends, it reduces
+//               the two vectors of each end to one number
+//   add_strip:  a thread reads one cache line from each of up to 8 rows, reduces these lines to one line of maxima, and
+//               then joins this line to the columns' ranges
 #pragma once
 
 #include "convert.h"
@@ -13,7 +13,7 @@
 
 namespace amp_kernels::cpu {
 
-// Reads one element as a float (V is float), or eight (V is Lanes).
+// Reads one element as a float if V is float, or eight elements if V is Lanes.
 template <class V, class T>
 [[gnu::always_inline]] inline V read(const T* from) {
   if constexpr (std::is_same_v<V, float>)
@@ -22,17 +22,17 @@ template <class V, class T>
     return load_lanes(from);
 }
 
-// Magnitudes of floats are compared as integers. Their bits have the same order, with NaN above all others, and the
-// maximum of integers is one instruction on every CPU. 16-bit dtypes are compared in 16 bits, because a register holds
-// twice as many of them.
+// Magnitudes of floats are compared by their bits, as integers. These integers have the order of the magnitudes, with
+// NaN above all others. The maximum of integers is one instruction on every CPU. 16-bit dtypes are compared in 16 bits,
+// because a register holds twice as many 16-bit integers as 32-bit ones.
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int16_t>;
 template <class T>
 constexpr Bits<T> kSign = std::numeric_limits<Bits<T>>::min();
 
-// A group's extremes, as bits of floats. `high` is its highest element, or 0 if none is above 0. `low` is its lowest
-// element without the sign, or 0 if none is below 0. A symmetric range has the largest magnitude in `high` and 0 in
-// `low`.
+// A group's extremes, as bits of floats. `high` is the group's highest element, or 0 if no element is above 0. `low` is
+// the group's lowest element without its sign, or 0 if no element is below 0. For a symmetric range, `high` is the
+// largest magnitude, and `low` is 0.
 struct Range {
   uint32_t high, low;
 
@@ -67,7 +67,7 @@ template <class T>
 #if defined(__AVX2__)
   const __m256i all = as<__m256i>(lanes);
   __m128i four = _mm256_castsi256_si128(all), other = _mm256_extracti128_si256(all, 1);
-  if constexpr (sizeof(T) == 2) {  // x86 has one instruction that finds the smallest of eight
+  if constexpr (sizeof(T) == 2) {  // one x86 instruction finds the smallest of eight, none the largest
     const __m128i mirror = _mm_set1_epi16(0x7fff);
     four = _mm_minpos_epu16(_mm_sub_epi16(mirror, _mm_max_epi16(four, other)));
     return static_cast<Bits<T>>(0x7fff - _mm_cvtsi128_si32(four));
@@ -83,7 +83,7 @@ template <class T>
 #endif
 }
 
-// Returns the range of n neighbours. It prefetches `ahead` bytes ahead, or nothing if `ahead` is 0.
+// Returns the range of n neighbours. Prefetches `ahead` bytes ahead, or nothing if `ahead` is 0.
 template <bool kSymmetric, class T>
 [[gnu::always_inline]] inline Range range_of(const T* x, int64_t n, int64_t ahead) {
   using V = BitLanes<T>;
@@ -117,11 +117,13 @@ template <bool kSymmetric, class T>
   return {wide(largest<T>(high[0])), kSymmetric ? 0 : wide(largest<T>(low[0]))};
 }
 
-// Adds n columns of some rows to the columns' ranges. The rows are read side by side. If they were read one after the
-// other, ranges would be read and written as often as x; and in segments that are short enough for the L1, memory would
-// be fetched late. Each row is read by whole cache lines. Rows that are 4 KiB * 2^n apart share one set of the L1,
-// which would evict a line before its second half is read. Not inlined: when add_strip() was inlined, columns of fp16
-// took 1.15 to 1.5 times as long.
+// Joins n columns of some rows to the columns' ranges. The rows are read side by side. If they were read one after the
+// other, the columns' ranges would be read and written as often as x. If rows were cut into segments so short that
+// these ranges stay in the L1, memory would be fetched late.
+//
+// Each row is read by whole cache lines. If it were read by half lines, the L1 would evict a line before its second
+// half is read, because rows that are 4 KiB * 2^n apart share one set of the L1. This function is not inlined. When it
+// was inlined, columns of fp16 took 1.15 to 1.5 times as long.
 template <bool kSymmetric, class T>
 [[gnu::noinline]] void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t ahead) {
   using V = BitLanes<T>;

@@ -1,6 +1,6 @@
-// The tiles (tiles.h) that multiply int8 codes by int8 codes. Sums are exact modulo 2^32. One VNNI instruction adds
-// four products of bytes to each of 16 sums. AVX2 takes two instructions to add two products of 16-bit integers to each
-// of 8 sums.
+// The tiles (tiles.h) that multiply int8 codes by int8 codes. Sums are exact, modulo 2^32. With VNNI, one instruction
+// adds four products of bytes to each of 16 sums. With AVX2, two instructions add two products of 16-bit integers to
+// each of 8 sums.
 #pragma once
 
 #include <algorithm>
@@ -16,10 +16,10 @@ namespace amp_kernels::cpu {
 
 #if defined(__x86_64__)
 
-// vpdpbusd multiplies unsigned bytes by signed bytes. So the codes of `right` are taken plus 128, which makes each sum
-// too large by 128 times the sum of the codes in `left`. `multiply` gets codes that were shifted when they were packed,
-// and starts from -kShift times the row's sum. `dot` shifts codes itself, while it waits for its loads, and leaves the
-// subtraction to DotRows. All of this is modulo 2^32.
+// vpdpbusd multiplies unsigned bytes by signed bytes. So 128 is added to the codes of `right`. This makes each sum too
+// large, by 128 times the sum of its row's codes in `left`. For `multiply`, 128 was added when `right` was packed.
+// `multiply` corrects the sums: each starts from -kShift times the sum of its row's codes. `dot` adds 128 itself, while
+// it waits for its loads, and leaves the correction to DotRows. All of this is modulo 2^32.
 struct VnniTile : Scaler<32> {
   using Left = int8_t;
   using Sum = int32_t;
@@ -34,8 +34,8 @@ struct VnniTile : Scaler<32> {
   template <int kTileRows>
   __attribute__((target("avx512f,avx512vnni"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right,
                                                                      int64_t groups, Sum* sums, bool first) {
-    // The sums are not of type __m512i, which is a vector of 64-bit integers: g++ 12 would keep every such sum in two
-    // registers, one of each type.
+    // The type of the sums is not __m512i, which is a vector of 64-bit integers. With that type, g++ 12 would keep each
+    // vector of sums in two registers, one of each type.
     using Vector = int32_t __attribute__((vector_size(64)));
     Vector sum[kTileRows][2];
 #pragma GCC unroll 16
@@ -107,7 +107,8 @@ struct VnniTile : Scaler<32> {
   }
 
  private:
-  // Returns the sum of the lanes of each of four vectors. Four reductions would take more than twice the instructions.
+  // Returns the sum of the lanes of each of four vectors. Four separate reductions would take more than twice the
+  // instructions.
   __attribute__((target("avx512f"))) static __m128i add_lanes(const __m512i* of) {
     const auto interleave = [](__m512i a, __m512i b) __attribute__((target("avx512f"))) {
       return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
@@ -119,8 +120,9 @@ struct VnniTile : Scaler<32> {
   }
 };
 
-// vpmaddwd multiplies 16-bit integers, exactly. `multiply` widens bytes 0 and 2 of each dword of `right` in place, and
-// then bytes 1 and 3. So `widen` puts the elements of `left` in the order 0, 2, 1, 3.
+// vpmaddwd multiplies 16-bit integers, and adds the products in pairs, exactly. `multiply` widens the codes of `right`
+// within their dwords: first bytes 0 and 2 (`even`), then bytes 1 and 3 (`odd`). So `widen` puts the elements of `left`
+// in the order 0, 2, 1, 3.
 struct Avx2Tile : Scaler<16> {
   using Left = int16_t;
   using Sum = int32_t;

@@ -2,7 +2,7 @@
 // csrc/int8.h defines these words.
 //
 //   by rows: a band is one group,                 by columns: a band is up to kGroups columns with all of their rows;
-//   or up to kGroups short ones                   kStripRows of these at a time are read side by side: a strip
+//   or up to kGroups short groups                 a strip is kStripRows of these rows, which are read side by side
 //
 //     thread 0  [aaaa|aaaa|aa]  segments            thread 0        thread 1
 //     thread 1  [bbbb|bbbb|bb]                      [abcdefgh       [ijklmnop   strip
@@ -19,12 +19,17 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kSegment = 1024;       // most elements of a segment: fp32 copies of them stay in the L1
-constexpr int64_t kColumnSegment = 256;  // the same by columns: 16 cache lines, as many as a core can wait for at once
+// for_each_segment() makes segments of at most so many elements. By rows, the fp32 copy of a segment stays in the L1.
+// By columns, a segment in fp32 is 16 cache lines, as many as a core can wait for at once.
+constexpr int64_t kSegment = 1024;
+constexpr int64_t kColumnSegment = 256;
 constexpr int64_t kStripRows = 8;
-constexpr int64_t kGroups = 4096;        // most groups of a band
-constexpr int64_t kRoom = kGroups + 16;  // size of an array over groups: arrays 2^n apart would share sets of the L1
-constexpr int64_t kBandSize = 4096;      // most elements of a band of short groups: its second read is from the L1
+constexpr int64_t kGroups = 4096;  // most groups of a band
+// Size of an array with one number for each group of a band. With a size of kGroups, such arrays would be 2^n bytes
+// apart, and would share sets of the L1.
+constexpr int64_t kRoom = kGroups + 16;
+// Most elements of a band of short groups, so that the second read of the band is from the L1.
+constexpr int64_t kBandSize = 4096;
 constexpr int64_t kOneThread = 1 << 16;  // with fewer elements, waking a second thread costs more than it saves
 
 // Neighbours in memory, at most one row.
@@ -34,7 +39,7 @@ struct Segment {
   int64_t group;  // group of the first element, counted from the band's first group
 };
 
-// By rows, each row of a band is a group. By columns, each row has one element of every group.
+// By rows, each row of a band is a group. By columns, each row has one element of every group of the band.
 struct Band {
   int64_t at;           // offset of the first element
   int64_t first_group;  // counted from the tensor's first group
@@ -62,12 +67,14 @@ class Walk {
   int64_t bands() const { return parts_ * bands_of_part_; }
   int64_t row_size() const { return row_size_; }  // elements from one row of a band to the next
 
-  // Whether results are stored past the caches (convert.h). Results this large would not be found in a cache later.
+  // Whether results are stored past the caches (stream() in convert.h). Results this large would not be found in a
+  // cache later.
   bool streams() const { return bands() * band_size() >= 1 << 22; }
 
-  // How many bytes ahead of its reads a pass prefetches. By columns that is some whole rows, since the rows of a strip
-  // are read side by side. By rows it is 0, except on cores that need prefetching (asks_ahead). A Zen 4 does not: for
-  // the two passes over 16M fp32 elements it took 2.9 to 3.7 ms with 8 KiB, and 2.3 to 3.2 ms without prefetching.
+  // How many bytes ahead of its reads a pass prefetches. By columns that is some whole rows, because the rows of a
+  // strip are read side by side. By rows it is 0, except on cores that need prefetching (asks_ahead). A Zen 4 does not
+  // need it: the two passes over 16M fp32 elements took 2.9 to 3.7 ms with prefetching 8 KiB ahead, and 2.3 to 3.2 ms
+  // without prefetching.
   int64_t ahead(const Band& band, int64_t element_size) const {
     if (!by_columns_) return asks_ahead() ? kBytesAhead : 0;
     const int64_t row = band.length * element_size;
@@ -95,20 +102,20 @@ class Walk {
 
   int64_t size(const Band& band) const { return (band.rows - 1) * band.length + band.last_length; }
 
-  // Calls f(segment) for elements [begin, end) of a band, counted row by row. By columns these must be whole rows.
+  // Calls f(segment) for elements [begin, end) of a band, counted row by row. By columns, these must be whole rows.
   template <class F>
   void for_each_segment(const Band& band, int64_t begin, int64_t end, const F& f) const {
     by_columns_ ? for_each_segment_of_columns(band, begin / band.length, end / band.length, f)
                 : for_each_segment_of_rows(band, begin, end, f);
   }
 
-  // Whether elements [begin, end) of a band are whole rows, each of which is a group.
+  // Whether elements [begin, end) of a band are all of its rows, and each row is a group.
   bool are_rows_groups(const Band& band, int64_t begin, int64_t end) const {
     return !by_columns_ && begin == 0 && end == size(band);
   }
 
-  // By rows: calls f(segment) for each row of the band, however long it is. for_each_segment() would cut long rows. For
-  // groups of 128 elements it took as long as reading them.
+  // By rows: calls f(segment) for each row of the band, however long the row is. for_each_segment() would cut long
+  // rows. For groups of 128 elements, for_each_segment() took as long as reading the elements.
   template <class F>
   void for_each_row(const Band& band, const F& f) const {
     Segment row{band.at, band.length, 0};
@@ -131,7 +138,8 @@ class Walk {
   void for_each_segment_of_rows(const Band& band, int64_t begin, int64_t end, const F& f) const {
     const int64_t length = band.length;
     Segment at{band.at + begin, 0, begin / length};
-    // `column` and `group` are counted up. Dividing for each segment took as long as reading a group of 128 elements.
+    // `column` and `group` are counted up. When they were computed by a division for each segment, the division took as
+    // long as reading a group of 128 elements.
     int64_t column = begin - at.group * length;
     for (int64_t left = end - begin; left > 0; left -= at.n) {
       at.n = std::min({length - column, left, kSegment});
@@ -141,8 +149,8 @@ class Walk {
     }
   }
 
-  // Goes through all columns of one strip, and then of the next strip. The affines of a segment's columns stay in the
-  // L1 for all rows of the strip, and memory is still read in long rows.
+  // Goes through all columns of one strip, segment by segment, and then through the next strip. The affines of a
+  // segment's columns stay in the L1 for all rows of the strip, and memory is still read in long rows.
   template <class F>
   void for_each_segment_of_columns(const Band& band, int64_t begin, int64_t end, const F& f) const {
     for (int64_t strip = begin; strip < end; strip += kStripRows)
@@ -154,8 +162,9 @@ class Walk {
   bool by_columns_;
   int64_t rows_;      // by columns: rows of every band
   int64_t row_size_;  // elements from one row of a band to the next
-  // The tensor is a number of parts. By columns a part is a matrix [reduced][inner]. By rows it is one row of the
-  // tensor if the last block of a row is shorter, and otherwise the whole tensor.
+  // The tensor is divided into parts. By columns, a part is a matrix [reduced][inner]. By rows, if the last block of
+  // each row of the tensor is shorter than the others, a part is one row of the tensor. Otherwise it is the whole
+  // tensor.
   int64_t groups_of_part_, part_size_, parts_;
   int64_t most_groups_;  // groups of the largest band
   int64_t bands_of_part_;
@@ -167,8 +176,8 @@ struct Piece {
   int64_t begin, end;
 };
 
-// What a thread takes at a time: a whole band, or a piece of one. Bands are cut into pieces if there are fewer bands
-// than threads, and at least kOneThread elements.
+// The work that a thread takes at a time: a whole band, or a piece of one. Bands are cut into pieces if there are fewer
+// bands than threads, and if the bands together have at least kOneThread elements.
 class Pieces {
  public:
   Pieces(const Walk& walk, int64_t threads)
@@ -178,7 +187,8 @@ class Pieces {
 
   int64_t each() const { return each_; }  // how many pieces a band has
 
-  // By columns a band is cut between rows. By rows it is cut at multiples of 64 elements, whole cache lines.
+  // By columns, a band is cut between rows. By rows, it is cut at multiples of 64 elements, which are whole cache
+  // lines.
   Piece at(const Walk& walk, int64_t i) const {
     const Band band = walk.band(each_ == 1 ? i : i / each_);
     const int64_t size = walk.size(band);

@@ -1,6 +1,6 @@
 // Joins 16-bit weights and remainders to fp32 masters, and splits masters again (formulas/remainder.h). All steps are
-// done for eight elements in registers, before the next eight. When each step was a loop over a block, an update of 1M
-// fp16 weights took three times as long as one of fp32 masters.
+// done in registers for eight elements, and then for the next eight. When each step was a loop over a block instead, an
+// update of 1M fp16 weights with remainders took three times as long as an update with fp32 masters.
 #pragma once
 
 #include "../formulas/remainder.h"
@@ -27,7 +27,7 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// Stores integers as int16. Larger ones become 32767, and smaller ones -32768.
+// Stores integers as int16. Integers above 32767 become 32767, and integers below -32768 become -32768.
 [[gnu::always_inline]] inline void store_integers(const Integers& integers, int16_t* to) {
 #if defined(__AVX2__)
   const __m256i words = as<__m256i>(integers);
@@ -49,7 +49,8 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// Returns the larger of each pair, or the second if the first is NaN. g++ 12 would compile `?` to two instructions.
+// Returns the larger number of each pair, or the second if one of the pair is NaN. g++ 12 would compile `?` to two
+// instructions.
 [[gnu::always_inline]] inline Lanes larger(const Lanes& lanes, const Lanes& others) {
 #if defined(__AVX2__)
   return as<Lanes>(_mm256_max_ps(as<__m256>(lanes), as<__m256>(others)));
@@ -58,15 +59,15 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// Returns the exponent bits of widened fp16 numbers, where fp32 has them. fp16 subnormals get the exponent of the
-// smallest normal number.
+// `weight` are fp16 numbers that were widened to fp32. Returns their exponents, in the bits in which fp32 has its
+// exponent. fp16 subnormals get the exponent of the smallest normal fp16 number.
 [[gnu::always_inline]] inline Words fp16_exponent(const Lanes& weight) {
   const Integers e = as<Integers>(weight) & 0x7f800000, least = Integers{} + (113 << 23);
   return as<Words>(e > least ? e : least);
 }
 
-// Returns weights plus remainders. These are the masters that were split, unless other code has written the weights
-// since.
+// Returns weights plus remainders. If no other code has written the weights since the masters were split, the sums are
+// the masters that were stored.
 template <class P>
 [[gnu::always_inline]] inline Lanes sum(const P* weight, const int16_t* remainder) {
   const Lanes widened = load_lanes(weight);
@@ -74,7 +75,7 @@ template <class P>
   return widened + as_floats(load_integers(remainder)) * as<Lanes>(fp16_exponent(widened) - (26u << 23));
 }
 
-// Returns a mask of the lanes where the sum of a weight and a remainder rounds to that weight.
+// Returns a mask of the lanes in which the sum of a weight and its remainder rounds to that weight.
 [[gnu::always_inline]] inline LaneShorts belongs(const Lanes& sum, const Half* weight, const int16_t*) {
   Half rounded[kLanes];
   store_lanes(sum, rounded);
@@ -84,15 +85,16 @@ template <class P>
   return found == expected;
 }
 
-// Returns the same mask for bf16. It looks for the sums that do not round to the weight, which takes two thirds fewer
-// instructions. Such a sum is either the tie below an odd weight, or NaN: there the remainder leads beyond infinity or
-// zero.
+// Returns the same mask for bf16, from the sums that do not round to their weight. To look for these takes two thirds
+// fewer instructions than to round each sum and to compare it. There are two kinds of such sums. One is the tie below
+// an odd weight, which rounds to the even number below. The other is NaN: weight plus remainder, as bits, lies beyond
+// infinity, or beyond zero.
 [[gnu::always_inline]] inline Integers belongs(const Lanes& sum, const BFloat16* weight, const int16_t* remainder) {
   const Integers is_tie = load_integers(remainder) == -32768, is_odd = as<Integers>(load_lanes(weight)) << 15 >> 31;
   return (sum == sum) & ~(is_tie & is_odd);
 }
 
-// Returns the masters: weight plus remainder, or the weight alone if the remainder does not belong to it.
+// Returns the masters: weight plus remainder, or the weight alone if the sum does not round to the weight.
 template <class P>
 [[gnu::always_inline]] inline Lanes joined(const P* weight, const int16_t* remainder) {
   const Lanes master = sum(weight, remainder);
@@ -126,8 +128,8 @@ void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
     all &= belongs(lanes, weight + i, remainder + i);
     store_lanes(lanes, master + i);
   }
-  // Other code has written some weights, which is rare. When the loop above chose between sum and weight, RMSprop of
-  // fp16 weights in a cache took 7 % longer.
+  // This loop runs only if other code has written some weights, or if some are NaN. Both are rare. When the loop above
+  // chose between sum and weight instead, an update by RMSprop of fp16 weights in a cache took 7 % longer.
   if (!is_full(all))
     for (int64_t i = 0; i < whole; i += kLanes) store_lanes(joined(weight + i, remainder + i), master + i);
   if (whole == n) return;

@@ -1,22 +1,23 @@
 // The innermost loops of the int8 products. Each instruction set has a class, and all classes have the same two
-// functions.
+// functions, multiply and dot.
 //
 // multiply: a tile of up to kRows rows times kColumns columns, over `groups` groups of four k. Sums are in registers.
 //
 //                            right: packed [groups][kColumns][4] codes, each plus kShift
 //                            +-----------------------------+
-//   left: packed             | sums [rows][kColumns]:      |   for each group: 2 rows * kColumns * 4 operations,
-//   [groups][rows][4]        | written if `first`,         |   kColumns * 4 bytes loaded, 4 elements a row broadcast
-//   by `widen`               | else added to               |
+//   left: packed             | sums [rows][kColumns]:      |   for each group: 2 * rows * kColumns * 4 operations,
+//   [groups][rows][4]        | written if `first`,         |   kColumns * 4 bytes of `right` loaded, and 4 elements of
+//   by `widen`               | else added to               |   each row of `left` broadcast
 //                            +-----------------------------+
 //
 // dot: few rows times one vector of codes, `right`, which is not packed. `left` has kDots vectors, left_stride apart.
 // The sums are sum_stride apart. dot adds kDotShift to each code. It reads blocks of kDotDepth codes, and k is at least
-// kDotDepth. If k is not a multiple of it, the last block of `right` ends at k and overlaps the block before. `left`
-// has zeros for the codes that were read before (DotRows in int8_dots.h).
+// kDotDepth. If k is not a multiple of kDotDepth, the last block of `right` ends at k and overlaps the block before.
+// For the codes that are read a second time in this last block, `left` has zeros (DotRows in int8_dots.h).
 //
-// The shifts make codes unsigned if an instruction needs that. They are subtracted from the sums again. A call of
-// multiply takes at most kDepth groups. fp32 sums are thus added up in parts, which keeps rounding errors small.
+// kShift and kDotShift make codes unsigned for instructions that need unsigned codes. Their effect on the sums is
+// subtracted again. A call of multiply takes at most kDepth groups. So fp32 sums are added up in parts, which keeps
+// rounding errors small.
 #pragma once
 
 #include <algorithm>
@@ -33,22 +34,23 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kAnyDepth = std::numeric_limits<int64_t>::max();
 constexpr int64_t kFloatDepth = 32;
-constexpr int64_t kDotRows = 4;     // most rows for dot, other than one vector of ones
+constexpr int64_t kDotRows = 4;     // most rows for dot; a row of ones may be added to them
 constexpr int64_t kDotAhead = 512;  // bytes that dot prefetches ahead
 
-// How many independent sums a dot product of so many rows keeps for each row. With only one, a product of one row or
-// two would wait for its own additions (measured: up to 1.2 times as long for one row).
+// Returns how many independent sums `dot` keeps for each row, in a product of so many rows. If it kept only one, a
+// product of one or two rows would wait for its own additions. With one row, it then took up to 1.2 times as long.
 constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
 // Some packed rows of the left operand.
 template <class T>
 struct LeftTile {
   const T* data;        // [groups][rows][4]
-  const int32_t* sums;  // of each row's codes, if the tile or the product needs them
+  const int32_t* sums;  // sums of each row's codes, if the tile or the product needs them
   const T* next;        // the tile after this one, which is prefetched while this one is multiplied
 };
 
-// Results are sum * (row * column) + bias, each operation rounded.
+// The scales of rows and columns, and the bias. A result is sum * (row * column) + bias, where each operation is
+// rounded.
 struct Scales {
   const float* column;
   const float* bias;  // read only if kHasBias
@@ -56,8 +58,9 @@ struct Scales {
   int64_t row_step;
 };
 
-// With zero points `row` and `column`, the sum over k of (a - row) * (b - column) is, modulo 2^32,
-// sum - row * column_sum - (row_sum - k * row) * column.
+// The zero points of rows and columns. `sum` is the sum over k of a * b. If a row has the zero point `row`, and a
+// column the zero point `column`, the sum over k of (a - row) * (b - column) is, modulo 2^32:
+//   sum - row * column_sum - (row_sum - k * row) * column
 struct ZeroPoints {
   const int32_t* rows;  // nullptr: the left operand has none
   int64_t row_step;
@@ -70,7 +73,7 @@ struct ZeroPoints {
   uint32_t rest(int64_t r) const { return columns == nullptr ? 0 : row_sums[r] - k * row(r); }
 };
 
-// The epilogue of a tile of kWidth columns: turns sums into results.
+// Turns the sums of a tile into results, after the multiplication. The tile has kWidth columns.
 template <int kWidth>
 struct Scaler {
   static void subtract(const ZeroPoints& zero_points, const int32_t* sums, int64_t rows, int32_t* to) {
@@ -85,8 +88,8 @@ struct Scaler {
     }
   }
 
-  // Stores the results of `rows` rows of sums. Rows of results are `stride` apart. The scales and biases of the columns
-  // stay in registers.
+  // Stores the results of `rows` rows of sums, as rows that are `stride` elements apart. The scales and biases of the
+  // columns stay in registers.
   template <bool kHasBias, class T>
   static void scale_rows(const Scales& scales, const int32_t* sums, int64_t rows, T* to, int64_t stride) {
     constexpr int kVectors = kWidth / kLanes;
@@ -178,7 +181,7 @@ void with_count(int64_t count, const F& f, std::integer_sequence<int, kMinusOne.
   kCalls[count - 1](f);
 }
 
-// Calls f with `count`, from 1 to kMost, as an integral_constant.
+// Calls f with `count`, which must be from 1 to kMost, as an integral_constant.
 template <int kMost, class F>
 void with_count(int64_t count, const F& f) {
   with_count(count, f, std::make_integer_sequence<int, kMost>{});

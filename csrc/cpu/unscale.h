@@ -1,6 +1,6 @@
-// The gradient pass on a CPU: norm = sqrt(sum of g^2) * factor, found_inf, and with `write` g <- g * factor. It reads 4
-// bytes per element in fp32, or 2 in 16 bits. With `write` it also writes as many. A thread takes a chunk in blocks of
-// 1024 elements:
+// The gradient pass on a CPU. It computes norm = sqrt(sum of g^2) * factor, and found_inf. With `write` it also
+// computes g <- g * factor. It reads 4 bytes per element in fp32, or 2 in 16 bits. With `write` it also writes as many
+// bytes. A thread takes a chunk in blocks of 1024 elements:
 //
 //   block:  | 8 lanes of sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | ...     in fp32; and again in fp64, if the fp32 sum
 //                                                                        may be inexact (fast_sum_is_exact)
@@ -19,12 +19,12 @@ namespace amp_kernels::cpu {
 using Wide = double __attribute__((vector_size(8 * kLanes)));
 constexpr int kSums = 4;  // independent sums, whose additions do not wait for each other
 constexpr int64_t kStride = kSums * kLanes;
-// Elements of a block. A lane of a sum adds 32 squares. With so few, the norm is within 1e-6 even if all roundings go
-// one way.
+// Elements of a block. Each lane of each sum adds 32 squares. With so few additions, the relative error of the norm is
+// at most 1e-6, even if all roundings go one way.
 constexpr int64_t kUnscaleBlock = 1024;
 
 // Returns the sum of squares of n elements. n must be a multiple of kStride. Sum is Lanes (fp32), or Wide (fp64) where
-// fp32 is not enough. Calls each(i, v) with every eight elements v, as fp32. The first of them is x[i].
+// fp32 is not enough. For every eight elements, calls each(i, v), where v are the elements x[i] to x[i + 7] as fp32.
 template <class Sum, class G, class Each>
 double sum_of_squares(const G* x, int64_t n, const Each& each) {
   Sum sums[kSums] = {};
@@ -44,14 +44,14 @@ double sum_of_squares(const G* x, int64_t n, const Each& each) {
   return sum;
 }
 
-// Returns the sum of squares of a block, in fp64. Not inlined, because the registers that it needs would make the fast
-// sum spill.
+// Returns the sum of squares of a block, in fp64. This function is not inlined. If it were, the fast sum would have to
+// spill registers for it.
 template <class G>
 [[gnu::noinline]] double exact_sum_of_squares(const G* x) {
   return sum_of_squares<Wide>(x, kUnscaleBlock, [](int64_t, const Lanes&) {});
 }
 
-// Returns the sum of squares of a block.
+// Returns the sum of squares of a block. With `ahead`, also prefetches the next block.
 template <class G>
 double checked_sum(const G* grad, bool ahead) {
   if (ahead) prefetch(grad + kUnscaleBlock, kUnscaleBlock);
@@ -59,7 +59,7 @@ double checked_sum(const G* grad, bool ahead) {
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(grad);
 }
 
-// Multiplies a block by the factor, and returns the sum of squares that it had before.
+// Multiplies the elements of a block by the factor. Returns the sum of their squares from before the multiplication.
 template <class G>
 double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
   float kept[kUnscaleBlock];
@@ -72,7 +72,7 @@ double checked_and_unscaled_sum(G* grad, float factor, bool ahead) {
   return fast_sum_is_exact(sum) ? sum : exact_sum_of_squares(kept);
 }
 
-// Returns the sum of squares of less than a block, in fp64. With `write` it also multiplies the elements by the factor.
+// Returns the sum of squares of less than a block, in fp64. With `write`, also multiplies the elements by the factor.
 template <class G>
 double rest_of_sum(G* grad, float factor, bool write, int64_t n) {
   const int64_t whole = n - n % kStride;

@@ -16,19 +16,20 @@
 
 namespace amp_kernels::cpu {
 
-// Elements of a block. Its fp32 copies stay in the L1. With blocks of 256, an update of arrays in a cache took 3 %
-// longer.
+// Elements of a block. The fp32 copies of a block stay in the L1. With blocks of 256 elements, an update of arrays in a
+// cache took 3 % longer.
 constexpr int64_t kUpdateBlock = 512;
-// How many elements ahead an update prefetches if asks_ahead(). On a Xeon with 2 MB of L2, 512 is a tenth faster than
-// no prefetching, and than 2048.
+// How many elements ahead an update prefetches if asks_ahead(). On a Xeon with 2 MB of L2, an update that prefetches
+// 512 elements ahead is a tenth faster than one that does not prefetch, and a tenth faster than one that prefetches
+// 2048 ahead.
 constexpr int64_t kUpdateAhead = 512;
-// How many bytes ahead an update prefetches otherwise, if weights are streamed (convert.h). On a Zen 4, with 25M
-// parameters, SGD takes a sixth less time than without prefetching, and RMSprop a tenth less. With 32 KiB both gain
-// half of that.
+// How many bytes ahead an update prefetches if asks_ahead() is false and weights are streamed (convert.h). On a Zen 4,
+// with 25M parameters, SGD takes a sixth less time than without prefetching, and RMSprop a tenth less. With 32 KiB
+// instead of 16, both optimizers gain half as much.
 constexpr int64_t kUpdateBytesAhead = 1 << 14;
 
-// Applies the formula to n elements. Bit k of kPresent says whether the tensor has the k-th state. A missing state is
-// read as 0.
+// Applies the formula to n elements. Bit k of kPresent says whether the tensor has the k-th state. A state that it does
+// not have is read as 0.
 template <class Formula, int kPresent>
 void apply(const Formula& formula, float* __restrict p, const float* __restrict g, float* __restrict s0,
            float* __restrict s1, float* __restrict s2, int64_t n) {
@@ -63,7 +64,8 @@ struct Parameters {
   Parameters(const Table& table, const Chunk& chunk)
       : weight(chunk.in<P>(table, kParam)), master(chunk.in<R>(table, kIsFp32 ? kParam : kMaster)) {}
 
-  // Returns elements [i, i + n) in fp32: in place, or in `staged` if they are joined.
+  // Returns elements [i, i + n) in fp32. If the masters are split, joins the elements in `staged`, and returns
+  // `staged`. Otherwise the elements are returned where they are.
   float* load(int64_t i, float* staged, int64_t n) const {
     if constexpr (!kIsSplit) return master + i;
     if constexpr (kIsSplit) join(weight + i, master + i, staged, n);
@@ -83,7 +85,8 @@ struct Parameters {
 };
 
 // Updates one chunk. M is the type of row kMaster: int16_t if it holds remainders, else float. With `streams`, weights
-// are stored past the caches, because the model is too large for them to stay there until they are used.
+// are stored past the caches. It is true only if the model is too large for its weights to stay in a cache until they
+// are used.
 template <class Formula, class P, class M, class G>
 void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);
