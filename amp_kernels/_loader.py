@@ -1,4 +1,4 @@
-"""The loader of the compiled kernels, amp_kernels._C. If they cannot be loaded, it says why and what to do."""
+"""The loader of the compiled kernels, amp_kernels._C. `load_error` says why they cannot be loaded, and what to do."""
 
 from __future__ import annotations
 
@@ -24,13 +24,16 @@ def load_error() -> str | None:
         return shadowed() or build_note() or f"amp_kernels._C has not been built; {_REBUILD}"
     try:
         importlib.import_module("amp_kernels._C")
-    except ImportError as error:  # for example: the linker refuses a CUDA build of _C under a CPU build of torch
+    except ImportError as error:  # for example, _C was built for CUDA, but the installed torch lacks CUDA's libraries
         return f"amp_kernels._C was built for another torch and cannot be loaded ({error}); {_REBUILD}"
     return None
 
 
 def build_note() -> str | None:
-    """Return what the build left out, why, and what to do, as setup.py wrote it; None if it left out nothing."""
+    """Return the note that setup.py wrote about the build: which kernels are missing, why, and what to do.
+
+    If no kernels are missing, or if there is no note, None is returned.
+    """
     try:
         return (_PACKAGE / "_build.txt").read_text() or None
     except FileNotFoundError:
@@ -40,10 +43,11 @@ def build_note() -> str | None:
 def shadowed() -> str | None:
     """Return a sentence if the source folder was imported instead of the installed package, otherwise None.
 
-    This happens if Python runs in the clone. The source folder has no compiled kernels and no Triton kernels.
+    This happens if Python runs in the root of the repository. The source folder has no compiled kernels and no Triton
+    kernels.
     """
-    # There may be several distributions, since an install leaves metadata in the clone too. For an editable install the
-    # folder `installed` does not exist.
+    # There may be several distributions, because an install leaves metadata in the repository too. For the metadata in
+    # the repository, `installed` is the source folder itself. For an editable install, `installed` does not exist.
     for distribution in importlib.metadata.distributions(name="amp-kernels"):
         installed = Path(str(distribution.locate_file("amp_kernels")))
         if (installed / "__init__.py").exists() and not installed.samefile(_PACKAGE):

@@ -3,9 +3,9 @@
 A backend is an implementation of the operators. torch's dispatcher chooses one by the device of the tensors
 (`ops/library.py`).
 
-The plan of an optimizer's step (`optim/_plan.py`) does not call operators. It calls *kernel ops*, which `kernels`
-returns. They read a table of addresses (`ops/table.py`), and so they write memory that their schema does not show.
-Therefore they are internal, and must not be traced.
+The plan of an optimizer's step (`optim/_plan.py`) does not call operators. It calls *kernel ops*, which the function
+`kernels` returns. A kernel op reads addresses from a table (`ops/table.py`), and writes to the memory at these
+addresses. Its schema does not show these writes. Therefore kernel ops are internal, and must not be traced.
 """
 
 from __future__ import annotations
@@ -33,7 +33,8 @@ BACKENDS = ("cuda", "triton", "cpu", "reference")
 
 _loader.load()  # registers the C++ kernels for the CPU and, if they were built, for CUDA
 
-PLAIN = (torch.Tensor, torch.nn.Parameter)  # other subclasses of Tensor may have no memory of their own
+# The classes of ordinary tensors. A tensor of another subclass of Tensor may have no memory of its own.
+PLAIN = (torch.Tensor, torch.nn.Parameter)
 _entries = 0  # number of open `use_backend` blocks, in all threads
 _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kernels_backend", default=None)
 
@@ -41,8 +42,8 @@ _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kerne
 def forced() -> str | None:
     """Return the backend that an enclosing `use_backend` forces, or None.
 
-    It is looked up in torch's dispatch modes rather than in a context variable. The backward pass on a GPU runs in a
-    thread of autograd, which inherits modes but no context variables.
+    This function looks for the block among torch's dispatch modes rather than in a context variable. The backward pass
+    on a GPU runs in a thread of autograd, which inherits modes but no context variables.
     """
     if _entries == 0:  # the usual case, which takes 0.05 us
         return None
@@ -60,9 +61,10 @@ def use_backend(name: str) -> Iterator[None]:
     `"cuda"` cannot run. CPU tensors are served by `"cpu"`. If none of these can run, plain torch (`"reference"`) serves
     the tensors.
 
-    `"cuda"` does not compute every int8 product itself. On GPUs of compute capability 9.0 Triton computes large
-    products of int8 codes (see `int8_matmul`). On every GPU torch computes some products with int8 weights (see
-    `nn.Int8Linear`). Inside `use_backend("cuda")` only products that the CUDA kernels cannot compute go to torch.
+    Outside such a block `"cuda"` does not compute every int8 product itself. On GPUs of compute capability 9.0 Triton
+    computes large products of int8 codes (see `int8_matmul`). On every GPU torch computes some products with int8
+    weights (see `nn.Int8Linear`). Inside `use_backend("cuda")` Triton computes none of these products, and torch
+    computes only products that the CUDA kernels cannot compute.
 
     Args:
         name: `"cuda"`, `"triton"`, `"cpu"` or `"reference"`.
@@ -102,12 +104,13 @@ class _Interceptor(TorchDispatchMode):
 
     @classmethod
     def is_infra_mode(cls) -> bool:
-        return True  # under other modes torch.compile falls back to eager code
+        return True  # under a mode that returns False, torch.compile falls back to eager code
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         definition = DEFINITIONS.get(func)
-        if definition is None or types:  # `types` lists tensor subclasses, such as fake tensors, which handle the call
+        # `types` lists the tensor subclasses among the arguments, such as fake tensors. A subclass handles the call.
+        if definition is None or types:
             return func(*args, **kwargs)
         arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)
         device = next((a.device for a in arguments if isinstance(a, torch.Tensor)), None)
@@ -141,7 +144,8 @@ def _reason(backend: str, device: torch.device) -> str | None:
 def _why_nowhere(backend: str) -> str | None:
     """Return why the backend cannot serve tensors of any device here, or None if it can serve some.
 
-    The current GPU comes before the other GPUs. A look at a GPU creates a context on it, which takes hundreds of MB.
+    Other GPUs are tested only if the backend cannot serve the current GPU, because a test creates a context on the
+    tested GPU, which takes hundreds of MB.
     """
     current = torch.device("cuda")
     others = (torch.device("cuda", i) for i in range(torch.cuda.device_count()))
@@ -180,8 +184,9 @@ def refuse(backend: str, device: torch.device) -> None:
 def automatic(device: torch.device) -> str:
     """Return the backend that serves tensors of `device` without `use_backend`.
 
-    If no kernels can run on a CPU or a CUDA GPU, this is the slow reference, and a warning says why. The result is
-    cached for each device. A GPU must be given with its index, because the current GPU may change.
+    If no kernels can run on the device, this is the slow reference. If the device is a CPU or a CUDA GPU, a warning
+    then says why. The result is cached for each device. A GPU must be given with its index, because the current GPU may
+    change.
     """
     reasons = {}
     for name in PREFERENCE.get(device.type, ()):
@@ -197,7 +202,7 @@ def automatic(device: torch.device) -> str:
 
 @functools.cache
 def kernels(backend: str) -> Kernels | None:
-    """Return the kernel ops of a backend, which read a table; None for the reference, which works on lists."""
+    """Return the kernel ops of a backend. Return None for the reference, which reads lists of tensors and no table."""
     if backend == "reference":
         return None
     if backend == "triton":
@@ -214,7 +219,7 @@ def _why_not_compiled(key: str) -> str | None:
 
 @functools.cache
 def _why_not_on(gpu: int | None) -> str | None:
-    """Return why `amp_kernels._C`, which is compiled for CUDA, cannot run on this GPU, or None if it can."""
+    """Return why the CUDA kernels of `amp_kernels._C` cannot run on this GPU (None: there is none), or None if they can."""
     if gpu is None:
         return "there is no CUDA device"
     error = importlib.import_module("amp_kernels._C").why_no_kernel(gpu)
@@ -233,7 +238,7 @@ def _why_not_triton(device_type: str) -> str | None:
     except ImportError as error:
         return f"triton cannot be imported ({error})"
     if device_type == "cuda":
-        if torch.version.hip:  # Triton for ROCm refuses `maxnreg`; update kernels are launched with it
+        if torch.version.hip:  # Triton for ROCm refuses the option `maxnreg`, with which update kernels are launched
             return "its kernels are for CUDA, and torch is of ROCm"
         return None if torch.cuda.is_available() else "there is no CUDA device"
     if os.environ.get("TRITON_INTERPRET") == "1":

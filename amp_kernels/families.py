@@ -1,8 +1,10 @@
 """The update families: the facts about each optimizer formula that several layers of the package need.
 
-The name of a family is also the name of its files. ``csrc/formulas/<name>.h`` is the arithmetic in C++ (listed in
-``families.h``), ``triton_kernels/<name>.py`` the same in Triton, and ``amp_kernels/reference/<name>.py`` the
-specification.
+The name of a family is also the name of its files:
+
+- ``csrc/formulas/<name>.h`` has the arithmetic in C++. ``csrc/formulas/families.h`` lists the formulas.
+- ``triton_kernels/<name>.py`` has the arithmetic in Triton.
+- ``amp_kernels/reference/<name>.py`` is the specification.
 """
 
 from __future__ import annotations
@@ -32,11 +34,12 @@ class Family(NamedTuple):
         name: Name of the formula.
         option: An option that only optimizers of this family have. It tells which family a checkpoint belongs to.
         states: Names of the states, in the order of their rows in the table.
-        optional: How many states a parameter may lack, depending on the options. They are the last ones of `states`.
+        optional: The number of states that a parameter may lack: the last ones in `states`. The options of the
+            optimizer decide whether it has them.
         hyper: Type of the hyper-parameters, which do not include the learning rate.
         reference: The update in plain torch, called as ``(params, grads, states, masters, hyper, *, lr, steps_taken,
-            grad_scale, found_inf)``. The argument `states` is a list of tensors for each state, empty if the state is
-            not used. `steps_taken` may be a 0-dim int32 tensor.
+            grad_scale, found_inf)``. The argument `states` has one list of tensors for each name in the attribute
+            `states`. The list is empty if the state is not used. `steps_taken` is an int or a 0-dim int32 tensor.
     """
 
     name: str

@@ -9,30 +9,31 @@ from .ops.matmul import ALIGNMENT, copy_pad, round_up
 
 Size = tuple[int, int]
 
-# cuBLAS is fast if two numbers are multiples of this many elements, in both operands and in the result: the length of
-# the contiguous dimension, and the pitch (the distance between rows, or between columns of a column-major matrix). On
-# an H200 (torch 2.11) fp16 x [4096, K] @ w [N, K].T takes, in us:
+# cuBLAS is fast if, in both operands and in the result, the length and the pitch of the rows are multiples of this many
+# elements. The pitch is the distance from the beginning of a row to that of the next one. If a matrix is column-major,
+# this applies to its columns instead. On an H200 (torch 2.11), the time of fp16 x [4096, K] @ w [N, K].T, in us:
 #
-#   N = K = 4096                  181
-#   N = K = 4095                 1021
-#     with a pitch of 4096       1500
-#     with K padded              1322
-#     with K and N padded         181
+#   N = K = 4096                                         181
+#   N = K = 4095                                        1021
+#   N = K = 4095, only the pitch is rounded up to 4096  1500
+#   N = K = 4095, K is padded to 4096                   1322
+#   N = K = 4095, K and N are padded to 4096             181
 MULTIPLE = 8
-# Up to this much work (M * N * K) operands are not copied, because the copies would make a loop of calls slower. On an
-# H200, for fp16:
+# Up to this much work (M * N * K) operands are not copied. There the host takes longer for a call with copies than the
+# device takes for a call without copies, so copies would make a loop of calls slower. On an H200, for fp16:
 #
-#   8192 x 1023 x 1023 (2**33)    The device takes 140 us without padding and 47 us padded. But the host takes 145 to
-#                                 300 us for a padded call.
-#   4096 x 4095 x 4095 (2**36)    1036 us without padding and 266 us padded, the host included.
+#   8192 x 1023 x 1023 (2**33)    Without padding the device takes 140 us. With padding the device takes 47 us, but the
+#                                 host takes 145 to 300 us.
+#   4096 x 4095 x 4095 (2**36)    A call takes 1036 us without padding and 266 us with padding, including the time of
+#                                 the host.
 MIN_WORK = 2**34
 
 
 def is_aligned(x: Tensor) -> bool:
     """Return whether a matrix, or every matrix of a batch, can be loaded 16 bytes at a time.
 
-    It can if it is row-major and its rows begin at multiples of 16 bytes, or if it is column-major and its columns do.
-    An empty matrix is aligned, since nothing is loaded.
+    A row-major matrix is aligned if its rows begin at multiples of 16 bytes. A column-major matrix is aligned if its
+    columns begin at multiples of 16 bytes. An empty matrix is aligned, since nothing is loaded.
     """
     elements = ALIGNMENT // x.element_size()
     (rows, columns), (row, column) = x.shape[-2:], x.stride()[-2:]
@@ -46,14 +47,15 @@ def is_aligned(x: Tensor) -> bool:
 
 
 def is_column_major(x: Tensor) -> bool:
-    """Return whether the elements of a column are contiguous. If those of a row are too, the matrix is row-major."""
+    """Return whether the elements of each column are contiguous, but the elements of each row are not."""
     return x.stride(-2) == 1 and x.stride(-1) != 1
 
 
 def padded(x: Tensor, size: Size) -> Tensor:
     """Return a copy of a matrix, or of a batch of matrices, padded with zeros to `size`.
 
-    If `x` is column-major, so is the copy, and its columns begin at multiples of 16 bytes. Otherwise its rows do.
+    If `x` is column-major, the copy is column-major too, and the columns of the copy begin at multiples of 16 bytes. If
+    not, the rows of the copy begin at multiples of 16 bytes.
     """
     rows, columns = size
     if is_column_major(x):

@@ -1,12 +1,15 @@
 """The build backend of this package. It checks the version of setuptools, then hands the build to setuptools.
 
-Without the check, pip prints a traceback of 75 lines if setuptools is missing. `pip install --no-build-isolation` does
-not check the requirements in pyproject.toml. A new venv has no setuptools from Python 3.12 on, and version 65.5 before.
+`pip install --no-build-isolation` does not check the requirements in pyproject.toml. Without the check here, pip prints
+a traceback of 75 lines if setuptools is missing. From Python 3.12 on, a new venv has no setuptools. With most releases
+of Python 3.10 and 3.11, a new venv has setuptools 65.5.
 """
 
 import sys
 
-OLDEST = 77  # reads `license` in pyproject.toml; from version 70 on, setuptools needs no package `wheel`
+# setuptools 77 is the first version that accepts `license = "MIT"` in pyproject.toml. From version 70.1 on, setuptools
+# needs no package `wheel`.
+OLDEST = 77
 
 try:
     from setuptools import __version__ as found

@@ -8,7 +8,7 @@
 #ifdef USE_CUDA
 namespace {
 
-// Returns why this binary has no kernels for the GPU with this index; "" if it has.
+// Returns why this binary has no kernels for the GPU with this index, or an empty string if it has kernels for it.
 PyObject* why_no_kernel(PyObject*, PyObject* gpu) {
   const long index = PyLong_AsLong(gpu);
   if (index == -1 && PyErr_Occurred() != nullptr) return nullptr;

@@ -1,11 +1,16 @@
 """The specification: the operators in plain torch, which need no compiler and run on any device.
 
-The functions have the names, arguments and results of those in `amp_kernels`, but they run no compiled or Triton
-kernel. They do not check their arguments. The int8 operators here take and return plain tensors.
+The functions run no compiled kernel and no Triton kernel, and they do not check their arguments. A function has the
+arguments and the result of the function in `amp_kernels` that has the same name, with these exceptions:
 
-Some functions of `amp_kernels` are not listed here, because they call operators that are: `clip_grad_norm_` calls
-`grad_norm` and `unscale_`, `ema_` calls the operator of `sgd_`, and `addmm` and `linear` call that of `matmul`.
-`int8_linear` is listed, although only weight-only `nn.Int8Linear` layers call its operator.
+- The int8 functions take and return plain tensors, with scales and zero points as separate tensors.
+- `amp_kernels` has no `int8_linear` and no `straight_through_int8`. Only weight-only `nn.Int8Linear` layers call the
+  operator `int8_linear`. `straight_through_int8` is the gradient of `fake_quantize_int8`.
+- `matmul` is a module. Its functions specify the operators for 16-bit products.
+
+Some functions that the package offers have no counterpart here, because they call operators that have one:
+`clip_grad_norm_` calls `grad_norm` and `unscale_`. `optim.ema_` calls the operator of `sgd_`. `addmm` and `linear` call
+the operator of `matmul`.
 """
 
 from . import matmul

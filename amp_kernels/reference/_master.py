@@ -9,7 +9,8 @@ from torch import Tensor
 def join(weight: Tensor, remainder: Tensor) -> Tensor:
     """Return the fp32 master of an fp16 or bf16 weight and its remainder.
 
-    The master must round to the weight. If it does not, other code has written the weight, and the weight is returned.
+    The master must round to the weight. If it does not, other code has written the weight. The weight is then returned,
+    in fp32.
     """
     fp32 = weight.float()
     if weight.dtype is torch.bfloat16:
@@ -30,14 +31,18 @@ def split(master: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         remainder = (master.view(torch.int32) - fp32.view(torch.int32)).clamp(max=32767)
         remainder = torch.where(master.isnan(), 0, remainder)
     else:
-        # Divides by the unit, 2^(E - 26). `_exponent` returns e = E + 127, so that 280 - e is 26 - E, biased.
+        # Multiplies by 2^(26 - E), to divide by the unit, 2^(E - 26). `_exponent` returns e = E + 127. The biased
+        # exponent of 2^(26 - E) is 26 - E + 127, which is 280 - e.
         units = ((master - fp32) * _power_of_2(280 - _exponent(fp32))).clamp(-32767, 32767).round()
         remainder = torch.where(fp32.isfinite(), units, 0)
     return weight, remainder.to(torch.int16)
 
 
 def _exponent(fp32: Tensor) -> Tensor:
-    """Return the exponent of fp16 numbers, biased as in fp32. Subnormals have that of the smallest normal number."""
+    """Return the exponents of fp16 numbers plus 127, the bias of fp32.
+
+    A subnormal number has the exponent of the smallest normal number.
+    """
     return (fp32.view(torch.int32) >> 23 & 0xFF).clamp(min=113)
 
 

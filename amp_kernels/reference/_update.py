@@ -14,22 +14,24 @@ from ._master import join, split
 def gradient(grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None) -> Tensor:
     """Return the gradient that the update uses, in fp32.
 
-    It is divided by `grad_scale`, then negated if `maximize` is set. The weight decay is added last.
+    If `grad_scale` is given, `grad` is divided by it. If `maximize` is set, the result is negated. The weight decay is
+    added last.
     """
     value = grad.float()
     if grad_scale is not None:
         value = value * grad_scale.view(()).float().reciprocal()
     if maximize:
         value = -value
-    # torch.add with `alpha` is one fma, which rounds once. If it rounded twice, the result would differ visibly where
-    # gradient and decay nearly cancel.
+    # torch.add with `alpha` is one fma, which rounds once. The kernels use an fma too. If gradient and decay nearly
+    # cancel, a second rounding would be visible.
     return value if weight_decay == 0 else torch.add(value, fp32, alpha=weight_decay)
 
 
 class Parameter(NamedTuple):
     """A parameter and its master.
 
-    The master of a 16-bit parameter is an fp32 tensor, or the remainder of `_master.split`. An fp32 parameter has none.
+    The master of a 16-bit parameter is an fp32 tensor, or the remainder that `_master.split` returns. For an fp32
+    parameter `master` is None.
     """
 
     param: Tensor
@@ -42,7 +44,10 @@ class Parameter(NamedTuple):
         return self.master if self.master.dtype is torch.float32 else join(self.param, self.master)
 
     def assign(self, value: Tensor, found_inf: Tensor | None) -> None:
-        """Set the parameter and its master to `value`, unless the step is skipped. A 16-bit parameter is rounded."""
+        """Set the parameter and its master to `value`. A 16-bit parameter is set to the rounded value.
+
+        If the step is skipped (``found_inf != 0``), nothing is changed.
+        """
         if self.master is None:
             assign(self.param, value, found_inf)
             return
@@ -58,7 +63,7 @@ def parameters(params: Sequence[Tensor], masters: Sequence[Tensor]) -> Iterator[
 
 
 def assign(target: Tensor, value: Tensor, found_inf: Tensor | None) -> None:
-    """Copy `value` to `target`, unless the step is skipped (``found_inf != 0``)."""
+    """Copy `value` to `target`. If the step is skipped (``found_inf != 0``), `target` keeps its value."""
     if found_inf is not None:
         value = torch.where(found_inf.view(()) != 0, target, value)
     target.copy_(value)

@@ -1,8 +1,9 @@
 """The int8 operators in plain torch.
 
-The fp32 operations have a fixed order, and none are fused. So every backend can return the same bits.
+The fp32 operations have a fixed order, and no two of them are fused into one that rounds once. So every backend can
+return the same bits.
 
-Random numbers come from Philox4x32-10: Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3".
+Random numbers come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
 
 from __future__ import annotations
@@ -146,14 +147,14 @@ def int8_matmul(
     Args:
         a: int8 `[M, K]`.
         b: int8 `[K, N]`.
-        a_scale: fp32, one or one per row.
-        a_zero_point: int32, as `a_scale`, or None.
-        b_scale: fp32, one or one per column.
-        b_zero_point: int32, as `b_scale`, or None.
+        a_scale: fp32, with one element, or with one element per row of `a`.
+        a_zero_point: int32, with as many elements as `a_scale`, or None.
+        b_scale: fp32, with one element, or with one element per column of `b`.
+        b_zero_point: int32, with as many elements as `b_scale`, or None.
         bias: fp32 `[N]`, or None.
         out_dtype: fp32, fp16 or bf16.
-        out_scale: One fp32 element, with which the result is quantized, or None.
-        out_zero_point: One int32 element, or None. It must be None without `out_scale`.
+        out_scale: One fp32 element, the scale with which the result is quantized. None to return floats.
+        out_zero_point: One int32 element, or None. If `out_scale` is None, it must be None.
 
     Returns:
         `[M, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
@@ -163,12 +164,12 @@ def int8_matmul(
         >>> amp_kernels.reference.int8_matmul(a, b, one, None, one, None)
         tensor([[11.]])
     """
-    left, right = a.double(), b.double()  # exact, since the sums are less than 2^53
+    left, right = a.double(), b.double()  # exact, since the sums are integers below 2^53
     if a_zero_point is not None:
         left = left - a_zero_point.reshape(-1, 1)
     if b_zero_point is not None:
         right = right - b_zero_point.reshape(1, -1)
-    total = (left @ right + 0.0).float()  # + 0.0 makes 0 of -0, which 0 * -1 is in fp64
+    total = (left @ right + 0.0).float()  # in fp64, 0 * -1 is -0; adding 0.0 turns a sum of -0 into 0
     result = total * (a_scale.reshape(-1, 1) * b_scale.reshape(1, -1))
     if bias is not None:
         result = result + bias
@@ -204,13 +205,12 @@ def _affine(
 ) -> tuple[Tensor, Tensor | None, Tensor]:
     """Return the scale and the zero point of each group, and the inverse of the scale.
 
-    The inverse is set to 0, so that all codes are 0, in two cases: the group has NaN or inf, or ``1 / scale`` is not
-    finite.
+    If the group has a NaN or inf, or if ``1 / scale`` is not finite, the inverse is set to 0, so that all codes are 0.
     """
     grouped = _blocks(x, block_size).float()
     dims = tuple(dim or range(x.dim()))
     dims = (-1,) if block_size is not None else dims
-    if x.numel() == 0:  # a group without elements gets the scale of zeros
+    if x.numel() == 0:  # a group without elements gets the same scale as a group of zeros
         reduced = {d % grouped.dim() for d in dims}
         shape = [1 if d in reduced else n for d, n in enumerate(grouped.shape)]
         grouped = torch.zeros(shape, device=x.device)
@@ -218,7 +218,7 @@ def _affine(
     low, high = (grouped.amin(dims, keepdim=True).clamp(max=0), grouped.amax(dims, keepdim=True).clamp(min=0))
     if block_size is not None:
         magnitude, low, high = (t.squeeze(-1) for t in (magnitude, low, high))
-    # The divisors are tensors, because torch multiplies a CUDA tensor by the reciprocal of a divisor that is a number.
+    # The divisors are tensors, because torch would multiply a CUDA tensor by the reciprocal of a Python number.
     scale = magnitude / _like(magnitude, 127) if symmetric else high / _like(high, 255) - low / _like(low, 255)
     inverse = 1 / scale
     is_finite, usable = magnitude.isfinite(), inverse.isfinite()
@@ -235,17 +235,20 @@ def _like(tensor: Tensor, value: float) -> Tensor:
 
 
 def _blocks(x: Tensor, block_size: int | None) -> Tensor:
-    """Return `x` as [..., blocks, block_size]. Zeros fill up the last block; every range contains 0 anyway."""
+    """Return `x` as [..., blocks, block_size]. Zeros fill up the last block.
+
+    They do not change its scale, because the range from which a scale is computed always contains 0.
+    """
     if block_size is None:
         return x
     blocks = -(-x.shape[-1] // block_size)
     padded = F.pad(x, (0, blocks * block_size - x.shape[-1]))
-    # Not unflatten: for an empty dimension some versions of torch make one block.
+    # `unflatten` is not used here, because some versions of torch make one block of an empty dimension.
     return padded.reshape(*x.shape[:-1], blocks, block_size)
 
 
 def _spread(group: Tensor, shape: Sequence[int], block_size: int | None) -> Tensor:
-    """Return the values of the groups in a shape that broadcasts to the elements."""
+    """Return scales or zero points, one for each group, in a shape that broadcasts to the shape of the elements."""
     if group.numel() == 1:
         return group.reshape([1] * len(shape))
     if block_size is None:
@@ -265,7 +268,8 @@ def _codes(x: Tensor, inverse: Tensor, zero_point: Tensor | None, block_size: in
 def uniform(shape: Sequence[int], seed: int, device: torch.device | None = None) -> Tensor:
     """Return random fp32 numbers in [0, 1).
 
-    The element with the row-major index i is made from word ``i & 3`` of Philox with the counter ``i >> 2``.
+    Philox returns four words for each counter. The element with the row-major index i is made from the words of the
+    counter ``i >> 2``, and of these from word ``i & 3``.
     """
     numel = torch.Size(shape).numel()
     words = philox(torch.arange(-(-numel // 4), device=device), seed)
@@ -278,7 +282,7 @@ def philox(counter: Tensor, seed: int) -> Tensor:
     c = [counter & _MASK, counter >> 32 & _MASK, zero, zero]
     keys = [seed & _MASK, seed >> 32 & _MASK]
     for _ in range(10):
-        # The int64 products may overflow, but all of their 64 bits are right.
+        # An int64 product may overflow to a negative number, but its 64 bits are those of the unsigned product.
         p0, p1 = 0xD2511F53 * c[0], 0xCD9E8D57 * c[2]
         c = [(p1 >> 32 & _MASK) ^ c[1] ^ keys[0], p1 & _MASK, (p0 >> 32 & _MASK) ^ c[3] ^ keys[1], p0 & _MASK]
         keys = [(keys[0] + 0x9E3779B9) & _MASK, (keys[1] + 0xBB67AE85) & _MASK]

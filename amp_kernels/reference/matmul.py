@@ -29,7 +29,10 @@ def addmm(
     activation: str | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``activation(alpha * a @ b + beta * input)`` and the activation's argument, rounded to `out_dtype`."""
+    """Return ``activation(alpha * a @ b + beta * input)`` and the activation's argument, both rounded to `out_dtype`.
+
+    If `out_dtype` is None, they are rounded to the dtype of `a`.
+    """
     argument = sums(input, a, b, beta=beta, alpha=alpha)
     dtype = out_dtype or a.dtype
     return activate(argument, activation).to(dtype), argument.to(dtype)
@@ -47,7 +50,7 @@ def activate(x: Tensor, activation: str | None) -> Tensor:
 def activation_backward(grad: Tensor, saved: Tensor, activation: str | None) -> Tensor:
     """Return the fp32 gradient of the activation's argument.
 
-    `saved` is the argument of the activation. For relu it is the result.
+    For gelu and gelu_tanh, `saved` is the argument of the activation. For relu, `saved` is its result.
     """
     grad = grad.float()
     if activation is None:

@@ -47,8 +47,8 @@ def rmsprop_(
         variance = square_avg
         if grad_avgs:
             grad_avg = grad_avgs[i] + (1 - alpha) * (g - grad_avgs[i])
-            # Rounding can make the variance negative. torch.optim.RMSprop then takes the root of a negative number.
-            # Here the variance is 0.
+            # Rounding can make the variance negative. torch.optim.RMSprop then takes the root of a negative number,
+            # which is NaN. Here a negative variance is replaced by 0.
             variance = (square_avg - grad_avg * grad_avg).clamp(min=0)
             assign(grad_avgs[i], grad_avg, found_inf)
         step = g / (variance.sqrt() + eps)

@@ -27,8 +27,8 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
     """Return the L2 norm of gradients in plain torch: the specification of `amp_kernels.grad_norm`.
 
-    The squares are summed in fp64, and the norm is rounded once. The function takes the arguments of
-    `amp_kernels.grad_norm`, with all tensors on one device.
+    The squares are summed in fp64. The norm is computed in fp64 and rounded once, to fp32. The function takes the
+    arguments of `amp_kernels.grad_norm`, with all tensors on one device.
 
     Returns:
         A 0-dim fp32 tensor.

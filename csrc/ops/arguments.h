@@ -1,5 +1,5 @@
-// Converts the arguments of operators to the structs that kernels take (schemas: amp_kernels/ops). The operators that
-// take a table do not check their arguments, because Python has built the table.
+// Converts the arguments of operators to the structs that kernels take. The schemas of the operators are in
+// amp_kernels/ops. The operators that take a table do not check their arguments, because Python has built the table.
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -30,8 +30,9 @@ T* data(std::optional<Tensor>& tensor) {
   return tensor.has_value() ? static_cast<T*>(tensor->data_ptr()) : nullptr;
 }
 
-// Registers a function with the library `m`, as the kernel of an operator on the device of class D (device.h). If the
-// binary has no code for the GPU of a call, the operator Name::uncompiled() is called instead (on_gpu.h).
+// Registers a function with the library `m` as a kernel of the operator `operator_`. D is Cpu or Cuda (device.h), or
+// cuda::Dispatch (on_gpu.h) for an operator that has C++ kernels for GPUs only. If the binary has no code for the GPU
+// of a call, another operator is called instead of the function. Name::uncompiled() returns the name of that operator.
 #define AMP_KERNELS_IMPL(m, D, operator_, ...)                                          \
   do {                                                                                  \
     struct Name {                                                                       \

@@ -18,8 +18,8 @@ inline Stream current_stream(const Tensor& tensor) {
   return static_cast<Stream>(stream);
 }
 
-// Returns memory on the device of a tensor. It may be freed before the kernels that use it have run, because torch's
-// allocator reuses it only for later work on the same stream.
+// Returns new memory on the device of a tensor. The caller may free the memory before the kernels that use it have run,
+// because torch's allocator reuses freed memory only for later work on the same stream.
 inline Tensor workspace_beside(const Tensor& tensor, int64_t bytes) {
   return torch::stable::new_empty(tensor, {bytes}, torch::headeronly::ScalarType::Byte);
 }

@@ -1,23 +1,26 @@
-// The classes Cpu and Cuda: what an operator does differently on a CPU and on a GPU. The arguments of kernels are the
-// same on both.
+// The classes Cpu and Cuda: what an operator does differently on a CPU and on a GPU. Kernels take the same structs as
+// arguments on both devices.
 //
-// An object of either class stands for one call, on the device of a tensor:
+// For each call, an operator makes an object of one of these classes, from a tensor on the device of the call:
 //   send(words, spare, fill)
-//                          returns the address at which kernels read the int64 words. Memory for `spare` more words
-//                          follows them. The address is valid as long as this object and `words` exist. fill(address)
-//                          is called before the words are sent. It may write addresses of some words into other words
+//                          returns the address at which kernels read the int64 words. Behind the words there is memory
+//                          for `spare` more. The address is valid as long as this object and `words` exist.
+//                          fill(address) is called before the words are sent. It may store the address of one word in
+//                          another word
 //   run(pass)              runs the gradient pass
 //   run(family, update)    runs the update of the tensors of one Form (../table.h)
 //   load_send(), load_pass(), load_update(family, form)
-//                          load the kernels of `send` and `run`. load_pass and load_update return how many blocks run
-//                          at a time (0 on a CPU)
-//   run(args)              runs the int8 kernel that takes these arguments
+//                          load the kernels that send(), run(pass) and run(family, update) launch. load_pass and
+//                          load_update return how many thread blocks of the kernel run at a time, or 0 on a CPU
+//   run(args)              runs the int8 kernel whose arguments are the struct `args` (csrc/int8.h)
 //   kReadsChunks           whether int8 products read operands in chunks of 16 bytes (csrc/int8.h)
-//   multiplies_codes_by(dtype)
-//                          whether the GPU has kernels that multiply x of this dtype by int8 codes (only Cuda)
-//   call(name, ...)        calls another operator through the dispatcher (only Cuda)
-//   prefers_triton(tensor) whether Triton computes large products of int8 codes on the GPU of the tensor (only Cuda)
 //   kernel<Name, f>        the function to register for an operator whose kernel is f (AMP_KERNELS_IMPL)
+//
+// Only Cuda has these:
+//   multiplies_codes_by(dtype)
+//                          whether the kernels can multiply x of this dtype by int8 codes on this GPU
+//   call(name, ...)        calls another operator through the dispatcher
+//   prefers_triton(tensor) whether Triton computes large products of int8 codes on the GPU of the tensor
 #pragma once
 
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
@@ -74,7 +77,8 @@ class Cuda : public cuda::Dispatch {
   explicit Cuda(const Tensor& tensor)
       : tensor_(tensor), guard_(tensor.get_device_index()), stream_(cuda::current_stream(tensor)) {}
 
-  // Words are sent as kernel arguments (send.cu). So nothing waits, and a captured graph needs no host memory.
+  // Words are sent as kernel arguments (send.cu) and not copied from host memory. So the host does not wait for a copy,
+  // and a captured graph needs no host memory.
   template <class Fill>
   int64_t* send(std::vector<int64_t>& words, int64_t spare, const Fill& fill) {
     const auto count = static_cast<int64_t>(words.size());
@@ -93,13 +97,12 @@ class Cuda : public cuda::Dispatch {
   void run(const GradientPass& pass) { cuda::launch_unscale(pass, stream_); }
   void run(std::string_view family, const Update& update) { cuda::launch_update(family, update, stream_); }
 
-  // Calls another operator through the dispatcher.
   template <class Result, class... Arguments>
   static Result call(const cuda::OperatorName& name, const Arguments&... arguments) {
     return cuda::call<Result>(name, arguments...);
   }
 
-  // Python decides this for large products of codes: `_prefers_triton` in amp_kernels/ops/int8.py.
+  // The function `_prefers_triton` in amp_kernels/ops/int8.py gives the answer, once for each GPU.
   static bool prefers_triton(const Tensor& tensor) {
     const int64_t gpu = tensor.get_device_index();
     return cuda::kept_answer(tensor.get_device_index(),
@@ -119,7 +122,7 @@ class Cuda : public cuda::Dispatch {
   Tensor tensor_;
   cuda::Guard guard_;
   Stream stream_;
-  std::vector<Tensor> memory_;  // may be freed before the kernels have run (workspace_beside)
+  std::vector<Tensor> memory_;  // freed with this object, perhaps before the kernels have run (see workspace_beside)
 };
 #endif
 

@@ -1,6 +1,7 @@
-// The operators on int8 codes, and products of codes (schemas: amp_kernels/ops/int8.py). Each operator checks its
-// arguments, plans the layout of the groups (int8_layout.h), allocates its results and launches a kernel. If an
-// argument does not fit, Python checks the arguments again and words the error.
+// The int8 operators: quantization and products. Their schemas are in amp_kernels/ops/int8.py. Each operator checks its
+// arguments, allocates its results and launches a kernel. The operators of quantization also plan the layout of the
+// groups (int8_layout.h). If an argument does not fit, an operator throws an error without details. Python then checks
+// the arguments again, and raises an error with details (`require` in operand.h).
 #include "../int8.h"
 
 #include <algorithm>
@@ -95,8 +96,8 @@ Groups groups_over(const Tensor& x, const std::optional<Dims>& dim, const std::o
   return groups;
 }
 
-// Returns the groups of x for a given scale: blocks, if there is a block size. Otherwise the dimensions in which the
-// scale has size 1 are reduced, and by a scale of one element all.
+// Returns the groups of x for a given scale. If there is a block size, the groups are blocks. Otherwise the dimensions
+// in which the scale has size 1 are reduced. A scale of one element reduces all dimensions.
 Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point,
                  const std::optional<int64_t>& block) {
   Groups groups = groups_over(x, std::nullopt, block);
@@ -119,14 +120,15 @@ Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_p
   return groups;
 }
 
-// Returns a scale or zero point as kernels take it: with these strides, which put it in the order of the groups.
+// Returns scales or zero points with these strides, which put them in the order in which kernels number the groups. A
+// single one needs no order.
 MaybeTensor in_order(const MaybeTensor& side, const Dims& strides) {
   return side.has_value() && side->numel() > 1 ? MaybeTensor(with_strides(*side, strides)) : side;
 }
 
 // --------------------------------------------------------------------------------------------------- quantization
-// Codes (or dequantized values), scale, zero point. A scale or zero point that was given is not returned, and symmetric
-// codes have no zero point. A tensor without elements then takes its place.
+// Codes or dequantized values, then scale, then zero point. If the caller passed the scale, scale and zero point are
+// tensors without elements. The zero point of symmetric codes is a tensor without elements too.
 using Quantized = std::tuple<Tensor, Tensor, Tensor>;
 
 Tensor none(ScalarType dtype, const Tensor& beside) { return new_tensor({0}, dtype, beside); }
@@ -143,8 +145,9 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
 
   const Plan plan(groups, input, seed.has_value());
   if (!plan.layout.has_value()) {
-    // Random bits are numbered in row-major order, and in that order these groups need more than three axes. So a first
-    // call, without random bits, finds the scales. A second call gets a scale for each element.
+    // Random bits are numbered in row-major order, and in that order these groups need more than three axes. If no
+    // scale is given, a first call, without random bits, computes the scales. In the last call each element is a group
+    // of its own, with the scale of its former group.
     const Tensor dense = as_row_major(x);
     Tensor own_scale = none(ScalarType::Float, x), own_zero_point = none(ScalarType::Int, x);
     if (!is_static) {
@@ -172,7 +175,7 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
     Device(x).run(Quantize{walked.data_ptr(), out.data_ptr(), data<float>(scale), data<int32_t>(zero_point),
                            *plan.layout, dtype_of(x), fake, is_static, seed.has_value(),
                            static_cast<uint64_t>(seed.value_or(0))});
-  } else if (!is_static) {  // groups without elements get the scale and zero point of zeros
+  } else if (!is_static) {  // a group without elements gets the same scale and zero point as a group of zeros
     torch::stable::fill_(*scale, 1.0);
     if (zero_point.has_value()) torch::stable::zero_(*zero_point);
   }
@@ -226,7 +229,9 @@ Tensor straight_through_int8(Tensor grad, Tensor x, Tensor scale, MaybeTensor ze
 }
 
 // -------------------------------------------------------------------------------------------------------- products
-// Scale and zero point of an operand: one element each (`step` is 0), or one for each row or column (`step` is 1).
+// The scales and zero points of an operand. If `step` is 0, the operand has one scale. If `step` is 1, a left operand
+// or a weight has one scale for each row, and a right operand has one for each column. There are as many zero points as
+// scales, or none.
 struct Side {
   Side(const Tensor& given, const MaybeTensor& given_zero_point, int64_t count, const Operand& codes)
       : scale(given), zero_point(given_zero_point), step(given.numel() == 1 ? 0 : 1) {
@@ -250,18 +255,21 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
   require(bias->dim() == 1 && bias->size(0) == n);
 }
 
-// Triton multiplies with wgmma. The kernels here use mma.sync, which issues at most 62 % of what wgmma does. But a call
-// takes the host 17 us here, and about 100 us through Triton. On an H200 (torch 2.11, Triton 3.6), in us on the device:
+// Triton multiplies with the instruction wgmma. The kernels here use mma.sync, whose peak rate is at most 62 % of the
+// rate of wgmma. But a call takes the host 17 us here, and about 100 us through Triton. Time on the device, an H200
+// (torch 2.11, Triton 3.6), in us:
 //
 //   M x N x K            here  Triton
-//   1024 x 4096 x 4096   61    50         2^34 products of codes: through Triton, the host would take longer than this
+//   1024 x 4096 x 4096   61    50         2^34 multiplications. Through Triton, the host takes longer than the device
 //   4096 x 4096 x 4096   237   148
 //   8192 x 8192 x 8192   1716  1025
 //
 // With few rows or columns the kernels here are faster on the device too: 16 x 4096 x 4096 takes 8.1 us here, and 9.7
 // us with Triton.
-constexpr double kTritonProducts = 1LL << 34;  // Triton gets products with more multiplications than this,
-constexpr int64_t kFewRows = 16;               // and with more rows and more columns than this
+//
+// So Triton gets a product if M * N * K is above kTritonProducts, and M and N are both above kFewRows.
+constexpr double kTritonProducts = 1LL << 34;
+constexpr int64_t kFewRows = 16;
 
 // In the capture of a CUDA graph, Triton's kernel is already loaded, since torch asks for a warm-up with the same
 // shapes before the capture.
@@ -270,9 +278,10 @@ bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
   return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
 }
 
-// Returns a matrix whose rows the kernels of a GPU can read in chunks of 16 bytes (csrc/int8.h): the given matrix, or a
-// copy with zeros behind each row. `along` is the dimension of K, in which a row extends. On an H200 a product of
-// 4096 x 4096 x 4095 took 2953 us when it read single elements. 4096 x 4096 x 4096 takes 237 us in chunks.
+// Returns a matrix whose rows the kernels of a GPU can read in chunks of 16 bytes (csrc/int8.h). It is the given
+// matrix, or a copy in which zeros fill up each row to a multiple of 16 elements. A row extends along the dimension of
+// K, which is dimension `along` of the matrix. On an H200, a product with M x N x K = 4096 x 4096 x 4095 took 2953 us
+// while its kernel read single elements. With K = 4096, a product that reads chunks takes 237 us.
 Tensor in_chunks(const Tensor& rows, int along) {
   const int64_t k = rows.size(along), pitch = (k + 15) / 16 * 16, distance = rows.stride(1 - along);
   const bool is_aligned = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
@@ -288,8 +297,8 @@ Tensor in_chunks(const Tensor& rows, int along) {
   return copy;
 }
 
-// With kDelegates, Triton may compute large products. use_backend("cuda") calls `_compiled_int8_matmul`, which is
-// registered without kDelegates.
+// If kDelegates is true, Triton may compute large products. Inside use_backend("cuda"), the operator
+// `_compiled_int8_matmul` is called instead, which is registered with kDelegates = false.
 template <class Device, bool kDelegates = false>
 Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point, Tensor b_scale,
                    MaybeTensor b_zero_point, MaybeTensor bias, ScalarType out_dtype, MaybeTensor out_scale,
@@ -338,16 +347,18 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   return out;
 }
 
-// From this many rows and multiplications on, an H100 (torch 2.11) is faster if the weight is dequantized once, to the
-// dtype of x, and torch multiplies. In us, for fp16 and a weight of 4096 x 4096:
+// If x has at least kDequantizeRows rows, and the product at least kDequantizeProducts multiplications, the weight is
+// dequantized once, to the dtype of x, and torch multiplies. On an H100 (torch 2.11) this is then faster than the
+// kernel that multiplies by codes. In us, for fp16 and a weight of 4096 x 4096:
 //
-//   rows                       128   256   512   1024   2048   4096
+//   rows of x                  128   256   512   1024   2048   4096
 //   kernel for codes           27    44    78    105    200    408
-//   dequantized, then torch    51    38    47    67     112    198      with 128 rows this is the time of the host
+//   dequantized, then torch    51    38    47    67     112    198      51 us is the time of the host
 constexpr int64_t kDequantizeRows = 256;
 constexpr double kDequantizeProducts = 1LL << 32;
 
-// Calls `linear` with `out`. Autocast might choose another dtype, but it does not apply to operators with `out`.
+// Dequantizes the weight, and calls `aten::linear.out`. Under autocast, `aten::linear` might compute in another dtype.
+// But autocast does not apply to operators with an argument `out`.
 template <class Device>
 Tensor multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outputs, const MaybeTensor& bias,
                          const Tensor& out) {
@@ -357,9 +368,9 @@ Tensor multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outp
   return Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
 }
 
-// The kernels of a GPU multiply fp16, and from sm_80 on bf16. torch multiplies other dtypes. With kDelegates torch also
-// multiplies if there are many rows. use_backend("cuda") calls `_compiled_int8_linear`, which is registered without
-// kDelegates.
+// On a GPU, the kernels multiply x in fp16, and from sm_80 on x in bf16. For other dtypes of x, torch multiplies. If
+// kDelegates is true, torch also multiplies large products with many rows, in all dtypes. Inside use_backend("cuda"),
+// the operator `_compiled_int8_linear` is called instead, which is registered with kDelegates = false.
 template <class Device, bool kDelegates = false>
 Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   const Operand input(x);

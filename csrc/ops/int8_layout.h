@@ -1,18 +1,17 @@
-// The layout of an int8 call: the strides of results and scales, and the Int8Layout by which kernels find the elements
-// (csrc/int8.h). amp_kernels/ops/int8.py has the same arithmetic, for tracing and for Triton; tests/int8/test_int8.py
-// compares the two.
+// The layout of an int8 call: the strides of results and scales, and the Int8Layout (csrc/int8.h), from which kernels
+// compute where the elements of a group are. amp_kernels/ops/int8.py has the same arithmetic in Python, which tracing
+// and Triton use. tests/int8/test_int8.py compares the two.
 //
-// If x is dense, results have its strides; otherwise they are row-major. Kernels see three axes,
-// [outer][reduced][inner] (csrc/int8.h). If these describe the groups of a tensor with the strides of the results,
-// kernels read x and write the results directly. Otherwise they read a copy of x:
+// If x is dense, results have the strides of x. Otherwise results are row-major. Kernels see a tensor as three axes,
+// [outer][reduced][inner] (csrc/int8.h). Which tensors kernels read and write depends on x and its groups:
 //
 //   x                                               kernels read               results
 //   dense, three axes describe the groups           x                          written directly
-//   gaps or expanded dimensions                     a row-major copy           written directly
+//   has gaps or expanded dimensions                 a row-major copy           written directly
 //   groups need more than three axes                a copy in which each       copied to their strides
 //                                                   group is a row
-//   not row-major, with random bits: these are      a row-major copy           copied to their strides
-//   numbered in row-major order
+//   dense but not row-major, and kernels use        a row-major copy           copied to their strides
+//   random bits, numbered in row-major order
 #pragma once
 
 #include <algorithm>
@@ -27,8 +26,9 @@ namespace amp_kernels {
 
 using Dims = std::vector<int64_t>;
 
-// Elements share a scale if their indices differ in reduced dimensions only. With blocks, only the last dimension is
-// reduced, and it is cut into blocks.
+// How a tensor is divided into groups. The elements of a group share a scale. Two elements are in one group if their
+// indices differ only in reduced dimensions. If there are blocks, only the last dimension is reduced, and each group is
+// a block of it.
 struct Groups {
   Dims shape;
   std::vector<bool> kept;  // for each dimension, whether it is not reduced
@@ -62,7 +62,8 @@ inline Dims row_major(const Dims& shape) {
   return dense_strides(shape, order);
 }
 
-// Returns the dimensions from the outermost to the innermost. If two strides are equal, the first dimension is outside.
+// Returns the dimensions from the outermost to the innermost. If two strides are equal, the dimension with the smaller
+// index is the outer one.
 inline Dims storage_order(const Dims& strides) {
   Dims order(strides.size());
   std::iota(order.begin(), order.end(), 0);
@@ -76,8 +77,8 @@ inline std::optional<Int8Layout> layout_of(const Groups& groups, const Dims& str
   int axis = 0;
   const Dims order = storage_order(strides);
   for (auto d = order.rbegin(); d != order.rend(); ++d) {
-    if (groups.shape[*d] <= 1) continue;   // dense_strides, too, takes a size of 0 for 1
-    const bool is_group_axis = axis != 1;  // `inner` and `outer` hold dimensions that are kept
+    if (groups.shape[*d] <= 1) continue;   // a size of 0 counts as 1, as in dense_strides
+    const bool is_group_axis = axis != 1;  // `inner` and `outer` take dimensions that are kept
     if (groups.kept[*d] != is_group_axis) ++axis;
     if (axis > 2) return std::nullopt;
     sizes[axis] *= groups.shape[*d];
@@ -90,20 +91,20 @@ inline std::optional<Int8Layout> layout_of(const Groups& groups, const Dims& str
     outer *= groups.scale_shape().back();
     reduced = groups.block;
   }
-  // If each element is a group of its own, the kernels walk by columns.
+  // If each element is a group of its own, the layout has one row, and every element is a column of it.
   if (reduced == 1) return Int8Layout{1, 1, outer * inner, row};
   return Int8Layout{outer, reduced, inner, row};
 }
 
 struct Plan {
-  // is_numbered: kernels number the elements in row-major order, for random bits.
+  // `is_numbered`: whether kernels number the elements in row-major order, for random bits.
   Plan(const Groups& groups, const Operand& x, bool is_numbered = false) {
     const Dims by_rows = row_major(groups.shape);
     out = x.is_dense() ? dense_strides(groups.shape, storage_order(Dims(x.strides, x.strides + x.dims))) : by_rows;
     walk = is_numbered ? by_rows : out;
     layout = layout_of(groups, walk);
     if (!layout.has_value() && !is_numbered) {
-      Dims order = storage_order(out);  // with the kept dimensions outermost, each group is a row
+      Dims order = storage_order(out);  // if all kept dimensions are outer ones, each group is a row
       std::stable_partition(order.begin(), order.end(), [&](int64_t d) { return groups.kept[d]; });
       walk = dense_strides(groups.shape, order);
       layout = layout_of(groups, walk);
@@ -113,9 +114,9 @@ struct Plan {
 
   Dims out;    // strides of results
   Dims walk;   // strides of the tensors that kernels read and write, which may be copies
-  Dims scale;  // strides of scales; their order in memory is that in which kernels number groups
+  Dims scale;  // strides of scales, which put them in the order in which kernels number the groups
 
-  // Without a layout, is_numbered is true, and in row-major order the groups need more than three axes.
+  // The layout is nullopt only if is_numbered is true, and the groups need more than three axes in row-major order.
   std::optional<Int8Layout> layout;
 };
 

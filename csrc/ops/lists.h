@@ -1,8 +1,9 @@
 // Writes lists of tensors into a table (../table.h).
 //
-// Kernels walk dense memory in storage order, so the tensors of one column must have their elements in the same order.
-// A tensor is copied if it has gaps, or if its elements are in another order than those of its parameter. A copy that a
-// kernel has written is copied back.
+// A table has a column for each parameter, with the addresses of its tensors. In the gradient pass it has a column for
+// each gradient. Kernels walk dense memory in storage order, so the tensors of one column must have their elements in
+// the same order. If a tensor has gaps, or if its elements are in another order than those of its parameter, kernels
+// get a copy. After a kernel has written a copy, the copy is copied back to its tensor.
 #pragma once
 
 #include <algorithm>
@@ -19,8 +20,8 @@ using Tensors = std::vector<Tensor>;
 
 using Operands = std::vector<Operand>;
 
-// Returns the properties of tensors. They must be fp32, fp16 or bf16 (with `or_remainders` also int16), and on the
-// device of `beside`.
+// Returns the properties of tensors. The tensors must be on the device of `beside`, and must be fp32, fp16 or bf16. If
+// `or_remainders` is true, they may also be int16.
 inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool or_remainders = false) {
   Operands operands;
   operands.reserve(tensors.size());
@@ -35,12 +36,12 @@ inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool 
 // Copies tensors whose memory kernels cannot walk, and keeps the copies.
 class Dense {
  public:
-  // Returns the tensor, or a row-major copy if it is not dense.
+  // Returns the operand itself if it is dense, otherwise a row-major copy of it.
   Operand operator()(const Operand& operand) {
     return operand.is_dense() ? operand : copied(operand, row_major(operand));
   }
 
-  // Returns the tensor, or a copy if its elements are not in the order of those of `model`, which is dense.
+  // Returns the operand itself if it has the layout of `model`, otherwise a copy that has it. `model` must be dense.
   Operand operator()(const Operand& operand, const Operand& model) {
     if (operand.has_layout_of(model)) return operand;
     return copied(operand, {model.strides, model.strides + model.dims});
@@ -74,7 +75,7 @@ class Dense {
   std::vector<std::pair<Tensor, Tensor>> copies_;
 };
 
-// A map of a range of memory, with a bit for each `unit` bytes. The elements of tensors are marked in it.
+// A range of memory with a bit for each `unit` bytes of it. A bit is set if an element of a marked tensor lies there.
 class MarkedBytes {
  public:
   MarkedBytes(int64_t begin, int64_t end, int64_t unit) : begin_(begin), unit_(unit), marks_((end - begin) / unit) {}
@@ -102,9 +103,10 @@ class MarkedBytes {
   std::vector<bool> marks_;
 };
 
-// Requires that no two elements share memory. Kernels write all tensors at once, and torch writes one after the other.
-// With shared memory the results would differ. But tensors may be interleaved, as the columns of a fused matrix are, so
-// tensors whose ranges of memory overlap are checked element by element.
+// Requires that no two elements of these tensors share memory. If tensors shared memory, results would differ from
+// those of torch, because kernels write all tensors at once, but torch writes one after the other. Tensors may be
+// interleaved, for example the columns of a fused matrix. Their ranges of memory overlap, but they share no element. So
+// tensors whose ranges overlap are checked element by element.
 inline void require_apart(const std::vector<const Operand*>& written) {
   struct Span {
     int64_t begin, end;
@@ -127,8 +129,8 @@ inline void require_apart(const std::vector<const Operand*>& written) {
   }
 }
 
-// The chunks of a table (../table.h). A word holds the entry of a chunk as two int32: the tensor, and the index of the
-// chunk in that tensor.
+// The chunks of a table (../table.h). Each word is the entry of one chunk. It holds two int32, the index of the tensor
+// and the index of the chunk in that tensor.
 struct Chunks {
   std::vector<int64_t> words;
   int64_t size;  // elements in a chunk
@@ -149,7 +151,8 @@ class HostTable {
     at(kGradDtype, t) = grad.code();
   }
 
-  // Cuts the tensors of these columns into chunks. `blocks`: how many blocks of the kernel run at a time (chunks.h).
+  // Cuts the tensors of these columns into chunks. `blocks` is the number of thread blocks of the kernel that run at a
+  // time, or 0 on a CPU (chunks.h).
   Chunks cut(const std::vector<int64_t>& columns, int64_t blocks) {
     int64_t total = 0;
     for (const int64_t t : columns) total += at(kNumel, t);

@@ -1,5 +1,6 @@
-// The operators `matmul`, a product on tensor cores, and `copy_pad`, a copy with padded rows (schemas:
-// amp_kernels/ops/matmul.py). They have kernels for GPUs only. On a CPU both are the reference, in plain torch.
+// The operators `matmul`, a product on tensor cores, and `copy_pad`, a copy with padded rows. Their schemas are in
+// amp_kernels/ops/matmul.py. Both operators have C++ kernels for GPUs only. For CPU tensors the dispatcher calls the
+// reference, in plain torch.
 #ifdef USE_CUDA
 #include <algorithm>
 #include <array>
@@ -15,7 +16,8 @@ namespace {
 
 using torch::headeronly::ScalarType;
 
-constexpr int64_t kAlignment = 16;  // tensor cores load rows that begin at multiples of this many bytes
+// In bytes. If the rows of an operand begin at multiples of this, kernels can load the operand 16 bytes at a time.
+constexpr int64_t kAlignment = 16;
 
 int64_t padded(int64_t columns, ScalarType dtype) {
   const int64_t elements = kAlignment / (dtype == ScalarType::Float ? 4 : 2);
@@ -37,14 +39,15 @@ Operand operand_like(const Tensor& tensor, const Operand& first) {
 }
 
 Activation activation_of(const std::optional<std::string>& name) {
-  constexpr std::array<std::string_view, 4> kNames = {"", "relu", "gelu", "gelu_tanh"};  // as enum Activation
+  // In the order of enum Activation.
+  constexpr std::array<std::string_view, 4> kNames = {"", "relu", "gelu", "gelu_tanh"};
   const auto* const found = std::find(kNames.begin(), kNames.end(), name.value_or(""));
   require(found != kNames.end() && name != "");
   return static_cast<Activation>(found - kNames.begin());
 }
 
-// Returns a new tensor [..., N]. With `pads_rows`, rows begin at multiples of 16 bytes, and the padding behind the last
-// row belongs to the memory too. Otherwise the tensor is contiguous.
+// Returns a new tensor of these sizes. If `pads_rows` is true, its rows begin at multiples of 16 bytes, and its memory
+// includes the padding behind the last row. Otherwise the tensor is contiguous.
 Tensor new_result(const Tensor& like, std::vector<int64_t> sizes, ScalarType dtype, bool pads_rows) {
   const int64_t columns = sizes.back();
   if (pads_rows) sizes.back() = padded(columns, dtype);
@@ -58,7 +61,7 @@ Tensor new_result(const Tensor& like, std::vector<int64_t> sizes, ScalarType dty
   return Tensor(view);
 }
 
-// Writes the strides over batch, rows and columns. For a single matrix the stride over the batch is 0.
+// Writes the strides of an operand over batch, rows and columns. For a single matrix the stride over the batch is 0.
 void put_strides(const Operand& operand, int64_t (&strides)[3]) {
   strides[0] = 0;
   std::copy(operand.strides, operand.strides + operand.dims, strides + 3 - operand.dims);

@@ -1,6 +1,6 @@
 // If this binary has code for the GPU of a call, the C++ kernel runs. Otherwise the call goes to the operator
-// `_uncompiled_<name>`, which Python registers (amp_kernels/ops/library.py). It runs Triton, or the reference if Triton
-// is not installed.
+// `_uncompiled_<name>`, which Python registers (amp_kernels/ops/library.py). That operator runs a Triton kernel. If
+// Triton is not installed, it runs the reference.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -19,17 +19,18 @@
 
 namespace amp_kernels::cuda {
 
-// Returns why this binary has no code for a GPU; "" if it has.
+// Returns why this binary has no code for a GPU, or an empty string if it has code for it.
 inline std::string why_not_on(int32_t gpu) {
   const Guard guard(gpu);
   return why_no_kernel();
 }
 
-// Returns the answer of ask() for a GPU. The answers for the first 64 GPUs are kept. If ask() throws, nothing is kept.
+// Returns the answer of ask() for a GPU. For the first 64 GPUs the answer is kept, and ask() is not called again. If
+// ask() throws, no answer is kept.
 template <class Ask>
 bool kept_answer(int32_t gpu, const Ask& ask) {
   enum Answer : signed char { kUnknown, kYes, kNo };
-  static std::atomic<Answer> known[64];  // every lambda has its own array, since its type Ask is unique
+  static std::atomic<Answer> known[64];  // one array for each type Ask, and each lambda has a type of its own
   if (gpu < 0 || gpu >= 64) return ask();
   if (known[gpu] == kUnknown) known[gpu] = ask() ? kYes : kNo;
   return known[gpu] == kYes;
@@ -40,7 +41,7 @@ inline bool has_kernels_for(int32_t gpu) {
   return kept_answer(gpu, [gpu] { return why_not_on(gpu).empty(); });
 }
 
-// Returns the index of the GPU of the first tensor among the arguments; -1 if there is none.
+// Returns the index of the GPU of the first tensor among the arguments, or -1 if there is no tensor.
 template <class T>
 int32_t gpu_of(const T&) {
   return -1;
@@ -103,7 +104,7 @@ struct OnGpu<Name, kFunction> {
   }
 };
 
-// Wraps a kernel, so that calls on a GPU without code go to the operator `_uncompiled_<name>`.
+// Wraps a kernel. If this binary has no code for the GPU of a call, the call goes to the operator `_uncompiled_<name>`.
 struct Dispatch {
   template <class Name, auto kFunction>
   static constexpr auto kernel = &OnGpu<Name, kFunction>::run;

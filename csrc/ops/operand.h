@@ -14,13 +14,14 @@
 
 namespace amp_kernels {
 
-// Throws an error without details. Python (amp_kernels/ops) then checks the arguments again, and raises an error with
-// details.
+// Throws an error without details if `holds` is false. Python (`call` in amp_kernels/ops/library.py) then checks the
+// arguments again, and raises an error with details.
 inline void require(bool holds) {
   if (!holds) throw std::invalid_argument("amp_kernels: an argument does not fit; amp_kernels.functional says which");
 }
 
-// The properties of a tensor. Each is read once, because torch's C interface takes 5 ns per read and lists are long.
+// The properties of a tensor. The constructor reads each property once, because each read through torch's C interface
+// takes 5 ns, and lists of tensors are long.
 struct Operand {
   Tensor tensor;
   int64_t address = 0, numel = 0, dims = 0;
@@ -88,13 +89,13 @@ struct Operand {
     return true;
   }
 
-  // Whether both tensors are dense and have their elements in the same order. They must have the same shape.
+  // Whether both tensors are dense and have their elements in the same order. The tensors must have the same shape.
   bool has_layout_of(const Operand& other) const {
     if (is_contiguous && other.is_contiguous) return true;
     return std::equal(strides, strides + dims, other.strides) && is_dense();
   }
 
-  // Whether several elements share memory because a stride is 0. Such a tensor cannot be written.
+  // Whether several elements share memory because a stride is 0. An operator must not write such a tensor.
   bool is_expanded() const {
     if (is_contiguous) return false;
     const auto all = steps();

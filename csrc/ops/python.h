@@ -1,8 +1,8 @@
 // Python's C API, limited to the functions that every Python since 3.10 has, and DLPack's description of tensors.
 #pragma once
 
-// The wheel's tag is cp310 (setup.py), so the API must be that of Python 3.10. torch's build flags define
-// Py_LIMITED_API too.
+// torch's build flags define Py_LIMITED_API as the oldest Python that torch supports. It is set to Python 3.10 here,
+// because the tag of the wheel is cp310 (setup.py).
 #ifdef Py_LIMITED_API
 #undef Py_LIMITED_API
 #define Py_LIMITED_API 0x030a0000
@@ -13,8 +13,9 @@
 
 namespace amp_kernels {
 
-// DLTensor of DLPack 1 (https://dmlc.github.io/dlpack). torch fills it in one call, which allocates nothing. A sweep
-// that called Python's getters for size, dtype and contiguity took twice as long for a thousand parameters.
+// DLTensor of DLPack 1 (https://dmlc.github.io/dlpack). torch fills this struct in one call, which allocates nothing. A
+// sweep (sweep.h) that called Python's getters for size, dtype and contiguity instead took twice as long for a thousand
+// parameters.
 struct Description {
   char* data;
   int32_t device_type, device_index, dims;
@@ -27,7 +28,7 @@ struct Description {
 
   bool is(uint8_t its_type, uint8_t its_bits) const { return type == its_type && bits == its_bits; }
 
-  // fp16, bf16 or fp32.
+  // Whether the dtype is fp16, bf16 or fp32.
   bool is_float() const { return is(kFloat, 16) || is(kFloat, 32) || is(kBfloat, 16); }
 
   static constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
@@ -38,11 +39,11 @@ struct ExchangeApi {
   uint32_t major, minor;
   const ExchangeApi* previous;
   void (*of_managed_tensors[3])();
-  int (*describe)(PyObject*, Description*);  // 0, or -1 with an error set
+  int (*describe)(PyObject*, Description*);  // returns 0, or -1 with a Python error set
 };
 
-// Returns the interface in torch.Tensor.__dlpack_c_exchange_api__. If it is not version 1, sets a Python error and
-// returns nullptr.
+// Returns the interface in the capsule torch.Tensor.__dlpack_c_exchange_api__. If the interface is not version 1, sets
+// a Python error and returns nullptr.
 inline const ExchangeApi* exchange_api(PyObject* capsule) {
   const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (api == nullptr || (api->major == 1 && api->describe != nullptr)) return api;

@@ -1,4 +1,4 @@
-// The operator `_send_`. With it the step plan of an optimizer sends int64 words to a GPU. Its schema is in
+// The operator `_send_`, with which the step plan of an optimizer sends int64 words to a GPU. Its schema is in
 // amp_kernels/ops/update.py.
 #ifdef USE_CUDA
 #include "cuda_device.h"

@@ -10,7 +10,7 @@
 namespace amp_kernels {
 namespace {
 
-// An owned reference to a Python object, or null if the call that returns it has set a Python error.
+// An owned reference to the result of a Python call. If the call failed, it is null, and a Python error is set.
 class Object {
  public:
   explicit Object(PyObject* object) : object_(object) {}
@@ -23,7 +23,8 @@ class Object {
   PyObject* object_;
 };
 
-// The form of a column is a number that encodes its dtypes and states (Columns::form_of), or one of these.
+// The form of a column is a number that encodes its dtypes and states (Columns::form_of). These two take the place of a
+// form:
 constexpr int64_t kAbsent = -1;  // the parameter has neither a gradient nor a count of steps
 constexpr int64_t kUnread = -2;  // the column is left to Python
 
@@ -46,7 +47,7 @@ struct Torch {
   const ExchangeApi* api = nullptr;
   PyObject *tensor, *parameter, *is_neg, *data_ptr;
 
-  // Returns false, with a Python error set, if the interface is of another version.
+  // If the tuple does not fit, or the DLPack interface is not version 1, sets a Python error and returns false.
   bool read(PyObject* tuple) {
     PyObject* capsule;
     if (!PyArg_ParseTuple(tuple, "OOOOO", &capsule, &tensor, &parameter, &is_neg, &data_ptr)) return false;
@@ -54,8 +55,8 @@ struct Torch {
     return api != nullptr;
   }
 
-  // Describes a plain tensor or parameter. Returns false for other objects, since a subclass may have no memory of its
-  // own.
+  // Describes a plain tensor or parameter. Returns false for an object of another class, because a subclass of Tensor
+  // may have no memory of its own.
   bool describe(PyObject* object, Description* description) const {
     PyObject* const type = reinterpret_cast<PyObject*>(Py_TYPE(object));
     if (type != tensor && type != parameter) return false;
@@ -64,11 +65,11 @@ struct Torch {
     return false;
   }
 
-  // Prepares a tensor for being written: if it shares its memory with a lazy clone, it gets memory of its own. That is
-  // done by data_ptr(), and not by DLPack.
+  // Prepares a tensor for being written. If the tensor shares its memory with a lazy clone, data_ptr() gives the tensor
+  // memory of its own. DLPack does not do this.
   bool claim(PyObject* object) const {
     const Object address(PyObject_CallFunctionObjArgs(data_ptr, object, nullptr));
-    if (address.get() == nullptr) PyErr_Clear();  // it has no address: describe() will return false
+    if (address.get() == nullptr) PyErr_Clear();  // the tensor has no address; describe() will return false for it
     return address.get() != nullptr;
   }
 
@@ -84,7 +85,8 @@ int64_t code_of(const Description& tensor) {
   return tensor.bits == 32 ? kFloat : tensor.type == Description::kFloat ? kHalf : kBFloat16;
 }
 
-// The layout of a parameter. The other tensors of its column must have the same layout.
+// A parameter, with which the other arrays of its column are compared. They must be on the same device, and have the
+// same shape and the same order of elements (fits()).
 struct Model {
   Description tensor;
   int64_t numel = 1;
@@ -117,7 +119,7 @@ struct Model {
     return tensor.device_type == other.device_type && tensor.device_index == other.device_index;
   }
 
-  // Whether `other` has the same device and shape, and its elements in the same order.
+  // Whether `other` is on the device of this tensor, and has the same shape and the same order of elements.
   bool fits(const Description& other) const {
     if (other.dims != tensor.dims || !is_on_device_of(other)) return false;
     if (!std::equal(tensor.shape, tensor.shape + tensor.dims, other.shape)) return false;
@@ -194,7 +196,7 @@ class Columns {
     return code | grad_code << 2 | states << 4;
   }
 
-  // Whether the address of an array that a step writes has changed since the last check (apart()).
+  // Whether an array that a step writes has another address than in the last call of apart() that found no overlap.
   bool has_moved(Py_ssize_t t, PyObject* keys) const {
     for (int row = kParam; row < kState + PyTuple_Size(keys); ++row)
       if (at(row, t) != checked_[row * count_ + t]) return true;
@@ -202,9 +204,9 @@ class Columns {
   }
 
   // Whether the parameter or a state is a negated view, whose memory holds the negative of its values. If every tensor
-  // were tested at every step, this would take a sixth of the sweep. So only columns with a new or moved tensor are
-  // tested. Few tensors are both dense and negated: torch's public functions make only views of one element
-  // (`z.conj().imag`).
+  // were tested at every step, the tests would take a sixth of the time of the sweep. So only columns with a new or
+  // moved tensor are tested. Few tensors are both dense and negated, because torch's public functions make only one
+  // kind of such tensors: views of one element (`z.conj().imag`).
   bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
     PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
     if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;
@@ -215,8 +217,8 @@ class Columns {
     return false;
   }
 
-  // Returns false in two cases: an fp32 parameter has a remainder from when it had 16 bits, or the state has an entry
-  // `master`, which belongs into state dicts.
+  // Returns false in two cases. Either the parameter is fp32, and the state has a remainder from when the parameter had
+  // 16 bits. Or the state has an entry `master`, which should be in state dicts only.
   static bool has_no_master(PyObject* state, int64_t code) {
     if (code == kFloat && PyDict_GetItemWithError(state, Names::get().remainder) != nullptr) return false;
     return PyDict_GetItemWithError(state, Names::get().master) == nullptr;
@@ -238,8 +240,9 @@ class Columns {
     return model.fits(description) && has_memory(description, model.numel);
   }
 
-  // Writes the rows of states. Returns a bit for each state that the group uses, or -1 if one is missing or does not
-  // fit. `others` is the number of entries of `state` without a row. It is lowered by one for each state.
+  // Writes the rows of states. Returns a bit for each state that the group uses. If one of these states is missing or
+  // does not fit, returns -1. `others` counts the entries of `state` that have no row yet. Each state that gets a row
+  // lowers this count by one.
   int64_t take_states(Py_ssize_t t, const Model& model, PyObject* state, PyObject* keys, Py_ssize_t* others) const {
     int64_t states = 0;
     for (Py_ssize_t k = 0; k < PyTuple_Size(keys); ++k) {
@@ -259,8 +262,8 @@ class Columns {
     Description description;
     if (!torch_.describe(grad, &description) || !description.is_float() || torch_.is_negated(grad)) return false;
     if (!model.fits(description) || !has_memory(description, model.numel)) return false;
-    // Kernels skip a tensor whose gradient has address 0. For an empty gradient the table holds the address of the step
-    // instead, so that updates are counted.
+    // Kernels skip a tensor whose gradient has address 0, and do not count an update of it. An empty gradient may have
+    // address 0, but its updates must be counted. So the table holds the address of the step instead.
     at(kGrad, t) = model.numel == 0 ? at(kStep, t) : address(description);
     *code = code_of(description);
     return true;
@@ -280,7 +283,8 @@ class Memory {
   Memory(const int64_t* table, const int64_t* forms, int64_t count, int rows)
       : table_(table), forms_(forms), count_(count), rows_(rows) {}
 
-  // The ranges of memory that a step writes, as (begin, end), sorted; empty if two of them overlap.
+  // Returns the ranges of memory that a step writes, as (begin, end), sorted. If two of them overlap, the result is
+  // empty.
   std::vector<std::pair<int64_t, int64_t>> written() const {
     std::vector<std::pair<int64_t, int64_t>> spans;
     spans.reserve(count_ * (rows_ - kParam));
@@ -293,7 +297,7 @@ class Memory {
     return spans;
   }
 
-  // The column of a gradient that overlaps one of `count` sorted ranges; -1 if there is none.
+  // Returns the column of a gradient that overlaps one of `count` sorted ranges, or -1 if there is no such gradient.
   int64_t overlapping_gradient(const int64_t* starts, const int64_t* ends, int64_t count) const {
     for (int64_t t = 0; t < count_; ++t) {
       const int64_t grad = at(kGrad, t), bytes = at(kNumel, t) * (at(kGradDtype, t) == kFloat ? 4 : 2);
@@ -320,7 +324,7 @@ class Memory {
   int rows_;
 };
 
-// Whether two lists hold the same objects.
+// Whether two lists hold the same objects in the same order.
 bool is_same(PyObject* list, PyObject* copy) {
   const Py_ssize_t size = PyList_Size(list);
   if (size != PyList_Size(copy)) return false;
@@ -356,7 +360,8 @@ PyObject* sweep(PyObject*, PyObject* arguments) {
   return Py_BuildValue("(LL)", columns.unread, columns.gradients);
 }
 
-// Returns the column of a gradient that overlaps a range that the step writes, -2 if two such ranges overlap, else -1.
+// Returns -2 if two of the ranges of memory that the step writes overlap. Otherwise returns the column of a gradient
+// that overlaps one of these ranges, or -1 if there is no such gradient.
 PyObject* apart(PyObject*, PyObject* arguments) {
   unsigned long long table_address, forms_address, checked_address, spans_address;
   long long count;
@@ -366,9 +371,10 @@ PyObject* apart(PyObject*, PyObject* arguments) {
     return nullptr;
   }
   const int64_t *const table = pointer_to(table_address), *const forms = pointer_to(forms_address);
-  // `checked` holds the table and the forms of the last call that found no overlap, then the number of ranges that a
-  // step writes (-1: there was no such call). `starts` and `ends` hold these ranges. If table and forms have not
-  // changed, nothing is checked. If no array that the step writes has moved, only the gradients are checked.
+  // `checked` holds the table and the forms of the last call that found no overlap. Behind them is the number of ranges
+  // that a step writes. `starts` and `ends` hold these ranges. The number is -1 if no call has been made yet, or if the
+  // last call found an overlap. If table and forms have not changed, nothing is checked. If forms, sizes and the
+  // addresses that the step writes have not changed, only the gradients are checked.
   int64_t* const checked = pointer_to(checked_address);
   int64_t* const starts = pointer_to(spans_address);
   const int64_t most = count * (rows - kParam), size = rows * count;

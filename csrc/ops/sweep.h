@@ -1,5 +1,6 @@
-// Reads the tensors of an optimizer step from Python objects. Python would need half a dozen passes over these objects,
-// which are not in the caches of the CPU. amp_kernels/optim/_sweep.py says what each function does.
+// Reads the tensors of an optimizer step from Python objects. C++ reads these objects in one pass. Python would need
+// half a dozen passes, and the objects are not in the caches of the CPU. amp_kernels/optim/_sweep.py says what each
+// function does.
 #pragma once
 
 #include "python.h"

@@ -6,8 +6,8 @@
 namespace amp_kernels {
 namespace {
 
-// Launches the pass over a list, and returns the norm. These words are sent: table | entries of the chunks | record.
-// Memory for the partial sums follows them.
+// Launches the gradient pass over a list of gradients, and returns their norm. The words that are sent are, in this
+// order, the table, the entries of the chunks and the record. Behind them there is memory for the partial sums.
 template <class Device>
 Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, bool write, const Tensor& found_inf) {
   const Operand flag(found_inf);

@@ -86,7 +86,8 @@ class UpdateTable {
     require_apart(written);
   }
 
-  // Only averages (`ema_`) have remainders of gradients (../table.h). Their parameters are fp32 and have no states.
+  // Only `ema_` passes remainders of gradients (../table.h). Its parameters are averages, which are fp32 and have no
+  // states. Its "gradients" are the weights that the averages follow.
   void check_remainders() const {
     require(grads_.size() == params_.size());
     for (const Operands& state : states_) require(state.empty());
@@ -118,7 +119,7 @@ class UpdateTable {
   std::vector<Form> forms_;
 };
 
-// Sends the words below, then launches a kernel for each Form:
+// Sends words to the device, and then launches a kernel for each Form. The words are, in this order:
 //
 //   table | hyper-parameters, lr | address of lr | ticket | counts of updates | entries of the chunks of each Form
 template <class Device>
