@@ -20,7 +20,8 @@ _TANH_CUBIC = tl.constexpr(0.044715)
 def _half_of_one_plus_tanh(x):
     """Return (1 + tanh(u)) / 2 for u = sqrt(2 / pi) * (x + 0.044715 * x^3).
 
-    It is computed as 1 / (1 + exp(-2u)), because tanh is a function of libdevice, which the interpreter does not have.
+    The result is computed as 1 / (1 + exp(-2u)). Triton's tanh is a function of libdevice, which Triton's interpreter
+    does not have.
     """
     return 1.0 / (1.0 + tl.exp((x + x * x * x * _TANH_CUBIC) * _TANH_SCALE * -2.0))
 
@@ -28,7 +29,7 @@ def _half_of_one_plus_tanh(x):
 @triton.jit
 def activate(x, KIND: tl.constexpr):
     if KIND == RELU:
-        x = tl.where(x < 0.0, 0.0, x)  # NaN < 0.0 is false, so that NaN stays NaN
+        x = tl.where(x < 0.0, 0.0, x)  # NaN < 0.0 is false, so NaN stays NaN
     elif KIND == GELU:
         x = 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
     elif KIND == GELU_TANH:
@@ -41,7 +42,8 @@ def derivative(x, KIND: tl.constexpr):
     """Return the derivative of an activation.
 
     Args:
-        x: The argument of the activation. For relu it is the result, which is above 0 where the argument is.
+        x: The argument of the activation, or for relu its result. The result of relu is above 0 where the
+            argument is above 0.
         KIND: The activation.
     """
     tl.static_assert(KIND != IDENTITY)
@@ -50,6 +52,7 @@ def derivative(x, KIND: tl.constexpr):
     elif KIND == GELU:
         return 0.5 * (1.0 + tl.erf(x * _SQRT_HALF)) + x * _INVERSE_SQRT_TWO_PI * tl.exp(-0.5 * x * x)
     else:
-        # The activation is x * s, with s = (1 + tanh(u)) / 2. The derivative of s by u is 2 * s * (1 - s).
+        # GELU_TANH is x * s. Here s = (1 + tanh(u)) / 2, and u is explained in `_half_of_one_plus_tanh`. The derivative
+        # of s by u is 2 * s * (1 - s).
         s = _half_of_one_plus_tanh(x)
         return s + 2.0 * x * s * (1.0 - s) * _TANH_SCALE * (1.0 + 3.0 * x * x * _TANH_CUBIC)

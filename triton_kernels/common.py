@@ -65,9 +65,9 @@ def optional_scalar(address, absent):
 
 @triton.jit
 def is_last(ticket_ptr):
-    """Return whether this program is the last one of the launch that calls this function.
+    """Return whether this program is the last one in its launch to call this function.
 
-    The last program can read everything that the other programs wrote before they called it.
+    The last program can read everything that the other programs wrote before their calls.
 
     Args:
         ticket_ptr: An int64 counter, which is 0 between launches. The last program sets it back to 0.
@@ -81,10 +81,11 @@ def is_last(ticket_ptr):
 
 
 # --------------------------------------------------------------------------------------------- element access
-# VEC is the number of neighbouring elements that a thread loads or stores in one access. Kernels use VEC > 1 only in a
-# branch where the address is aligned to such an access, and the number of elements is a multiple of VEC. In the branch,
-# address and number are still rounded down to that alignment. The rounding changes no value. It is there because the
-# compiler may move code out of the branch, where `multiple_of` would otherwise be false.
+# VEC is the number of neighbouring elements that a thread loads or stores in one access. Kernels use VEC > 1 only if
+# the address is aligned to the size of such an access, and the number of elements is a multiple of VEC. Nevertheless
+# address and number are rounded down to these multiples, which changes no value. The rounding is needed because the
+# compiler may move code out of a branch that tests the alignment. Without the rounding, `multiple_of` would be false
+# outside of that branch.
 #
 # bf16 is loaded and stored as int16, because the interpreter (Triton 3.6 to 3.9) misreads bf16 subnormals, and
 # truncates fp32 to bf16 instead of rounding it.
@@ -113,7 +114,7 @@ def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Return elements as fp32, or INT16 elements as int32. Where the mask is off, return 0."""
+    """Return elements as fp32, or with INT16 as int32. Where the mask is off, return 0."""
     x = tl.load(element_pointers(address, offsets, DTYPE, VEC), mask=mask, other=0)
     if DTYPE == INT16:
         x = x.to(tl.int32)
@@ -126,7 +127,7 @@ def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr
 
 @triton.jit
 def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Store fp32 values, rounded to nearest even. With INT16, store int32 values."""
+    """Store fp32 values, rounded to nearest even. With INT16, the values are int32 and are stored as int16."""
     if DTYPE == FP32:
         y = x
     elif DTYPE == INT16:
@@ -162,14 +163,16 @@ def _bf16_bits(x):
 # ----------------------------------------------------------------------------------------------------- launch
 
 
-# How many programs of 128 threads run at a time on a multiprocessor with 65536 registers, if a thread has 96 of them.
+# How many programs run at a time on a multiprocessor that has 65536 registers. A program has 128 threads, and a thread
+# has 96 registers.
 _PROGRAMS = 5
 
 
 def programs_at_a_time(tensor: torch.Tensor) -> int:
     """Return how many programs of 128 threads run at a time on the device of a tensor.
 
-    On a CPU (interpreted), return 0, as for CPU kernels.
+    For a tensor on the CPU, where Triton's interpreter runs the kernels, return 0. `chunk_size` in ops/table.py then
+    returns the size that CPU kernels use.
     """
     if not tensor.is_cuda:
         return 0
@@ -185,7 +188,7 @@ def address_of(scalar: torch.Tensor | None) -> int:
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """Return a context in which `device` is the current device, where Triton loads and launches kernels."""
+    """Return a context in which `device` is the current device. Triton loads and launches kernels on that device."""
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         return torch.cuda.device(device)
     return contextlib.nullcontext()
@@ -205,7 +208,7 @@ def load(kernel: Any, device: torch.device, *args: Any, **constants: Any) -> Non
     """
     if isinstance(kernel, triton.JITFunction):  # the interpreter compiles nothing
         with current(device):
-            # `warmup` compiles the kernel. Reading `run` for the first time loads it.
+            # `warmup` compiles the kernel. The first time that `run` is read, Triton loads the kernel.
             _ = kernel.warmup(*args, **constants, **_OPTIONS, grid=(1,)).run
 
 
@@ -216,13 +219,15 @@ _OPTIONS = {"enable_fp_fusion": True}
 def launch(kernel: Any, n_programs: int, first: torch.Tensor, *args: Any, **constants: Any) -> None:
     """Run `n_programs` programs on the device of the kernel's first argument, on the current stream of that device.
 
-    The kernels specialise on no argument ("is 1", "is a multiple of 16"), which would gain nothing. Every number has an
-    annotated type, because Triton would type a Python int by its value. So a new value never compiles a variant, which
-    could happen in the middle of a graph capture.
+    By default Triton compiles other variants for arguments that are 1, or multiples of 16. The kernels turn this off
+    for all arguments, because such variants would gain nothing. Every number has an annotated type, because Triton
+    would otherwise choose the type of a Python int by its value. So a new value of an argument never makes Triton
+    compile a variant. Otherwise this could happen in the middle of a graph capture.
 
     Kernels that walk a table have one program for each chunk. The hardware starts a program when another one ends. So
-    multiprocessors stay busy although some chunks are short (the ends of tensors), and others are skipped. A persistent
-    grid would divide the work before the launch, and would need the multiprocessor count of the right device.
+    multiprocessors stay busy although some chunks are short (the ends of tensors), and others are skipped. In a
+    persistent grid, a program would take several chunks. Such a grid would divide the work before the launch, and would
+    need the multiprocessor count of the right device.
     """
     if n_programs == 0:
         return

@@ -1,4 +1,4 @@
-"""Copy of a matrix whose rows are a multiple of 16 bytes apart, in one pass.
+"""Copy of a matrix, in one pass. The rows of the copy are a multiple of 16 bytes apart.
 
     out[r, c]    = x[r, c] * derivative(pre[r, c])     (without `pre`: x[r, c])
                    0 for c after the last column of x
@@ -7,8 +7,9 @@
 Bytes per element: 2 read (4 with `pre`), 2 written.
 
 The rows are divided into shares. A program copies up to 256 columns of one share, and sums each column for bias_grad.
-It goes from top to bottom in tiles of 2048 elements; if x or `pre` is read by element, in tiles of 1024. If there are
-several shares, a second kernel adds their sums in a fixed order:
+It goes from top to bottom in tiles. If x and `pre` are read 16 bytes at a time, a tile has 2048 elements. If one of
+them is read one element at a time, a tile has 1024. If there are several shares, a second kernel adds their sums in a
+fixed order:
 
               columns 0-255   columns 256-511   ..
     share 0 | program 0     | program 1       | ..      -> sums[0, :]  \
@@ -39,7 +40,8 @@ def _load(
     DTYPE: tl.constexpr, INNER: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
     pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
-    # An access with at least one element of the matrix reads VEC elements. Those outside the matrix become 0 below.
+    # An access that covers at least one element of the matrix reads VEC elements. If some of these elements are outside
+    # the matrix, they become 0 below.
     exist_rows = rows < (round_up(n_rows, VEC) if INNER == ROWS else n_rows)
     exist_columns = columns < (round_up(n_columns, VEC) if INNER == COLUMNS else n_columns)
     x = load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)
@@ -103,15 +105,15 @@ def _fold_kernel(sums_ptr, out_ptr, shares: tl.int32, n_columns: tl.int64):
 
 
 # ----------------------------------------------------------------------------------------------------------- launch
-_PROGRAMS = 1024  # about eight for each multiprocessor of the largest GPU
+_PROGRAMS = 1024  # programs that fill a device: about eight for each multiprocessor of the largest GPU
 _COLUMNS = 256
 
 
 def _tile(pitch: int, wide: bool) -> tuple[int, int]:
     """Return (rows, columns) of a tile for four warps.
 
-    If access is wide, a thread has 16 elements. If it is by element, a thread has 8, because each element then needs an
-    address of its own.
+    With `wide`, x and `pre` are read 16 bytes at a time, and a thread has 16 elements. Otherwise x or `pre` is read one
+    element at a time. A thread then has 8 elements, because each element needs an address of its own.
     """
     columns = min(_COLUMNS, 1 << (pitch - 1).bit_length())
     return (2048 if wide else 1024) // columns, columns

@@ -1,12 +1,16 @@
-"""int8 arithmetic with the same bits as csrc/formulas/int8.h, and the launch that this needs.
+"""int8 arithmetic with the same bits as csrc/formulas/int8.h, and the launch without fused operations that it needs.
 
     symmetric     scale = absmax / 127                  code = clamp(rint(x * (1 / scale)), -127, 127)
     asymmetric    scale = high / 255 - low / 255        code = clamp(rint(x * (1 / scale)) + zero_point, -128, 127)
                   zero_point = clamp(rint(-128 - low * (1 / scale)), -128, 127)
-    stochastic    floor(x * (1 / scale) + u) in place of rint, with u in [0, 1) from Philox
+    stochastic    floor(x * (1 / scale) + u) in place of rint(x * (1 / scale)), with u in [0, 1) from Philox
 
-Each product and each sum is rounded (`launch_unfused`). Division is `tl.div_rn`, since plain `/` is approximate. rint
-and floor are built from additions, because the interpreter has no libdevice, and `tl.floor` flushes subnormals.
+The elements x of a group share one scale. absmax is their largest magnitude. low and high are the smallest and the
+largest of the elements and 0.
+
+Each product and each sum is rounded separately, without fused multiply-add (`launch_unfused`). Division is `tl.div_rn`,
+since plain `/` is approximate. rint and floor are built from additions, because Triton's interpreter has no libdevice,
+and `tl.floor` flushes subnormals.
 """
 
 from __future__ import annotations
@@ -19,14 +23,14 @@ import triton
 import triton.language as tl
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
-# 1.5 * 2**23. If the magnitude of x is below 2**22, the float x + ROUNDER has no fraction bits. So the addition rounds
-# x to an integer, half to even.
+# 1.5 * 2**23. If the magnitude of x is below 2**22, x + ROUNDER is between 2**23 and 2**24, where every float is an
+# integer and every integer is a float. So the addition rounds x to an integer, half to even.
 ROUNDER = tl.constexpr(12582912.0)
 
 
 @triton.jit
 def ordered_key(x):
-    """Return int32 keys in the order of the floats. A NaN is beyond the infinity of its sign."""
+    """Return int32 keys that compare as the floats do. The key of a NaN is beyond that of the infinity of its sign."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -39,9 +43,10 @@ def from_key(key):
 
 @triton.jit
 def bounded(steps):
-    """Clamp numbers of steps (x / scale) to [-512, 512], where `ROUNDER` and int32 are exact.
+    """Clamp `steps`, numbers in units of the scale, to [-512, 512].
 
-    NaN stays NaN, which `tl.clamp` and `tl.minimum` do not promise.
+    In this range, adding `ROUNDER` rounds correctly, and an int32 can hold the result. NaN stays NaN. `tl.clamp` and
+    `tl.minimum` do not promise that.
     """
     return tl.where(steps < -512.0, -512.0, tl.where(steps > 512.0, 512.0, steps))
 
@@ -63,8 +68,9 @@ def affine_of(low, high, SYMMETRIC: tl.constexpr):
         steps = tl.full(high.shape, 255.0, tl.float32)
         scale = tl.div_rn(from_key(high), steps) - tl.div_rn(from_key(low), steps)
     inverse = tl.div_rn(tl.full(high.shape, 1.0, tl.float32), scale)
-    # If a scale is so near 0 that its inverse is infinite, every code is 0, and the scale becomes 1. If an element is
-    # NaN or infinite, every code is 0, and the scale becomes NaN, so that dequantizing gives NaN.
+    # If a scale is 0, or so near 0 that its inverse is infinite, all codes of the group are 0, and the scale becomes 1.
+    # If an element of the group is NaN or infinite, all codes of the group are 0, and the scale becomes NaN, so that
+    # dequantizing gives NaN.
     usable = finite & ((inverse.to(tl.int32, bitcast=True) & 0x7FFFFFFF) < INFINITY_BITS)
     inverse = tl.where(usable, inverse, 0.0)
     scale = tl.where(usable, scale, tl.where(finite, 1.0, float("nan")))
@@ -123,7 +129,7 @@ def values_of(codes, scale, zero_point):
 
 @triton.jit
 def _words(index, seed):
-    """Return the four words of Philox4x32-10 for counter index // 4. Word index % 4 is for the element `index`."""
+    """Return the four words of Philox4x32-10 for the counter index // 4. The element `index` uses word index % 4."""
     counter = index >> 2
     low = (counter & 0xFFFFFFFF).to(tl.uint32)
     return tl.philox(seed, low, (counter >> 32).to(tl.uint32), low * 0, low * 0)
@@ -145,10 +151,10 @@ def noise_of_each(index, seed):
 def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Return noise [ROWS, COLUMNS] for elements whose indices are consecutive along a row.
 
-    One counter is used for four elements.
+    Four neighbours in a row use the four words of one counter.
 
     Args:
-        index: [ROWS, COLUMNS / 4], the indices of every fourth element of a row. They must be multiples of 4.
+        index: [ROWS, COLUMNS / 4], the index of the first of each four elements of a row. It must be a multiple of 4.
         seed: The key of Philox.
         ROWS: The number of rows.
         COLUMNS: The number of columns.
@@ -159,7 +165,7 @@ def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
-    """Return pointers to codes. With VEC > 1 the base is rounded down, as in `common.element_pointers`."""
+    """Return pointers to codes. With VEC > 1 the base is rounded down, for the reason that common.py gives."""
     if VEC > 1:
         address = codes_ptr.to(tl.int64) // VEC * VEC
         codes_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), VEC)
@@ -167,7 +173,7 @@ def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
 
 
 def launch_unfused(kernel: Any, n_programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Launch a kernel as `common.launch` does, but do not fuse a product and a sum into an fma with one rounding."""
+    """Launch a kernel on `device`. Unlike `common.launch`, forbid fma, which rounds a product and a sum only once."""
     guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device.type == "cuda" and device.index != torch.cuda.current_device():
         guard = torch.cuda.device(device)

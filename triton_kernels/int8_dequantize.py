@@ -2,13 +2,14 @@
 
     dequantize          out = (code - zero_point) * scale
     straight through    out = grad where low <= rint(x * (1 / scale)) + zero_point <= 127, else 0
+                        low = -127 if there are no zero points (symmetric codes), else -128
 
     bytes per element     16-bit values     fp32
     dequantize                  3             5
     straight through            6            12
 
-Each is one pass over the tensor. int8_tiles.py explains bands and tiles. A program keeps the scales of its band in
-registers, and handles up to four tiles.
+Each of the two kernels is one pass over its tensors. int8_tiles.py explains bands and tiles. A program keeps the scales
+of its band in registers, and handles up to four tiles.
 """
 
 from __future__ import annotations

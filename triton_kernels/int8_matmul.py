@@ -1,14 +1,17 @@
 """Products with int8 operands, in 2 M N K operations.
 
     int8 @ int8:  out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
-                  The sum of products of codes is exact in int32. Zero points of a need the sum of each column of b
-                  too, and zero points of b the sum of each row of a.
+                  sa and za are the scale and the zero point of a row of a (or of all of a). sb and zb are those of a
+                  column of b (or of all of b). The sum of products of codes is exact in int32, since K is at most
+                  MAX_K (ops/int8.py). If a has zero points, the kernel also needs the sum of each column of b. If b
+                  has zero points, it also needs the sum of each row of a.
     x @ int8:     out[m, n] = (sum over k of x[m, k] * b[k, n]) * sb[n] + bias[n]
                   Codes are converted to x's dtype in registers. Sums are fp32.
 
-Bytes: one for each code, two or four for each number of x and of the output. An operand is read once for each tile that
-needs it. All reads but the first are from L2, because programs that run at the same time compute tiles in the same
-eight rows of tiles (`place_of_tile` in product.py).
+Bytes: one for each code of an operand or of the output, two or four for each floating-point number. Each part of an
+operand is read once for each tile of the output that needs it. Only the first of these reads is from memory. The others
+are from L2, because programs that run at the same time compute tiles in the same eight rows of tiles (`place_of_tile`
+in product.py).
 
     `b`                   BN             a program: one tile BM x BN of the output and one share of K
                       +---------+
@@ -16,10 +19,11 @@ eight rows of tiles (`place_of_tile` in product.py).
                       +---------+                          shares > 1:  sums -> partials[share, m, n]
     `a`   BM  [  ][  ] [ tile ]          _combine_kernel:  partials, added in the order of shares
                share 0   share 1                                       -> scales, bias, codes -> out
-                                         _sums_kernel:     sums of rows of a and of columns of b, if _matmul_kernel
-                                                           has no registers to add them up
+                                         _sums_kernel:     with zero points: sums of rows of a and of columns of b, if
+                                                           _matmul_kernel has no registers to add them up
 
-If there are too few tiles to fill a device, several programs share the K of one tile.
+If there are too few tiles to fill a device, several programs share the K of one tile. In the code such a share of K is
+a "split".
 """
 
 from __future__ import annotations
@@ -77,7 +81,7 @@ def _sums_kernel(
     sums = tl.zeros((BM, BK), tl.int32)
     for i in range(0, tl.cdiv(k, BK).to(tl.int32)):
         x = tl.load(pointers, mask=mask & (i * BK + inner < end)[None, :], other=0)
-        if INNER == COLUMNS and VEC > 1:  # an access may also read bytes beyond k
+        if INNER == COLUMNS and VEC > 1:  # an access may also read elements beyond k
             x = tl.where((i * BK + inner < k)[None, :], x, 0)
         sums += x.to(tl.int32)
         pointers += BK * (1 if INNER == COLUMNS else step)
@@ -94,7 +98,7 @@ def _finish(
     total, rows, columns, m, n, a_scale_ptr, a_scale_step, b_scale_ptr, b_scale_step, bias_ptr, out_ptr,
     out_scale_ptr, out_zero_point_ptr, BIAS_DTYPE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Multiply sums by their scales, add the bias, and store the output: codes if `out_scale_ptr` is not None.
+    """Multiply sums by their scales, add the bias, and store the output. If `out_scale_ptr` is not None, store codes.
 
     `rows` and `columns` broadcast to the shape of `total`.
     """
@@ -131,9 +135,9 @@ def _matmul_kernel(
     out_ptr,
     out_scale_ptr,
     out_zero_point_ptr,
-    a_sums_ptr,  # from _sums_kernel; None: added up here
-    b_sums_ptr,
-    partials_ptr,  # [splits, m, n] for _combine_kernel; None: each program adds up all of K
+    a_sums_ptr,  # from _sums_kernel; None: if b has zero points, this kernel adds up a's rows
+    b_sums_ptr,  # from _sums_kernel; None: if a has zero points, this kernel adds up b's columns
+    partials_ptr,  # [n_splits, m, n] for _combine_kernel; None: each program adds up all of K
     m: tl.int64,
     n: tl.int64,
     k: tl.int64,
@@ -223,18 +227,21 @@ def _combine_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launch
-# The operands in flight take at most 96 KB of shared memory (192 KB with _LARGE_HOPPER), because on sm_86, sm_89 and
-# sm_120 a block may have 99 KB. None of these tiles spills registers (tests/package/test_triton_compile.py).
+# The parts of operands that a program holds in shared memory take at most 96 KB, because on sm_86, sm_89 and sm_120 a
+# block may have 99 KB. With _LARGE_HOPPER, which is only for sm_90, they take 192 KB. None of these tiles spills
+# registers (tests/package/test_triton_compile.py).
 _LARGE = {
     torch.int8: Tiles(128, 128, 128, 8, 3),
     torch.float16: Tiles(128, 128, 64, 8, 4),
     torch.bfloat16: Tiles(128, 128, 64, 8, 4),
-    # With 64 rows or more, Triton 3.6 computes in TF32 on sm_100, although `product.dot` asks for "ieee".
+    # In tiles of 64 rows or more, Triton 3.6 computes in TF32 on sm_100, although `product.dot` asks for "ieee".
     torch.float32: Tiles(32, 128, 32, 8, 2),
 }
-# For int8 on sm_90. wgmma reads both operands from shared memory, where they take 192 of the 227 KB.
+# For int8 on sm_90. Its matrix instruction, wgmma, reads both operands from shared memory. There they take 192 of the
+# 227 KB that a block may have.
 _LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)
-# For int8 products that are not `plain` (`_tiles` explains it): they need more registers in addition to the sums.
+# For int8 products that are not plain (argument `plain` of `_tiles`). In addition to the sums, such products need more
+# registers than plain ones.
 _LARGE_NARROW = Tiles(128, 64, 128, 8, 4)
 _MEDIUM = {
     torch.int8: Tiles(64, 64, 128, 4, 4),
@@ -242,20 +249,22 @@ _MEDIUM = {
     torch.bfloat16: Tiles(64, 64, 64, 4, 4),
     torch.float32: Tiles(32, 64, 32, 4, 3),
 }
-# For products with at most 16 rows, or at most 16 columns. Each element of the other operand is then read once.
+# For products with at most 16 rows. They have one row of tiles, so each element of b is read once.
 _FEW_ROWS = {
     torch.int8: Tiles(16, 32, 256, 4, 4),
     torch.float16: Tiles(16, 32, 256, 4, 4),
     torch.bfloat16: Tiles(16, 32, 256, 4, 4),
     torch.float32: Tiles(16, 32, 64, 4, 3),
 }
+# For products with at most 16 columns. They have one column of tiles, so each element of a is read once.
 _FEW_COLUMNS = {
     torch.int8: Tiles(32, 16, 256, 4, 4),
     torch.float16: Tiles(32, 16, 256, 4, 4),
     torch.bfloat16: Tiles(32, 16, 256, 4, 4),
     torch.float32: Tiles(32, 16, 64, 4, 3),
 }
-# For access by element. Each element of an operand then needs an address and a predicate of its own.
+# For operands that are read one element at a time. A thread has fewer elements than with the tiles above, because each
+# element then needs an address and a predicate of its own.
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
 _BY_ELEMENT_FP32 = Tiles(32, 32, 16, 4, 2)
 _SMALL = Tiles(32, 32, 32, 4, 2)  # also for Turing, where Triton no longer uses tensor cores
@@ -275,7 +284,8 @@ def _tiles(dtype: torch.dtype, m: int, n: int, wide: bool, plain: bool, capabili
         m: The number of rows of the output.
         n: The number of columns of the output.
         wide: Whether both operands are read 16 bytes at a time.
-        plain: Whether the epilogue only scales and adds, and at least one operand is contiguous along K.
+        plain: Whether there are no zero points, the output is not codes, and at least one operand is contiguous along
+            K. After its loop, a plain product is only multiplied by the scales and added to the bias.
         capability: The compute capability of the device.
     """
     if capability < (8, 0):
@@ -336,8 +346,9 @@ def _multiply(
     tiles = _tiles(a.dtype, m, n, a_vec > 1 and b_vec > 1, plain, capability)
     n_tiles = math.ceil(m / tiles.m) * math.ceil(n / tiles.n)
     n_splits, tiles_of_split = shares_of(n_tiles, math.ceil(k / tiles.k))
-    # The loop over large tiles has too few registers for these sums. Also, each tile in a row of tiles would add up the
-    # same sums again.
+    # With zero points, sums of the rows of a or of the columns of b are needed. For large tiles `_sums_kernel` adds
+    # them up, because the loop of the product has too few registers for these sums. Also, all tiles in a row of tiles
+    # would add up the same rows of a, and all tiles in a column of tiles the same columns of b.
     apart = has_zero_points and tiles == _LARGE_NARROW
     a_sums = _sums(a) if apart and b_zero_point is not None else None
     b_sums = _sums(b.t()) if apart and a_zero_point is not None else None
@@ -375,7 +386,7 @@ def _int8_matmul_(
     out_scale: torch.Tensor | None,
     out_zero_point: torch.Tensor | None,
 ) -> None:
-    if min(out.shape) > 16:  # with fewer rows or columns the copy would take as long as the product
+    if min(out.shape) > 16:  # with at most 16 rows or columns, the copy would take as long as the product
         a, b = _in_chunks(a), _in_chunks(b.t()).t()
     _multiply(a, b, a_scale, a_zero_point, b_scale, b_zero_point, bias, out, out_scale, out_zero_point)
 

@@ -1,9 +1,10 @@
 """Quantization to int8, and fake quantization. int8_tiles.py explains bands and tiles.
 
 code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)          fake = (code - zero_point) * scale
+low = -127 if there are no zero points (symmetric codes), else -128
 
-The scale of a group comes from one of four sources, which differ in how often x is read. The last columns are the bytes
-per element, if x is 16-bit or fp32 and the result is codes.
+The scale of a group comes from one of four sources, which differ in how often x is read. The last two columns are the
+bytes per element for a 16-bit x and for an fp32 x, if the results are codes.
 
 source       reads of x                                                                           16-bit     fp32
 GIVEN        1                                                                                    3          5
@@ -51,8 +52,9 @@ PARTIALS = tl.constexpr(3)  # _extremes_kernel, if there are too few bands to fi
 
 
 # --------------------------------------------------------------------------------------------------- the extremes
-# The extremes are found by comparing integers, because this keeps NaN and gives the same result in any order. Elements
-# outside the tensor count as 0. This changes no scale, since the range of every group is extended to include 0.
+# The extremes are found by comparing integers: the bits of magnitudes, or the keys of `ordered_key`. Such comparisons
+# keep NaN, and give the same result in any order. Elements outside the tensor count as 0. This changes no scale, since
+# the range of every group is extended to include 0.
 @triton.jit
 def _include(low, high, x, SYMMETRIC: tl.constexpr):
     if SYMMETRIC:
@@ -111,7 +113,7 @@ def _extremes_of_partials(
 @triton.jit(do_not_specialize=list(range(8)))
 def _extremes_kernel(
     x_ptr,
-    partials_ptr,  # int32 [1 or 2, pieces, groups]: high, then low (only if not SYMMETRIC)
+    partials_ptr,  # int32 [2, pieces, groups]: high, then low; with SYMMETRIC [1, pieces, groups]: only high
     outer: tl.int64,
     reduced: tl.int64,
     inner: tl.int64,
@@ -172,7 +174,7 @@ def _write(
 @triton.jit(do_not_specialize=list(range(13)))
 def _quantize_kernel(
     x_ptr,
-    out_ptr,  # int8 codes, or with FAKE values of x's dtype
+    out_ptr,  # int8 codes; if FAKE is set, dequantized values in x's dtype
     scale_ptr,
     zero_point_ptr,  # None: symmetric
     partials_ptr,  # from _extremes_kernel, or None
@@ -187,7 +189,7 @@ def _quantize_kernel(
     FROM: tl.constexpr,
     FAKE: tl.constexpr,
     STOCHASTIC: tl.constexpr,
-    FOURS: tl.constexpr,  # each four neighbours in a row of a tile share one draw of random bits (has_index_of_fours)
+    FOURS: tl.constexpr,  # four neighbours in a row of a tile use one counter of Philox (Layout.has_index_of_fours)
     DTYPE: tl.constexpr,
     BY_COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,

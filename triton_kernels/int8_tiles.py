@@ -1,10 +1,12 @@
 """The order in which the int8 Triton kernels walk the memory of a tensor. csrc/int8.h explains Int8Layout and groups.
 
-A band is some neighbouring groups. A program handles a band, or shares it with other programs (`pieces` in all), in
-tiles of [ROWS, WIDTH] elements. The scales of the band's groups stay in registers from tile to tile.
+A band consists of one or more neighbouring groups, and is divided into tiles of [ROWS, WIDTH] elements. The number of
+programs that share the tiles of a band is `pieces`; it may be 1. In each of these programs the scales of the band's
+groups stay in registers from tile to tile.
 
-    by rows: a band is ROWS groups, and a tile              by columns: a band is WIDTH columns, and a tile
-    has WIDTH neighbouring elements of each                 has ROWS elements of each
+    by rows (inner is 1): a band is ROWS groups,            by columns (inner is above 1): a band is WIDTH columns,
+    and a tile has WIDTH neighbouring elements              each of which is a group, and a tile has ROWS elements
+    of each group                                           of each column
 
               WIDTH                                                    WIDTH
          [a a a a | a a a a | a ...   scale a                     [a b c d
@@ -33,8 +35,9 @@ def offsets_of_tile(
 ):  # fmt: skip
     """Return the offsets of a tile's elements, and a mask of those that exist.
 
-    With STEP > 1, return those of every STEP-th element along memory. With VEC > 1, every group (by rows) or every row
-    (by columns) begins and ends at a multiple of VEC elements.
+    With STEP > 1, offsets and mask are those of every STEP-th element in each row of the tile. VEC > 1 is only allowed
+    if every group (by rows) or every row of `inner` elements (by columns) begins and ends at a multiple of VEC
+    elements.
     """
     outer, reduced, inner, row = sizes
     down = tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -64,7 +67,7 @@ def offsets_of_tile(
 def groups_of_band(sizes, band, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
     """Return the numbers of a band's groups, and a mask of those that exist.
 
-    Both have the shape of a tile that is reduced over its groups: [ROWS, 1] by rows, [1, WIDTH] by columns.
+    Both have one element for each group of a tile: their shape is [ROWS, 1] by rows, and [1, WIDTH] by columns.
     """
     outer, _, inner, _ = sizes
     if BY_COLUMNS:
@@ -79,12 +82,16 @@ def groups_of_band(sizes, band, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WI
 
 
 # ----------------------------------------------------------------------------------------------------------- plans
-# Elements of a tile, by whether access is wide. With wide access, each thread of four warps has 16 elements. With
-# access by element it has 8, because each element then needs an address and a predicate of its own.
+# The elements of the largest tile of `streaming_plan`. The key is whether access is wide, which means that one access
+# covers several elements. A tile of this size has four warps. With wide access a thread has 16 elements. With access by
+# element it has 8, because each element then needs an address and a predicate of its own.
 _TILE = {True: 2048, False: 1024}
+# The elements of the largest tile of `register_plan`. A tile of this size has 16 warps, so a thread has twice as many
+# elements as above.
 _REGISTER_TILE = {True: 16384, False: 8192}
 _PROGRAMS = 1024  # enough to fill a device: about eight for each multiprocessor of the largest GPU
-_COLUMNS_OF_TILE = 64  # the least width of a tile by columns: 128 bytes of neighbouring 16-bit elements
+# The least width of a tile by columns, if `inner` is that large: 128 bytes of neighbouring 16-bit elements.
+_COLUMNS_OF_TILE = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,7 +131,7 @@ class Layout(NamedTuple):
         return self.inner > 1
 
     def access(self, *tensors: torch.Tensor) -> dict[str, Any]:
-        """Return the constant VEC: how many neighbouring elements one access covers, the same in all these tensors."""
+        """Return the constant VEC: how many neighbouring elements one access to each of these tensors covers."""
         vec = min(16 // tensor.element_size() for tensor in tensors)
         runs = (self.inner,) if self.is_by_columns else (self.reduced, self.row)  # no access crosses the end of a run
         wide = all(n % vec == 0 for n in runs)
@@ -132,7 +139,7 @@ class Layout(NamedTuple):
         return {"VEC": vec if wide else 1}
 
     def has_index_of_fours(self) -> bool:
-        """Return whether each four neighbours in a row of a tile get their random bits from one counter."""
+        """Return whether each four elements of a tile's row (0 to 3, 4 to 7, ...) get random bits from one counter."""
         if self.is_by_columns:
             return self.inner >= 4 and (self.inner % 4 == 0 or self.outer * self.reduced == 1)
         groups_of_row = -(-self.row // self.reduced)
@@ -164,7 +171,7 @@ def streaming_plan(layout: Layout, wide: bool) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def register_plan(layout: Layout, wide: bool) -> Plan | None:
-    """Return a plan in which a tile holds whole groups, or None if its groups do not fit into a tile."""
+    """Return a plan in which a tile holds whole groups, or None if that tile would exceed `_REGISTER_TILE`."""
     if layout.is_by_columns:
         rows = _power_of_two(layout.reduced)
         width = min(_power_of_two(layout.inner), max(_COLUMNS_OF_TILE, _TILE[wide] // rows))
@@ -176,9 +183,9 @@ def register_plan(layout: Layout, wide: bool) -> Plan | None:
 
 @functools.lru_cache(maxsize=4096)
 def two_pass_plan(layout: Layout, wide: bool) -> Plan:
-    """Return a plan with one program for each band. If these are too few to fill the device, several share a band."""
+    """Return a plan with one program for each band, or with several if there are too few bands to fill the device."""
     plan = streaming_plan(layout, wide)
-    # In the second kernel every program folds the extremes of all pieces of its band. The square root keeps them few,
-    # compared with the elements of a program.
+    # In the second kernel every program folds the extremes of all pieces of its band. The square root limits the number
+    # of pieces, so that a program has few extremes to fold, compared with the number of its elements.
     most = min(_PROGRAMS // plan.bands, math.isqrt(layout.reduced))
     return dataclasses.replace(plan, pieces=max(1, min(plan.tiles, most)))

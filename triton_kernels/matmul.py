@@ -1,18 +1,20 @@
 """Products of fp16 or bf16 matrices: out = activation(alpha * a @ b + beta * input), summed in fp32 and rounded once.
 
-A product has 2 m n k operations. a and b are read once for each tile [BM, BN] of `out` that needs them. Programs with
-consecutive numbers compute tiles in the same 8 rows of tiles, so that the part of b which they read is still in L2.
+A product has 2 m n k operations. Each part of a and b is read once for each tile [BM, BN] of `out` that needs it.
+Programs with consecutive numbers compute tiles in the same 8 rows of tiles, so that the part of b which they read is
+still in L2.
 
 There are two kernels:
 
 - `_descriptor_kernel` loads operands through tensor descriptors. Loads beyond M, N and K give 0. A program computes
-  one tile or several, one after the other. This kernel needs a device with TMA, and operands that TMA can address.
+  one tile or several, one after the other. This kernel needs a device with a tensor memory accelerator (TMA), which
+  compute capabilities from 9.0 have. TMA must be able to address the operands (`_describe`).
 - `_matmul_kernel` loads operands through pointers, with any strides. A program computes one tile. If there are too few
   tiles to fill a device, several programs share the K of one tile, and `_combine_kernel` adds their sums in a fixed
   order.
 
-Both store results through pointers, because a store through a descriptor can only end at a multiple of 16 bytes. The
-memory between the end of the result and that multiple may belong to another tensor.
+Both kernels store results through pointers, because a store through a descriptor can only end at a multiple of 16
+bytes. The memory between the end of the result and that multiple may belong to another tensor.
 """
 
 from __future__ import annotations
@@ -72,7 +74,7 @@ def _tile_of_input(
 
 @triton.jit
 def _argument(sums, input, alpha, beta):
-    """Return the argument of the activation. `input` is None if there is none, or beta is 0."""
+    """Return the argument of the activation. `input` is None if the product has none, or if beta is 0."""
     x = alpha * sums
     if input is not None:
         x += beta * input
@@ -87,8 +89,8 @@ def _store_last(
     """Store the last n % VEC columns one by one, if they are in this tile. A wide access to them would end beyond n."""
     first = n // VEC * VEC
     if (first < n) & (column <= first) & (first < column + BN):
-        # Only these columns are picked out of the tile and stored. With an address and a predicate for each element of
-        # the tile, large tiles spill registers.
+        # The last columns are first picked out of the tile. If the whole tile were stored with a mask, each of its
+        # elements would need an address and a predicate, and large tiles would spill registers.
         is_last = (column + tl.arange(0, BN)) // VEC * VEC == first
         bits = tl.where(is_last[None, :], x.to(tl.int32, bitcast=True), 0)
         last = tl.sum(tl.reshape(bits, (BM, BN // VEC, VEC)), axis=1).to(tl.float32, bitcast=True)
@@ -172,7 +174,7 @@ def _matmul_kernel(
     input_ptr,
     out_ptr,
     pre_ptr,
-    partials_ptr,  # [splits, batches, m, n] for _combine_kernel; None: each program adds up all of K
+    partials_ptr,  # [n_splits, batches, m, n] for _combine_kernel; None: each program adds up all of K
     batches: tl.int32,
     m: tl.int64,
     n: tl.int64,
@@ -285,7 +287,7 @@ def _descriptor_kernel(
     m: tl.int64,
     n: tl.int64,
     k: tl.int64,
-    a_step: tl.int32,  # 0: all batches have the same a
+    a_step: tl.int32,  # 0 if all batches have the same a, else 1
     b_step: tl.int32,
     input_b: tl.int64,
     input_m: tl.int64,
@@ -305,7 +307,7 @@ def _descriptor_kernel(
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
-    FLATTEN: tl.constexpr,  # make one loop over tiles and K: loads for the next tile begin before this one is stored
+    FLATTEN: tl.constexpr,  # one loop over tiles and K; loads for the next tile then begin before this tile is stored
 ):
     tiles_of_matrix = (tl.cdiv(m, BM) * tl.cdiv(n, BN)).to(tl.int32)
     k_tiles = tl.cdiv(k, BK).to(tl.int32)
@@ -333,14 +335,17 @@ def _descriptor_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launch
-# Tiles for `_matmul_kernel`. The operands in flight take at most 96 KB of shared memory, because on sm_86, sm_89 and
-# sm_120 a block may have 99 KB. None of these tiles spills registers (tests/package/test_triton_compile.py).
+# Tiles for `_matmul_kernel`. The parts of operands that a program holds in shared memory take at most 96 KB, because on
+# sm_86, sm_89 and sm_120 a block may have 99 KB. None of these tiles spills registers
+# (tests/package/test_triton_compile.py).
 _LARGE = Tiles(128, 128, 64, 8, 3)
 _MEDIUM = Tiles(64, 64, 64, 4, 4)
-# For products with at most 16 rows, or at most 16 columns. Each element of the other operand is then read once.
+# For products with at most 16 rows. They have one row of tiles, so each element of b is read once.
 _FEW_ROWS = Tiles(16, 32, 256, 4, 4)
+# For products with at most 16 columns. They have one column of tiles, so each element of a is read once.
 _FEW_COLUMNS = Tiles(32, 16, 256, 4, 4)
-# For access by element. Each element of an operand then needs an address and a predicate of its own.
+# For operands that are read one element at a time. A thread has fewer elements than with the tiles above, because each
+# element then needs an address and a predicate of its own.
 _FEW_ROWS_BY_ELEMENT = Tiles(16, 128, 32, 4, 2)
 _FEW_COLUMNS_BY_ELEMENT = Tiles(128, 16, 32, 4, 2)
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
@@ -348,8 +353,8 @@ _SMALL = Tiles(32, 32, 32, 4, 2)  # also for Turing, where Triton no longer uses
 # Tiles for `_descriptor_kernel`, by the major compute capability.
 _LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 4), 12: Tiles(128, 128, 64, 8, 2)}
 _MEDIUM_DESCRIPTORS = {9: Tiles(128, 128, 64, 8, 4), 10: Tiles(128, 128, 64, 8, 4), 12: Tiles(64, 64, 64, 4, 4)}
-# Drivers up to 13.1 wrongly encode the descriptor of a strided tensor that is smaller than this (NVIDIA/cutlass,
-# copy_traits_sm90_tma.hpp).
+# Up to CUDA 13.1 the driver wrongly encodes the descriptor of a strided tensor that is smaller than this
+# (NVIDIA/cutlass, copy_traits_sm90_tma.hpp).
 _SMALLEST_OF_DESCRIPTORS = 128 * 1024  # bytes
 
 
@@ -376,7 +381,8 @@ def _descriptor_tiles(m: int, n: int, k: int, batches: int, capability: tuple[in
     large, medium = _LARGE_DESCRIPTORS[capability[0]], _MEDIUM_DESCRIPTORS[capability[0]]
     if _count(large, m, n, batches) >= FULL:
         return large
-    # With fewer tiles, several programs should share the K of a tile, as in `_matmul_kernel`.
+    # If there are too few medium tiles as well, return None, because several programs should then share the K of a
+    # tile. `_matmul_kernel` does that.
     return medium if _count(medium, m, n, batches) >= FULL // 2 else None
 
 
@@ -409,7 +415,8 @@ def _describe(x: torch.Tensor, block: tuple[int, int], access: tuple[int, int]) 
     if inner == ROWS.value:
         x, block = x.mT, block[::-1]
     outer, length = x.shape[1:]
-    # If a dimension has size 1, its stride is never used and may have any value. TMA needs a multiple of 16 bytes.
+    # If a dimension has size 1, its stride is never used, and x may have any value there. For TMA it must be a multiple
+    # of 16 bytes, so such a stride is replaced.
     row = x.stride(1) if outer > 1 else math.ceil(length / 8) * 8
     step = x.stride(0) if batches > 1 else math.ceil(outer * row / 8) * 8
     span = 2 * ((batches - 1) * step + (outer - 1) * row + length)

@@ -54,8 +54,8 @@ def load_tile(pointers, mask, DTYPE: tl.constexpr):
 @triton.jit
 def as_operand(x, DTYPE: tl.constexpr):
     if DTYPE == BF16 and _INTERPRETED:
-        # The interpreter reads bf16 wrongly, and its dot of bf16 returns garbage. So it gets the numbers as fp32, where
-        # their products are the same.
+        # The interpreter reads bf16 wrongly, and its dot of bf16 returns garbage. So bf16 operands become fp32 in the
+        # interpreter. Products of the converted numbers are the same.
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x
 
@@ -63,7 +63,7 @@ def as_operand(x, DTYPE: tl.constexpr):
 @triton.jit
 def dot(x, y, sums, DTYPE: tl.constexpr, AS_HALF: tl.constexpr):
     if DTYPE == INT8 and AS_HALF:
-        # fp32 sums of fp16 products are exact here, since 256 products of codes are below 2**24.
+        # fp32 sums of fp16 products are exact here, since the sum of 256 products of codes is below 2**24.
         tl.static_assert(x.shape[1] <= 256)
         sums += tl.dot(x.to(tl.float16), y.to(tl.float16)).to(tl.int32)
     elif DTYPE == INT8:
@@ -104,9 +104,9 @@ def product(
     A_INNER: tl.constexpr, A_VEC: tl.constexpr, B_INNER: tl.constexpr, B_VEC: tl.constexpr,
     K_VEC: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Return a @ b over the tiles of K from `first` to `last`, the sums of a's rows, and those of b's columns.
+    """Return (a @ b, sums of a's rows, sums of b's columns) over the tiles of K from `first` to `last` - 1.
 
-    The sums of rows are 0 unless SUM_A, and those of columns are 0 unless SUM_B.
+    The sums of rows are 0 unless SUM_A is set. The sums of columns are 0 unless SUM_B is set.
     """
     ACCUMULATOR: tl.constexpr = tl.int32 if A_DTYPE == INT8 else tl.float32
     sums = tl.zeros((BM, BN), ACCUMULATOR)
@@ -118,8 +118,9 @@ def product(
     b_pointers = pointers_of(b_ptr, start + inner, columns, b_k, b_n, B_DTYPE, B_INNER, B_VEC)
     a_step = 1 if A_INNER == COLUMNS else (a_k // A_VEC * A_VEC)
     b_step = 1 if B_INNER == ROWS else (b_k // B_VEC * B_VEC)
-    # The masks include each access that reads at least one element of the matrix. What it reads beyond the last row of
-    # a, or the last column of b, affects only elements of the tile that are outside the result.
+    # The masks include each access that reads at least one element of the matrix. Such an access may also read elements
+    # beyond the last row of a, or beyond the last column of b. These affect only elements of the tile that are outside
+    # the result.
     a_mask = (rows < (round_up(m, A_VEC) if A_INNER == ROWS else m))[:, None]
     b_mask = (columns < (round_up(n, B_VEC) if B_INNER == COLUMNS else n))[None, :]
     whole = tl.minimum(last, (k // BK).to(tl.int32))
@@ -139,8 +140,9 @@ def product(
         b_rest = inner < (round_up(rest, B_VEC) if B_INNER == ROWS else rest)
         x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
         y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
-        # An access along K may read beyond the end of K. These elements would be added to every sum, and may be NaN, so
-        # they become 0. Codes of b need this only for their own sum: otherwise they are multiplied by 0.
+        # An access along K may read elements beyond the end of K. They may be NaN, and their products would be added to
+        # every sum. So they become 0. Codes of b are never NaN, and in the product they are multiplied by a 0 of a. So
+        # codes of b become 0 only if b's columns are summed (SUM_B).
         if A_INNER == COLUMNS and K_VEC < A_VEC:
             x = tl.where((inner < rest)[None, :], x, 0)
         if B_INNER == ROWS and K_VEC < B_VEC and (B_DTYPE != INT8 or SUM_B):
@@ -165,7 +167,7 @@ def combined(partials_ptr, indices, size, n_splits):
 
 
 # ---------------------------------------------------------------------------------------------------------- launch
-FULL = 132  # tiles that keep a large device busy
+FULL = 132  # tiles of the output that keep a large device busy: one for each multiprocessor of an H100
 
 
 class Tiles(NamedTuple):
@@ -186,13 +188,13 @@ def capability_of(device: torch.device) -> tuple[int, int]:
 def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
     """Return (innermost axis, number of neighbouring elements per access) of a matrix.
 
-    An access at the edge of the matrix reads whole 16 bytes, even if only a part is in the matrix. If one of these
-    accesses would end beyond the storage, the matrix is read by element.
+    An access at the edge of the matrix reads 16 bytes, even if only a part of them is in the matrix. If one of these
+    accesses would end beyond the storage, the whole matrix is read by element.
 
     Args:
         x: The matrix.
-        masked: If this axis is the innermost one, and its length is not a multiple of an access, the matrix is read by
-            element.
+        masked: An axis, or None. If this axis is the innermost one, and its length is not a multiple of the elements in
+            16 bytes, the matrix is also read by element.
     """
     vec = 16 // x.element_size()
     if x.stride(1) == 1 or x.shape[1] == 1:

@@ -1,6 +1,7 @@
 """Transfer of small tables to the device, by torch's copies and foreach calls.
 
-A Triton kernel with the values as arguments would be compiled in a variant for every mix of argument types.
+There is no Triton kernel that takes the values as arguments, because Triton would compile a variant of it for every mix
+of argument types.
 """
 
 from __future__ import annotations
@@ -17,6 +18,6 @@ def _send_(host: torch.Tensor, to: torch.Tensor) -> None:
 
 def _write_by_value(host: torch.Tensor, to: torch.Tensor) -> None:
     # A captured copy would read host memory again at every replay. A foreach call passes its scalars as arguments of
-    # kernels, and the graph stores these arguments. So the values are added to zeros.
+    # kernels, and the graph stores these arguments. So `to` becomes 0, and a foreach call adds the values.
     to.zero_()
     torch._foreach_add_(list(to.view(-1).unbind()), host.view(-1).tolist())

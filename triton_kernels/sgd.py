@@ -16,8 +16,9 @@ def formula(p, g, state, has, hyper, lr, factor, step):
     (b,) = state  # momentum_buffer
     momentum, one_minus_dampening, weight_decay, nesterov, sign = hyper[:5]
     g *= factor * sign
-    # The decay is added by one fma, as in torch's add with alpha, because two roundings would show where gradient and
-    # decay nearly cancel. If weight_decay is 0, g is not touched, because 0 times an infinite parameter would be NaN.
+    # The decay is added by one fma, as in torch's add with alpha. If gradient and decay nearly cancel, a second
+    # rounding would be visible. If weight_decay is 0, g is not touched, because 0 times an infinite parameter would be
+    # NaN.
     g = tl.where(weight_decay == 0.0, g, tl.fma(weight_decay, p, g))
     first = (step == 0) | (not has[0])  # without a buffer every step is computed like the first: b = g
     b = tl.where(first, g, momentum * b + one_minus_dampening * g)

@@ -1,15 +1,15 @@
-"""The gradient pass, one launch for any mix of dtypes.
+"""The gradient pass: norm, check for NaN and inf, and unscaling. One launch handles any mix of dtypes.
 
     norm      = sqrt(sum of g^2) * factor
-    found_inf = 1 if any g is NaN or inf; then the record has the number of the first tensor with a NaN or inf
+    found_inf = 1 if any g is NaN or inf; with `clear`, the record then gets the number of the first such tensor
     g        <- g * factor                                  (with WRITE)
 
-Bytes per element: 4 (fp32) or 2 read. With WRITE as many are written. The written products come from the registers that
-were summed, so that a gradient is read once.
+Bytes per element: 4 (fp32) or 2 are read, and with WRITE 4 or 2 are also written. The written products come from the
+registers that were summed, so that a gradient is read once.
 
 A program of 128 threads handles one chunk, tile by tile. A tile is 8192 bytes, four accesses of 16 bytes per thread.
-Tiles begin where the gradient is aligned to 16 bytes. The elements before and after the tiles, less than 16 bytes at
-each end, are accessed one by one:
+The first tile begins where the gradient is aligned to 16 bytes. The elements before the first tile and after the last
+one, less than 16 bytes at each end, are accessed one by one:
 
     chunk:   | tile 0 | tile 1 | ..                      fp32 sum of a tile -> fp64 sum of the chunk -> partials[chunk]
     tile:    | t0 | t1 | .. | t127 | t0 | t1 | ..        each 16 bytes: 4 fp32 or 8 16-bit elements
@@ -68,9 +68,10 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
         if (s >= 1e-24) & (s < float("inf")):
             total += s
         else:
-            # The slow sum adds fp64 squares. For fp32 elements these neither overflow nor vanish. It uses the same
-            # registers, because with WRITE the gradient in memory has already changed. In a tile of zeros (unused rows
-            # of an embedding) the largest magnitude, as an integer, is 0. Such a tile skips the fp64 work.
+            # The slow sum adds fp64 squares. The fp64 square of an fp32 number neither overflows nor vanishes. The slow
+            # sum uses the elements that are still in registers, because with WRITE the gradient in memory has already
+            # changed. In a tile of zeros (unused rows of an embedding) the largest magnitude, as an integer, is 0. Such
+            # a tile skips the fp64 work.
             magnitude = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
             if magnitude > 0:
                 wide = x.to(tl.float64)
@@ -80,7 +81,7 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
 
 @triton.jit
 def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the sum of squares of one chunk of raw gradients in fp64. It is finite if and only if its elements are."""
+    """Return the fp64 sum of squares of a chunk of raw gradients. It is finite if and only if all elements are."""
     BYTES: tl.constexpr = 4 if DTYPE == FP32 else 2
     VEC: tl.constexpr = 16 // BYTES
     head = tl.minimum((VEC - address // BYTES % VEC) % VEC, n).to(tl.int32)
@@ -135,7 +136,7 @@ def _unscale_kernel(
     chunk_size: tl.int32,
     scale: tl.int64,  # address of an fp32 scalar, the factor; 0: the factor is 1
     divide: tl.int32,  # not 0: the factor is 1 / scale
-    clear: tl.int32,  # not 0: overwrite found_inf and update the record; 0: found_inf is only ever set to 1
+    clear: tl.int32,  # not 0: write 0 or 1 to found_inf, and update the record; 0: found_inf can only become 1
     partials_ptr,  # fp64 [n_chunks]
     found_inf_ptr,  # fp32 scalar
     norm_ptr,  # fp32 scalar
@@ -205,7 +206,7 @@ def _load_unscale(beside: torch.Tensor) -> int:
     return programs_at_a_time(beside)
 
 
-@functools.cache  # because every call of `unscale_` calls it
+@functools.cache  # because every call of `unscale_` calls this function
 def _load(device: torch.device) -> None:
     fp32, fp64, int32, int64 = torch.float32, torch.float64, torch.int32, torch.int64
     for write in (False, True):

@@ -6,7 +6,7 @@ The optimizer's formula computes the new values of an element, like a struct of 
     p, state = formula(p, g, state, has, hyper, lr, factor, step)
 
     p, g      fp32 parameter and raw gradient, a tile of each
-    state     tuple of fp32 tiles; a state that the tensor lacks is 0, and its new value is not stored
+    state     tuple of fp32 tiles; if the tensor lacks a state, its tile is 0, and its new value is not stored
     has       tuple of booleans: which states the tensor has
     hyper     tuple of HYPER_COLUMNS fp32 scalars, those of the tensor's group
     lr        fp32 scalar
@@ -20,16 +20,19 @@ Bytes per element, read and written:
     each state  8
     gradient    4 or 2, read
 
-SGD with momentum moves 20 for fp32 parameters, 18 for 16-bit weights and gradients. Centered RMSprop with momentum
-moves 36 and 34. An average (`ema_`) of a 16-bit weight with a remainder moves 12: 8 for the fp32 average, 4 for weight
-and remainder, which are only read.
+SGD with momentum moves 20 bytes for an fp32 parameter with an fp32 gradient. It moves 18 for a 16-bit weight with a
+remainder and a 16-bit gradient. Centered RMSprop with momentum moves 36 and 34 in the same two cases. An average
+(`ema_`) of a 16-bit weight with a remainder moves 12: 8 for the fp32 average, and 4 for weight and remainder, which are
+only read.
 
 A program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. If every array is
-aligned to its packs, only the last elements, at most three, are updated one by one; otherwise all elements are.
+aligned to its packs, only the last elements of the chunk, at most three, are updated one by one. If an array is not
+aligned, all elements of the chunk are updated one by one.
 
-ptxas decides how many loads of a tile start before the first loaded value is used. On sm_90 RMSprop and AdamW without
-optional states start all loads first. SGD of 16-bit weights first starts 32 of the 80 bytes that a thread loads; eight
-of its programs fit on a multiprocessor.
+ptxas decides how many loads of a tile start before the first loaded value is used. On sm_90, RMSprop and AdamW without
+optional states start all loads before that. SGD with momentum has 80 bytes to load per thread for 16-bit weights with
+remainders and 16-bit gradients. It starts the loads of only 32 of them before that. Eight programs of this kernel fit
+on a multiprocessor.
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements
@@ -78,11 +81,12 @@ from .remainder import join, split
 # With eight elements, each fp32 access of a warp would skip every other 16 bytes.
 _VEC = tl.constexpr(4)
 _WARPS = 4
-# Elements of a tile: eight per thread. If access is by element, a thread has two, because each element then needs its
-# own address and predicate. With four, registers spill (Adam, sm_90, 48 bytes).
+# Elements of a tile: eight per thread. If elements are accessed one by one, a thread has two, because each element then
+# needs its own address and predicate. With four elements per thread, registers spill (Adam, sm_90, 48 bytes).
 _TILE = tl.constexpr(_WARPS * 32 * 8)
 _TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 2)
-# Registers per thread. Without this limit ptxas uses 72 and spills 8 bytes (RMSprop, 16-bit gradients, sm_75 to sm_86).
+# How many registers a thread may have. Without this number ptxas uses only 72, and spills 8 bytes (RMSprop with 16-bit
+# gradients, sm_75 to sm_86).
 _REGISTERS = 96
 _FOLD = tl.constexpr(1024)  # chunks that `_raise_steps` handles at a time
 
@@ -98,7 +102,7 @@ def _factor(grad_scale, grad_norm, max_norm):
     factor = tl.div_rn(tl.full((), 1.0, tl.float32), optional_scalar(grad_scale, 1.0))
     # 1e-6 is the constant of torch.nn.utils.clip_grad_norm_.
     coefficient = tl.div_rn(tl.full((), max_norm, tl.float32), optional_scalar(grad_norm, 0.0) + 1e-6)
-    # NaN > 1.0 is false, so that a NaN norm makes the factor NaN.
+    # NaN > 1.0 is false, so a NaN norm makes the factor NaN.
     return factor * tl.where((grad_norm == 0) | (coefficient > 1.0), 1.0, coefficient)
 
 
@@ -139,9 +143,9 @@ def _update_chunk(
     JOINS_GRAD: tl.constexpr = PARAM_DTYPE == FP32 and MASTER_DTYPE == INT16
     TILE: tl.constexpr = _TILE if VEC > 1 else _TILE_BY_ELEMENT
     has = [address != 0 for address in states]
-    # A state that this tensor lacks is masked. There is no branch around its load, so that all loads start together. A
-    # state that every tensor has uses the parameter's mask, because with a mask of its own RMSprop spills registers. A
-    # state that no tensor has (STATES) is not loaded.
+    # If this tensor lacks a state, a mask turns off its loads and stores. There is no branch around them, so that all
+    # loads start together. A state that every tensor has uses the parameter's mask. If such states had masks of their
+    # own, RMSprop would spill registers. If no tensor has a state (its bit in STATES is 0), the state is not loaded.
     ends = ()
     for k in tl.static_range(N_STATES):
         ends = ends + (end if k < N_STATES - N_OPTIONAL else tl.where(has[k], end, 0),)
@@ -211,10 +215,10 @@ def _update_kernel(
     max_norm: tl.float32,
     FORMULA: tl.constexpr,
     N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
-    N_OPTIONAL: tl.constexpr,  # how many of the last ones a tensor may lack
+    N_OPTIONAL: tl.constexpr,  # how many of these states a tensor may lack; they are the last ones
     STATES: tl.constexpr,  # bit k: some tensor has the k-th state
     PARAM_DTYPE: tl.constexpr,
-    MASTER_DTYPE: tl.constexpr,  # INT16: remainders, of the parameters, or if PARAM_DTYPE is FP32, of the gradients
+    MASTER_DTYPE: tl.constexpr,  # INT16: remainders of the parameters; if PARAM_DTYPE is FP32, of the gradients
     GRAD_DTYPE: tl.constexpr,
 ):
     # Chunks are updated from the last to the first. The gradient pass read them from the first to the last, so that the
@@ -288,8 +292,8 @@ def _update_kernel(
             _VEC,
         )
     if not skipped:  # noqa: SIM102
-        # The tests are nested, since Triton evaluates both sides of an `and`. When the last program is here, every
-        # program has read the steps.
+        # The tests are nested, since Triton evaluates both sides of an `and`. When the last program raises the steps,
+        # every program has read them.
         if is_last(ticket_ptr):
             _raise_steps(table_ptr, chunks_ptr, n_tensors)
 
@@ -353,7 +357,7 @@ def _load_update(beside: torch.Tensor, family: str, param_dtype: int, split: boo
     return programs_at_a_time(beside)
 
 
-@functools.cache  # because every call of `update_` calls it
+@functools.cache  # because every call of `update_` calls this function
 def _load(device: torch.device, *form: Any) -> None:
     fp32, int32, int64 = torch.float32, torch.int32, torch.int64
     load(_update_kernel, device, int64, int32, 0, 0, int64, fp32, int64, 0, 0, 0, 0.0, **_options(*form))
