@@ -1,4 +1,4 @@
-"""A `torch.amp.GradScaler` for the fused optimizers: the first pass of their step checks for NaN and inf."""
+"""A `torch.amp.GradScaler` for the fused optimizers. Their step checks its gradients for NaN and inf itself."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ from .optim._wrappers import wrapped
 
 __all__ = ["GradScaler", "Overflow"]
 
-# After this many skipped steps in a row there is a warning, since the cause is then not the scale.
+# After this many skipped steps in a row there is a warning. So many NaN or inf in a row are likely to come from the
+# model, and not from the scale.
 SKIPS_BEFORE_WARNING = 50
 # The torch optimizers whose eps may round to 0 in fp16, and the fused optimizers to use in their place.
 _FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMSprop"}
@@ -35,8 +36,8 @@ _FUSED_NAMES = {"Adam": "FusedAdam", "AdamW": "FusedAdamW", "RMSprop": "FusedRMS
 def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimizer]:
     """Whether the step of `optimizer` reads the scale and `found_inf` on the device.
 
-    If not, the scaler does what torch's scaler does: it unscales the gradients, reads `found_inf` on the host, and
-    steps only if it is 0.
+    If not, the scaler does what torch's scaler does. For most optimizers this means that the scaler unscales the
+    gradients, reads `found_inf` on the host, and steps only if `found_inf` is 0.
     """
     return isinstance(optimizer, FusedOptimizer) and optimizer._step_supports_amp_scaling
 
@@ -44,7 +45,8 @@ def _handles_scaling(optimizer: torch.optim.Optimizer) -> TypeGuard[FusedOptimiz
 def _is_proxy(optimizer: Any) -> bool:
     """Whether `optimizer` is a proxy whose ``__getattr__`` forwards ``_step_supports_amp_scaling`` to another object.
 
-    A scaler must not rely on this attribute there: what it sets on the proxy does not reach the optimizer inside.
+    The scaler then ignores this attribute. Otherwise it would set `grad_scale` and `found_inf` on the proxy, where the
+    optimizer inside does not read them.
     """
     name = "_step_supports_amp_scaling"
     is_its_own = hasattr(type(optimizer), name) or name in getattr(optimizer, "__dict__", ())
@@ -52,9 +54,10 @@ def _is_proxy(optimizer: Any) -> bool:
 
 
 def _warn_of_eps(optimizer: Any) -> None:
-    """Warns if `optimizer` is not a fused one, computes in fp16, and has an eps that rounds to 0 in fp16.
+    """Warns if `optimizer` computes in fp16 and has an eps that rounds to 0 in fp16.
 
-    Such an optimizer divides by ``sqrt(v) + eps``. If the square of a gradient rounds to 0 too, it computes 0 / 0.
+    Such an optimizer divides by ``sqrt(v) + eps``, where v is an average of squared gradients. If v rounds to 0 too,
+    the divisor is 0. Optimizers of `amp_kernels.optim` compute in fp32.
     """
     optimizer = wrapped(optimizer)
     if isinstance(optimizer, FusedOptimizer):
@@ -62,7 +65,7 @@ def _warn_of_eps(optimizer: Any) -> None:
     for group in getattr(optimizer, "param_groups", ()):
         eps = group.get("eps")
         vanishes = isinstance(eps, float) and torch.tensor(eps, dtype=torch.float16, device="cpu") == 0
-        # torch's fused kernels compute in fp32.
+        # With fused=True, an optimizer of torch computes in fp32.
         if vanishes and not group.get("fused") and any(p.dtype is torch.float16 for p in group["params"]):
             name = type(optimizer).__name__
             ours = (
@@ -103,7 +106,7 @@ def _check_group(group: Any, device_type: str) -> None:
 
 
 class _Rule(NamedTuple):
-    """The range of an option or a count. `words` describes it in errors; `least` and `most` are its ends."""
+    """The range of an option or a count. `words` describes the range in errors, and `least` and `most` belong to it."""
 
     words: str
     least: float
@@ -115,7 +118,7 @@ _MAX_FP32 = torch.finfo(torch.float32).max
 _INT32, _INT64 = 2**31 - 1, 2**63 - 1
 _SCALE = "a finite number of at least 0"
 # Keys are the names in the constructor and in state dicts. The scale is stored as fp32, the trackers as int32, and the
-# count of skipped steps as int64.
+# count of skipped steps as int64. These dtypes set the largest values.
 _RULES = {
     "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "scale": _Rule(_SCALE, 0, _MAX_FP32),
@@ -153,10 +156,11 @@ def _as_number(value: Any) -> Any:
 
 
 class Overflow(NamedTuple):
-    """The step and the parameter of a gradient that held NaN or inf.
+    """A step whose gradients held NaN or inf, and the first parameter with such a gradient.
 
     Attributes:
-        step: Which step of the optimizer under a scaler it was, counted from 1. Skipped steps are counted.
+        step: Number of the step, counted from 1. Only steps of the parameter's optimizer under a scaler are counted.
+            Skipped steps are counted too.
         parameter: Name of the first parameter whose gradient held NaN or inf in that step.
 
     Examples:
@@ -173,16 +177,18 @@ class GradScaler(torch.amp.GradScaler):
 
     Formula: dynamic loss scaling (Micikevicius et al. 2018), as in `torch.amp.GradScaler`.
 
-    With a fused optimizer, the first pass of the step checks the gradients for NaN and inf, and the device decides
-    whether to skip. The step does not write the gradients, so they are still scaled after it. To read them unscaled,
-    call `unscale_` before `step`. `optimizer.grad_norm` is always unscaled. fp16 and bf16 gradients are accepted.
+    A fused optimizer is one of `amp_kernels.optim`. The first pass of its step checks the gradients for NaN and inf,
+    and the device decides whether to skip. The step does not write the gradients, so they are still scaled after it. To
+    read them unscaled, call `unscale_` before `step`. `optimizer.grad_norm` is always unscaled. fp16 and bf16 gradients
+    are accepted.
 
-    With any other optimizer it works like torch's scaler, which waits for the device once per step. The same holds for
-    a fused optimizer if its `step` is overridden or wrapped, or if its parameters belong to FSDP1.
+    With any other optimizer this class works like torch's scaler, which waits for the device once per step (not with
+    torch's own optimizers if they have `fused=True`). It also works like torch's scaler with a fused optimizer whose
+    `step` is overridden, or wrapped by code outside of torch, or whose parameters belong to FSDP1.
 
-    After 50 skipped steps in a row there is a warning. The host has to count them. It can do so if the scale is on the
-    CPU, or if the scaler waits for the device with every optimizer. There is another warning the first time that no
-    optimizer that stepped has a gradient.
+    If the host can count skipped steps, there is a warning after 50 in a row. The host can count them if the scale is
+    on the CPU, or if the scaler waits for the device in the step of every optimizer. There is another warning the first
+    time that optimizers step although none of them has a gradient.
 
     Args:
         device: As in torch.
@@ -191,17 +197,20 @@ class GradScaler(torch.amp.GradScaler):
         backoff_factor: As in torch.
         growth_interval: As in torch.
         enabled: As in torch.
-        min_scale: Lower bound of the scale, also of `init_scale`. (torch's scale reaches 0.0 after some 150 overflows.)
-        max_scale: Upper bound of the scale, also of `init_scale`. A 16-bit model whose loss is fp16 overflows at the
-            default scale of 65536. A checkpoint of this class replaces both bounds. A scale from a checkpoint of
-            torch's scaler is clamped to them.
-        hysteresis: After `hysteresis - 1` overflows in a row, each further one reduces the scale, as in Apex. With 1
-            every overflow does, as in torch. A step without overflow starts the count again. Every step with an
-            overflow is skipped, whether or not the scale is reduced.
+        min_scale: Lower bound of the scale. A lower `init_scale` is raised to it. (In torch the default scale reaches
+            0.0 after 166 overflows in a row.)
+        max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, the default
+            scale of 65536 always overflows, because the gradient of the loss is the scale, and fp16 ends at 65504. A
+            checkpoint of this class replaces the bounds. A scale from a checkpoint of torch's scaler is clamped to the
+            present bounds.
+        hysteresis: The first `hysteresis - 1` overflows in a row do not reduce the scale. Every further overflow in a
+            row reduces it, as in Apex. If `hysteresis` is 1, every overflow reduces the scale, as in torch. A step
+            without overflow starts the count again. Every step with an overflow is skipped, whether or not the scale is
+            reduced.
         process_group: If one rank of the group finds NaN or inf, all ranks of the group skip the step. Every rank must
-            call `step` (or `unscale_`) for the same optimizers in the same order, even if it has no gradient. No group
-            is needed for DTensors, or if gradients are averaged over the ranks (DistributedDataParallel). A scaler with
-            a group cannot be copied or pickled.
+            call `step` (or `unscale_`) for the same optimizers in the same order. A rank without a gradient must do so
+            too. No group is needed for DTensors, or if gradients are averaged over the ranks (DistributedDataParallel).
+            A scaler with a group cannot be copied or pickled.
 
     Raises:
         TypeError: A scale, bound or factor is not a number, `growth_interval` or `hysteresis` is not an integer, or
@@ -226,7 +235,7 @@ class GradScaler(torch.amp.GradScaler):
 
     _format = 1  # the version of state dicts; raised when earlier releases would misread them
     _has_warned_of_no_gradient = False
-    # The last overflow in an optimizer that was deleted since, as a pair: its iteration, and the overflow.
+    # The last overflow among those of deleted optimizers, as a pair of its iteration and the overflow.
     _last_deleted_overflow: tuple[int, Overflow] | None = None
 
     def __init__(
@@ -264,8 +273,8 @@ class GradScaler(torch.amp.GradScaler):
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
         # Maps the log of each optimizer to an offset and the optimizer. The offset is the number of this scaler's
-        # iterations minus the number of the log's checks. With it the number of a check becomes an iteration, which
-        # puts the overflows of all logs in order.
+        # iterations minus the number of the log's checks. The number of a check plus the offset is the iteration of the
+        # check. Iterations put the overflows of all logs in order.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
 
@@ -314,14 +323,17 @@ class GradScaler(torch.amp.GradScaler):
 
     @property
     def skipped_steps(self) -> Tensor:
-        """Number of iterations in which a step was skipped: a 0-dim int64 tensor on the device of the scale."""
+        """Number of iterations in which a step was skipped: a 0-dim int64 tensor on the device of the scale.
+
+        Before the first call of `scale`, the tensor is on the CPU.
+        """
         if self._skipped_steps is None:
             return torch.tensor(self._init_skipped_steps, device="cpu")
         return self._skipped_steps
 
     @property
     def last_overflow(self) -> Overflow | None:
-        """The last `Overflow` in a fused optimizer, or None. Reading it waits for the device.
+        """The last `Overflow` in the gradients of a fused optimizer, or None. Reading it waits for the device.
 
         Overflows in deleted optimizers count too.
         """
@@ -329,7 +341,7 @@ class GradScaler(torch.amp.GradScaler):
         return None if last is None else last[1]
 
     def _last_in(self, logs: Iterable[OverflowLog]) -> tuple[int, Overflow] | None:
-        """Returns the last overflow in `logs` and in deleted optimizers, as a pair: its iteration, and the overflow.
+        """Returns the last overflow in `logs` and in deleted optimizers, as a pair of its iteration and the overflow.
 
         Waits for the device.
         """
@@ -420,7 +432,7 @@ class GradScaler(torch.amp.GradScaler):
     def _is_new(self, optimizer: Any) -> bool:
         """Whether this is the first step of `optimizer`.
 
-        False if no weak reference to `optimizer` can be made (a class with ``__slots__``).
+        False if no weak reference to `optimizer` can be made, for example if its class has ``__slots__``.
         """
         try:
             is_new = optimizer not in self._seen_optimizers
@@ -465,7 +477,7 @@ class GradScaler(torch.amp.GradScaler):
         by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
         for param in (p for group in optimizer.param_groups for p in group["params"] if p.grad is not None):
             if param.grad.is_sparse and param.grad.dtype is torch.float16:
-                # coalesce() adds up entries of the same index. It comes before the check, since a sum may overflow.
+                # coalesce() adds up entries of the same index. A sum may overflow, so the check must come after it.
                 param.grad = param.grad.coalesce()
             grad = param.grad._values() if param.grad.is_sparse else param.grad
             if isinstance(grad, DTensor) or grad.dtype not in DTYPE_CODES:
@@ -498,15 +510,18 @@ class GradScaler(torch.amp.GradScaler):
         return self._per_optimizer_states[id(optimizer)]["found_inf_per_device"]
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
-        """Adapt the scale to what the steps since the last `update` found, and count skipped steps.
+        """Adapt the scale to the NaN and inf found since the last `update`, and count skipped steps.
 
-        It does not wait for the device, with one exception: after an optimizer was deleted, its last overflow is read.
+        If the scale and the parameters are on one device, `update` waits for it in two cases only. After an optimizer
+        was deleted, its last overflow is read. For the warning after 50 skipped steps in a row, the scale and the last
+        overflow are read.
 
         Args:
-            new_scale: Set the scale to this number, even if it is outside of the bounds.
+            new_scale: Set the scale to this number, even if the number is outside of the bounds.
 
         Raises:
-            AssertionError: There was no `step` or `unscale_` before.
+            AssertionError: There is no scale yet, because `scale` was not called. Or `new_scale` is None, and since the
+                last `update` there was neither a `step` nor an `unscale_` with a gradient.
         """
         if not self._enabled:
             return
@@ -519,7 +534,7 @@ class GradScaler(torch.amp.GradScaler):
             return super().update(new_scale)
         if found_inf is not None:
             self._adapt_scale(scale, growth_tracker, found_inf)
-        elif all(s["stage"] is not OptState.STEPPED for s in states):  # else none had a gradient
+        elif all(s["stage"] is not OptState.STEPPED for s in states):  # a step without any gradient is no error
             raise AssertionError("No inf checks were recorded prior to update.")
         self._iterations += 1
         if found_inf is None:
@@ -573,10 +588,10 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _warn_of_no_gradient(self) -> None:
-        """Warns once that no optimizer that stepped had a gradient.
+        """Warns that optimizers stepped although none of them had a gradient. A scaler does so only once.
 
-        torch's scaler raises an AssertionError in this case. Here it is no error, because an optimizer that did not
-        step may still have gradients.
+        torch's scaler raises an AssertionError in this case. Here it is no error, because another optimizer, which did
+        not step, may still have gradients.
         """
         if not self._has_warned_of_no_gradient:
             self._has_warned_of_no_gradient = True
@@ -589,7 +604,8 @@ class GradScaler(torch.amp.GradScaler):
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
         """Counts overflows in a row down from `hysteresis`, and returns the count.
 
-        At 0 or below, an overflow reduces the scale. An iteration without overflow sets the count back to `hysteresis`.
+        If the count is then 0 or less, an overflow reduces the scale. An iteration without overflow sets the count back
+        to `hysteresis`.
         """
         assert self._hysteresis_tracker is not None  # allocated with the scale
         full = torch.full_like(self._hysteresis_tracker, self._hysteresis)
@@ -627,8 +643,8 @@ class GradScaler(torch.amp.GradScaler):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of torch's scaler.
 
-        A torch state dict lacks the bounds and the hysteresis, which then stay as they are in this scaler. The count of
-        skipped steps starts at 0.
+        A state dict of torch's scaler lacks the bounds, the hysteresis and the count of skipped steps. If such a state
+        dict is loaded, bounds and hysteresis stay as they are in this scaler, and the count starts at 0.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -638,7 +654,7 @@ class GradScaler(torch.amp.GradScaler):
                 loaded.
             ValueError: A value is out of range, a key of torch's scaler is missing, or a later release saved the state
                 dict. Nothing was loaded.
-            RuntimeError: `state_dict` is empty: its scaler was not enabled.
+            RuntimeError: `state_dict` is empty, possibly because its scaler was not enabled.
 
         Examples:
             >>> scaler = amp_kernels.GradScaler("cpu")

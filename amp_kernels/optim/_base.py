@@ -1,7 +1,8 @@
 """Base class of the fused optimizers: the step, and the methods that a scaler calls.
 
-State dicts are in its base class (`_checkpoints.py`), and states and masters in the base class of that (`_state.py`).
-The step has one plan for each device. `_plan.py` explains the terms plan, table, layout and form.
+`FusedOptimizer` inherits state dicts from `WithCheckpoints` (`_checkpoints.py`), which inherits states and masters from
+`WithState` (`_state.py`). A step uses one plan for each device. `_plan.py` explains the terms plan, table, layout and
+form.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 class OverflowLog:
     """The last NaN or inf in the gradients of an optimizer under a scaler, for each device.
 
-    If the optimizer is deleted, the scaler keeps the log until its next `update`.
+    If the optimizer is deleted, the scaler keeps the log until a later call of the scaler's `update`.
     """
 
     records: dict[torch.device, Tensor] = field(default_factory=dict)  # the `Record` of csrc/table.h
@@ -42,9 +43,10 @@ class OverflowLog:
     checks: int = 0  # gradient passes under a scaler; replays of a CUDA graph are not counted
 
     def overflows(self) -> Iterator[tuple[int, str]]:
-        """Yields, for each device with a NaN or inf, the number of the last pass that found one and the parameter.
+        """Yields a pair for each device on which a pass found NaN or inf. Waits for the device.
 
-        Waits for the device.
+        The pair is the number of the last such pass, and the name of the first parameter whose gradient held NaN or inf
+        in that pass.
         """
         for device, record in self.records.items():
             _, _, number, member = record.tolist()
@@ -57,7 +59,7 @@ class Verdict(NamedTuple):
     """The result of a gradient pass under a scaler, for the step that follows.
 
     plans: The plans that the pass has refreshed. The step uses them without reading the tensors again, which saves
-        20 us. None if gradients may change between the pass and the step, that is, if there are step hooks or if the
+        20 us. None if gradients may change between the pass and the step. They may if there are step hooks, or if the
         user called `unscale_`.
     """
 
@@ -76,8 +78,8 @@ class FusedOptimizer(WithCheckpoints):
     _plan_state: tuple[list[Any], list[Any]]
     _plan_keys: tuple[tuple[str | None, ...], ...] | None = None  # for each group, the names of its states
     _captured: tuple[Plan, ...] = ()  # dropped plans whose memory CUDA graphs still use
-    # The verdict of a scaler on the current step. torch's scaler sets the first two attributes. `_step_under` sets all
-    # three.
+    # The next three attributes are the verdict of a scaler on the current step. torch's scaler sets `grad_scale` and
+    # `found_inf`. `_step_under` sets all three.
     grad_scale: Tensor | None
     found_inf: Tensor | None
     _checked_plans: list[Plan] | None = None
@@ -150,8 +152,8 @@ class FusedOptimizer(WithCheckpoints):
         False if `step` is overridden, or wrapped by code outside of torch. That code may read the gradients, and
         expects them unscaled.
 
-        False for parameters of FSDP1 too. Their ranks have to agree on a skip, and with torch's ShardedGradScaler they
-        agree only when it unscales.
+        False for parameters of FSDP1 too. All ranks have to skip the same steps. torch's ShardedGradScaler combines the
+        `found_inf` of the ranks only while it unscales gradients.
         """
         return is_in_wrappers_of_torch(self.step, _OUR_STEP) and not self._is_flattened()
 
@@ -176,8 +178,8 @@ class FusedOptimizer(WithCheckpoints):
             What `closure` returned, or None.
 
         Raises:
-            TypeError: A parameter or gradient is not fp32, fp16 or bf16, or has no memory of its own (wrapper
-                subclasses, fake and meta tensors).
+            TypeError: A parameter or gradient is not fp32, fp16 or bf16. Or it has no memory of its own, for example
+                because it is a wrapper subclass, a fake or a meta tensor.
             RuntimeError: A gradient is sparse, or differs from its parameter in shape, device or mesh. Or two tensors
                 that the step writes share memory. Or `max_grad_norm` is set and parameters are sharded. Or the step is
                 captured in a CUDA graph before there is state.
@@ -271,8 +273,8 @@ class FusedOptimizer(WithCheckpoints):
     def _step_under(self, verdict: Verdict, *args: Any, **kwargs: Any) -> Any:
         """Calls `step`, including the wrappers that torch and schedulers have put around it.
 
-        The verdict is passed in attributes, as torch's scaler does, and not as an argument. Step hooks may replace
-        arguments. A step that lost its verdict would apply gradients with NaN or inf.
+        The verdict is passed in attributes, as torch's scaler passes it. It is not passed as an argument, because step
+        hooks may replace arguments. A step without its verdict would apply gradients with NaN or inf.
         """
         self.grad_scale, self.found_inf, self._checked_plans = verdict
         try:
@@ -359,10 +361,10 @@ class FusedOptimizer(WithCheckpoints):
         return NativePlan(backend, ops, self._family, device, members, record)
 
     def _column(self, name: str, index: int, param: Tensor) -> Column | None:
-        """Makes the state of a parameter fit, and returns the parameter's tensors.
+        """Makes the state of a parameter fit its dtype and options, and returns the parameter's tensors.
 
-        Returns None for a parameter without a gradient, if it has no count of steps either, or if its state cannot be
-        made to fit.
+        If the parameter has a gradient and its state cannot be made to fit, raises an error. If the parameter has no
+        gradient, returns None in this case, and also if there is no count of steps.
         """
         has_gradient = param.grad is not None
         if not has_gradient and "step" not in self.state.get(param, ()):
@@ -393,10 +395,10 @@ class FusedOptimizer(WithCheckpoints):
     @torch.inference_mode(False)
     @torch.no_grad()
     def init_state(self) -> None:
-        """Allocate the state and tables that the first step would, for every parameter that requires a gradient.
+        """Allocate state and tables before the first step, for every parameter that requires a gradient.
 
-        Call it before you capture a CUDA graph if no step was taken yet. The tables fit gradients that have the dtypes
-        of their parameters.
+        If no step was taken yet, call this before you capture a CUDA graph. The tables fit gradients that have the
+        dtypes of their parameters.
 
         Raises:
             TypeError: A parameter is not fp32, fp16 or bf16.
@@ -417,14 +419,14 @@ class FusedOptimizer(WithCheckpoints):
             plan.load()
 
     def _drop_plans(self) -> None:
-        # A plan that a CUDA graph uses is kept: a later replay of the graph would write into freed memory.
+        # A plan that a CUDA graph uses is kept. Otherwise a later replay of the graph would write into freed memory.
         self._captured += tuple(plan for plan in self._plans or () if plan.is_captured)
         self._plans = None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()
         super().__setstate__(state)
-        self._last_found_inf = None  # it belongs to a step before the load
+        self._last_found_inf = None  # the old value belongs to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
         self.__dict__.setdefault("_norm", None)
 

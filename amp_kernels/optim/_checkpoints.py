@@ -25,7 +25,7 @@ class WithCheckpoints(WithState):
         """Return a state dict in torch's format, with the fp32 masters of 16-bit parameters. Waits for the device.
 
         States are in fp32 and `step` is an fp32 CPU tensor, as in torch. If there are no 16-bit parameters, the
-        matching torch optimizer can load the state dict too. It ignores the additional key "format".
+        matching torch optimizer can load the state dict too. torch ignores the additional key "format".
 
         Returns:
             The state dict.
@@ -46,9 +46,10 @@ class WithCheckpoints(WithState):
     @staticmethod
     @torch.no_grad()
     def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
-        """Converts the entries of a state dict to torch's format: `step` is an fp32 CPU tensor, masters are fp32.
+        """Converts the entries of a state dict for saving.
 
-        If a parameter was not updated yet, its `step` and states are left out. Its master is saved.
+        `step` becomes an fp32 CPU tensor, as in torch. A remainder becomes the fp32 master. If a parameter was not
+        updated yet, its `step` and states are left out, and its master is saved.
         """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
@@ -72,9 +73,10 @@ class WithCheckpoints(WithState):
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
-        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter counts as bf16
+        Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter looks like bf16
         if at least half of its nonzero elements are bf16 numbers. (One in eight random fp16 numbers is also a bf16
-        number.) If fewer than 16 of its elements are nonzero, it counts as bf16 only if all other parameters do too.
+        number.) A parameter that looks like bf16 counts as bf16. If fewer than 16 of its elements are nonzero, it
+        counts as bf16 only if all other such parameters look like bf16 too.
         """
         params = [
             p
@@ -92,12 +94,14 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters and states are loaded in fp32, whatever the dtype of the parameters is. State that a torch state dict
-        lacks starts from its default. A state dict of fp32 parameters has no masters. The optimizer then keeps the
-        masters that it has.
+        Masters and states are loaded in fp32, whatever the dtype of the parameters is. A state that a torch state dict
+        lacks starts at 0. A state dict of fp32 parameters has no masters. If it is loaded, the optimizer keeps the
+        masters that it has. There is one exception. If an optimizer of this class saved the state dict before it had
+        any state, the weights become the masters.
 
-        If a model in one 16-bit dtype loads weights that were saved in the other, each master is within a unit in the
-        last place of its weight. To keep all bits of the masters, use `load_fp32_state_dict`.
+        If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may not be
+        exact. They differ from the saved masters by up to one unit in the last place of bf16. For weights closer to 0
+        than 2^-14 the difference may be larger. To keep all bits of the masters, use `load_fp32_state_dict`.
 
         Args:
             state_dict: What `state_dict()` returned.
@@ -117,7 +121,7 @@ class WithCheckpoints(WithState):
             >>> optimizer.param_groups[0]["lr"], int(optimizer.state[weight]["step"])
             (0.5, 1)
         """
-        # These entries are loaded by this class, because torch would cast them to the dtypes of the parameters.
+        # `saved` holds the entries that this class loads. torch would cast them to the dtypes of the parameters.
         saved: dict[int, dict[str, Any]] = {}
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -137,9 +141,9 @@ class WithCheckpoints(WithState):
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
         before = dict(self.__dict__)
-        # `kept` is the state whose masters stay if the state dict has none. If a state dict of this class has no
-        # entries, it was saved before the first step. Each master was then its weight, so no master stays. A state dict
-        # of torch's SGD without momentum never has entries.
+        # `kept` is the state whose masters stay if the state dict has none. If a state dict of this class ("format")
+        # has no entries, it was saved before the first step, when each master was its weight. So no master stays. That
+        # a state dict of torch has no entries does not mean this, because SGD without momentum never has entries.
         kept = {} if "format" in state_dict and not state_dict.get("state") else before["state"]
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks

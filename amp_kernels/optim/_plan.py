@@ -1,18 +1,19 @@
-"""Plans: the step on one device. A plan writes a table that describes the tensors, and launches kernels that read it.
+"""A plan takes the step on one device. It writes a table of the tensors, and launches kernels that read the table.
 
 - The *table* (csrc/table.h) is int64 and has a column for each parameter. Its first rows hold the size, the dtype of
   the gradient and the group. The other rows hold addresses: of the gradient, the parameter, the remainder, the count of
   steps, and the states.
-- The *form* of a column is a number. It encodes the dtypes of parameter and gradient, and which states there are. An
-  update kernel is compiled for one `Form`.
-- A *chunk* is a piece of a tensor, which one thread block processes. A *chunk entry* holds the index of the tensor, and
-  the index of the chunk in that tensor.
+- The *form* of a column is a number. It encodes the dtypes of parameter and gradient, and which states the parameter
+  has. A `Form` says the same about a launch. An update kernel is compiled for one `Form`.
+- A *chunk* is a piece of a tensor. A thread block of a GPU, or a thread of a CPU, takes one chunk at a time. A *chunk
+  entry* holds the index of the tensor, and the index of the chunk in that tensor.
 - A *layout* is the part of a step that depends only on sizes, dtypes and groups, such as the chunk entries. It stays on
   the device.
 - A `Block` is the memory that a step sends to the device: forms, table and hyper-parameters.
-- A *mirror* is a dense copy of a parameter with gaps. Kernels write the mirror, and the plan copies it back.
+- A *mirror* is a dense copy of a parameter. It is needed if the parameter is a negated view, or if its elements do not
+  fill one range of memory, as in a column of a matrix. Kernels write the mirror, and the plan copies the mirror back.
 
-A plan keeps scratch memory and layouts from one step to the next, and nothing about the tensors themselves.
+A plan keeps scratch memory and layouts from one step to the next. It reads the tensors themselves again in every step.
 """
 
 from __future__ import annotations
@@ -45,9 +46,9 @@ if TYPE_CHECKING:
     from ..families import Family
     from ..ops.library import Kernels
 
-LR_COLUMN = HYPER_COLUMNS - 1  # holds a group's learning rate if it is a float; a tensor is read at its own address
+LR_COLUMN = HYPER_COLUMNS - 1  # the learning rate of a group; not used if kernels read the rate from a tensor
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words for the fp32 hyper-parameters of a group
-LAYOUTS = 4  # layouts that a plan keeps: steps may alternate between sets of gradients, or between their dtypes
+LAYOUTS = 4  # how many a plan keeps, since steps may alternate between sets of gradients, or between their dtypes
 
 
 def capturing(device: torch.device) -> bool:
@@ -100,7 +101,8 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
             f"step: {named[position][0]} and its state must not share memory with themselves, another parameter or "
             "its state; use one Parameter for the shared memory, or clone() it"
         )
-    # Mirrored parameters are left out, because `Spans` takes only dense tensors. No gradient can overlap their mirrors.
+    # The memory of a mirrored parameter is left out, because `Spans` takes only dense tensors. The mirror is left out
+    # too. It is new memory, which no gradient can overlap.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])
     for name, grad in zip(names, grads, strict=True):
         if written.overlaps(grad):
@@ -150,11 +152,12 @@ class Plan:
         """Runs the gradient pass, which sets `norm`, `found_inf` and `record`.
 
         Args:
-            scale: Factor of the gradients, or None.
+            scale: The factor by which the gradients are multiplied, or their divisor if `divide` is True. None stands
+                for 1. `norm` is the norm of the scaled gradients.
             divide: Whether to divide by `scale`.
             write: Whether to write the scaled gradients.
-            clear: If True, `found_inf` starts at 0 and `record` counts the pass. If False, `found_inf` keeps the result
-                of an earlier pass over the same gradients unless this pass sets it, and `record` does not change.
+            clear: If True, `found_inf` starts at 0, and `record` counts the pass. If False, `found_inf` starts from the
+                result of an earlier pass over the same gradients, and `record` does not change.
         """
         raise NotImplementedError
 
@@ -229,7 +232,7 @@ class NativePlan(Plan):
         self._family = family.name
         self._required = len(family.states) - family.optional  # states that every parameter has
         self._count = len(members.params)
-        self._shape: tuple[int, int] | None = None  # rows of the table, and groups
+        self._shape: tuple[int, int] | None = None  # the number of rows of the table, and the number of groups
         self._layouts: list[Layout] = []  # the most recently used first
         self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
         self._columns: dict[int, Column] = {}  # the columns that were read in Python; the C++ sweep keeps no tensors
@@ -241,7 +244,7 @@ class NativePlan(Plan):
     def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
         self._block = None
         self._columns, self._relaid = {}, []
-        if not any(name for names in keys for name in names[self._required :]):  # then no group has an optional state
+        if not any(name for names in keys for name in names[self._required :]):  # no group has an optional state
             keys = tuple(names[: self._required] for names in keys)
         self._fit_block(keys)
         members = self.members
@@ -272,8 +275,8 @@ class NativePlan(Plan):
         if shape == self._shape:
             return
         self._shape = rows, groups = shape
-        # Python reads numbers from this array and not from a tensor, since a read from a tensor could be mistaken for
-        # one that waits for a device.
+        # Python reads numbers from this array, and not from a tensor. Tests forbid all reads from tensors in a step,
+        # because they cannot tell which ones wait for a device.
         self._words = array("q", bytes(8 * ((1 + rows) * self._count + groups * (1 + HYPER_WORDS))))
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
         self._forms, self._table = self._host.forms, self._host.table
@@ -296,7 +299,8 @@ class NativePlan(Plan):
             param, name = self.members.params[t], self.members.names[t]
             column = read(name, self.members.groups[t], param)
             self._write(t, ABSENT, [0] * len(self._table))
-            if column is None or (column.is_mirrored and param.grad is None):  # nothing to update, or to copy back
+            # A mirror without a gradient does not change, so it need not be copied back.
+            if column is None or (column.is_mirrored and param.grad is None):
                 continue
             if column.param.device != self.device:
                 return False
@@ -321,7 +325,7 @@ class NativePlan(Plan):
         code = DTYPE_CODES[column.param.dtype]
         grad_code = code if grad is None else DTYPE_CODES[grad.dtype]
         # Kernels skip a column if the address of its gradient is 0. An empty gradient has no address, but the updates
-        # of its parameter are counted. The table then holds the address of the count instead.
+        # of its parameter have to be counted. So the table holds the address of the count of steps instead.
         where = 0 if grad is None else grad.data_ptr() or column.step.data_ptr()
         arrays = (column.param, column.remainder, column.step, *column.states[: len(self._table) - Row.STATE])
         states = sum((state is not None) << k for k, state in enumerate(column.states))
@@ -344,9 +348,9 @@ class NativePlan(Plan):
             self._check_each(read)
 
     def _check_each(self, read: Read) -> None:
-        """Does the same check exactly, in Python.
+        """Does the check of `_check_memory` in Python.
 
-        It allows interleaved views, and does not look at parameters without a gradient.
+        This check is exact. It allows interleaved views, and it does not look at parameters without a gradient.
         """
         members, columns = self.members, {}
         for t in [t for t, grad in enumerate(self._row(Row.GRAD)) if grad]:
@@ -411,7 +415,7 @@ class NativePlan(Plan):
     def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
         """Loads the kernels of a step. A graph capture must not do this.
 
-        Returns how many thread blocks run at a time, in the launch that updates the most elements.
+        Returns how many thread blocks of the launch that updates the most elements run at the same time.
         """
         self._ops._load_unscale(self.norm)
         blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(forms.values())}
@@ -437,9 +441,9 @@ class NativePlan(Plan):
 
     # --------------------------------------------------------------------------------------------------- launches
     def _ready(self) -> tuple[Layout, Block]:
-        """Returns the layout of this step and the block on the device. Sends the block if this was not done yet."""
+        """Returns the layout of this step and the block on the device. Sends the block if this step has not sent it."""
         layout = self._layout()
-        if self._block is None and capturing(self.device):  # its own block: later steps must not overwrite it
+        if self._block is None and capturing(self.device):  # a graph gets its own block, which no later step overwrites
             self._put_rates(layout.block)
             self._block = self._block_on_device()
             self._put_rates(self._block)

@@ -17,7 +17,8 @@ from ._tensors import check_written, read_gradient
 class ReferencePlan(Plan):
     """Updates one parameter after the other.
 
-    It does not wait for the device, and neither do kernels. Every decision is therefore a `torch.where`.
+    Like the native plan, this plan does not wait for the device. Every decision that depends on a value on the device
+    is therefore a `torch.where`.
     """
 
     def __init__(self, family: Family, device: torch.device, members: Members, record: Tensor) -> None:
@@ -76,7 +77,8 @@ class ReferencePlan(Plan):
             coefficient = (max_norm / (grad_norm + 1e-6)).clamp(max=1.0)
             grad_scale = coefficient.reciprocal() if grad_scale is None else grad_scale / coefficient
         applied = 1 if found_inf is None else (found_inf == 0).to(torch.int32).view(())
-        # A gradient with gaps may lie in memory of a parameter. It is read before that is written, as in native plans.
+        # A gradient with gaps may lie in the memory of a parameter. So it is copied before any parameter is written, as
+        # in native plans.
         found = {t: (c, grad if is_dense(grad) else grad.clone()) for t, (c, grad) in self._found.items()}
         for t, (column, grad) in found.items():
             masters = [] if column.remainder is None else [column.remainder]
@@ -91,5 +93,5 @@ class ReferencePlan(Plan):
 
 
 def unsigned(step: Tensor) -> Tensor:
-    """Returns an int32 count of steps as int64. Kernels read the count as an unsigned number, and so does this."""
+    """Returns an int32 count of steps as int64. The count is read as an unsigned number, as in the kernels."""
     return step.to(torch.int64) & 0xFFFFFFFF

@@ -57,10 +57,12 @@ class WithState(torch.optim.Optimizer):
 
         Weight and remainder keep the master exactly, with these exceptions:
 
-        - bf16: two masters of the same weight may lie exactly halfway to the next weight. The one farther from 0 moves
-          by one fp32 unit. This happens to one in 131,072 masters.
-        - fp16: a master below 2^-16 is kept to within 2^-40. A master that rounds to more than 65504 becomes infinite.
-        - If other code changes the weight, the master is within half a unit in the last place of the new weight.
+        - bf16: if a master lies exactly halfway between two bf16 numbers, and the weight is the one closer to 0, the
+          master moves one fp32 unit towards 0. This happens to one in 131,072 masters.
+        - fp16: a master closer to 0 than 2^-16 is kept to within 2^-40. If the weight overflows (beyond 65504), the
+          weight and its master are infinite.
+        - If other code changes the weight, the master differs from the new weight by at most half a unit in the last
+          place of the weight.
 
         Args:
             param: One of the optimizer's parameters, of any dtype. It may be a DTensor.
@@ -151,7 +153,9 @@ class WithState(torch.optim.Optimizer):
         elif master is not None:
             state["remainder"] = _remainder(param, master)
         elif "remainder" in state and state["remainder"].shape != param.shape:
-            del state["remainder"]  # the parameter was pruned; its weight becomes the master, at most half a unit away
+            # The parameter was pruned. Its weight becomes the master. The old master was at most half a 16-bit unit
+            # away from the weight.
+            del state["remainder"]
         for key in names:
             if state.get(key) is None:
                 state[key] = zeros_like(param, _dtype_of(key))
@@ -206,7 +210,7 @@ class WithState(torch.optim.Optimizer):
 
         The first step with momentum has to set the buffer. If a buffer of zeros stayed in the state, later steps would
         use it as if it had been set. A buffer was not set if the count of steps is 0. Reading the count waits for the
-        device, so it is read only for parameters with a buffer that is not needed.
+        device, so the count is read only for parameters with a buffer that is not needed.
         """
         first = self._set_at_first_step
         for _, index, param in self._named_parameters():

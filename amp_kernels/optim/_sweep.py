@@ -1,6 +1,6 @@
-"""The sweep: it writes the addresses, sizes and dtypes of a step's tensors into the columns of the table.
+"""The sweep writes the addresses, sizes and dtypes of a step's tensors into the columns of the table.
 
-It starts from the tensors in every step, since other code may write, move or replace them between steps.
+It reads them from the tensors again in every step, since other code may write, move or replace tensors between steps.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from .. import _loader, torch_private
 
-# Values in place of a form. ABSENT: the step leaves the parameter out, mostly because it has neither a gradient nor a
-# count of steps. UNREAD: the sweep could not read the column, and the plan has to read it in Python.
+# Values in place of a form. ABSENT: the step leaves the parameter out. Most such parameters have neither a gradient nor
+# a count of steps. UNREAD: the sweep could not read the column, and the plan has to read it in Python.
 ABSENT, UNREAD = -1, -2
 
 
@@ -31,16 +31,16 @@ class Sweep(NamedTuple):
             and its form into `forms`, int64 [parameters]. Returns the number of columns that Python still has to read,
             and the number of columns with a gradient. `states` are the entries of ``optimizer.state``. `groups` are the
             group numbers of the parameters. `keys` are the names of each group's states, in the order of the rows. A
-            parameter that shares its memory with a lazy clone gets memory of its own, since it will be written. If
-            `writes` is True, a gradient does too. In C++ a thousand parameters take a twelfth of the time that Python
-            takes.
+            lazy clone shares the memory of a tensor until one of the two is written. If a parameter has a lazy clone,
+            the parameter gets memory of its own, since the step will write it. If `writes` is True, the same is done
+            for gradients. In C++ a thousand parameters take a twelfth of the time that Python takes.
         apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that overlaps a tensor that
-            the step writes. Returns -2 if the memory ranges of two written tensors overlap, which may be interleaved
-            views, and -1 if nothing overlaps. It keeps copies of table and forms in `checked`. If they have not
-            changed, it computes nothing.
-        same: ``(lists, copies, state, keys, values) -> bool``. Returns True if the lists hold the same objects as their
-            copies, and if the keys and values of the dict `state` are the objects in `keys` and `values`, all in the
-            same order.
+            the step writes. Returns -2 if the memory ranges of two written tensors overlap. The plan then has to test
+            the tensors exactly. Returns -1 if nothing overlaps. `checked` keeps the table and the forms of the last
+            call that returned -1. If they have not changed, -1 is returned without a comparison of ranges.
+        same: ``(lists, copies, state, keys, values) -> bool``. Returns True if two conditions hold. Each list holds the
+            same objects as its copy, in the same order. The dict `state` holds the objects in `keys` as its keys and
+            the objects in `values` as its values, in the same order.
     """
 
     columns: Callable[..., tuple[int, int]]
@@ -58,7 +58,7 @@ def sweep() -> Sweep:
     try:
         compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, of_torch)
         compiled.same([], [], {}, [], [])
-    except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version of `_C` or the capsule
+    except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version of `_C` or the capsule `api`
         return _IN_PYTHON
 
     def columns(
@@ -91,7 +91,7 @@ def _columns(
 
 
 def _apart(table: Tensor, forms: Tensor, checked: Tensor, spans: Tensor) -> int:
-    """Returns -2. The plan then compares the tensors in Python."""
+    """Returns -2, so that the plan tests the tensors in Python."""
     return -2
 
 

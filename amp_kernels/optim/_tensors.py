@@ -31,7 +31,11 @@ def has_memory(tensor: Tensor) -> bool:
 
 
 def is_held(plain: Tensor) -> bool:
-    """Whether the values are in memory as they are. False for a negated view and `torch._efficientzerotensor`."""
+    """Whether the memory of a tensor holds its values.
+
+    False for a negated view, whose memory holds the negatives, and for `torch._efficientzerotensor`, which has no
+    memory.
+    """
     return not plain.is_neg() and (plain.data_ptr() != 0 or plain.numel() == 0)
 
 
@@ -98,12 +102,13 @@ def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
 def _plain_gradient(param: Tensor, name: str) -> Tensor:
     """Returns the gradient of `param` on this rank as a plain tensor.
 
-    If kernels cannot read ``param.grad``, it is replaced by an equal tensor that they can read. If the placements of a
-    DTensor are not those of its parameter, it is redistributed, as in torch's operators. If a collective is still
-    running, this waits for its result. A negated view is copied, and so is a tensor of zeros without memory.
+    If kernels cannot read ``param.grad``, it is replaced by an equal tensor that they can read. If the gradient is a
+    DTensor with other placements than its parameter, it is redistributed, as torch's operators do. If a collective that
+    computes the gradient is still running, this function waits for the result. A negated view is copied, and so is a
+    tensor of zeros without memory.
 
     Raises:
-        TypeError: The gradient has no memory, or another dtype than fp32, fp16 and bf16.
+        TypeError: The gradient has no memory, or its dtype is not fp32, fp16 or bf16.
         RuntimeError: The gradient is sparse, or is not on the mesh of its parameter.
     """
     grad = param.grad
@@ -141,7 +146,7 @@ def _redistributed(param: Tensor, grad: Tensor, name: str) -> DTensor:
 
 
 def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
-    """Raises RuntimeError if gradients share memory or are inference tensors: these cannot be written in place."""
+    """Raises RuntimeError if gradients cannot be written, because they share memory or are inference tensors."""
     inference = next((name for name, g in zip(names, grads, strict=True) if g.is_inference()), None)
     if inference is not None:
         raise RuntimeError(
@@ -156,7 +161,7 @@ def check_written(names: Sequence[str], grads: Sequence[Tensor]) -> None:
 
 
 class Spans:
-    """The memory ranges of dense tensors, which must not overlap. They are sorted, so that a search is fast."""
+    """The memory ranges of dense tensors. The ranges must not overlap. They are sorted, so that a search is fast."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         spans = sorted((t.data_ptr(), _end(t)) for t in tensors if t.numel() > 0)

@@ -3,10 +3,11 @@
 Wrappers have no common mark, so each kind is found in its own way:
 
 - The wrapper of an optimizer has the optimizer as an attribute (`wrapped`).
-- The wrapper of a step is a function of another module (`is_in_wrappers_of_torch`).
+- The wrapper of a step is a function. Its module tells whether it belongs to torch (`is_in_wrappers_of_torch`).
 - ZeroRedundancyOptimizer is on the call stack (`is_called_by`).
 
-A scaler uses the first two, since code around a step expects unscaled gradients. The third is used to refuse
+Code around a step expects unscaled gradients. So if `is_in_wrappers_of_torch` returns False, a scaler unscales them
+first. `wrapped` finds the optimizer that computes the step, or that keeps the masters. `is_called_by` is used to refuse
 `max_grad_norm`, since with ZeroRedundancyOptimizer each rank would clip by the norm of its part.
 """
 
@@ -25,7 +26,7 @@ def wrapped(optimizer: Any) -> Any:
     trainers call it ``optimizer``, and Lookahead and SAM call it ``_base_optimizer``, ``base_optimizer`` and more. If
     the holder has parameter groups, an optimizer counts only if it steps at least one parameter in them.
     """
-    seen = [optimizer]  # an optimizer may also have its wrapper as an attribute
+    seen = [optimizer]  # the chain so far; its optimizers are not found again, even if one has its wrapper as attribute
     while True:
         held = (getattr(seen[-1], "optim", None), getattr(seen[-1], "optimizer", None))  # may be properties
         inner = (

@@ -31,17 +31,17 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     For every parameter: `average <- decay * average + (1 - decay) * master`. Call it after each step.
 
     If a scaler skipped the last step, the averages do not change. The device decides this, so the host does not wait.
-    There is one exception: if the optimizer's `step` is wrapped or overridden, a skip by `torch.amp.GradScaler` is not
-    noticed.
+    There is one exception. If the optimizer's `step` is overridden, or wrapped by code outside of torch, `ema_` does
+    not notice that `torch.amp.GradScaler` skipped a step, and changes the averages.
 
-    A call reads and writes 12 bytes per weight, in one launch per combination of dtypes. The kernel computes
-    `average - (1 - decay) * (average - master)`. With a decay of 0 the average may therefore differ from the master in
-    its last bits.
+    A call reads 8 bytes and writes 4 bytes per weight, in one launch per combination of dtypes. The kernel computes
+    `average - (1 - decay) * (average - master)`. With a decay of 0 the last bits of the average may therefore differ
+    from those of the master.
 
     Args:
         averages: One fp32 tensor per parameter, in the order of the optimizer's groups, with the shape, the device and
-            the DTensor placements of the parameter. Start with `[optimizer.master(p) for p in params]`. If a parameter
-            cannot be trained (an integer tensor), its average does not change.
+            the DTensor placements of the parameter. Start with `[optimizer.master(p) for p in params]`. If the
+            optimizer cannot train a parameter, for example an integer tensor, its average does not change.
         optimizer: An optimizer of `amp_kernels.optim`.
         decay: From 0 to 1, for example 0.9999.
 
@@ -87,12 +87,12 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     """Average the weights of several models into the first of them, a "model soup" (Wortsman et al. 2022).
 
-    Floating-point parameters and buffers are averaged in fp32. The exceptions are fp64 and complex tensors, which are
-    averaged in their own dtype. Each mean is rounded to the dtype of the tensor in the first model. Integers keep the
+    Floating-point parameters and buffers are averaged in fp32. If the tensor of the first model is fp64 or complex, it
+    is averaged in its own dtype. Each mean is rounded to the dtype of the tensor in the first model. Integers keep the
     values of the first model.
 
-    If the first model has an optimizer, its masters change with the weights. The master of a 16-bit parameter is then
-    within half a unit in the last place of the rounded mean. To average the masters themselves, load the
+    If an optimizer trains the first model, its masters change with the weights. Each master of a 16-bit parameter then
+    differs from the rounded mean by at most half a unit in the last place. To average the masters themselves, load the
     `fp32_state_dict` of each model into an fp32 copy, average the copies, and load the mean with
     `load_fp32_state_dict`.
 
@@ -149,7 +149,10 @@ def _follow(
     rate: float,
     found_inf: Tensor | None,
 ) -> None:
-    """Moves each fp32 average towards its weight, by the fraction `rate`. With a remainder, towards its master."""
+    """Moves each fp32 average towards its weight by the fraction `rate` of their difference.
+
+    If the weight has a remainder, the average moves towards the master of the weight.
+    """
     by_device: dict[torch.device, list[int]] = {}
     for t, weight in enumerate(weights):
         by_device.setdefault(weight.device, []).append(t)

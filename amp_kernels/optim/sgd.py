@@ -25,8 +25,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
     **Gradients.** They may be fp16, bf16 or fp32. A step does not write them.
 
     **Loss scaling.** Use `amp_kernels.GradScaler`, `torch.amp.GradScaler` (slower), or no scaler. If a scaler finds NaN
-    or inf (its `found_inf` is not 0), the step changes nothing. In a step pre-hook the gradients are still scaled,
-    unless `scaler.unscale_` was called. If `step` is overridden or wrapped, the scaler unscales the gradients first.
+    or inf (its `found_inf` is not 0), the step changes nothing. In a step pre-hook the gradients are still scaled. To
+    get them unscaled there, call `scaler.unscale_` before `scaler.step`. If `step` is overridden, or wrapped by code
+    outside of torch, the scaler unscales the gradients before it calls `step`.
 
     Args:
         params: Parameters, parameter groups or named parameters, as in torch: fp32, fp16 and bf16 in any mix.
@@ -41,8 +42,8 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         fused: Accepted for compatibility; no effect.
         max_grad_norm: Clip the global L2 norm of the gradients to this value inside the step (Pascanu et al. 2013). The
             gradients are not written. `grad_norm` is then the norm before clipping. With `math.inf` the norm is
-            measured and nothing is clipped. Like `lr` it is an option of every parameter group, and state dicts contain
-            it. It must be the same in all groups.
+            measured and nothing is clipped. Like `lr`, `max_grad_norm` is an option of every parameter group, and state
+            dicts contain it. Its value must be the same in all groups.
 
     Raises:
         ValueError: An argument is out of its range.

@@ -26,16 +26,16 @@ def fp32_state_dict(model: torch.nn.Module, optimizer: torch.optim.Optimizer) ->
     Args:
         model: A model of any dtypes. Parameters may be tied, frozen, or trained by another optimizer.
         optimizer: An optimizer of `amp_kernels.optim`. With any other optimizer 16-bit parameters have no masters, and
-            their own values are returned.
+            their own values are returned in fp32.
 
     Returns:
         A dict of copies, with the names of `model.state_dict()`. 16-bit floating-point tensors are converted to fp32.
             All others keep their dtype. Tied parameters are one tensor.
 
     Raises:
-        TypeError: `model` is not an `nn.Module`, or `optimizer` is not a torch optimizer, or is a wrapper around a
+        TypeError: `model` is not an `nn.Module`. Or `optimizer` is not a torch optimizer, or is a wrapper around a
             fused optimizer.
-        RuntimeError: The state dict of `model` does not contain the model's own parameters but other tensors, so that
+        RuntimeError: The state dict of `model` contains other tensors in place of parameters that have masters. These
             masters would be lost.
 
     Examples:
@@ -69,8 +69,9 @@ def load_fp32_state_dict(
 ) -> None:
     """Load fp32 weights into a model and into the masters of its optimizer.
 
-    The rest of the optimizer's state does not change. Load it before or after this call. Masters are exact, with the
-    exceptions that the `master` method of the optimizers lists.
+    The rest of the optimizer's state, such as momentum, does not change. Load this state with
+    `optimizer.load_state_dict`, before or after this call. If it is loaded after this call and contains masters, it
+    replaces the masters. Masters are exact, with the exceptions that the `master` method of the optimizers lists.
 
     Args:
         model: A model of any dtypes.
@@ -80,7 +81,7 @@ def load_fp32_state_dict(
 
     Raises:
         TypeError: As in `fp32_state_dict`.
-        RuntimeError: Names or shapes do not fit, as in `model.load_state_dict`. Or as in `fp32_state_dict`.
+        RuntimeError: As in `fp32_state_dict`. Or names or shapes do not fit, for which `model.load_state_dict` raises.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)
@@ -126,9 +127,10 @@ def _check_arguments(caller: str, model: Any, optimizer: Any) -> FusedOptimizer 
 def _with_masters(
     caller: str, optimizer: FusedOptimizer, model: torch.nn.Module, state_dict: Mapping[str, Any]
 ) -> dict[int, tuple[str, Tensor]]:
-    """Returns the 16-bit parameters of the model that `optimizer` trains, and their names, by the parameters' ids.
+    """Returns a dict from ids of parameters to pairs of name and parameter.
 
-    A tied parameter has several names in `state_dict`. The first is returned.
+    It holds the parameters of the model that are 16-bit and that `optimizer` trains. A tied parameter has several names
+    in `state_dict`, of which the first is taken.
     """
     of_model = {id(p): name for name, p in model.named_parameters()}
     params = {id(p): p for _, _, p in optimizer._named_parameters() if id(p) in of_model and p.dtype in _LOW}
