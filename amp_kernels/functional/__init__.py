@@ -1,11 +1,15 @@
 """Operators on tensors and on lists of tensors: updates, gradient passes, int8 and matrix products.
 
-If the compiled extension has kernels for the device of the tensors, these kernels run. Otherwise CUDA tensors use
-Triton kernels if Triton is installed, and all other tensors use plain torch (`amp_kernels.reference`). `matmul` says
-which library multiplies 16-bit matrices. Every function can also be imported from `amp_kernels`.
+If the compiled extension has kernels for the device of the tensors, these kernels run. If it has none, Triton kernels
+run for CUDA tensors, provided that Triton is installed. In all other cases plain torch runs (`amp_kernels.reference`).
+Matrix products are an exception: the docstrings of `matmul` and `int8_matmul` say which library or kernel multiplies.
+Every function can also be imported from `amp_kernels`.
 
-No function waits for the device, with two exceptions: `clip_grad_norm_` with `error_if_nonfinite=True`, and `unscale_`
-and `grad_norm` if gradients are on a GPU but `found_inf` or the first gradient is on the CPU.
+Only these calls wait for the device:
+
+- `clip_grad_norm_` with `error_if_nonfinite=True`.
+- `unscale_`, `grad_norm` and `clip_grad_norm_`, if a scalar has to be copied from a GPU to the CPU. This happens only
+  if some of the tensors that they work on are on a GPU and others on the CPU.
 """
 
 from .adam import adam_, adamw_

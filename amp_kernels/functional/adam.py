@@ -36,7 +36,7 @@ def adam_(
     et al. 2018). `g` is the gradient divided by `grad_scale`, and `t = steps_taken + 1`.
 
     ```text
-    g <- g + weight_decay * p                            (decoupled: p <- p - lr * weight_decay * p)
+    g <- g + weight_decay * p                            (if decoupled, instead: p <- p - lr * weight_decay * p)
     m <- beta1 * m + (1 - beta1) * g
     v <- beta2 * v + (1 - beta2) * g^2
     u <- v                                               (AMSGrad: u <- max(u, v))
@@ -46,7 +46,7 @@ def adam_(
     Args:
         params: fp16, bf16 or fp32 tensors of any strides, updated in place.
         grads: One gradient per parameter, of its shape, in any of the three dtypes.
-        exp_avgs: `m`, one fp32 tensor per parameter, updated in place. Zeros before the first step.
+        exp_avgs: `m`, one fp32 tensor per parameter, updated in place. Pass zeros for the first step.
         exp_avg_sqs: `v`, in the same form as `exp_avgs`.
         max_exp_avg_sqs: `u`, in the same form as `exp_avgs`. If they are given, the update is AMSGrad.
         masters: One tensor per 16-bit parameter: its fp32 master, or its int16 remainder. `sgd_` explains both.
@@ -55,7 +55,7 @@ def adam_(
         eps: Added to the square root in the denominator.
         weight_decay: Factor of the weight decay.
         maximize: Negate the gradients.
-        decoupled_weight_decay: Shrink the parameters instead of adding to the gradients (AdamW).
+        decoupled_weight_decay: Apply the weight decay to the parameters, not to the gradients (AdamW).
         steps_taken: Number of steps before this one, from 0 to 2^31 - 2. Do not count skipped steps.
         grad_scale: One fp32 element; the gradients are divided by it. None for 1.
         found_inf: One fp32 element. If it is not 0, the call changes nothing.
@@ -112,7 +112,7 @@ def adamw_(
 
     Formula: `torch.optim.AdamW` (Loshchilov and Hutter 2019).
 
-    It takes the arguments of `amp_kernels.adam_`, except `decoupled_weight_decay`.
+    The function takes the arguments of `amp_kernels.adam_`, except `decoupled_weight_decay`.
 
     Examples:
         >>> param, exp_avg, exp_avg_sq = torch.tensor([1.0]), torch.zeros(1), torch.zeros(1)

@@ -20,16 +20,21 @@ from ..ops.library import call
 class Int8Tensor:
     """A tensor in int8 codes, with the scales and zero points that turn the codes back into numbers.
 
-    An element is `(values - zero_point) * scale` (Jacob et al. 2018). An `Int8Tensor` can be saved by `torch.save` and
-    loaded by `torch.load(weights_only=True)`. Indexing and `==` raise a TypeError.
+    An element is `(values - zero_point) * scale` (Jacob et al. 2018). The elements that share a scale are a group: all
+    of the tensor, a block of its last dimension, or the elements whose indices differ only in certain dimensions, which
+    are called reduced.
+
+    An `Int8Tensor` can be saved by `torch.save` and loaded by `torch.load(weights_only=True)`. Indexing and `==` raise
+    a TypeError.
 
     Attributes:
         values: int8 codes, in the shape of the quantized tensor.
-        scale: fp32, one per group. It has size 1 in every reduced dimension. If `block_size` is given, its last
-            dimension is the number of blocks. It is NaN for a group that held NaN or inf.
+        scale: fp32 tensor with one scale per group. It has size 1 in every reduced dimension. With a `block_size`, the
+            size of its last dimension is the number of blocks. If the scales were computed from the range of the
+            tensor, the scale of a group that held NaN or inf is NaN.
         zero_point: int32 in the shape of `scale`, or None for symmetric codes.
-        dim: The dimensions that were reduced. None if the whole tensor is one group, or if `block_size` is given.
-        block_size: Length of a group along the last dimension. None if whole dimensions were reduced.
+        dim: The dimensions that were reduced. None stands for all dimensions, or for blocks if there is a `block_size`.
+        block_size: Length of a group along the last dimension. None if there are no blocks.
 
     Examples:
         >>> q = amp_kernels.quantize_int8(torch.tensor([[-127.0, 64.0], [0.5, 1.27]]), dim=-1)
@@ -45,7 +50,8 @@ class Int8Tensor:
 
     def __post_init__(self) -> None:
         values, scale, zero_point = self.values, self.scale, self.zero_point
-        # The checks below take 1.5 us, and an int8 layer makes four of these objects for one product.
+        # Plain tensors, the usual case, skip the checks below. These take 1.5 us, and an int8 layer makes three to five
+        # of these objects for one product.
         if type(values) is type(scale) is Tensor and (zero_point is None or type(zero_point) is Tensor):
             return
         check_are_tensors("Int8Tensor", values=values, scale=scale)
@@ -98,7 +104,7 @@ class Int8Tensor:
         return Int8Tensor(self.values.to(device), self.scale.to(device), zero_point, self.dim, self.block_size)
 
     # Indexing is not supported, because it would have to select the matching scales too. `==` is not supported, because
-    # for tensors it compares element by element.
+    # `==` of two tensors compares element by element, and so returns no single bool.
     def __getitem__(self, index: object) -> NoReturn:
         raise TypeError("Int8Tensor: indexing is not supported; index dequantize(), or values and scale")
 
@@ -154,14 +160,17 @@ def quantize_int8(
 ) -> Int8Tensor:
     """Quantize a tensor to int8 codes.
 
-    Codes and scales have the same bits on every backend. Not differentiable; see `fake_quantize_int8`. For each group,
-    in fp32 IEEE arithmetic (Jacob et al. 2018; Wu et al. 2020):
+    Codes and scales have the same bits on every backend. Not differentiable; see `fake_quantize_int8`.
+
+    The elements that share a scale are a group. The scale, the zero point and the codes of a group are computed in fp32
+    IEEE arithmetic (Jacob et al. 2018; Wu et al. 2020):
 
     - Symmetric: `scale = absmax / 127` and codes `clamp(rint(x * (1 / scale)), -127, 127)`.
-    - Asymmetric: the range is widened to contain 0. `scale = max / 255 - min / 255`, `zero_point = clamp(rint(-128 -
-      min * (1 / scale)), -128, 127)` and codes `clamp(rint(x * (1 / scale)) + zero_point, -128, 127)`.
-    - Stochastic rounding: `floor(x * (1 / scale) + u)` replaces `rint(...)`. `u` is uniform in [0, 1). It is computed
-      from the seed and the element's row-major index by Philox4x32-10 (Salmon et al. 2011).
+    - Asymmetric: the range from `min` to `max` of the group is widened to contain 0. `scale = max / 255 - min / 255`,
+      `zero_point = clamp(rint(-128 - min * (1 / scale)), -128, 127)` and codes `clamp(rint(x * (1 / scale)) +
+      zero_point, -128, 127)`.
+    - Stochastic rounding: in the codes, `floor(x * (1 / scale) + u)` replaces `rint(x * (1 / scale))`. `u` is uniform
+      in [0, 1). It is computed from the seed and the element's row-major index by Philox4x32-10 (Salmon et al. 2011).
     - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
       and the scale 1.
 
@@ -169,27 +178,32 @@ def quantize_int8(
     the reduced ones, all others are kept.
 
     A dense `x` is read in place if its dimensions, from the outermost to the innermost in memory, are first kept ones,
-    then reduced ones, then kept ones. Any of these three parts may be missing. That covers rows, columns, channels of
-    `[B, T, C]`, columns of experts `[E, N, K]`, output channels of a channels_last weight, and tokens of a permuted
-    `[B, H, T, D]`. With `block_size` a dense `x` is read in place if its last dimension is the innermost in memory.
+    then reduced ones, then kept ones. Any of these three parts may be missing. That covers a scale for each row or
+    column of a matrix, for each channel of `[B, T, C]`, for each column of every expert in `[E, N, K]`, and for each
+    output channel of a channels_last weight. It also covers a scale for each token of a `[B, H, T, D]` view of
+    `[B, T, H, D]` memory. With `block_size` a dense `x` is read in place if its last dimension is the innermost in
+    memory.
 
-    Every other `x` is copied first: slices with gaps, channels of NCHW images, heads of a permuted `[B, H, T, D]`. The
-    copy takes as many bytes as `x`, and is freed when the call returns. If `x` is dense, the codes are copied too, into
-    memory with x's strides. Stochastic rounding copies every `x` that is not row-major.
+    Every other `x` is copied first. Examples are a slice with gaps, NCHW images with a scale for each channel, and the
+    `[B, H, T, D]` view above with a scale for each head. The copy takes as many bytes as `x`, and is freed when the
+    call returns. If `x` is dense, the codes are copied too, into memory with x's strides. Stochastic rounding copies
+    every `x` that is not row-major.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides. If `x` is dense, the codes have its strides. Otherwise they are
             row-major.
-        dim: The dimensions that share a scale, as in `torch.amax(x, dim, keepdim=True)`: None for the whole tensor, -1
-            for a scale per row or token, 0 for a scale per column of a matrix.
+        dim: The dimensions to reduce, as in `torch.amax(x, dim, keepdim=True)`. Elements whose indices differ only in
+            these dimensions share a scale. None makes one scale for the whole tensor, -1 one per row or token, and 0
+            one per column of a matrix.
         block_size: Length of a group along the last dimension. The last group may be shorter.
         symmetric: Make codes without a zero point. Ignored if `scale` is given.
         rounding: `"nearest"` (ties to even) or `"stochastic"`.
         seed: Seed of stochastic rounding. None draws one from torch's default generator.
         scale: fp32, of one element or with size 1 in every reduced dimension. If it is given, `x` is read only once,
-            because its range is not measured. inf then saturates, and NaN becomes the zero point.
-        zero_point: int32 in the shape of `scale`. It may be given only together with `scale`; None then makes symmetric
-            codes. Its values must be from -128 to 127, which is not checked.
+            because its range is not measured. The code of inf is then the largest one, that of -inf the smallest one,
+            and that of NaN the zero point (0 for symmetric codes).
+        zero_point: int32 in the shape of `scale`. It may be given only together with `scale`. If only `scale` is given,
+            the codes are symmetric. The values must be from -128 to 127, which is not checked.
 
     Returns:
         An `Int8Tensor` of x's shape.
@@ -256,11 +270,13 @@ def fake_quantize_int8(
 
     The result is `quantize_int8(x, ...).dequantize(x.dtype)` in one pass, for quantization-aware training. The gradient
     passes through unchanged where the code needed no clamping, and is 0 elsewhere (Bengio et al. 2013; Jacob et al.
-    2018). The backward pass computes this from `x`, so no mask is kept. NaN stays NaN.
+    2018). The backward pass computes this from `x`, so no mask is kept.
+
+    NaN is an exception. With a given `scale`, `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides.
-        dim: The dimensions that share a scale, as in `quantize_int8`.
+        dim: The dimensions to reduce, as in `quantize_int8`.
         block_size: Length of a group along the last dimension, as in `quantize_int8`.
         symmetric: Quantize without a zero point. Ignored if `scale` is given.
         scale: Scales to use, as in `quantize_int8`. None takes them from the range of `x`.
@@ -286,7 +302,9 @@ def fake_quantize_int8(
     if not torch_private.is_transformed():
         return call(ops.fake_quantize_int8, x, scale, zero_point, dims, block_size, symmetric)[0]
     # In transforms and forward-mode differentiation the autograd function of the operator fails, or returns a
-    # derivative of 0. The sum below has the same value and derivative: its second term is 0, made of torch's operators.
+    # derivative of 0. So a sum is returned, which has the value of the operator and the derivative that its autograd
+    # function has elsewhere. The second term of the sum is 0. The derivative comes from this term, because torch's
+    # operators compute it from `x`.
     values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, dims, block_size, symmetric)
     if scale is None:
         scale, zero_point = own[0], None if symmetric else own[1]
@@ -308,13 +326,16 @@ def int8_matmul(
     an exact integer. It is corrected for the zero points in 64-bit integers. Then `sum * (a.scale * b.scale) + bias` is
     computed in fp32, and each of its operations rounds once (Jacob et al. 2018). Not differentiable.
 
-    On a GPU a CUDA C++ kernel multiplies, with one exception: a Triton kernel, with the same bits, multiplies if the
-    compute capability is 9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N` are above 16. For
-    smaller products with 64 rows or more, Triton takes less time on the GPU but more on the host. A CUDA graph saves
-    the time on the host, so inside a graph `use_backend("triton")` is faster for them.
+    On a GPU a CUDA C++ kernel multiplies, with one exception. A Triton kernel, whose results have the same bits,
+    multiplies if the compute capability is 9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N`
+    are above 16.
 
-    On CUDA a row of `a` or a column of `b` has `K` codes. An operand is read in place if `K` is a multiple of 16 and
-    these rows or columns are contiguous and begin at multiples of 16 bytes. Otherwise the operand is copied first.
+    Smaller products with 64 rows or more would also take less time on such a GPU with Triton than with CUDA C++, but
+    more time on the host. A CUDA graph saves the time on the host. So `use_backend("triton")` makes these products
+    faster inside a graph.
+
+    The CUDA C++ kernel reads an operand in place if `K` is a multiple of 16, and if the rows of `a` (or the columns of
+    `b`) are contiguous and begin at multiples of 16 bytes. Otherwise the operand is copied first.
 
     Args:
         a: `[M, K]`, with one scale or one per row (`dim=-1`). Any strides.
@@ -330,8 +351,8 @@ def int8_matmul(
 
     Raises:
         TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
-        ValueError: A shape does not fit, an operand is quantized in blocks, or K is above 131071. Longer int32 sums
-            could overflow.
+        ValueError: A shape does not fit, an operand is quantized in blocks, or K is above 131071. An int32 sum of
+            more than 131071 products could overflow.
 
     Examples:
         >>> a = amp_kernels.quantize_int8(torch.tensor([[127.0, 2.0]]), dim=-1)

@@ -1,14 +1,15 @@
-"""Products of fp16 and bf16 matrices: fp32 sums, one rounding, and tensor cores that are kept busy by odd sizes too.
+"""Products of fp16 and bf16 matrices, with sums in fp32 and one rounding. On a GPU, odd sizes are padded.
 
 For each call `engine_of` chooses the engine that multiplies, and `copies_of` chooses which operands are copied first:
 
 =========================  ===========================================================================================
-inside `use_backend`       the operator `matmul`: this package's kernels, or the reference (`"cpu"`: as CPU below)
-CUDA                       cuBLAS; operands are copied and padded with zeros if their sizes or strides would make it
+inside `use_backend`       the operator `matmul` (ops/matmul.py), which runs this package's kernels or the reference;
+                           inside `use_backend("cpu")` as in the row CPU
+CUDA                       cuBLAS; operands are copied and padded with zeros if their sizes or strides would make cuBLAS
                            slow
 CPU                        torch; in fp32 if torch's fp16 product is slow
-other devices, other       torch, called directly: autograd, compilers and transforms meet only torch's own operators
-dtypes, compiled code for
+other devices, other       torch, called directly, so that autograd, compilers and transforms have to handle only
+dtypes, compiled code for  torch's own operators
 a GPU
 =========================  ===========================================================================================
 """
@@ -38,22 +39,26 @@ NO_COPIES: Copies = (None, None)
 
 TORCH, CPU, LIBRARY = "torch", "cpu", "cublas"
 ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
-# The time of a product with at most 16 rows is the time of reading the other matrix once. Tensor cores and padding do
-# not shorten it.
+# If the first matrix has at most 16 rows, a product takes as long as reading the second matrix once. Tensor cores and
+# padding do not shorten this time.
 FEW_ROWS = 16
 
 
 # ---------------------------------------------------------------------------------------------------- public functions
 def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Tensor:
-    """Multiply 16-bit matrices on tensor cores, whose speed odd sizes would otherwise halve.
+    """Multiply 16-bit matrices. On a GPU, sizes that would slow down tensor cores are padded.
 
     This is `torch.matmul` with fp32 accumulation and one rounding. On a GPU cuBLAS multiplies. If sizes or strides
-    would make it slow, it multiplies copies of the operands that are padded with zeros. cuBLAS may split a sum and
-    round its parts, if `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` (or the setting for bf16)
-    allows it. On a CPU torch multiplies. If fp32 is faster there than fp16, it multiplies in fp32.
+    would make cuBLAS slow, the operands are copied and padded with zeros, and cuBLAS multiplies the copies. Without
+    this, odd sizes can halve the speed of tensor cores, or worse. If
+    `torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction` (or the setting for bf16) allows it, cuBLAS may
+    split a sum and round its parts.
+
+    On a CPU torch multiplies. If the operands are fp16 and `a` has more than 16 rows, torch multiplies in fp32, because
+    torch's fp16 product is slow.
 
     Some calls are left to `torch.matmul`: other dtypes, tensor subclasses such as DTensor, nested tensors, transforms
-    of `torch.func`, and compiled code for a GPU, which Inductor pads. Differentiable, also twice.
+    of `torch.func`, and compiled code for a GPU, in which Inductor pads the operands. Differentiable, also twice.
 
     Args:
         a: A vector, matrix or batch of matrices, as in `torch.matmul`; fp16 or bf16, of any strides.
@@ -159,8 +164,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
     - A backend forced by `use_backend`, except `"cpu"`, applies it before rounding.
     - On a CPU, fp16 products with more than 16 rows are computed in fp32. The activation is applied before rounding.
-    - On a GPU, cuBLAS applies `relu` itself if there is a bias, unless a gradient is needed and torch's `linear` is
-      called.
+    - On a GPU, if there is a bias, cuBLAS applies `relu` itself. This does not hold if torch's `linear` computes the
+      product, which it may do if a gradient is needed and no operand has to be padded.
 
     On a GPU operands and results are padded as in `matmul`. If operands were padded, or a backend is forced, the
     backward pass reads the gradient once: the same pass applies the derivative of the activation, sums the gradient of
@@ -204,11 +209,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     tensors = (rows, weight) if bias is None else (rows, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     copies = copies_of(engine, rows, weight.t()) if engine in ON_TENSOR_CORES else NO_COPIES
-    # On a GPU, if a gradient is needed, nothing is padded and torch's `linear` rounds once, it and torch's activation
-    # are called. The
-    # backward pass of `_Linear` reads the gradient once (`copy_pad`), and torch's reads it twice. Still `_Linear` was
-    # not faster: on an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by
-    # torch.
+    # On a GPU, torch's `linear` and torch's activation are called if three conditions hold: a gradient is needed,
+    # nothing is padded, and torch's `linear` rounds once. The backward pass of `_Linear` reads the gradient once
+    # (`copy_pad`), and torch's reads it twice. Still `_Linear` was not faster: on an H200, gelu with fp16 4096^3,
+    # forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by torch.
     is_one_call = _adds_before_rounding(x, bias) and (engine == CPU or activation is None or needs_grad)
     if is_one_call and _is_one_torch_call(engine, copies, rows):
         return activate(F.linear(x, weight, bias), activation)
@@ -263,14 +267,15 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
     `amp_kernels.explain` reports what this function and `copies_of` return.
     """
     if dtype not in DTYPES:
-        if dtype.itemsize == 1 and dtype.is_floating_point:  # torch would round the product to 8 bits first
+        # torch would round a product of float8 to 8 bits, even if `out_dtype` has 16 or 32 bits.
+        if dtype.itemsize == 1 and dtype.is_floating_point:
             raise TypeError(
                 f"{op}: operands must have at least 16 bits each, got {dtype}; convert them with .to(torch.bfloat16)"
             )
         return TORCH
     is_compiled = torch.compiler.is_compiling()
     # A compiled graph may run again outside of the `use_backend` block in which it was traced, so it ignores the block.
-    # On a GPU Inductor pads the operands.
+    # In a compiled graph for a GPU, Inductor pads the operands.
     name = None if is_compiled else forced()
     if kind == "cpu" and name in (None, "cpu"):
         return CPU
@@ -285,7 +290,7 @@ def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:
     """Return the sizes of the padded copies that replace `a` and `b`; None for an operand that is not copied.
 
     Copies for cuBLAS may be larger than the operands (`padding.library_sizes`). Copies for this package's kernels have
-    the same sizes as the operands: these kernels are fast with any size, if rows begin at multiples of 16 bytes.
+    the sizes of the operands, because these kernels are fast with any size if rows begin at multiples of 16 bytes.
     """
     if engine not in ON_TENSOR_CORES or a.shape[-2] <= FEW_ROWS:
         return NO_COPIES
@@ -433,13 +438,14 @@ def _check_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
             raise ValueError(f"linear: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
 
 
-# The errors that torch raises for operands that do not fit. The last two come from its code for nested tensors.
+# The errors that torch raises for operands that do not fit. The last two come from torch's code for nested tensors.
 _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError, AssertionError)
 
 
 def _reword(op: str, error: Exception, *operands: Tensor | None) -> None:
     """Raise torch's error again, with a message that describes the operands first."""
-    if type(error) not in _REFUSALS:  # a subclass: out of memory, or a GPU reports an error of an earlier kernel
+    # An error of a subclass has another cause: memory ran out, or a GPU reports that an earlier kernel failed.
+    if type(error) not in _REFUSALS:
         return
     given = [x for x in operands if x is not None]
     got = ", ".join(map(_told, given))
@@ -537,7 +543,8 @@ class _Linear(torch.autograd.Function):
         elif saved is not None or needs_bias or len(weight) != columns or copies_of(engine, grad, weight)[0]:
             # One pass applies the derivative, sums the bias's gradient, and pads.
             grad, sums = ops.copy_pad(grad, saved, ctx.activation, needs_bias, rows)
-            grad = grad.narrow(1, 0, len(weight))  # if rows of zeros pad the weight, columns of zeros match them
+            # Of the columns of zeros that `copy_pad` adds, as many are kept as the weight has padding rows of zeros.
+            grad = grad.narrow(1, 0, len(weight))
         grad_x = grad_weight = None
         if needs_x:
             grad_x = _multiply(engine, *_copied(copies_of(engine, grad, weight), grad, weight), size=(rows, inner))[0]
@@ -605,10 +612,12 @@ def _multiply(
     pads_rows: bool = True,
     needs_pre: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Return ``activation(alpha * a @ b + beta * input)``, and with `needs_pre` the argument of the activation.
+    """Return two tensors, of which the first is ``activation(alpha * a @ b + beta * input)``.
+
+    With `needs_pre` the second is the argument of the activation. Without `needs_pre` it has no meaning.
 
     Args:
-        size: Rows and columns of the result. If operands are padded, they have more.
+        size: Rows and columns of the result. Padded operands have more rows or columns.
         pads_rows: Whether this package's kernels may pad the rows of the results. Rows that cuBLAS computes are padded
             if operands are.
     """
@@ -702,7 +711,7 @@ def _narrowed(x: Tensor, size: tuple[int, int]) -> Tensor:
 
 
 def _activate_into(out: Tensor, argument: Tensor, activation: Activation | None) -> Tensor:
-    """Write the activation of `argument` to `out` in one pass. Both may be the same tensor."""
+    """Write the activation of `argument` to `out` in one pass. `argument` and `out` may be the same tensor."""
     if activation == "relu":
         return torch.ops.aten.relu.out(argument, out=out)
     if activation is not None:

@@ -46,7 +46,7 @@ def rmsprop_(
     Args:
         params: fp16, bf16 or fp32 tensors of any strides, updated in place.
         grads: One gradient per parameter, of its shape, in any of the three dtypes.
-        square_avgs: `v`, one fp32 tensor per parameter, updated in place. Zeros before the first step.
+        square_avgs: `v`, one fp32 tensor per parameter, updated in place. Pass zeros for the first step.
         momentum_buffers: `b`, in the same form as `square_avgs`. If `momentum` is 0, the list is ignored and may be
             empty.
         grad_avgs: `a`, in the same form as `square_avgs`. If they are given, the variance is centered.

@@ -87,13 +87,13 @@ def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found
 def to_device(scalar: Tensor, device: torch.device) -> Tensor:
     """Return `scalar`, or a copy of it on `device`.
 
-    A copy to the CPU waits for the device. Otherwise the host could read it before it is complete.
+    A copy to the CPU waits for the device. Otherwise the host could read the copy before it is complete.
     """
     return scalar if scalar.device == device else scalar.to(device, non_blocking=device.type != "cpu")
 
 
 def total_norm(norms: Sequence[Tensor]) -> Tensor:
-    """Combine the norms of several devices into one, on the device of the first norm. Their squares are fp64."""
+    """Combine the norms of several devices into one, on the device of the first norm. Squares are summed in fp64."""
     device = norms[0].device
     gathered = torch.stack([to_device(norm, device) for norm in norms])
     return torch.linalg.vector_norm(gathered, dtype=torch.float64).float()
@@ -115,9 +115,10 @@ def clip_grad_norm_(
     Args:
         parameters: One tensor, or an iterable of tensors. Tensors without a gradient are ignored.
         max_norm: The norm to clip to.
-        norm_type: Norms other than 2 are computed by torch.
+        norm_type: Type of the norm. `torch.nn.utils.clip_grad_norm_` is called instead of the two passes if this is not
+            2, or if a gradient is sparse, of a tensor subclass, or of another dtype than fp16, bf16 and fp32.
         error_if_nonfinite: Raise an error if the norm is NaN or inf. This waits for the device.
-        foreach: Passed on to torch for norms other than 2; otherwise unused.
+        foreach: Passed on to `torch.nn.utils.clip_grad_norm_` if that is called; otherwise unused.
 
     Returns:
         The norm before clipping, a 0-dim tensor.
@@ -136,7 +137,8 @@ def clip_grad_norm_(
     is_generator = isinstance(parameters, GeneratorType)
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
     if is_generator and not parameters:
-        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)  # as torch
+        # torch gives this warning too.
+        warnings.warn("`parameters` is an empty generator, no gradient clipping will occur.", stacklevel=3)
     grads = [p.grad for p in parameters if p.grad is not None]
     fit = all(type(g) is Tensor and g.layout is torch.strided and g.dtype in DTYPE_CODES for g in grads)
     if float(norm_type) != 2.0 or not grads or not fit:

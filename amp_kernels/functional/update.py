@@ -38,8 +38,9 @@ def update(
             tensors. The list is None if the state is not kept.
         options: The hyper-parameters except the learning rate, under their names in torch.
         steps_taken: Number of earlier steps. If it is 0, some states are written without being read.
-        grad_remainders: Given for averages only. Then `params` are fp32 averages, `grads` are the weights that they
-            follow, and `grad_remainders` are the remainders of the 16-bit ones among these weights, in order.
+        grad_remainders: Given only to update averages of weights (optim/averages.py). Then `params` are fp32 averages,
+            and `grads` are the weights that they follow. `grad_remainders` are the remainders of those weights that
+            have 16 bits, in the order of the weights.
     """
     op = f"{family.name}_"
     params, grads, masters = (

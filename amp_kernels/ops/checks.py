@@ -1,6 +1,6 @@
 """Argument checks of the operators. They raise an error with a full message before anything is modified.
 
-The fakes run the same checks while a graph is traced.
+The fakes, which replace the operators while a graph is traced (`library.operator`), run the same checks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def _named(dtypes: Iterable[torch.dtype]) -> str:
 
 
 def check_are_tensors(op: str, **arguments: object) -> None:
-    """Raise TypeError unless all arguments are Tensors, or objects that torch's functions accept (torch.fx.Proxy)."""
+    """Raise TypeError unless each argument is a Tensor, or acts as one in torch's functions, as torch.fx.Proxy does."""
     for name, argument in arguments.items():
         if not isinstance(argument, Tensor) and not hasattr(argument, "__torch_function__"):
             raise TypeError(f"{op}: {name} must be a Tensor, got {type(argument).__name__}")
@@ -34,7 +34,7 @@ def check_are_tensors_or_none(op: str, **arguments: object) -> None:
 
 
 def check_dtype(op: str, name: str, dtype: object) -> None:
-    """Raise TypeError unless `dtype` is a `torch.dtype`. Any one passes."""
+    """Raise TypeError unless `dtype` is a `torch.dtype`. Every torch.dtype passes."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}; pass a torch.dtype")
 
@@ -45,7 +45,7 @@ def as_list(op: str, name: str, tensors: Iterable[Tensor]) -> list[Tensor]:
         kind = type(tensors).__name__
         raise TypeError(f"{op}: {name} must be a list of Tensors, got {kind}; pass a list, which may be empty")
     result = list(tensors)
-    if set(map(type, result)) <= {Tensor, Parameter}:  # takes a tenth of the time of the loop below
+    if set(map(type, result)) <= {Tensor, Parameter}:  # this test takes a tenth of the time of the loop below
         return result
     for i, tensor in enumerate(result):
         if not isinstance(tensor, Tensor):
@@ -86,7 +86,9 @@ def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device
 def why_not_loaded(what: str, saved: object, known: int) -> str | None:
     """Return an error message if a state dict was saved in the format of a later release, else None.
 
-    `saved` is the number of the format. State dicts of torch have no such number: it is None, and they are accepted.
+    `saved` is the number of the format. It is None if the state dict has no such number, for example if one of torch's
+    optimizers made it. Such a state dict is accepted. `known` is the number of the latest format that this release can
+    load.
     """
     if saved is None or saved in range(known + 1):
         return None
@@ -126,7 +128,10 @@ def check_update(
     masters: Sequence[Tensor],
     scalars: Mapping[str, Tensor | None],
 ) -> None:
-    """Raise if an argument that all updates have does not fit. States that are not kept must not be in `states`."""
+    """Check the arguments that all updates have, and raise an error if one does not fit.
+
+    States that are not kept must not be in `states`.
+    """
     check_tensors(op, "params", params)
     check_written(op, "params", params)
     check_tensors(op, "grads", grads)
@@ -178,7 +183,7 @@ def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
 
 def check_is_dense(op: str, name: str, x: Tensor) -> None:
     """Raise ValueError if `x` is nested or sparse."""
-    if x.is_nested:  # has no shape, and its layout may be torch.strided
+    if x.is_nested:  # a nested tensor has no shape, and its layout may be torch.strided
         raise ValueError(f"{op}: {name} must be a dense tensor, got a nested one; call to_padded_tensor() first")
     if x.layout is not torch.strided:
         raise ValueError(f"{op}: {name} must be a dense tensor, got {x.layout}; call to_dense() first")

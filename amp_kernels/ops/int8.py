@@ -2,8 +2,9 @@
 
 csrc/int8.h explains how a tensor is cut into groups and in which order kernels read them. `Plan` computes the strides
 of an operator's results, and the memory layout that its kernels read and write. The fakes need the strides. The code
-that calls Triton's kernels needs the layout, because Triton's kernels also run if nothing is compiled. C++ operators
-compute the same in csrc/ops/int8_layout.h, which also lists which tensors are copied.
+that calls Triton's kernels needs the layout. C++ operators compute both in csrc/ops/int8_layout.h, which also lists
+which tensors are copied. The calls of Triton cannot use that C++ code, because they also have to work if nothing is
+compiled.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Groups(NamedTuple):
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape that `torch.amax(keepdim=True)` returns. With blocks, the last size is their number instead."""
+        """The shape that `torch.amax(keepdim=True)` returns. With blocks, the last size is the number of blocks."""
         sizes = [n if kept else 1 for n, kept in zip(self.shape, self.kept, strict=True)]
         return tuple(sizes) if self.block is None else (*sizes[:-1], -(-self.shape[-1] // self.block))
 
@@ -83,15 +84,18 @@ def layout_of(groups: Groups, strides: Sequence[int]) -> tuple[int, int, int, in
     """
     sizes, axis = [1, 1, 1], 0  # inner, reduced, outer
     for d in reversed(storage_order(strides)):
-        # Sizes of 0 and 1 are skipped: for size 0 no kernel is called, and the strides are as if it were 1.
+        # Dimensions of size 0 or 1 are skipped. If a size is 0, no kernel is called, and `dense_strides` counts the
+        # size as 1.
         if groups.shape[d] > 1:
-            # Axes 0 and 2 take kept dimensions, axis 1 takes reduced ones. A change of kind begins the next axis.
+            # Axes 0 and 2 take kept dimensions, axis 1 takes reduced ones. A dimension of the other kind begins the
+            # next axis.
             axis += groups.kept[d] != (axis != 1)
             if axis > 2:
                 return None
             sizes[axis] *= groups.shape[d]
     inner, reduced, outer = sizes
-    row = inner * reduced * outer  # elements of a row whose last block is shorter; all elements if none is
+    # `row` is the number of all elements. But if the last block of each row is shorter, `row` is the length of a row.
+    row = inner * reduced * outer
     if groups.block is not None and reduced > groups.block:
         if inner > 1:
             return None
@@ -106,9 +110,14 @@ class Plan(NamedTuple):
     """The strides of the tensors of a call, and the layout that its kernels use."""
 
     out: tuple[int, ...]  # strides of results
-    walk: tuple[int, ...]  # strides of the tensors that kernels read and write: `out`, or others for copies
-    scale: tuple[int, ...]  # strides of scales, with which they lie in the order in which kernels number the groups
-    layout: tuple[int, int, int, int] | None  # None if random bits need row-major memory, and three axes do not fit it
+    # Strides of the tensors that kernels read and write. If these are not `out`, kernels read a copy of the tensor, and
+    # what they write is copied to `out`.
+    walk: tuple[int, ...]
+    # Strides of scales and zero points. Their order in memory is the order in which kernels number the groups.
+    scale: tuple[int, ...]
+    # What `layout_of` returns for `walk`. It is None only if random bits need row-major memory, in which three axes
+    # cannot describe the groups.
+    layout: tuple[int, int, int, int] | None
 
     @classmethod
     def of(cls, x: Tensor, groups: Groups, *, is_numbered: bool = False) -> Plan:
@@ -123,13 +132,15 @@ class Plan(NamedTuple):
         out = dense_strides(groups.shape, storage_order(x.stride())) if is_dense(x) else row_major
         walk = row_major if is_numbered else out
         layout = layout_of(groups, walk)
-        if layout is None and not is_numbered:  # if all kept dimensions are outer ones, each group is a row
+        if layout is None and not is_numbered:
+            # The kept dimensions become the outermost ones. Each group is then a row, so three axes describe the
+            # groups.
             walk = dense_strides(groups.shape, sorted(storage_order(out), key=lambda d: not groups.kept[d]))
             layout = layout_of(groups, walk)
         return cls(out, walk, dense_strides(groups.scale_shape, storage_order(walk)), layout)
 
 
-# ------------------------------------------------------------------------------------ operators by kernels in Python
+# -------------------------------------------------------------------------------------- kernels that Python launches
 def _with_strides(x: Tensor, strides: Sequence[int], dtype: torch.dtype | None = None) -> Tensor:
     """Return the tensor itself if it has these strides and this dtype, otherwise a copy that has them."""
     have = all(n == 1 or s == wanted for n, s, wanted in zip(x.shape, x.stride(), strides, strict=True))
@@ -444,7 +455,8 @@ def _check_matmul(
 def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, inner: int) -> None:
     """Raise if scales and zero points of an operand of `int8_matmul` do not fit.
 
-    There must be one for the whole operand, or one for each index of the dimension that is not `inner`.
+    There must be one scale for the whole operand, or one for each index of the dimension that is not `inner`. `inner`
+    is the dimension over which the product sums. There must be as many zero points as scales, or none.
     """
     op = "int8_matmul"
     _check_parameter(op, f"{name}.scale", scale, torch.float32, codes.device)
@@ -532,8 +544,8 @@ def _traced_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None
     return x.new_empty((x.shape[0], weight.shape[0]))
 
 
-# Returns codes, scale and zero point. If the scale was passed by the caller, scale and zero point are tensors without
-# elements. So is the zero point of symmetric codes.
+# Returns codes, scale and zero point. If the scale was passed by the caller, the returned scale and zero point are
+# tensors without elements. For symmetric codes the returned zero point has no elements either.
 quantize_int8 = operator(
     "quantize_int8(Tensor x, Tensor? scale, Tensor? zero_point, int[]? dim, int? block_size, bool symmetric, "
     "int? seed) -> (Tensor, Tensor, Tensor)",

@@ -13,8 +13,9 @@ Autograd                   no kernel, so that the call falls through to the next
 torch's dispatcher chooses the kernel. A kernel for a device has precedence over the reference, in whatever order they
 are registered. `amp_kernels.use_backend` intercepts a call before the dispatcher chooses.
 
-``_C`` may have CUDA kernels, but no code for the GPU of a call. Its CUDA kernel then calls ``_uncompiled_<name>``:
-Triton if it is installed, else the reference. This is decided for each GPU (csrc/ops/on_gpu.h).
+``_C`` may have CUDA kernels, but no code for the GPU of a call. The CUDA kernel in ``_C`` then calls the operator
+``_uncompiled_<name>``, which runs Triton if it is installed, else the reference. This is decided for each GPU
+(csrc/ops/on_gpu.h).
 
 An operator with `delegates` has a second name, ``_compiled_<name>``. Under the first name, the CUDA kernel passes a
 call on to Triton or to torch if that was measured to be faster (csrc/ops/int8.cpp). Under the second name, it passes on
@@ -44,8 +45,8 @@ Kernel = Callable[..., Any]
 class Kernels(Protocol):
     """The kernels that Python launches: Triton kernels, or in tests CUDA kernels on the emulator.
 
-    A step plan uses only the first five, which work on tables. C++ has these five too, as operators: see
-    `backends.kernels`.
+    The step plan of an optimizer (optim/_plan.py) uses only the first five, which work on tables. C++ has these five
+    too, as operators: see `backends.kernels`.
     """
 
     _unscale_table_: Kernel
@@ -63,7 +64,7 @@ class Kernels(Protocol):
 
 
 class Definition(NamedTuple):
-    """The parts of an operator that Python calls, with the operator's arguments."""
+    """The functions of an operator that can be called from Python. They take the operator's arguments."""
 
     check: Callable[..., None]
     reference: Callable[..., Any]
@@ -143,10 +144,12 @@ def call(op: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return op(*args, **kwargs)
     except (RuntimeError, TypeError, ValueError) as error:
-        # The error is removed here, because its traceback would keep the caller's tensors alive.
+        # The error that `_remembered` kept is removed from `_last_error`, because its traceback would keep the caller's
+        # tensors alive.
         remembered = vars(_last_error).pop("value", None)
         DEFINITIONS[op].check(*args, **kwargs)
-        if remembered is not None and "torch_call_dispatcher" in str(error):  # C++ names only the call that failed
+        # If C++ called `_uncompiled_<name>`, and that failed, the error from C++ says only which call failed.
+        if remembered is not None and "torch_call_dispatcher" in str(error):
             raise remembered from None
         raise
 
@@ -172,7 +175,7 @@ def note_written(*lists: Sequence[Tensor]) -> None:
     """Increment the version counters of tensors that an operator wrote.
 
     C++ kernels do not increment them. If this call is missing, autograd does not notice the write, and a later backward
-    pass is silently wrong. In a compiled graph the compiler takes care of it.
+    pass is silently wrong. In a compiled graph the compiler takes care of the version counters.
     """
     if torch.compiler.is_compiling():
         return
@@ -193,12 +196,15 @@ def _after(check: Callable[..., None], kernel: Callable[..., Any]) -> Callable[.
 
 
 def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap the reference for devices on which the dispatcher finds no faster kernel. It warns once for each device."""
+    """Wrap the reference for devices on which the dispatcher finds no faster kernel.
+
+    The wrapped function warns once for each CPU or GPU that the reference serves (`backends.automatic`).
+    """
 
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
         devices = [tensor.device for tensor in _tensors((*args, *kwargs.values()))]
-        if devices:  # if any tensor is on a GPU, the call is one for the GPU: scalars may be on the CPU
+        if devices:  # if a tensor is on a GPU, the call counts for the GPU, since scalars may be on the CPU
             device = next((device for device in devices if device.type == "cuda"), devices[0])
             importlib.import_module("amp_kernels.backends").automatic(device)
         return reference(*args, **kwargs)

@@ -102,7 +102,8 @@ def update(ops: Kernels, *arguments: Any) -> None:
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     is_average = given.grad_remainders is not None
-    # Row MASTER of the table: for each parameter its master or the remainder of its weight, or None.
+    # Row MASTER of the table. The entry of a parameter is its fp32 master or its remainder. The entry of an average is
+    # the remainder of the weight that it follows. An entry is None if there is no such tensor.
     master_row = (
         _for_low_precision(grads, given.grad_remainders or ()) if is_average else _for_low_precision(params, masters)
     )

@@ -1,6 +1,6 @@
 """Operators of the matmul family: products by this package's tensor-core kernels, and copies with padded rows.
 
-For CUDA tensors both have kernels in CUDA C++ and in Triton. On other devices the reference computes them.
+For CUDA tensors both operators have kernels in CUDA C++ and in Triton. On other devices the reference computes them.
 `amp_kernels.matmul`, `addmm` and `linear` compute some products with these operators and others with torch. The choice
 is made in `amp_kernels/functional/matmul.py`.
 """
@@ -187,10 +187,11 @@ def _launch_copy_pad(
     return out, sums.zero_() if x.numel() == 0 else sums
 
 
-# Computes two tensors in one pass over x [R, C]. The first is x padded with zeros to [rows, P], where P is C rounded up
-# to a multiple of 16 bytes. If `saved` is given, x is multiplied by the derivative of the activation. `saved` is the
-# argument of the activation, except for relu, where it is the result. The second tensor holds the fp32 sums [C] of the
-# columns of the first, before rounding. Without `needs_sums` it has no elements.
+# Computes two tensors in one pass over x [R, C]. The first is x padded with zeros to [rows, P], where P is the smallest
+# number that is at least C and makes the length of a row a multiple of 16 bytes. If `saved` is given, x is multiplied
+# by the derivative of the activation. `saved` is the argument of the activation, except for relu, where it is the
+# result. The second tensor holds the sums [C] over each column of the first tensor. They are fp32, and add the numbers
+# before these are rounded. Without `needs_sums` the second tensor has no elements.
 copy_pad = operator(
     "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums, SymInt rows) -> (Tensor, Tensor)",
     check=_check_copy_pad,

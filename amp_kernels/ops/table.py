@@ -43,10 +43,12 @@ class Chunks(NamedTuple):
     size: int  # elements of a chunk
 
 
-# Elements of a chunk on a GPU.
-UNIT = 128  # a warp updates 128 elements at a time; chunks are multiples, which makes them at most an eighth longer
+# The number of elements in a chunk on a GPU is a multiple of `UNIT`, from `LEAST` to `MOST`. A warp updates 128
+# elements at a time. Rounding up to such a multiple adds less than an eighth, since a chunk has at least `LEAST`
+# elements.
+UNIT = 128
 LEAST = 1024
-MOST = 1 << 16  # 10^9 elements are then 15,000 chunks; the last thread block adds up their sums in microseconds
+MOST = 1 << 16  # 10^9 elements are then 15,000 chunks; the last thread block adds up the chunks' sums in microseconds
 OVERHEAD = 1024  # an assumption: the header, barriers and last loads of a chunk take as long as updating 1024 elements
 
 
@@ -55,11 +57,12 @@ def chunk_size(total: int, tensors: int, blocks: int) -> int:
 
     On a GPU each thread block takes `rounds` chunks, one after the other, so there are ``rounds * blocks`` chunks. The
     last chunk of each tensor may not be full, so the other ``rounds * blocks - tensors`` chunks have to be long enough
-    for all elements. If there are few rounds, chunks are long, because few full chunks are left. If there are many
-    rounds, each of them adds `OVERHEAD`. The function returns the size of the chunks for the fastest number of rounds.
+    for all elements. With fewer rounds there are fewer of these chunks, so each has to be longer. With more rounds
+    chunks are shorter, but each round adds the time of `OVERHEAD` elements. The function returns the size of the chunks
+    for the number of rounds with the least work for a block, ``rounds * (size + OVERHEAD)``.
 
-    On a CPU a chunk has 16384 elements, so that the threads get equal shares. From 2^27 elements in total, it has
-    65536.
+    On a CPU a chunk has 16384 elements, so that the threads get equal shares. If all tensors together have 2^27
+    elements or more, it has 65536.
 
     Args:
         total: Elements of all tensors together.
@@ -106,7 +109,10 @@ def int64_tensor(values: Iterable[int]) -> Tensor:
 
 
 def send(ops: Kernels, host: Tensor, device: torch.device) -> Tensor:
-    """Return a copy of `host` (a multiple of 8 bytes) on `device`. It does not wait, and can be captured in a graph."""
+    """Return a copy of `host` on `device`, without waiting. The copy can be captured in a graph.
+
+    `host` must have a multiple of 8 bytes.
+    """
     if device.type == "cpu":
         return host.clone()
     to = torch.empty_like(host, device=device)
@@ -146,8 +152,8 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 def shares_memory(tensors: Sequence[Tensor]) -> int | None:
     """Return the index of a tensor that shares memory with itself or with another tensor; None if no tensor does.
 
-    Kernels write all tensors at once, but torch writes one after the other. If tensors shared memory, their results
-    would differ. Interleaved views, such as the columns of a fused matrix, share no memory.
+    Kernels write all tensors at once, but torch writes one after the other. If tensors shared memory, the results of
+    kernels would differ from torch's. Interleaved views, such as the columns of a fused matrix, share no memory.
     """
     spans = sorted((t.data_ptr(), _span(t), i) for i, t in enumerate(tensors) if t.numel() > 0)
     groups: list[list[int]] = []  # positions of tensors with overlapping spans
@@ -174,10 +180,9 @@ def _span(tensor: Tensor) -> int:
 
 
 def _is_apart(tensor: Tensor) -> bool:
-    """Return True only if no two elements share memory. The test is simple: if it fails, they may still share none.
+    """Return True only if no two elements share memory. If the result is False, it is unknown whether any do.
 
-    It compares each stride with the span of all dimensions that have smaller strides, and passes if the stride is
-    larger.
+    The result is True if each stride is larger than the span of all dimensions that have smaller strides.
     """
     if tensor.is_contiguous():
         return True

@@ -55,15 +55,15 @@ update_ = operator(
     fake=lambda *arguments: None,
     launch=lists.update,
 )
-# Only step plans call the operators below (optim/_plan.py). This one writes to addresses in a table, which its schema
-# does not show, so it must not be traced.
+# Only step plans call the operators below (optim/_plan.py). `_update_table_` writes to addresses in a table, which its
+# schema does not show, so it must not be traced.
 LIBRARY.define(
     "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) record, Tensor hyper, "
     "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, Tensor? grad_scale, Tensor? found_inf, "
     "Tensor? grad_norm, float max_norm) -> ()"
 )
 # Loads the kernel on the device of `beside`. Loading is forbidden while a CUDA graph is captured, so it has to be done
-# before. Returns how many thread blocks of the kernel run at a time, 0 on a CPU.
+# before the capture. Returns how many thread blocks of the kernel run at a time, 0 on a CPU.
 LIBRARY.define(
     "_load_update(Tensor beside, str family, int param_dtype, bool split, int grad_dtype, int states) -> int"
 )
