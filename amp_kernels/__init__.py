@@ -1,10 +1,11 @@
 """Fused CUDA, Triton and C++ kernels for mixed-precision training with PyTorch.
 
 - `amp_kernels.optim`: optimizers with fp32 masters for 16-bit weights.
-- `amp_kernels.GradScaler`: loss scaling whose checks are part of the optimizer step.
-- `amp_kernels.functional`: operators on tensors and lists of tensors. Each is also a name of `amp_kernels` itself.
-- `amp_kernels.nn` and `amp_kernels.quantization`: linear layers with any number of features, int8 layers, and
-  conversions of models to these layers.
+- `amp_kernels.GradScaler`: loss scaling. The optimizer step itself checks the gradients for NaN and inf.
+- `amp_kernels.functional`: operators on tensors and lists of tensors. Each operator is also a name of `amp_kernels`
+  itself, for example `amp_kernels.matmul`.
+- `amp_kernels.nn` and `amp_kernels.quantization`: linear layers that are fast with any number of features, int8 layers,
+  and the conversion of models to these layers.
 - `amp_kernels.reference`: every operator in plain torch, as the specification.
 """
 

@@ -25,7 +25,7 @@ from .testing import verify
 
 
 def info() -> int:
-    """Prints versions, what was compiled, which backend serves each device, and why the others do not."""
+    """Prints versions, what was compiled, which backend serves each device, and why the other backends do not."""
     gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "no GPU"
     print(f"amp_kernels {amp_kernels.__version__} in {amp_kernels.__path__[0]}")
     print(f"Python {platform.python_version()}, {platform.platform()}, {platform.machine()}")
@@ -82,7 +82,7 @@ COMMANDS: dict[str, Callable[[], int]] = {"info": info}
 class _Parser(argparse.ArgumentParser):
     """An argument parser whose error for a mistyped option or command suggests the most similar one.
 
-    argparse itself makes no suggestions for them.
+    By default argparse suggests nothing.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -123,7 +123,7 @@ def main() -> int:
         code = arguments.run(arguments)
         sys.stdout.flush()
     except BrokenPipeError:  # the reader of the pipe, such as `head`, has exited
-        # Python flushes stdout again at exit. That must not fail a second time.
+        # Python flushes stdout again at exit. stdout now goes to devnull, so that this second flush does not fail too.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code

@@ -1,7 +1,8 @@
 """NVIDIA Apex's `apex.amp` interface, for scripts that were written for it.
 
 NVIDIA removed `apex.amp` from Apex in 2025. In such a script, replace `from apex import amp` by
-`from amp_kernels import amp`. It then runs on torch.autocast, `amp_kernels.GradScaler` and `amp_kernels.optim`:
+`from amp_kernels import amp`. The script then runs on torch.autocast, `amp_kernels.GradScaler` and
+`amp_kernels.optim`:
 
 ```python
 model, optimizer = amp.initialize(model, optimizer, opt_level="O1")
@@ -18,12 +19,14 @@ optimizer.step()
 | O2 | fp16, batch norms fp32 | inputs are cast to fp16 | dynamic |
 | O3 | fp16 | inputs are cast to fp16 | 1 |
 
-Outputs are fp32 at every level, also those in tuples, lists, dicts and dataclasses. Differences from Apex:
+At every level the floating-point tensors in an output are fp32, also those in tuples, lists, dicts and dataclasses.
+Differences from Apex:
 
-- fp16 weights have fp32 masters at O3 too. The masters cost 2 bytes per parameter.
+- fp16 weights have fp32 masters at O3 too. Only the 16 bits that an fp16 weight lacks are stored: 2 bytes per
+  parameter.
 - At O2 `model.state_dict()` holds the fp16 weights. For fp32 checkpoints use `optim.fp32_state_dict` and
   `optim.load_fp32_state_dict`; `model.load_state_dict` rounds an fp32 checkpoint to fp16.
-- Overflows are not printed, because a training step does not wait for the device.
+- Overflows are not printed. To print them, a training step would have to wait for the device.
 - At O1 only code that runs inside `model(...)` is under autocast. Apex patched torch's functions for the whole process.
 - `initialize` and `scale_loss` take only the arguments that their docstrings list. The options of `initialize` are
   keyword-only.
@@ -65,7 +68,7 @@ _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
 class _Level(NamedTuple):
-    dtype: torch.dtype  # of weights and inputs
+    dtype: torch.dtype  # of weights, and without autocast also of inputs
     autocast: bool
     keep_batchnorm_fp32: bool
     loss_scale: float | str
@@ -104,37 +107,41 @@ def initialize(
     """Prepare models and optimizers for mixed precision, in place.
 
     Pass all models and optimizers in one call, before a model is wrapped in DistributedDataParallel or DataParallel.
-    Weights are cast, and each model casts its inputs and outputs. A torch optimizer becomes a fused one. It stays the
-    same object with the same groups and state, so learning rate schedulers keep working. (A scheduler that exists
-    already warns once that `optimizer.step()` has been overridden.)
+    Weights are cast as the level says. After this call each model casts its inputs as the level says, and its outputs
+    to fp32. A torch optimizer becomes a fused one. It stays the same object with the same groups and state, so learning
+    rate schedulers keep working. (A scheduler that exists already warns once that `optimizer.step()` has been
+    overridden.)
 
     If `initialize` is called again, for example because a notebook cell runs again, it replaces the loss scales and the
     level. An optimizer that is passed again keeps its state and masters. A new optimizer over fp16 weights starts from
     the rounded weights. `scale_loss` accepts only optimizers from the last call.
 
     Args:
-        models: A module or a list of modules with fp32 parameters and buffers, or modules from an earlier call.
+        models: A module or a list of modules. Floating-point parameters and buffers must be fp32, except in a module
+            from an earlier call.
         optimizers: An optimizer or a list of them: SGD, RMSprop, Adam or AdamW of `torch.optim`, or one of
             `amp_kernels.optim`. None for inference.
         opt_level: `"O0"`, `"O1"`, `"O2"` or `"O3"`; see the table of `amp_kernels.amp`.
         keep_batchnorm_fp32: True or False (or `"True"`, `"False"`) replaces the setting of the level. Must be
             None at O1.
         loss_scale: `"dynamic"`, or a fixed number (also as a string), replaces the setting of the level. At a fixed
-            scale of 1 gradients are neither checked nor cast. At any other scale, a step is skipped if a gradient
-            holds NaN or inf.
+            scale of 1 gradients are neither checked nor cast. At any other fixed scale, and with `"dynamic"`, a step is
+            skipped if a gradient holds NaN or inf.
         num_losses: Number of loss scales; `scale_loss` chooses one by its `loss_id`.
-        verbosity: 0 prints nothing, 1 prints one line: level, dtypes, loss scale and replaced optimizers.
+        verbosity: 0 prints nothing. 1 or more prints one line on rank 0, with the level, dtypes, the loss scale and the
+            replaced optimizers.
         min_loss_scale: Lower bound of a dynamic scale.
-        max_loss_scale: Upper bound of a dynamic scale. It starts at 65536, halves at an overflow, and doubles after
-            2000 steps without one.
-        **unknown: Apex's other arguments are refused.
+        max_loss_scale: Upper bound of a dynamic scale. Within its bounds, a dynamic scale starts at 65536, halves at an
+            overflow, and doubles after 2000 steps in a row without an overflow.
+        **unknown: Any other argument, for example another one of Apex, raises a TypeError.
 
     Returns:
         `models` and `optimizers`, as lists where lists were given; `models` alone if `optimizers` is None.
 
     Raises:
-        TypeError: An argument has a wrong type, parameters are not fp32, a model is wrapped for data parallelism, or a
-            forward or a step was assigned to an object. Nothing was modified.
+        TypeError: An argument has a wrong type or an unknown name, a parameter or buffer has a wrong dtype, a model is
+            wrapped for data parallelism, or a `forward` or `step` was assigned to an object. (A `step` that torch
+            wrapped and assigned is accepted.) Nothing was modified.
         ValueError: An argument has a wrong value. Nothing was modified.
 
     Examples:
@@ -186,7 +193,7 @@ def initialize(
 
 @contextlib.contextmanager
 def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) -> Iterator[Tensor]:
-    """Scale a loss for the backward pass inside a `with` block, and unscale the gradients after it.
+    """Scale a loss for the backward pass inside a `with` block, and unscale the gradients at the end of the block.
 
     At the end of the block the gradients are unscaled in fp32 and the scale is adapted. If a gradient holds NaN or inf,
     the next `step()` of the optimizers is skipped. Clip gradients between the block and the step.
@@ -197,9 +204,10 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
 
     Args:
         loss: 0-dim, of any dtype. It is scaled in fp32.
-        optimizers: One or a list, from `initialize`: all optimizers with parameters that the loss depends on.
+        optimizers: An optimizer or a list of optimizers, from `initialize`. Pass all optimizers that have parameters on
+            which the loss depends.
         loss_id: Number of the loss scale, from 0 to `num_losses - 1`.
-        **unknown: Apex's other arguments are refused.
+        **unknown: Any other argument, for example another one of Apex, raises a TypeError.
 
     Yields:
         The scaled loss, 0-dim fp32.
@@ -228,8 +236,10 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
     earlier = [None if p.grad is None else p.grad.clone() for p in params]
     for p in params:
         p.grad = None
+    # If no gradient is left from an earlier block, for example after `zero_grad`, the `found_inf` of that block must
+    # not skip the next step.
     if all(grad is None for grad in earlier):
-        for optimizer in fused:  # `found_inf` of an earlier block is about gradients that were dropped (`zero_grad`)
+        for optimizer in fused:
             _forget_verdict(optimizer)
     try:
         yield scaler.scale(loss.float())
@@ -247,8 +257,8 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
 def master_params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
     """Return the parameters of an optimizer, for clipping between `scale_loss` and the step.
 
-    There are no separate master parameters: `optimizer.master(param)` is the fp32 value of an fp16 parameter.
-    `scale_loss` makes its `grad` fp32, unless the scale is 1.
+    There are no separate master parameters. `optimizer.master(param)` returns the fp32 value of an fp16 parameter. At a
+    fixed scale of 1, the `grad` of an fp16 parameter stays fp16. Otherwise `scale_loss` makes it fp32.
 
     Args:
         optimizer: An optimizer from `initialize`.
@@ -321,7 +331,10 @@ def load_state_dict(state_dict: Mapping[str, Any]) -> None:
 
 
 def _scale_and_counts(saved: Any) -> dict[str, Any]:
-    """Return the saved scale and counts of one loss under torch's names. Return {} if there is no scale."""
+    """Return the saved scale and counts of one loss, under the names in a state dict of `GradScaler`.
+
+    Return {} if the scale or the count of steps without overflow (`_growth_tracker`) is missing.
+    """
     if not isinstance(saved, Mapping):
         return {}
     if {"loss_scale", "unskipped"} <= saved.keys():  # saved by Apex
@@ -404,7 +417,7 @@ def _check_model(name: str, model: torch.nn.Module) -> None:
 def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
     """Raise TypeError if `tensor` is floating-point and not fp32. If `is_cast`, fp16 is accepted.
 
-    `is_cast` means that an earlier `initialize` cast the model that the tensor belongs to.
+    `is_cast` means that the tensor belongs to a model from an earlier `initialize`.
     """
     if is_cast and tensor.dtype is torch.float16:
         return
@@ -418,7 +431,7 @@ def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
 def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collection[int]) -> None:
     """Raise an error if `optimizer` cannot be used.
 
-    `cast` holds the ids of the parameters of models that an earlier `initialize` cast. They may be fp16.
+    `cast` holds the ids of the parameters of models from an earlier `initialize`. These parameters may be fp16.
     """
     if not isinstance(optimizer, FusedOptimizer) and type(optimizer) not in _REPLACED:
         raise TypeError(
@@ -493,8 +506,9 @@ def _summary(opt_level: str, level: _Level, optimizers: Sequence[torch.optim.Opt
 def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int, FusedOptimizer]) -> None:
     """Cast a model to the level's dtypes. Parameters stay the same objects, since optimizers hold them.
 
-    An earlier call may have made a parameter fp16. If it becomes fp32 again, it gets the value of its master.
-    `optimizers` maps the id of a parameter to the optimizer that keeps its master.
+    An earlier call may have made a parameter fp16. If this call makes it fp32 again, and an optimizer keeps its master,
+    the parameter gets the value of the master. `optimizers` maps the id of a parameter to the optimizer that keeps
+    its master.
     """
     for module in model.modules():
         dtype = torch.float32 if level.keep_batchnorm_fp32 and isinstance(module, _BATCH_NORMS) else level.dtype
@@ -507,7 +521,8 @@ def _cast_weights(model: torch.nn.Module, level: _Level, optimizers: Mapping[int
             if buffer.is_floating_point() and buffer.dtype is not dtype:
                 setattr(module, name, buffer.to(dtype))
         if is_changed and isinstance(module, torch.nn.RNNBase):
-            # Each weight was cast into memory of its own. This puts them into one block of memory for cuDNN.
+            # Each weight was cast into memory of its own. `flatten_parameters` puts all weights of the module into one
+            # block of memory, for cuDNN.
             module.flatten_parameters()
 
 
@@ -529,10 +544,13 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
 # ------------------------------------------------------------------------------------------------------------ forward
 @functools.cache
 def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
-    """Return a subclass of `model_class` whose forward casts its inputs (without autocast) and outputs.
+    """Return a subclass of `model_class` whose forward casts.
 
-    The forward is in a class because one assigned to a model would be bound to that model. Copies of the model, and
-    the replicas that DataParallel makes, would compute with the weights of the original.
+    The forward casts its outputs to fp32. With `autocast` it runs under torch.autocast. Otherwise it casts its inputs
+    to `dtype`.
+
+    The forward is in a class, because a forward that is assigned to a model would be bound to that model. Copies of the
+    model, and the replicas that DataParallel makes, would then compute with the weights of the original.
     """
 
     @functools.wraps(model_class.forward)
@@ -545,7 +563,7 @@ def _casting(model_class: Any, dtype: torch.dtype, autocast: bool) -> Any:
 
     def reduced(self: torch.nn.Module, protocol: Any) -> Any:
         made_by, arguments, *rest = super(casting, self).__reduce_ex__(protocol)
-        if arguments == (casting,):  # pickle would look for `casting` in its module, which does not have it
+        if arguments == (casting,):  # pickle would look for `casting` in a module, and no module has it
             made_by, arguments = _new_casting, (model_class, dtype, autocast)
         return made_by, arguments, *rest
 
@@ -581,8 +599,8 @@ def _device_type(model: torch.nn.Module, args: Iterable[Any], more: Iterable[Any
 def _cast(value: Any, dtype: torch.dtype) -> Any:
     """Cast floating-point tensors to `dtype`, also those in dicts, lists, tuples and dataclasses.
 
-    An object with a method `to` is cast by that method, except modules, which are not cast. Return `value` itself if
-    there is nothing to cast in it.
+    Modules are not cast. Any other object with a method `to` is cast by that method. If there is nothing to cast in
+    `value`, return `value` itself.
     """
     if isinstance(value, Tensor):
         return value.to(dtype) if value.is_floating_point() else value
@@ -607,7 +625,10 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
 
 
 def _with_entries(container: Any, entries: dict[Any, Any]) -> Any:
-    """Return a copy of a dict or list, of the same class, with these entries; `container` itself if none is new."""
+    """Return a copy of a dict or list, of the same class, with these entries.
+
+    If no entry is new, return `container` itself.
+    """
     if all(new is container[key] for key, new in entries.items()):
         return container
     result = copy.copy(container)
@@ -633,13 +654,17 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
     found_inf = scaler._found_inf()
     assert found_inf is not None  # there was a gradient
     for optimizer in optimizers:
-        # `step()` reads this attribute, as under torch's scaler. `_forget_verdict` deletes it after the step. The value
-        # is a copy or a sum, since the next check clears the flag that the scaler refers to.
+        # `step()` reads this attribute, as under torch's scaler. `_forget_verdict` deletes it after the step. The
+        # scaler's flag itself cannot be the value, since the next check clears it. The value is a copy of the flag, or
+        # the sum of the flag and the value that an earlier block has set.
         earlier = optimizer.__dict__.get("found_inf")
         optimizer.found_inf = found_inf.clone() if earlier is None else found_inf + earlier
     scaler.update()
 
 
 def _forget_verdict(optimizer: torch.optim.Optimizer, *of_a_hook: Any) -> None:
-    """Delete the `found_inf` that `_unscale` set. torch passes more arguments when this is a hook after `step`."""
+    """Delete the `found_inf` that `_unscale` set.
+
+    This function is also a hook after `step`. torch then passes more arguments, which `of_a_hook` takes.
+    """
     optimizer.__dict__.pop("found_inf", None)

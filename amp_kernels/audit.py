@@ -2,8 +2,10 @@
 
 The command executes FILE.py and calls FACTORY. Name only files that you would run.
 
-The answers come from shapes alone; nothing is measured. If a number of features is not a multiple of 8, cuBLAS uses
-kernels of older GPUs, which are slower. This holds for 16-bit weights and activations, also those that autocast makes.
+Nothing is measured. `audit` reads only shapes. `explain` reads shapes, strides, dtypes and devices.
+
+With 16-bit weights and activations, also those that autocast makes, cuBLAS is fast if numbers of features are multiples
+of 8. Otherwise cuBLAS uses kernels that were made for older GPUs, which are slower.
 """
 
 from __future__ import annotations
@@ -88,7 +90,7 @@ def explain(
     """Tell which library multiplies two matrices, and what is copied for it.
 
     Nothing is computed. For shapes, fake tensors of a GPU and meta tensors, a machine without a GPU gives the same
-    answer as a GPU with compiled kernels. A meta tensor counts as a tensor on a GPU.
+    answer as a machine with a GPU and compiled kernels. A meta tensor counts as a tensor on a GPU.
 
     Args:
         a: A tensor as in `amp_kernels.matmul`, or the shape of a contiguous one.
@@ -101,8 +103,9 @@ def explain(
         An `Explanation`.
 
     Raises:
-        TypeError: One of `a` and `b` is a tensor and the other a shape, or dtypes do not fit.
-        ValueError: `a` and `b` cannot be multiplied, or `activation` is unknown.
+        TypeError: One of `a` and `b` is a tensor and the other a shape, `dtype` or `device` is given with tensors, or
+            dtypes do not fit, as in `amp_kernels.matmul`.
+        ValueError: `a` and `b` cannot be multiplied or are on different devices, or `activation` is unknown.
 
     Examples:
         >>> amp_kernels.explain((64, 1001), (1001, 512), dtype=torch.bfloat16).engine
@@ -140,8 +143,8 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
         return f"torch multiplies {dtype}; a CPU needs no padding"
     if engine not in ON_TENSOR_CORES:
         return "it pads nothing"
-    # fp16, 4096^3. On an H200 cuBLAS takes 181 us. On an H100 cuBLAS takes 188 us, and the kernels of amp_kernels take
-    # 310 us (CUDA C++) and 336 us (Triton).
+    # An fp16 product of 4096 x 4096 x 4096 takes 181 us with cuBLAS on an H200. On an H100 it takes 188 us with cuBLAS,
+    # and with the kernels of amp_kernels 310 us (CUDA C++) or 336 us (Triton).
     reason = (
         "in measurements it was faster than the kernels of amp_kernels"
         if engine == LIBRARY
@@ -155,7 +158,7 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
 
 
 def _copy_bytes(x: Tensor, size: Sequence[int]) -> int:
-    """Return how many bytes the padded copy of `x` takes, if its matrices have these sizes.
+    """Return how many bytes the padded copy of `x` takes. `size`: rows and columns of each matrix in the copy.
 
     Each row is padded to a multiple of 16 bytes. If `x` is column-major, each column is padded instead.
     """
@@ -169,14 +172,17 @@ class Finding(NamedTuple):
 
     Attributes:
         name: The layer's name in the model; empty for the model itself.
-        kind: Its class.
-        size: Its features or channels.
-        cause: Each number of features or channels that is not a multiple of 8. For a linear layer, the matrices whose
-            rows have that length are in brackets. For an embedding, the layer that has the same weight.
+        kind: The layer's class.
+        size: The layer's features or channels.
+        cause: Each number of features or channels that is not a multiple of 8. For a linear layer, the number is
+            followed by the matrices whose rows have this length, in brackets. For an embedding, `cause` names the
+            linear layer that has the same weight.
         remedy: The change that makes the layer fast.
         converts: Whether `amp_kernels.nn.convert_linear_` is a remedy.
-        weight_bytes: Bytes that padding takes for the weight.
-        row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step.
+        weight_bytes: Bytes that padding takes for the weight. For a linear layer these are all bytes of the padded
+            copy. For a convolution they are the bytes that the additional channels take.
+        row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step. They are
+            counted as for `weight_bytes`.
 
     Examples:
         >>> finding = amp_kernels.audit.audit(torch.nn.Linear(1001, 512))[0]
@@ -222,7 +228,8 @@ def audit(model: nn.Module) -> list[Finding]:
             continue
         if is_conv1d(layer) or (isinstance(layer, nn.Linear) and not isinstance(layer, Linear)):
             found = _linear(name, layer)
-            weight = layer._parameters.get("weight")  # None if parametrized: each read then computes a new tensor
+            # None if the weight is parametrized. Each read of `layer.weight` would then compute a new tensor.
+            weight = layer._parameters.get("weight")
             if found and weight is not None:
                 slow[id(weight)] = (name, layer)
         else:
@@ -386,7 +393,8 @@ def _load(target: str) -> nn.Module:
 def _call_factory(factory: Any, target: str) -> Any:
     if not callable(factory):
         raise CannotLoad(f"{target} must be a function or an nn.Module, got {type(factory).__name__}")
-    # On the meta device a model of any size takes no memory. If a factory fails there, it is called again without it.
+    # On the meta device a model of any size takes no memory. A factory that fails on the meta device is called again
+    # without this device.
     with contextlib.suppress(Exception, SystemExit), warnings.catch_warnings(), torch.device("meta"):
         warnings.simplefilter("ignore")
         return factory()

@@ -23,8 +23,10 @@ if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
-# Seconds for the rounds of one case. `--quick` runs at least five rounds, however long they take. When there were six
-# families, before adam and ema, a run took 90 s on one core.
+# A family is a file `benchmarks/bench_<family>.py`, which times its cases in rounds. In each round amp_kernels and
+# every peer take a turn. This is the number of seconds for the rounds of one case. With the option `--quick`, which
+# `_run` passes, there are at least five rounds, however long they take. When there were six families, before adam and
+# ema, a run of `bench` took 90 s on one core.
 SECONDS = "0.1"
 
 
@@ -52,7 +54,10 @@ def add_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -
 def bench(
     families: Sequence[str], compare: Path | None = None, out: Path | None = None, *, as_json: bool = False
 ) -> int:
-    """Run the benchmarks, each in its own process. Return 1 if one failed, 2 if none can run here, else 0."""
+    """Run the benchmark of each family in its own process. Return the exit code.
+
+    The exit code is 1 if one failed, 2 if an argument is wrong or the benchmarks cannot run here, else 0.
+    """
     try:
         chosen = _families(families)
         earlier = _earlier(compare) if compare is not None else None
@@ -71,7 +76,7 @@ def bench(
 
 
 def _families(wanted: Sequence[str]) -> list[str]:
-    """Return the wanted families, or all if none is named. Raise CannotRun if they cannot run here."""
+    """Return the wanted families, or all if none is named. Raise CannotRun if one is unknown or they cannot run."""
     if find_spec(f"{__package__}.benchmarks") is None:
         remedy = "install with `pip install --no-build-isolation -e .`"
         raise CannotRun(_loader.shadowed() or f"the benchmarks are not installed with the package; {remedy}")
@@ -87,7 +92,7 @@ def _families(wanted: Sequence[str]) -> list[str]:
 
 
 def _earlier(folder: Path) -> dict[tuple[str, ...], Row]:
-    """Return the rows of amp_kernels in the CSVs of a folder, by case. Raise CannotRun if they cannot be used."""
+    """Return the rows of amp_kernels in the CSVs of a folder, by case. Raise CannotRun if the CSVs cannot be used."""
     from .benchmarks import summary
 
     try:
@@ -141,7 +146,8 @@ def _report(
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
     rows = [row for table_rows in tables.values() for row in table_rows]
     found = [line for table_rows in tables.values() for line in summary.lines(table_rows)]
-    # `--quick` leaves out every peer under torch.compile. They are not listed; a line below says how to time them.
+    # The benchmarks ran with `--quick`, which leaves out all peers under torch.compile. These peers are not listed. The
+    # line that begins with "Peers under torch.compile" says how to time them.
     absent = {key: count for key, count in summary.not_timed(rows).items() if "--quick" not in key[1]}
     plot.draw(out)
     if document is not None:
@@ -174,7 +180,7 @@ def _print_table(found: Sequence[Line], earlier: dict[tuple[str, ...], Row] | No
 
 
 def _compared(line: Line, earlier: dict[tuple[str, ...], Row]) -> dict[str, Any]:
-    """Return the time of amp_kernels in the earlier run, and the time in this run divided by it.
+    """Return the time of amp_kernels in the earlier run, and its time in this run divided by the earlier time.
 
     Return {} if the earlier run does not have the case.
     """

@@ -15,7 +15,7 @@ import amp_kernels
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text. tabulate makes it if it is installed. Otherwise it has plain columns."""
+    """Return a table as text. The package tabulate makes it. Without tabulate, the table has plain columns."""
     try:
         from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -40,10 +40,10 @@ def environment() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return the commit if the package lies in its clone, otherwise "".
+    """Return ", commit" and the commit if the folder above the package is a git clone, otherwise "".
 
-    git alone would also find a repository further up, for example the one around a virtual environment, which is
-    another project.
+    Without the check for `.git`, git would also find a repository in a folder further up. That can be another project,
+    for example one with a virtual environment in which this package is installed.
     """
     clone = Path(amp_kernels.__path__[0]).resolve().parent
     if not (clone / ".git").exists():
@@ -52,7 +52,7 @@ def _commit() -> str:
 
 
 def _gpu() -> str:
-    """Return the GPU's name, and from nvidia-smi its driver and clocks, each with its maximum in brackets."""
+    """Return the GPU's name, and from nvidia-smi its driver and clocks. Each clock has its maximum in brackets."""
     names = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "clocks.max.mem")
     # The UUID names the GPU, since CUDA_VISIBLE_DEVICES changes torch's indices but not those of nvidia-smi.
     uuid = getattr(torch.cuda.get_device_properties(), "uuid", "")

@@ -12,7 +12,9 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 LOG = logging.getLogger("amp_kernels")
-WARNING_SHARE = 0.1  # there is a warning if more than this share of the parameters' bytes is left unconverted
+# There is a warning if more than this share of the parameters' bytes stays in unconverted matrices. Embeddings and
+# layers that `filter_fn` left out do not count.
+WARNING_SHARE = 0.1
 
 
 def check_model(op: str, model: object) -> None:
@@ -25,8 +27,8 @@ def check_model(op: str, model: object) -> None:
 def is_conv1d(layer: nn.Module) -> bool:
     """Return whether `layer` is transformers' `Conv1D` (GPT-2), a linear layer with weight [in_features, out_features].
 
-    The class is recognized by its name, so that transformers is not imported. A subclass is not recognized, since it
-    may compute something else.
+    The class is recognized by its name, so that this package need not import transformers. A subclass is not
+    recognized, since it may compute something else.
     """
     kind = type(layer)
     return kind.__name__ == "Conv1D" and kind.__module__.partition(".")[0] == "transformers"
@@ -50,7 +52,8 @@ _OTHER_KIND = {"weight": "weight_codes", "weight_codes": "weight"}
 class LoadsItsKind(nn.Module):
     """A module whose `load_state_dict` refuses floats in place of int8 codes, and codes in place of floats.
 
-    torch would copy the values without an error. With ``strict=False`` it would also skip keys that do not fit.
+    torch itself would copy the values without an error. With ``strict=False`` torch would also skip an entry that has
+    the key of the other kind, for example `weight` in place of `weight_codes`.
     """
 
     def _load_from_state_dict(
@@ -64,7 +67,7 @@ class LoadsItsKind(nn.Module):
         error_msgs: list[str],
     ) -> None:
         if wrong := self._why_not_loaded(state_dict, prefix, local_metadata):
-            error_msgs += wrong  # load_state_dict raises them all, whatever `strict` is
+            error_msgs += wrong  # load_state_dict raises an error with all messages, whatever `strict` is
             return
         super()._load_from_state_dict(
             state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
@@ -110,7 +113,8 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
         spared: Layers that `filter_fn` left out.
 
     Returns:
-        The line, and whether more than `WARNING_SHARE` is left in matrices outside of embeddings and `spared`.
+        The line, and whether more than `WARNING_SHARE` of the bytes is left in matrices. Embeddings and layers in
+            `spared` do not count.
     """
     done = {id(layer.weight) for layer in taken} - kept_weights(model, taken)
     spared = set(spared)
@@ -122,7 +126,7 @@ def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module]
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             continue
-        of_all_layers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # h.0.weight and h.1.weight: h.*.weight
+        of_all_layers = re.sub(r"(?<![^.])\d+(?![^.])", "*", name)  # h.0.weight and h.1.weight become h.*.weight
         if id(parameter) in done:
             converted[of_all_layers] += parameter.nbytes
             continue

@@ -1,11 +1,12 @@
 """Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
 
-`amp_kernels.quantization` puts them into a model. Codes and scales are buffers. `.half()` and `.to(dtype)` change the
-dtype of the layer and of its results. They do not change codes or scales.
+`amp_kernels.quantization` puts them into a model. A layer stores its weight as int8 codes and fp32 scales, in buffers.
+`.half()` and `.to(dtype)` change the dtype of the layer. They do not change codes or scales. The layer's dtype is the
+dtype of the results of an `Int8Embedding`, and of an `Int8Linear` whose input is an `Int8Tensor`.
 
-`layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs its
-elements computes them from the codes. An operator that would change the tensor in place raises an error. A write into a
-view or a copy of it does not change the layer.
+`layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs the
+elements of this tensor computes them from the codes. An operator that would change the tensor in place raises an error.
+A write into a view or a copy of the tensor does not change the layer.
 
 The weight of one int8 layer can be assigned to another one. The two layers then share their codes. Any other assignment
 to `layer.weight` raises an error.
@@ -31,20 +32,24 @@ from .conversion import LoadsItsKind, is_transposed, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
-# A backward pass dequantizes this many weights at a time. They take 8 MB in 16 bits, and suffice for a fast product.
+# A backward pass dequantizes about this many elements of a weight at a time. In 16 bits they take 8 MB. They suffice
+# for a fast product.
 PANEL = 2**22
 
 _Fn = Callable[[Tensor], Tensor]
 # A layer stores the name of its mode in a tensor. The names differ in length, so the mode is read from the shape of the
-# tensor, without a wait for the device. In a checkpoint in another mode the tensor has another shape, so every function
-# that loads checkpoints refuses it.
+# tensor, without a wait for the device. In a checkpoint of another mode the tensor has another shape, so every function
+# that loads checkpoints refuses such a checkpoint.
 _MODE_OF_LENGTH = {len(mode): mode for mode in MODES}
 
 
 class FixedDtypes(LoadsItsKind):
-    """A module whose buffers keep their dtypes in `.to()`, and are still shared with other modules after it."""
+    """A module whose buffers keep their dtypes in `.to()`, except the buffer `_dtype_of`.
 
-    _dtype_of = ""  # name of the buffer that holds the layer's dtype, which `.to()` changes
+    Buffers that modules share are still shared after `.to()`.
+    """
+
+    _dtype_of = ""  # name of the buffer whose dtype is the layer's dtype; `.to()` changes it
 
     def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         before = dict(self._buffers)
@@ -62,7 +67,8 @@ class FixedDtypes(LoadsItsKind):
 def _moved(old: Tensor, new: Tensor) -> Tensor:
     """Turn `old` into `new` in place, and return it.
 
-    Modules that share `old` still share the result. torch moves parameters in the same two ways.
+    Modules that share `old` still share the result. torch moves parameters in the same two ways, by `.data` and by
+    `swap_tensors`.
     """
     if new is old:
         return old
@@ -71,7 +77,7 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
     except RuntimeError:  # tensors of different kinds, for example if one is a meta tensor
         try:
             torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # an autograd graph or a weak reference holds `old`; sharing ends
+        except RuntimeError:  # an autograd graph or a weak reference holds `old`; the sharing of the tensor ends
             return new
     return old
 
@@ -79,10 +85,12 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
 class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer. Every operator that needs its elements computes them from the codes.
 
-    Its dtype, shape and device are known without its elements: T5 reads `wo.weight.dtype` in every forward pass, and
-    the elements of a large head take a gigabyte. No elements are kept, so a weight that was read before
-    `load_state_dict` has the new values after it. An operator that changes the weight in place raises an error, since
-    the codes would not change. No error is raised if every element keeps its value: RWKV models divide a weight by 1.
+    Its dtype, shape and device are known without its elements. This matters because T5 reads `wo.weight.dtype` in every
+    forward pass, and the elements of a large head take a gigabyte. No elements are kept. A weight that was read before
+    `load_state_dict` therefore has the new values afterwards, except with `assign=True`, which replaces the codes.
+
+    An in-place operator that changes an element raises an error, since the codes would not change. An in-place
+    operator that changes no element raises no error. RWKV models need this, because they divide a weight by 1.
     """
 
     codes: Int8Tensor
@@ -90,7 +98,7 @@ class DequantizedWeight(Tensor):
     is_transposed: bool
 
     __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
-    __dlpack_c_exchange_api__ = None  # it would export the memory that this tensor does not have
+    __dlpack_c_exchange_api__ = None  # this interface would export memory, which the tensor does not have
 
     @staticmethod
     def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
@@ -101,8 +109,8 @@ class DequantizedWeight(Tensor):
         oriented = codes.t() if is_transposed else codes
         self = None
         # While compiling, no wrapper is made, because the compiler drops a dequantization whose result is not used.
-        # Inside torch.vmap, no wrapper is made either. The batched codes can be dequantized here, but not later, when a
-        # wrapper would do it.
+        # Inside torch.vmap, no wrapper is made either, since a wrapper would dequantize the batched codes later, when
+        # that is no longer possible.
         if not (torch.compiler.is_compiling() or torch_private.are_functorch_transforms_active()):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
@@ -112,12 +120,13 @@ class DequantizedWeight(Tensor):
 
     def elements(self) -> Tensor:
         """Return the dequantized weight as an ordinary tensor."""
-        # In inference mode the elements would be inference tensors. These refuse the version counter of this weight.
+        # In inference mode the elements would be inference tensors, and so would views of them. If an operator returns
+        # a view, torch gives the view the version counter of this weight, which an inference tensor refuses.
         with torch.inference_mode(False):
             return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
 
     def _write(self, name: str, write: Callable[[Tensor], object]) -> Tensor:
-        """Apply an in-place operator to a copy of the elements. Raise an error if it changes one."""
+        """Apply an in-place operator to a copy of the elements. Raise an error if an element changes."""
         elements = self.elements()
         write(elements)
         if not torch.allclose(elements, self.elements(), rtol=0, atol=0, equal_nan=True):
@@ -129,7 +138,8 @@ class DequantizedWeight(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func is torch.ops.aten.detach.default:  # also for `.data`, on which in-place operators are refused too
+        # `.data` calls `detach` too. The result is again of this class, so that it refuses writes in place.
+        if func is torch.ops.aten.detach.default:
             return DequantizedWeight.of(args[0].codes, args[0].is_transposed, args[0].dtype_of, args[0].dtype)
         written = [tensor for tensor in _written_by(func, args, kwargs) if isinstance(tensor, DequantizedWeight)]
         if any(tensor is not args[0] for tensor in written):
@@ -139,7 +149,8 @@ class DequantizedWeight(Tensor):
             return written[0]._write(func.__name__, lambda elements: func(elements, *plain_args[1:], **plain_kwargs))
         return func(*plain_args, **plain_kwargs)
 
-    # In these two methods torch writes into a view. A view is an ordinary tensor here, so the write would be lost.
+    # torch's versions of the next two methods write into a view. A view of this weight is an ordinary tensor, so the
+    # write would be lost.
     def __setitem__(self, index: Any, value: Any) -> None:
         self._write("an assignment to elements", lambda elements: elements.__setitem__(index, value))
 
@@ -149,7 +160,7 @@ class DequantizedWeight(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """The same weight without a gradient."""
+        """The same weight, detached from autograd."""
         return self.detach()
 
     @data.setter
@@ -180,7 +191,8 @@ def _method_of_elements(name: str) -> Callable[..., Any]:
     return method
 
 
-# These methods read memory without an operator, so `__torch_dispatch__` is not called. They use the elements instead.
+# torch's versions of these methods read memory without an operator, so `__torch_dispatch__` is not called. Here the
+# methods are called on a parameter with the elements.
 for _name in (
     "__deepcopy__", "__dlpack__", "__reduce_ex__", "numpy", "share_memory_", "storage", "tolist", "untyped_storage",
 ):  # fmt: skip
@@ -202,8 +214,8 @@ class _Int8Weight(FixedDtypes):
         super().__init__()
         self.register_buffer("weight_codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
         self.register_buffer("weight_scale", torch.ones(rows, 1, dtype=torch.float32, device=device))
-        # The dtype is stored in a tensor, since state dicts hold only tensors. So
-        # `load_state_dict(assign=True)` loads the dtype too.
+        # The dtype is stored as that of a tensor, since state dicts hold only tensors. `load_state_dict(assign=True)`
+        # therefore loads the dtype too. Without `assign` the layer keeps its own dtype.
         self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device))
 
     @property
@@ -220,8 +232,8 @@ class _Int8Weight(FixedDtypes):
         return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype, self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # A setter of the property would not be called for a Parameter, because nn.Module registers it before it looks
-        # for a setter.
+        # If the value is a Parameter, a setter of the property would not be called. nn.Module registers a Parameter
+        # before it looks for a setter.
         if name == "weight":
             self._tie(value)
         else:
@@ -240,7 +252,8 @@ class _Int8Weight(FixedDtypes):
         Examples:
             >>> amp_kernels.nn.Int8Linear(4, 2).register_parameter("gain", torch.nn.Parameter(torch.ones(2)))
         """
-        # torch.nn.utils.prune calls this method. Without the error it would fail later and leave `param` in the layer.
+        # torch.nn.utils.prune calls this method. Without the error here, `prune` would fail later and leave `param` in
+        # the layer.
         if isinstance(param, DequantizedWeight):
             raise TypeError(
                 f"{type(self).__name__}: {name} must be a parameter with memory of its own, got the weight of an int8 "
@@ -268,7 +281,7 @@ class _Int8Weight(FixedDtypes):
         self.weight_dtype = weight.dtype_of
 
     def _share(self, codes: Int8Tensor, dtype: torch.dtype) -> None:
-        """Make this layer share `codes`. `dtype` is that of the float layer that it replaces."""
+        """Make this layer share `codes`. `dtype` is the dtype of the float layer that this layer replaces."""
         self.weight_codes, self.weight_scale = codes.values, codes.scale
         self.weight_dtype = torch.zeros((), dtype=dtype, device=codes.values.device)
 
@@ -294,29 +307,30 @@ class _Int8Weight(FixedDtypes):
 
 
 class Int8Linear(_Int8Weight):
-    """`torch.nn.Linear` with int8 weights for inference, with one symmetric scale per output.
+    """`torch.nn.Linear` with symmetric int8 weights for inference, with one scale per output.
 
     | mode | what it computes |
     |---|---|
     | `"weight_only"` | `x @ (weight_codes * weight_scale).T + bias`, in fp32, from the codes. |
     | `"dynamic"` | `int8_matmul` of codes. Each row of `x` is quantized, asymmetrically, by its own range. |
-    | `"static"` | The same with one calibrated range for all of `x`. With `output_scale` it returns an `Int8Tensor`. |
+    | `"static"` | Like `"dynamic"`, with one calibrated range for all of `x`. Returns codes if it has `output_scale`. |
 
-    A weight-only layer multiplies by its codes. There are three exceptions, all on CUDA, in which it dequantizes the
-    weight and torch multiplies:
+    A weight-only layer multiplies by its codes. There are three exceptions, in which the compiled CUDA kernels
+    dequantize the weight and torch multiplies:
 
     - fp32 inputs;
     - bf16 inputs on a GPU below compute capability 8.0;
-    - 256 or more rows, if the product takes `2**32` multiplications or more, except under `use_backend("cuda")`.
+    - 256 or more rows, if the product takes `2**32` multiplications or more. Under `use_backend("cuda")` the layer
+      multiplies by its codes in this case too.
 
-    During such a call `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`. For fp32 inputs
-    `torch.backends.cuda.matmul.allow_tf32` decides whether TF32 is used. On CUDA, if `in_features` is not a multiple of
-    16, each call copies the codes into padded rows.
+    During a call with one of these exceptions, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`.
+    For fp32 inputs `torch.backends.cuda.matmul.allow_tf32` decides whether TF32 is used. In all other calls of the
+    compiled CUDA kernels, the codes are first copied into padded rows if `in_features` is not a multiple of 16.
 
     Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
-    `x` is an `Int8Tensor`. The gradient of `x` is `grad @ weight`. If `x` was quantized, the gradient is 0 for values
-    outside the range of the codes (Jacob et al. 2018). int8 results have no gradient. The weight is frozen. The bias is
-    a parameter in the dtype of the original layer.
+    `x` is an `Int8Tensor`. The gradient of `x` is `grad @ weight`. In the modes `"dynamic"` and `"static"` the gradient
+    is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). int8 results have no gradient. The weight
+    is frozen. The bias is a parameter in the dtype of the original layer.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -397,7 +411,8 @@ class Int8Linear(_Int8Weight):
         Args:
             linear: A `torch.nn.Linear`, or a `Conv1D` of transformers.
             mode: `"weight_only"`, `"dynamic"` or `"static"`.
-            weight: Codes to share, as `quantize_int8(linear.weight, dim=-1)` makes them. None makes them here.
+            weight: Codes to share, as `quantize_int8(linear.weight, dim=-1)` makes them. If it is None, the weight of
+                `linear` is quantized.
             input_scale: fp32 `[1]`, for `"static"` only.
             input_zero_point: int32 `[1]`, for `"static"` only.
 
@@ -405,8 +420,8 @@ class Int8Linear(_Int8Weight):
             The int8 layer, on the device and in the training mode of `linear`.
 
         Raises:
-            ValueError: `mode` is unknown, `input_scale` and `input_zero_point` do not fit it, or `weight` does not fit
-                the layer.
+            ValueError: `mode` is unknown, `input_scale` and `input_zero_point` do not fit the mode, `weight` does not
+                fit the layer, or `linear` has more than 131071 inputs and `mode` is not `"weight_only"`.
 
         Examples:
             >>> amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4, bias=False))
@@ -443,14 +458,16 @@ class Int8Linear(_Int8Weight):
         Raises:
             TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
             ValueError: The last dimension of `x` is not `in_features`.
-            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func`.
+            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func` or in forward-mode
+                differentiation.
 
         Examples:
             >>> layer = amp_kernels.nn.Int8Linear(16, 4, dtype=torch.bfloat16)
             >>> layer(torch.ones(2, 3, 16)).shape
             torch.Size([2, 3, 4])
         """
-        # Read once: for a small product, reading an attribute of an nn.Module takes a large part of the time.
+        # Read only once, because for a small product the read of an attribute of an nn.Module takes a large part of the
+        # time of the call.
         output_scale = self.output_scale
         if output_scale is not None and torch_private.is_transformed():
             raise RuntimeError(
@@ -523,7 +540,7 @@ class Int8Linear(_Int8Weight):
 
 
 class Int8Embedding(_Int8Weight):
-    """`torch.nn.Embedding` with an int8 table for inference, with one symmetric scale per row.
+    """`torch.nn.Embedding` with a symmetric int8 table for inference, with one scale per row.
 
     Only rows that are looked up are dequantized. The table is frozen: it has no gradient, and `padding_idx` has no
     effect. With `max_norm`, rows of the result with a larger norm are scaled down to it; the table does not change.
@@ -571,7 +588,8 @@ class Int8Embedding(_Int8Weight):
 
         Args:
             embedding: The float layer.
-            weight: Codes to share, as `quantize_int8(embedding.weight, dim=-1)` makes them. None makes them here.
+            weight: Codes to share, as `quantize_int8(embedding.weight, dim=-1)` makes them. If it is None, the table is
+                quantized.
 
         Returns:
             The int8 layer, on the device and in the training mode of `embedding`.
@@ -605,7 +623,7 @@ class Int8Embedding(_Int8Weight):
             torch.float16
         """
         codes, scale = F.embedding(index, self.weight_codes), F.embedding(index, self.weight_scale)
-        # The operator is called without an Int8Tensor, whose checks would take a tenth of the time.
+        # The operator is called without an Int8Tensor, whose checks would take a tenth of the time of a look-up.
         rows = call(ops.dequantize_int8, codes, scale, None, None, self.dtype)
         return renormalized(rows, self.max_norm, self.norm_type)
 
@@ -637,9 +655,9 @@ def w8a8(
     """Multiply the codes of `x` [M, K] and `weight` [N, K] (``int8_matmul``), with straight-through gradients.
 
     Args:
-        weight: int8 codes, or in training floats, which are quantized here.
-        weight_scale: Scale of the codes; None for floats.
-        scale, zero_point: One element each, for `x`; None to quantize each row of `x` by its own range.
+        weight: int8 codes, or floats in training. Floats are quantized here.
+        weight_scale: Scale of the codes. None if `weight` is floats.
+        scale, zero_point: For `x`, one element each. If they are None, each row of `x` is quantized by its own range.
     """
     if torch_private.is_transformed():
         return _w8a8_by_torch(x, weight, weight_scale, bias, scale, zero_point, out_dtype)
@@ -647,7 +665,10 @@ def w8a8(
 
 
 def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
-    """Quantize activations by the given scale. Without one, quantize each row asymmetrically by its own range."""
+    """Quantize activations by `scale` and `zero_point`.
+
+    If `scale` is None, quantize each row asymmetrically by its own range.
+    """
     if scale is None:
         return quantize_int8(x, dim=-1, symmetric=False)
     return quantize_int8(x, scale=scale, zero_point=zero_point)
@@ -656,7 +677,8 @@ def codes_of(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8
 def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
     """Raise TypeError if `x` is nested.
 
-    If the layers of an `nn.TransformerEncoder` were converted without the encoder itself, it passes nested tensors.
+    If the layers of an `nn.TransformerEncoder` were converted, but not the encoder itself, the encoder may pass nested
+    tensors to these layers.
     """
     if getattr(x, "is_nested", False):
         raise TypeError(
@@ -714,7 +736,8 @@ class _W8A8(torch.autograd.Function):
         zero_point: Tensor | None,
         out_dtype: torch.dtype,
     ) -> Tensor:
-        # Only what nn.Linear saves is saved, `x` and the weight. The backward pass computes codes again.
+        # `x` and the weight are saved, as by nn.Linear. The codes that are computed from them are not saved. The
+        # backward pass computes these codes again.
         ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
         ctx.bias_dtype = None if bias is None else bias.dtype
         codes = _weight_codes(weight, weight_scale).t()
@@ -733,7 +756,8 @@ class _W8A8(torch.autograd.Function):
             grad_x = times_codes(grad, codes).to(x.dtype)
             grad_x = ops.straight_through_int8(grad_x, x, inputs.scale, inputs.zero_point, None)
         if needs_weight:
-            # The weight needs no mask. Its codes are symmetric and by its own range, so none of them was clamped.
+            # Unlike `grad_x`, this gradient needs no mask that sets it to 0 for clamped values. The codes of a weight
+            # are symmetric and made by its own range, so none of them was clamped.
             grad_weight = (grad.t() @ inputs.dequantize(grad.dtype)).to(weight.dtype)
         if needs_bias:
             grad_bias = grad.sum(0).to(ctx.bias_dtype)

@@ -16,17 +16,18 @@ class Linear(LoadsItsKind, nn.Linear):
     """`torch.nn.Linear` that is fast even if its features are not multiples of 8, with an optional activation.
 
     Parameters, initial values and state dict are those of `torch.nn.Linear`. Parameters are not padded, so optimizers,
-    checkpoints, FSDP2 and tied weights work as before. fp16 and bf16 inputs use `amp_kernels.linear`, under autocast
-    too. torch computes the result for fp32, fp64, tensor subclasses (DTensor, nested) and meta tensors. It also does so
-    in transforms of `torch.func` and in forward-mode differentiation.
+    checkpoints, FSDP2 and tied weights work as before. For fp16 and bf16 inputs, and for fp32 inputs that autocast
+    casts, `amp_kernels.linear` computes the result. torch computes it for all other fp32 inputs, for fp64, for tensor
+    subclasses (DTensor, nested) and for meta tensors. torch also computes it in transforms of `torch.func` and in
+    forward-mode differentiation.
 
-    On a GPU the result is a view of a wider tensor if `out_features` is not a multiple of 8: replace a `y.view(...)`
-    that merges the last dimension with others by `y.reshape(...)`.
+    On a GPU the result `y` may be a view of a wider tensor if `out_features` is not a multiple of 8. A `y.view(...)`
+    that merges the last dimension with others then raises an error. Write `y.reshape(...)` instead.
 
     Args:
         in_features: Size of the last dimension of the input.
         out_features: Size of the last dimension of the output.
-        bias: Add a bias, before rounding.
+        bias: Whether the layer has a bias. It is added before the result is rounded.
         device: As in `torch.nn.Linear`.
         dtype: As in `torch.nn.Linear`.
         activation: `"relu"`, `"gelu"` (by erf), `"gelu_tanh"` or None. It is not part of the state dict.
@@ -66,7 +67,7 @@ class Linear(LoadsItsKind, nn.Linear):
             x: `[..., in_features]`.
 
         Returns:
-            `[..., out_features]` in the dtype of `x`.
+            `[..., out_features]` in the dtype of `x`, or under autocast in the dtype of autocast.
 
         Examples:
             >>> amp_kernels.nn.Linear(10, 3)(torch.ones(4, 10)).shape
@@ -94,8 +95,9 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
     stay, so an optimizer may be created before or after this call. No activation is fused. These layers are left
     unchanged:
 
-    - subclasses of `torch.nn.Linear`: parametrized layers, layers wrapped by `fully_shard` (convert first, then
-      parametrize or shard), and the projection in `nn.MultiheadAttention`, whose forward is never called;
+    - subclasses of `torch.nn.Linear`, for example parametrized layers and layers wrapped by `fully_shard` (convert
+      first, then parametrize or shard). The output projection in `nn.MultiheadAttention` is one too. Its forward is
+      never called;
     - layers with an attribute `activation`, or with a `forward` that was assigned to the instance.
 
     The logger "amp_kernels" gets a line of level INFO with the converted parameters, and the unchanged ones with the

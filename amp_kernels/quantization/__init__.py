@@ -5,15 +5,18 @@
 - `prepare_qat_`, training, `convert_`: dynamic or static layers from weights that were trained for them.
 - `int8_saved_activations`: training with less memory.
 
-The layers `torch.nn.Linear`, transformers' `Conv1D` and `torch.nn.Embedding` are converted. (If embeddings were not
-converted, a small sentence transformer would keep two thirds of its bytes.) The logger "amp_kernels" gets a line with
-the converted and the unchanged parameters and their share of the bytes. The level of the line is INFO. If more than a
-tenth of the bytes stays in unconverted matrices, it is WARNING, which Python prints by default. Embeddings and layers
-that `filter_fn` left out do not count for this tenth.
+`amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
 
-The range of an input goes from its smallest to its largest value. It cannot be clipped at a percentile, because in
-transformers the outliers matter: on a small pretrained sentence transformer, clipping at 99.9% cost 6.2 points of R@1,
-and the full range cost less than 0.5. On an MLP there was no difference.
+The layers `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D` and
+`torch.nn.Embedding` are converted. (If its embeddings were not converted, a small sentence transformer would keep two
+thirds of its bytes.) The logger "amp_kernels" gets a line with the converted and the unchanged parameters and their
+share of the bytes. The level of the line is INFO. If more than a tenth of the bytes stays in unconverted matrices, the
+level is WARNING, which Python prints by default. Embeddings and layers that `filter_fn` left out do not count for this
+tenth. The line of `convert_` is always INFO.
+
+The range of an input goes from its smallest to its largest value. There is no option to clip the range at a percentile,
+because in transformers the outliers matter. On a small pretrained sentence transformer, clipping at 99.9% cost 6.2
+points of R@1 (recall at rank 1), and the full range cost less than 0.5. On an MLP the two ranges made no difference.
 """
 
 from __future__ import annotations
@@ -56,16 +59,18 @@ def quantize_(
 ) -> nn.Module:
     """Replace linear and embedding layers of a model by int8 layers for inference.
 
-    Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D` or `torch.nn.Embedding`. Subclasses
-    are not, since they may compute something else. A weight that several layers share is quantized once and stays
-    shared. If one of these layers is not replaced, none of them is.
+    Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D` or `torch.nn.Embedding`. A layer of
+    the class `amp_kernels.nn.Linear` is replaced too, if it has no activation. Other subclasses are not replaced, since
+    they may compute something else. A weight that several layers share is quantized once and stays shared. If one of
+    the layers that share a weight is not replaced, none of them is.
 
     Scheme: symmetric codes per output row, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
 
-    At padded positions, a float `nn.TransformerEncoder` in eval mode without gradients may return zeros. With int8
-    layers it returns other values there, as a float one does in training mode or with gradients. If you take a mean or
-    a maximum over positions, use the mask to leave the padded ones out.
+    At padded positions, an `nn.TransformerEncoder` with float layers may return zeros, in eval mode without gradients.
+    With int8 layers an encoder returns other values at these positions. (An encoder with float layers does so too, in
+    training mode or with gradients.) If you take a mean or a maximum over positions, use the mask to leave the padded
+    ones out.
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
@@ -78,9 +83,9 @@ def quantize_(
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a weight is not fp16, bf16 or fp32.
-        ValueError: `mode` is unknown, there is no layer to replace, a layer has more than 131071 inputs (`"dynamic"`),
-            or a layer has hooks or a `forward` assigned to the instance (accelerate's hooks), which a new layer would
-            lose.
+        ValueError: `mode` is unknown, there is no layer to replace, or a linear layer has more than 131071 inputs and
+            `mode` is `"dynamic"`. Or a layer has something that a new layer would lose: hooks, or a `forward` that was
+            assigned to the instance, as accelerate does.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU())
@@ -142,16 +147,16 @@ def prepare_qat_(
     """Make linear and embedding layers compute in int8 during training, for `convert_` (quantization-aware training).
 
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
-    before and after `convert_` have the same bits. The backward pass multiplies the quantized operands. If a value was
-    inside its range, its gradient passes through unchanged (Jacob et al. 2018). Parameters stay the same objects, so an
-    optimizer may be created before or after this call. Until `convert_`, `layer.weight` is the float parameter. After
-    it, `layer.weight` is the dequantized weight.
+    before and after `convert_` have the same bits. The backward pass multiplies gradients by the quantized inputs and
+    weights. If a value was inside its range, its gradient passes through unchanged (Jacob et al. 2018). Parameters stay
+    the same objects, so an optimizer may be created before or after this call. Until `convert_`, `layer.weight` is the
+    float parameter. After `convert_`, it is the dequantized weight.
 
     Args:
         model: Changed in place.
         mode: `"dynamic"` or `"static"`, the mode of the linear layers that `convert_` will make. With `"static"`,
-            training quantizes each batch by its own range, so that activation checkpointing repeats it exactly. Eval
-            mode and the int8 layer use the range of all batches of the training.
+            training quantizes each batch by its own range, so that activation checkpointing repeats a forward pass
+            exactly. Eval mode and the int8 layer use the range of all batches of the training.
         filter_fn: As in `quantize_`.
 
     Returns:
@@ -183,12 +188,15 @@ def prepare_qat_(
 
 
 def convert_(model: nn.Module) -> nn.Module:
-    """Replace the layers that `prepare_` or `prepare_qat_` made by `Int8Linear` and `Int8Embedding`.
+    """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear` and `Int8Embedding` layers.
 
-    After `prepare_`, two linear layers that follow each other in an `nn.Sequential` pass int8 codes directly, if there
-    is an `nn.ReLU` or nothing between them. The ReLU becomes an `nn.Identity`, because the smallest code stands for 0
-    and the codes are clamped to it. In fp32 the results have the same bits as if floats were passed. To load an int8
-    checkpoint, prepare a new model, run any batch, convert it, then call `load_state_dict`. Waits for the device.
+    After `prepare_`, the first of two linear layers in an `nn.Sequential` passes int8 codes directly to the second, if
+    between them is nothing or an `nn.ReLU`, and each of the two is used only once in the model. The ReLU becomes an
+    `nn.Identity`. It is no longer needed, because the smallest code stands for 0, and negative numbers are clamped to
+    this code. In fp32 the results have the same bits as if the first layer passed floats.
+
+    To load an int8 checkpoint, prepare a new model, run any batch through it, convert it, and call `load_state_dict`.
+    Waits for the device.
 
     Args:
         model: Changed in place.
@@ -456,7 +464,7 @@ class QATLinear(_Prepared):
             x: `[..., in_features]`, fp16, bf16 or fp32.
 
         Returns:
-            `[..., out_features]` in the dtype of `x`, or under autocast in that of autocast.
+            `[..., out_features]` in the dtype of `x`, or under autocast in the dtype of autocast.
 
         Raises:
             TypeError: `x` is a nested tensor.
@@ -470,8 +478,8 @@ class QATLinear(_Prepared):
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
         scale = zero_point = None
         if self.observer is not None and self.training:
-            # The range of this batch alone: activation checkpointing runs this forward pass a second time in the
-            # backward pass, when later batches may have widened the range of all batches.
+            # The range of this batch alone is used, because activation checkpointing runs this forward pass a second
+            # time in the backward pass. By then later batches may have widened the range of all batches.
             scale, zero_point = _affine(*self.observer(rows))
         elif self.observer is not None:
             scale, zero_point = self.observer.affine()
@@ -511,16 +519,16 @@ class QATEmbedding(PreparedEmbedding):
 
 # ---------------------------------------------------------------------------------------------------------- helpers
 class _SharedCodes:
-    """Quantizes a weight that several layers share once.
+    """Quantizes each weight once, also if several layers share it.
 
-    The int8 layers then share the codes, the scales and the tensor `weight_dtype`.
+    The int8 layers of such a weight share the codes, the scales and the tensor `weight_dtype`.
     """
 
     def __init__(self) -> None:
         self._first: dict[tuple[Tensor, bool], Any] = {}
 
     def give(self, layer: Any, convert: Callable[..., Any]) -> Any:
-        """Call `convert` with the codes of the weight of `layer`. Return the layer that it makes."""
+        """Call `convert` with the codes of the weight of `layer`. Return the layer that `convert` makes."""
         key = layer.weight, is_transposed(layer)
         first = self._first.get(key)
         made = convert(weight=codes_of_weight(layer) if first is None else first._codes())
@@ -614,7 +622,7 @@ def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
         ):
             if isinstance(parent, nn.TransformerEncoderLayer):
                 parent.activation_relu_or_gelu = 0
-            else:  # with a padding mask it would make a nested tensor, which only the fused kernel can read
+            else:  # with a padding mask the encoder would make nested tensors, which only the fused kernels can read
                 parent.use_nested_tensor = False
 
 
@@ -635,9 +643,10 @@ def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
                 continue
             assert second.input_scale is not None and second.input_zero_point is not None
             if has_relu:
-                # After a ReLU the range begins at 0, so the zero point is already -128, unless all values were 0.
+                # After a ReLU the range begins at 0. The zero point is then -128 already, with one exception. If all
+                # values were 0, the zero point is 0.
                 second.input_zero_point = torch.full_like(second.input_zero_point, -128)
                 parent[i + 1] = nn.Identity()
-            # Copies: safetensors refuses tensors that share memory.
+            # Copies, because safetensors refuses tensors that share memory.
             first.output_scale = second.input_scale.clone()
             first.output_zero_point = second.input_zero_point.clone()

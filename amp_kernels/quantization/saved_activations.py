@@ -17,31 +17,33 @@ from ..ops.table import DTYPE_CODES
 
 
 class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called as a function)
-    """Save activations for the backward pass in int8, inside a `with` block: 1.06 bytes per element, not 2 or 4.
+    """Save activations for the backward pass in int8, inside a `with` block.
 
-    Each `block_size` elements have one scale and one zero point (asymmetric codes: Chen et al. 2021, "ActNN"; Liu et
-    al. 2022, "GACT"). Only the forward pass has to be inside the `with` block; the backward pass dequantizes. Gradients
-    are computed from the rounded activations. Put the loss outside of the `with` block, because `log_softmax` saves
-    logarithms. An error of half a step of the codes in a logarithm multiplies the gradient by a factor.
+    With the default `block_size`, an element takes 1.06 bytes instead of 2 or 4. Each `block_size` elements have one
+    scale and one zero point (asymmetric codes: Chen et al. 2021, "ActNN"; Liu et al. 2022, "GACT"). Only the forward
+    pass has to be inside the `with` block; the backward pass dequantizes. Gradients are computed from the rounded
+    activations. Put the loss outside of the `with` block, because `log_softmax` saves logarithms. Its backward pass
+    computes `exp` of them, so an error of half a step of the codes becomes a factor on the gradient.
 
     These tensors are not quantized:
 
     - tensors that are in memory anyway or must be exact: inputs, targets, masks, buffers, the statistics of norms and
-      attention, parameters, views of parameters, and their casts by autocast;
+      attention, parameters, views of parameters, and casts of parameters by autocast;
     - dtypes other than fp16, bf16 and fp32, tensors of fewer than `min_numel` elements, tensor subclasses;
     - tensors that a compiled model saves. For each part of a model use either this or `torch.compile`. Inside a
       compiled function the `with` block breaks the graph.
 
-    A tensor that several operators save is stored once, views included. Activations must not be written through
-    `.data`, NumPy or DLPack between the operators that save them. If one of the elements that share a scale is NaN or
-    inf, all of them are dequantized to NaN, so that a GradScaler skips the step. Under `torch.utils.checkpoint`
-    (`use_reentrant=False`) the inputs of the checkpointed parts are quantized.
+    A tensor that several operators save is stored once. A view of all its elements counts as the same tensor, a view of
+    a part as another one. Activations must not be written through `.data`, NumPy or DLPack between the operators that
+    save them. If one of the elements that share a scale is NaN or inf, all of them are dequantized to NaN, so that a
+    GradScaler skips the step. Under `torch.utils.checkpoint` (`use_reentrant=False`) the inputs of the checkpointed
+    parts are quantized.
 
     Args:
         block_size: Number of elements, adjacent in memory, that share a scale.
         min_numel: Tensors with fewer elements are not quantized.
         rounding: `"nearest"` or `"stochastic"`, which is unbiased except at the ends of a range.
-        seed: Seed of stochastic rounding. None draws one from torch's default generator, once.
+        seed: Seed of stochastic rounding. If it is None, the constructor draws one from torch's default generator.
 
     Raises:
         ValueError: A size is below 1, or `rounding` is unknown.
@@ -114,11 +116,13 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
 
     def _codes_of(self, x: Tensor, version: int) -> _Codes:
         # Operators that save the same values share one `_Codes`; otherwise the input of q, k and v would be stored
-        # three times. The key is unique: while a weak reference to a storage exists, no other storage gets its address.
+        # three times. The key is unique, because no other storage gets the address of a storage while a weak reference
+        # to it exists.
         # The key holds the version, because an in-place operator (`x.relu_()`) between two saves changes the values.
-        # An entry of `_codes` lives as long as the graph nodes that saved it. A write through `.data`, NumPy or DLPack
-        # does not raise the version. Between two saves it is not noticed; torch's own check of saved tensors misses it
-        # too. To notice it, every shared tensor would have to be read, with a wait for the device.
+        # An entry of `_codes` lives as long as the graph nodes that saved it.
+        # A write through `.data`, NumPy or DLPack does not raise the version. Such a write between two saves is not
+        # noticed here, nor by torch's own check of saved tensors. To notice it, this method would have to read every
+        # shared tensor, with a wait for the device.
         storage = StorageWeakRef(x.untyped_storage())
         key = (storage.cdata, x.storage_offset(), x.shape, x.stride(), x.dtype, version)
         codes = self._codes.get(key)
@@ -139,7 +143,7 @@ class _Alone(NamedTuple):
 
 
 class _Codes:
-    """The codes of a tensor, and a weak reference to its storage, which keeps the key in `_codes` unique."""
+    """The codes of a tensor, and a weak reference to its storage. The reference keeps the key in `_codes` unique."""
 
     __slots__ = ("__weakref__", "dtype", "storage", "tensor")
 
@@ -159,8 +163,8 @@ class _Packed(NamedTuple):
 @torch.compiler.disable
 def _unpack(saved: _Alone | _Packed) -> Tensor:
     if isinstance(saved, _Alone):
-        # torch checks this for tensors that it saves, but not for those that hooks return. `detach()` shares the
-        # version counter of the user's tensor.
+        # torch checks the version of tensors that it saves, but not of tensors that hooks return. `saved.tensor` was
+        # made by `detach()`, so it shares the version counter of the user's tensor.
         if saved.tensor._version != saved.version:
             raise RuntimeError(
                 "int8_saved_activations: a tensor needed for the gradient was modified by an inplace operation: "
@@ -173,7 +177,7 @@ def _unpack(saved: _Alone | _Packed) -> Tensor:
 
 
 def _is_activation(tensor: Tensor) -> bool:
-    """Return whether `tensor` is the result of an operator and has a gradient.
+    """Return whether `tensor` is an activation, that is, the result of an operator that autograd has recorded.
 
     Leaves, views of leaves and casts of leaves are not activations.
     """
