@@ -219,7 +219,7 @@ def _why_not_compiled(key: str) -> str | None:
 
 @functools.cache
 def _why_not_on(gpu: int | None) -> str | None:
-    """Return why the CUDA kernels of `amp_kernels._C` cannot run on this GPU (None: there is none), or None if they can."""
+    """Return why the CUDA kernels of `amp_kernels._C` cannot run on this GPU (None: no GPU), or None if they can."""
     if gpu is None:
         return "there is no CUDA device"
     error = importlib.import_module("amp_kernels._C").why_no_kernel(gpu)
