@@ -15,12 +15,13 @@ and `tl.floor` flushes subnormals.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from .common import current
 
 INFINITY_BITS = tl.constexpr(0x7F800000)
 # 1.5 * 2**23. If the magnitude of x is below 2**22, x + ROUNDER is between 2**23 and 2**24, where every float is an
@@ -174,8 +175,5 @@ def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
 
 def launch_unfused(kernel: Any, n_programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
     """Launch a kernel on `device`. Unlike `common.launch`, forbid fma, which rounds a product and a sum only once."""
-    guard: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if device.type == "cuda" and device.index != torch.cuda.current_device():
-        guard = torch.cuda.device(device)
-    with guard:
+    with current(device):
         kernel[(n_programs,)](*args, **constants, enable_fp_fusion=False)

@@ -130,61 +130,21 @@ __device__ __forceinline__ void assume_global(const T* p) {
 #endif
 }
 
-// Loads the N neighbours at p. If `aligned` is true, p must be aligned to the type Access<T, N>, and accesses have this
-// type. Otherwise elements are loaded one by one. All threads of a block pass the same `aligned`, so that the branch is
-// uniform.
+// Loads the N neighbours at p, one by one.
 template <int N, class T>
-__device__ __forceinline__ Vector<T, N> load_elements(const T* p, bool aligned) {
-  using Word = Access<T, N>;
-  constexpr int kElements = sizeof(Word) / sizeof(T);
+__device__ __forceinline__ Vector<T, N> load_elements(const T* p) {
   assume_global(p);
-  Vector<T, N> raw;
-  if (aligned) {
+  Vector<T, N> elements;
 #pragma unroll
-    for (int i = 0; i < N; i += kElements) {
-      const Word word = *reinterpret_cast<const Word*>(p + i);
-      memcpy(raw.data + i, &word, sizeof(Word));
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) raw.data[i] = p[i];
-  }
-  return raw;
+  for (int i = 0; i < N; ++i) elements.data[i] = p[i];
+  return elements;
 }
 
 template <int N, class T>
-__device__ __forceinline__ Vector<float, N> load_pack(const T* p, bool aligned) {
-  const Vector<T, N> raw = load_elements<N>(p, aligned);
-  Vector<float, N> result;
-#pragma unroll
-  for (int i = 0; i < N; ++i) result.data[i] = to_float(raw.data[i]);
-  return result;
-}
-
-template <int N, class T>
-__device__ __forceinline__ void store_elements(T* p, const Vector<T, N>& raw, bool aligned) {
-  using Word = Access<T, N>;
-  constexpr int kElements = sizeof(Word) / sizeof(T);
+__device__ __forceinline__ void store_elements(T* p, const Vector<T, N>& elements) {
   assume_global(p);
-  if (aligned) {
 #pragma unroll
-    for (int i = 0; i < N; i += kElements) {
-      Word word;
-      memcpy(&word, raw.data + i, sizeof(Word));
-      *reinterpret_cast<Word*>(p + i) = word;
-    }
-  } else {
-#pragma unroll
-    for (int i = 0; i < N; ++i) p[i] = raw.data[i];
-  }
-}
-
-template <int N, class T>
-__device__ __forceinline__ void store_pack(T* p, const float (&values)[N], bool aligned) {
-  Vector<T, N> raw;
-#pragma unroll
-  for (int i = 0; i < N; ++i) raw.data[i] = from_float<T>(values[i]);
-  store_elements<N>(p, raw, aligned);
+  for (int i = 0; i < N; ++i) p[i] = elements.data[i];
 }
 
 // N elements as they are in memory, in words of 32 bits. If they were kept as single elements, each 16-bit element

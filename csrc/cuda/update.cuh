@@ -164,7 +164,7 @@ template <class T, int N>
 struct OneByOne {
   Vector<T, N> elements;
 
-  __device__ __forceinline__ void load(const T* p, Margin) { elements = load_elements<N>(p, false); }
+  __device__ __forceinline__ void load(const T* p, Margin) { elements = load_elements<N>(p); }
   __device__ __forceinline__ Vector<T, N> get() const { return elements; }
 };
 
@@ -214,7 +214,7 @@ __device__ __forceinline__ void store(T* p, const Vector<T, N>& elements) {
   if constexpr (kAligned && N > 1)
     store_wide(p, elements);
   else
-    store_elements<N>(p, elements, false);
+    store_elements<N>(p, elements);
 }
 
 template <bool kAligned, class T, int N>

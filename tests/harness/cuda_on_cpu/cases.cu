@@ -55,12 +55,11 @@ __global__ void read_past_the_end(const double*, double* out) { out[threadIdx.x]
 
 __global__ void load_misaligned_pack(const double* in, double* out) {
   const float* odd = reinterpret_cast<const float*>(in) + 1;
-  out[0] = load_pack<4>(odd, true).data[0];
+  out[0] = load_wide<4>(odd).unpacked().data[0];
 }
 
 __global__ void store_misaligned_pack(const double*, double* out) {
-  const float values[4] = {};
-  store_pack<4>(reinterpret_cast<float*>(out) + 1, values, true);
+  store_wide(reinterpret_cast<float*>(out) + 1, Vector<float, 4>{});
 }
 
 __global__ void half_of_the_block_at_a_barrier(const double*, double*) {
@@ -250,10 +249,11 @@ __global__ void noise(const double* in, double* out) {
 
 template <class T>
 __global__ void double_packs(const double* in, double* out) {
-  T* data = reinterpret_cast<T*>(out);
-  Vector<float, 8> pack = load_pack<8>(reinterpret_cast<const T*>(in) + 8 * threadIdx.x, is_aligned16(in));
-  for (int i = 0; i < 8; ++i) pack.data[i] *= 2;
-  store_pack<8>(data + 8 * threadIdx.x, pack.data, is_aligned16(data));
+  const T* const from = reinterpret_cast<const T*>(in) + 8 * threadIdx.x;
+  T* const to = reinterpret_cast<T*>(out) + 8 * threadIdx.x;
+  Vector<T, 8> pack = is_aligned16(in) ? load_wide<8>(from).unpacked() : load_elements<8>(from);
+  for (int i = 0; i < 8; ++i) pack.data[i] = from_float<T>(2 * to_float(pack.data[i]));
+  is_aligned16(out) ? store_wide(to, pack) : store_elements(to, pack);
 }
 
 const std::map<std::string, Kernel> kKernels = {
