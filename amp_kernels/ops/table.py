@@ -49,15 +49,17 @@ class Chunks(NamedTuple):
 UNIT = 128
 LEAST = 1024
 MOST = 1 << 16  # 10^9 elements are then 15,000 chunks; the last thread block adds up the chunks' sums in microseconds
-OVERHEAD = 1024  # an assumption: the header, barriers and last loads of a chunk take as long as updating 1024 elements
+# An assumption: what a chunk takes besides its elements, such as reading its entry and addresses, barriers and its last
+# loads, is as long as updating 1024 elements.
+OVERHEAD = 1024
 
 
 def chunk_size(total: int, tensors: int, blocks: int) -> int:
     """Return the number of elements in a chunk. csrc/chunks.h has the same function.
 
     On a GPU each thread block takes `rounds` chunks, one after the other, so there are ``rounds * blocks`` chunks. The
-    last chunk of each tensor may not be full, so the other ``rounds * blocks - tensors`` chunks have to be long enough
-    for all elements. With fewer rounds there are fewer of these chunks, so each has to be longer. With more rounds
+    last chunk of each tensor can be nearly empty. So the other ``rounds * blocks - tensors`` chunks together have to
+    hold all elements. With fewer rounds there are fewer of these chunks, so each has to be longer. With more rounds
     chunks are shorter, but each round adds the time of `OVERHEAD` elements. The function returns the size of the chunks
     for the number of rounds with the least work for a block, ``rounds * (size + OVERHEAD)``.
 
@@ -196,7 +198,7 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _first_overlap(tensors: Sequence[Tensor]) -> int | None:
-    """Return the same as `shares_memory`, by an exact test.
+    """Test tensors exactly whose memory ranges overlap. The result is like that of `shares_memory`.
 
     `marks` has an entry for each `unit` bytes of memory. The tensors mark their entries, one tensor after the other. A
     tensor shares memory if it marks an entry twice, or if another tensor has marked the entry before.

@@ -4,11 +4,12 @@
   the gradient and the group. The other rows hold addresses: of the gradient, the parameter, the remainder, the count of
   steps, and the states.
 - The *form* of a column is a number. It encodes the dtypes of parameter and gradient, and which states the parameter
-  has. A `Form` says the same about a launch. An update kernel is compiled for one `Form`.
+  has. A launch updates columns with the same dtypes. Its `Form` holds these dtypes, and every state that at least one
+  of the columns has. An update kernel is compiled for one `Form`.
 - A *chunk* is a piece of a tensor. A thread block of a GPU, or a thread of a CPU, takes one chunk at a time. A *chunk
   entry* holds the index of the tensor, and the index of the chunk in that tensor.
-- A *layout* is the part of a step that depends only on sizes, dtypes and groups, such as the chunk entries. It stays on
-  the device.
+- A *layout* is the data of a step that depend only on sizes, dtypes and groups, such as the chunk entries. They stay on
+  the device for later steps. A key on the host tells which steps they fit.
 - A `Block` is the memory that a step sends to the device: forms, table and hyper-parameters.
 - A *mirror* is a dense copy of a parameter. It is needed if the parameter is a negated view, or if its elements do not
   fill one range of memory, as in a column of a matrix. Kernels write the mirror, and the plan copies the mirror back.
@@ -204,7 +205,7 @@ class Block(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The part of a step that depends only on sizes, dtypes and groups; it stays on the device."""
+    """The data of a step that depend only on sizes, dtypes and groups. They stay on the device for later steps."""
 
     key: Tensor  # on the host: the forms, and the table's rows of sizes, dtypes and groups
     chunk_size: int
@@ -275,8 +276,8 @@ class NativePlan(Plan):
         if shape == self._shape:
             return
         self._shape = rows, groups = shape
-        # Python reads numbers from this array, and not from a tensor. Tests forbid all reads from tensors in a step,
-        # because they cannot tell which ones wait for a device.
+        # Python reads numbers from this array, and not from a tensor. Tests forbid a step to read the value of any
+        # tensor, even of one on the host, because a test cannot tell whether a read waits for a device.
         self._words = array("q", bytes(8 * ((1 + rows) * self._count + groups * (1 + HYPER_WORDS))))
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
         self._forms, self._table = self._host.forms, self._host.table
@@ -400,7 +401,7 @@ class NativePlan(Plan):
         return Block.of(send(self._ops, self._host.words, self.device), self._count, *self._shape)
 
     def _kernel_forms(self) -> dict[int, Form]:
-        """Returns the form of the kernel that updates each column. Columns without tensors are left out.
+        """Returns the form of the kernel that updates each column. Columns with the form `ABSENT` are left out.
 
         Parameters with the same dtypes share a launch. The form of the launch has every state that at least one of them
         has.
@@ -415,7 +416,8 @@ class NativePlan(Plan):
     def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
         """Loads the kernels of a step. A graph capture must not do this.
 
-        Returns how many thread blocks of the launch that updates the most elements run at the same time.
+        Returns the number of thread blocks that run at the same time in one launch, the one that updates the most
+        elements.
         """
         self._ops._load_unscale(self.norm)
         blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(forms.values())}

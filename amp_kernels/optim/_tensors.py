@@ -53,7 +53,11 @@ def dense(plain: Tensor) -> Tensor:
 
 
 def is_laid_out(state: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
-    """Whether kernels can use a state as it is, together with `target`, the memory of its parameter."""
+    """Whether kernels can use a state as it is.
+
+    `target` is the plain tensor that kernels write for its parameter: the parameter, its shard on this rank, or a
+    mirror. The state must have the same device, shape and strides.
+    """
     is_usable = state.dtype is dtype and has_memory(state) and is_held(state) and not state.is_inference()
     is_alike = state.device == target.device and state.shape == target.shape
     return is_usable and is_alike and same_layout(state, target)
@@ -105,10 +109,11 @@ def _plain_gradient(param: Tensor, name: str) -> Tensor:
     If kernels cannot read ``param.grad``, it is replaced by an equal tensor that they can read. If the gradient is a
     DTensor with other placements than its parameter, it is redistributed, as torch's operators do. If a collective that
     computes the gradient is still running, this function waits for the result. A negated view is copied, and so is a
-    tensor of zeros without memory.
+    tensor of zeros for which torch has allocated nothing (`torch._efficientzerotensor`).
 
     Raises:
-        TypeError: The gradient has no memory, or its dtype is not fp32, fp16 or bf16.
+        TypeError: The gradient is a fake or meta tensor or a subclass without memory, or its dtype is not fp32, fp16 or
+            bf16.
         RuntimeError: The gradient is sparse, or is not on the mesh of its parameter.
     """
     grad = param.grad

@@ -171,8 +171,8 @@ class UpdateInputs:
         self.masters = place(kept, device, layout)
         self.states: dict[str, list[Tensor]] = {name: [] for name in self._update.family.states}
         for name in self._update.states(self.options):
-            # If the first step is to overwrite this state without reading it, the state is NaN before that step. If the
-            # step reads the state, the results are NaN.
+            # A state that the first step must overwrite without reading it begins as NaN. If an implementation reads it
+            # nevertheless, its results are NaN, and the test fails.
             fill = math.nan if name == self._update.optimizer._set_at_first_step else 0.0
             self.states[name] = place([torch.full_like(x, fill) for x in fp32], device, layout)
 

@@ -3,7 +3,7 @@
 //
 //                                                                                bytes per element (16-bit, fp32)
 //   dequantize         out = (code - zero_point) * scale                           3, 5
-//   straight through   out = grad where low <= rint(x / scale) + zero_point <= 127,
+//   straight through   out = grad where low <= rint(x * (1 / scale)) + zero_point <= 127,
 //                      else 0                                                      6, 12
 #include "int8_codes.cuh"
 #include "int8_walk.cuh"
@@ -16,7 +16,8 @@ struct DequantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
   // With 16-bit results, a thread loads 64 bytes of codes before it waits. A multiprocessor then has 64 KB of loads in
   // flight by rows, and 48 KB by columns. With fp32 results, a thread loads 24 bytes before it waits. A multiprocessor
-  // then has 36 KB in flight by rows, and 30 KB by columns. With fp32 results, only a fifth of all bytes are reads.
+  // then has 36 KB in flight by rows, and 30 KB by columns. That is enough, because only a fifth of all bytes are then
+  // reads.
   static constexpr int kEach = sizeof(T) == 4 ? 6 : 8;
   static constexpr int kResidentRows = sizeof(T) == 4 ? 6 : 4, kResidentColumns = sizeof(T) == 4 ? 5 : 3;
   using Raw = Packed<int8_t, kPack>;
@@ -27,8 +28,8 @@ struct DequantizeOp {
     __device__ __forceinline__ explicit Group(const Affine& affine)
         : Affine(affine), shift(-8388736.0f - static_cast<float>(affine.zero_point)) {}
 
-    // With such a zero point all numbers in store() before the product with the scale are integers. Their magnitudes
-    // are below 2^24, so fp32 holds them exactly.
+    // If the magnitude of the zero point is below 2^22, all numbers that store() multiplies by the scale, or computes
+    // before that, are integers with magnitudes below 2^24, which fp32 holds exactly.
     __device__ __forceinline__ bool is_plain() const { return zero_point > -(1 << 22) && zero_point < 1 << 22; }
   };
 
@@ -52,8 +53,8 @@ struct DequantizeOp {
   __device__ __forceinline__ void prefetch(int64_t offset) const { amp_kernels::prefetch(values + offset); }
   __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(values + offset); }
 
-  // The xor turns each code into the byte code + 128. The fp32 number 2^23 with that byte as its low bits is the number
-  // 2^23 + byte. So one __byte_perm replaces a conversion.
+  // The xor turns each code into an unsigned byte with the value `code + 128`. The fp32 number 2^23 with that byte as
+  // its low bits is the number 2^23 + byte. So one __byte_perm replaces a conversion.
   template <class AffineAt>
   __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     Vector<T, kPack> result;

@@ -58,8 +58,8 @@ __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count
   }
 }
 
-// Reads a thread's numbers of a and b. Rows of a and columns of b that do not exist are replaced by existing ones, or
-// have undefined numbers. Their results are not stored.
+// Reads a thread's numbers of a and b. For a row of a or a column of b past the end, an existing one is read instead,
+// or the registers hold undefined numbers. In both cases the results are not stored.
 template <class T, class Way, bool kWide>
 struct Reader {
   static constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
@@ -93,8 +93,8 @@ struct Reader {
     b_step = kWarps * Way::kK * matmul.b_strides[1];
   }
 
-  // Whether the aligned words that hold the numbers of the next kSteps steps lie inside the tensors. The check includes
-  // the words for k that do not exist.
+  // Whether the aligned words that hold the numbers of the next kSteps steps lie inside the tensors. The check takes
+  // full steps, also where k ends earlier. There it may be false although the words that are needed lie inside.
   template <int kSteps>
   __device__ __forceinline__ bool has_words(const Span& a_span, const Span& b_span) const {
     if (!b_span.has_words(b[0], b[3] + (kSteps - 1) * b_step + (kAlongK ? 8 : columns))) return false;
@@ -152,7 +152,7 @@ __device__ __forceinline__ void multiply(float (&sum)[AlongN::kTiles][4], const 
   }
 }
 
-// k is divided among `splits` blocks, and the part of a block among its warps.
+// k is divided among `splits` blocks. Each block divides its part of k among its warps.
 template <class T, class Way, bool kWide>
 __global__ void __launch_bounds__(kThreads, 2)
     few_rows_kernel(const Matmul matmul, const Span a_span, const Span b_span, const int64_t k_of_split,

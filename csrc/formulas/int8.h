@@ -45,11 +45,12 @@ AMP_KERNELS_HD uint32_t float_bits(float x) {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-// The numbers of a group on which its scale and zero point depend. Magnitudes are compared as the bits of floats. The
-// bits of NaN are larger than those of any number, so `magnitude` keeps NaN. A comparison of floats would drop NaN.
+// The extremes of the elements of a group. Its scale and zero point are computed from them. Magnitudes are compared as
+// the bits of floats. The bits of NaN are larger than those of any number, so `magnitude` keeps NaN. A comparison of
+// floats would drop NaN.
 struct Extremes {
   uint32_t magnitude = 0;  // the bits of the largest magnitude
-  float low = 0.0f;        // never above 0, because the range of codes always contains 0
+  float low = 0.0f;        // never above 0, because one of the codes has to stand for 0
   float high = 0.0f;       // never below 0
 
   AMP_KERNELS_HD void add(float x) {

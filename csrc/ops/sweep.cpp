@@ -196,7 +196,8 @@ class Columns {
     return code | grad_code << 2 | states << 4;
   }
 
-  // Whether an array that a step writes has another address than in the last call of apart() that found no overlap.
+  // Whether an array that a step writes has moved: its address differs from the one in checked_. There apart() stored
+  // the addresses when it last found no overlap.
   bool has_moved(Py_ssize_t t, PyObject* keys) const {
     for (int row = kParam; row < kState + PyTuple_Size(keys); ++row)
       if (at(row, t) != checked_[row * count_ + t]) return true;
@@ -205,8 +206,8 @@ class Columns {
 
   // Whether the parameter or a state is a negated view, whose memory holds the negative of its values. If every tensor
   // were tested at every step, the tests would take a sixth of the time of the sweep. So only columns with a new or
-  // moved tensor are tested. Few tensors are both dense and negated, because torch's public functions make only one
-  // kind of such tensors: views of one element (`z.conj().imag`).
+  // moved tensor are tested. A tensor that becomes negated at its old address is not noticed. This hardly happens: of
+  // torch's public functions only `z.conj().imag` returns a negated tensor, which is dense only if z has one element.
   bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
     PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
     if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;
@@ -218,7 +219,7 @@ class Columns {
   }
 
   // Returns false in two cases. Either the parameter is fp32, and the state has a remainder from when the parameter had
-  // 16 bits. Or the state has an entry `master`, which should be in state dicts only.
+  // 16 bits. Or the state has an entry `master`, which only the result of state_dict() should have.
   static bool has_no_master(PyObject* state, int64_t code) {
     if (code == kFloat && PyDict_GetItemWithError(state, Names::get().remainder) != nullptr) return false;
     return PyDict_GetItemWithError(state, Names::get().master) == nullptr;
@@ -372,9 +373,9 @@ PyObject* apart(PyObject*, PyObject* arguments) {
   }
   const int64_t *const table = pointer_to(table_address), *const forms = pointer_to(forms_address);
   // `checked` holds the table and the forms of the last call that found no overlap. Behind them is the number of ranges
-  // that a step writes. `starts` and `ends` hold these ranges. The number is -1 if no call has been made yet, or if the
-  // last call found an overlap. If table and forms have not changed, nothing is checked. If forms, sizes and the
-  // addresses that the step writes have not changed, only the gradients are checked.
+  // that a step writes. It is -1 if no call has been made yet, or if the last call found an overlap. `starts` and
+  // `ends` hold the ranges. If table and forms have not changed, nothing is checked. If forms, sizes and the addresses
+  // that the step writes have not changed, only the gradients are checked.
   int64_t* const checked = pointer_to(checked_address);
   int64_t* const starts = pointer_to(spans_address);
   const int64_t most = count * (rows - kParam), size = rows * count;
