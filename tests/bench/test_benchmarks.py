@@ -386,14 +386,6 @@ def test_figures_of_sizes_name_the_class_and_say_what_was_not_timed(plot, drawn,
 
 
 # ----------------------------------------------------------------------------------------- python -m amp_kernels bench
-def test_bench_prints_and_writes(tmp_path, capfd):
-    assert bench.bench(["overhead"], out=tmp_path / "out") == 0
-    told = capfd.readouterr().out
-    assert "unscale_ of 1000" in told and "GB/s" in told and "other run, ms" not in told
-    assert re.search(r"\d \(\d[\d.,]* to \d[\d.,]*\)", told)
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["overhead.csv", "overhead.png"]
-
-
 def test_bench_puts_another_run_beside(tmp_path, capsys, monkeypatch):
     def run(family, out, to):
         out.mkdir()

@@ -31,6 +31,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built
 
 
+@pytest.mark.slow
 def test_kernels_of_the_oldest_cpu_and_every_tile(library: Path) -> None:
     result = subprocess.run([sys.executable, str(HERE / "check.py"), str(library)], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr

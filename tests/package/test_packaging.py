@@ -140,6 +140,8 @@ def test_bench_of_the_installed_wheel(installed: Path, tmp_path: Path) -> None:
     (folder,) = (tmp_path / "amp_kernels-bench").iterdir()
     assert {path.name for path in folder.iterdir()} == {"overhead.csv", "overhead.png"}
     assert "torch._fused_sgd_" in printed and f"{folder.relative_to(tmp_path)}: CSV and PNG" in printed
+    assert "unscale_ of 1000" in printed and "GB/s" in printed and "other run, ms" not in printed
+    assert re.search(r"\d \(\d[\d.,]* to \d[\d.,]*\)", printed)  # a ratio and its spread
 
 
 def test_installed_package_shadowed_by_its_sources(installed: Path, tmp_path: Path) -> None:
