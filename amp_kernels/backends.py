@@ -42,8 +42,9 @@ _entered: contextvars.ContextVar[str | None] = contextvars.ContextVar("amp_kerne
 def forced() -> str | None:
     """Return the backend that an enclosing `use_backend` forces, or None.
 
-    This function looks for the block among torch's dispatch modes rather than in a context variable. The backward pass
-    on a GPU runs in a thread of autograd, which inherits modes but no context variables.
+    The block is found by its dispatch mode (`_Interceptor`), because the backward pass on a GPU runs in a thread of
+    autograd, which inherits dispatch modes but no context variables. Only if torch cannot list the modes, a context
+    variable is read instead.
     """
     if _entries == 0:  # the usual case, which takes 0.05 us
         return None
@@ -109,7 +110,8 @@ class _Interceptor(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         definition = DEFINITIONS.get(func)
-        # `types` lists the tensor subclasses among the arguments, such as fake tensors. A subclass handles the call.
+        # `types` lists the tensor subclasses among the arguments, such as fake tensors. For such arguments `func`
+        # calls their own `__torch_dispatch__`.
         if definition is None or types:
             return func(*args, **kwargs)
         arguments = itertools.chain.from_iterable(a if isinstance(a, (list, tuple)) else (a,) for a in args)

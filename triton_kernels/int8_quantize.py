@@ -1,10 +1,10 @@
-"""Quantization to int8, and fake quantization. int8_tiles.py explains bands and tiles.
+"""Quantization to int8, and fake quantization. csrc/int8.h explains groups, and int8_tiles.py bands and tiles.
 
 code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)          fake = (code - zero_point) * scale
 low = -127 if there are no zero points (symmetric codes), else -128
 
-The scale of a group comes from one of four sources, which differ in how often x is read. The last two columns are the
-bytes per element for a 16-bit x and for an fp32 x, if the results are codes.
+The elements of a group share one scale. It comes from one of four sources, which differ in how often x is read. The
+last two columns are the bytes per element for a 16-bit x and for an fp32 x, if the results are codes.
 
 source       reads of x                                                                           16-bit     fp32
 GIVEN        1                                                                                    3          5

@@ -1,7 +1,7 @@
 """The update of every optimizer. Gradient, parameter and state are read once; parameter and state are written once.
 
 The optimizer's formula computes the new values of an element, like a struct of csrc/formulas in C++. It is a
-`@triton.jit` function in the file with the family's name (sgd.py, rmsprop.py, adam.py):
+`@triton.jit` function in a file with the name of the formula (sgd.py, rmsprop.py, adam.py):
 
     p, state = formula(p, g, state, has, hyper, lr, factor, step)
 
@@ -25,14 +25,14 @@ remainder and a 16-bit gradient. Centered RMSprop with momentum moves 36 and 34 
 (`ema_`) of a 16-bit weight with a remainder moves 12: 8 for the fp32 average, and 4 for weight and remainder, which are
 only read.
 
-A program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. If every array is
-aligned to its packs, only the last elements of the chunk, at most three, are updated one by one. If an array is not
-aligned, all elements of the chunk are updated one by one.
+A program of 128 threads updates one chunk, tile by tile. A thread holds two packs of four neighbours. If the chunk
+begins at an aligned pack in every array, only the last elements of the chunk, at most three, are updated one by one.
+Otherwise all elements of the chunk are updated one by one.
 
-ptxas decides how many loads of a tile start before the first loaded value is used. On sm_90, RMSprop and AdamW without
-optional states start all loads before that. SGD with momentum has 80 bytes to load per thread for 16-bit weights with
-remainders and 16-bit gradients. It starts the loads of only 32 of them before that. Eight programs of this kernel fit
-on a multiprocessor.
+A thread waits when it first uses a loaded value. ptxas decides how many loads of a tile start before the first wait.
+On sm_90, RMSprop and AdamW without optional states start all loads before it. In SGD with momentum, for 16-bit weights
+with remainders and 16-bit gradients, a thread starts the loads of only 32 of its 80 bytes before it. Eight programs of
+this kernel fit on a multiprocessor, so 8 * 128 * 32 bytes can be loaded there at a time.
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements
@@ -145,7 +145,7 @@ def _update_chunk(
     has = [address != 0 for address in states]
     # If this tensor lacks a state, a mask turns off its loads and stores. There is no branch around them, so that all
     # loads start together. A state that every tensor has uses the parameter's mask. If such states had masks of their
-    # own, RMSprop would spill registers. If no tensor has a state (its bit in STATES is 0), the state is not loaded.
+    # own, RMSprop would spill registers. If no tensor has the k-th state (bit k of STATES is 0), it is not loaded.
     ends = ()
     for k in tl.static_range(N_STATES):
         ends = ends + (end if k < N_STATES - N_OPTIONAL else tl.where(has[k], end, 0),)
@@ -249,8 +249,8 @@ def _update_kernel(
         factor = _factor(grad_scale, grad_norm, max_norm)
         step = tl.load(_step_address(table_ptr, n_tensors, tensor)).to(tl.int64)
         whole = tl.where(aligned, n // _VEC * _VEC, 0)
-        # The elements after the tiles are updated first. If they came later, they would keep registers that the tiles
-        # need.
+        # The elements from `whole` on are updated first. If they came second, the values that they need would occupy
+        # registers while the other elements are updated.
         _update_chunk(
             grad,
             param,
@@ -292,8 +292,8 @@ def _update_kernel(
             _VEC,
         )
     if not skipped:  # noqa: SIM102
-        # The tests are nested, since Triton evaluates both sides of an `and`. When the last program raises the steps,
-        # every program has read them.
+        # The tests are nested, since Triton evaluates both sides of an `and`. A program reads the step of its tensor
+        # before it calls is_last(). So when the last program raises the steps, every program has read its step.
         if is_last(ticket_ptr):
             _raise_steps(table_ptr, chunks_ptr, n_tensors)
 

@@ -1,8 +1,9 @@
 """Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
 
 `amp_kernels.quantization` puts them into a model. A layer stores its weight as int8 codes and fp32 scales, in buffers.
-`.half()` and `.to(dtype)` change the dtype of the layer. They do not change codes or scales. The layer's dtype is the
-dtype of the results of an `Int8Embedding`, and of an `Int8Linear` whose input is an `Int8Tensor`.
+`.half()` and `.to(dtype)` change the dtype of the layer. They do not change codes or scales. The results of an
+`Int8Embedding` have the layer's dtype. The float results of an `Int8Linear` for an `Int8Tensor` have it too, except
+under autocast.
 
 `layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs the
 elements of this tensor computes them from the codes. An operator that would change the tensor in place raises an error.
@@ -120,8 +121,9 @@ class DequantizedWeight(Tensor):
 
     def elements(self) -> Tensor:
         """Return the dequantized weight as an ordinary tensor."""
-        # In inference mode the elements would be inference tensors, and so would views of them. If an operator returns
-        # a view, torch gives the view the version counter of this weight, which an inference tensor refuses.
+        # In inference mode the elements would be inference tensors. A view that an operator returns would be an
+        # inference tensor too. torch gives such a view the version counter of this weight, and this raises an error for
+        # an inference tensor.
         with torch.inference_mode(False):
             return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
 
@@ -543,7 +545,8 @@ class Int8Embedding(_Int8Weight):
     """`torch.nn.Embedding` with a symmetric int8 table for inference, with one scale per row.
 
     Only rows that are looked up are dequantized. The table is frozen: it has no gradient, and `padding_idx` has no
-    effect. With `max_norm`, rows of the result with a larger norm are scaled down to it; the table does not change.
+    effect. With `max_norm`, rows of the result whose norm is above `max_norm` are scaled down to this norm. The table
+    does not change.
 
     Args:
         num_embeddings: Number of rows.

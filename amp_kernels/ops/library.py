@@ -69,7 +69,7 @@ class Definition(NamedTuple):
     check: Callable[..., None]
     reference: Callable[..., Any]
     launch: Callable[..., Any] | None  # its first argument is the `Kernels`
-    compiled: Any  # the operator that runs only C++ kernels: ``_compiled_<name>`` if there is one, else the operator
+    compiled: Any  # what `use_backend("cuda")` calls: ``_compiled_<name>`` if there is one, else the operator
 
 
 DEFINITIONS: dict[Any, Definition] = {}  # by operator
@@ -89,8 +89,8 @@ def operator(
 
     Args:
         schema: The schema as in `torch.library`, beginning with the name. A list that may be absent has the type
-            ``Tensor[]?``. Pass None for it, not an empty list, because AOTInductor turns an empty list into None. At
-            least one mutated argument must always be present, or Inductor crashes.
+            ``Tensor[]?``. Pass None for it, not an empty list, because AOTInductor turns an empty list into None. If
+            an operator mutates arguments, at least one of them must always be present, or Inductor crashes.
         check: Raises an error with a full message if an argument does not fit. It runs before `reference`, `fake` and
             `launch`. C++ kernels do not run it: they check their arguments and raise an error without details. `call`
             then runs `check` for the message.
@@ -204,7 +204,7 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
         devices = [tensor.device for tensor in _tensors((*args, *kwargs.values()))]
-        if devices:  # if a tensor is on a GPU, the call counts for the GPU, since scalars may be on the CPU
+        if devices:  # if any tensor is on a GPU, the reference serves that GPU, since scalars may be on the CPU
             device = next((device for device in devices if device.type == "cuda"), devices[0])
             importlib.import_module("amp_kernels.backends").automatic(device)
         return reference(*args, **kwargs)

@@ -23,9 +23,8 @@
 //
 // A gradient or weight may be misaligned relative to the states, as a view into a bucket is. If such an array has 16
 // bits per element, each pack is read in the aligned words that hold it (Straddling). At the first and the last pack of
-// a tensor, such a word may reach beyond the tensor. Then only those of its elements that are in the pack are read, one
-// by one. This word has four elements. One or more of them lie outside of the tensor, so at most three lie inside: some
-// in the pack, and the others in the head or tail.
+// a tensor, such a word of four elements may reach beyond the tensor. At most three of its elements are then in the
+// tensor. Those that are in the pack are read one by one, and the others belong to the head or tail.
 #pragma once
 
 #include <utility>
@@ -62,7 +61,7 @@ struct Variant {
   static constexpr bool kIsSplit = std::is_same_v<M, int16_t> && !kJoins;
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
   static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // reads 16-bit arrays that may be misaligned
-  // As many blocks on a multiprocessor as have enough registers, so that nothing is spilled. With one state or more, a
+  // How many blocks share a multiprocessor: as many as possible without spilled registers. With one state or more, a
   // thread loads 80 bytes (SGD with momentum, 16 bits) to 160 bytes (three states) before it waits. On sm_90 all
   // threads of a multiprocessor together load 74 KB or more before they wait.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
@@ -126,7 +125,7 @@ struct Packs : Division<kPack> {
     }
     if (own < 0) own = phase(arrays.weight);
     is_aligned = phase(arrays.grad) == own && phase(arrays.weight) == own;
-    if (!states_agree) {  // then no element is in a pack; states that an optimizer allocated do agree
+    if (!states_agree) {  // rare, since an optimizer allocates states of one alignment; no element is in a pack
       lead = others += packs * kPack;
       packs = from = to = 0;
       return;
@@ -320,8 +319,8 @@ template <class V, bool kAligned>
 __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Packs<V>& packs,
                                              const typename V::Formula& formula) {
   for (int k = packs.from + threadIdx.x; k < packs.to; k += 2 * kThreads) {
-    // If there is no second pack, the first one is loaded twice. If there were a branch instead, the compiler would
-    // wait before the branch for the loads that were already started.
+    // If there is no second pack, the first one is loaded twice. If there were a branch instead, the compiled code
+    // would wait before the branch for the loads that were already started.
     const bool has_second = k + kThreads < packs.to;
     const int i = packs.at(k), j = has_second ? i + kThreads * kPack : i;
     Pack<V, kPack, kAligned> first, second;

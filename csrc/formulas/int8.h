@@ -45,9 +45,9 @@ AMP_KERNELS_HD uint32_t float_bits(float x) {
 
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
-// The extremes of the elements of a group. Its scale and zero point are computed from them. Magnitudes are compared as
-// the bits of floats. The bits of NaN are larger than those of any number, so `magnitude` keeps NaN. A comparison of
-// floats would drop NaN.
+// The extremes of the elements of a group. A group is a set of elements that share a scale and a zero point
+// (../int8.h), which are computed from the extremes. Magnitudes are compared as the bits of floats. The bits of NaN are
+// larger than those of any number, so `magnitude` keeps NaN. A comparison of floats would drop NaN.
 struct Extremes {
   uint32_t magnitude = 0;  // the bits of the largest magnitude
   float low = 0.0f;        // never above 0, because one of the codes has to stand for 0
@@ -67,7 +67,7 @@ struct Extremes {
   }
 };
 
-// What converts the numbers of a group to codes and back.
+// The parameters with which the elements of a group are converted to codes and back.
 struct Affine {
   float scale;
   // 1 / scale. If a group has NaN or inf, or if its range is so small that 1 / scale is inf, affine_of() sets `inverse`

@@ -41,7 +41,8 @@ class Dense {
     return operand.is_dense() ? operand : copied(operand, row_major(operand));
   }
 
-  // Returns the operand itself if it has the layout of `model`, otherwise a copy that has it. `model` must be dense.
+  // Returns the operand itself if it is dense and has its elements in the same order as `model`. Otherwise returns a
+  // copy with the strides of `model`. `model` must be dense, and must have the shape of the operand.
   Operand operator()(const Operand& operand, const Operand& model) {
     if (operand.has_layout_of(model)) return operand;
     return copied(operand, {model.strides, model.strides + model.dims});
