@@ -4,7 +4,7 @@ The command executes FILE.py and calls FACTORY. Name only files that you would r
 
 Nothing is measured. `audit` reads only shapes. `explain` reads shapes, strides, dtypes and devices.
 
-With 16-bit weights and activations, also those that autocast makes, cuBLAS is fast if numbers of features are multiples
+With 16-bit weights and activations (autocast included), cuBLAS is fast if the layer's numbers of features are multiples
 of 8. Otherwise cuBLAS uses kernels that were made for older GPUs, which are slower.
 """
 
@@ -89,8 +89,8 @@ def explain(
 ) -> Explanation:
     """Tell which library multiplies two matrices, and what is copied for it.
 
-    Nothing is computed. For shapes, fake tensors of a GPU and meta tensors, a machine without a GPU gives the same
-    answer as a machine with a GPU and compiled kernels. A meta tensor counts as a tensor on a GPU.
+    Nothing is computed. A machine without a GPU gives the same answer as a machine with a GPU and compiled kernels, if
+    `a` and `b` are shapes, meta tensors, or fake tensors of a GPU. A meta tensor counts as a tensor on a GPU.
 
     Args:
         a: A tensor as in `amp_kernels.matmul`, or the shape of a contiguous one.
@@ -103,8 +103,8 @@ def explain(
         An `Explanation`.
 
     Raises:
-        TypeError: One of `a` and `b` is a tensor and the other a shape, `dtype` or `device` is given with tensors, or
-            dtypes do not fit, as in `amp_kernels.matmul`.
+        TypeError: One of `a` and `b` is a tensor, and the other is a shape. Or tensors are given together with `dtype`
+            or `device`. Or dtypes do not fit, as in `amp_kernels.matmul`.
         ValueError: `a` and `b` cannot be multiplied or are on different devices, or `activation` is unknown.
 
     Examples:
@@ -143,8 +143,8 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
         return f"torch multiplies {dtype}; a CPU needs no padding"
     if engine not in ON_TENSOR_CORES:
         return "it pads nothing"
-    # An fp16 product of 4096 x 4096 x 4096 takes 181 us with cuBLAS on an H200. On an H100 it takes 188 us with cuBLAS,
-    # and with the kernels of amp_kernels 310 us (CUDA C++) or 336 us (Triton).
+    # The measurements: an fp16 product of 4096 x 4096 x 4096 takes 181 us with cuBLAS on an H200. On an H100 it takes
+    # 188 us with cuBLAS, and with the kernels of amp_kernels 310 us (CUDA C++) or 336 us (Triton).
     reason = (
         "in measurements it was faster than the kernels of amp_kernels"
         if engine == LIBRARY
@@ -181,8 +181,8 @@ class Finding(NamedTuple):
         converts: Whether `amp_kernels.nn.convert_linear_` is a remedy.
         weight_bytes: Bytes that padding takes for the weight. For a linear layer these are all bytes of the padded
             copy. For a convolution they are the bytes that the additional channels take.
-        row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step. They are
-            counted as for `weight_bytes`.
+        row_bytes: Bytes, at most, that padding takes per row (token, pixel) of activations in a training step. Again
+            these are whole padded copies for a linear layer, and only the additional channels for a convolution.
 
     Examples:
         >>> finding = amp_kernels.audit.audit(torch.nn.Linear(1001, 512))[0]
@@ -228,7 +228,8 @@ def audit(model: nn.Module) -> list[Finding]:
             continue
         if is_conv1d(layer) or (isinstance(layer, nn.Linear) and not isinstance(layer, Linear)):
             found = _linear(name, layer)
-            # None if the weight is parametrized. Each read of `layer.weight` would then compute a new tensor.
+            # `_parameters` has no parametrized weight. Such a weight is left out of `slow`, because each read of
+            # `layer.weight` computes a new tensor.
             weight = layer._parameters.get("weight")
             if found and weight is not None:
                 slow[id(weight)] = (name, layer)

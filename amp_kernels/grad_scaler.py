@@ -1,4 +1,4 @@
-"""A `torch.amp.GradScaler` for the fused optimizers. Their step checks its gradients for NaN and inf itself."""
+"""A `torch.amp.GradScaler` for the fused optimizers. The step of a fused optimizer checks gradients for NaN and inf."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def _warn_of_eps(optimizer: Any) -> None:
     """Warns if `optimizer` computes in fp16 and has an eps that rounds to 0 in fp16.
 
     Such an optimizer divides by ``sqrt(v) + eps``, where v is an average of squared gradients. If v rounds to 0 too,
-    the divisor is 0. Optimizers of `amp_kernels.optim` compute in fp32.
+    the divisor is 0. There is no warning for optimizers of `amp_kernels.optim`, because they compute in fp32.
     """
     optimizer = wrapped(optimizer)
     if isinstance(optimizer, FusedOptimizer):
@@ -106,7 +106,7 @@ def _check_group(group: Any, device_type: str) -> None:
 
 
 class _Rule(NamedTuple):
-    """The range of an option or a count. `words` describes the range in errors, and `least` and `most` belong to it."""
+    """The range of an option or a count, from `least` to `most`, both included. `words` describes it in errors."""
 
     words: str
     least: float
@@ -182,9 +182,9 @@ class GradScaler(torch.amp.GradScaler):
     read them unscaled, call `unscale_` before `step`. `optimizer.grad_norm` is always unscaled. fp16 and bf16 gradients
     are accepted.
 
-    With any other optimizer this class works like torch's scaler, which waits for the device once per step (not with
-    torch's own optimizers if they have `fused=True`). It also works like torch's scaler with a fused optimizer whose
-    `step` is overridden, or wrapped by code outside of torch, or whose parameters belong to FSDP1.
+    With any other optimizer this class works like torch's scaler. The same holds for a fused optimizer whose `step` is
+    overridden, or wrapped by code outside of torch, or whose parameters belong to FSDP1. torch's scaler waits for the
+    device once per step, except in the step of torch's own optimizers with `fused=True`.
 
     If the host can count skipped steps, there is a warning after 50 in a row. The host can count them if the scale is
     on the CPU, or if the scaler waits for the device in the step of every optimizer. There is another warning the first
@@ -272,9 +272,10 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        # Maps the log of each optimizer to an offset and the optimizer. The offset is the number of this scaler's
-        # iterations minus the number of the log's checks. The number of a check plus the offset is the iteration of the
-        # check. Iterations put the overflows of all logs in order.
+        # Maps the log of each optimizer to an offset and the optimizer. Each check of the optimizer's gradients sets
+        # the offset to the number of this scaler's iterations minus the number of the log's checks. So the number of a
+        # check plus the offset is the iteration of that check, if the optimizer was checked once in every iteration
+        # since. Iterations put the overflows of all logs in order.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
 
@@ -493,7 +494,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         """Steps if all gradients were finite, as torch does.
 
-        The host reads the flags here. The result is kept for `_warn_of_skips` and for `ema_`.
+        The host reads the flags here. Whether the step is skipped is kept for `_warn_of_skips`. The flag of a skipped
+        step is kept for `ema_`.
         """
         flags = optimizer_state["found_inf_per_device"].values()
         found = any(flag.item() for flag in flags)
@@ -512,16 +514,18 @@ class GradScaler(torch.amp.GradScaler):
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale to the NaN and inf found since the last `update`, and count skipped steps.
 
-        If the scale and the parameters are on one device, `update` waits for it in two cases only. After an optimizer
-        was deleted, its last overflow is read. For the warning after 50 skipped steps in a row, the scale and the last
-        overflow are read.
+        If the scale and the parameters are on one device, `update` waits for this device in only two cases:
+
+        - An optimizer was deleted. `update` reads the last overflow of that optimizer.
+        - There is the warning after 50 skipped steps in a row. For its message `update` reads the scale and the last
+          overflow.
 
         Args:
             new_scale: Set the scale to this number, even if the number is outside of the bounds.
 
         Raises:
-            AssertionError: There is no scale yet, because `scale` was not called. Or `new_scale` is None, and since the
-                last `update` there was neither a `step` nor an `unscale_` with a gradient.
+            AssertionError: There is no scale yet, because `scale` was not called. Or `new_scale` is None, `step` was
+                not called since the last `update`, and `unscale_` was not called or found no gradient.
         """
         if not self._enabled:
             return
@@ -602,10 +606,10 @@ class GradScaler(torch.amp.GradScaler):
             )
 
     def _hysteresis_left(self, found_inf: Tensor) -> Tensor:
-        """Counts overflows in a row down from `hysteresis`, and returns the count.
+        """Updates the count that decides whether an overflow reduces the scale, and returns it.
 
-        If the count is then 0 or less, an overflow reduces the scale. An iteration without overflow sets the count back
-        to `hysteresis`.
+        The count starts at `hysteresis`. An overflow lowers it by 1. If it is then 0 or less, this overflow reduces the
+        scale. An iteration without overflow sets the count back to `hysteresis`.
         """
         assert self._hysteresis_tracker is not None  # allocated with the scale
         full = torch.full_like(self._hysteresis_tracker, self._hysteresis)

@@ -18,8 +18,9 @@ from .library import Kernels, operator
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
-# If rows are a multiple of 16 bytes apart, the tiled kernels load operands for tensor cores 16 bytes at a time,
-# otherwise one element at a time. cuBLAS needs more than aligned rows to be fast (padding.py).
+# The tiled kernels can load an operand 16 bytes at a time only if its rows begin at multiples of 16 bytes, or its
+# columns if it is column-major. Otherwise they load one element at a time. cuBLAS needs more than that to be fast
+# (padding.py).
 ALIGNMENT = 16
 
 
@@ -33,8 +34,8 @@ def new_result(like: Tensor, shape: tuple[int, ...], dtype: torch.dtype, *, pads
     if not pads_rows:
         return like.new_empty(shape, dtype=dtype)
     pitch = round_up(shape[-1], ALIGNMENT // dtype.itemsize)
-    # `.data` hides from autograd that the result is a view. Otherwise autograd would forbid callers to write in place
-    # to a view that an autograd function returned.
+    # `.data` hides from autograd that the result is a view. An autograd function may return this result. If autograd
+    # knew that it is a view, autograd would forbid the caller to write to it in place.
     return like.new_empty((*shape[:-1], pitch), dtype=dtype).narrow(-1, 0, shape[-1]).data
 
 
@@ -189,9 +190,10 @@ def _launch_copy_pad(
 
 # Computes two tensors in one pass over x [R, C]. The first is x padded with zeros to [rows, P], where P is the smallest
 # number that is at least C and makes the length of a row a multiple of 16 bytes. If `saved` is given, x is multiplied
-# by the derivative of the activation. `saved` is the argument of the activation, except for relu, where it is the
-# result. The second tensor holds the sums [C] over each column of the first tensor. They are fp32, and add the numbers
-# before these are rounded. Without `needs_sums` the second tensor has no elements.
+# by the derivative of the activation. For gelu and gelu_tanh, `saved` is the argument of the activation. For relu it is
+# the result of the activation. The second tensor holds the sum of each column of x (of the products, if `saved` is
+# given). The sums [C] are fp32, and the numbers are added before they are rounded for the first tensor. Without
+# `needs_sums` the second tensor has no elements.
 copy_pad = operator(
     "copy_pad(Tensor x, Tensor? saved, str? activation, bool needs_sums, SymInt rows) -> (Tensor, Tensor)",
     check=_check_copy_pad,

@@ -22,13 +22,19 @@ from ._tensors import check_parameter, dense, has_memory, is_count, is_laid_out,
 
 
 class WithState(torch.optim.Optimizer):
-    """An optimizer whose fp32 states have the strides of their parameters. `FusedSGD` describes it for users."""
+    """The part of a fused optimizer that keeps the state. The docstring of `FusedSGD` describes the state for users.
+
+    fp32 states have the strides of their parameters.
+    """
 
     _family: Family
     _set_at_first_step: str | None = None  # the state, if any, that the first step sets without reading it
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
-        """Returns the names of a group's states, in the order of the table's rows. None stands for an unused state."""
+        """Returns the names of a group's states. None stands for a state that the group does not use.
+
+        The names are in the order in which the table of the kernels (csrc/table.h) has a row for each state.
+        """
         raise NotImplementedError
 
     def _named_parameters(self) -> Iterator[tuple[str, int, Tensor]]:
@@ -153,8 +159,8 @@ class WithState(torch.optim.Optimizer):
         elif master is not None:
             state["remainder"] = _remainder(param, master)
         elif "remainder" in state and state["remainder"].shape != param.shape:
-            # The parameter was pruned. Its weight becomes the master. The old master was at most half a 16-bit unit
-            # away from the weight.
+            # The shapes differ because the parameter was pruned. The pruned weight becomes the master. This changes the
+            # master by at most half a 16-bit unit, because the old master was no further away from the weight.
             del state["remainder"]
         for key in names:
             if state.get(key) is None:
@@ -208,9 +214,10 @@ class WithState(torch.optim.Optimizer):
     def _drop_unset_states(self) -> None:
         """Deletes momentum buffers that no step has set, if the options no longer need them.
 
-        The first step with momentum has to set the buffer. If a buffer of zeros stayed in the state, later steps would
-        use it as if it had been set. A buffer was not set if the count of steps is 0. Reading the count waits for the
-        device, so the count is read only for parameters with a buffer that is not needed.
+        The first step with momentum has to set the buffer. Suppose a buffer of zeros stayed in the state, some steps
+        without momentum followed, and then momentum was switched on again. The next step would use the zeros as if a
+        step had set them. A buffer was not set if the count of steps is 0. Reading the count waits for the device, so
+        the count is read only for parameters with a buffer that is not needed.
         """
         first = self._set_at_first_step
         for _, index, param in self._named_parameters():
@@ -222,7 +229,7 @@ class WithState(torch.optim.Optimizer):
 
 
 def check_step(what: str, value: Any) -> int:
-    """Returns a count of steps as an int, or raises ValueError. If it is a tensor, waits for its device."""
+    """Returns a count of steps as an int, or raises ValueError. Waits for the device if the count is a tensor."""
     number = value.item() if isinstance(value, Tensor) and value.numel() == 1 and has_memory(value) else value
     is_number = isinstance(number, numbers.Real) and not isinstance(number, bool)
     if not (is_number and math.isfinite(number) and number == int(number) and 0 <= number < 2**31 - 1):

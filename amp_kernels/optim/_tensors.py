@@ -48,15 +48,18 @@ def kind(tensor: Any) -> str:
 
 
 def dense(plain: Tensor) -> Tensor:
-    """Returns `plain` if it is dense and not negated, otherwise a mirror of it. The mirror is not filled yet."""
+    """Returns `plain` if it is dense and not negated, otherwise a mirror of it.
+
+    A mirror is a dense tensor that kernels write in place of `plain` (_plan.py). The new mirror is not filled yet.
+    """
     return plain if is_dense(plain) and not plain.is_neg() else torch.empty_like(plain)
 
 
 def is_laid_out(state: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
     """Whether kernels can use a state as it is.
 
-    `target` is the plain tensor that kernels write for its parameter: the parameter, its shard on this rank, or a
-    mirror. The state must have the same device, shape and strides.
+    `target` is the plain tensor that kernels write to update the state's parameter: the parameter, its shard on this
+    rank, or a mirror (see `dense`). The state must have the device, shape and strides of `target`.
     """
     is_usable = state.dtype is dtype and has_memory(state) and is_held(state) and not state.is_inference()
     is_alike = state.device == target.device and state.shape == target.shape
@@ -106,10 +109,12 @@ def read_gradient(param: Tensor, name: str, target: Tensor) -> Tensor:
 def _plain_gradient(param: Tensor, name: str) -> Tensor:
     """Returns the gradient of `param` on this rank as a plain tensor.
 
-    If kernels cannot read ``param.grad``, it is replaced by an equal tensor that they can read. If the gradient is a
-    DTensor with other placements than its parameter, it is redistributed, as torch's operators do. If a collective that
-    computes the gradient is still running, this function waits for the result. A negated view is copied, and so is a
-    tensor of zeros for which torch has allocated nothing (`torch._efficientzerotensor`).
+    In these cases ``param.grad`` is replaced by an equal tensor that kernels can read:
+
+    - A collective that computes the gradient is still running. This function waits for the result.
+    - The gradient is a DTensor with other placements than its parameter. It is redistributed, as torch's operators do.
+    - The gradient is a negated view, or a tensor of zeros for which torch has allocated nothing
+      (`torch._efficientzerotensor`). It is copied.
 
     Raises:
         TypeError: The gradient is a fake or meta tensor or a subclass without memory, or its dtype is not fp32, fp16 or
@@ -176,7 +181,8 @@ class Spans:
     def overlaps(self, tensor: Tensor) -> bool:
         """Whether a tensor overlaps one of the ranges.
 
-        False for a tensor with gaps. A plan copies such a gradient before it writes anything.
+        False for a gradient with gaps. An overlap would do no harm there, because a plan (_plan.py) copies such a
+        gradient before it writes anything.
         """
         if tensor.numel() == 0 or not is_dense(tensor):
             return False

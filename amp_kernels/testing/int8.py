@@ -1,8 +1,8 @@
 """Test cases for the int8 operators.
 
 The results of all operators except `int8_linear` are compared bit for bit with the reference on the CPU.
-tests/int8/test_int8.py compares the reference with numpy and with known answers. `int8_linear` sums in fp32. The rule
-of `error_and_allowed` bounds its errors.
+tests/int8/test_int8.py compares the reference with numpy and with known answers. `int8_linear` sums in fp32, so its
+results are compared by the rule of `error_and_allowed` (testing/common.py).
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ def _dequantize(
         name = ", ".join(f"{k}={v}" for k, v in options.items())
         made = _Made(*reference.quantize_int8(randn(*SHAPE), **_dims(options)))
         block = options.get("block_size")
-        # A group that held NaN has the scale NaN. 3e38 is nearly the largest number of fp32, and 1e-45 becomes the
-        # smallest positive one.
+        # Scales at the limits: NaN is the scale of a group that held NaN. 3e38 is nearly the largest number of fp32.
+        # 1e-45 is rounded to the smallest positive number of fp32.
         made.scale.view(-1)[:3] = torch.tensor([math.nan, 3e38, 1e-45])[: made.scale.numel()]
         expected = reference.dequantize_int8(*made, block_size=block, dtype=dtype)
         values = INT8_LAYOUTS[layout](made.values.to(device))
@@ -321,7 +321,7 @@ def _quantize_cases() -> Iterator[Case]:
             empty = partial(torch.empty, shape, dtype=dtype)
             options = [*_BY_ROW[:2], {}, {"block_size": 4}]
             yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", options)
-        for first, last in ((0, 2), (2, 0)):  # their copies in channels_last are contiguous, too
+        for first, last in ((0, 2), (2, 0)):  # an empty tensor in channels_last is contiguous, too
             empty = partial(torch.empty, (first, 2, 2, last), dtype=dtype)
             options = [*_all(), *_all({"seed": 1})]
             yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, "channels_last", options)

@@ -41,9 +41,10 @@ auto with_dtype(Dtype dtype, const F& f) {
 // While a thread works on chunk c, it calls prefetch_head() for chunk c + kChunksAhead.
 constexpr int64_t kChunksAhead = 8;
 
-// Prefetches the first elements of a later chunk in one of its arrays (row `row` of the table). The chunk of a small
-// tensor is too short for prefetching within the chunk. Without prefetch_head(), each array of such a chunk would begin
-// with a cache miss.
+// Prefetches the first elements of a later chunk in one array: the one whose address is in row `row` of the table.
+// While a thread works on a chunk, it may also prefetch within the chunk, some distance ahead. A small tensor has one
+// chunk, which is too short for that. Without prefetch_head(), each array of such a chunk would begin with a cache
+// miss.
 template <class T>
 void prefetch_head(const Table& table, const Chunk& chunk, int row) {
   prefetch(chunk.in<const T>(table, row), std::min<int64_t>(chunk.size, 256));

@@ -19,14 +19,15 @@
 
 namespace amp_kernels::cpu {
 
-// for_each_segment() makes segments of at most so many elements. By rows, the fp32 copy of a segment stays in the L1.
-// By columns, a segment in fp32 is 16 cache lines, as many as a core can wait for at once.
+// Most elements of the segments that for_each_segment() makes: kSegment by rows, kColumnSegment by columns. By rows,
+// the fp32 copy of a segment stays in the L1. By columns, a segment in fp32 is 16 cache lines, as many as a core can
+// wait for at once.
 constexpr int64_t kSegment = 1024;
 constexpr int64_t kColumnSegment = 256;
 constexpr int64_t kStripRows = 8;
 constexpr int64_t kGroups = 4096;  // most groups of a band
-// Size of an array with one number for each group of a band. With a size of kGroups, such arrays would be 2^n bytes
-// apart, and would share sets of the L1.
+// Size of an array with one number for each group of a band. Several such arrays lie one after the other in a struct.
+// With a size of kGroups they would be 2^14 bytes apart, and the numbers of a group would all share one set of the L1.
 constexpr int64_t kRoom = kGroups + 16;
 // Most elements of a band of short groups, so that the second read of the band is from the L1.
 constexpr int64_t kBandSize = 4096;
@@ -71,10 +72,10 @@ class Walk {
   // cache later.
   bool streams() const { return bands() * band_size() >= 1 << 22; }
 
-  // How many bytes ahead of its reads a pass prefetches. By columns that is some whole rows, because the rows of a
-  // strip are read side by side. By rows it is 0, except on cores that need prefetching (asks_ahead). A Zen 4 does not
-  // need it: the two passes over 16M fp32 elements took 2.9 to 3.7 ms with prefetching 8 KiB ahead, and 2.3 to 3.2 ms
-  // without prefetching.
+  // How many bytes ahead of its reads a pass prefetches. By columns it is the distance to a later row: at least
+  // kStripRows rows ahead, because the rows of a strip are read side by side. By rows it is 0, except on cores that
+  // need prefetching (asks_ahead). A Zen 4 does not need it: the two passes over 16M fp32 elements took 2.9 to 3.7 ms
+  // with prefetching 8 KiB ahead, and 2.3 to 3.2 ms without prefetching.
   int64_t ahead(const Band& band, int64_t element_size) const {
     if (!by_columns_) return asks_ahead() ? kBytesAhead : 0;
     const int64_t row = band.length * element_size;
@@ -114,8 +115,8 @@ class Walk {
     return !by_columns_ && begin == 0 && end == size(band);
   }
 
-  // By rows: calls f(segment) for each row of the band, however long the row is. for_each_segment() would cut long
-  // rows. For groups of 128 elements, for_each_segment() took as long as reading the elements.
+  // By rows: calls f(segment) for each row of the band. Unlike for_each_segment(), it does not cut long rows. It is
+  // also faster: for groups of 128 elements, for_each_segment() itself took as long as reading the elements.
   template <class F>
   void for_each_row(const Band& band, const F& f) const {
     Segment row{band.at, band.length, 0};
@@ -149,8 +150,9 @@ class Walk {
     }
   }
 
-  // Goes through all columns of one strip, segment by segment, and then through the next strip. The affines of a
-  // segment's columns stay in the L1 for all rows of the strip, and memory is still read in long rows.
+  // Goes through all columns of one strip, segment by segment, and then through the next strip. The scales and zero
+  // points of a segment's columns (Affines in int8_codes.h) stay in the L1 for all rows of the strip. Still, memory is
+  // read in runs of kColumnSegment elements.
   template <class F>
   void for_each_segment_of_columns(const Band& band, int64_t begin, int64_t end, const F& f) const {
     for (int64_t strip = begin; strip < end; strip += kStripRows)

@@ -28,8 +28,9 @@ struct DequantizeOp {
     __device__ __forceinline__ explicit Group(const Affine& affine)
         : Affine(affine), shift(-8388736.0f - static_cast<float>(affine.zero_point)) {}
 
-    // If the magnitude of the zero point is below 2^22, all numbers that store() multiplies by the scale, or computes
-    // before that, are integers with magnitudes below 2^24, which fp32 holds exactly.
+    // Before store() multiplies by the scale, it adds two numbers: 2^23 + 128 + code, and `shift`. If the magnitude of
+    // the zero point is below 2^22, these numbers and their sum are integers with magnitudes below 2^24, which fp32
+    // holds exactly.
     __device__ __forceinline__ bool is_plain() const { return zero_point > -(1 << 22) && zero_point < 1 << 22; }
   };
 

@@ -1,6 +1,7 @@
 // The kernels that walk over an Int8Layout on a GPU. csrc/int8.h explains the layout, and the words band, piece and
-// segment. A pack is kPack neighbours in memory. As floats (x, gradients or results) a pack has 16 bytes. A kernel is
-// made of a walk and of an Op. An Op is the code for one pack. There are two walks:
+// segment. A pack is kPack neighbours in memory: 16 bytes of x, of gradients, or of results in a float dtype. The codes
+// of a pack are kPack bytes. A kernel is made of a walk and of an Op. An Op is the code for one pack. There are two
+// walks:
 //
 //   rows_kernel: a team of 1 to 256 threads takes a segment       columns_kernel: a block takes a piece of a band;
 //   of a group, each of its threads kEach packs of it             up to 32 lanes go across, the other threads down
@@ -12,13 +13,15 @@
 //          one scale, in a register of each thread                       kPack scales in registers, one per column,
 //                                                                        which the block loads once
 //
-// A thread starts the loads of kEach packs before it waits for a scale or for a pack. So it has kEach packs in flight.
+// A thread asks for kEach packs before it waits for a scale or for a pack. So it has kEach packs in flight. By rows it
+// loads these packs. By columns it prefetches them, then waits for scales, and then loads the packs.
 //
 // An Op has these members:
 //
 //   wide                             whether each complete pack can be loaded and stored in one access. It is true if
 //                                    addresses are aligned to packs wherever a row begins
-//   load(offset)                     loads a pack, and returns it as it lies in memory
+//   prefetch(offset)                 brings a pack to L2 (columns_kernel)
+//   load(offset)                     loads a pack, and returns it as it lies in memory (type Raw)
 //   store(raw, offset, group_at)     computes and writes the results of a loaded pack. If it returns false, it wrote
 //                                    nothing, and narrow() must be called for this pack
 //   narrow(offset, count, group_at)  does the same for up to kPack elements, one at a time, whatever their values
@@ -70,12 +73,12 @@ struct Scales {
 // ------------------------------------------------------------------------------------------------ by rows
 struct RowWalk {
   int64_t length;  // elements in a group
-  // groups_of_row: as in Int8Layout (csrc/int8.h). missing: how many elements fewer the last group of a row has, or 0
-  // if no block is shorter than the others.
+  // groups_of_row: as in Int8Layout (csrc/int8.h). missing: how many elements fewer the last group of a row has than
+  // the others, or 0 if all groups have the same length.
   int64_t groups_of_row, missing;
   int64_t segments, items;  // segments in a group, and segments in all groups
   int each;                 // packs per thread
-  int lanes;                // threads in a team: 1 << shift, or all threads of a block of held_rows_kernel
+  int lanes;                // threads in a team: 1 << shift. In held_rows_kernel, a team may also be the whole block
   int shift, teams;         // teams: how many are in a block
 
   __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }
@@ -108,8 +111,9 @@ struct Segment {
     return segment;
   }
 
-  // Calls f(offset, count) for the packs of this thread that store() has not written. If `wide` is true, that is at
-  // most one pack: the last one, if it is incomplete. If `wide` is false, it is every pack.
+  // Calls f(offset, count) for packs of this thread. `wide` says whether the complete packs are already done. If it is
+  // true, f is called for at most one pack: the last one, if that is incomplete. If it is false, f is called for every
+  // pack.
   template <int kPack, class F>
   __device__ __forceinline__ void each_narrow(bool wide, const F& f) const {
     if (wide && count % kPack == 0) return;
@@ -190,7 +194,7 @@ struct Columns {
 
 // The Groups of a band in shared memory, stored as an array of words, [words of a Group, columns of a band]. The block
 // loads and inverts each scale once. Otherwise each thread would load and invert the scales of its own columns. For 8
-// columns this would take as many instructions as the codes of 4 packs.
+// columns this would take as many instructions as computing the codes of 4 packs.
 template <class Group, int kPack>
 struct BandGroups {
   static constexpr int kWords = sizeof(Group) / sizeof(uint32_t);
@@ -282,8 +286,8 @@ inline unsigned grid_of(int64_t blocks) {
 }
 
 // The number of threads in a team for a group of `packs` packs, if a thread takes up to `each` packs. It is a power of
-// 2, and at most `most`. 32 codes are a sector of memory. Each pack of the first 32 codes of a group gets a thread of
-// its own, even if a thread then has fewer than `each` packs.
+// 2, and at most `most`. Each pack of the first 32 codes of a group gets a thread of its own, even if a thread then has
+// fewer than `each` packs, because 32 codes are a sector of memory.
 inline int lanes_for(int64_t packs, int pack, int each, int most) {
   int64_t lanes = 1;
   while (lanes < most && (lanes < std::min<int64_t>(packs, 32 / pack) || lanes * each < packs)) lanes *= 2;
