@@ -33,9 +33,9 @@ class Family(NamedTuple):
     Attributes:
         name: Name of the formula.
         option: An option that only optimizers of this family have. It tells which family a checkpoint belongs to.
-        states: Names of the states, in the order of their rows in the table.
-        optional: The number of states that a parameter may lack: the last ones in `states`. The options of the
-            optimizer decide whether it has them.
+        states: Names of the states, in the order of their rows in the kernels' table (csrc/table.h).
+        optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
+            whether a parameter has them.
         hyper: Type of the hyper-parameters, which do not include the learning rate.
         reference: The update in plain torch, called as ``(params, grads, states, masters, hyper, *, lr, steps_taken,
             grad_scale, found_inf)``. The argument `states` has one list of tensors for each name in the attribute

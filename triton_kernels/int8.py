@@ -1,12 +1,12 @@
-"""int8 arithmetic with the same bits as csrc/formulas/int8.h, and the launch without fused operations that it needs.
+"""int8 arithmetic with the same bits as csrc/formulas/int8.h, and `launch_unfused`, which the arithmetic needs.
 
     symmetric     scale = absmax / 127                  code = clamp(rint(x * (1 / scale)), -127, 127)
     asymmetric    scale = high / 255 - low / 255        code = clamp(rint(x * (1 / scale)) + zero_point, -128, 127)
                   zero_point = clamp(rint(-128 - low * (1 / scale)), -128, 127)
     stochastic    floor(x * (1 / scale) + u) in place of rint(x * (1 / scale)), with u in [0, 1) from Philox
 
-The elements x of a group share one scale. absmax is their largest magnitude. low and high are the smallest and the
-largest of the elements and 0.
+The elements x of a group share one scale. absmax is their largest magnitude. low is the smallest element, or 0 if all
+elements are positive. high is the largest element, or 0 if all elements are negative.
 
 Each product and each sum is rounded separately, without fused multiply-add (`launch_unfused`). Division is `tl.div_rn`,
 since plain `/` is approximate. rint and floor are built from additions, because Triton's interpreter has no libdevice,
@@ -31,7 +31,7 @@ ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit
 def ordered_key(x):
-    """Return int32 keys that compare as the floats do. The key of a NaN is beyond that of the infinity of its sign."""
+    """Return int32 keys that compare as the floats do. The key of NaN is above that of inf or below that of -inf."""
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -57,8 +57,8 @@ def affine_of(low, high, SYMMETRIC: tl.constexpr):
     """Return (scale, inverse, zero point) of groups, from the extremes of their elements.
 
     Args:
-        low: Ordered keys of the smallest elements. With SYMMETRIC it is not used.
-        high: Ordered keys of the largest elements. With SYMMETRIC, the bits of the largest magnitudes.
+        low: `ordered_key` of each group's low. With SYMMETRIC it is not used.
+        high: `ordered_key` of each group's high. With SYMMETRIC, the bits of each group's absmax.
         SYMMETRIC: Whether zero points are 0.
     """
     if SYMMETRIC:
@@ -155,7 +155,7 @@ def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     Four neighbours in a row use the four words of one counter.
 
     Args:
-        index: [ROWS, COLUMNS / 4], the index of the first of each four elements of a row. It must be a multiple of 4.
+        index: [ROWS, COLUMNS / 4], for each four neighbours the index of the first, which is a multiple of 4.
         seed: The key of Philox.
         ROWS: The number of rows.
         COLUMNS: The number of columns.
@@ -166,7 +166,10 @@ def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
-    """Return pointers to codes. With VEC > 1 the base is rounded down, for the reason that common.py gives."""
+    """Return pointers to codes. A thread accesses VEC codes at a time.
+
+    With VEC > 1 the base address is rounded down to a multiple of VEC, for the reason that common.py gives.
+    """
     if VEC > 1:
         address = codes_ptr.to(tl.int64) // VEC * VEC
         codes_ptr = tl.multiple_of(address.to(tl.pointer_type(tl.int8)), VEC)

@@ -71,7 +71,7 @@ def _sums_kernel(
     BM: tl.constexpr,
     BK: tl.constexpr,
 ):
-    """Write the sum of each row of an int8 matrix [m, k]."""
+    """Write the sum of each row of an int8 matrix [m, k]. `access_of` gives INNER and VEC."""
     rows = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     inner = tl.arange(0, BK).to(tl.int64)
     mask = (rows < (m // VEC * VEC if INNER == ROWS else m))[:, None]
@@ -227,21 +227,22 @@ def _combine_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launch
-# The parts of operands that a program holds in shared memory take at most 96 KB, because on sm_86, sm_89 and sm_120 a
-# block may have 99 KB. With _LARGE_HOPPER, which is only for sm_90, they take 192 KB. None of these tiles spills
-# registers (tests/package/test_triton_compile.py).
+# Tiles(m, n, k, warps, stages). The parts of operands that a program holds in shared memory take at most 96 KB, because
+# on sm_86, sm_89 and sm_120 a block may have 99 KB. With _LARGE_HOPPER, which is only for sm_90, they take 192 KB. None
+# of these tiles spills registers (tests/package/test_triton_compile.py).
 _LARGE = {
     torch.int8: Tiles(128, 128, 128, 8, 3),
     torch.float16: Tiles(128, 128, 64, 8, 4),
     torch.bfloat16: Tiles(128, 128, 64, 8, 4),
-    # In tiles of 64 rows or more, Triton 3.6 computes in TF32 on sm_100, although `product.dot` asks for "ieee".
+    # Only 32 rows: in tiles of 64 rows or more, Triton 3.6 computes in TF32 on sm_100, although `product.dot` asks for
+    # "ieee".
     torch.float32: Tiles(32, 128, 32, 8, 2),
 }
-# For int8 on sm_90. Its matrix instruction, wgmma, reads both operands from shared memory. There they take 192 of the
-# 227 KB that a block may have.
+# For int8 on sm_90. wgmma, the matrix instruction of sm_90, reads both operands from shared memory. The operands take
+# 192 of the 227 KB that a block may have.
 _LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)
-# For int8 products that are not plain (argument `plain` of `_tiles`). In addition to the sums, such products need more
-# registers than plain ones.
+# For int8 products that are not plain (argument `plain` of `_tiles`). A plain product needs registers for the sums. The
+# others need registers for more values, so their tiles have fewer sums.
 _LARGE_NARROW = Tiles(128, 64, 128, 8, 4)
 _MEDIUM = {
     torch.int8: Tiles(64, 64, 128, 4, 4),

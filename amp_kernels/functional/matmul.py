@@ -164,12 +164,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
     - A backend forced by `use_backend`, except `"cpu"`, applies it before rounding.
     - On a CPU, fp16 products with more than 16 rows are computed in fp32. The activation is applied before rounding.
-    - On a GPU, if there is a bias, cuBLAS applies `relu` itself. This does not hold if torch's `linear` computes the
-      product, which it may do if a gradient is needed and no operand has to be padded.
+    - On a GPU, if there is a bias, cuBLAS applies `relu` itself. But if a gradient is needed and no operand has to be
+      padded, torch's `linear` may compute the product. `relu` is then a second pass.
 
     On a GPU operands and results are padded as in `matmul`. If operands were padded, or a backend is forced, the
-    backward pass reads the gradient once: the same pass applies the derivative of the activation, sums the gradient of
-    the bias in fp32, and writes a padded copy for the two products.
+    backward pass reads the gradient of the result once. While it reads, it applies the derivative of the activation,
+    sums the gradient of the bias in fp32, and writes a padded copy. From this copy two products compute the gradients
+    of `x` and `weight`.
 
     Args:
         x: `[..., in_features]`, fp16 or bf16, of any strides. Other dtypes are left to torch.
@@ -209,10 +210,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     tensors = (rows, weight) if bias is None else (rows, weight, bias)
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     copies = copies_of(engine, rows, weight.t()) if engine in ON_TENSOR_CORES else NO_COPIES
-    # On a GPU, torch's `linear` and torch's activation are called if three conditions hold: a gradient is needed,
-    # nothing is padded, and torch's `linear` rounds once. The backward pass of `_Linear` reads the gradient once
-    # (`copy_pad`), and torch's reads it twice. Still `_Linear` was not faster: on an H200, gelu with fp16 4096^3,
-    # forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by torch.
+    # On a GPU without a forced backend, torch's `linear` and torch's activation are called if three conditions hold:
+    # nothing is padded, torch's `linear` rounds once, and a gradient is needed or there is no activation. The backward
+    # pass of `_Linear` reads the gradient once (`copy_pad`), and torch's reads it twice. Still `_Linear` was not
+    # faster: on an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by torch.
     is_one_call = _adds_before_rounding(x, bias) and (engine == CPU or activation is None or needs_grad)
     if is_one_call and _is_one_torch_call(engine, copies, rows):
         return activate(F.linear(x, weight, bias), activation)
@@ -275,7 +276,7 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
         return TORCH
     is_compiled = torch.compiler.is_compiling()
     # A compiled graph may run again outside of the `use_backend` block in which it was traced, so it ignores the block.
-    # In a compiled graph for a GPU, Inductor pads the operands.
+    # A compiled graph for a GPU calls torch's own product (TORCH), and Inductor pads the operands.
     name = None if is_compiled else forced()
     if kind == "cpu" and name in (None, "cpu"):
         return CPU
@@ -444,7 +445,7 @@ _REFUSALS = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexErro
 
 def _reword(op: str, error: Exception, *operands: Tensor | None) -> None:
     """Raise torch's error again, with a message that describes the operands first."""
-    # An error of a subclass has another cause: memory ran out, or a GPU reports that an earlier kernel failed.
+    # Subclasses of these errors have other causes: memory ran out, or a GPU reports that an earlier kernel failed.
     if type(error) not in _REFUSALS:
         return
     given = [x for x in operands if x is not None]
@@ -543,7 +544,8 @@ class _Linear(torch.autograd.Function):
         elif saved is not None or needs_bias or len(weight) != columns or copies_of(engine, grad, weight)[0]:
             # One pass applies the derivative, sums the bias's gradient, and pads.
             grad, sums = ops.copy_pad(grad, saved, ctx.activation, needs_bias, rows)
-            # Of the columns of zeros that `copy_pad` adds, as many are kept as the weight has padding rows of zeros.
+            # `grad` must have as many columns as `weight` has rows. If `weight` was padded with rows of zeros, the
+            # columns of zeros that `copy_pad` added are kept. Otherwise they are cut off.
             grad = grad.narrow(1, 0, len(weight))
         grad_x = grad_weight = None
         if needs_x:
@@ -568,8 +570,8 @@ def _linear_forward(
     is_training: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
     """Return the result, the argument of the activation, and the padded copies of `x` and `weight` (None: no copy)."""
-    # A padded weight is copied at every call. A kept copy could be outdated, because some writes to a weight (`.data`,
-    # a CUDA graph, FSDP) change neither its version nor its address.
+    # A weight that needs padding is copied at every call. A copy from an earlier call could be outdated, because some
+    # writes to a weight (`.data`, a CUDA graph, FSDP) change neither its version nor its address.
     transposed = weight.t()
     left, right = _copied(copies, x, transposed)
     input = None if bias is None else bias.expand(x.shape[0], weight.shape[0])
@@ -618,8 +620,8 @@ def _multiply(
 
     Args:
         size: Rows and columns of the result. Padded operands have more rows or columns.
-        pads_rows: Whether this package's kernels may pad the rows of the results. Rows that cuBLAS computes are padded
-            if operands are.
+        pads_rows: Whether this package's kernels may pad the rows of the results. With cuBLAS it has no effect: the
+            rows of the results are as long as the rows of `b`, which may be padded.
     """
     dtype, input = dtype or a.dtype, None if beta == 0 else input
     pads_rows = pads_rows and engine in ON_TENSOR_CORES
@@ -688,7 +690,8 @@ def _multiply_by_library(
 def _bias_of(input: Tensor | None, b: Tensor) -> Tensor | None:
     """Return the row that `input` repeats, padded to the length of a row of `b`; None if it does not repeat a row.
 
-    cuBLASLt adds a single row within the product. An input with two dimensions would first be copied by torch.
+    cuBLASLt adds a tensor with one dimension within the product. A tensor with two dimensions, such as `input`, would
+    first be copied by torch.
     """
     if input is None or input.dim() != 2 or input.stride(0) != 0 or input.shape[0] == 0:
         return None

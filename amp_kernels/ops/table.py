@@ -1,4 +1,7 @@
-"""The table of tensors that kernels read (csrc/table.h): its rows, the chunks of its tensors, and checks of memory."""
+"""The table of tensors that kernels read: its rows, the chunks of its tensors, and checks of their memory.
+
+The table has a column for each tensor, and a row for each property of a tensor (csrc/table.h).
+"""
 
 from __future__ import annotations
 
@@ -32,7 +35,7 @@ class Row(IntEnum):
 
 
 FIXED_ROWS = 3  # the rows of sizes, dtypes and groups; rows of addresses follow
-GRADIENT_ROWS = 4  # the rows that the gradient pass reads
+GRADIENT_ROWS = 4  # the rows that the gradient pass (csrc/cuda/unscale.cu) reads
 UPDATE_ROWS = 10  # all rows, with three states
 
 
@@ -48,9 +51,11 @@ class Chunks(NamedTuple):
 # elements.
 UNIT = 128
 LEAST = 1024
-MOST = 1 << 16  # 10^9 elements are then 15,000 chunks; the last thread block adds up the chunks' sums in microseconds
-# An assumption: what a chunk takes besides its elements, such as reading its entry and addresses, barriers and its last
-# loads, is as long as updating 1024 elements.
+# 10^9 elements are then 15,000 chunks. In the gradient pass, one thread block adds up the sums of all chunks. For so
+# few chunks this takes microseconds.
+MOST = 1 << 16
+# The time that a chunk takes in addition to its elements, for reading its entry and addresses, for barriers and for its
+# last loads. It is assumed to be the time for updating 1024 elements.
 OVERHEAD = 1024
 
 
@@ -198,7 +203,7 @@ def _is_apart(tensor: Tensor) -> bool:
 
 
 def _first_overlap(tensors: Sequence[Tensor]) -> int | None:
-    """Test tensors exactly whose memory ranges overlap. The result is like that of `shares_memory`.
+    """Return the index of a tensor that shares memory; None if no tensor does. The test is exact.
 
     `marks` has an entry for each `unit` bytes of memory. The tensors mark their entries, one tensor after the other. A
     tensor shares memory if it marks an entry twice, or if another tensor has marked the entry before.
@@ -220,7 +225,7 @@ def _first_overlap(tensors: Sequence[Tensor]) -> int | None:
 
 
 def gradient_table(grads: Sequence[Tensor]) -> Tensor:
-    """Return the table for a gradient pass over dense tensors, on the host."""
+    """Return the table of a gradient pass, on the host. The gradients must be dense."""
     table = torch.zeros(GRADIENT_ROWS, len(grads), dtype=torch.int64, device="cpu")
     table[Row.NUMEL] = int64_tensor(g.numel() for g in grads)
     table[Row.GRAD_DTYPE] = int64_tensor(DTYPE_CODES[g.dtype] for g in grads)

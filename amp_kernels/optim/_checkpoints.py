@@ -48,8 +48,10 @@ class WithCheckpoints(WithState):
     def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
         """Converts the entries of a state dict for saving.
 
-        `step` becomes an fp32 CPU tensor, as in torch. A remainder becomes the fp32 master. If a parameter was not
-        updated yet, its `step` and states are left out, and its master is saved.
+        - `step` becomes an fp32 CPU tensor, as in torch.
+        - `remainder`, which is half of a parameter's fp32 master (_state.py), becomes `master`, the whole master. If a
+          parameter was cast to fp32 and is equal to its master, the master is left out.
+        - If a parameter was not updated yet, its `step` and states are left out, but not its master.
         """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
@@ -76,7 +78,7 @@ class WithCheckpoints(WithState):
         Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter looks like bf16
         if at least half of its nonzero elements are bf16 numbers. (One in eight random fp16 numbers is also a bf16
         number.) A parameter that looks like bf16 counts as bf16. If fewer than 16 of its elements are nonzero, it
-        counts as bf16 only if all other such parameters look like bf16 too.
+        counts as bf16 only if all fp32 parameters with a remainder look like bf16.
         """
         params = [
             p
@@ -96,8 +98,8 @@ class WithCheckpoints(WithState):
 
         Masters and states are loaded in fp32, whatever the dtype of the parameters is. A state that a torch state dict
         lacks starts at 0. A state dict of fp32 parameters has no masters. If it is loaded, the optimizer keeps the
-        masters that it has. There is one exception. If an optimizer of this class saved the state dict before it had
-        any state, the weights become the masters.
+        masters that it has. There is one exception: if an optimizer of this class saved the state dict, and had no
+        state yet, the weights become the masters.
 
         If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may not be
         exact. They differ from the saved masters by up to one unit in the last place of bf16. For weights closer to 0
@@ -142,8 +144,8 @@ class WithCheckpoints(WithState):
 
         before = dict(self.__dict__)
         # `kept` is the state whose masters stay if the state dict has none. If a state dict of this class ("format")
-        # has no entries, it was saved before the first step, when each master was its weight. So no master stays. That
-        # a state dict of torch has no entries does not mean this, because SGD without momentum never has entries.
+        # has no entries, it was saved before the first step, when each master was its weight. So no master stays. If a
+        # state dict of torch has no entries, masters stay, because torch's SGD without momentum never has entries.
         kept = {} if "format" in state_dict and not state_dict.get("state") else before["state"]
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks

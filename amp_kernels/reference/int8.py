@@ -3,6 +3,10 @@
 The fp32 operations have a fixed order, and no two of them are fused into one that rounds once. So every backend can
 return the same bits.
 
+The elements of a group share one scale. If codes are not symmetric, they also share one zero point. A group is the
+whole tensor, or the elements whose indices differ only in the dimensions `dim`, or a block of up to `block_size`
+neighbours along the last dimension.
+
 Random numbers come from Philox4x32-10 (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3").
 """
 
@@ -268,8 +272,8 @@ def _codes(x: Tensor, inverse: Tensor, zero_point: Tensor | None, block_size: in
 def uniform(shape: Sequence[int], seed: int, device: torch.device | None = None) -> Tensor:
     """Return random fp32 numbers in [0, 1).
 
-    Philox returns four words for each counter. The element with the row-major index i is made from the words of the
-    counter ``i >> 2``, and of these from word ``i & 3``.
+    Philox returns four words for each counter. In row-major order, element i is made from word ``i & 3`` of the
+    counter ``i >> 2``.
     """
     numel = torch.Size(shape).numel()
     words = philox(torch.arange(-(-numel // 4), device=device), seed)

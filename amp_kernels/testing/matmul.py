@@ -1,6 +1,6 @@
 """Test cases for the matmul operators.
 
-The rule of `error_and_allowed` bounds their errors, with an fp64 product as the truth.
+Errors are measured against a product in fp64, the truth. The rule of `error_and_allowed` (common.py) bounds them.
 """
 
 from __future__ import annotations
@@ -129,13 +129,12 @@ def _linear(
     with torch.no_grad():
         again = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
     # On a GPU cuBLAS multiplies if no backend is forced. If also no gradient is needed and there is a bias, cuBLAS
-    # applies relu, too. Its bits may then differ from those of a relu after the product. So with cuBLAS the results
-    # with and without gradients are not compared with each other.
+    # applies relu, too. The result may then have other bits than the result of a relu after the product. So with cuBLAS
+    # the results with and without gradients are not compared with each other.
     if forced() is not None or not ours.is_cuda:
         yield Result("without gradients", float(not torch.equal(ours, again)), 0)
-    # The backward pass reads the argument of the activation (for relu the result), which was rounded to the operands'
-    # dtype. torch's backward pass does so, too. So with an activation, the errors of gradients may be four times the
-    # bound.
+    # As in torch, the backward pass reads the argument of the activation (for relu the result) after it was rounded to
+    # the operands' dtype. So with an activation, the errors of gradients may be four times the bound.
     slack = 1.0 if activation is None else 4.0
     names = ("result", "grad of x", "grad of weight", "grad of bias")
     theirs, truth = passes(None), passes(torch.float64)
@@ -168,11 +167,11 @@ def _cases() -> Iterator[Case]:
             yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
             yield case("matmul", f"few_rows_aligned_{name}", _product, (2, 136, 144), pair, dtype, dtype)
             yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
-        # If the launchers count 3 multiprocessors, they choose tiles of 128 x 128 for the "medium" sizes, and tiles of
-        # 128 x 256 for the "large" sizes. If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, they count 3 on
-        # any GPU (csrc/cuda/portable.h). A launcher takes the choice with the least estimated time. For a batch of 3
-        # matrices, this is one such tile for each matrix. For a single matrix ("in_splits"), it is one such tile, with
-        # k divided into three splits.
+        # The launcher takes the tiles and splits with the least estimated time. If it counts 3 multiprocessors, it
+        # takes tiles of 128 x 128 for the "medium" sizes, and tiles of 128 x 256 for the "large" sizes. Each matrix of
+        # these sizes is one tile. So a batch of 3 matrices gives every multiprocessor one tile. The tile of a single
+        # matrix ("in_splits") is divided along k into three splits. If the environment variable
+        # AMP_KERNELS_MULTIPROCESSORS is 3, the launcher counts 3 on any GPU (csrc/cuda/portable.h).
         for tile, (m, n), k in (("medium", (120, 125), 1600), ("large", (121, 250), 2600)):
             for left, right in itertools.product(("padded", "padded_column"), repeat=2):
                 yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)

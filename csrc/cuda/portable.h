@@ -108,8 +108,8 @@ using Access = std::conditional_t<
     sizeof(T) * N % 16 == 0, int4,
     std::conditional_t<sizeof(T) * N % 8 == 0, int2, std::conditional_t<sizeof(T) * N % 4 == 0, int, T>>>;
 
-// Converts a global address that a kernel computed as an integer to a pointer. For such an address this is needed in
-// place of assume_global() below, which would have no effect on it.
+// Converts a global address to a pointer. It is for addresses that a kernel computes as integers. On these addresses
+// assume_global() below would have no effect.
 template <class T>
 __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #ifdef __CUDA_ARCH__
@@ -119,8 +119,8 @@ __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #endif
 }
 
-// Tells nvcc that p points to global memory. Kernels read addresses as integers from a table. Without this function,
-// nvcc would emit generic accesses for them (LD, not LDG).
+// Tells nvcc that p points to global memory. Without this function, nvcc would emit generic accesses (LD, not LDG) at
+// addresses that kernels read from a table, as integers.
 template <class T>
 __device__ __forceinline__ void assume_global(const T* p) {
 #ifdef __CUDA_ARCH__
@@ -185,8 +185,8 @@ __device__ __forceinline__ Packed<T, N> load_wide(const T* p) {
   return packed;
 }
 
-// Stores a word by a PTX instruction. If the elements of a word were assembled one by one, nvcc mostly splits an
-// ordinary store of the word into stores of 4 bytes.
+// Stores a word by a PTX instruction. If a word was put together from single elements, nvcc mostly splits an ordinary
+// store of the word into stores of 4 bytes.
 __device__ __forceinline__ void store_word(int4* p, int4 word) {
 #ifdef __CUDA_ARCH__
   asm volatile("st.global.v4.b32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)), "r"(word.x), "r"(word.y),
@@ -393,10 +393,10 @@ inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiPr
 // Bytes of shared memory that a block can have at most: 64 KB on sm_75, 99 KB or more from sm_80 on.
 inline int block_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// Returns the architecture for which nvcc compiled the code of kKernel that the current device runs: a number from 75
-// (for sm_75) to 120. The binary may hold code for several architectures. In the code that runs, __CUDA_ARCH__ is ten
-// times this number, so the number tells which branches the code has. If the binary has only older PTX for a device,
-// the driver compiles that PTX, and the branches for the older architecture apply. The number is kept for each device,
+// The binary may hold code of kKernel for several architectures. The current device runs one of them. Returns the
+// architecture for which nvcc compiled this one: a number from 75 (for sm_75) to 120. In this code __CUDA_ARCH__ is ten
+// times the number, so the number tells which branches the code has. If the binary has only older PTX for a device, the
+// driver compiles that PTX, and the branches for the older architecture apply. The number is kept for each device,
 // since the query loads the kernel and may wait for a lock of the driver.
 template <auto kKernel>
 int compiled_for() {

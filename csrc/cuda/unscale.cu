@@ -1,6 +1,6 @@
 // The gradient pass, one launch for any mix of dtypes:
 //   norm      = sqrt(sum of g^2) * factor
-//   found_inf = 1 if any g is NaN or inf; the record names the first tensor that has such a g
+//   found_inf = 1 if any g is NaN or inf; the Record (table.h) names the first tensor that has such a g
 //   g        <- g * factor                                  (only if `write` is set)
 //
 // Bytes per element: 4 (fp32) or 2 (fp16, bf16) are read. If `write` is set, as many are written.
@@ -11,12 +11,13 @@
 //   chunk:  | head | pack of thread 0 | thread 1 | ... | thread 255 | thread 0 | ... | tail |
 //             fp32 sum of a pack -> fp64 sum of a thread -> fp64 sum of the block -> partials[chunk]
 //
-// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do. So the head and the tail of a
-// tensor are less than a pack each. If a head or tail has four or more 16-bit elements, the four next to the packs are
-// a half pack: a thread of the second to last warp accesses its 8 bytes at once. The other elements are at most three
-// in the head and at most three in the tail. Each of these elements goes to a thread of the last warp. If a tensor ends
-// before its first pack begins, it has no half packs, and all of its elements (at most six) go to the last warp. If
-// `write` is set, products are computed from the registers that were summed, so each gradient is read only once.
+// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do. So only the first chunk of a
+// tensor has a head, and only the last chunk has a tail. Both are shorter than a pack. If a head or tail has four or
+// more 16-bit elements, the four next to the packs are a half pack: a thread of the second to last warp accesses its 8
+// bytes at once. The other elements are at most three in the head and at most three in the tail. Each of these elements
+// goes to a thread of the last warp. If a tensor ends before its first pack begins, it has no half packs, and all of
+// its elements (at most six) go to the last warp. Each gradient is read only once, because elements are still in
+// registers when they are multiplied (if `write` is set).
 //
 // The block that ends last adds all partials, in an order that depends only on the number of chunks. So the same
 // gradients give the same bits on one machine. If a second GPU has another number of multiprocessors, chunks have
@@ -28,8 +29,8 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// Packs of 16 bytes that a thread loads at a time. If a multiprocessor holds five blocks of 256 threads, all of their
-// packs are 80 KB. A multiprocessor of sm_75 holds only four blocks.
+// Packs of 16 bytes that a thread loads at a time. If a multiprocessor holds five blocks of 256 threads, its threads
+// load 80 KB at a time. A multiprocessor of sm_75 holds only four blocks.
 constexpr int kPacks = 4;
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 4;
@@ -38,11 +39,11 @@ constexpr int kResidentBlocks = 5;
 #endif
 
 using GradientWalk = ChunkWalk<kGrad + 1, /*kBackwards=*/false>;
-constexpr int kReduced = 32;  // words of shared memory for a block's reductions; the header of the chunk follows them
+constexpr int kReduced = 32;  // 8-byte words of shared memory for reductions; then comes the walk's header (grid.cuh)
 
 // The sum of squares of a pack, added in fp32. Sums of packs are added in fp64. On consumer GPUs fp64 runs at 1/64 of
-// the fp32 rate. Even there, on all of these GPUs, one fp64 addition for each 16 bytes takes less time than the load of
-// these bytes. A pack has four or eight fp32 additions. Even if all of them round in the same direction, the relative
+// the fp32 rate. But on all of these GPUs one fp64 addition for each 16 bytes takes less time than the load of these
+// bytes. A pack has four or eight fp32 additions. Even if all of them round in the same direction, the relative
 // error of the norm stays below 1e-6.
 template <class T, int N>
 __device__ __forceinline__ double sum_of_squares(const Vector<float, N>& x) {
