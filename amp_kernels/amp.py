@@ -63,7 +63,8 @@ _REPLACED: dict[type, type[FusedOptimizer]] = {
     torch.optim.AdamW: FusedAdamW,
 }
 _BATCH_NORMS = (torch.nn.BatchNorm1d, torch.nn.BatchNorm2d, torch.nn.BatchNorm3d, torch.nn.SyncBatchNorm)
-_PLAIN_CLASS = "_amp_kernels_plain_class"  # attribute of a class from `_casting`: the original class
+# `_casting` makes a subclass of a model's class. This attribute of the subclass holds the model's own class.
+_PLAIN_CLASS = "_amp_kernels_plain_class"
 _PARALLEL = (torch.nn.parallel.DistributedDataParallel, torch.nn.DataParallel)
 
 
@@ -113,8 +114,8 @@ def initialize(
     overridden.)
 
     If `initialize` is called again, for example because a notebook cell runs again, it replaces the loss scales and the
-    level. An optimizer that is passed again keeps its state and masters. A new optimizer over fp16 weights starts from
-    the rounded weights. `scale_loss` accepts only optimizers from the last call.
+    level. An optimizer that is passed again keeps its state and masters. A new optimizer has no masters yet. So weights
+    that stay fp16 start from their fp16 values. `scale_loss` accepts only optimizers from the last call.
 
     Args:
         models: A module or a list of modules. Floating-point parameters and buffers must be fp32, except in a module
@@ -125,23 +126,23 @@ def initialize(
         keep_batchnorm_fp32: True or False (or `"True"`, `"False"`) replaces the setting of the level. Must be
             None at O1.
         loss_scale: `"dynamic"`, or a fixed number (also as a string), replaces the setting of the level. At a fixed
-            scale of 1 gradients are neither checked nor cast. At any other fixed scale, and with `"dynamic"`, a step is
-            skipped if a gradient holds NaN or inf.
+            scale of 1 gradients are neither checked for NaN and inf nor cast to fp32. At any other fixed scale, and
+            with `"dynamic"`, a step is skipped if a gradient holds NaN or inf.
         num_losses: Number of loss scales; `scale_loss` chooses one by its `loss_id`.
         verbosity: 0 prints nothing. 1 or more prints one line on rank 0, with the level, dtypes, the loss scale and the
             replaced optimizers.
         min_loss_scale: Lower bound of a dynamic scale.
         max_loss_scale: Upper bound of a dynamic scale. Within its bounds, a dynamic scale starts at 65536, halves at an
             overflow, and doubles after 2000 steps in a row without an overflow.
-        **unknown: Any other argument, for example another one of Apex, raises a TypeError.
+        **unknown: Any other argument raises a TypeError, even if Apex has an argument of this name.
 
     Returns:
         `models` and `optimizers`, as lists where lists were given; `models` alone if `optimizers` is None.
 
     Raises:
         TypeError: An argument has a wrong type or an unknown name, a parameter or buffer has a wrong dtype, a model is
-            wrapped for data parallelism, or a `forward` or `step` was assigned to an object. (A `step` that torch
-            wrapped and assigned is accepted.) Nothing was modified.
+            wrapped for data parallelism, or a `forward` was assigned to a model or a `step` to an optimizer. (A `step`
+            that torch wrapped and assigned is accepted.) Nothing was modified.
         ValueError: An argument has a wrong value. Nothing was modified.
 
     Examples:
@@ -207,13 +208,14 @@ def scale_loss(loss: Tensor, optimizers: Any, loss_id: int = 0, **unknown: Any) 
         optimizers: An optimizer or a list of optimizers, from `initialize`. Pass all optimizers that have parameters on
             which the loss depends.
         loss_id: Number of the loss scale, from 0 to `num_losses - 1`.
-        **unknown: Any other argument, for example another one of Apex, raises a TypeError.
+        **unknown: Any other argument raises a TypeError, even if Apex has an argument of this name.
 
     Yields:
         The scaled loss, 0-dim fp32.
 
     Raises:
-        RuntimeError: `initialize` was not called, or the block made no gradients.
+        RuntimeError: `initialize` was not called. Or the block computed no gradient for the parameters of the
+            optimizers (at a fixed scale of 1 this is not checked).
         TypeError: An argument has a wrong type.
         ValueError: An argument has a wrong value.
 

@@ -27,8 +27,9 @@ def pointers_of(
 ):
     """Return pointers to the elements [rows, columns] of a matrix.
 
-    VEC is 1, or the number of elements in 16 bytes. In the latter case the base address and the outer stride are
-    multiples of 16 bytes.
+    VEC is 1, or the number of elements in 16 bytes. In the latter case the caller has made sure that the base address
+    is a multiple of 16 bytes, and also the outer stride, unless it is not used. Here both are rounded down to such
+    multiples. This changes nothing, but shows the compiler that it can use accesses of 16 bytes.
     """
     if VEC > 1:
         BYTES: tl.constexpr = 16
@@ -118,9 +119,9 @@ def product(
     b_pointers = pointers_of(b_ptr, start + inner, columns, b_k, b_n, B_DTYPE, B_INNER, B_VEC)
     a_step = 1 if A_INNER == COLUMNS else (a_k // A_VEC * A_VEC)
     b_step = 1 if B_INNER == ROWS else (b_k // B_VEC * B_VEC)
-    # The masks include each access that reads at least one element of the matrix. Such an access may also read elements
-    # beyond the last row of a, or beyond the last column of b. These affect only elements of the tile that are outside
-    # the result.
+    # If VEC is above 1, one access reads VEC elements along the innermost axis. The masks let through each access that
+    # reads at least one element of the matrix. Such an access may also read elements beyond the last row of a, or
+    # beyond the last column of b. These affect only elements of the tile that are outside the result.
     a_mask = (rows < (round_up(m, A_VEC) if A_INNER == ROWS else m))[:, None]
     b_mask = (columns < (round_up(n, B_VEC) if B_INNER == COLUMNS else n))[None, :]
     whole = tl.minimum(last, (k // BK).to(tl.int32))

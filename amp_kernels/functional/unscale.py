@@ -51,11 +51,12 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
 
 
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
-    """Return the L2 norm over all elements of all gradients, which are read once.
+    """Return the L2 norm over all elements of all gradients, in one pass over memory.
 
     The result is `sqrt(sum((inv_scale * grad)^2))`. A few squares at a time are summed in fp32, and these sums in fp64.
-    If squares overflow or vanish in fp32, they are summed again, in fp64 or from rescaled elements. So every finite
-    element counts. Not differentiable.
+    If an fp32 sum may have overflowed or lost small squares, its squares are summed again: in fp64, or of elements that
+    were multiplied by a power of 2. The elements are then still in registers or in a cache. So every finite element
+    counts. Not differentiable.
 
     Args:
         grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.

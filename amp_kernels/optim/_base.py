@@ -2,7 +2,8 @@
 
 `FusedOptimizer` inherits state dicts from `WithCheckpoints` (`_checkpoints.py`), which inherits states and masters from
 `WithState` (`_state.py`). A step uses one plan for each device. `_plan.py` explains the terms plan, table, layout and
-form.
+form. The *gradient pass* (`Plan.check`) computes the norm of the gradients, and looks for NaN and inf. It runs only
+under `amp_kernels.GradScaler` or for clipping. The update (`Plan.update`) writes the parameters.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _ZERO = "torch.distributed.optim.zero_redundancy_optimizer"
 
 @dataclass(eq=False)
 class OverflowLog:
-    """The last NaN or inf in the gradients of an optimizer under a scaler, for each device.
+    """For each device, the last gradient pass under a scaler in which an optimizer's gradients held NaN or inf.
 
     If the optimizer is deleted, the scaler keeps the log until a later call of the scaler's `update`.
     """
@@ -152,8 +153,8 @@ class FusedOptimizer(WithCheckpoints):
         False if `step` is overridden, or wrapped by code outside of torch. That code may read the gradients, and
         expects them unscaled.
 
-        False for parameters of FSDP1 too. All ranks have to skip the same steps. torch's ShardedGradScaler combines the
-        `found_inf` of the ranks only while it unscales gradients.
+        Also False for parameters of FSDP1, because all ranks have to skip the same steps. torch's ShardedGradScaler
+        combines the `found_inf` of the ranks, but only while it unscales gradients.
         """
         return is_in_wrappers_of_torch(self.step, _OUR_STEP) and not self._is_flattened()
 
@@ -246,7 +247,9 @@ class FusedOptimizer(WithCheckpoints):
         plans = self._prepare(writes=write)
         self._run_gradient_pass(plans, scale, divide=divide, write=write, clear=True)
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
-        # Hooks may change gradients after this pass. They do not change `found_inf`, as in torch.
+        # Step hooks may change gradients after this pass. The step then reads the tensors again. As in torch, gradients
+        # from hooks are not checked for NaN and inf. (But if `max_grad_norm` is set, the step runs a second gradient
+        # pass, which may set `found_inf`.)
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 
@@ -315,7 +318,7 @@ class FusedOptimizer(WithCheckpoints):
         return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
 
     def _follow(self) -> None:
-        """Makes new plans if parameters or backends changed. If only `state` changed, updates the plans' entries."""
+        """Makes new plans if parameters or backends changed. If only `state` changed, the plans get its new entries."""
         lists = [params if isinstance(params, list) else list(params) for params in self._params_by_group()]
         same = sweep().same
         if self._plans is None or any(plan.backend != backends.select(plan.device) for plan in self._plans):
@@ -363,8 +366,8 @@ class FusedOptimizer(WithCheckpoints):
     def _column(self, name: str, index: int, param: Tensor) -> Column | None:
         """Makes the state of a parameter fit its dtype and options, and returns the parameter's tensors.
 
-        If the parameter has a gradient and its state cannot be made to fit, raises an error. If the parameter has no
-        gradient, returns None in this case, and also if there is no count of steps.
+        If the state cannot be made to fit, raises an error for a parameter with a gradient, and returns None for a
+        parameter without one. Also returns None for a parameter that has neither a gradient nor a count of steps.
         """
         has_gradient = param.grad is not None
         if not has_gradient and "step" not in self.state.get(param, ()):
@@ -397,8 +400,8 @@ class FusedOptimizer(WithCheckpoints):
     def init_state(self) -> None:
         """Allocate state and tables before the first step, for every parameter that requires a gradient.
 
-        If no step was taken yet, call this before you capture a CUDA graph. The tables fit gradients that have the
-        dtypes of their parameters.
+        If no step was taken yet, call this before you capture a CUDA graph. This is enough if each gradient will have
+        the dtype of its parameter. Otherwise the capture must follow a step with such gradients.
 
         Raises:
             TypeError: A parameter is not fp32, fp16 or bf16.

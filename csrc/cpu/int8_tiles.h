@@ -35,7 +35,7 @@ struct VnniTile : Scaler<32> {
   __attribute__((target("avx512f,avx512vnni"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right,
                                                                      int64_t groups, Sum* sums, bool first) {
     // The type of the sums is not __m512i, which is a vector of 64-bit integers. With that type, g++ 12 would keep each
-    // vector of sums in two registers, one of each type.
+    // vector of sums in two registers, once as __m512i and once as a vector of 32-bit integers.
     using Vector = int32_t __attribute__((vector_size(64)));
     Vector sum[kTileRows][2];
 #pragma GCC unroll 16

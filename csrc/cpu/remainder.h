@@ -85,10 +85,10 @@ template <class P>
   return found == expected;
 }
 
-// Returns the same mask for bf16, from the sums that do not round to their weight. To look for these takes two thirds
-// fewer instructions than to round each sum and to compare it. There are two kinds of such sums. One is the tie below
-// an odd weight, which rounds to the even number below. The other is NaN: weight plus remainder, as bits, lies beyond
-// infinity, or beyond zero.
+// Returns the same mask for bf16. This function does not round the sums. It recognizes the sums that would not round to
+// their weight, which takes two thirds fewer instructions. There are two kinds of such sums. One is the tie below an
+// odd weight, which rounds to the even number below. The other is NaN. Weight plus remainder, as bits, is NaN if it
+// lies beyond infinity, or if the weight is 0 and the remainder is negative.
 [[gnu::always_inline]] inline Integers belongs(const Lanes& sum, const BFloat16* weight, const int16_t* remainder) {
   const Integers is_tie = load_integers(remainder) == -32768, is_odd = as<Integers>(load_lanes(weight)) << 15 >> 31;
   return (sum == sum) & ~(is_tie & is_odd);

@@ -37,8 +37,9 @@ constexpr int64_t kFloatDepth = 32;
 constexpr int64_t kDotRows = 4;     // most rows for dot; a row of ones may be added to them
 constexpr int64_t kDotAhead = 512;  // bytes that dot prefetches ahead
 
-// Returns how many independent sums `dot` keeps for each row, in a product of so many rows. If it kept only one, a
-// product of one or two rows would wait for its own additions. With one row, it then took up to 1.2 times as long.
+// Returns how many independent sums VnniTile::dot keeps for each row, in a product of `rows` rows. If it kept only one
+// sum for each row, a product of one or two rows would wait for its own additions. A product of one row then took up to
+// 1.2 times as long.
 constexpr int dot_chains(int rows) { return rows <= 2 ? 4 : rows <= 4 ? 2 : 1; }
 
 // Some packed rows of the left operand.

@@ -64,9 +64,10 @@ __device__ __forceinline__ Reach block_reach(Reach reach, Reach* shared) {
   return {warp_max(reach.below), warp_max(reach.above)};
 }
 
-// N minima and N maxima of the packs that were added so far. Minimum k is the lowest of the elements k, k + N, k + 2N
-// ... of every pack, and of 0. Maximum k is the highest of them. Missing elements of a pack are 0, so they change
-// nothing. A word holds one fp32 number, or two 16-bit numbers that one instruction compares.
+// The extremes of the packs that were added so far, in N classes. Class k consists of 0 and of the elements k, k + N,
+// k + 2N ... of every pack. `low` holds the lowest number of each class, and `high` the highest. Missing elements of a
+// pack are 0, so they change nothing. A word holds one fp32 number, or two 16-bit numbers that one instruction
+// compares.
 template <class T, int N>
 struct Bounds {
   using Word = typename Held<T>::Type;
@@ -182,7 +183,8 @@ __global__ void __launch_bounds__(kThreads, kResidentExtremes)
 #pragma unroll
     for (int k = 0; k < kPack; ++k) shared[(team * kPack + k) * walk.lanes + lane] = bounds.at(k);
     barrier();
-    if (team < kPack) {  // this thread combines column number `team` of this lane's packs, over all teams
+    // The packs of one lane cover kPack columns. For each of these columns, one thread combines what all teams found.
+    if (team < kPack) {
       Reach column;
       for (int d = 0; d < kThreads / walk.lanes; ++d) column.add(shared[d * kPack * walk.lanes + threadIdx.x]);
       int64_t rest = item;

@@ -32,8 +32,8 @@ namespace {
 // ---------------------------------------------------------------------------------------- results
 
 // Scales and stores the sums of N neighbouring columns, from column n on. The numbers that all rows share are loaded
-// once. If kSums is true, zero points are applied, for which the sums of the codes of rows and of columns are needed,
-// too. kSums may be false only if there are no zero points.
+// once. If kSums is true, zero points are applied, with the sums of the codes of each row and of each column. kSums may
+// be false only if there are no zero points.
 template <int N, bool kSums>
 struct Columns {
   float scale[N], bias[N];

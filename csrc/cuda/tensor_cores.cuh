@@ -1,8 +1,9 @@
 // Tensor-core instructions, and the copies to shared memory that feed them. As in portable.h, there is one version for
 // nvcc and one for a host compiler.
 //
-// A fragment is the part of a matrix that a lane holds. A word is 32 bits: four int8 codes or two 16-bit floats along
-// k. The layout is that of mma.m16n8k32 (codes) and m16n8k16 (floats). With g = lane / 4 and t = lane % 4:
+// An instruction computes c += a * b. A fragment is the part of a, b or c that a lane holds. A word is 32 bits: four
+// int8 codes or two 16-bit floats along k. Fragments are laid out as for the instructions mma.m16n8k32 (codes) and
+// m16n8k16 (floats). With g = lane / 4 and t = lane % 4:
 //
 //   a[0]   row g,      word t of the first half of k      b[0]         column g, word t of the first half of k
 //   a[1]   row g + 8,  word t of the first half           b[1]         column g, word t of the second half
@@ -113,9 +114,10 @@ __device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
 }
 
 // Writes 16 bytes of shared memory. The first `bytes` of them come from global memory, and the others become 0. If
-// copies_parts() is false, `bytes` must be 0 or 16. If `bytes` is not 0, the instruction LDGSTS.128.ZFILL reads all 16
-// bytes from global memory, as compute-sanitizer shows on an H100. So all 16 must lie inside an allocation. This thread
-// may read the copy after a wait_copies that covers it. Other threads may read it after the next barrier.
+// copies_parts() is false, `bytes` must be 0 or 16. If `bytes` is not 0, all 16 bytes of global memory are read, as
+// compute-sanitizer shows on an H100 for LDGSTS.128.ZFILL, the machine instruction of this copy. So all 16 must lie
+// inside an allocation. This thread may read the copy after a wait_copies that covers it. Other threads may read it
+// after the next barrier.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::copy_async(shared, global, bytes);
@@ -126,7 +128,7 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
       : "memory");
 #else
   // Before sm_80 a copy is a load and a store. If `bytes` is 0, a predicate skips the load, and zeros are stored. There
-  // is no branch, so that all loads of a step start before the first of its stores.
+  // is no branch. So when a thread makes several copies, all loads can start before the first store.
   int4 chunk;
   asm("{ .reg .pred p; setp.gt.s32 p, %5, 0; mov.b32 %0, 0; mov.b32 %1, 0; mov.b32 %2, 0; mov.b32 %3, 0;"
       "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4]; }"

@@ -26,7 +26,7 @@ class Object {
 // The form of a column is a number that encodes its dtypes and states (Columns::form_of). These two take the place of a
 // form:
 constexpr int64_t kAbsent = -1;  // the parameter has neither a gradient nor a count of steps
-constexpr int64_t kUnread = -2;  // the column is left to Python
+constexpr int64_t kUnread = -2;  // the plan has to fill the column in Python (_plan.py)
 
 PyObject* name(const char* text) { return PyUnicode_InternFromString(text); }
 
@@ -196,8 +196,8 @@ class Columns {
     return code | grad_code << 2 | states << 4;
   }
 
-  // Whether an array that a step writes has moved: its address differs from the one in checked_. There apart() stored
-  // the addresses when it last found no overlap.
+  // Whether an array that a step writes has moved: its address differs from the one in checked_. When apart() finds no
+  // overlap, it copies the table, and so all addresses, to checked_.
   bool has_moved(Py_ssize_t t, PyObject* keys) const {
     for (int row = kParam; row < kState + PyTuple_Size(keys); ++row)
       if (at(row, t) != checked_[row * count_ + t]) return true;
@@ -264,7 +264,7 @@ class Columns {
     if (!torch_.describe(grad, &description) || !description.is_float() || torch_.is_negated(grad)) return false;
     if (!model.fits(description) || !has_memory(description, model.numel)) return false;
     // Kernels skip a tensor whose gradient has address 0, and do not count an update of it. An empty gradient may have
-    // address 0, but its updates must be counted. So the table holds the address of the step instead.
+    // address 0, but its updates must be counted. So the table holds the address of the count of steps instead.
     at(kGrad, t) = model.numel == 0 ? at(kStep, t) : address(description);
     *code = code_of(description);
     return true;
