@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from .benchmarks.summary import Line, Row
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
-# A family is a file `benchmarks/bench_<family>.py`, which times its cases in rounds. In each round amp_kernels and
-# every peer take a turn. This is the number of seconds for the rounds of one case. With the option `--quick`, which
-# `_run` passes, there are at least five rounds, however long they take. When there were six families, before adam and
-# ema, a run of `bench` took 90 s on one core.
+# The time for the rounds of one case, in seconds. In each round, amp_kernels and every peer take a turn. With the
+# option `--quick`, which `_run` passes, a case has at least five rounds, however long they take. A family is a file
+# `benchmarks/bench_<family>.py` with cases. When there were only six families, before adam and ema, a run of `bench`
+# took 90 s on one core.
 SECONDS = "0.1"
 
 
@@ -56,7 +56,7 @@ def bench(
 ) -> int:
     """Run the benchmark of each family in its own process. Return the exit code.
 
-    The exit code is 1 if one failed, 2 if an argument is wrong or the benchmarks cannot run here, else 0.
+    The exit code is 1 if a benchmark failed, 2 if an argument is wrong or the benchmarks cannot run here, else 0.
     """
     try:
         chosen = _families(families)
@@ -146,8 +146,8 @@ def _report(
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
     rows = [row for table_rows in tables.values() for row in table_rows]
     found = [line for table_rows in tables.values() for line in summary.lines(table_rows)]
-    # The benchmarks ran with `--quick`, which leaves out all peers under torch.compile. These peers are not listed. The
-    # line that begins with "Peers under torch.compile" says how to time them.
+    # The benchmarks ran with `--quick`, which leaves out all peers under torch.compile. These peers are not listed as
+    # not timed, because the line that begins with "Peers under torch.compile" says how to time them.
     absent = {key: count for key, count in summary.not_timed(rows).items() if "--quick" not in key[1]}
     plot.draw(out)
     if document is not None:

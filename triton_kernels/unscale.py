@@ -1,11 +1,13 @@
 """The gradient pass: norm, check for NaN and inf, and unscaling. One launch handles any mix of dtypes.
 
     norm      = sqrt(sum of g^2) * factor
-    found_inf = 1 if any g is NaN or inf; with `clear`, the record then gets the number of the first such tensor
+    found_inf = 1 if any g is NaN or inf; with `clear`, the first tensor with such a g then goes into the record
     g        <- g * factor                                  (with WRITE)
 
-Bytes per element: 4 (fp32) or 2 are read, and with WRITE 4 or 2 are also written. The written products come from the
-registers that were summed, so that a gradient is read once.
+csrc/table.h explains the record, and the chunks into which gradients are divided.
+
+Bytes per element: 4 (fp32) or 2 are read, and with WRITE 4 or 2 are also written. Squares and products are computed
+from the same registers, so that a gradient is read once.
 
 A program of 128 threads handles one chunk, tile by tile. A tile is 8192 bytes, four accesses of 16 bytes per thread.
 The first tile begins where the gradient is aligned to 16 bytes. The elements before the first tile and after the last
@@ -63,7 +65,8 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
         if WRITE:
             store_elements(address, offsets, x * factor, mask, DTYPE, VEC)
         # The fast sum adds fp32 squares, first in each thread and then as a tree. It is not finite if an element is
-        # NaN, inf or above 1.8e19. Squares of elements below 1e-19 vanish from it.
+        # NaN, inf or above 1.8e19. Squares of elements below 1e-19 vanish from it. They are negligible if the fast sum
+        # is at least 1e-24. If it is smaller or not finite, the slow sum replaces it.
         s = tl.sum(x * x)
         if (s >= 1e-24) & (s < float("inf")):
             total += s

@@ -34,7 +34,7 @@ def check_are_tensors_or_none(op: str, **arguments: object) -> None:
 
 
 def check_dtype(op: str, name: str, dtype: object) -> None:
-    """Raise TypeError unless `dtype` is a `torch.dtype`. Every torch.dtype passes."""
+    """Raise TypeError unless `dtype` is a `torch.dtype`. The caller checks whether it is one of the allowed ones."""
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{op}: {name} must be {_named(DTYPE_CODES)}, got {dtype!r}; pass a torch.dtype")
 
@@ -72,7 +72,7 @@ def check_written(op: str, name: str, tensors: Sequence[Tensor]) -> None:
 
 
 def check_scalar(op: str, name: str, tensor: Tensor | None, device: torch.device | None = None) -> None:
-    """Raise unless `tensor` is None or has one fp32 element, which is on `device` if that is given."""
+    """Raise unless `tensor` is None or has one fp32 element. If `device` is given, the element must be on it."""
     if tensor is None:
         return
     check_are_tensors(op, **{name: tensor})
@@ -130,7 +130,7 @@ def check_update(
 ) -> None:
     """Check the arguments that all updates have, and raise an error if one does not fit.
 
-    States that are not kept must not be in `states`.
+    `states` must have no entry for a state that is not used.
     """
     check_tensors(op, "params", params)
     check_written(op, "params", params)
@@ -156,10 +156,10 @@ def check_grad_remainders(
     states: Mapping[str, Sequence[Tensor]],
     remainders: Sequence[Tensor],
 ) -> None:
-    """Raise if the remainders do not fit the update of averages.
+    """Check the arguments of an update of averages (optim/averages.py), and raise an error if one does not fit.
 
-    In this update `params` are fp32 averages, `grads` are the weights that they follow, and there are no states.
-    `remainders` has one int16 tensor for each 16-bit weight, in order.
+    In such an update, `params` are fp32 averages, `grads` are the weights that the averages follow, and there are no
+    states. `remainders` must have one int16 tensor for each 16-bit weight, in order.
     """
     if states:
         raise ValueError(f"{op}: grad_remainders must be None where there are states, got {', '.join(states)} too")
@@ -169,9 +169,10 @@ def check_grad_remainders(
 
 
 def check_memory(op: str, lists: Mapping[str, Sequence[Tensor]]) -> None:
-    """Raise ValueError if written tensors share memory, since a kernel writes all of them at once.
+    """Raise ValueError if written tensors share memory. Do not pass fake tensors, which have no memory.
 
-    Do not pass fake tensors, which have no memory.
+    A kernel writes all tensors at once, but torch writes one after the other. If tensors shared memory, the results of
+    a kernel would differ from torch's.
     """
     written = [(f"{name}[{i}]", tensor) for name, tensors in lists.items() for i, tensor in enumerate(tensors)]
     shared = shares_memory([tensor for _, tensor in written])

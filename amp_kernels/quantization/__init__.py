@@ -8,11 +8,14 @@
 `amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
 
 The layers `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D` and
-`torch.nn.Embedding` are converted. (If its embeddings were not converted, a small sentence transformer would keep two
-thirds of its bytes.) The logger "amp_kernels" gets a line with the converted and the unchanged parameters and their
-share of the bytes. The level of the line is INFO. If more than a tenth of the bytes stays in unconverted matrices, the
-level is WARNING, which Python prints by default. Embeddings and layers that `filter_fn` left out do not count for this
-tenth. The line of `convert_` is always INFO.
+`torch.nn.Embedding` are converted. Embeddings are among them because they can be most of a model: a small sentence
+transformer would otherwise keep two thirds of its bytes.
+
+Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
+The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
+If more than a tenth of the bytes stays in unconverted matrices, the level is WARNING, which Python prints by default.
+This tenth does not include unconverted embeddings, nor layers that `filter_fn` left out. The line of `convert_` is
+always INFO.
 
 The range of an input goes from its smallest to its largest value. There is no option to clip the range at a percentile,
 because in transformers the outliers matter. On a small pretrained sentence transformer, clipping at 99.9% cost 6.2
@@ -60,17 +63,16 @@ def quantize_(
     """Replace linear and embedding layers of a model by int8 layers for inference.
 
     Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D` or `torch.nn.Embedding`. A layer of
-    the class `amp_kernels.nn.Linear` is replaced too, if it has no activation. Other subclasses are not replaced, since
-    they may compute something else. A weight that several layers share is quantized once and stays shared. If one of
-    the layers that share a weight is not replaced, none of them is.
+    the class `amp_kernels.nn.Linear` is replaced too, if it has no activation. Layers of other subclasses of these
+    classes are not replaced, since they may compute something else. A weight that several layers share is quantized
+    once and stays shared. If one of the layers that share a weight is not replaced, none of them is.
 
     Scheme: symmetric codes per output row, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
 
-    At padded positions, an `nn.TransformerEncoder` with float layers may return zeros, in eval mode without gradients.
-    With int8 layers an encoder returns other values at these positions. (An encoder with float layers does so too, in
-    training mode or with gradients.) If you take a mean or a maximum over positions, use the mask to leave the padded
-    ones out.
+    In eval mode without gradients, an `nn.TransformerEncoder` with float layers may return zeros at padded positions.
+    With int8 layers the encoder returns other values there, as it does with float layers in training mode or with
+    gradients. If you take a mean or a maximum over positions, use the mask to leave the padded ones out.
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
@@ -148,9 +150,9 @@ def prepare_qat_(
 
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
     before and after `convert_` have the same bits. The backward pass multiplies gradients by the quantized inputs and
-    weights. If a value was inside its range, its gradient passes through unchanged (Jacob et al. 2018). Parameters stay
-    the same objects, so an optimizer may be created before or after this call. Until `convert_`, `layer.weight` is the
-    float parameter. After `convert_`, it is the dequantized weight.
+    weights. The quantization itself passes the gradient of a value on unchanged if the value is inside the range of the
+    codes (Jacob et al. 2018). Parameters stay the same objects, so an optimizer may be created before or after this
+    call. Until `convert_`, `layer.weight` is the float parameter. After `convert_`, it is the dequantized weight.
 
     Args:
         model: Changed in place.
@@ -190,13 +192,15 @@ def prepare_qat_(
 def convert_(model: nn.Module) -> nn.Module:
     """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear` and `Int8Embedding` layers.
 
-    After `prepare_`, the first of two linear layers in an `nn.Sequential` passes int8 codes directly to the second, if
-    between them is nothing or an `nn.ReLU`, and each of the two is used only once in the model. The ReLU becomes an
-    `nn.Identity`. It is no longer needed, because the smallest code stands for 0, and negative numbers are clamped to
-    this code. In fp32 the results have the same bits as if the first layer passed floats.
+    If two linear layers in an `nn.Sequential` come from `prepare_`, the first may pass int8 codes directly to the
+    second. It does so if there is nothing or an `nn.ReLU` between them, and each of the two is used only once in the
+    model. The ReLU becomes an `nn.Identity`. A ReLU is no longer needed there, because the smallest code stands for 0,
+    and negative numbers are clamped to this code. In fp32 the results have the same bits as if the first layer passed
+    floats.
+
+    This function waits for the device.
 
     To load an int8 checkpoint, prepare a new model, run any batch through it, convert it, and call `load_state_dict`.
-    Waits for the device.
 
     Args:
         model: Changed in place.
@@ -521,7 +525,7 @@ class QATEmbedding(PreparedEmbedding):
 class _SharedCodes:
     """Quantizes each weight once, also if several layers share it.
 
-    The int8 layers of such a weight share the codes, the scales and the tensor `weight_dtype`.
+    If several layers share a weight, their int8 layers share its codes, its scales and the tensor `weight_dtype`.
     """
 
     def __init__(self) -> None:
@@ -565,7 +569,10 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
 
 
 def _what_was_done(model: nn.Module) -> str:
-    """Return the end of an error message: why a model that was converted earlier has no layers to replace, or ""."""
+    """Return the end of an error message about a model without layers to replace.
+
+    The result says that the model was converted or prepared earlier. It is "" for a model that was neither.
+    """
     if any(isinstance(layer, Int8Linear | Int8Embedding) for layer in model.modules()):
         return "; it is int8 already: for another mode convert the float model"
     if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
@@ -643,8 +650,8 @@ def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
                 continue
             assert second.input_scale is not None and second.input_zero_point is not None
             if has_relu:
-                # After a ReLU the range begins at 0. The zero point is then -128 already, with one exception. If all
-                # values were 0, the zero point is 0.
+                # After a ReLU the range begins at 0, so the zero point is -128 already, with one exception. If all
+                # values were 0, the zero point is 0. It becomes -128 here, so that the smallest code stands for 0.
                 second.input_zero_point = torch.full_like(second.input_zero_point, -128)
                 parent[i + 1] = nn.Identity()
             # Copies, because safetensors refuses tensors that share memory.

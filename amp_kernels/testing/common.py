@@ -145,8 +145,9 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
     - the same value, which is NaN or the same infinity;
     - a number within a relative 1e-6 of the truth, if fp32 can hold the truth.
 
-    If `ours` is neither, the error is inf. Both are accepted because torch's own kernels overflow at different values.
-    A GPU multiplies the square `g * g` by `1 - alpha`. A CPU multiplies `(1 - alpha) * g` by `g`.
+    If `ours` is neither, the error is inf. The number is accepted as well as torch's value, because torch's own kernels
+    overflow at different values. In `torch.optim.RMSprop`, for example, a GPU multiplies the square `g * g` by
+    `1 - alpha`, but a CPU multiplies `(1 - alpha) * g` by `g`.
 
     Args:
         ours: The result.
@@ -253,8 +254,8 @@ def _bits(x: Tensor) -> Tensor:
 def written_outside(view: Tensor) -> int:
     """Return the number of elements that were written in the memory around a view.
 
-    A layout fills this memory with NaN, or with the smallest integer of the dtype. Elements that have another value now
-    are counted. This function overwrites the view.
+    The functions in `LAYOUTS` fill this memory with NaN, or with the smallest integer of the dtype. This function
+    counts the elements that no longer have this value. It overwrites the view.
 
     Args:
         view: A tensor in one of `LAYOUTS`.
@@ -406,8 +407,9 @@ def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor
     """Return three random vectors, in which one element is replaced by `value`.
 
     If `position` is "first", the first element of the first vector is replaced. If it is "middle", an element in the
-    middle of the second vector is replaced. If it is "last", the last element of the third vector is replaced. Kernels
-    divide the second vector into several chunks.
+    middle of the second vector is replaced. If it is "last", the last element of the third vector is replaced.
+
+    Kernels divide the second vector into several chunks. Chunks of 65536 are only for lists with far more elements.
     """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]

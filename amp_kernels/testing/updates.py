@@ -43,8 +43,8 @@ from .common import (
 )
 
 LR = {"sgd": 0.1, "rmsprop": 0.01, "adam": 0.01}
-# Options of the optimizers as users write them, by family. Together they reach every branch of a formula. With "full"
-# and with "maximize" an optimizer has every state of its family.
+# Options of the optimizers as users write them, by family. The examples of a family together reach every branch of its
+# formula. With "full" and with "maximize" an optimizer has every state of its family.
 EXAMPLES: dict[str, dict[str, dict[str, Any]]] = {
     "sgd": {
         "plain": {},

@@ -183,9 +183,9 @@ def verify(
         (on, Row(op, f"{where} on {on}" if several and where in ("reference", "triton") else where, dtype), cases)
         for op in ops or testing.CASES
         for where, on in places
-        # "default" forces no backend. On a GPU, torch then computes the products of testing/matmul.py, so these
-        # products get rows for "default". All other cases run on the first backend that can run. They get no rows for
-        # "default", because that backend already has rows.
+        # "default" forces no backend, and is planned only for a GPU. If no backend is forced there, torch computes the
+        # products of testing/matmul.py, so these products get rows for "default". All other cases would run on the
+        # first backend that can run. That backend has its own rows, so these cases get no rows for "default".
         if where != "default" or op in testing.matmul.CASES
         for dtype, cases in _by_dtype(op, dtypes, names).items()
     ]

@@ -1,5 +1,5 @@
-// The int8 kernels for a CPU. A thread takes a band of groups, or a piece of a band, at a time (int8_walk.h).
-// Quantization makes one pass or two over x:
+// The int8 kernels for a CPU. A thread takes a band, or a piece of a band, at a time (int8_walk.h). csrc/int8.h defines
+// groups, bands and pieces. Quantization makes one pass or two over x:
 //
 //   scale given        for each piece:  x -> codes
 //   many bands         for each band:   x -> ranges -> scales; then x, now in the core's cache -> codes
@@ -59,9 +59,11 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
 }
 
 // A thread reads each band twice, first for its ranges, and then for its codes. The second read is from the core's
-// cache, if the band fits there. By rows, both passes also prefetch the next band. While a pass reads byte i of this
-// band, it prefetches byte i + 4 KiB (first pass) or i + 8 KiB (second pass) of the next band. If one pass prefetched
-// everything, memory would be idle during the other pass.
+// cache, if the band fits there.
+//
+// If elements are walked by rows (csrc/int8.h), both passes also prefetch the next band. If only one pass did so,
+// memory would be idle during the other. While a pass reads byte i of this band, it prefetches byte i + 4 KiB (first
+// pass) or i + 8 KiB (second pass) of the next band.
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {

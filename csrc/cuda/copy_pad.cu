@@ -75,8 +75,8 @@ struct Reader {
   }
 
   // Starts the loads of N packs, one in each of N rows that are `step` elements apart. Columns are `stride` elements
-  // apart. Only the first `left` rows exist, and the packs of the other rows are 0. Shifted::first(columns) waits for a
-  // load.
+  // apart. `left` is how many rows the thread still has to copy. If it is less than N, the packs after the first `left`
+  // are set to 0. Later, packs[i].first() waits for the load of pack i.
   template <bool kAligned, int N>
   __device__ __forceinline__ void load(int left, int64_t step, int64_t stride, Shifted<T> (&packs)[N]) {
 #pragma unroll

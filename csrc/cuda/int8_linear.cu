@@ -2,19 +2,19 @@
 //
 //   out[m, n] = (sum over k of x[m, k] * weight[n, k]) * scale[n] + bias[n]        2 M N K operations, in fp32
 //
-// Codes are converted in registers. So reading the weight takes one byte per element. There are two kernels. In both
-// kernels a block sums over all of k, for these outputs:
+// The weight is read as codes, one byte per element. The codes are converted to 16-bit numbers in registers. There are
+// two kernels. In both kernels a block sums over all of k, for these outputs:
 //
 //   tiled_kernel       64 rows of x by 64 outputs, or 128 by 128. Its 8 warps share this tile. x and weight are copied
 //                      to a ring of stages in shared memory
 //   few_rows_kernel    up to 64 rows of x by 16 outputs. Its 8 warps divide k among them. Weights are read once, K N
-//                      bytes in all, straight into fragments
+//                      bytes in all, straight into registers
 //
 // In both kernels x is fp16 or bf16. If x is fp32, or bf16 on a GPU before sm_80, torch multiplies (csrc/ops/int8.cpp).
 //
-// Tensor cores compute the transposed product, out^T = weight * x^T. tensor_cores.cuh explains fragments and their
-// words. In the transposed product the words of a fragment of x are neighbours in memory, and are used as they are
-// loaded. The words of a fragment of the weight have to be computed from codes in any case.
+// Tensor cores compute the transposed product, out^T = weight * x^T, because x then needs no work in registers: the
+// words of a fragment of x (tensor_cores.cuh) are neighbours in memory, and are used as they are loaded. The words of a
+// fragment of the weight have to be computed from codes in any case.
 #include "../int8.h"
 #include "int8_tiles.cuh"
 
@@ -86,8 +86,9 @@ constexpr int kXBytes = kTileK * 2;  // in a row of a tile of x
 // If the fragments of x and the fragments of the weight have the elements along k in the same order, it does not matter
 // which order this is. Here a lane reads four neighbours of x, and the four codes by which they are multiplied.
 //
-// Half a warp reads 32 bytes from each of four rows of x. This swizzle puts them in different banks. A warp reads 16
-// bytes from each of eight rows of the weight. MatrixSwizzle (tiles.cuh) puts those in different banks.
+// At a time, half a warp reads 32 bytes from each of four rows of x. NumberSwizzle puts these bytes in different banks.
+// At a time, a warp reads 16 bytes from each of eight rows of the weight. MatrixSwizzle (tiles.cuh) puts these bytes in
+// different banks.
 struct NumberSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row % 4 * 2); }
 };

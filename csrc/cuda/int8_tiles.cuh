@@ -1,5 +1,5 @@
 // The parts that the kernels of int8_matmul.cu and int8_linear.cu have in common: copies of operands to shared memory,
-// the distribution of sums to the epilogue, and the loads of products with few rows.
+// finish(), which passes sums to the functions that store results, and the loads of products with few rows.
 //
 // int8_matmul.cu multiplies a by b, and int8_linear.cu multiplies x by the weight. Here the rows of an operand always
 // run along k. For a, x and the weight, they are the rows of the matrix. For b, they are the columns of the matrix. A
@@ -15,9 +15,9 @@
 
 namespace amp_kernels::cuda {
 
-// One operand, with a row for each m or for each n. Rows begin at multiples of 16 bytes, and their length k is a
-// multiple of 16 bytes. If the matrix has shorter rows, in_chunks() in csrc/ops/int8.cpp has appended zeros to each of
-// them. The zeros add nothing to a product.
+// One operand: a or x, with a row for each m, or b or the weight, with a row for each n. Rows begin at multiples of 16
+// bytes, and their length k is a multiple of 16 bytes. If K is not a multiple of 16 elements, in_chunks() in
+// csrc/ops/int8.cpp has appended zeros to each row. The zeros add nothing to a product.
 struct Operand {
   const char* first;
   int64_t rows, k, row_stride;  // k and row_stride in bytes
@@ -99,11 +99,14 @@ __device__ __forceinline__ void for_tiles(char* shared, int64_t k_tiles, LoadFir
   barrier();
 }
 
-// Passes all sums of a tile, through shared memory, to functions store(row, sums). In one call, `sums` are the sums of
-// N neighbouring columns. N is kWide if `wide` is true, otherwise 1. `wide` must be false if rows of the result are not
-// aligned for such stores. Each thread has the same columns in all rows. For each half of the tile, a thread calls
-// start(N, first column of this thread). start() returns the function store() for these columns. The first `columns`
-// columns of the tile lie in the result. The other columns are left out.
+// Passes all sums of a tile, through shared memory, to functions that store them. Each thread has N neighbouring
+// columns, the same in all of its rows. For each half of the tile, the thread calls start(N, first of its columns),
+// which returns a function store(). It then calls store(row, sums) for each of its rows. `sums` are the N sums of this
+// row.
+//
+// N is kWide if `wide` is true, otherwise 1. `wide` must be false if rows of the result are not aligned for stores of
+// kWide elements. Only the first `columns` columns of the tile lie in the result. Threads with other columns store
+// nothing.
 template <class Results, int kWide, class Sum, int kTall, int kBroad, class Start>
 __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kBroad][4], bool wide, int64_t columns,
                                        const Start& start) {
@@ -130,23 +133,26 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 // int8_matmul.cu). Weights are read once, from memory straight into fragments. Every block reads all rows of the first
 // operand, from L2. The warps of a block divide k among them.
 
-// Columns of the result that a block computes. Each fragment of the rows is multiplied by two fragments of the weights.
+// Columns of the result that a block computes: two fragments of b in int8_matmul.cu, one fragment of the weight in
+// int8_linear.cu. They are multiplied by all fragments of the first operand.
 constexpr int kFewColumns = 16;
 constexpr int kWarps = kThreads / 32;
 
 // Whether few_rows_kernel computes a product. Otherwise tiled_kernel computes it. `tiles` is the number of tiles of 64
 // x 64.
 //
-// Each tile takes all steps of k one after the other. If there are few tiles, most multiprocessors have no work. A
-// block of few_rows_kernel has only 16 columns, so there are more blocks. But each block reads all rows from L2, too.
-// With 17 to 32 rows, this is more to read from L2 than tiled_kernel reads, if `tiles` is above half the number of
-// multiprocessors. With 33 to 64 rows, it is more if `tiles` is above a third of that number.
+// A block of tiled_kernel has one tile, and takes all steps of k one after the other. If there are few tiles, most
+// multiprocessors have no work. A block of few_rows_kernel has only 16 columns, so there are more blocks. But each of
+// these blocks reads all rows of the first operand from L2. With 17 to 32 rows, few_rows_kernel reads more from L2 than
+// tiled_kernel if `tiles` is above half the number of multiprocessors. With 33 to 64 rows, it reads more if `tiles` is
+// above a third of that number.
 inline bool are_few_rows(int64_t m, int64_t n) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count);
 }
 
-// Calls f with the number of fragments of 16 rows that few_rows_kernel takes, as an integral_constant.
+// Calls f with an integral_constant, the template argument kRowTiles of few_rows_kernel: 1, 2 or 4 for up to 16, 32 or
+// 64 rows.
 template <class F>
 void with_row_tiles(int64_t m, const F& f) {
   if (m <= 16) return f(std::integral_constant<int, 1>());
