@@ -1,8 +1,8 @@
 """Products of fp16 or bf16 matrices: out = activation(alpha * a @ b + beta * input), summed in fp32 and rounded once.
 
 A product has 2 m n k operations. Each part of a and b is read once for each tile [BM, BN] of `out` that needs it.
-Programs with consecutive numbers compute tiles in the same 8 rows of tiles, so that the part of b which they read is
-still in L2.
+Tiles are numbered in bands of 8 rows of tiles, and within a band column of tiles by column of tiles. Programs compute
+tiles in this order. So the part of b that the 8 tiles of such a column read is still in L2.
 
 There are two kernels:
 
@@ -66,7 +66,8 @@ def _tile_of_input(
         return load_elements(ptr.to(tl.int64), columns * column_stride, columns < n, DTYPE, 1)[None, :]
     else:
         pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
-        # As in `product`, the mask includes each access that reads at least one element of the matrix.
+        # An access reads VEC elements. As in `product`, the mask includes an access if at least one of its elements is
+        # in the matrix.
         exist_rows = rows < (round_up(m, VEC) if INNER == ROWS else m)
         exist_columns = columns < (round_up(n, VEC) if INNER == COLUMNS else n)
         return load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)
@@ -415,8 +416,8 @@ def _describe(x: torch.Tensor, block: tuple[int, int], access: tuple[int, int]) 
     if inner == ROWS.value:
         x, block = x.mT, block[::-1]
     outer, length = x.shape[1:]
-    # If a dimension has size 1, its stride is never used, and x may have any value there. For TMA it must be a multiple
-    # of 16 bytes, so such a stride is replaced.
+    # The stride of a dimension of size 1 is never used, so x may have any stride there. But TMA requires a multiple of
+    # 16 bytes for this stride, too. So such a stride is replaced.
     row = x.stride(1) if outer > 1 else math.ceil(length / 8) * 8
     step = x.stride(0) if batches > 1 else math.ceil(outer * row / 8) * 8
     span = 2 * ((batches - 1) * step + (outer - 1) * row + length)

@@ -24,8 +24,8 @@ class Int8Tensor:
     of the tensor, a block of its last dimension, or the elements whose indices differ only in certain dimensions, which
     are called reduced.
 
-    An `Int8Tensor` can be saved by `torch.save` and loaded by `torch.load(weights_only=True)`. Indexing and `==` raise
-    a TypeError.
+    An `Int8Tensor` can be saved by `torch.save` and loaded by `torch.load(weights_only=True)`. Indexing raises a
+    TypeError. So does `==` with another `Int8Tensor`.
 
     Attributes:
         values: int8 codes, in the shape of the quantized tensor.
@@ -50,8 +50,8 @@ class Int8Tensor:
 
     def __post_init__(self) -> None:
         values, scale, zero_point = self.values, self.scale, self.zero_point
-        # Plain tensors, the usual case, skip the checks below. These take 1.5 us, and an int8 layer makes three to five
-        # of these objects for one product.
+        # If all are plain tensors, the usual case, the checks below are skipped. The checks take 1.5 us, and an int8
+        # layer makes three to five objects of this class for one product.
         if type(values) is type(scale) is Tensor and (zero_point is None or type(zero_point) is Tensor):
             return
         check_are_tensors("Int8Tensor", values=values, scale=scale)
@@ -174,15 +174,13 @@ def quantize_int8(
     - A group that holds NaN or inf gets codes 0 and the scale NaN. A group whose `1 / scale` is not finite gets codes 0
       and the scale 1.
 
-    A tensor is dense if its elements fill one range of memory, in any order of dimensions. The dimensions in `dim` are
-    the reduced ones, all others are kept.
-
-    A dense `x` is read in place if its dimensions, from the outermost to the innermost in memory, are first kept ones,
-    then reduced ones, then kept ones. Any of these three parts may be missing. That covers a scale for each row or
-    column of a matrix, for each channel of `[B, T, C]`, for each column of every expert in `[E, N, K]`, and for each
-    output channel of a channels_last weight. It also covers a scale for each token of a `[B, H, T, D]` view of
-    `[B, T, H, D]` memory. With `block_size` a dense `x` is read in place if its last dimension is the innermost in
-    memory.
+    Whether `x` is copied depends on its memory. `x` is dense if its elements fill one range of memory, in any order of
+    dimensions. The dimensions in `dim` are called reduced, and all others kept. A dense `x` is read in place if its
+    dimensions, from the outermost to the innermost in memory, are first kept ones, then reduced ones, then kept ones.
+    Any of these three parts may be missing. That covers a scale for each row or column of a matrix, for each channel of
+    `[B, T, C]`, for each column of every expert in `[E, N, K]`, and for each output channel of a channels_last weight.
+    It also covers a scale for each token of a `[B, H, T, D]` view of `[B, T, H, D]` memory. With `block_size` a dense
+    `x` is read in place if its last dimension is the innermost in memory.
 
     Every other `x` is copied first. Examples are a slice with gaps, NCHW images with a scale for each channel, and the
     `[B, H, T, D]` view above with a scale for each head. The copy takes as many bytes as `x`, and is freed when the
@@ -272,7 +270,8 @@ def fake_quantize_int8(
     passes through unchanged where the code needed no clamping, and is 0 elsewhere (Bengio et al. 2013; Jacob et al.
     2018). The backward pass computes this from `x`, so no mask is kept.
 
-    NaN is an exception. With a given `scale`, `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
+    The result differs from `quantize_int8(x, ...).dequantize(x.dtype)` in one case. If `scale` is given,
+    `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
 
     Args:
         x: fp16, bf16 or fp32, of any shape and strides.
@@ -301,10 +300,10 @@ def fake_quantize_int8(
     _check_is_bool("fake_quantize_int8", symmetric)
     if not torch_private.is_transformed():
         return call(ops.fake_quantize_int8, x, scale, zero_point, dims, block_size, symmetric)[0]
-    # In transforms and forward-mode differentiation the autograd function of the operator fails, or returns a
-    # derivative of 0. So a sum is returned, which has the value of the operator and the derivative that its autograd
-    # function has elsewhere. The second term of the sum is 0. The derivative comes from this term, because torch's
-    # operators compute it from `x`.
+    # In transforms (`torch.func`) and in forward-mode differentiation, the autograd function of the operator fails, or
+    # returns a derivative of 0. So a sum of two terms is returned. The first term is the operator's result, without a
+    # derivative. The second term is 0. Torch's operators compute it from `x`, so it has a derivative: the one that the
+    # autograd function returns outside of transforms and forward mode.
     values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, dims, block_size, symmetric)
     if scale is None:
         scale, zero_point = own[0], None if symmetric else own[1]
@@ -330,9 +329,9 @@ def int8_matmul(
     multiplies if the compute capability is 9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N`
     are above 16.
 
-    Smaller products with 64 rows or more would also take less time on such a GPU with Triton than with CUDA C++, but
-    more time on the host. A CUDA graph saves the time on the host. So `use_backend("triton")` makes these products
-    faster inside a graph.
+    If `M * N * K` is smaller and there are 64 rows or more, the Triton kernel also takes less time on a GPU of
+    compute capability 9.0, but more time on the host. A CUDA graph saves the time on the host. So
+    `use_backend("triton")` makes these products faster inside a graph.
 
     The CUDA C++ kernel reads an operand in place if `K` is a multiple of 16, and if the rows of `a` (or the columns of
     `b`) are contiguous and begin at multiples of 16 bytes. Otherwise the operand is copied first.
@@ -351,8 +350,8 @@ def int8_matmul(
 
     Raises:
         TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
-        ValueError: A shape does not fit, an operand is quantized in blocks, or K is above 131071. An int32 sum of
-            more than 131071 products could overflow.
+        ValueError: A shape does not fit, an operand is quantized in blocks, or K is above 131071. For a larger K,
+            the int32 sum of K products could overflow.
 
     Examples:
         >>> a = amp_kernels.quantize_int8(torch.tensor([[127.0, 2.0]]), dim=-1)

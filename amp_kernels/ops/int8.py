@@ -84,8 +84,8 @@ def layout_of(groups: Groups, strides: Sequence[int]) -> tuple[int, int, int, in
     """
     sizes, axis = [1, 1, 1], 0  # inner, reduced, outer
     for d in reversed(storage_order(strides)):
-        # Dimensions of size 0 or 1 are skipped. If a size is 0, no kernel is called, and `dense_strides` counts the
-        # size as 1.
+        # Dimensions of size 0 or 1 are skipped. Skipping a size of 0 is allowed: no kernel is called for such a tensor,
+        # and `dense_strides` counts the size as 1, too.
         if groups.shape[d] > 1:
             # Axes 0 and 2 take kept dimensions, axis 1 takes reduced ones. A dimension of the other kind begins the
             # next axis.
@@ -94,7 +94,8 @@ def layout_of(groups: Groups, strides: Sequence[int]) -> tuple[int, int, int, in
                 return None
             sizes[axis] *= groups.shape[d]
     inner, reduced, outer = sizes
-    # `row` is the number of all elements. But if the last block of each row is shorter, `row` is the length of a row.
+    # `row` is the number of all elements, with one exception. If the last block of each row of the tensor is shorter
+    # than the other blocks, `row` is the length of such a row.
     row = inner * reduced * outer
     if groups.block is not None and reduced > groups.block:
         if inner > 1:
@@ -110,8 +111,8 @@ class Plan(NamedTuple):
     """The strides of the tensors of a call, and the layout that its kernels use."""
 
     out: tuple[int, ...]  # strides of results
-    # Strides of the tensors that kernels read and write. If these are not `out`, kernels read a copy of the tensor, and
-    # what they write is copied to `out`.
+    # Strides of the tensors that kernels read and write. If these strides differ from `out`, kernels read a copy of the
+    # tensor, and what they write is copied to a tensor with the strides `out`.
     walk: tuple[int, ...]
     # Strides of scales and zero points. Their order in memory is the order in which kernels number the groups.
     scale: tuple[int, ...]
@@ -195,7 +196,7 @@ def _absent(x: Tensor) -> tuple[Tensor, Tensor]:
     """Return a scale and a zero point without elements, for an operator that computes none.
 
     The scale and zero point that the caller passed cannot be returned, because an operator must not return its input.
-    None cannot be returned either.
+    None cannot be returned either, because the schemas below declare Tensors.
     """
     return x.new_empty(0, dtype=torch.float32), x.new_empty(0, dtype=torch.int32)
 
@@ -614,9 +615,10 @@ if _loader.has_cuda():
 def straight_through(
     grad: Tensor, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None = None
 ) -> Tensor:
-    """Return the gradient of `fake_quantize_int8`, made of torch's operators, so that it can be differentiated again.
+    """Return the gradient of `fake_quantize_int8` as a result of `torch.where`, which can be differentiated again.
 
-    The operator `straight_through_int8` has no gradient. A derivative through it would silently be 0.
+    The operator `straight_through_int8` has no gradient. If its result were returned, the derivative of this result
+    would silently be 0. So here the operator computes only where the gradient passes through.
     """
     x = x.detach()
     inside = straight_through_int8(torch.ones_like(x), x, scale, zero_point, block_size) != 0

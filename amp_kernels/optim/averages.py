@@ -87,9 +87,9 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
 def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     """Average the weights of several models into the first of them, a "model soup" (Wortsman et al. 2022).
 
-    Floating-point parameters and buffers are averaged in fp32. If the tensor of the first model is fp64 or complex, it
-    is averaged in its own dtype. Each mean is rounded to the dtype of the tensor in the first model. Integers keep the
-    values of the first model.
+    Floating-point parameters and buffers are averaged in fp32, or in fp64 if the tensor of the first model is fp64.
+    Complex ones are averaged in complex64, or in complex128 if the tensor of the first model is complex128. Each mean
+    is rounded to the dtype of the tensor in the first model. Integers keep the values of the first model.
 
     If an optimizer trains the first model, its masters change with the weights. Each master of a 16-bit parameter then
     differs from the rounded mean by at most half a unit in the last place. To average the masters themselves, load the

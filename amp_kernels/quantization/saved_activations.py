@@ -19,11 +19,14 @@ from ..ops.table import DTYPE_CODES
 class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called as a function)
     """Save activations for the backward pass in int8, inside a `with` block.
 
-    With the default `block_size`, an element takes 1.06 bytes instead of 2 or 4. Each `block_size` elements have one
-    scale and one zero point (asymmetric codes: Chen et al. 2021, "ActNN"; Liu et al. 2022, "GACT"). Only the forward
-    pass has to be inside the `with` block; the backward pass dequantizes. Gradients are computed from the rounded
-    activations. Put the loss outside of the `with` block, because `log_softmax` saves logarithms. Its backward pass
-    computes `exp` of them, so an error of half a step of the codes becomes a factor on the gradient.
+    The codes are asymmetric (Chen et al. 2021, "ActNN"; Liu et al. 2022, "GACT"): each block of `block_size` elements
+    has one scale and one zero point. With the default `block_size`, an element takes 1.06 bytes instead of 2 or 4. Only
+    the forward pass has to be inside the `with` block; the backward pass dequantizes. Gradients are computed from the
+    rounded activations.
+
+    Put the loss outside of the `with` block, because `log_softmax` saves logarithms, and its backward pass computes
+    `exp` of them. An error of half a step of the codes is added to a logarithm, and `exp` turns it into a factor on the
+    gradient.
 
     These tensors are not quantized:
 
@@ -116,10 +119,10 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
 
     def _codes_of(self, x: Tensor, version: int) -> _Codes:
         # Operators that save the same values share one `_Codes`; otherwise the input of q, k and v would be stored
-        # three times. The key is unique, because no other storage gets the address of a storage while a weak reference
-        # to it exists.
+        # three times. `_codes` holds its values weakly: an entry lives as long as the graph nodes that saved it.
+        # The key holds the address of the storage. As long as the entry lives, no other storage gets this address,
+        # because a `_Codes` has a weak reference to its storage.
         # The key holds the version, because an in-place operator (`x.relu_()`) between two saves changes the values.
-        # An entry of `_codes` lives as long as the graph nodes that saved it.
         # A write through `.data`, NumPy or DLPack does not raise the version. Such a write between two saves is not
         # noticed here, nor by torch's own check of saved tensors. To notice it, this method would have to read every
         # shared tensor, with a wait for the device.

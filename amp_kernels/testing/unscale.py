@@ -129,7 +129,7 @@ def _clip(make: Make, layout: str, max_norm: float, device: torch.device) -> Ite
         ours.grad, other.grad, true.grad = grad, grad.clone(), grad.double()
     expected = _norm_result(torch.zeros(()), grads, None)
     norm = clip_grad_norm_(params, max_norm)
-    truth_norm = expected.error  # the error of the norm 0 that was passed above, and so the true norm
+    truth_norm = expected.error  # a norm of 0 was passed above, so its error is the true norm
     yield Result("norm", abs(norm.item() - truth_norm), expected.allowed, _norm_at(norm, truth_norm))
     torch.nn.utils.clip_grad_norm_(theirs, max_norm)
     torch.nn.utils.clip_grad_norm_(truth, max_norm)

@@ -27,9 +27,10 @@
 
 namespace amp_kernels::cpu {
 
-// Returns how many bytes of panels are packed at a time, as one block: half of a core's L2. For each block, the whole
-// left operand is read once, and from memory if it is large. With blocks of 2^18 bytes, a quarter of the L2 of the CPU
-// that was measured, a product of 4096^3 took 9 % longer.
+// Returns how many bytes of panels are packed at a time, as one block: half of a core's L2, or 2^18 bytes if the size
+// of the L2 is unknown. Large blocks are better, because the whole left operand is read once for each block, and from
+// memory if it is large. With blocks of 2^18 bytes, a quarter of the L2 of the CPU that was measured, a product of
+// 4096^3 took 9 % longer than with half of the L2.
 inline int64_t panel_bytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -46,11 +47,13 @@ class Multiplication {
   using Columns = typename Product::Columns;
   static constexpr int64_t kColumns = Tile::kColumns, kRows = Tile::kRows;
 
-  // Rows are cut into tiles of nearly equal height. If there are more tiles than threads, their number is a multiple of
-  // the number of threads, so that every thread gets equally many. Neighbouring tiles form a span, and neighbouring
-  // panels form a block of columns. One block times one span is a unit of work. There are as few blocks as these
-  // conditions allow: there are enough units to keep the threads busy, and no block is larger than panel_bytes(). One
-  // exception: a block has at least 64 columns, or all columns if there are fewer.
+  // Rows are cut into tiles of nearly equal height. If there are more tiles than threads, the number of tiles is a
+  // multiple of the number of threads, so that every thread gets equally many. Neighbouring tiles form a span, and
+  // neighbouring panels form a block of columns. One span times one block is a unit of work.
+  //
+  // Two conditions decide how many blocks are needed: there must be enough units to keep the threads busy, and no block
+  // may be larger than panel_bytes(). There are no more blocks than that. Both conditions give way to a third: a block
+  // has at least 64 columns, or all columns if there are fewer.
   explicit Multiplication(const Product& product)
       : product_(product),
         threads_(std::min<int64_t>(divide_up(product.m * product.n * (product.k + 1), kThreadProducts),
@@ -74,7 +77,7 @@ class Multiplication {
   }
 
  private:
-  // Units of work for each thread. A thread that has done its own takes over some of another thread.
+  // Units of work for each thread. A thread that has done its own units takes over units of other threads.
   static constexpr int64_t kUnits = 4;
 
   // All tiles of the left operand and, if it is needed, the sum of each row's codes.

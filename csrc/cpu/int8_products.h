@@ -3,8 +3,8 @@
 //   Int8Product      out[m, n] = (sum of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
 //   LinearProduct    out[m, n] = (sum of x[m, k] * weight[n, k]) * scale[n] + bias[n]
 //
-// Sums are over k. za and zb are zero points, sa and sb scales. Each class packs its left operand, and turns sums into
-// results. Its members:
+// Sums are over k. za and zb are zero points, sa and sb scales. In this file, a group is four neighbouring k, as in
+// int8_pack.h. Each class packs its left operand, and turns sums into results. Its members:
 //   m, n, k
 //   right: the right operand, int8 codes, as a view of [k, n]
 //   kLeftIsCodes: whether the left operand is int8 codes, too
@@ -28,9 +28,10 @@
 
 namespace amp_kernels::cpu {
 
-constexpr int64_t kPackGroups = 16;           // groups that are packed at a time
-constexpr int64_t kThreadProducts = 1 << 20;  // with fewer for each thread, waking another costs more than it saves
-constexpr int64_t kThreadBytes = 1 << 17;     // the same limit, in bytes, for work that reads each byte once
+constexpr int64_t kPackGroups = 16;  // groups that are packed at a time
+// With fewer multiplications for each thread, waking another thread costs more than it saves.
+constexpr int64_t kThreadProducts = 1 << 20;
+constexpr int64_t kThreadBytes = 1 << 17;  // the same limit, in bytes, for work that reads each byte once
 
 // Stores the results of `count` columns. `count` is nearly always kColumns. For this constant, the compiler needs no
 // loop.
@@ -56,8 +57,8 @@ void multiply_tile(int64_t rows, const LeftTile<typename Tile::Left>& left, cons
   } while (begin < groups);
 }
 
-// Sums the codes of each packed row. At first a row has four sums, one for each place in a group of four codes. So
-// codes are added in the order in which they are packed.
+// Sums the codes of each packed row. The loop adds codes in the order in which they are packed. For this, each row has
+// four sums, one for each place in a group of four codes. The four are added up at the end.
 template <int kRows, class Left>
 void sum_rows(const Left* packed, int64_t rows, int64_t groups, int32_t* row_sums) {
   int32_t sums[4 * kRows] = {};

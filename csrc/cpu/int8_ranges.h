@@ -39,7 +39,7 @@ struct Range {
   Extremes extremes() const { return {std::max(high, low), -as<float>(low), as<float>(high)}; }
 };
 
-// The ranges of a band's groups.
+// The ranges of the groups of a band. int8_walk.h explains bands and kRoom.
 struct Ranges {
   int32_t high[kRoom];
   int32_t low[kRoom];
@@ -83,7 +83,7 @@ template <class T>
 #endif
 }
 
-// Returns the range of n neighbours. Prefetches `ahead` bytes ahead, or nothing if `ahead` is 0.
+// Returns the range of the n contiguous elements at x. Prefetches `ahead` bytes ahead, or nothing if `ahead` is 0.
 template <bool kSymmetric, class T>
 [[gnu::always_inline]] inline Range range_of(const T* x, int64_t n, int64_t ahead) {
   using V = BitLanes<T>;
@@ -117,12 +117,12 @@ template <bool kSymmetric, class T>
   return {wide(largest<T>(high[0])), kSymmetric ? 0 : wide(largest<T>(low[0]))};
 }
 
-// Joins n columns of some rows to the columns' ranges. The rows are read side by side. If they were read one after the
-// other, the columns' ranges would be read and written as often as x. If rows were cut into segments so short that
-// these ranges stay in the L1, memory would be fetched late.
+// Joins n columns of some rows to the ranges of these columns. The rows are read side by side. If whole rows were read
+// one after the other, the ranges would be read and written as often as x. If instead rows were cut into segments so
+// short that the ranges of a segment stay in the L1, the elements would arrive late from memory.
 //
-// Each row is read by whole cache lines. If it were read by half lines, the L1 would evict a line before its second
-// half is read, because rows that are 4 KiB * 2^n apart share one set of the L1. This function is not inlined. When it
+// Each row is read by whole cache lines. Rows that are 4 KiB * 2^n apart share one set of the L1. If such rows were
+// read by half lines, the L1 would evict a line before its second half is read. This function is not inlined. When it
 // was inlined, columns of fp16 took 1.15 to 1.5 times as long.
 template <bool kSymmetric, class T>
 [[gnu::noinline]] void add_strip(const T* x, int64_t row_step, int64_t rows, int64_t n, Ranges& ranges, int64_t ahead) {

@@ -2,14 +2,15 @@
 //
 //   code = clamp(rint(x * (1 / scale)) + zero_point, low, 127)         fake = (code - zero_point) * scale
 //
-//   kernels (int8_walk.cuh has the walks)                    when                       bytes per element (fp16, fp32)
+//   kernels                                                  when                       bytes per element (fp16, fp32)
 //   held_rows_kernel                                         a group is one row         3, 5
 //                                                            that fits on chip
 //   row_ or column_extremes_kernel, fold_kernel, and then    other groups               5, 9
 //   rows_kernel or columns_kernel
 //   rows_kernel or columns_kernel                            the scale is given         3, 5
 //
-// held_rows_kernel: a team of 1 to 512 threads reads a row once, and holds it in registers until its codes are stored:
+// int8_walk.cuh has rows_kernel and columns_kernel, and explains packs, teams and lanes. held_rows_kernel is in this
+// file. A team of 1 to 512 threads reads a row once, and holds it in registers until its codes are stored:
 //
 //   row  [pack][pack] ... [pack]   lane 0 ... lane n       a thread loads 8 packs -> extremes of the team -> scale ->
 //        [pack][pack] ... [pack]                           codes, from the same registers
@@ -20,19 +21,21 @@
 namespace amp_kernels::cuda {
 namespace {
 
-// The Op (int8_walk.cuh) that quantizes. Out is int8_t, or T for fake quantization. kKnown is what store() may assume
-// about steps (int8_codes.cuh).
+// The Op (int8_walk.cuh) that quantizes. Out is int8_t, or T for fake quantization. Steps are the products
+// x * (1 / scale). kKnown is what store() may assume about them (`enum Steps` in int8_codes.cuh).
 template <class T, class Out, bool kStochastic, Steps kKnown = kAny>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  // Whether kInside is used. It is used only for codes that are rounded to nearest. Fake quantization does not use it.
-  // Fake quantization moves more bytes, so a second way to round would only take registers there.
+  // Whether kInside is used, a second way to round, for steps that need no clamping. It is used only for codes that are
+  // rounded to nearest. Fake quantization does not use it. There it would only take registers, because fake
+  // quantization moves more bytes.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static_assert(kHasInside || kKnown != kInside);
   static constexpr int kEach = 4;  // 64 bytes per thread: four blocks have 64 KB in flight on a multiprocessor
   // Blocks on a multiprocessor. With random bits, a thread takes up to 80 registers by rows, and up to 112 registers by
   // columns. Without random bits, the registers by columns depend on what a thread holds for each column. With the
-  // lowest and highest steps it takes 80 registers, and with only the inverse (kInside) 56 registers.
+  // lowest and highest steps it takes 80 registers for 16-bit x, and fewer for fp32, whose packs have half as many
+  // columns. With only the inverse (kInside) it takes 56 registers.
   static constexpr int kResidentRows = kStochastic ? 3 : 4;
   static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside || sizeof(T) == 4 ? 4 : 3;
   using Element = T;
@@ -69,9 +72,9 @@ struct QuantizeOp {
   __device__ __forceinline__ void prefetch(int64_t offset) const { amp_kernels::prefetch(x + offset); }
   __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(x + offset); }
 
-  // With kAny, steps may be NaN. If any steps of the pack are NaN, this function stores nothing and returns false. It
-  // finds that out from the sum of all steps, which is then NaN, too. Adding up the steps takes a quarter of the time
-  // of a comparison and a selection for each element.
+  // With kAny, steps may be NaN. If any steps of the pack are NaN, this function stores nothing and returns false, and
+  // the kernel then calls narrow(). NaN is found by adding up all steps: if any are NaN, the sum is NaN. This takes a
+  // quarter of the time of a comparison and a selection for each element.
   template <Steps kSteps = kKnown, class AffineAt>
   __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;
@@ -107,8 +110,8 @@ struct QuantizeOp {
 
 // ------------------------------------------------------------------------------- rows held on chip
 
-// Packs that a thread holds. Each row has a cost that does not depend on its length. It is as high as the cost of 8
-// packs.
+// Packs that a thread holds. Each row has a cost that does not depend on its length, and that is as high as the cost of
+// 8 packs. With fewer packs, a thread would spend more time on this cost than on its packs.
 constexpr int kHeldPacks = 8;
 // Threads of the largest team, which is a whole block. Without random bits, a multiprocessor holds two such blocks, and
 // one of them loads while the other stores. With random bits, it holds one such block.

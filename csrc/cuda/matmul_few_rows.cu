@@ -25,15 +25,18 @@ constexpr int kWarps = kThreads / 32;
 // numbers that are neighbours in memory. With g = lane / 4 and t = lane % 4, a lane loads rows g and g + 8 of a, and
 // columns of b that depend on g. Which k it loads depends on t.
 //
-// For b that is dense along k. In each 32 of k, a lane loads the eight from 8 t on, in the columns g, g + 8, g + 16 and
+// In both structs below, kK is how much of k a warp takes in one step, and kANumbers is how many of these k a lane
+// loads.
+//
+// For b that is dense along k. A lane loads the k from 8 t to 8 t + 7 of each step, in the columns g, g + 8, g + 16 and
 // g + 24 of the block.
 struct AlongK {
   static constexpr int kColumns = 32, kK = 32, kANumbers = 8, kTiles = kColumns / 8;
 };
 
-// For b that is dense along n. In each 16 of k, a lane loads the rows 4 t .. 4 t + 3 of b, and in each of them eight
-// columns from 8 g on. A word of a fragment holds two numbers of one column, from two rows of b. So pairs of rows are
-// merged in registers.
+// For b that is dense along n. A lane loads the k from 4 t to 4 t + 3 of each step, which are four rows of b. In each
+// of these rows it loads the eight columns from 8 g to 8 g + 7 of the block. A word of a fragment holds two numbers of
+// one column, from two rows of b. So pairs of rows are merged in registers.
 struct AlongN {
   static constexpr int kColumns = 64, kK = 16, kANumbers = 4, kTiles = kColumns / 8;
 };
@@ -93,8 +96,8 @@ struct Reader {
     b_step = kWarps * Way::kK * matmul.b_strides[1];
   }
 
-  // Whether the aligned words that hold the numbers of the next kSteps steps lie inside the tensors. The check takes
-  // full steps, also where k ends earlier. There it may be false although the words that are needed lie inside.
+  // Whether the aligned words that hold the numbers of the next kSteps steps lie inside the tensors. The check assumes
+  // full steps. If k ends within a step, the result may be false although the words that are needed lie inside.
   template <int kSteps>
   __device__ __forceinline__ bool has_words(const Span& a_span, const Span& b_span) const {
     if (!b_span.has_words(b[0], b[3] + (kSteps - 1) * b_step + (kAlongK ? 8 : columns))) return false;
@@ -171,8 +174,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   float sum[Way::kTiles][4] = {};
   uint32_t a_words[kEach][2][Way::kANumbers / 2];
   Packed<T, 8> b_packs[kEach][4];
-  // An iteration does kEach steps. If fewer steps are left, or if the words of kEach steps reach beyond a tensor, it
-  // does one step.
+  // An iteration does kEach full steps, or only one step. It does one if fewer than kEach full steps are left, or if
+  // the words of kEach steps reach beyond a tensor.
 #pragma unroll 1
   while (k < end) {
     const bool is_whole = k + (kEach - 1) * kStep + Way::kK <= end;
