@@ -83,9 +83,9 @@ def is_last(ticket_ptr):
 # --------------------------------------------------------------------------------------------- element access
 # VEC is the number of neighbouring elements that a thread loads or stores in one access. Kernels use VEC > 1 only if
 # the address is aligned to the size of such an access, and the number of elements is a multiple of VEC. Nevertheless
-# address and number are rounded down to these multiples, which changes no value. The rounding is needed because the
-# compiler may move code out of a branch that tests the alignment. Without the rounding, `multiple_of` would be false
-# outside of that branch.
+# element_pointers() rounds the address down to such a multiple, and kernels round the number, which changes no value.
+# The rounding is needed because the compiler may move code out of a branch that tests the alignment. Without the
+# rounding, `multiple_of` would be false outside of that branch.
 #
 # bf16 is loaded and stored as int16, because the interpreter (Triton 3.6 to 3.9) misreads bf16 subnormals, and
 # truncates fp32 to bf16 instead of rounding it.
@@ -222,7 +222,7 @@ def launch(kernel: Any, n_programs: int, first: torch.Tensor, *args: Any, **cons
     By default Triton compiles other variants for arguments that are 1, or multiples of 16. The kernels turn this off
     for all arguments, because such variants would gain nothing. Every number has an annotated type, because Triton
     would otherwise choose the type of a Python int by its value. So a new value of an argument never makes Triton
-    compile a variant. Otherwise this could happen in the middle of a graph capture.
+    compile a variant, which could otherwise happen in the middle of a graph capture.
 
     Kernels that walk a table have one program for each chunk. The hardware starts a program when another one ends. So
     multiprocessors stay busy although some chunks are short (the ends of tensors), and others are skipped. In a

@@ -90,7 +90,7 @@ _TILE = {True: 2048, False: 1024}
 # elements as above.
 _REGISTER_TILE = {True: 16384, False: 8192}
 _PROGRAMS = 1024  # enough to fill a device: about eight for each multiprocessor of the largest GPU
-# The least width of a tile by columns, if `inner` is that large: 128 bytes of neighbouring 16-bit elements.
+# The least width of a tile by columns, unless `inner` is smaller: 128 bytes of neighbouring 16-bit elements.
 _COLUMNS_OF_TILE = 64
 
 
@@ -139,7 +139,10 @@ class Layout(NamedTuple):
         return {"VEC": vec if wide else 1}
 
     def has_index_of_fours(self) -> bool:
-        """Return whether each four elements of a tile's row (0 to 3, 4 to 7, ...) get random bits from one counter."""
+        """Return whether every four elements in a row of a tile (0 to 3, 4 to 7, ...) share one counter of Philox.
+
+        A counter gives four random words (`philox` in csrc/formulas/int8.h).
+        """
         if self.is_by_columns:
             return self.inner >= 4 and (self.inner % 4 == 0 or self.outer * self.reduced == 1)
         groups_of_row = -(-self.row // self.reduced)
@@ -158,7 +161,7 @@ def _plan(layout: Layout, rows: int, width: int, wide: bool) -> Plan:
 
 @functools.lru_cache(maxsize=4096)
 def streaming_plan(layout: Layout, wide: bool) -> Plan:
-    """Return the plan for kernels that need no extremes. A program handles at most four tiles."""
+    """Return the plan for kernels to which the caller gives the scales. A program handles at most four tiles."""
     if layout.is_by_columns:
         width = min(_power_of_two(layout.inner), 4 * _COLUMNS_OF_TILE)
         rows = min(_power_of_two(layout.reduced), _TILE[wide] // width)
@@ -185,7 +188,8 @@ def register_plan(layout: Layout, wide: bool) -> Plan | None:
 def two_pass_plan(layout: Layout, wide: bool) -> Plan:
     """Return a plan with one program for each band, or with several if there are too few bands to fill the device."""
     plan = streaming_plan(layout, wide)
-    # In the second kernel every program folds the extremes of all pieces of its band. The square root limits the number
-    # of pieces, so that a program has few extremes to fold, compared with the number of its elements.
+    # If several programs share a band, one kernel finds the extremes of the tiles of each program. In a second kernel,
+    # every program folds the extremes of all programs of its band. The square root limits their number, so that a
+    # program has few extremes to fold, compared with the number of its elements.
     most = min(_PROGRAMS // plan.bands, math.isqrt(layout.reduced))
     return dataclasses.replace(plan, pieces=max(1, min(plan.tiles, most)))

@@ -1,6 +1,7 @@
 """The operators on lists of tensors, launched from Python for Triton. csrc/ops/lists.h does the same in C++.
 
-Each call writes its tensors into a new table (csrc/table.h), which the kernels read.
+Each call writes the sizes, dtypes and addresses of its tensors into a new table (csrc/table.h), which the kernels read.
+A chunk is a range of elements of one tensor.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from .table import (
     send,
 )
 
-# Cached, because each step cuts the model into the same chunks, which takes 1 or 2 ms in Python for a billion elements.
+# Cached, because each step cuts the same sizes into the same chunks. In Python this takes 1 or 2 ms for a billion
+# elements.
 _cut = functools.lru_cache(maxsize=8)(cut)
 
 
@@ -82,7 +84,8 @@ class Update(NamedTuple):
     steps_taken: int
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    grad_remainders: list[Tensor] | None = None  # only for averages: the remainders of the 16-bit weights in `grads`
+    # Only for averages, whose `grads` are the weights that they follow: the remainders of the 16-bit weights.
+    grad_remainders: list[Tensor] | None = None
 
     @property
     def states(self) -> tuple[list[Tensor] | None, ...]:
@@ -102,8 +105,9 @@ def update(ops: Kernels, *arguments: Any) -> None:
     dense_grads = [_as_laid_out(g, p) for g, p in zip(grads, dense_params, strict=True)]
     dense_states = [[_as_laid_out(s, p) for s, p in zip(state, dense_params, strict=False)] for state in states]
     is_average = given.grad_remainders is not None
-    # Row MASTER of the table. The entry of a parameter is its fp32 master or its remainder. The entry of an average is
-    # the remainder of the weight that it follows. An entry is None if there is no such tensor.
+    # Row MASTER of the table. The entry of a parameter is its fp32 master, or the remainder that together with the
+    # parameter gives the master (csrc/formulas/remainder.h). The entry of an average is the remainder of the weight
+    # that it follows. An entry is None if there is no such tensor.
     master_row = (
         _for_low_precision(grads, given.grad_remainders or ()) if is_average else _for_low_precision(params, masters)
     )
@@ -184,9 +188,9 @@ def _by_dtypes(
 
 
 def _as_laid_out(tensor: Tensor, model: Tensor) -> Tensor:
-    """Return a tensor with the elements of `tensor`, in the order in memory that the dense `model` has.
+    """Return a tensor with the elements of `tensor`, laid out in memory like `model`, which must be dense.
 
-    This is `tensor` itself if it has that order, otherwise a copy.
+    The result is `tensor` itself if it is laid out like that, otherwise a copy.
     """
     return tensor if same_layout(tensor, model) else torch.empty_like(model, dtype=tensor.dtype).copy_(tensor)
 

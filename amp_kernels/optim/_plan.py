@@ -1,8 +1,8 @@
 """A plan takes the step on one device. It writes a table of the tensors, and launches kernels that read the table.
 
 - The *table* (csrc/table.h) is int64 and has a column for each parameter. Its first rows hold the size, the dtype of
-  the gradient and the group. The other rows hold addresses: of the gradient, the parameter, the remainder, the count of
-  steps, and the states.
+  the gradient and the group. The other rows hold addresses: of the gradient, the parameter, the remainder of its fp32
+  master (csrc/formulas/remainder.h), the count of steps, and the states.
 - The *form* of a column is a number. It encodes the dtypes of parameter and gradient, and which states the parameter
   has. A launch updates columns with the same dtypes. Its `Form` holds these dtypes, and every state that at least one
   of the columns has. An update kernel is compiled for one `Form`.
@@ -82,7 +82,8 @@ class Column(NamedTuple):
         return [t for t in (self.memory, self.remainder, self.step, *self.states) if t is not None]
 
 
-# A function of a parameter's name, the number of its group, and the parameter: `FusedOptimizer._column`.
+# `FusedOptimizer._column` has this type. Its arguments are the name of a parameter, the number of its group, and the
+# parameter. It returns None if the step leaves the parameter out.
 Read = Callable[[str, int, Tensor], Column | None]
 
 
@@ -102,8 +103,9 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
             f"step: {named[position][0]} and its state must not share memory with themselves, another parameter or "
             "its state; use one Parameter for the shared memory, or clone() it"
         )
-    # The memory of a mirrored parameter is left out, because `Spans` takes only dense tensors. The mirror is left out
-    # too. It is new memory, which no gradient can overlap.
+    # The memory of a mirrored parameter is left out, because `Spans` takes only dense tensors. So a gradient that
+    # overlaps this memory is not found. The mirror is left out too, because it is new memory, which no gradient can
+    # overlap.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])
     for name, grad in zip(names, grads, strict=True):
         if written.overlaps(grad):
@@ -236,7 +238,7 @@ class NativePlan(Plan):
         self._shape: tuple[int, int] | None = None  # the number of rows of the table, and the number of groups
         self._layouts: list[Layout] = []  # the most recently used first
         self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
-        self._columns: dict[int, Column] = {}  # the columns that were read in Python; the C++ sweep keeps no tensors
+        self._columns: dict[int, Column] = {}  # columns that Python read; the C++ sweep (_sweep.py) keeps no tensors
         self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients, each with a copy in the strides of its parameter
         self._rate_tensors: dict[int, Tensor] = {}  # for each group, the learning rate if kernels read it from a tensor
         self._kept: list[object] = []  # objects whose memory captured graphs use
@@ -276,8 +278,9 @@ class NativePlan(Plan):
         if shape == self._shape:
             return
         self._shape = rows, groups = shape
-        # Python reads numbers from this array, and not from a tensor. Tests forbid a step to read the value of any
-        # tensor, even of one on the host, because a test cannot tell whether a read waits for a device.
+        # Python reads numbers from this array, and not from a tensor, because tests forbid a step to read the value of
+        # a tensor. They forbid it even for a tensor on the host, since they cannot tell whether a read waits for a
+        # device.
         self._words = array("q", bytes(8 * ((1 + rows) * self._count + groups * (1 + HYPER_WORDS))))
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
         self._forms, self._table = self._host.forms, self._host.table
@@ -416,8 +419,8 @@ class NativePlan(Plan):
     def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
         """Loads the kernels of a step. A graph capture must not do this.
 
-        Returns the number of thread blocks that run at the same time in one launch, the one that updates the most
-        elements.
+        Launches can differ in the number of thread blocks that run at the same time. Returns this number for the
+        launch that updates the most elements.
         """
         self._ops._load_unscale(self.norm)
         blocks = {form: self._ops._load_update(self.norm, self._family, *form) for form in set(forms.values())}

@@ -2,10 +2,11 @@
 //
 //   code = clamp(rint(x * inverse) + zero_point, low, 127)      value = (code - zero_point) * scale
 //
-// Steps are x * inverse: the distance from the zero point, in units of the scale. Encoding reads x and writes codes.
-// For each element, these are together 3 bytes if x has 16 bits, and 5 bytes if x is fp32. With AVX2 and F16C, an
-// Encoder makes 32 codes at a time: four registers of eight fp32 steps become one register of codes. Without these, for
-// stochastic rounding, and for fewer than 32 columns, encode() makes the codes in loops that the compiler vectorises.
+// Steps are x * inverse: the distance from the zero point, in units of the scale. For each element, reading x and
+// writing the code moves 3 bytes if x has 16 bits, and 5 bytes if x is fp32. With AVX2 and F16C, an Encoder makes 32
+// codes at a time: four registers of eight fp32 steps become one register of codes. encode() makes codes in loops that
+// the compiler vectorises. It is used for stochastic rounding, for fewer than 32 columns, and for everything if AVX2 or
+// F16C is missing.
 #pragma once
 
 #include <cmath>
@@ -14,12 +15,12 @@
 
 namespace amp_kernels::cpu {
 
-// The affines (scale, inverse, zero point) of a band's groups. Steps are clamped before they are rounded, while
-// code_of() rounds them first. Both orders give the same codes, because the ends of the clamp are integers. If steps
-// are clamped first, a code takes a third of the instructions of code_of().
+// The affines (scale, inverse, zero point) of the groups in a band (csrc/int8.h). Steps are clamped before they are
+// rounded, while code_of() rounds them first. Both orders give the same codes, because the ends of the clamp are
+// integers. If steps are clamped first, a code takes a third of the instructions of code_of().
 //
-// A zero point from -128 to 127 is itself a code. In that case 0 steps lie between the ends of the clamp. NaN counts as
-// 0 steps, and an inverse of 0 makes 0 steps. The code for 0 steps is the zero point.
+// If x is NaN or the inverse is 0, steps are 0, and the code is the zero point, as in code_of(). This holds if the zero
+// point is itself a code (-128 to 127), because 0 then lies between the ends of the clamp.
 struct Affines {
   float scale[kRoom];
   float inverse[kRoom];
@@ -28,7 +29,8 @@ struct Affines {
   int zero_point[kRoom];
   bool have_inverses;  // whether every inverse is finite and not 0
   // Whether every zero point is a code. If one is not, an end of the clamp may lie outside of [-512, 512], the interval
-  // to which the formulas limit steps.
+  // to which the formulas limit steps. Codes are right all the same, because bound() moves the ends. But fake
+  // quantization and its gradient then compute each element with the formulas.
   bool are_codes = true;
 
   void set(int64_t i, const Affine& affine) {

@@ -11,8 +11,9 @@
 //   + kMagic                rounds to an integer, which the low bits of the sum then hold
 //   pack                    adds the zero points, and puts the low bytes of four results into a word: four codes
 //
-// The functions up to keeps_gradient() compute one element, and are right for every value and every group. The
-// functions after it compute packs of plain groups (is_plain() below), for the store() of an Op (int8_walk.cuh).
+// The functions up to keeps_gradient() compute one element, and are right for every value and every group. For
+// whole packs, QuantizeOp::store() in int8_quantize.cu calls round_steps() and pack_codes(). These two are right only
+// for plain groups (is_plain() below).
 #pragma once
 
 #include "../formulas/int8.h"
@@ -73,7 +74,7 @@ struct BoundedAffine : Affine {
         highest(127.0f - static_cast<float>(affine.zero_point)) {}
 
   // Whether the functions for packs give the right codes for this group. They also require that no steps in the pack
-  // are NaN.
+  // are NaN. With kAny, QuantizeOp::store() tests this.
   __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
 };
 
@@ -111,10 +112,11 @@ __device__ __forceinline__ void round_steps(float (&steps)[N], const AffineAt& a
   }
 }
 
-// Packs the results of round_steps() as codes, four codes to a word. The low byte of each result is the low byte of an
-// integer. With kInside, all zero points are 0, and this byte is the code. Otherwise the integers of four results and
-// their four zero points are added in one word, one byte for each sum. 128 is added to each sum, so that the sum is not
-// negative, and does not carry into the next byte. The last xor subtracts the 128 again.
+// Packs the results of round_steps() as codes, four codes to a word. A result is kMagic plus an integer, and its low
+// byte is the low byte of the integer. With kInside, all zero points are 0, and this byte is the code. Otherwise a code
+// is the sum of an integer and its zero point. Four such sums are computed in one word, one byte for each sum. 128 is
+// added to each sum, so that the sum is not negative, and does not carry into the next byte. The last xor subtracts the
+// 128 again.
 template <Steps kSteps, int N, class AffineAt>
 __device__ __forceinline__ void pack_codes(Vector<int8_t, N>& codes, const float (&steps)[N],
                                            const AffineAt& affine_at) {

@@ -1,6 +1,6 @@
 // Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input). Sums are fp32, and a
-// result is rounded once. A product takes 2 m n k operations. For each tile of `out`, its rows of a and its columns of
-// b are read once.
+// result is rounded once. A product takes 2 m n k operations. A tile of `out` needs some rows of a and some columns of
+// b, which are read once for each tile.
 //
 // A block computes one tile of `out`, step by step along k. While the warps multiply the numbers of one step,
 // asynchronous copies bring the numbers of the next steps to shared memory:
@@ -36,9 +36,11 @@ struct Shape {
   static_assert(kSharedBytes <= 99 * 1024);
 
   // kCycles is the time that a multiprocessor of sm_80 takes for a tile if k is 1, in eighths of a cycle. It is the
-  // longer of two times. kProductCycles: a multiprocessor multiplies 1024 pairs of numbers a cycle. kMemoryCycles: it
-  // moves 128 bytes of shared memory a cycle. Each number of an operand is written to shared memory once. It is read,
-  // in fragments of 16 rows, by every warp that needs it. The times are calculated, not measured.
+  // longer of two times. They are calculated, not measured:
+  //
+  //   kProductCycles   a multiprocessor multiplies 1024 pairs of numbers a cycle
+  //   kMemoryCycles    it moves 128 bytes of shared memory a cycle. Each number of an operand is written to shared
+  //                    memory once. A number of a is then read by kWarpsAcross warps, and a number of b by kWarpsDown
   static constexpr int kProductCycles = kM * kN / 128;
   static constexpr int kMemoryCycles = (kM + kN + kWarpsAcross * kM + kWarpsDown * kN) * 2 / 16;
   static constexpr int kCycles = kProductCycles > kMemoryCycles ? kProductCycles : kMemoryCycles;
@@ -202,7 +204,7 @@ __device__ __forceinline__ void load_fragments(uint32_t (&words)[4], const char*
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// The numbers of a and b that a warp multiplies at once. They have kK successive k, and are in registers.
+// The numbers of a and b that a warp multiplies at once, in registers: kK successive k of its rows and of its columns.
 template <class Tile, class LoadA, class LoadB>
 struct Slice {
   static constexpr int kK = 16;
@@ -429,10 +431,11 @@ enum Size { kLarge, kMedium, kSmall };
 
 // How tiled_kernel computes a product: the size of tiles and the number of splits for which the estimated time is
 // least. The time is in eighths of a cycle. It is the time of a tile, times the number of tiles of the busiest
-// multiprocessor. If k is divided, each split of a tile counts as a tile, and its time includes moving its sums. The
-// launch of fold_kernel is added once. If two sizes of tiles take the same time, the larger one is taken, because it
-// moves fewer bytes of shared memory and of L2. For example, the product with m = n = k = 4096 takes the same time with
-// Large as with Medium, on 108 and on 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
+// multiprocessor. If k is divided, each split of a tile counts as a tile, and its time includes moving its sums.
+// kFoldTime is then added once, for the launch of fold_kernel, which adds the sums of the splits (matmul_few_rows.cu).
+// If two sizes of tiles take the same time, the larger one is taken, because it moves fewer bytes of shared memory and
+// of L2. For example, the product with m = n = k = 4096 takes the same time with Large as with Medium, on 108 and on
+// 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
 struct Tiled {
   static constexpr int64_t kFoldTime = 8 * 4000;  // 4000 cycles to launch fold_kernel
   static constexpr int kBytesACycle = 32;         // bytes that a multiprocessor moves to or from L2

@@ -145,9 +145,9 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
 
   const Plan plan(groups, input, seed.has_value());
   if (!plan.layout.has_value()) {
-    // Random bits are numbered in row-major order, and in that order these groups need more than three axes. If no
-    // scale is given, a first call, without random bits, computes the scales. In the last call each element is a group
-    // of its own, with the scale of its former group.
+    // Random bits are numbered in row-major order, and in that order these groups do not fit the three axes of a layout
+    // (int8_layout.h). So each element becomes a group of its own, with the scale of its former group. If no scale is
+    // given, a call without random bits computes the scales first.
     const Tensor dense = as_row_major(x);
     Tensor own_scale = none(ScalarType::Float, x), own_zero_point = none(ScalarType::Int, x);
     if (!is_static) {
@@ -348,8 +348,8 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
 }
 
 // If x has at least kDequantizeRows rows, and the product at least kDequantizeProducts multiplications, the weight is
-// dequantized once, to the dtype of x, and torch multiplies. On an H100 (torch 2.11) this is then faster than the
-// kernel that multiplies by codes. In us, for fp16 and a weight of 4096 x 4096:
+// dequantized once, to the dtype of x, and torch multiplies. For such products, this is faster on an H100 (torch 2.11)
+// than the kernel that multiplies by codes. Times in us, for fp16 and a weight of 4096 x 4096:
 //
 //   rows of x                  128   256   512   1024   2048   4096
 //   kernel for codes           27    44    78    105    200    408

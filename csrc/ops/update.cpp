@@ -1,5 +1,5 @@
-// The operators of updates, for all families. `update_` takes lists. `_update_table_` and `_load_update` are called by
-// the step plan of an optimizer. Their schemas are in amp_kernels/ops/update.py.
+// The operators of updates, for all families (../formulas/families.h). `update_` takes lists. `_update_table_` and
+// `_load_update` are called by the step plan of an optimizer. Their schemas are in amp_kernels/ops/update.py.
 #include <limits>
 #include <map>
 #include <tuple>
@@ -122,6 +122,8 @@ class UpdateTable {
 // Sends words to the device, and then launches a kernel for each Form. The words are, in this order:
 //
 //   table | hyper-parameters, lr | address of lr | ticket | counts of updates | entries of the chunks of each Form
+//
+// ../table.h explains the table, the ticket, chunks and Forms.
 template <class Device>
 void update(std::string family, Tensors params, Tensors grads, MaybeTensors first, MaybeTensors second,
             MaybeTensors third, MaybeTensors masters, std::vector<double> hyper, double lr,
