@@ -336,7 +336,8 @@ class GradScaler(torch.amp.GradScaler):
     def last_overflow(self) -> Overflow | None:
         """The last `Overflow` in the gradients of a fused optimizer, or None. Reading it waits for the device.
 
-        Overflows in deleted optimizers count too.
+        Overflows in deleted optimizers count too. If an optimizer takes no part in some iterations, its earlier
+        overflow may be returned in place of a later one in another optimizer.
         """
         last = self._last_in(self._logs)
         return None if last is None else last[1]

@@ -693,7 +693,7 @@ def _bias_of(input: Tensor | None, b: Tensor) -> Tensor | None:
     cuBLASLt adds a tensor with one dimension within the product. A tensor with two dimensions, such as `input`, would
     first be copied by torch.
     """
-    if input is None or input.dim() != 2 or input.stride(0) != 0 or input.shape[0] == 0:
+    if input is None or input.dim() != 2 or input.shape[0] == 0 or (input.stride(0) != 0 and input.shape[0] > 1):
         return None
     return _widened(input.select(0, 0), b.shape[1:])
 

@@ -529,6 +529,14 @@ def test_odd_operands_are_padded_on_a_gpu() -> None:
         assert grad_weight.is_contiguous() and grad_weight.shape == weight.shape  # as a parameter's gradient must be
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_cublas_gets_a_bias_for_one_row_too(rows: int) -> None:
+    """Whose stride is not 0, unlike that of a row that is repeated."""
+    bias = FAMILY._bias_of(torch.arange(5.0).expand(rows, 5), torch.ones(3, 8))
+    assert bias.tolist() == [0, 1, 2, 3, 4, 0, 0, 0]
+    assert FAMILY._bias_of(torch.ones(2, 5), torch.ones(3, 8)) is None
+
+
 @pytest.mark.parametrize("activation", cases.ACTIVATIONS)
 @pytest.mark.parametrize("rows", [8, 64])
 def test_our_kernels_multiply_on_a_gpu_only_where_they_are_forced(
