@@ -53,7 +53,8 @@ def shadowed() -> str | None:
         if (installed / "__init__.py").exists() and not installed.samefile(_PACKAGE):
             return (
                 f"the installed package {installed} is shadowed by the source folder {_PACKAGE}; run Python in another "
-                "directory, call `amp-kernels`, or install with `pip install --no-build-isolation -e .`"
+                "directory, use the command `amp-kernels` in place of `python -m amp_kernels`, or install with "
+                "`pip install --no-build-isolation -e .`"
             )
     return None
 

@@ -84,9 +84,9 @@ def _mixes_rows() -> bool:
     """Return whether a NaN in one row of the left matrix reaches other rows of torch's bf16 product on this CPU.
 
     Let the left matrix be [M, K]. If K is not a multiple of 32, torch may read past the end of a row of that matrix,
-    into the next row, and multiply what it reads there by 0. A NaN or inf times 0 is NaN, so the product of the first
-    of these rows becomes NaN. On a CPU with AMX, torch 2.13 does this if M is at least 17, for most K that are not
-    multiples of 32, for example for 33 and 1000. torch 2.11 does not.
+    into the next row, and multiply what it reads there by 0. A NaN or inf times 0 is NaN. So if the next row has a
+    NaN or inf, the result for this row becomes NaN. On a CPU with AMX, torch 2.13 does this if M is at least 17, for
+    most K that are not multiples of 32, for example for 33 and 1000. torch 2.11 does not.
 
     Without AMX the answer is False. With AMX, or if torch cannot tell whether the CPU has AMX, a product is tried. If
     this package is imported in a mode that makes fake tensors, that product has no values. The answer is then True.

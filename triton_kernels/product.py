@@ -15,7 +15,7 @@ from .common import _INTERPRETED, BF16
 INT8 = tl.constexpr(len(DTYPE_CODES))  # the next code after those of floating point
 _GROUP = tl.constexpr(8)  # rows of tiles that are computed together
 
-# Which axis of an operand's tile is innermost in memory.
+# The axis of an operand's tile that has stride 1. With ROWS, neighbours in memory are in neighbouring rows of a column.
 NEITHER = tl.constexpr(0)
 ROWS = tl.constexpr(1)
 COLUMNS = tl.constexpr(2)
@@ -28,8 +28,9 @@ def pointers_of(
     """Return pointers to the elements [rows, columns] of a matrix.
 
     VEC is 1, or the number of elements in 16 bytes. In the latter case the caller has made sure that the base address
-    is a multiple of 16 bytes, and also the outer stride, unless it is not used. Here both are rounded down to such
-    multiples. This changes nothing, but shows the compiler that it can use accesses of 16 bytes.
+    and the outer stride are multiples of 16 bytes. (If the outer axis has one element, its stride may be any number,
+    because it is not used.) Here both are rounded down to such multiples. The pointers stay the same, but the compiler
+    sees that it can use accesses of 16 bytes.
     """
     if VEC > 1:
         BYTES: tl.constexpr = 16
@@ -142,8 +143,8 @@ def product(
         x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
         y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
         # An access along K may read elements beyond the end of K. They may be NaN, and their products would be added to
-        # every sum. So they become 0. Codes of b are never NaN, and in the product they are multiplied by a 0 of a. So
-        # codes of b become 0 only if b's columns are summed (SUM_B).
+        # every sum. So they become 0. Codes of b are never NaN, and the elements of a that they are multiplied by
+        # are 0. So codes of b become 0 only if b's columns are summed (SUM_B).
         if A_INNER == COLUMNS and K_VEC < A_VEC:
             x = tl.where((inner < rest)[None, :], x, 0)
         if B_INNER == ROWS and K_VEC < B_VEC and (B_DTYPE != INT8 or SUM_B):
@@ -194,8 +195,8 @@ def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
 
     Args:
         x: The matrix.
-        masked: An axis, or None. If this axis is the innermost one, and its length is not a multiple of the elements in
-            16 bytes, the matrix is also read by element.
+        masked: An axis past whose end nothing may be read, or None. If it is the innermost axis, and its length is not
+            a multiple of the number of elements in 16 bytes, the matrix is read by element, too.
     """
     vec = 16 // x.element_size()
     if x.stride(1) == 1 or x.shape[1] == 1:

@@ -17,8 +17,8 @@ from torch.nn import Parameter
 
 from .. import _loader, torch_private
 
-# Values in place of a form. ABSENT: the step leaves the parameter out. Most such parameters have neither a gradient nor
-# a count of steps. UNREAD: the sweep could not read the column, and the plan has to read it in Python.
+# Values in place of a form. ABSENT: the step leaves the parameter out, for example because it has neither a gradient
+# nor a count of steps. UNREAD: the sweep could not read the column, and the plan has to read it in Python.
 ABSENT, UNREAD = -1, -2
 
 
@@ -58,7 +58,7 @@ def sweep() -> Sweep:
     try:
         compiled.sweep([], [], [], (), (1, 0), 0, 0, 0, False, of_torch)
         compiled.same([], [], {}, [], [])
-    except (AttributeError, TypeError, ValueError, NotImplementedError):  # another version of `_C` or the capsule `api`
+    except (AttributeError, TypeError, ValueError, NotImplementedError):  # `_C` or `api` is of another version
         return _IN_PYTHON
 
     def columns(

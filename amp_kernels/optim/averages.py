@@ -62,7 +62,9 @@ def ema_(averages: Iterable[Tensor], optimizer: FusedOptimizer, decay: float) ->
     """
     if not isinstance(optimizer, FusedOptimizer):
         inner = wrapped(optimizer)
-        hint = "pass the one in it" if isinstance(inner, FusedOptimizer) else "torch.optim.swa_utils averages others"
+        hint = "for other optimizers use torch.optim.swa_utils"
+        if isinstance(inner, FusedOptimizer):
+            hint = "pass the optimizer that it wraps"
         got = type(optimizer).__name__
         raise TypeError(f"ema_: optimizer must be one of amp_kernels.optim, got a {got}; {hint}")
     is_number = isinstance(decay, numbers.Real) and not isinstance(decay, bool)
@@ -91,10 +93,10 @@ def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     Complex ones are averaged in complex64, or in complex128 if the tensor of the first model is complex128. Each mean
     is rounded to the dtype of the tensor in the first model. Integers keep the values of the first model.
 
-    If an optimizer trains the first model, its masters change with the weights. Each master of a 16-bit parameter then
-    differs from the rounded mean by at most half a unit in the last place. To average the masters themselves, load the
-    `fp32_state_dict` of each model into an fp32 copy, average the copies, and load the mean with
-    `load_fp32_state_dict`.
+    If an optimizer trains the first model, its masters follow the new weights. The master of a 16-bit parameter is then
+    within half a unit in the last place (of 16 bits) of the rounded mean, but it is not the mean of the masters. To
+    average the masters themselves, load the `fp32_state_dict` of each model into an fp32 copy, average the copies, and
+    load the mean with `load_fp32_state_dict`.
 
     Args:
         models: Models whose state dicts have the same names and shapes. Dtypes and devices may differ. The first model
@@ -177,7 +179,9 @@ def _numbers(model: torch.nn.Module) -> dict[str, Tensor]:
 def _check_same(first: dict[str, Tensor], other: dict[str, Tensor], index: int) -> None:
     differing = next(iter(sorted(first.keys() ^ other.keys())), None)
     if differing is not None:
-        raise ValueError(f"average_: models[{index}] must have the entries of models[0], got {differing} in one only")
+        raise ValueError(
+            f"average_: models[{index}] must have the entries of models[0], but only one of them has {differing}"
+        )
     for name, value in first.items():
         if other[name].shape != value.shape:
             raise ValueError(

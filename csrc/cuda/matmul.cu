@@ -108,7 +108,7 @@ struct WideLoader {
   }
 
   __device__ WideLoader(const Operand& operand, int64_t first_row) {
-    static_assert(kLines % 8 == 0, "all lines of a thread must have their chunks in the same order");
+    static_assert(kLines % 8 == 0, "offset() must move the chunks of all lines of a thread alike");
     const int line = threadIdx.x / kChunks, chunk = threadIdx.x % kChunks;
     const int64_t stride = kAcross ? operand.k_stride : operand.row_stride;
     next = reinterpret_cast<uintptr_t>(operand.first) + (kAcross ? first_row * 2 : first_row * stride) + line * stride +
@@ -264,9 +264,9 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
     fetch(step, stage);
     store(stage);
   }
-  // While tensor cores multiply a slice of a stage, the next slice is loaded from shared memory. The barrier comes
-  // before the last slice of a stage is multiplied, when every warp has that slice in registers. After the barrier the
-  // next stage is complete, and the stage of that slice may be filled again.
+  // While tensor cores multiply a slice of a stage, the next slice is loaded from shared memory. A warp arrives at the
+  // barrier when it has the last slice of a stage in registers, and multiplies this slice after the barrier. So after
+  // the barrier no warp reads this stage any more, and it may be filled again. The next stage is then complete.
   using Numbers = Slice<Tile, LoadA, LoadB>;
   static_assert(kTileK == 2 * Numbers::kK);
   // If a multiprocessor holds only one block, there are registers for kAhead: the first slice of the next stage is
@@ -405,14 +405,14 @@ Matmul normalized(Matmul matmul) {
 }
 
 // Returns the architecture for which nvcc compiled the code that the current device runs. The first call loads a
-// kernel, and loading fails during a graph capture. Every product that has results calls this function, even if it does
-// not need the answer. So any such product before the capture loads the kernel.
+// kernel, and loading fails during a graph capture. Every product whose `out` is not empty calls this function, even if
+// it does not need the answer. So one such product before the capture is enough.
 int compiled_for_sm() {
   return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
 }
 
-// How an operand can be loaded: 16 bytes at a time along k (kAlong), 16 bytes at a time across k, along m or n
-// (kAcross), or one number at a time (kNeither).
+// How an operand can be loaded: 16 bytes along k at a time (kAlong); 16 bytes along its rows, that is m or n, at a time
+// (kAcross); or one number at a time (kNeither).
 enum Layout { kAlong, kAcross, kNeither };
 
 // `bytes`: from the first number to the end of the storage. A copy of 16 bytes must not go beyond that end.

@@ -33,7 +33,7 @@ inline Operands operands_of(const Tensors& tensors, const Operand& beside, bool 
   return operands;
 }
 
-// Copies tensors whose memory kernels cannot walk, and keeps the copies.
+// Copies the tensors that kernels cannot walk in memory, and keeps the copies.
 class Dense {
  public:
   // Returns the operand itself if it is dense, otherwise a row-major copy of it.

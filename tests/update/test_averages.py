@@ -213,8 +213,12 @@ def test_what_does_not_fit(device):
             ValueError,
             r"averages\[2\] must not share memory",
         ),
-        ((averages, torch.optim.SGD(params), 0.5), TypeError, r"must be one of amp_kernels.optim, got a SGD; torch\."),
-        ((averages, Wrapper(), 0.5), TypeError, r"must be one of amp_kernels.optim, got a Wrapper; pass the one in it"),
+        (
+            (averages, torch.optim.SGD(params), 0.5),
+            TypeError,
+            r"must be one of amp_kernels.optim, got a SGD; for other",
+        ),
+        ((averages, Wrapper(), 0.5), TypeError, r"got a Wrapper; pass the optimizer that it wraps"),
         ((averages, optimizer, 1.5), ValueError, r"decay must be a number from 0 to 1, got 1.5"),
         ((averages, optimizer, math.nan), ValueError, r"decay must be a number from 0 to 1, got nan"),
         ((averages, optimizer, "0.5"), TypeError, r"decay must be a number from 0 to 1, got '0.5'"),
@@ -342,7 +346,7 @@ def test_models_that_do_not_fit(device):
     for models, error, sentence in (
         ([], ValueError, "models must be at least one, got none"),
         ([first, 3], TypeError, r"models\[1\] must be a torch Module, got a int"),
-        ([first, second, longer], ValueError, r"models\[2\] must have the entries of models\[0\], got extra in one"),
+        ([first, second, longer], ValueError, r"models\[2\] must have the entries of models\[0\], but only one"),
         (
             [first, wider],
             ValueError,
