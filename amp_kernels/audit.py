@@ -33,6 +33,7 @@ from .functional.matmul import (
     Activation,
     as_matrices,
     autocast,
+    check_serves,
     copies_of,
     engine_of,
     is_slow,
@@ -106,6 +107,7 @@ def explain(
         TypeError: One of `a` and `b` is a tensor, and the other is a shape. Or tensors are given together with `dtype`
             or `device`. Or dtypes do not fit, as in `amp_kernels.matmul`.
         ValueError: `a` and `b` cannot be multiplied or are on different devices, or `activation` is unknown.
+        RuntimeError: The device is a GPU, inside ``use_backend("cpu")``.
 
     Examples:
         >>> amp_kernels.explain((64, 1001), (1001, 512), dtype=torch.bfloat16).engine
@@ -131,6 +133,7 @@ def explain(
     engine = engine_of("explain", left.dtype, place.type)
     if left.dtype not in DTYPES:
         return Explanation(engine, f"{str(left.dtype).removeprefix('torch.')} is left to it", (), 0)
+    check_serves(engine, place.type)
     left, right = as_matrices("explain", left, right)
     sizes = zip("ab", (left, right), copies_of(engine, left, right), strict=True)
     copies = {name: _copy_bytes(x, size) for name, x, size in sizes if size is not None}

@@ -81,11 +81,11 @@ def is_last(ticket_ptr):
 
 
 # --------------------------------------------------------------------------------------------- element access
-# VEC is the number of neighbouring elements that a thread loads or stores in one access. Kernels use VEC > 1 only if
-# the address is aligned to the size of such an access, and the number of elements is a multiple of VEC. Nevertheless
-# element_pointers() rounds the address down to such a multiple, and kernels round the number, which changes no value.
-# The rounding is needed because the compiler may move code out of a branch that tests the alignment. Without the
-# rounding, `multiple_of` would be false outside of that branch.
+# VEC is the number of neighbouring elements that a thread loads or stores in one access. With VEC > 1 kernels access
+# memory only if the address is aligned to the size of such an access, and the number of elements is a multiple of VEC.
+# element_pointers() rounds the address down to such a multiple, and kernels round the number, which changes no access.
+# The rounding is needed because the compiler may compute an address even where nothing is accessed. Without the
+# rounding, `multiple_of` would be false there.
 #
 # bf16 is loaded and stored as int16, because the interpreter (Triton 3.6 to 3.9) misreads bf16 subnormals, and
 # truncates fp32 to bf16 instead of rounding it.

@@ -90,6 +90,7 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
         except _REFUSALS as error:
             _reword("matmul", error, a, b)
             raise
+    check_serves(engine, kind)
     left, right = as_matrices("matmul", a, b)
     copies = copies_of(engine, left, right)
     if dtype is a.dtype and _is_one_torch_call(engine, copies, left):
@@ -146,6 +147,7 @@ def addmm(
         except _REFUSALS as error:
             _reword("addmm", error, input, a, b)
             raise
+    check_serves(engine, kind)
     check_product("addmm", a, b)
     term = _term(input, a, b)
     copies = copies_of(engine, a, b)
@@ -205,6 +207,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
         except _REFUSALS as error:
             _reword("linear", error, x, weight, bias)
             raise
+    check_serves(engine, kind)
     _check_linear(x, weight, bias)
     rows = x if x.dim() == 2 else x.flatten(0, -2) if x.dim() > 2 else x.unsqueeze(0)
     tensors = (rows, weight) if bias is None else (rows, weight, bias)
@@ -280,11 +283,15 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
     name = None if is_compiled else forced()
     if kind == "cpu" and name in (None, "cpu"):
         return CPU
-    if name == CPU:
-        refuse(name, torch.device(kind))
     if name is not None:
         return name
     return LIBRARY if kind == "cuda" and not is_compiled else TORCH
+
+
+def check_serves(engine: str, kind: str) -> None:
+    """Raise RuntimeError for CUDA tensors inside ``use_backend("cpu")``. All other backends check their tensors."""
+    if engine == CPU and kind != "cpu":
+        refuse(engine, torch.device(kind))
 
 
 def copies_of(engine: str, a: Tensor, b: Tensor) -> Copies:

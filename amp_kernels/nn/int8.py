@@ -315,7 +315,7 @@ class Int8Linear(_Int8Weight):
     |---|---|
     | `"weight_only"` | `x @ (weight_codes * weight_scale).T + bias`, in fp32, from the codes. |
     | `"dynamic"` | `int8_matmul` of codes. Each row of `x` is quantized, asymmetrically, by its own range. |
-    | `"static"` | Like `"dynamic"`, with one calibrated range for all of `x`. Returns codes if it has `output_scale`. |
+    | `"static"` | Like `"dynamic"`, with one range for all of `x`. With `output_scale` the result is an `Int8Tensor`. |
 
     A weight-only layer multiplies by its codes. There are three exceptions, in which the compiled CUDA kernels
     dequantize the weight and torch multiplies:

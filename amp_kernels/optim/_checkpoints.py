@@ -97,9 +97,9 @@ class WithCheckpoints(WithState):
         """Load a state dict of this class or of the matching torch optimizer.
 
         Masters and states are loaded in fp32, whatever the dtype of the parameters is. A state that a torch state dict
-        lacks starts at 0. A state dict of fp32 parameters has no masters. If it is loaded, the optimizer keeps the
-        masters that it has. There is one exception: if an optimizer of this class saved the state dict, and had no
-        state yet, the weights become the masters.
+        lacks starts as in a new optimizer. A state dict of fp32 parameters has no masters. If it is loaded, the
+        optimizer keeps the masters that it has. There is one exception: if an optimizer of this class saved the state
+        dict, and had no state yet, the weights become the masters.
 
         If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may not be
         exact. They differ from the saved masters by up to one unit in the last place of bf16. For weights closer to 0

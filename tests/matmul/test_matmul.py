@@ -529,6 +529,18 @@ def test_odd_operands_are_padded_on_a_gpu() -> None:
         assert grad_weight.is_contiguous() and grad_weight.shape == weight.shape  # as a parameter's gradient must be
 
 
+@pytest.mark.parametrize("op", ["matmul", "addmm", "linear"])
+def test_products_without_memory_have_shapes_whatever_backend_is_forced(op: str) -> None:
+    operands = (torch.empty(8, 8, dtype=torch.bfloat16, device="meta"),) * (3 if op == "addmm" else 2)
+    with amp_kernels.use_backend("cpu"):
+        assert getattr(amp_kernels, op)(*operands).shape == (8, 8)
+
+
+def test_explain_refuses_the_backend_of_cpus_for_a_gpu() -> None:
+    with amp_kernels.use_backend("cpu"), pytest.raises(RuntimeError, match="'cpu' cannot serve cuda tensors"):
+        amp_kernels.explain((8, 8), (8, 8))
+
+
 @pytest.mark.parametrize("rows", [1, 2])
 def test_cublas_gets_a_bias_for_one_row_too(rows: int) -> None:
     """Whose stride is not 0, unlike that of a row that is repeated."""
