@@ -197,8 +197,7 @@ class UpdateInputs:
         """Return, for each parameter, the fp32 tensor that the update changes.
 
         Returns:
-            The list. It has each fp32 parameter, and the master of each 16-bit parameter. If a master is stored as a
-            remainder, the list has an fp32 copy of the master.
+            fp32 parameters, masters of 16-bit parameters, and fp32 copies of masters that are stored as remainders.
 
         Examples:
             >>> from amp_kernels import testing

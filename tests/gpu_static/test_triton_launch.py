@@ -22,7 +22,11 @@ TODAY = pytest.param(
     "today", marks=pytest.mark.skipif(fake_cuda.why_not() is not None, reason=str(fake_cuda.why_not()))
 )
 OLDEST = pytest.param(
-    "oldest", marks=pytest.mark.skipif(fake_cuda.why_not_oldest() is not None, reason=str(fake_cuda.why_not_oldest()))
+    "oldest",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(fake_cuda.why_not_oldest() is not None, reason=str(fake_cuda.why_not_oldest())),
+    ],
 )
 versions = pytest.mark.parametrize("version", [TODAY, OLDEST])
 
