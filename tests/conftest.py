@@ -121,7 +121,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """The longest files first, so that no process is idle while another has one of them left at the end."""
     if FAKE_GPUS:
         items[:] = filter(_runs_on_fake_gpus, items)
-    items.sort(key=lambda item: item.path.parent.name not in ("package", "harness", "gpu_static"))
+    folders = ("package", "harness", "gpu_static")
+    items.sort(key=lambda item: (item.path.name != "test_gpu_check.py", item.path.parent.name not in folders))
 
 
 def _runs_on_fake_gpus(item: pytest.Item) -> bool:
