@@ -443,7 +443,7 @@ def _ratio_and_spread(samples: Sequence[float], ours: Sequence[float]) -> dict[s
 
 def _percentiles(samples: Sequence[float]) -> tuple[float, float]:
     """The 20th and the 80th."""
-    p20, *_, p80 = statistics.quantiles(samples, n=5) if len(samples) > 1 else [*samples, *samples]
+    p20, *_, p80 = statistics.quantiles(samples, n=5, method="inclusive") if len(samples) > 1 else [*samples, *samples]
     return p20, p80
 
 

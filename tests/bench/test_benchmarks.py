@@ -102,9 +102,9 @@ def test_shares_and_ratios_are_of_what_was_timed_side_by_side(tmp_path, common, 
     # half the bytes of the copy; it took 2, 1.5, 2 times as long as ours, 2, 1.8, 1 times as long as the peer
     assert [float(rows[name]["copy_percent"]) for name in ("ours", "peer", "copy")] == [100.0, 90.0, 100.0]
     assert [rows[name]["ratio_to_ours"] for name in ("ours", "peer", "copy")] == ["1.0", "2.5", ""]
-    # the percentiles of 3, 2.5 and 2, not those of the times
-    assert [rows[name]["ratio_p20"] for name in ("ours", "peer", "copy")] == ["1.0", "1.9", ""]
-    assert [rows[name]["ratio_p80"] for name in ("ours", "peer", "copy")] == ["1.0", "3.1", ""]
+    # the percentiles of 3, 2.5 and 2, which lie between them, not those of the times
+    assert [rows[name]["ratio_p20"] for name in ("ours", "peer", "copy")] == ["1.0", "2.2", ""]
+    assert [rows[name]["ratio_p80"] for name in ("ours", "peer", "copy")] == ["1.0", "2.8", ""]
     assert [float(rows[name]["median_ms"]) for name in ("ours", "peer", "copy")] == [2.0, 5.0, 7.0]
 
 
