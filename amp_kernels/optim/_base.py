@@ -401,7 +401,8 @@ class FusedOptimizer(WithCheckpoints):
         """Allocate state and tables before the first step, for every parameter that requires a gradient.
 
         If no step was taken yet, call this before you capture a CUDA graph. This is enough if each gradient will have
-        the dtype of its parameter. Otherwise the capture must follow a step with such gradients.
+        the dtype of its parameter. Otherwise the capture must follow a step whose gradients have the dtypes of the
+        captured ones.
 
         Raises:
             TypeError: A parameter is not fp32, fp16 or bf16.

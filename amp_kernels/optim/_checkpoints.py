@@ -19,7 +19,7 @@ from ._tensors import has_memory, kind, local
 class WithCheckpoints(WithState):
     """An optimizer that saves its fp32 masters, and that can also load state dicts of torch's optimizers."""
 
-    _format = 1  # the version of state dicts; raised when earlier releases would misread them
+    _format = 1  # the version of state dicts; it grows if earlier releases would misread the new ones
 
     def state_dict(self) -> dict[str, Any]:
         """Return a state dict in torch's format, with the fp32 masters of 16-bit parameters. Waits for the device.
@@ -77,8 +77,8 @@ class WithCheckpoints(WithState):
 
         Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter looks like bf16
         if at least half of its nonzero elements are bf16 numbers. (One in eight random fp16 numbers is also a bf16
-        number.) A parameter that looks like bf16 counts as bf16. If fewer than 16 of its elements are nonzero, it
-        counts as bf16 only if all fp32 parameters with a remainder look like bf16.
+        number.) A parameter that looks like bf16 counts as bf16 if at least 16 of its elements are nonzero, or if all
+        fp32 parameters with a remainder look like bf16. All others count as fp16.
         """
         params = [
             p
@@ -96,10 +96,10 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters and states are loaded in fp32, whatever the dtype of the parameters is. A state that a torch state dict
-        lacks starts as in a new optimizer. A state dict of fp32 parameters has no masters. If it is loaded, the
-        optimizer keeps the masters that it has. There is one exception: if an optimizer of this class saved the state
-        dict, and had no state yet, the weights become the masters.
+        Masters and states are loaded in fp32, whatever the dtype of the parameters is. If a torch state dict lacks
+        a state, that state starts as in a new optimizer. A state dict of fp32 parameters has no masters. If it is
+        loaded, the optimizer keeps the masters that it has. There is one exception: if an optimizer of this class saved
+        the state dict, and had no state yet, the weights become the masters.
 
         If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may not be
         exact. They differ from the saved masters by up to one unit in the last place of bf16. For weights closer to 0
@@ -143,9 +143,10 @@ class WithCheckpoints(WithState):
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
         before = dict(self.__dict__)
-        # `kept` is the state whose masters stay if the state dict has none. If a state dict of this class ("format")
-        # has no entries, it was saved before the first step, when each master was its weight. So no master stays. If a
-        # state dict of torch has no entries, masters stay, because torch's SGD without momentum never has entries.
+        # If the state dict has no masters, the optimizer keeps those in `kept`. If a state dict of this class (with the
+        # key "format") has no entries, it was saved before the first step, when each master was its weight. So no
+        # master stays. If a state dict of torch has no entries, masters stay, because torch's SGD without momentum
+        # never has entries.
         kept = {} if "format" in state_dict and not state_dict.get("state") else before["state"]
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks

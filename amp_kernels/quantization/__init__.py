@@ -8,8 +8,8 @@
 `amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
 
 The layers `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D` and
-`torch.nn.Embedding` are converted. Embeddings are among them because they can be most of a model: a small sentence
-transformer would otherwise keep two thirds of its bytes.
+`torch.nn.Embedding` are converted. Embeddings are among them because they can be most of a model: in a small
+sentence transformer they are two thirds of the bytes.
 
 Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
 The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
@@ -150,8 +150,8 @@ def prepare_qat_(
 
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
     before and after `convert_` have the same bits. The backward pass multiplies gradients by the quantized inputs and
-    weights. The quantization itself passes the gradient of a value on unchanged if the value is inside the range of the
-    codes (Jacob et al. 2018). Parameters stay the same objects, so an optimizer may be created before or after this
+    weights. The quantization does not change the gradient of a value inside the range of the codes, and sets the others
+    to 0 (Jacob et al. 2018). Parameters stay the same objects, so an optimizer may be created before or after this
     call. Until `convert_`, `layer.weight` is the float parameter. After `convert_`, it is the dequantized weight.
 
     Args:

@@ -183,7 +183,7 @@ def int8_matmul(
 
 
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Multiply floats by int8 weights: `x @ weight.T * scale + bias` in fp32, rounded once.
+    """Multiply floats by int8 weights: `x @ weight.T * scale + bias` in fp32, then rounded to x's dtype.
 
     Args:
         x: `[M, K]`, fp16, bf16 or fp32.
@@ -247,7 +247,7 @@ def _blocks(x: Tensor, block_size: int | None) -> Tensor:
         return x
     blocks = -(-x.shape[-1] // block_size)
     padded = F.pad(x, (0, blocks * block_size - x.shape[-1]))
-    # `unflatten` is not used here, because some versions of torch make one block of an empty dimension.
+    # Not `unflatten`: in some versions of torch it returns one block, not none, for a dimension of length 0.
     return padded.reshape(*x.shape[:-1], blocks, block_size)
 
 

@@ -145,8 +145,8 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
     - the same value, which is NaN or the same infinity;
     - a number within a relative 1e-6 of the truth, if fp32 can hold the truth.
 
-    If `ours` is neither, the error is inf. The number is accepted as well as torch's value, because torch's own kernels
-    overflow at different values. In `torch.optim.RMSprop`, for example, a GPU multiplies the square `g * g` by
+    If `ours` is neither, the error is inf. A number near the truth is accepted too, because torch's own kernels do not
+    all overflow at the same inputs. In `torch.optim.RMSprop`, for example, a GPU multiplies the square `g * g` by
     `1 - alpha`, but a CPU multiplies `(1 - alpha) * g` by `g`.
 
     Args:
@@ -409,7 +409,8 @@ def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor
     If `position` is "first", the first element of the first vector is replaced. If it is "middle", an element in the
     middle of the second vector is replaced. If it is "last", the last element of the third vector is replaced.
 
-    Kernels divide the second vector into several chunks. Chunks of 65536 are only for lists with far more elements.
+    Kernels divide the second vector into several chunks: for so few elements a chunk is shorter than its maximum of
+    65536.
     """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]

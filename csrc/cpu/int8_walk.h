@@ -19,17 +19,17 @@
 
 namespace amp_kernels::cpu {
 
-// Most elements of the segments that for_each_segment() makes: kSegment by rows, kColumnSegment by columns. By rows,
-// the fp32 copy of a segment stays in the L1. By columns, a segment in fp32 is 16 cache lines, as many as a core can
-// wait for at once.
+// The largest number of elements in a segment that for_each_segment() makes: kSegment by rows, kColumnSegment by
+// columns. By rows, the fp32 copy of a segment stays in the L1. By columns, a segment in fp32 is 16 cache lines, as
+// many as a core can wait for at once.
 constexpr int64_t kSegment = 1024;
 constexpr int64_t kColumnSegment = 256;
 constexpr int64_t kStripRows = 8;
-constexpr int64_t kGroups = 4096;  // most groups of a band
+constexpr int64_t kGroups = 4096;  // the largest number of groups in a band
 // Size of an array with one number for each group of a band. Several such arrays lie one after the other in a struct.
 // With a size of kGroups they would be 2^14 bytes apart, and the numbers of a group would all share one set of the L1.
 constexpr int64_t kRoom = kGroups + 16;
-// Most elements of a band of short groups, so that the second read of the band is from the L1.
+// A band of short groups has at most this many elements, so that the second read of the band is from the L1.
 constexpr int64_t kBandSize = 4096;
 constexpr int64_t kOneThread = 1 << 16;  // with fewer elements, waking a second thread costs more than it saves
 
@@ -151,8 +151,8 @@ class Walk {
   }
 
   // Goes through all columns of one strip, segment by segment, and then through the next strip. The scales and zero
-  // points of a segment's columns (Affines in int8_codes.h) stay in the L1 for all rows of the strip. Still, memory is
-  // read in runs of kColumnSegment elements.
+  // points of a segment's columns (Affines in int8_codes.h) stay in the L1 for all rows of the strip. Each read of
+  // memory is a run of kColumnSegment elements, which is long enough for the hardware's prefetcher.
   template <class F>
   void for_each_segment_of_columns(const Band& band, int64_t begin, int64_t end, const F& f) const {
     for (int64_t strip = begin; strip < end; strip += kStripRows)
@@ -164,7 +164,7 @@ class Walk {
   bool by_columns_;
   int64_t rows_;      // by columns: rows of every band
   int64_t row_size_;  // elements from one row of a band to the next
-  // The tensor is divided into parts. By columns, a part is a matrix [reduced][inner]. By rows, if the last block of
+  // The tensor is divided into parts. By columns, a part is a matrix [reduced][inner]. By rows, if the last group of
   // each row of the tensor is shorter than the others, a part is one row of the tensor. Otherwise it is the whole
   // tensor.
   int64_t groups_of_part_, part_size_, parts_;

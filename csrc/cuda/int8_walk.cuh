@@ -8,7 +8,7 @@
 //
 //          lane 0  lane 1  lane 2  lane 3                                lane 0   lane 1   ...
 //          [pack]  [pack]  [pack]  [pack]   j = 0                   row  [pack]   [pack]   threads 0 to lanes - 1
-//          [pack]  [pack]  [pack]  [pack]   j = 1                   row  [pack]   [pack]   the next lanes
+//          [pack]  [pack]  [pack]  [pack]   j = 1                   row  [pack]   [pack]   threads lanes to 2*lanes-1
 //          ...                              kEach                        ...
 //          one scale, in a register of each thread                       kPack scales in registers, one per column,
 //                                                                        which the block loads once
@@ -24,7 +24,8 @@
 //   load(offset)                     loads a pack, and returns it as it lies in memory (type Raw)
 //   store(raw, offset, group_at)     computes and writes the results of a loaded pack. If it returns false, it wrote
 //                                    nothing, and narrow() must be called for this pack
-//   narrow(offset, count, group_at)  does the same for up to kPack elements, one at a time, whatever their values
+//   narrow(offset, count, group_at)  loads up to kPack elements one at a time, and writes their results, whatever their
+//                                    values
 //   affine(group)                    reads the scale and the zero point of a group
 //   Group                            what store() needs to know about a group. group_at(k) is the Group of element k of
 //                                    the pack
@@ -73,12 +74,12 @@ struct Scales {
 // ------------------------------------------------------------------------------------------------ by rows
 struct RowWalk {
   int64_t length;  // elements in a group
-  // groups_of_row: as in Int8Layout (csrc/int8.h). missing: how many elements fewer the last group of a row has than
-  // the others, or 0 if all groups have the same length.
+  // groups_of_row: as in Int8Layout (csrc/int8.h). missing: by how many elements the last group of a row is shorter than
+  // the others (0 if it is not).
   int64_t groups_of_row, missing;
   int64_t segments, items;  // segments in a group, and segments in all groups
   int each;                 // packs per thread
-  int lanes;                // threads in a team: 1 << shift. In held_rows_kernel, a team may also be the whole block
+  int lanes;                // threads in a team: 1 << shift, but in held_rows_kernel possibly all of a block
   int shift, teams;         // teams: how many are in a block
 
   __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }
@@ -286,7 +287,7 @@ inline unsigned grid_of(int64_t blocks) {
 }
 
 // The number of threads in a team for a group of `packs` packs, if a thread takes up to `each` packs. It is a power of
-// 2, and at most `most`. Each pack of the first 32 codes of a group gets a thread of its own, even if a thread then has
+// 2, and at most `most`. A team has a thread for each pack of the group's first 32 codes, even if a thread then has
 // fewer than `each` packs, because 32 codes are a sector of memory.
 inline int lanes_for(int64_t packs, int pack, int each, int most) {
   int64_t lanes = 1;
