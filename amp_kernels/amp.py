@@ -444,8 +444,8 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collecti
     step = vars(optimizer).get("step")
     if step is not None and not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
         raise TypeError(
-            f"amp.initialize: {name} must have the step of its class, wrapped by nothing but torch, got one that other "
-            "code assigned to the object; call amp.initialize before that code runs"
+            f"amp.initialize: {name} must have the step of its class, or a wrapper of it from torch, got one that "
+            "other code assigned to the object; call amp.initialize before that code runs"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -476,8 +476,7 @@ def _check_loss(
         if not any(optimizer is other for other in known):
             raise TypeError(
                 "amp.scale_loss: optimizers must be among those that the last amp.initialize returned, got another "
-                f"{type(optimizer).__name__}; pass all models and optimizers to one call of "
-                "amp.initialize"
+                f"{type(optimizer).__name__}; pass all models and optimizers to one call of amp.initialize"
             )
     params = [p for optimizer in fused for p in master_params(optimizer)]
     if len(set(params)) < len(params):

@@ -644,7 +644,7 @@ SENTENCES = {
     "least": (lambda: bare(min_loss_scale=-1.0), ValueError, "min_loss_scale must be a number of at least 0, got -1"),
     "lists": (lambda: bare(opt_level=["O1"]), ValueError, "opt_level must be one of"),
     "forward": (lambda: with_model(replaced_forward), TypeError, "must have the forward of its class, got one that"),
-    "step": (lambda: amp.initialize(network(), replaced_step()), TypeError, "must have the step of its class, wrapped"),
+    "step": (lambda: amp.initialize(network(), replaced_step()), TypeError, "must have the step of its class, or a"),
     "fp64": (lambda: amp.initialize(network(), of_fp64()), TypeError, "parameter 1 of optimizers.0. must be float32"),
     "buffer": (lambda: with_model(lambda net: net[1].half()), TypeError, "weight of models.0. must be float32"),
     "models": (lambda: with_model(lambda net: net.parameters()), TypeError, "models must be a torch Module or a list"),
