@@ -641,7 +641,7 @@ def test_errors_are_sentences_and_change_nothing():
     with pytest.raises(TypeError, match=r"the weight of '1' must be float32, float16 or bfloat16, got torch\.float64"):
         quantize_(model)
     model = nn.Sequential(nn.Linear(4, 4), nn.utils.weight_norm(nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match="'1' must have no hooks, .* since the new layer would lose them"):
+    with pytest.raises(ValueError, match=r"'1' must have no hooks, .* since the new layer would lose them"):
         quantize_(model)
     for convert in (quantize_, prepare_, prepare_qat_):
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
