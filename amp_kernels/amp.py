@@ -156,8 +156,8 @@ def initialize(
     if unknown:
         raise TypeError(
             "amp.initialize: arguments must be models, optimizers, opt_level, keep_batchnorm_fp32, loss_scale, "
-            f"num_losses, verbosity, min_loss_scale or max_loss_scale, got {', '.join(unknown)}; leave it out, and for "
-            'training in fp32 pass opt_level="O0"'
+            f"num_losses, verbosity, min_loss_scale or max_loss_scale, got {', '.join(unknown)}; remove these "
+            'arguments; for training in fp32 pass opt_level="O0"'
         )
     level = _level(opt_level, keep_batchnorm_fp32, loss_scale)
     if not isinstance(num_losses, int) or num_losses < 1:
@@ -347,7 +347,7 @@ def _scale_and_counts(saved: Any) -> dict[str, Any]:
 
 def _initialized(caller: str) -> _SetUp:
     if _set_up is None:
-        raise RuntimeError(f"amp.{caller}: amp.initialize must be called before this function, got no call of it")
+        raise RuntimeError(f"amp.{caller}: amp.initialize must be called first")
     return _set_up
 
 
@@ -364,8 +364,8 @@ def _level(opt_level: str, keep_batchnorm_fp32: bool | str | None, loss_scale: f
             )
         if level.autocast:
             raise ValueError(
-                f"amp.initialize: keep_batchnorm_fp32 must be None at {opt_level}, got {keep_batchnorm_fp32!r}; all "
-                "weights stay in fp32 there"
+                f"amp.initialize: keep_batchnorm_fp32 must be None at {opt_level}, got {keep_batchnorm_fp32!r}; "
+                f"{opt_level} keeps all weights in fp32"
             )
         level = level._replace(keep_batchnorm_fp32=keep == "True")
     if loss_scale is not None and loss_scale != "dynamic":
@@ -403,12 +403,13 @@ def _listed(name: str, value: Any, kind: type[T]) -> list[T]:
 def _check_model(name: str, model: torch.nn.Module) -> None:
     if isinstance(model, _PARALLEL):
         raise TypeError(
-            f"amp.initialize: {name} must be a bare module, got a {type(model).__name__}; wrap it after amp.initialize"
+            f"amp.initialize: {name} must be a bare module, got a {type(model).__name__}; wrap the model after "
+            "amp.initialize"
         )
     if "forward" in vars(model):
         raise TypeError(
-            f"amp.initialize: {name} must have the forward of its class, got one that was assigned to the object; call "
-            "amp.initialize before whatever assigns it"
+            f"amp.initialize: {name} must have the forward of its class, got one that other code assigned to the "
+            "object; call amp.initialize before that code runs"
         )
     is_cast = _plain_class(model) is not type(model)
     for tensors in (model.named_parameters(), model.named_buffers()):
@@ -425,8 +426,8 @@ def _check_fp32(name: str, tensor: Tensor, is_cast: bool) -> None:
         return
     if tensor.is_floating_point() and tensor.dtype is not torch.float32:
         raise TypeError(
-            f"amp.initialize: {name} must be float32 at every level, got {tensor.dtype}; leave the casts to "
-            "amp.initialize"
+            f"amp.initialize: {name} must be float32 at every opt_level, got {tensor.dtype}; remove your own casts, "
+            "amp.initialize makes those that are needed"
         )
 
 
@@ -443,8 +444,8 @@ def _check_optimizer(name: str, optimizer: torch.optim.Optimizer, cast: Collecti
     step = vars(optimizer).get("step")
     if step is not None and not getattr(step, "__globals__", {}).get("__name__", "").startswith("torch."):
         raise TypeError(
-            f"amp.initialize: {name} must have the step of its class, or one that torch wrapped, got another one that "
-            "was assigned to the object; call amp.initialize before whatever assigns it"
+            f"amp.initialize: {name} must have the step of its class, or a wrapper of it from torch, got one that "
+            "other code assigned to the object; call amp.initialize before that code runs"
         )
     for group in optimizer.param_groups:
         if group.get("differentiable"):
@@ -460,22 +461,22 @@ def _check_loss(
     known, scalers = _initialized("scale_loss")
     if unknown:
         raise TypeError(
-            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; leave it out, "
-            "since scale_loss itself unscales the gradients of several losses and adds them up"
+            f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; remove these "
+            "arguments, since scale_loss itself unscales the gradients of several losses and adds them up"
         )
     if not isinstance(loss, Tensor):
         raise TypeError(f"amp.scale_loss: loss must be a Tensor, got a {type(loss).__name__}")
     if not isinstance(loss_id, int) or not 0 <= loss_id < len(scalers):
         raise ValueError(
-            f"amp.scale_loss: loss_id must be from 0 to {len(scalers) - 1}, got {loss_id!r}; give amp.initialize a "
-            "larger num_losses for more"
+            f"amp.scale_loss: loss_id must be from 0 to {len(scalers) - 1}, got {loss_id!r}; for more losses pass a "
+            "larger num_losses to amp.initialize"
         )
     fused = list(dict.fromkeys(optimizers if isinstance(optimizers, (list, tuple)) else [optimizers]))
     for optimizer in fused:
         if not any(optimizer is other for other in known):
             raise TypeError(
                 "amp.scale_loss: optimizers must be among those that the last amp.initialize returned, got another "
-                f"{type(optimizer).__name__}; pass all models and optimizers to one call of it"
+                f"{type(optimizer).__name__}; pass all models and optimizers to one call of amp.initialize"
             )
     params = [p for optimizer in fused for p in master_params(optimizer)]
     if len(set(params)) < len(params):
@@ -644,7 +645,7 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
     grads = [(p, p.grad) for p in params if p.grad is not None]
     if not grads:
         raise RuntimeError(
-            "amp.scale_loss: backward() of the scaled loss must run inside the block and reach parameters of the "
+            "amp.scale_loss: backward() of the scaled loss must run inside the with block and reach parameters of the "
             "optimizers, got no gradient"
         )
     for p, grad in grads:

@@ -118,7 +118,7 @@ def explain(
     check_activation("explain", activation)
     if isinstance(a, Tensor) and isinstance(b, Tensor):
         if dtype is not None or device is not None:
-            raise TypeError("explain: dtype and device must be left out with tensors, which have their own")
+            raise TypeError("explain: dtype and device must be None for tensors, which have their own; leave them out")
         if a.device != b.device:
             raise ValueError(f"explain: b must be on {a.device} as a is, got {b.device}")
         place = torch.device("cuda") if a.is_meta else a.device
@@ -132,7 +132,7 @@ def explain(
     left, right = autocast(place.type, left, right)
     engine = engine_of("explain", left.dtype, place.type)
     if left.dtype not in DTYPES:
-        return Explanation(engine, f"{str(left.dtype).removeprefix('torch.')} is left to it", (), 0)
+        return Explanation(engine, f"products of {str(left.dtype).removeprefix('torch.')} are left to torch", (), 0)
     check_serves(engine, place.type)
     left, right = as_matrices("explain", left, right)
     sizes = zip("ab", (left, right), copies_of(engine, left, right), strict=True)
@@ -290,7 +290,7 @@ def _tied(name: str, layer: nn.Embedding, other: str, linear: nn.Module) -> Find
     rows, columns = layer.num_embeddings, layer.embedding_dim
     remedy = f"{_rounded(rows)} x {_rounded(columns)}"
     if converts(linear):
-        remedy = f"nothing, or {remedy} with it"
+        remedy = f"nothing, or {remedy} together with {other}"
     cause = f"shares the weight of {other}"
     return Finding(name, type(layer).__name__, f"{rows} x {columns}", cause, remedy, converts(linear), 0, 0)
 
@@ -362,7 +362,7 @@ def _summary(findings: Sequence[Finding]) -> str:
     if ours:
         parts.append(f"amp_kernels.nn.convert_linear_(model) pads for {ours} of them and changes no shape")
     if rest:
-        parts.append(f"{rest} can only be helped by other sizes")
+        parts.append(f"{rest} must have other sizes to be fast")
     what = "layer has a shape that is" if count == 1 else "layers have shapes that are"
     return f"{count} {what} slow on tensor cores in fp16 or bf16: {'; '.join(parts)}."
 

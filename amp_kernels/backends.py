@@ -228,8 +228,8 @@ def _why_not_on(gpu: int | None) -> str | None:
     if not error:
         return None
     return (
-        f"amp_kernels._C cannot run on {torch.cuda.get_device_name(gpu)} ({error}); build it where that GPU is, or "
-        "with its compute capability in TORCH_CUDA_ARCH_LIST"
+        f"amp_kernels._C cannot run on {torch.cuda.get_device_name(gpu)} ({error}); build it on the machine "
+        "with that GPU, or set TORCH_CUDA_ARCH_LIST to its compute capability for the build"
     )
 
 
@@ -241,7 +241,7 @@ def _why_not_triton(device_type: str) -> str | None:
         return f"triton cannot be imported ({error})"
     if device_type == "cuda":
         if torch.version.hip:  # Triton for ROCm refuses the option `maxnreg`, with which update kernels are launched
-            return "its kernels are for CUDA, and torch is of ROCm"
+            return "its kernels are for CUDA, and this torch is a ROCm build"
         return None if torch.cuda.is_available() else "there is no CUDA device"
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None

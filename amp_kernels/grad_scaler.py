@@ -74,8 +74,9 @@ def _warn_of_eps(optimizer: Any) -> None:
                 else "an optimizer of amp_kernels.optim"
             )
             warnings.warn(
-                f"GradScaler: {name} computes in the dtype of its fp16 parameters, in which its eps of {eps:g} and "
-                f"small squares round to 0, so that weights become NaN or inf; use {ours}, which computes in fp32",
+                f"GradScaler: {name} computes in fp16, the dtype of its parameters; its eps of {eps:g} and the squares "
+                f"of small gradients round to 0 in fp16, so weights become NaN or inf; use {ours}, which computes in "
+                "fp32",
                 stacklevel=3,
             )
             return
@@ -85,23 +86,23 @@ def _check_device(device: Any) -> None:
     try:
         torch.device(device)
     except (RuntimeError, TypeError) as error:
-        remedy = "; the name of a GPU is 'cuda'" if isinstance(device, str) else ""
+        remedy = "; for a GPU pass 'cuda'" if isinstance(device, str) else ""
         kind = TypeError if isinstance(error, TypeError) else ValueError
-        raise kind(f"GradScaler: device must be a type of device, as 'cuda' or 'cpu', got {device!r}{remedy}") from None
+        raise kind(f"GradScaler: device must be a device type like 'cuda' or 'cpu', got {device!r}{remedy}") from None
 
 
 def _check_group(group: Any, device_type: str) -> None:
     if not isinstance(group, dist.ProcessGroup):
         is_of_others = group == dist.GroupMember.NON_GROUP_MEMBER
-        got = "one of other ranks" if is_of_others else f"a {type(group).__name__}"
+        got = "a group without this rank" if is_of_others else f"a {type(group).__name__}"
         raise (ValueError if is_of_others else TypeError)(
             f"GradScaler: process_group must be a torch.distributed.ProcessGroup that this rank belongs to, got {got}"
         )
     backends = dist.get_backend_config(group)
     if device_type not in dict(part.split(":") for part in backends.split(",")):
         raise ValueError(
-            f"GradScaler: process_group must reduce tensors of {device_type}, got one of {backends}; make it with "
-            "torch.distributed.new_group and a backend for that device"
+            f"GradScaler: process_group must reduce {device_type} tensors, got a group with backends {backends}; make "
+            f"it with torch.distributed.new_group and a backend for {device_type}"
         )
 
 
@@ -123,7 +124,7 @@ _RULES = {
     "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "scale": _Rule(_SCALE, 0, _MAX_FP32),
     "growth_factor": _Rule("a number above 1", math.nextafter(1, 2), math.inf),
-    "backoff_factor": _Rule("a number from 0 to below 1", 0, math.nextafter(1, 0)),
+    "backoff_factor": _Rule("a number of at least 0 and below 1", 0, math.nextafter(1, 0)),
     "growth_interval": _Rule("an integer", -_INT64, _INT64, True),
     "_growth_tracker": _Rule("an integer of at least 0", 0, _INT32, True),
     "min_scale": _Rule(_SCALE, 0, _MAX_FP32),
@@ -147,7 +148,7 @@ def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
             raise error(f"{caller}: {name} must be {rule.words}, got {value!r}")
     least, most = values["min_scale"], values["max_scale"]
     if least > most:
-        raise ValueError(f"{caller}: max_scale must be a number of at least min_scale, {least:g}, got {most!r}")
+        raise ValueError(f"{caller}: max_scale must be a number of at least min_scale ({least:g}), got {most!r}")
 
 
 def _as_number(value: Any) -> Any:
@@ -288,8 +289,8 @@ class GradScaler(torch.amp.GradScaler):
     def _lazy_init_scale_growth_tracker(self, dev: torch.device) -> None:
         if capturing(torch.device(dev)):
             raise RuntimeError(
-                "GradScaler: a capture must follow an ordinary iteration, since a scale allocated inside it would "
-                "be reset at every replay; run one iteration before capturing"
+                "GradScaler: a capture must follow an ordinary iteration, since a scale allocated inside a capture "
+                "would be reset at every replay; run one iteration before capturing"
             )
         super()._lazy_init_scale_growth_tracker(dev)
         self._skipped_steps = torch.full((), self._init_skipped_steps, dtype=torch.int64, device=dev)
@@ -584,11 +585,11 @@ class GradScaler(torch.amp.GradScaler):
         self._skips_in_a_row = self._skips_in_a_row + 1 if is_skipped else 0
         if self._skips_in_a_row == SKIPS_BEFORE_WARNING:
             last = self.last_overflow
-            where = f", the last of them in the gradient of {last.parameter}" if last else ""
+            where = f" (last in the gradient of {last.parameter})" if last else ""
             warnings.warn(
-                f"GradScaler: {SKIPS_BEFORE_WARNING} steps in a row met NaN or inf and were skipped{where}; at a "
-                f"scale of {self.get_scale():g} the cause is likely to be in the model; look at the loss before it is "
-                "scaled",
+                f"GradScaler: {SKIPS_BEFORE_WARNING} steps in a row found NaN or inf{where} and were skipped; at a "
+                f"scale of {self.get_scale():g} the cause is probably the model, not the scale; check the loss before "
+                "it is scaled",
                 stacklevel=3,
             )
 
@@ -601,7 +602,7 @@ class GradScaler(torch.amp.GradScaler):
         if not self._has_warned_of_no_gradient:
             self._has_warned_of_no_gradient = True
             warnings.warn(
-                "GradScaler: optimizers stepped, but no parameter of them has a gradient, so that nothing changed; "
+                "GradScaler: optimizers stepped, but none of their parameters has a gradient, so nothing changed; "
                 "call backward() before step(), and check that the loss depends on the optimizers' parameters",
                 stacklevel=3,
             )

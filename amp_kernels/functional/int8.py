@@ -99,7 +99,7 @@ class Int8Tensor:
             torch.Size([2, 3])
         """
         if not isinstance(device, (torch.device, str, int)):
-            raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; dequantize(dtype) returns floats")
+            raise TypeError(f"Int8Tensor.to: device must be a device, got {device!r}; use dequantize(dtype) for floats")
         zero_point = None if self.zero_point is None else self.zero_point.to(device)
         return Int8Tensor(self.values.to(device), self.scale.to(device), zero_point, self.dim, self.block_size)
 
@@ -133,8 +133,8 @@ class Int8Tensor:
         """
         if self.values.dim() != 2 or self.block_size is not None:
             raise ValueError(
-                f"Int8Tensor.t: values must be a matrix without blocks, got {self.values.dim()} dimensions and "
-                f"block_size {self.block_size}"
+                f"Int8Tensor.t: values must have 2 dimensions and block_size must be None, got {self.values.dim()} "
+                f"dimensions and block_size {self.block_size}"
             )
         scale = self.scale.t() if self.scale.dim() == 2 else self.scale
         zero_point = (
@@ -221,7 +221,7 @@ def quantize_int8(
     if rounding == "stochastic":
         seed = _signed(int(torch.randint(2**62, (), device="cpu")) if seed is None else seed)
     elif seed is not None:
-        raise ValueError("quantize_int8: seed must be None without stochastic rounding; pass rounding='stochastic'")
+        raise ValueError("quantize_int8: seed must be None with rounding='nearest'; pass rounding='stochastic'")
     dims = _dims("quantize_int8", dim)
     _check_is_bool("quantize_int8", symmetric)
     values, *own = call(ops.quantize_int8, x, scale, zero_point, dims, block_size, symmetric, seed)
@@ -377,7 +377,7 @@ def _dims(op: str, dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
     try:
         return tuple(map(operator.index, dim if isinstance(dim, Sequence) else [dim])) or None
     except TypeError:
-        raise TypeError(f"{op}: dim must be an int, several, or None, got {dim!r}") from None
+        raise TypeError(f"{op}: dim must be an int, a sequence of ints, or None, got {dim!r}") from None
 
 
 def _check_is_bool(op: str, symmetric: object) -> None:

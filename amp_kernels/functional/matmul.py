@@ -274,7 +274,8 @@ def engine_of(op: str, dtype: torch.dtype, kind: str) -> str:
         # torch would round a product of float8 to 8 bits, even if `out_dtype` has 16 or 32 bits.
         if dtype.itemsize == 1 and dtype.is_floating_point:
             raise TypeError(
-                f"{op}: operands must have at least 16 bits each, got {dtype}; convert them with .to(torch.bfloat16)"
+                f"{op}: operands must have at least 16 bits per element, got {dtype}; convert them with "
+                ".to(torch.bfloat16)"
             )
         return TORCH
     is_compiled = torch.compiler.is_compiling()
@@ -403,7 +404,7 @@ def as_matrices(op: str, a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     """
     if a.dim() == 0 or b.dim() == 0:
         dims = f"{a.dim()} and {b.dim()}"
-        raise ValueError(f"{op}: a and b must have at least 1 dimension, got {dims}; multiply by a number with *")
+        raise ValueError(f"{op}: a and b must have at least 1 dimension, got {dims}; to multiply by a number use *")
     check_is_dense(op, "a", a)
     check_beside(op, "b", b, a)
     of_a, of_b = a.shape, b.shape
@@ -461,7 +462,7 @@ def _reword(op: str, error: Exception, *operands: Tensor | None) -> None:
         remedy = "convert them with .to(), or use torch.autocast"
         raise TypeError(f"{op}: operands must have one dtype, got {got}; {remedy}") from error
     kind = TypeError if isinstance(error, TypeError) else RuntimeError
-    raise kind(f"{op}: operands must be what torch takes here, got {got}; torch says: {error}") from error
+    raise kind(f"{op}: operands must be valid for torch, got {got}; torch says: {error}") from error
 
 
 def _told(x: Tensor) -> str:

@@ -148,7 +148,7 @@ def clip_grad_norm_(
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"clip_grad_norm_: the norm of the gradients must be finite, got {norm.item()}; "
-            "pass error_if_nonfinite=False to clip by this norm all the same"
+            "pass error_if_nonfinite=False to clip by this norm anyway"
         )
     coefficient = (float(max_norm) / (norm + 1e-6)).clamp(max=1.0)
     unscale_(grads, inv_scale=coefficient, found_inf=torch.zeros_like(norm))

@@ -172,8 +172,8 @@ class DequantizedWeight(Tensor):
 
 def _written(write: str) -> RuntimeError:
     return RuntimeError(
-        f"the weight of an int8 layer must stay what its codes are, got {write}; change a clone, or change the float "
-        "layer before converting it (RWKV: rescale_every=0)"
+        f"the weight of an int8 layer must not be changed, since it is computed from int8 codes, got {write}; change a "
+        "clone, or change the float layer before converting it (for RWKV set rescale_every=0)"
     )
 
 
@@ -276,8 +276,8 @@ class _Int8Weight(FixedDtypes):
             got = type(weight).__name__ + (f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "")
             raise TypeError(
                 f"{type(self).__name__}: weight must be the weight of another int8 layer of shape "
-                f"{tuple(shape)}, whose codes this layer then shares, got a {got}; for other values load a state dict, "
-                "or assign to the float layer and convert it"
+                f"{tuple(shape)}, so that the layers share codes, got a {got}; for other values load a state dict, or "
+                "assign to the float layer before converting it"
             )
         self.weight_codes, self.weight_scale = weight.codes.values, weight.codes.scale
         self.weight_dtype = weight.dtype_of
@@ -431,8 +431,9 @@ class Int8Linear(_Int8Weight):
         """
         if (input_scale is None or input_zero_point is None) == (mode == "static"):
             raise ValueError(
-                "Int8Linear.from_linear: input_scale and input_zero_point must be given for mode='static' and for no "
-                f"other, got mode={mode!r}; to find them, call prepare_, run some batches and call convert_"
+                "Int8Linear.from_linear: input_scale and input_zero_point must both be given with mode='static', and "
+                f"with no other mode, got mode={mode!r}; to find them, call prepare_, run some batches, and call "
+                "convert_"
             )
         codes = _codes_to_share("Int8Linear.from_linear", weight, linear)
         outputs, inputs = codes.shape
@@ -473,8 +474,8 @@ class Int8Linear(_Int8Weight):
         output_scale = self.output_scale
         if output_scale is not None and torch_private.is_transformed():
             raise RuntimeError(
-                "Int8Linear: a layer that returns codes must be outside of torch.func's transforms and of forward-mode "
-                "differentiation, since codes have no derivative; use a model in another mode than 'static'"
+                "Int8Linear: a layer that returns codes must not be called in a transform of torch.func or in "
+                "forward-mode differentiation, since codes have no derivative; use a mode other than 'static'"
             )
         check_is_not_nested("Int8Linear", x)
         shape = x.shape
@@ -503,7 +504,7 @@ class Int8Linear(_Int8Weight):
 
     def _of_codes(self, x: Int8Tensor) -> Tensor:
         if self.mode == "weight_only":
-            raise TypeError("Int8Linear: x must be a Tensor with mode='weight_only', got an Int8Tensor; dequantize it")
+            raise TypeError("Int8Linear: x must be a Tensor if mode='weight_only', got an Int8Tensor; dequantize it")
         rows = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
         weight = self._codes().t()
         bias = None if self.bias is None else self.bias.detach().float()
@@ -686,7 +687,7 @@ def check_is_not_nested(op: str, x: Tensor | Int8Tensor) -> None:
     if getattr(x, "is_nested", False):
         raise TypeError(
             f"{op}: x must be a dense tensor, got a nested one; pad it, or if an nn.TransformerEncoder made it, set "
-            "its use_nested_tensor to False"
+            "use_nested_tensor of the encoder to False"
         )
 
 

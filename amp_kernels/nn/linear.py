@@ -126,7 +126,7 @@ def convert_linear_(model: nn.Module, filter_fn: Callable[[nn.Module, str], bool
     if not found and not any(isinstance(layer, Linear) for layer in model.modules()):
         raise ValueError(
             f"convert_linear_: model must have an nn.Linear to convert, got {type(model).__name__} without any"
-            + (" that filter_fn takes" if filter_fn else "")
+            + (" that filter_fn accepts" if filter_fn else "")
         )
     for layer in found:
         layer.__class__ = Linear

@@ -141,7 +141,7 @@ def check_update(
     low = [p for p in params if p.dtype is not torch.float32]
     if len(masters) != len(low):
         raise ValueError(
-            f"{op}: masters must hold one float32 or int16 tensor for each of the {len(low)} 16-bit params, in their "
+            f"{op}: masters must hold {len(low)} float32 or int16 tensors, one for each 16-bit param, in the same "
             f"order, got {len(masters)}"
         )
     check_states(op, "masters", masters, low, [torch.float32, torch.int16])
@@ -162,7 +162,8 @@ def check_grad_remainders(
     states. `remainders` must have one int16 tensor for each 16-bit weight, in order.
     """
     if states:
-        raise ValueError(f"{op}: grad_remainders must be None where there are states, got {', '.join(states)} too")
+        given = ", ".join(states)
+        raise ValueError(f"{op}: grad_remainders must be None if the update has states, got the states {given}")
     check_tensors(op, "params", params, [torch.float32])
     check_tensors(op, "grad_remainders", remainders, [torch.int16])
     check_same_shapes(op, "grad_remainders", remainders, [g for g in grads if g.dtype is not torch.float32])

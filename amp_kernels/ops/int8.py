@@ -338,9 +338,9 @@ def _check_quantize(
         if not -x.dim() <= d < x.dim():
             raise IndexError(f"{op}: dim must be in [{-x.dim()}, {x.dim() - 1}], got {d}")
     if dim is not None and len({d % max(x.dim(), 1) for d in dim}) != len(dim):
-        raise ValueError(f"{op}: dim must name each dimension once, got {tuple(dim)}")
+        raise ValueError(f"{op}: dim must name each dimension at most once, got {tuple(dim)}")
     if scale is not None:
-        _check_scale(op, x, scale, zero_point, block_size)
+        _check_scale(op, "x", x, scale, zero_point, block_size)
     elif zero_point is not None:
         raise ValueError(f"{op}: zero_point must be None without scale, got a tensor; pass scale too")
 
@@ -352,7 +352,7 @@ def _check_dequantize(
     check_are_tensors(op, **{"q.values": values, "q.scale": scale})
     check_values(op, "values", values, (torch.int8,))
     _check_blocks(op, values, block_size)
-    _check_scale(op, values, scale, zero_point, block_size)
+    _check_scale(op, "values", values, scale, zero_point, block_size)
     _check_float(op, "dtype", dtype)
 
 
@@ -367,7 +367,7 @@ def _check_straight_through(
             f"{op}: grad must have x's shape {tuple(x.shape)} on {x.device}, got {tuple(grad.shape)} on {grad.device}"
         )
     _check_blocks(op, x, block_size)
-    _check_scale(op, x, scale, zero_point, block_size)
+    _check_scale(op, "x", x, scale, zero_point, block_size)
 
 
 def _check_float(op: str, name: str, dtype: torch.dtype) -> None:
@@ -388,8 +388,10 @@ def _check_blocks(op: str, x: Tensor, block_size: int | None) -> None:
         raise ValueError(f"{op}: x must have a last dimension to split into blocks, got a 0-dim tensor")
 
 
-def _check_scale(op: str, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None) -> None:
-    _check_parameter(op, "scale", scale, torch.float32, x.device)
+def _check_scale(
+    op: str, name: str, x: Tensor, scale: Tensor, zero_point: Tensor | None, block_size: int | None
+) -> None:
+    _check_parameter(op, "scale", scale, torch.float32, name, x)
     expected = list(x.shape)
     if block_size is not None:
         expected[-1] = -(-expected[-1] // block_size)
@@ -399,23 +401,26 @@ def _check_scale(op: str, x: Tensor, scale: Tensor, zero_point: Tensor | None, b
             scale.dim() == x.dim() and all(s in (1, n) for s, n in zip(scale.shape, x.shape, strict=True))
         )
     if not fits:
-        what = "the number of blocks last" if block_size is not None else "1 for each reduced dimension"
-        raise ValueError(f"{op}: scale must have the shape {tuple(expected)} with {what}, got {tuple(scale.shape)}")
+        what = f"shape {tuple(expected)}, with the number of blocks as the last size"
+        if block_size is None:
+            what = f"one element, or the shape {tuple(expected)} with 1 for each reduced dimension"
+        raise ValueError(f"{op}: scale must have {what}, got {tuple(scale.shape)}")
     if zero_point is not None:
-        _check_parameter(op, "zero_point", zero_point, torch.int32, x.device)
+        _check_parameter(op, "zero_point", zero_point, torch.int32, name, x)
         if zero_point.shape != scale.shape:
             raise ValueError(
                 f"{op}: zero_point must have scale's shape {tuple(scale.shape)}, got {tuple(zero_point.shape)}"
             )
 
 
-def _check_parameter(op: str, name: str, tensor: Tensor, dtype: torch.dtype, device: torch.device) -> None:
+def _check_parameter(op: str, name: str, tensor: Tensor, dtype: torch.dtype, of: str, x: Tensor) -> None:
+    """Raise unless `tensor` is dense, has the dtype, and is on the device of `x`, which the message calls `of`."""
     check_are_tensors(op, **{name: tensor})
     check_is_dense(op, name, tensor)
     if tensor.dtype is not dtype:
         raise TypeError(f"{op}: {name} must be {str(dtype).removeprefix('torch.')}, got {tensor.dtype}")
-    if tensor.device != device:
-        raise ValueError(f"{op}: {name} must be on {device} as the tensor is, got {tensor.device}; move it there")
+    if tensor.device != x.device:
+        raise ValueError(f"{op}: {name} must be on {x.device} as {of} is, got {tensor.device}; move it there")
 
 
 def _check_matmul(
@@ -439,13 +444,13 @@ def _check_matmul(
             f"{a.shape[1]}; split it and add the results"
         )
     if bias is not None:
-        _check_parameter(op, "bias", bias, torch.float32, a.device)
+        _check_parameter(op, "bias", bias, torch.float32, "a", a)
         if list(bias.shape) != [b.shape[1]]:
             raise ValueError(f"{op}: bias must have shape ({b.shape[1]},), got {tuple(bias.shape)}")
     _check_float(op, "out_dtype", out_dtype)
     check_scalar(op, "out_scale", out_scale, a.device)
     if out_zero_point is not None:
-        _check_parameter(op, "out_zero_point", out_zero_point, torch.int32, a.device)
+        _check_parameter(op, "out_zero_point", out_zero_point, torch.int32, "a", a)
         if out_scale is None or out_zero_point.numel() != 1:
             raise ValueError(
                 f"{op}: out_zero_point must have one element, and be given only with out_scale, got "
@@ -460,7 +465,7 @@ def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | No
     is the dimension over which the product sums. There must be as many zero points as scales, or none.
     """
     op = "int8_matmul"
-    _check_parameter(op, f"{name}.scale", scale, torch.float32, codes.device)
+    _check_parameter(op, f"{name}.scale", scale, torch.float32, name, codes)
     if scale.numel() > 1 and (scale.dim() != 2 or scale.shape[inner] != 1):
         raise ValueError(
             f"{op}: {name} must be quantized as a whole or with dim={-inner}, got scales of "
@@ -473,7 +478,7 @@ def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | No
             f"got {scale.numel()} scales"
         )
     if zero_point is not None:
-        _check_parameter(op, f"{name}.zero_point", zero_point, torch.int32, codes.device)
+        _check_parameter(op, f"{name}.zero_point", zero_point, torch.int32, name, codes)
         if zero_point.numel() != scale.numel():
             raise ValueError(
                 f"{op}: {name} must have as many zero points as scales ({scale.numel()}), got {zero_point.numel()}"
@@ -488,12 +493,12 @@ def _check_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None)
         raise ValueError(
             f"{op}: x and weight must be [M, K] and [N, K], got {tuple(x.shape)} and {tuple(weight.shape)}"
         )
-    _check_parameter(op, "weight", weight, torch.int8, x.device)
-    _check_parameter(op, "scale", scale, torch.float32, x.device)
+    _check_parameter(op, "weight", weight, torch.int8, "x", x)
+    _check_parameter(op, "scale", scale, torch.float32, "x", x)
     if scale.numel() not in (1, weight.shape[0]):
         raise ValueError(f"{op}: scale must have 1 or {weight.shape[0]} elements, got {scale.numel()}")
     if bias is not None:
-        _check_parameter(op, "bias", bias, x.dtype, x.device)
+        _check_parameter(op, "bias", bias, x.dtype, "x", x)
         if list(bias.shape) != [weight.shape[0]]:
             raise ValueError(f"{op}: bias must have shape ({weight.shape[0]},), got {tuple(bias.shape)}")
 

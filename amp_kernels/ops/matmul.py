@@ -154,7 +154,10 @@ def _check_copy_pad(x: Tensor, saved: Tensor | None, activation: str | None, nee
     if rows < x.shape[0]:
         raise ValueError(f"copy_pad: rows must be at least x's {x.shape[0]}, got {rows}")
     if (saved is None) != (activation is None):
-        raise ValueError(f"copy_pad: saved must be given with an activation and only then, got {activation!r}")
+        raise ValueError(
+            "copy_pad: saved must be a Tensor if there is an activation, and otherwise None, got a "
+            f"{type(saved).__name__} with activation {activation!r}"
+        )
     if saved is not None:
         check_beside("copy_pad", "saved", saved, x)
         if saved.shape != x.shape:

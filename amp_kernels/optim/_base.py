@@ -101,7 +101,7 @@ class FusedOptimizer(WithCheckpoints):
         check_params(name, params)
         check_options(name, options)
         if foreach and fused:
-            raise RuntimeError(f"{name}: only one of foreach and fused can be True, got both; neither has an effect")
+            raise RuntimeError(f"{name}: foreach and fused must not both be True; leave both out, they have no effect")
         given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error
         with restored(group for group in given if isinstance(group, dict)):
             super().__init__(given, foreach=False, **options)  # type: ignore[call-arg]
@@ -128,7 +128,7 @@ class FusedOptimizer(WithCheckpoints):
         if len(norms) > 1:
             raise ValueError(
                 f"{type(self).__name__}: max_grad_norm must be the same in all parameter groups, since it bounds the "
-                f"norm over all of them, got {norms}; set optimizer.max_grad_norm"
+                f"norm over all of them, got {norms}; set it in all groups by optimizer.max_grad_norm = value"
             )
         return check_max_grad_norm(type(self).__name__, norms[0]) if norms else self.defaults["max_grad_norm"]
 
@@ -295,7 +295,7 @@ class FusedOptimizer(WithCheckpoints):
         """
         if type(torch.empty(0, device="cpu")) is not Tensor:
             raise RuntimeError(
-                f"{type(self).__name__}.step: must run outside of a mode that makes fake tensors, which have no "
+                f"{type(self).__name__}.step: must not run in a mode that makes fake tensors, since these have no "
                 "memory; use torch.optim there"
             )
         self._follow()
@@ -390,8 +390,8 @@ class FusedOptimizer(WithCheckpoints):
     def _refuse_capture(self, device: torch.device) -> None:
         if capturing(device):
             raise RuntimeError(
-                f"{type(self).__name__}: a capture must follow a step, or init_state(), since state and tables cannot "
-                "be allocated inside it"
+                f"{type(self).__name__}: a capture must follow a step or init_state(), since state and tables cannot "
+                "be allocated inside a capture; run one step before capturing"
             )
 
     @torch.compiler.disable

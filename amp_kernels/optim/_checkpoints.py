@@ -179,8 +179,9 @@ class WithCheckpoints(WithState):
         others = [family.name for family in FAMILIES.values() if family.option in group]
         if others and self._family.name not in others:
             raise ValueError(
-                f"{type(self).__name__}.load_state_dict: the state dict must be one of {self._family.name}, got one of "
-                f"{others[0]} (its groups have {FAMILIES[others[0]].option!r}); load it into that optimizer"
+                f"{type(self).__name__}.load_state_dict: the state dict must be from {self._family.name}, got one from "
+                f"{others[0]} (its groups have the option {FAMILIES[others[0]].option!r}); load it into an optimizer "
+                "with this option"
             )
 
     def _check_entry(self, what: str, param: Tensor, group: dict[str, Any], entry: dict[str, Any]) -> None:
@@ -192,8 +193,8 @@ class WithCheckpoints(WithState):
             # To flatten a state dict, torch takes the keys from `optimizer.state`. They include "remainder", but not
             # "master".
             raise ValueError(
-                f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place, as "
-                "torch.distributed.checkpoint makes it with flatten_optimizer_state_dict=True; get, load and set state "
+                f"{what.format('the fp32 master')} must be in the state dict, got a remainder in its place, probably "
+                "from torch.distributed.checkpoint with flatten_optimizer_state_dict=True; get, load and set state "
                 "dicts without that option"
             )
         for key in ("master", *self._family.states):
@@ -201,18 +202,20 @@ class WithCheckpoints(WithState):
             if value is None:
                 continue
             if not (isinstance(value, Tensor) and has_memory(value) and value.is_floating_point()):
-                raise ValueError(f"{what.format(key)} must be a tensor of floats with memory, got {kind(value)}")
+                raise ValueError(f"{what.format(key)} must be a floating-point tensor with memory, got {kind(value)}")
             if value.shape != param.shape:
                 raise ValueError(f"{what.format(key)} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
         steps = check_step(what.format("step"), entry["step"]) if "step" in entry else None
         needed = {key for key in self._state_names({**self.defaults, **group}) if key is not None}
         needed -= {self._set_at_first_step}  # torch.optim.SGD counts no steps, and its buffer may not exist yet
         if self._set_at_first_step is None and steps is None and any(entry.get(key) is not None for key in needed):
-            raise ValueError(f"{what.format('step')} must be in the state dict with the other states; it has none")
+            raise ValueError(
+                f"{what.format('step')} must be in the state dict if there are other states; the state dict has none"
+            )
         missing = sorted(key for key in needed if entry.get(key) is None)
         if steps and missing:
             raise ValueError(
-                f"{what.format(missing[0])} must be in the state dict after the first of {steps} steps; it has none"
+                f"{what.format(missing[0])} must be in the state dict after {steps} steps; the state dict has none"
             )
 
     def _warn_of_lost_bits(self, saved: dict[int, dict[str, Any]]) -> None:
@@ -224,8 +227,9 @@ class WithCheckpoints(WithState):
         if lacking:
             warnings.warn(
                 f"{type(self).__name__}.load_state_dict: {len(lacking)} fp32 parameters ({lacking[0]} is the first) "
-                "hold 16-bit weights, whose fp32 masters in this checkpoint have more bits; to keep them save weights "
-                "with amp_kernels.optim.fp32_state_dict(model, optimizer) and load them with load_fp32_state_dict",
+                "hold 16-bit weights, whose fp32 masters in this checkpoint have more bits; to keep these bits, save "
+                "weights with amp_kernels.optim.fp32_state_dict(model, optimizer) and load them with "
+                "load_fp32_state_dict",
                 stacklevel=4,
             )
 

@@ -35,7 +35,7 @@ def check_options(name: str, options: Mapping[str, Any]) -> None:
     betas: Any = options.get("betas", (0, 0))
     is_pair = isinstance(betas, Sequence) and len(betas) == 2
     if not (is_pair and all(isinstance(beta, (numbers.Real, Tensor)) for beta in betas)):
-        raise TypeError(f"{name}: betas must be two numbers, as (0.9, 0.999), got {betas!r}")
+        raise TypeError(f"{name}: betas must be two numbers such as (0.9, 0.999), got {betas!r}")
 
 
 def check_max_grad_norm(name: str, value: Any) -> float | None:

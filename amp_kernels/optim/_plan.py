@@ -100,8 +100,9 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
     position = shares_memory([tensor for _, tensor in named])
     if position is not None:
         raise RuntimeError(
-            f"step: {named[position][0]} and its state must not share memory with themselves, another parameter or "
-            "its state; use one Parameter for the shared memory, or clone() it"
+            "step: parameters and their states must not share memory with each other or within a tensor, got shared "
+            f"memory in {named[position][0]} or its state; use one Parameter for the shared memory, or clone() one of "
+            "the tensors"
         )
     # The memory of a mirrored parameter is left out, because `Spans` takes only dense tensors. So a gradient that
     # overlaps this memory is not found. The mirror is left out too, because it is new memory, which no gradient can
@@ -114,8 +115,8 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
 
 def refuse_gradient(name: str) -> None:
     raise RuntimeError(
-        f"step: the gradient of {name} must share no memory with parameters or their states, which the step writes; "
-        "clone() it"
+        f"step: the gradient of {name} must not share memory with parameters or their states, since the step writes "
+        "these; clone() the gradient"
     )
 
 
@@ -376,8 +377,8 @@ class NativePlan(Plan):
                 return layout
         if capturing(self.device):
             raise RuntimeError(
-                "step: a capture must follow a step with gradients of the same dtypes, since state cannot be "
-                "allocated inside it; run one step before capturing"
+                "step: a capture must follow a step with gradients of the same dtypes, since tables cannot be "
+                "allocated inside a capture; run one step before capturing"
             )
         self._layouts = [self._make_layout(), *self._layouts][:LAYOUTS]
         return self._layouts[0]

@@ -202,13 +202,13 @@ class WithState(torch.optim.Optimizer):
         if not (has_memory(state) and is_number and shares_memory([local(state)]) is None):
             what = "int16 numbers" if key == "remainder" else "floats"
             raise TypeError(
-                f"{type(self).__name__}: {key} of {name} must be a tensor of {what}, each in its own memory, got "
-                f"{kind(state)}; delete optimizer.state[parameter] to reset it"
+                f"{type(self).__name__}: {key} of {name} must be a tensor of {what} whose elements do not share "
+                f"memory, got {kind(state)}; delete optimizer.state[parameter] to reset it"
             )
         if state.shape != param.shape:
             raise RuntimeError(
                 f"{type(self).__name__}: {name} must keep its shape {tuple(state.shape)}, got {tuple(param.shape)}; "
-                "delete optimizer.state[parameter] to reset it"
+                "delete optimizer.state[parameter] to reset the state"
             )
 
     def _drop_unset_states(self) -> None:

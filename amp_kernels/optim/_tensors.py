@@ -80,13 +80,13 @@ def check_parameter(caller: str, name: str, param: Tensor) -> None:
     is_partial = isinstance(param, DTensor) and any(placement.is_partial() for placement in param.placements)
     if not has_memory(param) or local(param).data_ptr() == 0 < local(param).numel() or is_partial:
         raise TypeError(
-            f"{caller}: {name} must be a Tensor or sharded or replicated DTensor with memory of its "
-            f"own, got {kind(param)}; use torch.optim for it"
+            f"{caller}: {name} must be a Tensor, or a sharded or replicated DTensor, with memory of its own, got "
+            f"{kind(param)}; use torch.optim for it"
         )
     if param.is_inference():
         raise RuntimeError(
-            f"{caller}: {name} must not be an inference tensor, whose changes autograd cannot see; "
-            "create it outside torch.inference_mode()"
+            f"{caller}: {name} must not be an inference tensor, since autograd cannot track its changes; create it "
+            "outside torch.inference_mode()"
         )
 
 

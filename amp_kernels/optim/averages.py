@@ -121,7 +121,7 @@ def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
         if not isinstance(model, torch.nn.Module):
             raise TypeError(f"average_: models[{i}] must be a torch Module, got {kind(model)}")
     if not models:
-        raise ValueError("average_: models must be at least one, got none")
+        raise ValueError("average_: models must contain at least one model, got none")
     first, *others = (_numbers(model) for model in models)
     for i, values in enumerate(others, 1):
         _check_same(first, values, i)

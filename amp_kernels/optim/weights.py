@@ -103,8 +103,8 @@ def load_fp32_state_dict(
     lacking = [name for name, _ in names.values() if name not in state_dict]
     if lacking:
         warnings.warn(
-            f"load_fp32_state_dict: the state dict must hold fp32 values under the names of model.state_dict(), lacked "
-            f"{len(lacking)} that a hook of the model renames ({lacking[0]} is the first), whose masters are now the "
+            "load_fp32_state_dict: the state dict must have the names of model.state_dict(), but a hook of the model "
+            f"renames {len(lacking)} of them ({lacking[0]} is the first); the masters of these weights are now the "
             "rounded weights; rename the entries before the call",
             stacklevel=3,
         )
@@ -119,7 +119,7 @@ def _check_arguments(caller: str, model: Any, optimizer: Any) -> FusedOptimizer 
     if isinstance(inner, FusedOptimizer) and inner is not optimizer:
         raise TypeError(
             f"{caller}: optimizer must be the {type(inner).__name__} that keeps the masters, got a "
-            f"{type(optimizer).__name__} around it; pass that one"
+            f"{type(optimizer).__name__} around it; pass the {type(inner).__name__}"
         )
     return inner if isinstance(inner, FusedOptimizer) else None
 
@@ -141,8 +141,8 @@ def _with_masters(
     missing = [of_model[key] for key in params if key not in names]
     if missing:
         raise RuntimeError(
-            f"{caller}: model.state_dict(keep_vars=True) must hold the model's own parameters, lacks {len(missing)} "
-            f"({missing[0]} is the first), whose masters would be lost; FSDP1 and hooks put other tensors in their "
-            "place, so pass the module inside FSDP1, or one without such hooks"
+            f"{caller}: model.state_dict(keep_vars=True) must hold the model's own parameters, but lacks "
+            f"{len(missing)} of them ({missing[0]} is the first), so their masters would be lost; FSDP1 and hooks put "
+            "other tensors in their place: pass the module inside FSDP1, or a module without such hooks"
         )
     return names

@@ -224,7 +224,7 @@ def convert_(model: nn.Module) -> nn.Module:
     }
     if not prepared:
         raise ValueError(
-            "convert_: model must have been prepared, got none of its layers; "
+            f"convert_: model must have layers that were prepared, got {type(model).__name__} without any; "
             + (_what_was_done(model).removeprefix("; ") or "call prepare_ first")
         )
     kept = kept_weights(model, prepared)
@@ -232,7 +232,7 @@ def convert_(model: nn.Module) -> nn.Module:
         _check_has_no_hooks("convert_", name, layer)
         if id(layer.weight) in kept:
             raise ValueError(
-                f"convert_: {name!r} must share its weight with prepared layers alone, got one that was not prepared; "
+                f"convert_: {name!r} must share its weight only with prepared layers, got one that was not prepared; "
                 "tie layers before preparing the model"
             )
         if isinstance(layer, _Prepared) and layer.observer is not None:
@@ -299,8 +299,8 @@ class MinMaxObserver(FixedDtypes):
             if not torch_private.is_transformed():
                 raise
             raise RuntimeError(
-                "MinMaxObserver: x must not be a batch inside of a transform of torch.func, which can not record its "
-                "range; call eval() on the model first"
+                "MinMaxObserver: a range must be recorded outside of the transforms of torch.func; before using such a "
+                "transform, call eval() on a model of prepare_qat_, or convert_ on a model of prepare_"
             ) from error
         return low, high
 
@@ -336,8 +336,8 @@ class MinMaxObserver(FixedDtypes):
         low, high = self.low.item(), self.high.item()
         if low > high:
             raise ValueError(
-                f"convert_: layer {name!r} must have seen a batch, got none; run some through the model{when} after "
-                "preparing it, or leave the layer out by filter_fn"
+                f"convert_: layer {name!r} must have seen a batch, got none; run some batches through the prepared "
+                f"model{when}, or leave the layer out with filter_fn"
             )
         if not (abs(low) < torch.inf and abs(high) < torch.inf):
             raise ValueError(f"convert_: inputs of layer {name!r} must be finite, got a range from {low} to {high}")
@@ -552,17 +552,17 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
         if weight.dtype not in DTYPE_CODES:
             raise TypeError(
                 f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {weight.dtype}; "
-                "leave the layer out by filter_fn"
+                "leave the layer out with filter_fn"
             )
         if needs_int8_input and weight.shape[1] > MAX_K and not isinstance(layer, nn.Embedding):
             raise ValueError(
-                f"{op}: {name!r} must have at most {MAX_K} inputs, got {weight.shape[1]}; leave it out by filter_fn"
+                f"{op}: {name!r} must have at most {MAX_K} inputs, got {weight.shape[1]}; leave it out with filter_fn"
             )
         _check_has_no_hooks(op, name, layer)
     if not found:
         raise ValueError(
-            f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__} without any"
-            + (" that shares no weight with a layer that is left" if taken else "")
+            f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__}"
+            + (", where each of these shares its weight with a layer that is not replaced" if taken else " without any")
             + _what_was_done(model)
         )
     return list(found), [layer for layer in known if layer not in taken]
@@ -574,9 +574,9 @@ def _what_was_done(model: nn.Module) -> str:
     The result says that the model was converted or prepared earlier. It is "" for a model that was neither.
     """
     if any(isinstance(layer, Int8Linear | Int8Embedding) for layer in model.modules()):
-        return "; it is int8 already: for another mode convert the float model"
+        return "; the model is int8 already: for another mode convert the float model"
     if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
-        return "; it is prepared already: convert_ makes it int8"
+        return "; the model is prepared already: call convert_ to make it int8"
     return ""
 
 
@@ -590,8 +590,9 @@ def _is_known(layer: nn.Module) -> bool:
 def _check_has_no_hooks(op: str, name: str, layer: nn.Module) -> None:
     if _has_hooks(layer):
         raise ValueError(
-            f"{op}: {name!r} must have no hooks, which a new layer would lose, nor a forward of its own (accelerate's "
-            "hooks); remove them (remove_weight_norm, remove_hook_from_module) or leave the layer out by filter_fn"
+            f"{op}: {name!r} must have no hooks, and no forward that was assigned to the object (as accelerate does), "
+            "since the new layer would lose them; remove them (remove_weight_norm, remove_hook_from_module), or leave "
+            "the layer out with filter_fn"
         )
 
 

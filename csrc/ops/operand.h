@@ -17,7 +17,8 @@ namespace amp_kernels {
 // Throws an error without details if `holds` is false. Python (`call` in amp_kernels/ops/library.py) then checks the
 // arguments again, and raises an error with details.
 inline void require(bool holds) {
-  if (!holds) throw std::invalid_argument("amp_kernels: an argument does not fit; amp_kernels.functional says which");
+  if (!holds)
+    throw std::invalid_argument("amp_kernels: an argument does not fit; call amp_kernels.functional to see which");
 }
 
 // The properties of a tensor. The constructor reads each property once, because each read through torch's C interface

@@ -47,7 +47,7 @@ struct ExchangeApi {
 inline const ExchangeApi* exchange_api(PyObject* capsule) {
   const auto* api = static_cast<const ExchangeApi*>(PyCapsule_GetPointer(capsule, "dlpack_exchange_api"));
   if (api == nullptr || (api->major == 1 && api->describe != nullptr)) return api;
-  PyErr_SetString(PyExc_NotImplementedError, "amp_kernels._C: this torch describes no tensors by DLPack 1");
+  PyErr_SetString(PyExc_NotImplementedError, "amp_kernels._C: this torch has no C functions of DLPack 1");
   return nullptr;
 }
 

@@ -630,7 +630,7 @@ def of_fp64() -> torch.optim.Optimizer:
 
 SENTENCES = {
     "level": (lambda: bare(opt_level="02"), ValueError, "opt_level must be one of O0, O1, O2, O3, got '02'"),
-    "unknown": (lambda: bare(cast_model_type=None), TypeError, "arguments must be .*, got cast_model_type; leave"),
+    "unknown": (lambda: bare(cast_model_type=None), TypeError, "arguments must be .*, got cast_model_type; remove"),
     "batch norm": (lambda: bare(opt_level="O2", keep_batchnorm_fp32="x"), ValueError, "must be True, False or None"),
     "batch norm at O1": (lambda: bare(keep_batchnorm_fp32=True), ValueError, "must be None at O1, got True"),
     "scale": (lambda: bare(loss_scale="dynamical"), ValueError, 'loss_scale must be "dynamic" or a positive number'),
@@ -644,7 +644,7 @@ SENTENCES = {
     "least": (lambda: bare(min_loss_scale=-1.0), ValueError, "min_loss_scale must be a number of at least 0, got -1"),
     "lists": (lambda: bare(opt_level=["O1"]), ValueError, "opt_level must be one of"),
     "forward": (lambda: with_model(replaced_forward), TypeError, "must have the forward of its class, got one that"),
-    "step": (lambda: amp.initialize(network(), replaced_step()), TypeError, "must have the step of its class, or one"),
+    "step": (lambda: amp.initialize(network(), replaced_step()), TypeError, "must have the step of its class, or a"),
     "fp64": (lambda: amp.initialize(network(), of_fp64()), TypeError, "parameter 1 of optimizers.0. must be float32"),
     "buffer": (lambda: with_model(lambda net: net[1].half()), TypeError, "weight of models.0. must be float32"),
     "models": (lambda: with_model(lambda net: net.parameters()), TypeError, "models must be a torch Module or a list"),
@@ -652,7 +652,7 @@ SENTENCES = {
     "parallel": (lambda: with_model(torch.nn.DataParallel), TypeError, "must be a bare module, got a DataParallel"),
     "optimizers": (lambda: amp.initialize(network(), 3), TypeError, "optimizers must be a torch Optimizer or a list"),
     "before": (lambda: next(iter(amp.scale_loss(torch.ones(()), None).gen)), RuntimeError, "initialize must be called"),
-    "state": (amp.state_dict, RuntimeError, "amp.state_dict: amp.initialize must be called before"),
+    "state": (amp.state_dict, RuntimeError, "amp.state_dict: amp.initialize must be called first"),
 }
 
 
@@ -696,7 +696,7 @@ def test_sentences_of_scale_loss():
     ):
         pass
     with (
-        pytest.raises(RuntimeError, match=r"must run inside the block .*, got no gradient"),
+        pytest.raises(RuntimeError, match=r"must run inside the with block .*, got no gradient"),
         amp.scale_loss(loss, optimizer),
     ):
         pass

@@ -623,7 +623,7 @@ def test_a_process_group_agrees_on_skips(kind, unscale):
 def test_a_group_that_cannot_reduce_here_is_refused():
     def body(rank: int) -> str:
         group = dist.new_group(backend="cpu:gloo")
-        with pytest.raises(ValueError, match="process_group must reduce tensors of cuda, got one of cpu:gloo; make"):
+        with pytest.raises(ValueError, match="must reduce cuda tensors, got a group with backends cpu:gloo; make"):
             amp_kernels.GradScaler("cuda", process_group=group)
         return "refused"
 

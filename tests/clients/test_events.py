@@ -618,7 +618,7 @@ class Training:
 
 def run(program: Program, backend: str = "cpu", device: torch.device = CPU) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "GradScaler: optimizers stepped, but no parameter")
+        warnings.filterwarnings("ignore", "GradScaler: optimizers stepped, but none of their")
         _run(Training(program, backend, device), program)
 
 

@@ -117,7 +117,7 @@ def test_twice_is_once() -> None:
     ("model", "filter_fn", "sentence"),
     [
         (nn.ReLU(), None, "convert_linear_: model must have an nn.Linear to convert, got ReLU without any$"),
-        (nn.Linear(3, 3), lambda *_: False, "got Linear without any that filter_fn takes"),
+        (nn.Linear(3, 3), lambda *_: False, "got Linear without any that filter_fn accepts"),
         (Subclass(3, 3), None, "got Subclass without any$"),
     ],
 )

@@ -406,7 +406,7 @@ def test_a_checkpoint_of_another_family_is_refused(into, of, theirs, stepped):
     optimizer = into([leaf(5)], **FULL[into])
     step(optimizer)
     before = contents(optimizer)
-    names = rf"{into.__name__}.*must be one of {into._family.name}, got one of {of._family.name}"
+    names = rf"{into.__name__}.*must be from {into._family.name}, got one from {of._family.name}"
     with pytest.raises(ValueError, match=names):
         optimizer.load_state_dict(other.state_dict())
     assert_unchanged(optimizer, before)

@@ -54,7 +54,7 @@ def test_options_that_are_no_numbers(name: str, value: Any, family: Any) -> None
 @pytest.mark.parametrize("family", [FusedAdam, FusedAdamW])
 @pytest.mark.parametrize("betas", [0.9, (0.9,), (0.9, None), None], ids=str)
 def test_betas_that_are_no_pair(betas: Any, family: Any) -> None:
-    sentence = f"{family.__name__}: betas must be two numbers, as (0.9, 0.999), got {betas!r}"
+    sentence = f"{family.__name__}: betas must be two numbers such as (0.9, 0.999), got {betas!r}"
     with pytest.raises(TypeError, match=f"^{re.escape(sentence)}$"):
         family(MODEL.parameters(), betas=betas)
     assert family(MODEL.parameters(), lr=torch.tensor(0.1), betas=[0.8, 0.9]).defaults["lr"] == torch.tensor(0.1)

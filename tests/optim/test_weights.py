@@ -245,7 +245,7 @@ def test_a_state_dict_of_other_tensors(device):
     train(net, optimizer, range(1))
     before = [optimizer.master(p) for p in net.parameters()]
     saved = {name: torch.zeros_like(v) for name, v in net.state_dict().items() if isinstance(v, torch.Tensor)}
-    sentence = r"must hold the model's own parameters, lacks 6 \(embedding.weight is the first\), whose masters"
+    sentence = r"the model's own parameters, but lacks 6 of them \(embedding.weight is the first\), so their masters"
     with pytest.raises(RuntimeError, match=f"^fp32_state_dict: .*{sentence}"):
         fp32_state_dict(net, optimizer)
     with pytest.raises(RuntimeError, match=f"^load_fp32_state_dict: .*{sentence}"):
@@ -264,7 +264,7 @@ def test_names_that_a_hook_of_the_model_renames(device):
         state["head.bias"] = state.pop("old")
 
     net.register_load_state_dict_pre_hook(rename)
-    with pytest.warns(UserWarning, match=r"lacked 1 that a hook of the model renames \(head.bias is the first\)"):
+    with pytest.warns(UserWarning, match=r"a hook of the model renames 1 of them \(head.bias is the first\)"):
         load_fp32_state_dict(net, optimizer, saved)
     assert torch.equal(optimizer.master(net.head.bias), net.head.bias.float())
     assert not torch.equal(optimizer.master(net.head.weight), net.head.weight.float())
@@ -282,7 +282,7 @@ def test_what_is_no_model_or_no_optimizer(device):
     for arguments, sentence in (
         ((3, optimizer), "model must be a torch Module, got a int"),
         ((net, 3), "optimizer must be a torch Optimizer, got a int"),
-        ((net, Wrapper()), "must be the FusedSGD that keeps the masters, got a Wrapper around it; pass that one"),
+        ((net, Wrapper()), "must be the FusedSGD that keeps the masters, got a Wrapper around it; pass the FusedSGD"),
     ):
         with pytest.raises(TypeError, match=f"^fp32_state_dict: .*{sentence}"):
             fp32_state_dict(*arguments)

@@ -97,7 +97,7 @@ def test_explanations_are_sentences() -> None:
 
 def test_what_is_left_to_torch() -> None:
     a, b = torch.empty(64, 9, device="meta"), torch.empty(9, 32, device="meta")
-    assert str(audit.explain(a, b)) == "torch: float32 is left to it; nothing is copied"
+    assert str(audit.explain(a, b)) == "torch: products of float32 are left to torch; nothing is copied"
     with torch.autocast("cuda", dtype=torch.bfloat16) if torch.cuda.is_available() else torch.autocast("cpu"):
         cast = audit.explain(torch.empty(64, 9), torch.empty(9, 32)) if not torch.cuda.is_available() else None
     assert cast is None or cast.engine == "cpu"
@@ -112,7 +112,7 @@ def test_what_is_left_to_torch() -> None:
         (
             lambda: audit.explain(torch.ones(4, 5), torch.ones(5, 7), device="cuda"),
             TypeError,
-            "explain: dtype and device must be left out with tensors",
+            "explain: dtype and device must be None for tensors",
         ),
         (lambda: audit.explain((4, 5), (5, 7), "silu"), ValueError, "explain: activation must be one of None, 'relu'"),
         (
@@ -154,7 +154,14 @@ def model() -> nn.Module:
 def test_findings(model: nn.Module) -> None:
     findings = audit.audit(model)
     assert [f[:6] for f in findings] == [
-        ("tokens", "Embedding", "50257 x 1024", "shares the weight of head", "nothing, or 50264 x 1024 with it", True),
+        (
+            "tokens",
+            "Embedding",
+            "50257 x 1024",
+            "shares the weight of head",
+            "nothing, or 50264 x 1024 together with head",
+            True,
+        ),
         ("up", "Linear", "1024 -> 4095", "out_features=4095 (y, dy)", "amp_kernels.nn.Linear, or 1024 -> 4096", True),
         (
             "down", "Linear", "4095 -> 1023", "in_features=4095 (x, W, dx, dW), out_features=1023 (y, dy)",
@@ -298,7 +305,7 @@ def test_the_command_line(models: Path) -> None:
     assert f"{2 * 4096 * 1024 + 8192 * 2 * 1024:,} B" in rows[0]
     assert sentence == (
         "3 layers have shapes that are slow on tensor cores in fp16 or bf16: amp_kernels.nn.convert_linear_(model) "
-        "pads for 2 of them and changes no shape; 1 can only be helped by other sizes."
+        "pads for 2 of them and changes no shape; 1 must have other sizes to be fast."
     )
 
 

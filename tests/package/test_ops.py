@@ -275,7 +275,7 @@ ERRORS: dict[str, tuple[Callable[..., None], tuple[Any, ...], type[Exception], s
         sgd,
         ([HALF], [f(2)], [f(2)]),
         ValueError,
-        r"sgd_: masters must hold .* 1 16-bit params.*got 0",
+        r"sgd_: masters must hold 1 .*each 16-bit param.*got 0",
     ),
     "masters_too_many": (
         sgd,

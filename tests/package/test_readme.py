@@ -128,4 +128,4 @@ def test_info_says_what_the_page_says_of_a_platform(monkeypatch, capsys, system,
     (note,) = re.findall(f"^- ({name}: .*)$", SUPPORT.read_text(), flags=re.MULTILINE)
     printed = capsys.readouterr().out
     assert note in printed.splitlines()
-    assert ("not triton: its kernels are for CUDA, and torch is of ROCm" in printed) == (hip is not None)
+    assert ("not triton: its kernels are for CUDA, and this torch is a ROCm build" in printed) == (hip is not None)

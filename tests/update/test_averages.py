@@ -233,7 +233,7 @@ def test_what_has_a_state_follows_no_remainders(device: torch.device) -> None:
     average, weight = torch.zeros(4, device=device), torch.zeros(4, dtype=torch.float16, device=device)
     states, remainders = {"momentum_buffers": [torch.zeros_like(average)]}, [weight.to(torch.int16)]
     options = {"momentum": 0.9, "dampening": 0.0, "weight_decay": 1.0, "nesterov": False, "maximize": True}
-    with pytest.raises(ValueError, match=r"^sgd_: grad_remainders must be None where there are states, got momentum_b"):
+    with pytest.raises(ValueError, match=r"^sgd_: grad_remainders must be None if the update has states, got the s"):
         update(
             SGD, [average], [weight], states, (), options, 0.1, steps_taken=0, grad_scale=None, found_inf=None,
             grad_remainders=remainders,
@@ -344,7 +344,7 @@ def test_models_that_do_not_fit(device):
     longer.register_buffer("extra", torch.zeros(1, device=device))
     wider.head.bias = torch.nn.Parameter(torch.zeros(14, device=device))
     for models, error, sentence in (
-        ([], ValueError, "models must be at least one, got none"),
+        ([], ValueError, "models must contain at least one model, got none"),
         ([first, 3], TypeError, r"models\[1\] must be a torch Module, got a int"),
         ([first, second, longer], ValueError, r"models\[2\] must have the entries of models\[0\], but only one"),
         (
