@@ -74,8 +74,8 @@ struct Scales {
 // ------------------------------------------------------------------------------------------------ by rows
 struct RowWalk {
   int64_t length;  // elements in a group
-  // groups_of_row: as in Int8Layout (csrc/int8.h). missing: by how many elements the last group of a row is shorter than
-  // the others (0 if it is not).
+  // groups_of_row: as in Int8Layout (csrc/int8.h). missing: by how many elements the last group of a row is shorter
+  // than the others (0 if it is not).
   int64_t groups_of_row, missing;
   int64_t segments, items;  // segments in a group, and segments in all groups
   int each;                 // packs per thread
