@@ -249,8 +249,8 @@ How it is measured:
   longer does. This concerns the row 8192 x 1023 x 1023, where the host takes longer than the device. `products.csv`
   has times on the device, and `kernels.csv` of the H100 has what Nsight Compute says.
 
-`make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes two minutes, has fewer sizes,
-and needs no clone. On a GPU `make gpu-check` builds, tests and measures, and says which folder to send us.
+`make bench` measures your machine into a folder here. `python -m amp_kernels bench` takes a few minutes, has fewer
+sizes, and needs no clone. On a GPU `make gpu-check` builds, tests and measures, and says which folder to send us.
 """
 # Where each is explained is its script's docstring.
 OTHERS = {
