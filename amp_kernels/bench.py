@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
 # The time for the rounds of one case, in seconds. In each round, amp_kernels and every peer take a turn. With the
-# option `--quick`, which `_run` passes, a case has at least five rounds, however long they take. A copy of several times
-# the last-level cache comes before each turn, so a run takes longer on a CPU with a large cache: with an L3 of 300 MB,
-# the family ema took 39 s, overhead 48 s, and int8 86 s.
+# option `--quick`, which `_run` passes, a case has at least five rounds, however long they take. Before each turn a
+# copy of several times the last-level cache is timed, so a run takes longer on a CPU with a large cache: with an L3 of
+# 300 MB, the family ema took 39 s, overhead 48 s, and int8 86 s.
 SECONDS = "0.1"
 
 
