@@ -151,8 +151,8 @@ class Walk {
   }
 
   // Goes through all columns of one strip, segment by segment, and then through the next strip. The scales and zero
-  // points of a segment's columns (Affines in int8_codes.h) stay in the L1 for all rows of the strip. Each read of
-  // memory is a run of kColumnSegment elements, which is long enough for the hardware's prefetcher.
+  // points of a segment's columns (Affines in int8_codes.h) stay in the L1 for all rows of the strip. Although
+  // a row is left after each segment, memory is read in runs of kColumnSegment elements.
   template <class F>
   void for_each_segment_of_columns(const Band& band, int64_t begin, int64_t end, const F& f) const {
     for (int64_t strip = begin; strip < end; strip += kStripRows)

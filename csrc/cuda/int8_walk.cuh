@@ -79,7 +79,7 @@ struct RowWalk {
   int64_t groups_of_row, missing;
   int64_t segments, items;  // segments in a group, and segments in all groups
   int each;                 // packs per thread
-  int lanes;                // threads in a team: 1 << shift, but in held_rows_kernel possibly all of a block
+  int lanes;                // threads in a team: 1 << shift. If above 32, held_rows_kernel has a team per block
   int shift, teams;         // teams: how many are in a block
 
   __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }

@@ -411,8 +411,8 @@ int compiled_for_sm() {
   return compiled_for<tiled_kernel<__nv_bfloat16, Small, ElementLoader<Small::kM>, ElementLoader<Small::kN>>>();
 }
 
-// How an operand can be loaded: 16 bytes along k at a time (kAlong); 16 bytes along its rows, that is m or n, at a time
-// (kAcross); or one number at a time (kNeither).
+// How an operand can be loaded: 16 bytes at a time along k (kAlong); 16 bytes at a time along m (operand a) or n
+// (operand b) (kAcross); or one number at a time (kNeither).
 enum Layout { kAlong, kAcross, kNeither };
 
 // `bytes`: from the first number to the end of the storage. A copy of 16 bytes must not go beyond that end.

@@ -48,9 +48,9 @@ struct TilePosition {
 // Results go through shared memory, half of the tile's rows at a time, so that stores to global memory are wide. Rows
 // are padded (kStride), so that a warp writes its fragments to different banks. A lane reads eight columns in two
 // reads of four columns (16 bytes). Such a read is served for eight lanes at a time, whose columns are 8 apart. Columns
-// that are 32 apart have the same banks, so two of these lanes each would compete. Therefore neighbouring fours change
-// places in every odd group of 32 columns (32 to 63, 96 to 127, ...). A read then takes a warp 4 cycles, not 8. If
-// kTransposed, the sums are fragments of the transposed product.
+// that are 32 apart lie in the same banks, so lanes 4 apart would wait for each other. Therefore neighbouring fours
+// change places in every odd group of 32 columns (32 to 63, 96 to 127, ...). A read then takes a warp 4 cycles, not 8.
+// If kTransposed, the sums are fragments of the transposed product.
 template <int kM, int kN, bool kTransposed = false>
 struct ResultTile {
   // Rows and columns of a warp. A half of the tile has kRows rows.
