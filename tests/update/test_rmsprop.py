@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
 from table_kernels import Launcher
 from test_update_table import Step
 
-import amp_kernels
-from amp_kernels import testing
+from amp_kernels import reference, rmsprop_, testing
 
 # NumPy, underneath Triton's interpreter, warns of NaN.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -33,13 +33,14 @@ def test_a_nan_in_the_variance_is_kept(device: torch.device) -> None:
     assert torch.equal(ours.params[0].isnan(), ~grad.isfinite())
 
 
-def test_without_momentum_the_buffer_is_ignored(device: torch.device) -> None:
-    p, buffer = torch.zeros(3, device=device), torch.full((3,), 2.0, device=device)
-    amp_kernels.rmsprop_(
+@pytest.mark.parametrize("step", [rmsprop_, reference.rmsprop_], ids=["function", "reference"])
+def test_without_momentum_the_buffer_is_ignored(device: torch.device, step: Any) -> None:
+    p, buffer = torch.zeros(3, device=device), torch.full((3,), 5.0, device=device)
+    step(
         [p], [torch.full((3,), 2.0, device=device)], [torch.zeros(3, device=device)], [buffer], lr=0.25, alpha=0.75,
         eps=0.0, weight_decay=0.0, momentum=0.0, maximize=False,
     )  # fmt: skip
-    assert buffer.tolist() == [2.0] * 3 and p.tolist() == [-0.5] * 3
+    assert buffer.tolist() == [5.0] * 3 and p.tolist() == [-0.5] * 3
 
 
 def test_a_zero_gradient_moves_nothing(device: torch.device) -> None:
