@@ -123,6 +123,7 @@ _SCALE = "a finite number of at least 0"
 _RULES = {
     "init_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "scale": _Rule(_SCALE, 0, _MAX_FP32),
+    "new_scale": _Rule(_SCALE, 0, _MAX_FP32),
     "growth_factor": _Rule("a number above 1", math.nextafter(1, 2), math.inf),
     "backoff_factor": _Rule("a number of at least 0 and below 1", 0, math.nextafter(1, 0)),
     "growth_interval": _Rule("an integer", -_INT64, _INT64, True),
@@ -138,14 +139,18 @@ _TORCH_KEYS = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_
 _OWN_KEYS = ("min_scale", "max_scale", "hysteresis", "_hysteresis_tracker", "skipped_steps")
 
 
+def _check_number(caller: str, name: str, value: Any) -> None:
+    rule = _RULES[name]
+    kind = numbers.Integral if rule.is_integer else numbers.Real
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    if not (is_number and rule.least <= value <= rule.most):
+        error = ValueError if is_number else TypeError
+        raise error(f"{caller}: {name} must be {rule.words}, got {value!r}")
+
+
 def _check_numbers(caller: str, values: Mapping[str, Any]) -> None:
     for name, value in values.items():
-        rule = _RULES[name]
-        kind = numbers.Integral if rule.is_integer else numbers.Real
-        is_number = isinstance(value, kind) and not isinstance(value, bool)
-        if not (is_number and rule.least <= value <= rule.most):
-            error = ValueError if is_number else TypeError
-            raise error(f"{caller}: {name} must be {rule.words}, got {value!r}")
+        _check_number(caller, name, value)
     least, most = values["min_scale"], values["max_scale"]
     if least > most:
         raise ValueError(f"{caller}: max_scale must be a number of at least min_scale ({least:g}), got {most!r}")
@@ -523,14 +528,19 @@ class GradScaler(torch.amp.GradScaler):
           overflow.
 
         Args:
-            new_scale: Set the scale to this number, even if the number is outside of the bounds.
+            new_scale: Set the scale to this number, even if the number is outside of the bounds. A tensor must have one
+                element, lie on the scale's device and not require a gradient. Its value is not checked.
 
         Raises:
+            TypeError: `new_scale` is neither a number nor a tensor.
+            ValueError: `new_scale` is a number below 0, inf or NaN, or a tensor of another kind.
             AssertionError: There is no scale yet, because `scale` was not called. Or `new_scale` is None, `step` was
                 not called since the last `update`, and `unscale_` was not called or found no gradient.
         """
         if not self._enabled:
             return
+        if new_scale is not None:
+            new_scale = self._checked_scale(new_scale)
         states = list(self._per_optimizer_states.values())
         scale, growth_tracker = self._check_scale_growth_tracker("update")
         found_inf = self._found_inf()
@@ -549,6 +559,19 @@ class GradScaler(torch.amp.GradScaler):
             self._warn_of_skips(found_inf, states)
         self._forget_the_gone()
         self._per_optimizer_states = defaultdict(_refresh_per_optimizer_state)
+
+    def _checked_scale(self, new_scale: Any) -> float | Tensor:
+        """Returns `new_scale` as torch's `update` takes it. torch refuses an int with an AttributeError."""
+        if not isinstance(new_scale, Tensor):
+            _check_number("GradScaler.update", "new_scale", new_scale)
+            return float(new_scale)
+        if new_scale.numel() != 1 or new_scale.requires_grad or new_scale.device.type != self._device:
+            gradient = " that requires a gradient" if new_scale.requires_grad else ""
+            raise ValueError(
+                f"GradScaler.update: new_scale must be a number, or a tensor of one element on {self._device} that "
+                f"requires no gradient, got a tensor of shape {list(new_scale.shape)} on {new_scale.device}{gradient}"
+            )
+        return new_scale
 
     def _found_inf(self) -> Tensor | None:
         """Returns the sum of all flags since the last update, on the scale's device.

@@ -307,6 +307,33 @@ def test_update_with_a_new_scale(device):
     scaler.update(torch.tensor(16.0, device=device))
     assert scaler.get_scale() == 16.0
     assert scaler.skipped_steps == 1
+    scaler.update(8)  # torch's scaler ends an int with an AttributeError
+    assert scaler.get_scale() == 8.0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "says"),
+    [
+        ("16", TypeError, "new_scale must be a finite number of at least 0, got '16'"),
+        (math.nan, ValueError, "new_scale must be a finite number of at least 0, got nan"),
+        (torch.ones(2), ValueError, r"got a tensor of shape \[2\] on "),
+        (torch.ones((), requires_grad=True), ValueError, r"got a tensor of shape \[\] on \S+ that requires a gradient"),
+        (torch.ones((), device="meta"), ValueError, r"got a tensor of shape \[\] on meta"),
+    ],
+)
+def test_update_refuses_a_wrong_scale_before_it_counts_a_skip(device, wrong, error, says):
+    scaler = started(device)
+    params = parameters([torch.float32], device)
+    optimizer = FusedSGD(params, lr=0.1)
+    set_grads(params, 0, scale=torch.inf)
+    scaler.step(optimizer)
+    if isinstance(wrong, torch.Tensor) and wrong.device.type == "cpu":
+        wrong = wrong.detach().to(device).requires_grad_(wrong.requires_grad)
+    with pytest.raises(error, match=says):
+        scaler.update(wrong)
+    assert scaler.skipped_steps == 0
+    scaler.update()
+    assert scaler.skipped_steps == 1
 
 
 # ------------------------------------------------------------------------------------------ skips and the last overflow
