@@ -15,7 +15,7 @@ import amp_kernels
 
 
 def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table as text. The package tabulate makes it. Without tabulate, the table has plain columns."""
+    """Return a table as text. The package tabulate formats it. Without tabulate, columns are padded with spaces."""
     try:
         from tabulate import tabulate  # type: ignore[import-untyped, unused-ignore]
     except ImportError:
@@ -40,7 +40,7 @@ def environment() -> dict[str, str]:
 
 
 def _commit() -> str:
-    """Return ", commit" and the commit if the folder above the package is a git clone, otherwise "".
+    """Return the commit, such as ", commit 1a2b3c4". Return "" if the folder above the package is not a git clone.
 
     Without the check for `.git`, git would also find a repository in a folder further up. That can be another project,
     for example one with a virtual environment in which this package is installed.

@@ -13,7 +13,7 @@
 // Arrays are dense, and kernels walk them in storage order. An address need only be aligned to one element.
 //
 // The rows of sizes, dtypes and groups come first. The list of chunks depends on these rows alone. So an optimizer
-// keeps both on the device, and sends only the rows of addresses at every step.
+// keeps the list and these rows on the device, and sends only the rows of addresses at every step.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ namespace amp_kernels {
 //   kStep        the address of an int32, the number of updates so far. All chunks of the tensor read this number.
 //                After all of them have read it, it is increased
 //   kState + i   the address of the i-th state. Every tensor has the first kRequired states (formulas/families.h). If
-//                no tensor has other states, the table may end after those
+//                no tensor has other states, the table may end after the rows of these kRequired states
 enum Row { kNumel, kGradDtype, kGroup, kGrad, kParam, kMaster, kStep, kState };
 
 enum Dtype { kFloat, kHalf, kBFloat16 };
@@ -91,10 +91,11 @@ struct Record {
 
 struct GradientPass {
   Table table;
-  const float* scale;  // the factor is *scale, or with `divide` 1 / *scale. If nullptr, it is 1
+  const float* scale;  // the factor is *scale, or with `divide` 1 / *scale. If `scale` is nullptr, the factor is 1
   bool divide;
-  bool write;        // multiply the gradients by the factor
-  bool clear;        // write 0 or 1 to found_inf, and update the record. Otherwise found_inf can only become 1
+  bool write;  // multiply the gradients by the factor
+  // Write 0 or 1 to found_inf, and update the record. If false: write 1 or nothing to found_inf, and leave the record.
+  bool clear;
   double* partials;  // a sum of squares for each chunk. It is finite exactly if all elements of the chunk are finite
   float* found_inf;
   float* norm;

@@ -35,9 +35,9 @@ def offsets_of_tile(
 ):  # fmt: skip
     """Return the offsets of a tile's elements, and a mask of those that exist.
 
-    With STEP > 1, offsets and mask are those of every STEP-th element in each row of the tile. VEC > 1 is only allowed
-    if every group (by rows) or every row of `inner` elements (by columns) begins and ends at a multiple of VEC
-    elements.
+    With STEP > 1, offsets and mask are those of every STEP-th element in each row of the tile. VEC is the number of
+    neighbouring elements that one access covers. With VEC > 1, every group (by rows) or every row of `inner` elements
+    (by columns) must begin and end at a multiple of VEC elements.
     """
     outer, reduced, inner, row = sizes
     down = tl.arange(0, ROWS)[:, None].to(tl.int64)
@@ -82,12 +82,12 @@ def groups_of_band(sizes, band, BY_COLUMNS: tl.constexpr, ROWS: tl.constexpr, WI
 
 
 # ----------------------------------------------------------------------------------------------------------- plans
-# The elements of the largest tile of `streaming_plan`. The key is whether access is wide, which means that one access
-# covers several elements. A tile of this size has four warps. With wide access a thread has 16 elements. With access by
-# element it has 8, because each element then needs an address and a predicate of its own.
+# How many elements the largest tile of `streaming_plan` has. The key is whether access is wide, which means that one
+# access covers several elements. A tile of this size has four warps. With wide access a thread has 16 elements. With
+# access by element it has 8, because each element then needs an address and a predicate of its own.
 _TILE = {True: 2048, False: 1024}
-# The elements of the largest tile of `register_plan`. A tile of this size has 16 warps, so a thread has twice as many
-# elements as above.
+# How many elements the largest tile of `register_plan` has. A tile of this size has 16 warps, so a thread has twice as
+# many elements as above.
 _REGISTER_TILE = {True: 16384, False: 8192}
 _PROGRAMS = 1024  # enough to fill a device: about eight for each multiprocessor of the largest GPU
 # The least width of a tile by columns, unless `inner` is smaller: 128 bytes of neighbouring 16-bit elements.
@@ -189,7 +189,7 @@ def two_pass_plan(layout: Layout, wide: bool) -> Plan:
     """Return a plan with one program for each band, or with several if there are too few bands to fill the device."""
     plan = streaming_plan(layout, wide)
     # If several programs share a band, one kernel finds the extremes of the tiles of each program. In a second kernel,
-    # every program folds the extremes of all programs of its band. The square root limits their number, so that a
-    # program has few extremes to fold, compared with the number of its elements.
+    # every program folds the extremes of all programs of its band. The square root limits the number of programs that
+    # share a band, so that a program has few extremes to fold, compared with the number of its elements.
     most = min(_PROGRAMS // plan.bands, math.isqrt(layout.reduced))
     return dataclasses.replace(plan, pieces=max(1, min(plan.tiles, most)))

@@ -2,8 +2,8 @@
 
 `amp_kernels.quantization` puts them into a model. A layer stores its weight as int8 codes and fp32 scales, in buffers.
 `.half()` and `.to(dtype)` change the dtype of the layer. They do not change codes or scales. The results of an
-`Int8Embedding` have the layer's dtype. The float results of an `Int8Linear` for an `Int8Tensor` have it too, except
-under autocast.
+`Int8Embedding` have the layer's dtype. If the input of an `Int8Linear` is an `Int8Tensor`, its float results have the
+layer's dtype too, except under autocast.
 
 `layer.weight` is a dequantized tensor in the layer's dtype. Each read makes a new tensor. Every operator that needs the
 elements of this tensor computes them from the codes. An operator that would change the tensor in place raises an error.
@@ -33,7 +33,7 @@ from .conversion import LoadsItsKind, is_transposed, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
-# A backward pass dequantizes about this many elements of a weight at a time. In 16 bits they take 8 MB. They suffice
+# A backward pass dequantizes about this many elements of a weight at a time. They take 8 MB in 16 bits, and are enough
 # for a fast product.
 PANEL = 2**22
 
@@ -50,7 +50,7 @@ class FixedDtypes(LoadsItsKind):
     Buffers that modules share are still shared after `.to()`.
     """
 
-    _dtype_of = ""  # name of the buffer whose dtype is the layer's dtype; `.to()` changes it
+    _dtype_of = ""  # name of the buffer whose dtype is the layer's dtype; `.to()` changes this dtype
 
     def _apply(self, fn: _Fn, recurse: bool = True) -> FixedDtypes:
         before = dict(self._buffers)
@@ -68,8 +68,8 @@ class FixedDtypes(LoadsItsKind):
 def _moved(old: Tensor, new: Tensor) -> Tensor:
     """Turn `old` into `new` in place, and return it.
 
-    Modules that share `old` still share the result. torch moves parameters in the same two ways, by `.data` and by
-    `swap_tensors`.
+    Modules that share `old` still share the result. If `old` cannot be changed, the sharing ends, and `new` is
+    returned. torch moves parameters as this function does: by `.data`, or by `swap_tensors`.
     """
     if new is old:
         return old
@@ -78,7 +78,7 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
     except RuntimeError:  # tensors of different kinds, for example if one is a meta tensor
         try:
             torch.utils.swap_tensors(old, new)
-        except RuntimeError:  # an autograd graph or a weak reference holds `old`; the sharing of the tensor ends
+        except RuntimeError:  # an autograd graph or a weak reference holds `old`
             return new
     return old
 
@@ -86,9 +86,11 @@ def _moved(old: Tensor, new: Tensor) -> Tensor:
 class DequantizedWeight(Tensor):
     """The dequantized weight of an int8 layer. Every operator that needs its elements computes them from the codes.
 
-    Its dtype, shape and device are known without its elements. This matters because T5 reads `wo.weight.dtype` in every
-    forward pass, and the elements of a large head take a gigabyte. No elements are kept. A weight that was read before
-    `load_state_dict` therefore has the new values afterwards, except with `assign=True`, which replaces the codes.
+    Its dtype, shape and device are known without its elements. For example, T5 reads `wo.weight.dtype` in every forward
+    pass, and no elements are computed for this. In a large output layer the elements would take a gigabyte.
+
+    No elements are kept. A weight that was read before `load_state_dict` therefore has the new values afterwards,
+    except with `assign=True`, which replaces the codes.
 
     An in-place operator that changes an element raises an error, since the codes would not change. An in-place
     operator that changes no element raises no error. RWKV models need this, because they divide a weight by 1.
@@ -109,9 +111,9 @@ class DequantizedWeight(Tensor):
         """
         oriented = codes.t() if is_transposed else codes
         self = None
-        # While compiling, no wrapper is made, because the compiler drops a dequantization whose result is not used.
-        # Inside torch.vmap, no wrapper is made either, since a wrapper would dequantize the batched codes later, when
-        # that is no longer possible.
+        # While compiling, no wrapper is made. It would save nothing, because the compiler drops a dequantization whose
+        # result is not used. Inside a transform of torch.func, no wrapper is made either. In torch.vmap it would
+        # dequantize the batched codes later, when that is no longer possible.
         if not (torch.compiler.is_compiling() or torch_private.are_functorch_transforms_active()):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
@@ -121,9 +123,9 @@ class DequantizedWeight(Tensor):
 
     def elements(self) -> Tensor:
         """Return the dequantized weight as an ordinary tensor."""
-        # In inference mode the elements would be inference tensors. A view that an operator returns would be an
-        # inference tensor too. torch gives such a view the version counter of this weight, and this raises an error for
-        # an inference tensor.
+        # In inference mode the elements would be an inference tensor. If an operator returned a view of them, the view
+        # would be an inference tensor too. torch would then raise an error, because it gives this view the version
+        # counter of this weight, and an inference tensor must not get one.
         with torch.inference_mode(False):
             return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
 
@@ -216,8 +218,8 @@ class _Int8Weight(FixedDtypes):
         super().__init__()
         self.register_buffer("weight_codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
         self.register_buffer("weight_scale", torch.ones(rows, 1, dtype=torch.float32, device=device))
-        # The dtype is stored as that of a tensor, since state dicts hold only tensors. `load_state_dict(assign=True)`
-        # therefore loads the dtype too. Without `assign` the layer keeps its own dtype.
+        # The dtype is stored as the dtype of a tensor, since state dicts hold only tensors. Therefore
+        # `load_state_dict(assign=True)` loads the dtype too. Without `assign` the layer keeps its own dtype.
         self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device))
 
     @property
@@ -234,8 +236,8 @@ class _Int8Weight(FixedDtypes):
         return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype, self.dtype)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # If the value is a Parameter, a setter of the property would not be called. nn.Module registers a Parameter
-        # before it looks for a setter.
+        # A setter of the property would not be called for a Parameter, because nn.Module registers a Parameter before
+        # it looks for a setter.
         if name == "weight":
             self._tie(value)
         else:
@@ -326,13 +328,17 @@ class Int8Linear(_Int8Weight):
       multiplies by its codes in this case too.
 
     During a call with one of these exceptions, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`.
-    For fp32 inputs `torch.backends.cuda.matmul.allow_tf32` decides whether TF32 is used. In all other calls of the
-    compiled CUDA kernels, the codes are first copied into padded rows if `in_features` is not a multiple of 16.
+    For fp32 inputs `torch.backends.cuda.matmul.allow_tf32` decides whether TF32 is used.
+
+    Except in these three cases, the compiled CUDA kernels first copy the codes into padded rows if `in_features` is not
+    a multiple of 16.
 
     Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
     `x` is an `Int8Tensor`. The gradient of `x` is `grad @ weight`. In the modes `"dynamic"` and `"static"` the gradient
     is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). int8 results have no gradient. The weight
     is frozen. The bias is a parameter in the dtype of the original layer.
+
+    The weights of a new layer are 0: load a state dict, or use `from_linear`.
 
     Args:
         in_features: Size of the last dimension of the input.
@@ -340,7 +346,7 @@ class Int8Linear(_Int8Weight):
         bias: Add a bias.
         mode: `"weight_only"`, `"dynamic"` or `"static"`.
         device: As in `torch.nn.Linear`.
-        dtype: As in `torch.nn.Linear`. The weights of a new layer are 0: load a state dict, or use `from_linear`.
+        dtype: As in `torch.nn.Linear`.
 
     Attributes:
         weight_codes: int8 `[out_features, in_features]`.
@@ -549,12 +555,14 @@ class Int8Embedding(_Int8Weight):
     effect. With `max_norm`, rows of the result whose norm is above `max_norm` are scaled down to this norm. The table
     does not change.
 
+    The table of a new layer is 0: load a state dict, or use `from_embedding`.
+
     Args:
         num_embeddings: Number of rows.
         embedding_dim: Size of a row.
         padding_idx: Stored for code that reads it; it has no effect.
         device: As in `torch.nn.Embedding`.
-        dtype: As in `torch.nn.Embedding`. A new table is 0: load a state dict, or use `from_embedding`.
+        dtype: As in `torch.nn.Embedding`.
         max_norm: As in `torch.nn.Embedding`.
         norm_type: As in `torch.nn.Embedding`.
 

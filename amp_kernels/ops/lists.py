@@ -37,7 +37,7 @@ _cut = functools.lru_cache(maxsize=8)(cut)
 
 
 def are_fake(tensors: Sequence[Tensor]) -> bool:
-    """Return whether the tensors have no memory, as during tracing."""
+    """Return whether the tensors have no memory, as during tracing. Only the first tensor is looked at."""
     first = tensors[0]
     return first.is_meta or type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__
 
@@ -84,7 +84,8 @@ class Update(NamedTuple):
     steps_taken: int
     grad_scale: Tensor | None
     found_inf: Tensor | None
-    # Only for averages, whose `grads` are the weights that they follow: the remainders of the 16-bit weights.
+    # Only for averages. Their `grads` are the weights that they follow. This list holds the remainders of those weights
+    # that are 16-bit.
     grad_remainders: list[Tensor] | None = None
 
     @property

@@ -49,7 +49,7 @@ class WithCheckpoints(WithState):
         """Converts the entries of a state dict for saving.
 
         - `step` becomes an fp32 CPU tensor, as in torch.
-        - `remainder`, which is half of a parameter's fp32 master (_state.py), becomes `master`, the whole master. If a
+        - `remainder` becomes `master`: the fp32 master that parameter and remainder together give (_state.py). If a
           parameter was cast to fp32 and is equal to its master, the master is left out.
         - If a parameter was not updated yet, its `step` and states are left out, but not its master.
         """
@@ -123,7 +123,8 @@ class WithCheckpoints(WithState):
             >>> optimizer.param_groups[0]["lr"], int(optimizer.state[weight]["step"])
             (0.5, 1)
         """
-        # `saved` holds the entries that this class loads. torch would cast them to the dtypes of the parameters.
+        # `saved` holds the entries that this class loads. torch does not get these entries, because it would cast them
+        # to the dtypes of the parameters.
         saved: dict[int, dict[str, Any]] = {}
 
         def set_aside(_: torch.optim.Optimizer, loaded: dict[str, Any]) -> dict[str, Any]:
@@ -143,10 +144,10 @@ class WithCheckpoints(WithState):
             return {**loaded, "state": {key: entry for key, entry in rest.items() if entry != {}}}
 
         before = dict(self.__dict__)
-        # If the state dict has no masters, the optimizer keeps those in `kept`. If a state dict of this class (with the
-        # key "format") has no entries, it was saved before the first step, when each master was its weight. So no
-        # master stays. If a state dict of torch has no entries, masters stay, because torch's SGD without momentum
-        # never has entries.
+        # If the state dict has no masters, the optimizer keeps the masters in `kept`. If a state dict of this class
+        # (with the key "format") has no entries, `kept` is empty: this state dict was saved before the first step, when
+        # each master was its weight. If a state dict of torch has no entries, masters are kept, because torch's SGD
+        # without momentum never has entries.
         kept = {} if "format" in state_dict and not state_dict.get("state") else before["state"]
         handles = (
             self.register_load_state_dict_pre_hook(set_aside),  # runs after the user's hooks
@@ -262,7 +263,10 @@ class WithCheckpoints(WithState):
 
 
 def _lacks_bits(param: Tensor, master: Tensor | None) -> bool:
-    """Whether an fp32 parameter holds its master rounded to 16 bits. Waits for the device."""
+    """Whether a parameter is fp32, differs from its master, and is this master rounded to 16 bits.
+
+    Waits for the device.
+    """
     if param.dtype is not torch.float32 or master is None:
         return False
     plain, fp32 = local(param), local(zeros_like(param).copy_(master))

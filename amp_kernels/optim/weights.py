@@ -69,9 +69,10 @@ def load_fp32_state_dict(
 ) -> None:
     """Load fp32 weights into a model and into the masters of its optimizer.
 
-    The rest of the optimizer's state, such as momentum, does not change. Load this state with
-    `optimizer.load_state_dict`, before or after this call. If it is loaded after this call and contains masters, it
-    replaces the masters. Masters are exact, with the exceptions that the `master` method of the optimizers lists.
+    The rest of the optimizer's state, such as momentum, does not change. Load the rest with
+    `optimizer.load_state_dict`, before or after this call. If that state dict is loaded after this call, its masters
+    replace the masters from this call. Masters are exact, with the exceptions that the `master` method of the
+    optimizers lists.
 
     Args:
         model: A model of any dtypes.
@@ -81,7 +82,7 @@ def load_fp32_state_dict(
 
     Raises:
         TypeError: As in `fp32_state_dict`.
-        RuntimeError: As in `fp32_state_dict`. Or names or shapes do not fit, for which `model.load_state_dict` raises.
+        RuntimeError: As in `fp32_state_dict`. Or from `model.load_state_dict`, if names or shapes do not fit.
 
     Examples:
         >>> model = torch.nn.Linear(1, 1, bias=False, dtype=torch.bfloat16)

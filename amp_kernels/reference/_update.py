@@ -14,8 +14,8 @@ from ._master import join, split
 def gradient(grad: Tensor, fp32: Tensor, *, weight_decay: float, maximize: bool, grad_scale: Tensor | None) -> Tensor:
     """Return the gradient that the update uses, in fp32.
 
-    If `grad_scale` is given, `grad` is divided by it. If `maximize` is set, the result is negated. The weight decay is
-    added last.
+    If `grad_scale` is given, `grad` is multiplied by its reciprocal. If `maximize` is set, the result is negated.
+    ``weight_decay * fp32`` is added last.
     """
     value = grad.float()
     if grad_scale is not None:

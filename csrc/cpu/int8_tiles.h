@@ -17,9 +17,10 @@ namespace amp_kernels::cpu {
 #if defined(__x86_64__)
 
 // vpdpbusd multiplies unsigned bytes by signed bytes. So 128 is added to the codes of `right`. This makes each sum too
-// large, by 128 times the sum of its row's codes in `left`. For `multiply`, 128 was added when `right` was packed.
-// `multiply` corrects the sums: each starts from -kShift times the sum of its row's codes. `dot` adds 128 itself, while
-// it waits for its loads, and leaves the correction to DotRows. All of this is modulo 2^32.
+// large, by 128 times the sum of its row's codes in `left`. The correction is modulo 2^32:
+//
+//   multiply   128 was added when `right` was packed. Each sum starts from -128 times the sum of its row's codes
+//   dot        adds 128 itself, while it waits for its loads. DotRows corrects the sums afterwards
 struct VnniTile : Scaler<32> {
   using Left = int8_t;
   using Sum = int32_t;
@@ -68,7 +69,7 @@ struct VnniTile : Scaler<32> {
                                                                 const int8_t* right, int64_t k, Sum* sums,
                                                                 int64_t sum_stride) {
     constexpr int kChains = dot_chains(kDots);
-    const __m512i shift = _mm512_set1_epi8(static_cast<char>(kDotShift));
+    const __m512i shift = _mm512_set1_epi8(static_cast<char>(kDotShift));  // xor with 128 adds 128 to a code
     __m512i sum[kChains][kDots];
 #pragma GCC unroll 16
     for (int r = 0; r < kDots; ++r)
@@ -107,8 +108,8 @@ struct VnniTile : Scaler<32> {
   }
 
  private:
-  // Returns the sum of the lanes of each of four vectors. Four separate reductions would take more than twice the
-  // instructions.
+  // Returns the sum of the lanes of each of four vectors. Four separate reductions would take more than twice as many
+  // instructions as this function.
   __attribute__((target("avx512f"))) static __m128i add_lanes(const __m512i* of) {
     const auto interleave = [](__m512i a, __m512i b) __attribute__((target("avx512f"))) {
       return _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
@@ -120,9 +121,9 @@ struct VnniTile : Scaler<32> {
   }
 };
 
-// vpmaddwd multiplies 16-bit integers, and adds the products in pairs, exactly. `multiply` widens the codes of `right`
-// within their dwords: first bytes 0 and 2 (`even`), then bytes 1 and 3 (`odd`). So `widen` puts the elements of `left`
-// in the order 0, 2, 1, 3.
+// vpmaddwd multiplies 16-bit integers, and adds each two neighbouring products. The results are exact. A dword of
+// `right` holds the codes of four k. `multiply` widens bytes 0 and 2 of each dword (`even`), and then bytes 1 and 3
+// (`odd`). So `widen` puts the elements of `left` in the order 0, 2, 1, 3.
 struct Avx2Tile : Scaler<16> {
   using Left = int16_t;
   using Sum = int32_t;

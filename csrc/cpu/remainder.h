@@ -1,6 +1,7 @@
-// Joins 16-bit weights and remainders to fp32 masters, and splits masters again (formulas/remainder.h). All steps are
-// done in registers for eight elements, and then for the next eight. When each step was a loop over a block instead, an
-// update of 1M fp16 weights with remainders took three times as long as an update with fp32 masters.
+// Joins 16-bit weights and remainders to fp32 masters, and splits masters again (formulas/remainder.h). All steps of a
+// join or a split are done in registers for eight elements, and then for the next eight. When instead each step was a
+// loop over a block of elements, an update of 1M fp16 weights with remainders took three times as long as an update
+// with fp32 masters.
 #pragma once
 
 #include "../formulas/remainder.h"
@@ -49,8 +50,8 @@ bool is_full(const Mask& mask) {
 #endif
 }
 
-// Returns the larger number of each pair, or the second if one of the pair is NaN. g++ 12 would compile `?` to two
-// instructions.
+// Returns the larger number of each pair. If one of the pair is NaN, the result is the number from `others`. g++ 12
+// would compile `?` to two instructions, not to one.
 [[gnu::always_inline]] inline Lanes larger(const Lanes& lanes, const Lanes& others) {
 #if defined(__AVX2__)
   return as<Lanes>(_mm256_max_ps(as<__m256>(lanes), as<__m256>(others)));
@@ -85,10 +86,10 @@ template <class P>
   return found == expected;
 }
 
-// Returns the same mask for bf16. This function does not round the sums. It recognizes the sums that would not round to
-// their weight, which takes two thirds fewer instructions. There are two kinds of such sums. One is the tie below an
-// odd weight, which rounds to the even number below. The other is NaN. Weight plus remainder, as bits, is NaN if it
-// lies beyond infinity, or if the weight is 0 and the remainder is negative.
+// Returns the same mask for bf16. Rounding the sums would take three times as many instructions. Instead, the function
+// recognizes the two kinds of sums that do not round to their weight. One is the tie below an odd weight, which rounds
+// to the even number below. The other is NaN. Weight plus remainder, as bits, is NaN if it lies beyond infinity, or if
+// the weight is 0 and the remainder is negative.
 [[gnu::always_inline]] inline Integers belongs(const Lanes& sum, const BFloat16* weight, const int16_t* remainder) {
   const Integers is_tie = load_integers(remainder) == -32768, is_odd = as<Integers>(load_lanes(weight)) << 15 >> 31;
   return (sum == sum) & ~(is_tie & is_odd);
@@ -128,8 +129,9 @@ void join(const P* weight, const int16_t* remainder, float* master, int64_t n) {
     all &= belongs(lanes, weight + i, remainder + i);
     store_lanes(lanes, master + i);
   }
-  // This loop runs only if other code has written some weights, or if some are NaN. Both are rare. When the loop above
-  // chose between sum and weight instead, an update by RMSprop of fp16 weights in a cache took 7 % longer.
+  // This loop runs only if other code has written some weights, or if some are NaN. Both are rare. When instead
+  // the loop above chose between sum and weight, an update by RMSprop of fp16 weights that were in a cache took 7 %
+  // longer.
   if (!is_full(all))
     for (int64_t i = 0; i < whole; i += kLanes) store_lanes(joined(weight + i, remainder + i), master + i);
   if (whole == n) return;

@@ -1,9 +1,10 @@
-// Computes the scales of groups that held_rows_kernel (int8_quantize.cu) cannot hold on chip, in two launches. Each
-// block of the first launch works on a piece of a group, or of a band of groups. In this piece it finds the lowest and
-// the highest number of each group. The second launch combines the pieces of each group into a scale and a zero point.
-// The order of the numbers does not matter, because minima and maxima are not rounded. The first launch reads x once, 2
-// or 4 bytes per element. csrc/int8.h explains bands, pieces and segments. int8_walk.cuh explains teams and
-// columns_kernel.
+// Computes the scales and zero points of groups that held_rows_kernel (int8_quantize.cu) cannot hold on chip.
+// csrc/int8.h explains groups, bands, pieces and segments. int8_walk.cuh explains packs, teams and columns_kernel.
+//
+// There are two launches. In the first launch, a block works on a piece of a group (by rows), or of a band of groups
+// (by columns). It finds the lowest and the highest number of each group in this piece. The order of the numbers does
+// not matter, because minima and maxima are not rounded. This launch reads x once, 2 or 4 bytes per element. The second
+// launch combines the pieces of each group into a scale and a zero point.
 //
 //   by rows                                              by columns
 //   group  [piece 0    |piece 1    |piece 2    ]         band  [row           ]  piece 0: block 0

@@ -1,9 +1,9 @@
 // Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input). Sums are fp32, and a
-// result is rounded once. A product takes 2 m n k operations. A tile of `out` needs some rows of a and some columns of
-// b, which are read once for each tile.
+// result is rounded once. A product takes 2 m n k operations.
 //
-// A block computes one tile of `out`, step by step along k. While the warps multiply the numbers of one step,
-// asynchronous copies bring the numbers of the next steps to shared memory:
+// `out` is cut into tiles. A block reads some rows of a and some columns of b, and computes one tile, step by step
+// along k. While the warps multiply the numbers of one step, asynchronous copies bring the numbers of the next steps to
+// shared memory:
 //
 //               b: kTileK x kN                      memory --16 bytes a copy--> stage 0 | stage 1 | stage 2 ..
 //             +----------------+                    shared --ldmatrix--> fragments --mma.m16n8k16--> sums in registers
@@ -36,7 +36,7 @@ struct Shape {
   static_assert(kSharedBytes <= 99 * 1024);
 
   // kCycles is the time that a multiprocessor of sm_80 takes for a tile if k is 1, in eighths of a cycle. It is the
-  // longer of two times. They are calculated, not measured:
+  // longer of two times, which are calculated, not measured:
   //
   //   kProductCycles   a multiprocessor multiplies 1024 pairs of numbers a cycle
   //   kMemoryCycles    it moves 128 bytes of shared memory a cycle. Each number of an operand is written to shared
@@ -79,9 +79,10 @@ __device__ __forceinline__ int clamp(Int value, int most) {
   return value < 0 ? 0 : value < most ? static_cast<int>(value) : most;
 }
 
-// A loader copies kRows rows of an operand into a tile in shared memory. Each load takes the next kTileK of k, of which
-// only the first `left` exist. `fetch` starts a load, and `store` ends it. Between the two calls, the block can
-// multiply an earlier tile. Numbers of the tile that lie outside of the operand are 0.
+// A loader copies tiles of an operand into shared memory. A tile consists of kRows rows, and of the next kTileK of k.
+// fetch() starts the copy of a tile. Its argument `left` is how many of these k exist. store() ends the copy if the
+// numbers go through registers (ElementLoader). wait_copies() ends the asynchronous copies of WideLoader. Until then,
+// the block can multiply an earlier tile. Numbers of a tile that lie outside of the operand are 0.
 //
 // The shape of a tile is [rows, kTileK], or [kTileK, rows] if kAcross. A line of the tile is one row of the operand, or
 // one k if kAcross.
@@ -97,11 +98,11 @@ struct WideLoader {
   // offsets from nullptr.
   uintptr_t next;
   int64_t line_stride, step_stride;
-  int to;    // the offset of this thread's first chunk in the tile
+  int to;    // the offset of this thread's first chunk in the tile, in bytes
   int k;     // this thread's first k, counted from the beginning of the tile
   int rows;  // how many rows the operand has from this thread's first row on; at most kRows
 
-  // The offset of a chunk in the tile. ldmatrix reads eight lines at once, the same chunk of each of them. These eight
+  // The offset of a chunk in the tile, in bytes. ldmatrix reads the same chunk of eight lines at once. These eight
   // chunks lie in different banks.
   static __device__ __forceinline__ int offset(int line, int chunk) {
     return line * kChunks * 16 + (kAcross ? chunk ^ (line & 7) : MatrixSwizzle::at(line, chunk)) * 16;
@@ -232,7 +233,7 @@ struct Slice {
 };
 
 // k is divided into splits. A split is k_of_split long, but the last one may be shorter. Each split has its own sums.
-// Those of split s and batch b are stored as batch s * matmul.batch + b of `out`.
+// The sums of split s and batch b are stored as batch s * matmul.batch + b of `out`.
 template <class T, class Tile, class LoadA, class LoadB>
 __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
     tiled_kernel(const Matmul matmul, const int64_t tiles, const int64_t k_of_split) {
@@ -266,7 +267,8 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
   }
   // While tensor cores multiply a slice of a stage, the next slice is loaded from shared memory. A warp arrives at the
   // barrier when it has the last slice of a stage in registers, and multiplies this slice after the barrier. So after
-  // the barrier no warp reads this stage any more, and it may be filled again. The next stage is then complete.
+  // the barrier no warp reads this stage any more, and it may be filled again. Before the barrier, each thread waits
+  // for its own copies of the next stage. So after the barrier the next stage is complete.
   using Numbers = Slice<Tile, LoadA, LoadB>;
   static_assert(kTileK == 2 * Numbers::kK);
   // If a multiprocessor holds only one block, there are registers for kAhead: the first slice of the next stage is
@@ -306,8 +308,8 @@ __global__ void __launch_bounds__(kThreads, Tile::kBlocks)
       return;
     }
     // If rows of results are not aligned to 16 bytes, a warp stores a whole row of the tile, and neighbouring lanes
-    // store neighbouring columns. If instead each thread stored its own eight columns one by one, the stores would take
-    // as long as the arithmetic of a product with k = 4096.
+    // store neighbouring columns. If instead each thread stored eight neighbouring columns one by one, the stores would
+    // take as long as the arithmetic of a product with k = 4096.
     constexpr int kEach = Tile::kN / 32;
 #pragma unroll 1
     for (int row = threadIdx.x / 32; row < Results::kRows; row += kThreads / 32) {
@@ -430,12 +432,14 @@ Layout layout_of(const void* first, int64_t bytes, int64_t rows, int64_t k, int6
 enum Size { kLarge, kMedium, kSmall };
 
 // How tiled_kernel computes a product: the size of tiles and the number of splits for which the estimated time is
-// least. The time is in eighths of a cycle. It is the time of a tile, times the number of tiles of the busiest
-// multiprocessor. If k is divided, each split of a tile counts as a tile, and its time includes moving its sums.
-// kFoldTime is then added once, for the launch of fold_kernel, which adds the sums of the splits (matmul_few_rows.cu).
+// least. The estimate, in eighths of a cycle, is the time of a tile, times the number of tiles of the busiest
+// multiprocessor. If k is divided, each split of a tile counts as a tile, and the time of such a tile includes moving
+// its sums. kFoldTime is then added once, for the launch of fold_kernel, which adds the sums of the splits
+// (matmul_few_rows.cu). kFoldTime and kBytesACycle are assumed, not measured.
+//
 // If two sizes of tiles take the same time, the larger one is taken, because it moves fewer bytes of shared memory and
 // of L2. For example, the product with m = n = k = 4096 takes the same time with Large as with Medium, on 108 and on
-// 132 multiprocessors. kFoldTime and kBytesACycle are assumed, not measured.
+// 132 multiprocessors.
 struct Tiled {
   static constexpr int64_t kFoldTime = 8 * 4000;  // 4000 cycles to launch fold_kernel
   static constexpr int kBytesACycle = 32;         // bytes that a multiprocessor moves to or from L2

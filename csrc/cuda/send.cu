@@ -1,7 +1,7 @@
 // Sends small tables to the device as kernel arguments: to[i] = values[i], 8 bytes each. There is one block. Its thread
 // t writes the values i = t, t + 256, ... A table could also be copied from pinned memory. But that memory would have
-// to stay alive until the copy is done, and in a captured graph until the last replay. A captured launch holds its own
-// values.
+// to stay alive until the copy is done, and in a captured graph until the last replay. Kernel arguments avoid this,
+// because every launch holds its own values, a captured launch too.
 #include <algorithm>
 #include <string>
 

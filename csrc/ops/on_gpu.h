@@ -1,6 +1,6 @@
-// If this binary has code for the GPU of a call, the C++ kernel runs. Otherwise the call goes to the operator
-// `_uncompiled_<name>`, which Python registers (amp_kernels/ops/library.py). That operator runs a Triton kernel. If
-// Triton is not installed, it runs the reference.
+// Chooses what computes an operator on a GPU. If this binary has code for the GPU of the call, the C++ kernel runs.
+// Otherwise the call goes to the operator `_uncompiled_<name>`, which Python registers (amp_kernels/ops/library.py).
+// That operator runs a Triton kernel. If Triton is not installed, it runs the reference.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -19,7 +19,7 @@
 
 namespace amp_kernels::cuda {
 
-// Returns why this binary has no code for a GPU, or an empty string if it has code for it.
+// Returns why this binary has no code for a GPU, or an empty string if it has such code.
 inline std::string why_not_on(int32_t gpu) {
   const Guard guard(gpu);
   return why_no_kernel();
@@ -41,7 +41,8 @@ inline bool has_kernels_for(int32_t gpu) {
   return kept_answer(gpu, [gpu] { return why_not_on(gpu).empty(); });
 }
 
-// Returns the index of the GPU of the first tensor among the arguments, or -1 if there is no tensor.
+// Returns the index of the GPU of the first argument that is on a GPU. If no argument is on a GPU, returns -1. In a
+// list of tensors, only the first tensor is looked at. Optional tensors are not looked at.
 template <class T>
 int32_t gpu_of(const T&) {
   return -1;
