@@ -1,8 +1,9 @@
 """Products of fp16 or bf16 matrices: out = activation(alpha * a @ b + beta * input), summed in fp32 and rounded once.
 
 A product has 2 m n k operations. Each part of a and b is read once for each tile [BM, BN] of `out` that needs it.
-Tiles are numbered in bands of 8 rows of tiles, and within a band column of tiles by column of tiles. Programs compute
-tiles in this order. So the part of b that the 8 tiles of such a column read is still in L2.
+Programs compute the tiles of `out` in bands. A band is at most 8 tiles high, and its tiles are computed column by
+column. The tiles of a column read the same part of b. One of these tiles reads this part from memory, and the other
+tiles find it in L2.
 
 There are two kernels:
 
@@ -53,7 +54,8 @@ from .product import (
 )
 
 _COMBINE_TILE = tl.constexpr(512)
-# The value of INPUT_INNER for a bias, which is the same in all rows. The other values are the axes of product.py.
+# The value of INPUT_INNER if `input` is a bias, so that all rows of `input` are the same. Otherwise INPUT_INNER is
+# NEITHER, ROWS or COLUMNS, as in product.py.
 _EACH_ROW = tl.constexpr(3)
 
 
@@ -75,7 +77,7 @@ def _tile_of_input(
 
 @triton.jit
 def _argument(sums, input, alpha, beta):
-    """Return the argument of the activation. `input` is None if the product has none, or if beta is 0."""
+    """Return the argument of the activation. `input` is None if the product has no input, or if beta is 0."""
     x = alpha * sums
     if input is not None:
         x += beta * input
@@ -142,8 +144,8 @@ def _finish_tile(
 ):  # fmt: skip
     """Store a tile of results.
 
-    A large tile is stored in parts of 32 columns. There are too few registers for other arrays of the tile's size in
-    addition to the sums. With parts of 64 columns, registers still spill on sm_90 and sm_100.
+    A large tile is stored in parts of 32 columns, because there are too few registers for the sums and another array of
+    the tile's size. With parts of 64 columns, registers still spill on sm_90 and sm_100.
     """
     PART: tl.constexpr = 32 if BM * BN > 64 * 64 and BN > 64 else BN
     PARTS: tl.constexpr = BN // PART
@@ -350,7 +352,9 @@ _FEW_COLUMNS = Tiles(32, 16, 256, 4, 4)
 _FEW_ROWS_BY_ELEMENT = Tiles(16, 128, 32, 4, 2)
 _FEW_COLUMNS_BY_ELEMENT = Tiles(128, 16, 32, 4, 2)
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
-_SMALL = Tiles(32, 32, 32, 4, 2)  # also for Turing, where Triton no longer uses tensor cores
+# For operands that are read one element at a time if the smaller of m and n is from 17 to 32. Also for all products on
+# Turing, where Triton no longer uses tensor cores.
+_SMALL = Tiles(32, 32, 32, 4, 2)
 # Tiles for `_descriptor_kernel`, by the major compute capability.
 _LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 4), 12: Tiles(128, 128, 64, 8, 2)}
 _MEDIUM_DESCRIPTORS = {9: Tiles(128, 128, 64, 8, 4), 10: Tiles(128, 128, 64, 8, 4), 12: Tiles(64, 64, 64, 4, 4)}
@@ -399,7 +403,8 @@ def _flattens(capability: tuple[int, int]) -> bool:
 
 def _access(x: torch.Tensor) -> tuple[int, int]:
     """Return what `access_of` returns, for a batch of matrices."""
-    inner, vec = access_of(x[-1])  # the last matrix is the one nearest to the end of the storage
+    # `access_of` checks whether accesses end beyond the storage. The last matrix is the one nearest to its end.
+    inner, vec = access_of(x[-1])
     return inner, vec if x.shape[0] == 1 or x.stride(0) % vec == 0 else 1
 
 

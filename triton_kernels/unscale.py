@@ -4,10 +4,11 @@
     found_inf = 1 if any g is NaN or inf; with `clear`, the first tensor with such a g then goes into the record
     g        <- g * factor                                  (with WRITE)
 
-csrc/table.h explains the record, and the chunks into which gradients are divided.
+The factor is `scale`, 1 / `scale`, or 1. csrc/table.h explains the record, and the chunks into which gradients are
+divided.
 
-Bytes per element: 4 (fp32) or 2 are read, and with WRITE 4 or 2 are also written. Squares and products are computed
-from the same registers, so that a gradient is read once.
+Per element, 4 bytes (fp32) or 2 (fp16, bf16) are read, and with WRITE as many are written. g^2 and g * factor are
+computed from the same registers, so that a gradient is read once.
 
 A program of 128 threads handles one chunk, tile by tile. A tile is 8192 bytes, four accesses of 16 bytes per thread.
 The first tile begins where the gradient is aligned to 16 bytes. The elements before the first tile and after the last
@@ -64,9 +65,10 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
         x = load_elements(address, offsets, mask, DTYPE, VEC)
         if WRITE:
             store_elements(address, offsets, x * factor, mask, DTYPE, VEC)
-        # The fast sum adds fp32 squares, first in each thread and then as a tree. It is not finite if an element is
-        # NaN, inf or above 1.8e19. Squares of elements below 1e-19 vanish from it. They are negligible if the fast sum
-        # is at least 1e-24. If it is smaller or not finite, the slow sum replaces it.
+        # The fast sum adds fp32 squares, first in each thread and then as a tree. The fast sum is not finite if an
+        # element is NaN or inf, or has a magnitude above 1.8e19. Squares of magnitudes below 1e-19 lose bits or vanish.
+        # If the fast sum is at least 1e-24, these squares are negligible. If the fast sum is smaller or not finite, the
+        # slow sum replaces it.
         s = tl.sum(x * x)
         if (s >= 1e-24) & (s < float("inf")):
             total += s
@@ -84,7 +86,10 @@ def _sum_tiles(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr, VEC
 
 @triton.jit
 def _sum_of_squares(address, n, factor, WRITE: tl.constexpr, DTYPE: tl.constexpr):
-    """Return the fp64 sum of squares of a chunk of raw gradients. It is finite if and only if all elements are."""
+    """Return the fp64 sum of the squares of a chunk's elements from before the multiplication by `factor`.
+
+    The sum is finite if and only if all elements are.
+    """
     BYTES: tl.constexpr = 4 if DTYPE == FP32 else 2
     VEC: tl.constexpr = 16 // BYTES
     head = tl.minimum((VEC - address // BYTES % VEC) % VEC, n).to(tl.int32)

@@ -268,7 +268,7 @@ def fake_quantize_int8(
 
     The result is `quantize_int8(x, ...).dequantize(x.dtype)` in one pass, for quantization-aware training. The gradient
     passes through unchanged where the code needed no clamping, and is 0 elsewhere (Bengio et al. 2013; Jacob et al.
-    2018). The backward pass computes this from `x`, so no mask is kept.
+    2018). The backward pass computes the codes again from `x`, so no mask is kept.
 
     The result differs from `quantize_int8(x, ...).dequantize(x.dtype)` in one case. If `scale` is given,
     `quantize_int8` gives NaN the same code as 0, but here NaN stays NaN.
@@ -302,8 +302,8 @@ def fake_quantize_int8(
         return call(ops.fake_quantize_int8, x, scale, zero_point, dims, block_size, symmetric)[0]
     # In transforms (`torch.func`) and in forward-mode differentiation, the autograd function of the operator fails, or
     # returns a derivative of 0. So a sum of two terms is returned. The first term is the operator's result, without a
-    # derivative. The second term is 0. Torch's operators compute it from `x`, so it has a derivative: the one that the
-    # autograd function returns outside of transforms and forward mode.
+    # derivative. The value of the second term is 0. Torch's operators compute this term from `x`, so it has a
+    # derivative: the one that the autograd function returns outside of transforms and forward mode.
     values, *own = call(ops.fake_quantize_int8, x.detach(), scale, zero_point, dims, block_size, symmetric)
     if scale is None:
         scale, zero_point = own[0], None if symmetric else own[1]
@@ -322,16 +322,17 @@ def int8_matmul(
     """Multiply two quantized matrices: sum the products of their codes exactly, then apply the scales.
 
     The result is `a.dequantize() @ b.dequantize() + bias`, computed from the codes. The sum of the products of codes is
-    an exact integer. It is corrected for the zero points in 64-bit integers. Then `sum * (a.scale * b.scale) + bias` is
-    computed in fp32, and each of its operations rounds once (Jacob et al. 2018). Not differentiable.
+    an exact integer. The correction of this sum for zero points from -128 to 127 is exact, too. Then
+    `sum * (a.scale * b.scale) + bias` is computed in fp32, and each of its operations rounds once (Jacob et al. 2018).
+    Not differentiable.
 
-    On a GPU a CUDA C++ kernel multiplies, with one exception. A Triton kernel, whose results have the same bits,
-    multiplies if the compute capability is 9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N`
-    are above 16.
+    On a GPU a CUDA C++ kernel multiplies, with one exception. A Triton kernel multiplies if the compute capability is
+    9.0, Triton is installed, `M * N * K` is above `2**34`, and both `M` and `N` are above 16. The results of the two
+    kernels have the same bits.
 
-    If `M * N * K` is smaller and there are 64 rows or more, the Triton kernel also takes less time on a GPU of
-    compute capability 9.0, but more time on the host. A CUDA graph saves the time on the host. So
-    `use_backend("triton")` makes these products faster inside a graph.
+    If `M * N * K` is smaller and there are 64 rows or more, the Triton kernel takes less time than the CUDA C++ kernel
+    on a GPU of compute capability 9.0, but more time on the host. A CUDA graph saves the time on the host. So
+    `use_backend("triton")` makes these smaller products faster inside a graph.
 
     The CUDA C++ kernel reads an operand in place if `K` is a multiple of 16, and if the rows of `a` (or the columns of
     `b`) are contiguous and begin at multiples of 16 bytes. Otherwise the operand is copied first.

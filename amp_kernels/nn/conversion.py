@@ -102,10 +102,11 @@ def kept_weights(model: nn.Module, taken: Collection[Any]) -> set[int]:
 def shares(model: nn.Module, taken: Collection[Any], spared: Iterable[nn.Module] = ()) -> tuple[str, bool]:
     """Describe which parameters of a model are converted and which are left, with their shares of the bytes.
 
-    Layers whose names differ only in numbers are listed under one name. A share below 1% is not listed. A parameter
-    that is left is listed with the class of its layer, because that is the reason: only the weights of some classes are
-    converted.
-    If a layer that is not converted has the same weight as a converted one, the weight counts as left.
+    Layers whose names differ only in numbers are listed under one name. A share below 1% is not listed. If a layer
+    that is not converted has the same weight as a converted one, the weight counts as left.
+
+    A parameter that is left is listed with the reason. The reason is the class of its layer, because only the weights
+    of some classes are converted. If `filter_fn` left the layer out, "by filter_fn" follows the class.
 
     Args:
         model: The model before the conversion.

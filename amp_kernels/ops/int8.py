@@ -30,8 +30,8 @@ _FLOATS = "float32, float16 or bfloat16"
 class Groups(NamedTuple):
     """How a tensor is divided into groups. The elements of a group share a scale.
 
-    Two elements are in one group if their indices differ only in reduced dimensions. With blocks, only the last
-    dimension is reduced, and it is cut into blocks.
+    Every dimension is either kept or reduced. Two elements are in one group if their indices differ only in reduced
+    dimensions. With blocks, only the last dimension is reduced, and it is cut into blocks.
     """
 
     shape: tuple[int, ...]
@@ -414,7 +414,10 @@ def _check_scale(
 
 
 def _check_parameter(op: str, name: str, tensor: Tensor, dtype: torch.dtype, of: str, x: Tensor) -> None:
-    """Raise unless `tensor` is dense, has the dtype, and is on the device of `x`, which the message calls `of`."""
+    """Raise unless `tensor` is dense, has the dtype, and is on the device of `x`.
+
+    `of` is the name of `x` in the message.
+    """
     check_are_tensors(op, **{name: tensor})
     check_is_dense(op, name, tensor)
     if tensor.dtype is not dtype:
@@ -461,8 +464,8 @@ def _check_matmul(
 def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, inner: int) -> None:
     """Raise if scales and zero points of an operand of `int8_matmul` do not fit.
 
-    There must be one scale for the whole operand, or one for each index of the dimension that is not `inner`. `inner`
-    is the dimension over which the product sums. There must be as many zero points as scales, or none.
+    `inner` is the dimension over which the product sums. There must be one scale for the whole operand, or one for each
+    index of the other dimension. There must be as many zero points as scales, or none.
     """
     op = "int8_matmul"
     _check_parameter(op, f"{name}.scale", scale, torch.float32, name, codes)

@@ -18,9 +18,9 @@ from .library import Kernels, operator
 ACTIVATIONS = (None, "relu", "gelu", "gelu_tanh")  # in the order of enum Activation, csrc/matmul.h
 DTYPES = (torch.float16, torch.bfloat16)
 OUT_DTYPES = (torch.float32, *DTYPES)
-# The tiled kernels can load an operand 16 bytes at a time only if its rows begin at multiples of 16 bytes, or its
-# columns if it is column-major. Otherwise they load one element at a time. cuBLAS needs more than that to be fast
-# (padding.py).
+# In bytes. The tiled kernels can load an operand 16 bytes at a time only if its rows begin at multiples of 16 bytes, or
+# its columns if it is column-major. Otherwise they load one element at a time. To be fast, cuBLAS also needs rows (or
+# columns) whose lengths are multiples of 16 bytes (padding.py).
 ALIGNMENT = 16
 
 

@@ -8,7 +8,8 @@
 //         [row 1 ... k]      thread 1: the columns after these
 //         [1 1 1 ... 1]
 //
-// The row of ones is only there if finish() needs the sum of each column's codes.
+// The row of ones times a column is the sum of the column's codes. The row is only there if the product's finish()
+// (int8_products.h) needs these sums.
 #pragma once
 
 #include <algorithm>
@@ -75,9 +76,9 @@ class DotRows {
   }
 
   // If the last block of a row is only partly filled, moves its elements to the end of the block, and writes zeros
-  // before them. For this block, Tile::dot reads the last kDotDepth codes. Some of these were already in the block
-  // before, and now they are multiplied by the zeros. If there is only one block, its elements stay where they are, and
-  // the zeros follow them.
+  // before them. Tile::dot multiplies this block by the last kDotDepth codes. The first of these codes are also in the
+  // block before, so here they are multiplied by the zeros. If there is only one block, its elements stay where they
+  // are, and the zeros follow them.
   void align_to_end(Left* vector) const {
     const int64_t rest = k_ < Tile::kDotDepth ? 0 : k_ % Tile::kDotDepth;
     std::copy_backward(vector + k_ - rest, vector + k_, vector + padded_);

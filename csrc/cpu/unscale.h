@@ -1,6 +1,6 @@
-// The gradient pass on a CPU. It computes norm = sqrt(sum of g^2) * factor, and found_inf. With `write` it also
-// computes g <- g * factor. It reads 4 bytes per element in fp32, or 2 in 16 bits. With `write` it also writes as many
-// bytes. A thread takes a chunk in blocks of 1024 elements:
+// The gradient pass on a CPU. It computes norm = sqrt(sum of g^2) * factor, and sets found_inf to 1 if any g is NaN or
+// inf. With `write` it also computes g <- g * factor. It reads 4 bytes per element (fp32) or 2 (fp16, bf16). With
+// `write` it also writes as many bytes. A thread takes a chunk in blocks of 1024 elements:
 //
 //   block:  | 8 lanes of sum 0 | sum 1 | sum 2 | sum 3 | sum 0 | ...     in fp32; and again in fp64, if the fp32 sum
 //                                                                        may be inexact (fast_sum_is_exact)

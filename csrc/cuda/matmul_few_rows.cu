@@ -20,10 +20,10 @@ namespace {
 
 constexpr int kWarps = kThreads / 32;
 
-// A product is a sum over k, and its terms may be added in any order. So a place in a fragment may hold any k, if the
-// fragments of a and b have the same k in the places that are multiplied with each other. This lets each lane load
-// numbers that are neighbours in memory. With g = lane / 4 and t = lane % 4, a lane loads rows g and g + 8 of a, and
-// columns of b that depend on g. Which k it loads depends on t.
+// A number of the result is a sum over k, and its terms may be added in any order. So a place in a fragment may hold
+// any k, if the fragments of a and b have the same k in the places that are multiplied with each other. This lets each
+// lane load numbers that are neighbours in memory. With g = lane / 4 and t = lane % 4, a lane loads rows g and g + 8 of
+// a, and columns of b that depend on g. Which k a lane loads depends on t.
 //
 // In both structs below, kK is how much of k a warp takes in one step, and kANumbers is how many of these k a lane
 // loads.
@@ -35,8 +35,8 @@ struct AlongK {
 };
 
 // For b that is dense along n. A lane loads the k from 4 t to 4 t + 3 of each step, which are four rows of b. In each
-// of these rows it loads the eight columns from 8 g to 8 g + 7 of the block. A word of a fragment holds two numbers of
-// one column, from two rows of b. So pairs of rows are merged in registers.
+// of these rows it loads the eight columns from 8 g to 8 g + 7 of the block. A word in memory holds two numbers of
+// one row, but a word of a fragment holds two numbers of one column. So pairs of rows are merged in registers.
 struct AlongN {
   static constexpr int kColumns = 64, kK = 16, kANumbers = 4, kTiles = kColumns / 8;
 };
@@ -61,8 +61,8 @@ __device__ __forceinline__ void load_a(const T* p, int64_t stride, int64_t count
   }
 }
 
-// Reads a thread's numbers of a and b. For a row of a or a column of b past the end, an existing one is read instead,
-// or the registers hold undefined numbers. In both cases the results are not stored.
+// Reads a thread's numbers of a and b. In place of a row of a or a column of b past the end, an existing one is read,
+// or the registers hold undefined numbers. The sums of such a row or column are not stored.
 template <class T, class Way, bool kWide>
 struct Reader {
   static constexpr bool kAlongK = std::is_same_v<Way, AlongK>;
@@ -174,8 +174,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   float sum[Way::kTiles][4] = {};
   uint32_t a_words[kEach][2][Way::kANumbers / 2];
   Packed<T, 8> b_packs[kEach][4];
-  // An iteration does kEach full steps, or only one step. It does one if fewer than kEach full steps are left, or if
-  // the words of kEach steps reach beyond a tensor.
+  // An iteration does kEach full steps, or one step that need not be full. It does one step if fewer than kEach full
+  // steps are left, or if the words of kEach steps reach beyond a tensor.
 #pragma unroll 1
   while (k < end) {
     const bool is_whole = k + (kEach - 1) * kStep + Way::kK <= end;

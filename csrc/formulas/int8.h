@@ -46,8 +46,8 @@ AMP_KERNELS_HD uint32_t float_bits(float x) {
 constexpr uint32_t kInfinityBits = 0x7f800000u;
 
 // The extremes of the elements of a group. A group is a set of elements that share a scale and a zero point
-// (../int8.h), which are computed from the extremes. Magnitudes are compared as the bits of floats. The bits of NaN are
-// larger than those of any number, so `magnitude` keeps NaN. A comparison of floats would drop NaN.
+// (../int8.h). Scale and zero point are computed from the extremes. Magnitudes are compared by their bits, as integers.
+// As an integer, NaN is larger than any number, so `magnitude` keeps NaN. A comparison of floats would drop NaN.
 struct Extremes {
   uint32_t magnitude = 0;  // the bits of the largest magnitude
   float low = 0.0f;        // never above 0, because one of the codes has to stand for 0
@@ -102,8 +102,8 @@ AMP_KERNELS_HD Affine given_affine(float scale, const int32_t* zero_point) {
   return {scale, divide_rn(1.0f, scale), zero_point == nullptr ? 0 : *zero_point, lowest_code(zero_point == nullptr)};
 }
 
-// The code before clamping. `steps` is x * inverse, rounded to an integer by the caller. If `steps` is NaN, the code is
-// the zero point.
+// The code before clamping. `steps` is x * inverse, rounded to an integer by the caller. It is bounded to the range
+// from -512 to 512, because an int cannot hold every float. If `steps` is NaN, the code is the zero point.
 AMP_KERNELS_HD int unclamped_code(float steps, int zero_point) {
   const float bounded = steps < -512.0f ? -512.0f : steps > 512.0f ? 512.0f : steps;
   return (bounded == bounded ? static_cast<int>(bounded) : 0) + zero_point;

@@ -1,9 +1,10 @@
 // Writes lists of tensors into a table (../table.h).
 //
-// A table has a column for each parameter, with the addresses of its tensors. In the gradient pass it has a column for
-// each gradient. Kernels walk dense memory in storage order, so the tensors of one column must have their elements in
-// the same order. If a tensor has gaps, or if its elements are in another order than those of its parameter, kernels
-// get a copy. After a kernel has written a copy, the copy is copied back to its tensor.
+// A table has a column for each parameter, with the addresses of the parameter and of its gradient, master and states.
+// In the gradient pass the table has a column for each gradient. Kernels walk dense memory in storage order, so the
+// tensors of one column must have their elements in the same order. If a tensor has gaps, or if its elements are in
+// another order than those of its parameter, kernels get a copy. After a kernel has written a copy, the copy is copied
+// back to its tensor.
 #pragma once
 
 #include <algorithm>
@@ -106,8 +107,9 @@ class MarkedBytes {
 
 // Requires that no two elements of these tensors share memory. If tensors shared memory, results would differ from
 // those of torch, because kernels write all tensors at once, but torch writes one after the other. Tensors may be
-// interleaved, for example the columns of a fused matrix. Their ranges of memory overlap, but they share no element. So
-// tensors whose ranges overlap are checked element by element.
+// interleaved, for example the columns of a fused matrix. The ranges of memory of interleaved tensors overlap, although
+// the tensors share no element. So tensors whose ranges overlap are checked element by element. A tensor that is not
+// dense is checked in this way, too, because two of its own elements may share memory.
 inline void require_apart(const std::vector<const Operand*>& written) {
   struct Span {
     int64_t begin, end;
