@@ -206,17 +206,17 @@ class GradScaler(torch.amp.GradScaler):
         min_scale: Lower bound of the scale. A lower `init_scale` is raised to it. (In torch the default scale reaches
             0.0 after 166 overflows in a row.)
         max_scale: Upper bound of the scale. A higher `init_scale` is lowered to it. If the loss is fp16, the default
-            scale of 65536 always overflows, because the gradient of the loss is the scale, and fp16 ends at 65504. A
-            checkpoint of this class replaces the bounds. A scale from a checkpoint of torch's scaler is clamped to the
-            present bounds.
+            scale of 65536 always overflows, because the gradient of the loss is the scale, and fp16 ends at 65504.
+            Loading a checkpoint of this class replaces `min_scale` and `max_scale`. If a checkpoint of torch's scaler
+            is loaded, its scale is clamped to the bounds of this scaler.
         hysteresis: The first `hysteresis - 1` overflows in a row do not reduce the scale. Every further overflow in a
             row reduces it, as in Apex. If `hysteresis` is 1, every overflow reduces the scale, as in torch. A step
             without overflow starts the count again. Every step with an overflow is skipped, whether or not the scale is
             reduced.
-        process_group: If one rank of the group finds NaN or inf, all ranks of the group skip the step. Every rank must
-            call `step` (or `unscale_`) for the same optimizers in the same order. A rank without a gradient must do so
-            too. No group is needed for DTensors, or if gradients are averaged over the ranks (DistributedDataParallel).
-            A scaler with a group cannot be copied or pickled.
+        process_group: A group of ranks that skip steps together. If one of them finds NaN or inf, all of them skip the
+            step. Every rank must call `step` (or `unscale_`) for the same optimizers in the same order. A rank without
+            a gradient must do so too. No group is needed for DTensors, or if gradients are averaged over the ranks
+            (DistributedDataParallel). A scaler with a group cannot be copied or pickled.
 
     Raises:
         TypeError: A scale, bound or factor is not a number, `growth_interval` or `hysteresis` is not an integer, or
@@ -239,7 +239,7 @@ class GradScaler(torch.amp.GradScaler):
         (1, Overflow(step=2, parameter='weight'))
     """
 
-    _format = 1  # the version of state dicts; raised when earlier releases would misread them
+    _format = 1  # the version of state dicts; increased when earlier releases would misread new ones
     _has_warned_of_no_gradient = False
     # The last overflow among those of deleted optimizers, as a pair of its iteration and the overflow.
     _last_deleted_overflow: tuple[int, Overflow] | None = None
@@ -278,10 +278,10 @@ class GradScaler(torch.amp.GradScaler):
         self._hysteresis_tracker: Tensor | None = None
         self._init_skipped_steps = 0
         self._skipped_steps: Tensor | None = None
-        # Maps the log of each optimizer to an offset and the optimizer. Each check of the optimizer's gradients sets
-        # the offset to the number of this scaler's iterations minus the number of the log's checks. So the number of a
-        # check plus the offset is the iteration of that check, if the optimizer was checked once in every iteration
-        # since. Iterations put the overflows of all logs in order.
+        # Maps the log of each optimizer to an offset and the optimizer. The overflows of all logs are put in order by
+        # their iterations. Check n of an optimizer's gradients belongs to iteration n + offset, if the optimizer was
+        # checked once in every iteration since. For this, each check sets the offset to the number of this scaler's
+        # iterations minus the number of the log's checks.
         self._logs: dict[OverflowLog, tuple[int, ReferenceType[FusedOptimizer]]] = {}
         self._iterations = 0
 
@@ -501,8 +501,8 @@ class GradScaler(torch.amp.GradScaler):
     ) -> float | None:
         """Steps if all gradients were finite, as torch does.
 
-        The host reads the flags here. Whether the step is skipped is kept for `_warn_of_skips`. The flag of a skipped
-        step is kept for `ema_`.
+        The host reads the flags here: the `found_inf` of each device. `optimizer_state` keeps for `_warn_of_skips`
+        whether the step is skipped. If it is skipped, a fused optimizer keeps a flag that is not 0, which `ema_` reads.
         """
         flags = optimizer_state["found_inf_per_device"].values()
         found = any(flag.item() for flag in flags)
@@ -534,8 +534,8 @@ class GradScaler(torch.amp.GradScaler):
         Raises:
             TypeError: `new_scale` is neither a number nor a tensor.
             ValueError: `new_scale` is a number below 0, inf or NaN, or a tensor of another kind.
-            AssertionError: There is no scale yet, because `scale` was not called. Or `new_scale` is None, `step` was
-                not called since the last `update`, and `unscale_` was not called or found no gradient.
+            AssertionError: There is no scale yet, because `scale` was not called. Or `new_scale` is None, and nothing
+                was checked since the last `update`: `step` was not called, and no call of `unscale_` found a gradient.
         """
         if not self._enabled:
             return

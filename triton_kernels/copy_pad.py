@@ -4,6 +4,9 @@
                    0 for c after the last column of x
     bias_grad[c] = sum over r of out[r, c] before rounding
 
+`derivative` is the derivative of an activation. `pre` is the argument of the activation, or its result if the
+activation is relu.
+
 Bytes per element: 2 read (4 with `pre`), 2 written.
 
 The rows are divided into shares. A program copies up to 256 columns of one share, and sums each column for bias_grad.
@@ -41,7 +44,7 @@ def _load(
 ):  # fmt: skip
     pointers = pointers_of(ptr, rows, columns, row_stride, column_stride, DTYPE, INNER, VEC)
     # An access that covers at least one element of the matrix reads VEC elements. If some of these elements are outside
-    # the matrix, they become 0 below.
+    # the matrix, they are still inside the storage (`access_of`), and become 0 below.
     exist_rows = rows < (round_up(n_rows, VEC) if INNER == ROWS else n_rows)
     exist_columns = columns < (round_up(n_columns, VEC) if INNER == COLUMNS else n_columns)
     x = load_tile(pointers, exist_rows[:, None] & exist_columns[None, :], DTYPE).to(tl.float32)

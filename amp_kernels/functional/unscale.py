@@ -53,10 +53,10 @@ def unscale_(grads: Sequence[Tensor], *, inv_scale: Tensor, found_inf: Tensor) -
 def grad_norm(grads: Sequence[Tensor], *, inv_scale: Tensor | None = None, found_inf: Tensor | None = None) -> Tensor:
     """Return the L2 norm over all elements of all gradients, in one pass over memory.
 
-    The result is `sqrt(sum((inv_scale * grad)^2))`. A few squares at a time are summed in fp32, and these sums in fp64.
-    If an fp32 sum may have overflowed or lost small squares, its squares are summed again: in fp64, or of elements that
-    were multiplied by a power of 2. The elements are then still in registers or in a cache. So every finite element
-    counts. Not differentiable.
+    The result is `sqrt(sum((inv_scale * grad)^2))`. Squares are summed in fp32, a few at a time. The fp32 sums are then
+    summed in fp64. An fp32 sum may have overflowed or lost small squares. In this case its elements are squared and
+    summed a second time, either in fp64, or in fp32 after a multiplication by a power of 2. So every finite element
+    counts. The second sum reads the elements from registers or a cache, not from memory. Not differentiable.
 
     Args:
         grads: fp16, bf16 or fp32 tensors of any strides, on any devices. They are not changed.

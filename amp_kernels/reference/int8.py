@@ -222,7 +222,8 @@ def _affine(
     low, high = (grouped.amin(dims, keepdim=True).clamp(max=0), grouped.amax(dims, keepdim=True).clamp(min=0))
     if block_size is not None:
         magnitude, low, high = (t.squeeze(-1) for t in (magnitude, low, high))
-    # The divisors are tensors, because torch would multiply a CUDA tensor by the reciprocal of a Python number.
+    # The divisors are tensors. If they were Python numbers, torch would multiply a CUDA tensor by their reciprocals,
+    # and the results would be rounded differently.
     scale = magnitude / _like(magnitude, 127) if symmetric else high / _like(high, 255) - low / _like(low, 255)
     inverse = 1 / scale
     is_finite, usable = magnitude.isfinite(), inverse.isfinite()
@@ -281,7 +282,7 @@ def uniform(shape: Sequence[int], seed: int, device: torch.device | None = None)
 
 
 def philox(counter: Tensor, seed: int) -> Tensor:
-    """Return the four Philox4x32-10 words of each 64-bit counter, int64 [..., 4]. `seed` is the 64-bit key."""
+    """Return the four Philox4x32-10 words of each 64-bit counter, as int64 `[..., 4]`. `seed` is the 64-bit key."""
     zero = torch.zeros_like(counter)
     c = [counter & _MASK, counter >> 32 & _MASK, zero, zero]
     keys = [seed & _MASK, seed >> 32 & _MASK]

@@ -16,11 +16,11 @@
 namespace amp_kernels::cpu {
 
 // The affines (scale, inverse, zero point) of the groups in a band (csrc/int8.h). Steps are clamped before they are
-// rounded, while code_of() rounds them first. Both orders give the same codes, because the ends of the clamp are
-// integers. If steps are clamped first, a code takes a third of the instructions of code_of().
+// rounded, while code_of() in csrc/formulas/int8.h rounds them first. Both orders give the same codes, because the ends
+// of the clamp are integers. If steps are clamped first, a code takes a third of the instructions of code_of().
 //
-// If x is NaN or the inverse is 0, steps are 0, and the code is the zero point, as in code_of(). This holds if the zero
-// point is itself a code (-128 to 127), because 0 then lies between the ends of the clamp.
+// If x is NaN or the inverse is 0, steps are 0. If the zero point is itself a code (-128 to 127), 0 lies between the
+// ends of the clamp. The code is then the zero point, as in code_of().
 struct Affines {
   float scale[kRoom];
   float inverse[kRoom];
@@ -29,8 +29,8 @@ struct Affines {
   int zero_point[kRoom];
   bool have_inverses;  // whether every inverse is finite and not 0
   // Whether every zero point is a code. If one is not, an end of the clamp may lie outside of [-512, 512], the interval
-  // to which the formulas limit steps. Codes are right all the same, because bound() moves the ends. But fake
-  // quantization and its gradient then compute each element with the formulas.
+  // to which the formulas limit steps. So quantization calls bound(), which moves the ends. Fake quantization and its
+  // gradient do not call bound(). If a zero point is not a code, they compute each element with the formulas.
   bool are_codes = true;
 
   void set(int64_t i, const Affine& affine) {
@@ -44,8 +44,8 @@ struct Affines {
   Affine at(int64_t i) const { return {scale[i], inverse[i], zero_point[i], lowest_code(/*symmetric=*/false)}; }
 
   // Prepares zero points that the caller gave. Such a zero point may be any int32, but Encoder adds it to steps in 16
-  // bits. So zero points are limited to [-1024, 1024]. The ends of the clamp are moved so that codes stay the same as
-  // those of the formulas. The formulas limit steps to [-512, 512].
+  // bits. So zero points are limited to [-1024, 1024]. The formulas limit steps to [-512, 512]. The ends of the clamp
+  // are moved to make up for both limits, so that codes stay the same as those of the formulas.
   void bound(int64_t groups) {
     constexpr float kBound = 512.0f;
     for (int64_t i = 0; i < groups; ++i) {
@@ -77,9 +77,9 @@ template <class V>
 // If |x| < 2^22, the low bits of the float x + kRounder are the integer to which x is rounded (to nearest even).
 constexpr float kRounder = 12582912.0f;
 
-// Looks up one number for each element of a segment: the scale, the inverse or a bound of the element's group. If kStep
-// is 0, all elements of the segment belong to one group, whose number stays in a register. If kStep is 1, each element
-// belongs to the group that follows the group of the element before it.
+// Looks up one number for each element of a segment: the scale, the inverse or an end of the clamp of the element's
+// group. If kStep is 0, all elements of the segment belong to one group, whose number stays in a register. If kStep is
+// 1, each element belongs to the group that follows the group of the element before it.
 template <int kStep>
 class OfGroups {
  public:
@@ -172,9 +172,9 @@ template <int kStep>
 #if defined(__AVX2__) && defined(__F16C__)
 constexpr int64_t kBlock = 32;
 
-// Encodes blocks of kBlock neighbouring elements, which are read from x in its own dtype. This takes at most half the
-// instructions of encode(), because the instructions that pack steps into bytes also clamp them. `inverse` and
-// `zero_point` point to the numbers of the first element's group. OfGroups explains kStep.
+// Encodes blocks of kBlock neighbouring elements. x may be fp32, fp16 or bf16, while encode() takes only fp32.
+// An Encoder takes at most half the instructions of encode(), because the instructions that pack steps into bytes also
+// clamp them. `inverse` and `zero_point` point to the numbers of the first element's group. OfGroups explains kStep.
 //
 // kIsFinite promises that every |x * inverse| is far below 2^31. That is so if the scale was computed from the group's
 // own elements, and all of these are finite. Without the promise, steps are limited to [-512, 512] first, because

@@ -1,9 +1,9 @@
-// Products with int8 codes on a CPU, 2 M N K operations. First all threads pack the left operand into tiles. Then each
-// thread takes one block of columns at a time, packs it, and multiplies it by a span of tiles. As soon as a tile has
-// been multiplied by a panel, the results of this product are stored:
+// Products with int8 codes on a CPU. Each takes 2 M N K operations. First all threads pack the left operand into tiles.
+// Then each thread takes one block of columns at a time, packs it, and multiplies it by a span of tiles. As soon as a
+// tile has been multiplied by a panel, the results of this product are stored:
 //
 //                          block 0          block 1            a panel: Tile::kColumns columns, packed
-//               right:  [panel][panel]   [panel][panel]        a block fills up to half of a core's L2
+//               right:  [panel][panel]   [panel][panel]        a block fills at most half of a core's L2
 //   left
 //   span 0  [tile 0]       thread 0         thread 1           a tile: up to Tile::kRows rows, packed; it passes
 //           [tile 1]                                           through the L1 once for each panel
@@ -29,8 +29,8 @@ namespace amp_kernels::cpu {
 
 // Returns how many bytes of panels are packed at a time, as one block: half of a core's L2, or 2^18 bytes if the size
 // of the L2 is unknown. Large blocks are better, because the whole left operand is read once for each block, and from
-// memory if it is large. With blocks of 2^18 bytes, a quarter of the L2 of the CPU that was measured, a product of
-// 4096^3 took 9 % longer than with half of the L2.
+// memory if it is large. On the CPU that was measured, 2^18 bytes are a quarter of the L2. With blocks of 2^18 bytes, a
+// product of 4096^3 took 9 % longer there than with blocks of half of the L2.
 inline int64_t panel_bytes() {
 #if defined(_SC_LEVEL2_CACHE_SIZE)
   static const int64_t cache = sysconf(_SC_LEVEL2_CACHE_SIZE);
@@ -51,9 +51,9 @@ class Multiplication {
   // multiple of the number of threads, so that every thread gets equally many. Neighbouring tiles form a span, and
   // neighbouring panels form a block of columns. One span times one block is a unit of work.
   //
-  // Two conditions decide how many blocks are needed: there must be enough units to keep the threads busy, and no block
-  // may be larger than panel_bytes(). There are no more blocks than that. Both conditions give way to a third: a block
-  // has at least 64 columns, or all columns if there are fewer.
+  // There are only as many blocks as two conditions need: there are enough units to keep the threads busy, and no block
+  // is larger than panel_bytes(). A third condition comes before these two: a block has at least 64 columns, or all
+  // columns if there are fewer.
   explicit Multiplication(const Product& product)
       : product_(product),
         threads_(std::min<int64_t>(divide_up(product.m * product.n * (product.k + 1), kThreadProducts),
@@ -161,9 +161,9 @@ class Multiplication {
     int64_t block_ = -1;
   };
 
-  // Packs the first kPackGroups groups of every panel, then the next kPackGroups groups of every panel, and so on. If
-  // the operand is row-major, all panels read the same rows for these groups. So when the second panel is packed, the
-  // rows are already in the cache and in the TLB.
+  // Packs the first kPackGroups groups of every panel, then the next kPackGroups groups of every panel, and so on. A
+  // group is four elements along k. If the operand is row-major, all panels read the same rows for these groups. So
+  // when the second panel is packed, the rows are already in the cache and in the TLB.
   void pack_panels(int64_t first, int64_t panels, int8_t* to) const {
     for (int64_t g = 0; g < groups_; g += kPackGroups)
       for (int64_t p = 0; p < panels; ++p) {

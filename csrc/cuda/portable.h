@@ -99,17 +99,17 @@ struct alignas(sizeof(T) * N < 16 ? sizeof(T) * N : 16) Vector {
   T data[N];
 };
 
-// The type in which N elements are accessed. It has 16 bytes if the size of the N elements is a multiple of 16 bytes.
-// Otherwise it has 8 bytes (for example for four 16-bit elements) or 4 bytes (for four int8 codes), if the size is a
-// multiple of these. In all other cases it is T. The types of 16, 8 and 4 bytes are integers, because nvcc may split
-// the copy of a struct with 16-bit members.
+// The type in which N elements are accessed: the largest type of 16, 8 or 4 bytes whose size divides the size of the N
+// elements. For example, four 16-bit elements are accessed in 8 bytes, and four int8 codes in 4 bytes. If not even 4
+// bytes divide the size, it is T. The types of 16, 8 and 4 bytes are integers, because nvcc may split the copy of a
+// struct with 16-bit members.
 template <class T, int N>
 using Access = std::conditional_t<
     sizeof(T) * N % 16 == 0, int4,
     std::conditional_t<sizeof(T) * N % 8 == 0, int2, std::conditional_t<sizeof(T) * N % 4 == 0, int, T>>>;
 
-// Converts a global address to a pointer. It is for addresses that a kernel computes as integers. On these addresses
-// assume_global() below would have no effect.
+// Converts a global address to a pointer. It is for addresses that a kernel computes by integer arithmetic. For these
+// addresses, assume_global() below would have no effect.
 template <class T>
 __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #ifdef __CUDA_ARCH__
@@ -119,8 +119,8 @@ __device__ __forceinline__ const T* global_pointer(uintptr_t address) {
 #endif
 }
 
-// Tells nvcc that p points to global memory. Without this function, nvcc would emit generic accesses (LD, not LDG) at
-// addresses that kernels read from a table, as integers.
+// Tells nvcc that p points to global memory. Kernels read addresses from a table, as integers. Without this function,
+// nvcc would emit generic accesses (LD, not LDG) at these addresses.
 template <class T>
 __device__ __forceinline__ void assume_global(const T* p) {
 #ifdef __CUDA_ARCH__
@@ -354,8 +354,8 @@ __device__ __forceinline__ T block_min(T value, T identity, T* shared) {
 }
 
 // Returns true in all threads of the block that calls it last. From then on this block sees everything that thread 0 of
-// each other block wrote before its call. `counter` counts the blocks of a launch that have called. It must be 0 before
-// the launch, and the last block sets it to 0 again.
+// each other block wrote before its call. `counter` counts the blocks of a launch that have called this function. It
+// must be 0 before the launch, and the last block sets it to 0 again.
 __device__ __forceinline__ bool is_last_block(unsigned* counter) {
   bool last = false;
   if (threadIdx.x == 0) {
@@ -393,11 +393,11 @@ inline int device_multiprocessors() { return device_attribute(cudaDevAttrMultiPr
 // Bytes of shared memory that a block can have at most: 64 KB on sm_75, 99 KB or more from sm_80 on.
 inline int block_memory() { return device_attribute(cudaDevAttrMaxSharedMemoryPerBlockOptin); }
 
-// The binary may hold code of kKernel for several architectures. The current device runs one of them. Returns the
-// architecture for which nvcc compiled this one: a number from 75 (for sm_75) to 120. In this code __CUDA_ARCH__ is ten
-// times the number, so the number tells which branches the code has. If the binary has only older PTX for a device, the
-// driver compiles that PTX, and the branches for the older architecture apply. The number is kept for each device,
-// since the query loads the kernel and may wait for a lock of the driver.
+// Returns the architecture for which nvcc compiled the code of kKernel that the current device runs: a number from 75
+// (for sm_75) to 120. The binary may also hold code of kKernel for other architectures. In the code that runs,
+// __CUDA_ARCH__ is ten times the number, so the number tells which branches this code has. If the binary has only older
+// PTX for a device, the driver compiles that PTX, and the branches for the older architecture apply. The number is kept
+// for each device, since the query loads the kernel and may wait for a lock of the driver.
 template <auto kKernel>
 int compiled_for() {
   static std::atomic<int> known[64];  // 0: not known yet. Devices from 64 on are queried each time

@@ -11,8 +11,8 @@
 namespace amp_kernels::cuda {
 
 // The memory from the first to the last element of a tensor, with the gaps between its rows. Kernels that take a Span
-// read nothing outside of it, because the allocation may end there. Tools such as compute-sanitizer report reads beyond
-// an allocation.
+// read nothing outside of it, because the allocation may end there, and tools such as compute-sanitizer report reads
+// beyond an allocation.
 struct Span {
   uintptr_t first, end;
 
