@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 NEEDS = ("matplotlib", "tabulate", "tqdm")
 # The time for the rounds of one case, in seconds. In each round, amp_kernels and every peer take a turn. With the
-# option `--quick`, which `_run` passes, a case has at least five rounds, however long they take. Before each turn a
-# copy of several times the last-level cache is timed, so a run takes longer on a CPU with a large cache: with an L3 of
-# 300 MB, the family ema took 39 s, overhead 48 s, and int8 86 s.
+# option `--quick`, which `_run` passes, a case has at least five rounds, however long they take. Before each turn, a
+# memory copy is timed. On a CPU its arrays are several times as large as the last-level cache, so a run takes longer on
+# a CPU with a large cache: with an L3 of 300 MB, the family ema took 39 s, overhead 48 s, and int8 86 s.
 SECONDS = "0.1"
 
 
@@ -146,8 +146,8 @@ def _report(
     tables = {name: rows for name, rows in summary.benchmarks(out).items() if name in families}
     rows = [row for table_rows in tables.values() for row in table_rows]
     found = [line for table_rows in tables.values() for line in summary.lines(table_rows)]
-    # The benchmarks ran with `--quick`, which leaves out all peers under torch.compile. These peers are not listed as
-    # not timed, because the line that begins with "Peers under torch.compile" says how to time them.
+    # The benchmarks ran with `--quick`, which leaves out all peers under torch.compile. `absent` does not list these
+    # peers, because the line that begins with "Peers under torch.compile" says how to time them.
     absent = {key: count for key, count in summary.not_timed(rows).items() if "--quick" not in key[1]}
     plot.draw(out)
     if document is not None:

@@ -52,9 +52,10 @@ PARTIALS = tl.constexpr(3)  # _extremes_kernel, if there are too few bands to fi
 
 
 # --------------------------------------------------------------------------------------------------- the extremes
-# The extremes are found by comparing integers: the bits of magnitudes, or the keys of `ordered_key`. Such comparisons
-# keep NaN, and give the same result in any order. Elements outside the tensor count as 0. This changes no scale, since
-# the range of every group is extended to include 0.
+# The extremes are found by comparing integers: for symmetric codes the bits of the magnitudes, otherwise the keys of
+# `ordered_key`. As integers, NaNs are beyond inf or -inf, so they are not lost. The order of the comparisons does not
+# matter. Elements outside the tensor count as 0. This changes no scale, since the range of every group is extended to
+# include 0.
 @triton.jit
 def _include(low, high, x, SYMMETRIC: tl.constexpr):
     if SYMMETRIC:

@@ -39,8 +39,8 @@ NO_COPIES: Copies = (None, None)
 
 TORCH, CPU, LIBRARY = "torch", "cpu", "cublas"
 ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
-# If the first matrix has at most 16 rows, a product takes as long as reading the second matrix once. Tensor cores and
-# padding do not shorten this time.
+# If the first matrix has at most 16 rows, a product on a GPU takes as long as reading the second matrix once. Tensor
+# cores and padding do not shorten this time. On a CPU, torch's fp16 product is slow only with more rows (`is_slow`).
 FEW_ROWS = 16
 
 
@@ -57,8 +57,11 @@ def matmul(a: Tensor, b: Tensor, *, out_dtype: torch.dtype | None = None) -> Ten
     On a CPU torch multiplies. If the operands are fp16 and `a` has more than 16 rows, torch multiplies in fp32, because
     torch's fp16 product is slow.
 
-    Some calls are left to `torch.matmul`: other dtypes, tensor subclasses such as DTensor, nested tensors, transforms
-    of `torch.func`, and compiled code for a GPU, in which Inductor pads the operands. Differentiable, also twice.
+    Some calls are left to `torch.matmul`: operands of other dtypes or on other devices, tensor subclasses such as
+    DTensor, nested tensors, forward-mode differentiation, transforms of `torch.func`, and compiled code for a GPU, in
+    which Inductor pads the operands.
+
+    The product can be differentiated, also twice.
 
     Args:
         a: A vector, matrix or batch of matrices, as in `torch.matmul`; fp16 or bf16, of any strides.
@@ -214,9 +217,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
     needs_grad = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
     copies = copies_of(engine, rows, weight.t()) if engine in ON_TENSOR_CORES else NO_COPIES
     # On a GPU without a forced backend, torch's `linear` and torch's activation are called if three conditions hold:
-    # nothing is padded, torch's `linear` rounds once, and a gradient is needed or there is no activation. The backward
-    # pass of `_Linear` reads the gradient once (`copy_pad`), and torch's reads it twice. Still `_Linear` was not
-    # faster: on an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and 0.67 ms by torch.
+    # nothing is padded, torch's `linear` rounds once, and a gradient is needed or there is no activation. In these
+    # cases `_Linear` was not faster than torch, although its backward pass reads the gradient once (`copy_pad`) and
+    # torch's reads it twice. On an H200, gelu with fp16 4096^3, forward and backward, took 0.69 ms by `_Linear` and
+    # 0.67 ms by torch.
     is_one_call = _adds_before_rounding(x, bias) and (engine == CPU or activation is None or needs_grad)
     if is_one_call and _is_one_torch_call(engine, copies, rows):
         return activate(F.linear(x, weight, bias), activation)
@@ -351,9 +355,10 @@ def rounds_before_activation(a: Tensor) -> bool:
 
 
 def is_slow(a: Tensor) -> bool:
-    """Return whether torch's CPU product is slow in the dtype of `a`. Such products are computed in fp32.
+    """Return whether torch's product with `a` is slow on a CPU: if `a` is fp16 and has more than 16 rows.
 
-    With two cores, forward and backward of [2048, 256] @ [256, 1024] took torch a second in fp16 and 19 ms in fp32.
+    Slow products are computed in fp32. With two cores, forward and backward of [2048, 256] @ [256, 1024] took torch a
+    second in fp16 and 19 ms in fp32.
     """
     return a.dtype is torch.float16 and a.shape[-2] > FEW_ROWS
 
@@ -698,8 +703,8 @@ def _multiply_by_library(
 def _bias_of(input: Tensor | None, b: Tensor) -> Tensor | None:
     """Return the row that `input` repeats, padded to the length of a row of `b`; None if it does not repeat a row.
 
-    cuBLASLt adds a tensor with one dimension within the product. A tensor with two dimensions, such as `input`, would
-    first be copied by torch.
+    cuBLASLt adds a tensor with one dimension in the kernel that multiplies. A tensor with two dimensions, such as
+    `input`, would first be copied by torch.
     """
     if input is None or input.dim() != 2 or input.shape[0] == 0 or (input.stride(0) != 0 and input.shape[0] > 1):
         return None

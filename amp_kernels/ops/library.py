@@ -45,8 +45,9 @@ Kernel = Callable[..., Any]
 class Kernels(Protocol):
     """The kernels that Python launches: Triton kernels, or in tests CUDA kernels on the emulator.
 
-    The step plan of an optimizer (optim/_plan.py) uses only the first five, which work on tables. C++ has these five
-    too, as operators: see `backends.kernels`.
+    The step plan of an optimizer (optim/_plan.py) uses only the first five: two that read the table of tensors
+    (ops/table.py), two that load kernels for them, and one that sends the table to a GPU. C++ has these five too, as
+    operators: see `backends.kernels`.
     """
 
     _unscale_table_: Kernel

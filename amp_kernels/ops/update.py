@@ -67,6 +67,6 @@ LIBRARY.define(
 LIBRARY.define(
     "_load_update(Tensor beside, str family, int param_dtype, bool split, int grad_dtype, int states) -> int"
 )
-# Sends bytes as kernel arguments. A captured copy from pinned memory would read that memory at every replay of the
-# graph, so the memory would have to be kept.
+# Sends bytes as kernel arguments, so that `host` need not be kept for the replays of a CUDA graph. A captured copy from
+# pinned memory would read that memory at every replay.
 LIBRARY.define("_send_(Tensor host, Tensor(a!) to) -> ()")

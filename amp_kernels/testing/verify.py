@@ -172,7 +172,7 @@ def verify(
     """Run the requested cases, and print each row of the table when its cases are done.
 
     Returns:
-        The exit code: 0, 1 if a case failed, or 2 if none of the requested cases can run here.
+        The exit code: 0 if all cases passed, 1 if a case failed, or 2 if none of the requested cases can run here.
     """
     places, reasons = _places(backend, device)
     if not places:

@@ -61,9 +61,10 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
 // A thread reads each band twice, first for its ranges, and then for its codes. The second read is from the core's
 // cache, if the band fits there.
 //
-// If elements are walked by rows (csrc/int8.h), both passes also prefetch the next band. If only one pass did so,
-// memory would be idle during the other. While a pass reads byte i of this band, it prefetches byte i + 4 KiB (first
-// pass) or i + 8 KiB (second pass) of the next band.
+// By rows (csrc/int8.h), each of the two passes prefetches the next band while it reads this one. Prefetching in only
+// one pass would leave memory idle during the other. When byte i of this band is read, byte i + 4 KiB of the next band
+// is prefetched in the first pass, and byte i + 8 KiB in the second. Bands of short rows are prefetched differently
+// (quantize_short_rows).
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {

@@ -1,5 +1,6 @@
-// The innermost loops of the int8 products. Each instruction set has a class, and all classes have the same two
-// functions, multiply and dot.
+// The innermost loops of the int8 products. Each instruction set has a class. All classes have the functions multiply
+// and dot, and the function `widen`, which puts four elements of the left operand in the type and order that multiply
+// needs.
 //
 // multiply: a tile of up to kRows rows times kColumns columns, over `groups` groups of four k. Sums are in registers.
 //
@@ -10,14 +11,17 @@
 //   by `widen`               | else added to               |   each row of `left` broadcast
 //                            +-----------------------------+
 //
-// dot: few rows times one vector of codes, `right`, which is not packed. `left` has kDots vectors, left_stride apart.
-// The sums are sum_stride apart. dot adds kDotShift to each code. It reads blocks of kDotDepth codes, and k is at least
-// kDotDepth. If k is not a multiple of kDotDepth, the last block of `right` ends at k and overlaps the block before.
-// For the codes that are read a second time in this last block, `left` has zeros (DotRows in int8_dots.h).
+// dot: few rows times one vector of codes, `right`, which is not packed. `left` has kDots vectors, which begin
+// left_stride elements apart. The sums are sum_stride elements apart. dot adds kDotShift to each code. It reads blocks
+// of kDotDepth codes, and k is at least kDotDepth. If k is not a multiple of kDotDepth, the last block of `right` ends
+// at k and overlaps the block before. For the codes that are read a second time in this last block, `left` has zeros
+// (DotRows in int8_dots.h).
 //
-// kShift and kDotShift make codes unsigned for instructions that need unsigned codes. Their effect on the sums is
-// subtracted again. A call of multiply takes at most kDepth groups. So fp32 sums are added up in parts, which keeps
-// rounding errors small.
+// kShift and kDotShift make codes unsigned for instructions that need unsigned codes. multiply itself subtracts the
+// effect of kShift from the sums. After dot, DotRows subtracts the effect of kDotShift.
+//
+// A call of multiply takes at most kDepth groups. So fp32 sums are added up in parts, which keeps rounding errors
+// small.
 #pragma once
 
 #include <algorithm>
@@ -34,7 +38,7 @@ namespace amp_kernels::cpu {
 
 constexpr int64_t kAnyDepth = std::numeric_limits<int64_t>::max();
 constexpr int64_t kFloatDepth = 32;
-constexpr int64_t kDotRows = 4;     // most rows for dot; a row of ones may be added to them
+constexpr int64_t kDotRows = 4;     // most rows for dot, not counting a row of ones, which sums the codes of `right`
 constexpr int64_t kDotAhead = 512;  // bytes that dot prefetches ahead
 
 // Returns how many independent sums VnniTile::dot keeps for each row, in a product of `rows` rows. If it kept only one

@@ -63,9 +63,9 @@ __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __h
 }
 
 // Converts four codes to bf16 numbers, two in a word. The lowest bits of a bf16 number have room for 7 bits of the
-// code, not for 8. As bf16 bits, 0x4300 is the number 128, and 0x4300 | (code & 0x7f) is 128 plus the lower 7 bits of
-// the code. 0x4300 | (code & 0x80) is 256 if the code is negative, otherwise 128. The difference of the last two
-// numbers is the code.
+// code, not for 8. So the code is computed from two numbers, as the first minus the second. Their bf16 bits:
+//   0x4300 | (code & 0x7f)    128 plus the lower 7 bits of the code
+//   0x4300 | (code & 0x80)    256 if the code is negative, otherwise 128
 __device__ __forceinline__ void expand(uint32_t codes, uint32_t (&words)[2], __nv_bfloat16) {
 #pragma unroll
   for (int i = 0; i < 2; ++i) {

@@ -10,7 +10,7 @@
 // gradients. An fp32 average (`ema_`) of a 16-bit weight with its remainder moves 12 bytes: the average is updated (8),
 // and weight and remainder are only read (4).
 //
-// A block takes every gridDim.x-th chunk of the table, from the last chunk back. A thread takes two packs of four
+// A block takes every gridDim.x-th chunk (csrc/table.h), from the last chunk back. A thread takes two packs of four
 // neighbours at a time. It starts the loads of both packs from all arrays before it uses any element:
 //
 //   chunk:  | head | t0 t0 t0 t0 | t1 t1 t1 t1 | ... | t255 .. | t0 t0 t0 t0 | t1 .. | ... | t255 .. | ... | tail |
@@ -22,9 +22,9 @@
 // tensor.
 //
 // A gradient or weight may be misaligned relative to the states, as a view into a bucket is. If such an array has 16
-// bits per element, each pack is read in the aligned words that hold it (Straddling). At the first and the last pack of
-// a tensor, such a word of four elements may reach beyond the tensor. At most three of its elements are then in the
-// tensor. Those that are in the pack are read one by one, and the others belong to the head or tail.
+// bits per element, each pack is read in the aligned words of four elements that hold it (Straddling). At the first and
+// the last pack of a tensor, a word may reach beyond the tensor. From such a word, only the elements that are in the
+// pack are read, one by one. They are at most three.
 #pragma once
 
 #include <utility>
@@ -45,10 +45,11 @@ constexpr Dtype kDtypeOf = std::is_same_v<T, float>    ? kFloat
                                                        : kBFloat16;
 
 // What a kernel is compiled for: a formula, a number of states, the types of parameters (P) and gradients (G), and the
-// type that row kMaster of the table points to (M). If that row has remainders, M is int16_t, otherwise float. The
-// remainders are those of the weights, or, if P is float, those of the gradients. kStates is Formula::kRequired or
-// Formula::kStates. With kRequired, the kernel updates only the states that every parameter has, and need not test
-// whether a parameter has them. With Formula::kStates, it updates all states that a parameter has.
+// type that row kMaster of the table points to (M). If that row has remainders, M is int16_t, otherwise float. If M is
+// int16_t and P is float, the parameters are averages. The gradients are then the 16-bit weights that are averaged, and
+// the remainders belong to these weights. kStates is Formula::kRequired or Formula::kStates. With kRequired, the kernel
+// updates only the states that every parameter has, and need not test whether a parameter has them. With
+// Formula::kStates, it updates all states that a parameter has.
 template <class F, int kStates_, class P_, class M_, class G_>
 struct Variant {
   using Formula = F;
@@ -62,8 +63,8 @@ struct Variant {
   static constexpr bool kReadsWeight = kIsFp32 || kIsSplit || kJoins;
   static constexpr bool kStraddles = sizeof(G) == 2 || kIsSplit;  // reads 16-bit arrays that may be misaligned
   // How many blocks share a multiprocessor: as many as possible without spilled registers. With one state or more, a
-  // thread loads 80 bytes (SGD with momentum, 16 bits) to 160 bytes (three states) before it waits. On sm_90 all
-  // threads of a multiprocessor together load 74 KB or more before they wait.
+  // thread loads 80 bytes (SGD with momentum, 16 bits) to 160 bytes (three states) before it waits. With the number of
+  // blocks for sm_90, all threads of a multiprocessor together then load 74 KB or more before they wait.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
   static constexpr int kResidentBlocks = kStates < 2 ? 4 : kStates < 3 ? 3 : 2;
 #else  // with one block more, sm_86, sm_89 and sm_100 spill up to 104 bytes
@@ -125,7 +126,8 @@ struct Packs : Division<kPack> {
     }
     if (own < 0) own = phase(arrays.weight);
     is_aligned = phase(arrays.grad) == own && phase(arrays.weight) == own;
-    if (!states_agree) {  // rare, since an optimizer allocates states of one alignment; no element is in a pack
+    if (!states_agree) {
+      // No element is in a pack. This is rare, because an optimizer allocates all its states with the same alignment.
       lead = others += packs * kPack;
       packs = from = to = 0;
       return;
@@ -331,8 +333,8 @@ __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Pack
   }
 }
 
-// Updates the first and the last pack of a tensor, if words that hold them reach beyond the tensor. Each of the two
-// packs is updated by one thread of the second to last warp.
+// Updates the first and the last pack of a tensor, each only if a word that holds some of its elements reaches beyond
+// the tensor. Each of the two packs has one thread, in the second to last warp.
 template <class V, class Walk>
 __device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs<V>& packs, const Walk& walk,
                                             const typename V::Formula& formula) {
@@ -387,8 +389,8 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
       update_packs<V, false>(arrays, packs, formula);
     }
   }
-  // The last block raises the counts of updates. is_last_block() counts a block only after this barrier. So when the
-  // last block raises the counts, all threads of all blocks have read them.
+  // The last block raises the update counts, which the threads of all blocks read as `step`. The barrier makes each
+  // block call is_last_block() only after all its threads have read them. So the last block raises no count too early.
   barrier();
   if (!is_last_block(reinterpret_cast<unsigned*>(update.ticket))) return;
   for (int64_t c = threadIdx.x; c < update.table.chunk_count; c += kThreads) raise_step(update.table, c);
