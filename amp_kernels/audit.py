@@ -95,7 +95,7 @@ def explain(
 
     Args:
         a: A tensor as in `amp_kernels.matmul`, or the shape of a contiguous one.
-        b: The same.
+        b: A tensor or a shape, like `a`.
         activation: The activation that is applied to the product, as in `amp_kernels.linear`.
         dtype: The dtype of `a` and `b` if they are shapes; None means fp16. Leave it out for tensors.
         device: The device of `a` and `b` if they are shapes; None means `"cuda"`. Leave it out for tensors.

@@ -15,7 +15,8 @@ from .common import _INTERPRETED, BF16
 INT8 = tl.constexpr(len(DTYPE_CODES))  # the next code after those of floating point
 _GROUP = tl.constexpr(8)  # rows of tiles that are computed together
 
-# The axis of an operand's tile that has stride 1. With ROWS, neighbours in memory are in neighbouring rows of a column.
+# The axis of an operand's tile that has stride 1. With ROWS, elements that are neighbours in memory are in the same
+# column of the matrix, in neighbouring rows. With COLUMNS, they are in the same row, in neighbouring columns.
 NEITHER = tl.constexpr(0)
 ROWS = tl.constexpr(1)
 COLUMNS = tl.constexpr(2)
@@ -27,10 +28,10 @@ def pointers_of(
 ):
     """Return pointers to the elements [rows, columns] of a matrix.
 
-    VEC is 1, or the number of elements in 16 bytes. In the latter case the caller has made sure that the base address
+    VEC is 1, or the number of elements in 16 bytes. If it is above 1, the caller has made sure that the base address
     and the outer stride are multiples of 16 bytes. (If the outer axis has one element, its stride may be any number,
-    because it is not used.) Here both are rounded down to such multiples. The pointers stay the same, but the compiler
-    sees that it can use accesses of 16 bytes.
+    because it is not used.) This function rounds the base address and the outer stride down to multiples of 16 bytes.
+    This does not change the pointers, but it shows the compiler that accesses of 16 bytes are possible.
     """
     if VEC > 1:
         BYTES: tl.constexpr = 16
@@ -56,8 +57,8 @@ def load_tile(pointers, mask, DTYPE: tl.constexpr):
 @triton.jit
 def as_operand(x, DTYPE: tl.constexpr):
     if DTYPE == BF16 and _INTERPRETED:
-        # The interpreter reads bf16 wrongly, and its dot of bf16 returns garbage. So bf16 operands become fp32 in the
-        # interpreter. Products of the converted numbers are the same.
+        # The interpreter reads bf16 wrongly, and its dot of bf16 returns garbage. So in the interpreter, bf16 operands
+        # are read as int16 and converted to fp32. The conversion is exact, so it does not change products.
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
     return x
 
@@ -143,8 +144,9 @@ def product(
         x = load_tile(a_pointers, a_mask & a_rest[None, :], A_DTYPE)
         y = load_tile(b_pointers, b_mask & b_rest[:, None], B_DTYPE)
         # An access along K may read elements beyond the end of K. They may be NaN, and their products would be added to
-        # every sum. So they become 0. Codes of b are never NaN, and the elements of a that they are multiplied by
-        # are 0. So codes of b become 0 only if b's columns are summed (SUM_B).
+        # every sum. So they are replaced by 0. For codes of b this is not needed: they are never NaN, and beyond the
+        # end of K they are multiplied by elements of a that are 0. Only the sums of b's columns (SUM_B) need zeros
+        # there.
         if A_INNER == COLUMNS and K_VEC < A_VEC:
             x = tl.where((inner < rest)[None, :], x, 0)
         if B_INNER == ROWS and K_VEC < B_VEC and (B_DTYPE != INT8 or SUM_B):
@@ -159,7 +161,7 @@ def product(
 
 @triton.jit
 def combined(partials_ptr, indices, size, n_splits):
-    """Return the sums over all splits, which are always added in the same order."""
+    """For each index, return the sum over all splits. The splits are always added in the same order."""
     mask = indices < size
     total = tl.load(partials_ptr + indices, mask=mask, other=0)
     for _ in range(1, n_splits):
@@ -191,12 +193,13 @@ def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
     """Return (innermost axis, number of neighbouring elements per access) of a matrix.
 
     An access at the edge of the matrix reads 16 bytes, even if only a part of them is in the matrix. If one of these
-    accesses would end beyond the storage, the whole matrix is read by element.
+    accesses would end beyond the storage, the whole matrix is read one element at a time.
 
     Args:
         x: The matrix.
-        masked: An axis past whose end nothing may be read, or None. If it is the innermost axis, and its length is not
-            a multiple of the number of elements in 16 bytes, the matrix is read by element, too.
+        masked: An axis along which nothing beyond the end may be read, or None. If it is the innermost axis, and its
+            length is not a multiple of the number of elements in 16 bytes, the matrix is read one element at a time,
+            too.
     """
     vec = 16 // x.element_size()
     if x.stride(1) == 1 or x.shape[1] == 1:
@@ -214,8 +217,11 @@ def access_of(x: torch.Tensor, masked: int | None = None) -> tuple[int, int]:
 
 
 def shares_of(n_tiles: int, k_tiles: int) -> tuple[int, int]:
-    """Return (programs that share the K of one tile of the output, tiles of K for each of them)."""
-    # Each program has at least four tiles of K, because the pipeline of loads needs that many to fill.
+    """Return (number of programs that share the K of one output tile, number of tiles of K for each program).
+
+    The last of these programs may get fewer tiles of K.
+    """
+    # If programs share K, tiles_of_split is at least four, because the pipeline of loads needs that many to fill.
     n_splits = max(1, min(2 * FULL // n_tiles, k_tiles // 4)) if n_tiles < FULL else 1
     tiles_of_split = max(1, math.ceil(k_tiles / n_splits))
     return max(1, math.ceil(k_tiles / tiles_of_split)), tiles_of_split

@@ -17,8 +17,9 @@ from torch.nn import Parameter
 
 from .. import _loader, torch_private
 
-# Values in place of a form. ABSENT: the step leaves the parameter out, for example because it has neither a gradient
-# nor a count of steps. UNREAD: the sweep could not read the column, and the plan has to read it in Python.
+# Values that a column has in place of a form (_plan.py explains forms). ABSENT: the step leaves the parameter out, for
+# example because it has neither a gradient nor a count of steps. UNREAD: the sweep could not read the column, and the
+# plan has to read it in Python.
 ABSENT, UNREAD = -1, -2
 
 
@@ -30,14 +31,17 @@ class Sweep(NamedTuple):
             Writes the column of each parameter into `table`, int64 [rows, parameters] on the host (`ops.table.Row`),
             and its form into `forms`, int64 [parameters]. Returns the number of columns that Python still has to read,
             and the number of columns with a gradient. `states` are the entries of ``optimizer.state``. `groups` are the
-            group numbers of the parameters. `keys` are the names of each group's states, in the order of the rows. A
-            lazy clone shares the memory of a tensor until one of the two is written. If a parameter has a lazy clone,
-            the parameter gets memory of its own, since the step will write it. If `writes` is True, the same is done
-            for gradients. In C++ a thousand parameters take a twelfth of the time that Python takes.
+            group numbers of the parameters. `keys` are the names of each group's states, in the order of the rows.
+            `checked` is the memory in which `apart` keeps the last table. A parameter and its states are tested for
+            being negated views only if one of their addresses differs from the one there. A lazy clone shares the
+            memory of a tensor until one of the two is written. If a parameter has a lazy clone, the parameter gets
+            memory of its own, since the step will write it. If `writes` is True, each gradient that has a lazy clone
+            gets memory of its own, too. In C++ a thousand parameters take a twelfth of the time that Python takes.
         apart: ``(table, forms, checked, spans) -> int``. Returns the column of a gradient that overlaps a tensor that
             the step writes. Returns -2 if the memory ranges of two written tensors overlap. The plan then has to test
             the tensors exactly. Returns -1 if nothing overlaps. `checked` keeps the table and the forms of the last
-            call that returned -1. If they have not changed, -1 is returned without a comparison of ranges.
+            call that returned -1. If they have not changed, -1 is returned without a comparison of ranges. `spans`
+            keeps the memory ranges that the step writes.
         same: ``(lists, copies, state, keys, values) -> bool``. Returns True if two conditions hold. Each list holds the
             same objects as its copy, in the same order. The dict `state` holds the objects in `keys` as its keys and
             the objects in `values` as its values, in the same order.

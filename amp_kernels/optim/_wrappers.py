@@ -24,9 +24,12 @@ def wrapped(optimizer: Any) -> Any:
 
     The attribute that holds an optimizer may have any name. torch's wrappers (ZeRO, PostLocalSGD) call it ``optim``,
     trainers call it ``optimizer``, and Lookahead and SAM call it ``_base_optimizer``, ``base_optimizer`` and more. If
-    the holder has parameter groups, an optimizer counts only if it steps at least one parameter in them.
+    the wrapper has parameter groups of its own, an optimizer in one of its attributes is followed only if it steps at
+    least one parameter of these groups.
     """
-    seen = [optimizer]  # the chain so far; its optimizers are not found again, even if one has its wrapper as attribute
+    # The chain so far. An optimizer in it is not found again, so the search ends even if an optimizer has its own
+    # wrapper as an attribute.
+    seen = [optimizer]
     while True:
         held = (getattr(seen[-1], "optim", None), getattr(seen[-1], "optimizer", None))  # may be properties
         inner = (

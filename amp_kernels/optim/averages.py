@@ -90,8 +90,9 @@ def average_(models: Iterable[torch.nn.Module]) -> torch.nn.Module:
     """Average the weights of several models into the first of them, a "model soup" (Wortsman et al. 2022).
 
     Floating-point parameters and buffers are averaged in fp32, or in fp64 if the tensor of the first model is fp64.
-    Complex ones are averaged in complex64, or in complex128 if the tensor of the first model is complex128. Each mean
-    is rounded to the dtype of the tensor in the first model. Integers keep the values of the first model.
+    Complex parameters and buffers are averaged in complex64, or in complex128 if the tensor of the first model is
+    complex128. Each mean is rounded to the dtype of the tensor in the first model. Integers keep the values of the
+    first model.
 
     If an optimizer trains the first model, its masters follow the new weights. The master of a 16-bit parameter is then
     within half a unit in the last place (of 16 bits) of the rounded mean, but it is not the mean of the masters. To

@@ -25,7 +25,7 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
     rounded activations.
 
     Put the loss outside of the `with` block, because `log_softmax` saves logarithms, and its backward pass computes
-    `exp` of them. An error of half a step of the codes is added to a logarithm, and `exp` turns it into a factor on the
+    `exp` of them. If a logarithm has an error of half a step of the codes, `exp` turns this error into a factor on the
     gradient.
 
     These tensors are not quantized:
@@ -36,11 +36,14 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
     - tensors that a compiled model saves. For each part of a model use either this or `torch.compile`. Inside a
       compiled function the `with` block breaks the graph.
 
-    A tensor that several operators save is stored once. A view of all its elements counts as the same tensor, a view of
-    a part as another one. Activations must not be written through `.data`, NumPy or DLPack between the operators that
-    save them. If one of the elements that share a scale is NaN or inf, all of them are dequantized to NaN, so that a
-    GradScaler skips the step. Under `torch.utils.checkpoint` (`use_reentrant=False`) the inputs of the checkpointed
-    parts are quantized.
+    A tensor that several operators save is stored once. A view of all its elements counts as the same tensor, and a
+    view of a part counts as another one. Between the operators that save an activation, it must not be written through
+    `.data`, NumPy or DLPack, because such a write is not noticed.
+
+    If one of the elements that share a scale is NaN or inf, all of them are dequantized to NaN, so that a GradScaler
+    skips the step.
+
+    Under `torch.utils.checkpoint` (`use_reentrant=False`) the inputs of the checkpointed parts are quantized.
 
     Args:
         block_size: Number of elements, adjacent in memory, that share a scale.
@@ -80,7 +83,7 @@ class int8_saved_activations(contextlib.ContextDecorator):  # noqa: N801 (called
         self._codes: weakref.WeakValueDictionary[tuple[Any, ...], _Codes] = weakref.WeakValueDictionary()
         self._hooks = saved_tensors_hooks(self._pack, _unpack)
 
-    # Without `disable`, Dynamo would trace the hooks, which read `grad_fn`, into a compiled function.
+    # The hooks read `grad_fn`. Without `disable`, Dynamo would trace them into a compiled function.
     @torch.compiler.disable
     def __enter__(self) -> int8_saved_activations:
         self._hooks.__enter__()

@@ -1,5 +1,6 @@
 // The update of an optimizer on a CPU: p, states <- formula(p, factor * g, states). A 16-bit weight becomes p, rounded.
-// Bytes per element are the same as on a GPU (csrc/cuda/update.cuh). A thread takes a chunk in blocks of 512 elements:
+// An element takes as many bytes of reads and writes as on a GPU (csrc/cuda/update.cuh). A thread takes a chunk in
+// blocks of 512 elements:
 //
 //   16-bit gradient   -> fp32 in L1     |
 //   weight, remainder -> master in L1   |> formula, in vectors of the host's width -> master -> weight, remainder
@@ -19,17 +20,17 @@ namespace amp_kernels::cpu {
 // Elements of a block. The fp32 copies of a block stay in the L1. With blocks of 256 elements, an update of arrays in a
 // cache took 3 % longer.
 constexpr int64_t kUpdateBlock = 512;
-// How many elements ahead an update prefetches if asks_ahead(). On a Xeon with 2 MB of L2, an update that prefetches
-// 512 elements ahead is a tenth faster than one that does not prefetch, and a tenth faster than one that prefetches
-// 2048 ahead.
+// How many elements ahead an update prefetches if asks_ahead() is true (prefetch.h). On a Xeon with 2 MB of L2, an
+// update that prefetches 512 elements ahead is a tenth faster than one that does not prefetch, and a tenth faster than
+// one that prefetches 2048 ahead.
 constexpr int64_t kUpdateAhead = 512;
-// How many bytes ahead an update prefetches if asks_ahead() is false and weights are streamed (convert.h). On a Zen 4,
-// with 25M parameters, SGD takes a sixth less time than without prefetching, and RMSprop a tenth less. With 32 KiB
-// instead of 16, both optimizers gain half as much.
+// How many bytes ahead an update prefetches if asks_ahead() is false and weights are streamed (stream() in convert.h).
+// On a Zen 4, with 25M parameters, SGD takes a sixth less time than without prefetching, and RMSprop a tenth less. With
+// 32 KiB instead of 16 KiB, both optimizers gain half as much.
 constexpr int64_t kUpdateBytesAhead = 1 << 14;
 
-// Applies the formula to n elements. Bit k of kPresent says whether the tensor has the k-th state. A state that it does
-// not have is read as 0.
+// Applies the formula to n elements. Bit k of kPresent says whether the tensor has the k-th state. A state that the
+// tensor does not have is read as 0.
 template <class Formula, int kPresent>
 void apply(const Formula& formula, float* __restrict p, const float* __restrict g, float* __restrict s0,
            float* __restrict s1, float* __restrict s2, int64_t n) {
@@ -64,8 +65,8 @@ struct Parameters {
   Parameters(const Table& table, const Chunk& chunk)
       : weight(chunk.in<P>(table, kParam)), master(chunk.in<R>(table, kIsFp32 ? kParam : kMaster)) {}
 
-  // Returns elements [i, i + n) in fp32. If the masters are split, joins the elements in `staged`, and returns
-  // `staged`. Otherwise the elements are returned where they are.
+  // Returns a pointer to elements [i, i + n) in fp32. If the masters are split, joins the elements in `staged`, and
+  // returns `staged`. Otherwise the pointer is into the array of masters.
   float* load(int64_t i, float* staged, int64_t n) const {
     if constexpr (!kIsSplit) return master + i;
     if constexpr (kIsSplit) join(weight + i, master + i, staged, n);
@@ -84,9 +85,9 @@ struct Parameters {
   }
 };
 
-// Updates one chunk. M is the type of row kMaster: int16_t if it holds remainders, else float. With `streams`, weights
-// are stored past the caches. It is true only if the model is too large for its weights to stay in a cache until they
-// are used.
+// Updates one chunk. M is the type of row kMaster: int16_t if it holds remainders, else float. If `streams` is true,
+// weights are stored past the caches (stream() in convert.h). `streams` is true only if the model is too large for its
+// weights to stay in a cache until they are used.
 template <class Formula, class P, class M, class G>
 void update_chunk(const Update& update, float factor, bool streams, int64_t index) {
   const Chunk chunk(update.table, index);

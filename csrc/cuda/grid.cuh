@@ -31,9 +31,9 @@ void launch_over_chunks(Kernel* kernel, size_t shared_bytes, const Pass& pass, S
 }
 
 // How the elements of a chunk are divided among threads. A pack is kPack neighbouring elements that a thread accesses
-// together. It is aligned to its own size. In the table, chunk c of a tensor begins at element c * chunk_size. Here
-// each chunk but the first begins where a pack begins, 0 to kPack - 1 elements later. So only the head and the tail of
-// a tensor lie outside of packs, and each has fewer than kPack elements:
+// together. It is aligned to its own size. In the table, chunk c of a tensor begins at element c * chunk_size. In a
+// Division, each chunk but the first begins where the next pack begins, 0 to kPack - 1 elements later. So only the head
+// and the tail of a tensor lie outside of packs, and each has fewer than kPack elements:
 //
 //   tensor:  | head | pack | pack | ... | pack | pack | ... | pack | tail |
 //            | chunk 0 ..................| chunk 1 ...................... |
@@ -79,8 +79,8 @@ class ChunkWalk {
  public:
   static constexpr int kWords = kRows + 2;
 
-  // All threads of the block call the constructor. `shared`: room for kWords words of 8 bytes. `counts`: a count for
-  // each chunk, or nullptr.
+  // All threads of the block must call the constructor. `shared`: room for kWords words of 8 bytes. `counts`: a count
+  // for each chunk, or nullptr.
   //
   // Every kernel passes nullptr for `counts`. The parameter and its load stay because of nvcc 13.0. Without them, a
   // thread in one of the three loops of unscale_kernel loads only 32 bytes, not 64, before it waits
@@ -135,8 +135,8 @@ class ChunkWalk {
     if (fetches(at)) tensor_ = entry(at)[0];
   }
 
-  // Loads the header of a chunk for which look_up() was called, and calls look_up() for the chunk that the block takes
-  // after it.
+  // Loads the header of a chunk. look_up() must have been called for this chunk before. Then calls look_up() for the
+  // next chunk of the block.
   __device__ void fetch(int at) {
     if (!fetches(at)) return;
     const int word = static_cast<int>(threadIdx.x);

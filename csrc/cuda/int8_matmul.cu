@@ -7,9 +7,9 @@
 // The sums over k of a * b, of row m of a, and of column n of b are exact in int32. All of them are computed in the
 // same pass over a and b.
 //
-//   tiled_kernel: a block computes 64 x 64, 128 x 128 or 128 x 256 outputs. Both operands are copied to a ring of
-//   stages in shared memory, 64 bytes along k per stage. Each of the 8 warps computes a part of the tile. Its sums stay
-//   in registers, as fragments of m16n8k32 (tensor_cores.cuh).
+//   tiled_kernel: a block computes a tile of 64 x 64, 128 x 128 or 128 x 256 outputs. Both operands are copied to a
+//   ring of stages in shared memory, 64 bytes along k per stage. Each of the 8 warps computes a part of the tile. Its
+//   sums stay in registers, as fragments of m16n8k32 (tensor_cores.cuh).
 //
 //                      b  [columns]
 //        a [rows] [k] +------+------+------+------+
@@ -96,9 +96,9 @@ struct Columns {
 
 // ------------------------------------------------------------------------------------------ tiles
 
-// Reads of shared memory limit the speed, and sums take most of the registers. With a tile of 128 x 256, a warp
-// computes twice as many products as with a tile of 128 x 128, but it reads only 4/3 as many bytes. With a tile of 128
-// x 256, a multiprocessor has room for only one block.
+// Reads of shared memory limit the speed. With a tile of 128 x 256, a warp computes twice as many products as with a
+// tile of 128 x 128, but it reads only 4/3 as many bytes. However, sums take most of the registers. With a tile of
+// 128 x 256 they take 128 registers of each thread, so a multiprocessor has room for only one block.
 template <int kM, int kN>
 struct Tile {
   static constexpr int kStages = kM == 128 && kN == 128 ? 3 : 4;
@@ -200,9 +200,9 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
 // --------------------------------------------------------------------------------------- few rows
 
 // The 8 warps take steps of 64 bytes along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In a
-// step it loads bytes 16 t to 16 t + 15 along k from several rows and columns. They are the rows g and g + 8 of each 16
-// rows of a, and the columns g and g + 8 of b. The fragments then have the elements along k in another order than the
-// instruction (mma, tensor_cores.cuh) expects. That does no harm, because it is the same order in a and in b.
+// step, it loads bytes 16 t to 16 t + 15 along k of these rows and columns: of each 16 rows of a, the rows g and g + 8,
+// and of b, the columns g and g + 8. The fragments then have the elements along k in another order than the instruction
+// (mma, tensor_cores.cuh) expects. That does no harm, because a and b have the same order.
 template <int kRowTiles>
 struct FewSums {
   int sum[kRowTiles][2][4];

@@ -3,12 +3,14 @@
 //
 // int8_matmul.cu multiplies a by b, and int8_linear.cu multiplies x by the weight. Here the rows of an operand always
 // run along k. For a, x and the weight, they are the rows of the matrix. For b, they are the columns of the matrix. A
-// tile is kRows rows of an operand, with kBytes bytes of each row. In shared memory the 16-byte chunks of a row are in
-// another order (a swizzle, tiles.cuh):
+// tile is kRows rows of an operand, with kBytes bytes of each row. A thread copies one 16-byte chunk of every kLines-th
+// row. In shared memory the chunks of a row are in another order (a swizzle, tiles.cuh). For example, with
+// MatrixSwizzle:
 //
 //   memory                             shared memory
-//   row r    [c0 c1 c2 c3] k ->        row r    [c1 c0 c3 c2]     a thread copies one chunk of every kLines-th row
-//   row r+1  [c0 c1 c2 c3]             row r+1  [c0 c1 c2 c3]
+//   row 1    [c0 c1 c2 c3] k ->        row 1    [c0 c1 c2 c3]
+//   row 2    [c0 c1 c2 c3]             row 2    [c1 c0 c3 c2]
+//   row 4    [c0 c1 c2 c3]             row 4    [c2 c3 c0 c1]
 #pragma once
 
 #include "tiles.cuh"
@@ -134,18 +136,19 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 // operand, from L2. The warps of a block divide k among them.
 
 // Columns of the result that a block computes: two fragments of b in int8_matmul.cu, one fragment of the weight in
-// int8_linear.cu. They are multiplied by all fragments of the first operand.
+// int8_linear.cu. Each of these fragments is multiplied by all fragments of the first operand.
 constexpr int kFewColumns = 16;
 constexpr int kWarps = kThreads / 32;
 
-// Whether few_rows_kernel computes a product. Otherwise tiled_kernel computes it. `tiles` is the number of tiles of 64
-// x 64.
+// Whether few_rows_kernel computes a product. Otherwise tiled_kernel computes it. `tiles` is the number of 64 x 64
+// tiles in a product with at most 64 rows.
 //
 // A block of tiled_kernel has one tile, and takes all steps of k one after the other. If there are few tiles, most
 // multiprocessors have no work. A block of few_rows_kernel has only 16 columns, so there are more blocks. But each of
-// these blocks reads all rows of the first operand from L2. With 17 to 32 rows, few_rows_kernel reads more from L2 than
-// tiled_kernel if `tiles` is above half the number of multiprocessors. With 33 to 64 rows, it reads more if `tiles` is
-// above a third of that number.
+// these blocks reads all rows of the first operand from L2. The more tiles there are, the more such blocks a
+// multiprocessor runs, and the more it reads. So few_rows_kernel has a limit. For 17 to 32 rows, `tiles` must be at
+// most half the number of multiprocessors. For 33 to 64 rows, it must be at most a third of that number. At its limit,
+// with 32 or 64 rows, few_rows_kernel reads about as much from L2 per busy multiprocessor as tiled_kernel.
 inline bool are_few_rows(int64_t m, int64_t n) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count);

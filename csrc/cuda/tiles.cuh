@@ -16,21 +16,21 @@ constexpr int kResidentBlocks = 2;
 #endif
 
 // The place of a chunk in its row. A chunk is 16 bytes of shared memory (unlike a chunk of table.h). A row is four
-// chunks, 64 bytes along k. ldmatrix reads the same chunk of eight rows at once. Shared memory has 32 banks of 4 bytes,
-// so two rows fill all banks. If chunks were stored in order, the same chunk of rows r and r + 2 would lie in the same
-// banks. Therefore the four pairs of these eight rows store their chunks in four different orders, and the eight chunks
-// lie in different banks.
+// chunks, 64 bytes along k. ldmatrix reads chunk c of eight successive rows at once. Shared memory has 32 banks of 4
+// bytes, so two rows fill all banks. If chunks were stored in order, chunk c of row r and chunk c of row r + 2 would
+// lie in the same banks. Therefore the order of the chunks differs between the four pairs of these eight rows, and the
+// eight chunks lie in different banks.
 struct MatrixSwizzle {
   static __device__ __forceinline__ int at(int row, int chunk) { return chunk ^ (row >> 1 & 3); }
 };
 
-// The eight warps of a block are arranged in two rows of four. Each has half of the tile's rows and a quarter of its
-// columns.
+// The eight warps of a block are arranged in two rows of four. Each warp has half of the tile's rows and a quarter of
+// its columns.
 constexpr int kWarpsDown = 2, kWarpsAcross = 4;
 
 // The first row and column of a block's tile. A band is eight rows of tiles. Successive blocks take the tiles of a band
 // column by column. So blocks that run at the same time take tiles near each other. Such tiles have rows of a or
-// columns of b in common, and both operands come from L2.
+// columns of b in common, so both operands come from L2.
 struct TilePosition {
   int64_t m, n;
 
@@ -46,11 +46,11 @@ struct TilePosition {
 };
 
 // Results go through shared memory, half of the tile's rows at a time, so that stores to global memory are wide. Rows
-// are padded (kStride), so that a warp writes its fragments to different banks. A lane reads eight columns in two
-// reads of four columns (16 bytes). Such a read is served for eight lanes at a time, whose columns are 8 apart. Columns
-// that are 32 apart lie in the same banks, so lanes 4 apart would wait for each other. Therefore neighbouring fours
-// change places in every odd group of 32 columns (32 to 63, 96 to 127, ...). A read then takes a warp 4 cycles, not 8.
-// If kTransposed, the sums are fragments of the transposed product.
+// are padded (kStride), so that a warp writes its fragments to different banks. In for_each_of<8>, a lane reads eight
+// columns in two reads of four columns (16 bytes). Such a read is served for eight lanes at a time, whose columns are 8
+// apart. Columns that are 32 apart lie in the same banks, so lanes 4 apart would wait for each other. Therefore, in
+// every odd group of 32 columns (32 to 63, 96 to 127, ...), neighbouring groups of four columns change places. A read
+// then takes a warp 4 cycles, not 8. If kTransposed, the sums are fragments of the transposed product.
 template <int kM, int kN, bool kTransposed = false>
 struct ResultTile {
   // Rows and columns of a warp. A half of the tile has kRows rows.

@@ -96,8 +96,9 @@ Groups groups_over(const Tensor& x, const std::optional<Dims>& dim, const std::o
   return groups;
 }
 
-// Returns the groups of x for a given scale. If there is a block size, the groups are blocks. Otherwise the dimensions
-// in which the scale has size 1 are reduced. A scale of one element reduces all dimensions.
+// Returns the groups of x for a given scale. If there is a block size, the groups are blocks. Otherwise a scale of one
+// element means that all of x is one group. With any other scale, the dimensions in which the scale has size 1 are
+// reduced.
 Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_point,
                  const std::optional<int64_t>& block) {
   Groups groups = groups_over(x, std::nullopt, block);
@@ -120,15 +121,15 @@ Groups groups_of(const Tensor& x, const Tensor& scale, const MaybeTensor& zero_p
   return groups;
 }
 
-// Returns scales or zero points with these strides, which put them in the order in which kernels number the groups. A
-// single one needs no order.
+// Returns scales or zero points with these strides (Plan::scale), which put them in the order in which kernels number
+// the groups. If there is only one scale or zero point, it is returned as it is.
 MaybeTensor in_order(const MaybeTensor& side, const Dims& strides) {
   return side.has_value() && side->numel() > 1 ? MaybeTensor(with_strides(*side, strides)) : side;
 }
 
 // --------------------------------------------------------------------------------------------------- quantization
-// Codes or dequantized values, then scale, then zero point. If the caller passed the scale, scale and zero point are
-// tensors without elements. The zero point of symmetric codes is a tensor without elements too.
+// What quantize() returns: codes or dequantized values, the scale, the zero point. If the caller passed a scale, the
+// last two are tensors without elements. For symmetric codes, the zero point is a tensor without elements too.
 using Quantized = std::tuple<Tensor, Tensor, Tensor>;
 
 Tensor none(ScalarType dtype, const Tensor& beside) { return new_tensor({0}, dtype, beside); }
@@ -145,9 +146,9 @@ Quantized quantize(const Tensor& x, MaybeTensor scale, MaybeTensor zero_point, c
 
   const Plan plan(groups, input, seed.has_value());
   if (!plan.layout.has_value()) {
-    // Random bits are numbered in row-major order, and in that order these groups do not fit the three axes of a layout
-    // (int8_layout.h). So each element becomes a group of its own, with the scale of its former group. If no scale is
-    // given, a call without random bits computes the scales first.
+    // Random bits are numbered in row-major order. In that order the groups of x need more than three axes, so they
+    // have no layout (int8_layout.h). Therefore each element becomes a group of its own, with the scale of the group
+    // that it was in. If no scale is given, a call without random bits computes the scales first.
     const Tensor dense = as_row_major(x);
     Tensor own_scale = none(ScalarType::Float, x), own_zero_point = none(ScalarType::Int, x);
     if (!is_static) {
@@ -255,33 +256,35 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
   require(bias->dim() == 1 && bias->size(0) == n);
 }
 
-// Triton multiplies with the instruction wgmma. The kernels here use mma.sync, whose peak rate is at most 62 % of the
-// rate of wgmma. But a call takes the host 17 us here, and about 100 us through Triton. Time on the device, an H200
-// (torch 2.11, Triton 3.6), in us:
+// Products for Triton. Triton multiplies with the instruction wgmma. The CUDA kernels of this package use mma.sync, and
+// the peak rate of mma.sync is at most 62 % of the peak rate of wgmma. But a call takes the host 17 us with the CUDA
+// kernels, and about 100 us with Triton. Time on the device, an H200 (torch 2.11, Triton 3.6), in us:
 //
-//   M x N x K            here  Triton
-//   1024 x 4096 x 4096   61    50         2^34 multiplications. Through Triton, the host takes longer than the device
+//   M x N x K            CUDA  Triton
+//   1024 x 4096 x 4096   61    50         2^34 multiplications. With Triton, the host takes longer than the device
 //   4096 x 4096 x 4096   237   148
 //   8192 x 8192 x 8192   1716  1025
 //
-// With few rows or columns the kernels here are faster on the device too: 16 x 4096 x 4096 takes 8.1 us here, and 9.7
-// us with Triton.
+// With few rows or columns the CUDA kernels are faster on the device too: 16 x 4096 x 4096 takes them 8.1 us, and
+// Triton 9.7 us.
 //
-// So Triton gets a product if M * N * K is above kTritonProducts, and M and N are both above kFewRows.
+// So Triton gets a product if M * N * K is above kTritonProducts, M and N are both above kFewRows, and `prefers_triton`
+// is true for the GPU (device.h).
 constexpr double kTritonProducts = 1LL << 34;
 constexpr int64_t kFewRows = 16;
 
-// In the capture of a CUDA graph, Triton's kernel is already loaded, since torch asks for a warm-up with the same
-// shapes before the capture.
+// This is the same during the capture of a CUDA graph. Triton's kernel is already loaded then, since torch asks for a
+// warm-up with the same shapes before the capture.
 template <class Device>
 bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
   return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
 }
 
-// Returns a matrix whose rows the kernels of a GPU can read in chunks of 16 bytes (csrc/int8.h). It is the given
-// matrix, or a copy in which zeros fill up each row to a multiple of 16 elements. A row extends along the dimension of
-// K, which is dimension `along` of the matrix. On an H200, a product with M x N x K = 4096 x 4096 x 4095 took 2953 us
-// while its kernel read single elements. With K = 4096, a product that reads chunks takes 237 us.
+// The kernels of a GPU read the rows of an operand in chunks of 16 bytes (csrc/int8.h). A row extends along the
+// dimension of K, which is dimension `along` of the matrix. Returns the given matrix if the kernels can read its rows.
+// Otherwise returns a copy, in which zeros fill up each row to a multiple of 16 elements. On an H200, a product with
+// M x N x K = 4096 x 4096 x 4095 took 2953 us while its kernel read single elements. With K = 4096, a product that
+// reads chunks takes 237 us.
 Tensor in_chunks(const Tensor& rows, int along) {
   const int64_t k = rows.size(along), pitch = (k + 15) / 16 * 16, distance = rows.stride(1 - along);
   const bool is_aligned = reinterpret_cast<uintptr_t>(rows.data_ptr()) % 16 == 0 &&
@@ -347,9 +350,10 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   return out;
 }
 
-// If x has at least kDequantizeRows rows, and the product at least kDequantizeProducts multiplications, the weight is
-// dequantized once, to the dtype of x, and torch multiplies. For such products, this is faster on an H100 (torch 2.11)
-// than the kernel that multiplies by codes. Times in us, for fp16 and a weight of 4096 x 4096:
+// In int8_linear with kDelegates, if x has at least kDequantizeRows rows, and the product at least kDequantizeProducts
+// multiplications, the weight is dequantized once, to the dtype of x, and torch multiplies. For such products, this is
+// faster on an H100 (torch 2.11) than the kernel that multiplies by codes. Times in us, for fp16 and a weight of 4096 x
+// 4096:
 //
 //   rows of x                  128   256   512   1024   2048   4096
 //   kernel for codes           27    44    78    105    200    408
@@ -357,8 +361,8 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
 constexpr int64_t kDequantizeRows = 256;
 constexpr double kDequantizeProducts = 1LL << 32;
 
-// Dequantizes the weight, and calls `aten::linear.out`. Under autocast, `aten::linear` might compute in another dtype.
-// But autocast does not apply to operators with an argument `out`.
+// Dequantizes the weight, and calls `aten::linear.out`, because autocast does not apply to operators with an argument
+// `out`. Under autocast, `aten::linear` might compute in another dtype.
 template <class Device>
 Tensor multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outputs, const MaybeTensor& bias,
                          const Tensor& out) {
@@ -368,9 +372,10 @@ Tensor multiply_by_torch(const Tensor& x, const Tensor& weight, const Side& outp
   return Device::template call<Tensor>({"aten::linear", "out"}, x, numbers, bias, out);
 }
 
-// On a GPU, the kernels multiply x in fp16, and from sm_80 on x in bf16. For other dtypes of x, torch multiplies. If
-// kDelegates is true, torch also multiplies large products with many rows, in all dtypes. Inside use_backend("cuda"),
-// the operator `_compiled_int8_linear` is called instead, which is registered with kDelegates = false.
+// On a GPU, the kernels take x in fp16. From sm_80 on they also take x in bf16. For other dtypes of x, torch
+// multiplies. If kDelegates is true, torch also multiplies large products with many rows, in all dtypes. Inside
+// use_backend("cuda"), the operator `_compiled_int8_linear` is called instead. It is registered with
+// kDelegates = false.
 template <class Device, bool kDelegates = false>
 Tensor int8_linear(Tensor x, Tensor weight, Tensor scale, MaybeTensor bias) {
   const Operand input(x);
