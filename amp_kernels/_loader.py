@@ -43,8 +43,8 @@ def build_note() -> str | None:
 def shadowed() -> str | None:
     """Return a sentence if the source folder was imported instead of the installed package, otherwise None.
 
-    This happens if Python runs in the root of the repository. The source folder has no compiled kernels and no Triton
-    kernels.
+    This happens if the package was installed without `-e`, and Python runs in the root of the repository. The source
+    folder then has no compiled kernels and no Triton kernels.
     """
     # There may be several distributions, because an install leaves metadata in the repository too. For the metadata in
     # the repository, `installed` is the source folder itself. For an editable install, `installed` does not exist.

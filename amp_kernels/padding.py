@@ -19,8 +19,9 @@ Size = tuple[int, int]
 #   N = K = 4095, K is padded to 4096                   1322
 #   N = K = 4095, K and N are padded to 4096             181
 MULTIPLE = 8
-# Up to this much work (M * N * K) operands are not copied. There the host takes longer for a call with copies than the
-# device takes for a call without copies, so copies would make a loop of calls slower. On an H200, for fp16:
+# Up to this much work (M * N * K) operands are not copied. For so little work, the host takes longer for a call with
+# copies than the device takes for a call without copies. So copies would make a loop of calls slower. On an H200, for
+# fp16:
 #
 #   8192 x 1023 x 1023 (2**33)    Without padding the device takes 140 us. With padding the device takes 47 us, but the
 #                                 host takes 145 to 300 us.

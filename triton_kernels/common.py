@@ -58,7 +58,7 @@ def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE:
 
 @triton.jit
 def optional_scalar(address, absent):
-    """Return the fp32 scalar at an int64 address, or `absent` if the address is 0. A masked load needs no branch."""
+    """Return the fp32 scalar at an int64 address, or `absent` if the address is 0. The masked load needs no branch."""
     pointer = address.to(tl.int64).to(tl.pointer_type(tl.float32))
     return tl.load(pointer, mask=address != 0, other=absent)
 
@@ -81,11 +81,12 @@ def is_last(ticket_ptr):
 
 
 # --------------------------------------------------------------------------------------------- element access
-# VEC is the number of neighbouring elements that a thread loads or stores in one access. With VEC > 1 kernels access
-# memory only if the address is aligned to the size of such an access, and the number of elements is a multiple of VEC.
-# element_pointers() rounds the address down to such a multiple, and kernels round the number, which changes no access.
-# The rounding is needed because the compiler may compute an address even where nothing is accessed. Without the
-# rounding, `multiple_of` would be false there.
+# VEC is the number of neighbouring elements that a thread loads or stores in one access. If VEC > 1, kernels access
+# memory only if two conditions hold: the address is aligned to the size of one access, and the number of elements is a
+# multiple of VEC. Still, element_pointers() rounds the address down to a multiple of the size of one access, and
+# kernels round the number of elements down to a multiple of VEC. If the conditions hold, this rounding changes nothing.
+# If they do not hold, nothing is accessed, but the compiler may compute an address anyway. Without the rounding,
+# `multiple_of` would be false for this address.
 #
 # bf16 is loaded and stored as int16, because the interpreter (Triton 3.6 to 3.9) misreads bf16 subnormals, and
 # truncates fp32 to bf16 instead of rounding it.
@@ -226,8 +227,8 @@ def launch(kernel: Any, n_programs: int, first: torch.Tensor, *args: Any, **cons
 
     Kernels that walk a table have one program for each chunk. The hardware starts a program when another one ends. So
     multiprocessors stay busy although some chunks are short (the ends of tensors), and others are skipped. In a
-    persistent grid, a program would take several chunks. Such a grid would divide the work before the launch, and would
-    need the multiprocessor count of the right device.
+    persistent grid, a program would take several chunks. The work would then be divided before the launch, and the
+    launch would need the multiprocessor count of the device.
     """
     if n_programs == 0:
         return

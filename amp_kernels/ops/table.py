@@ -46,13 +46,13 @@ class Chunks(NamedTuple):
     size: int  # elements of a chunk
 
 
-# The number of elements in a chunk on a GPU is a multiple of `UNIT`, from `LEAST` to `MOST`. A warp updates 128
-# elements at a time. Rounding up to such a multiple adds less than an eighth, since a chunk has at least `LEAST`
-# elements.
+# The number of elements in a chunk on a GPU is a multiple of `UNIT`, from `LEAST` to `MOST`. `UNIT` is 128, because a
+# warp updates 128 elements at a time. Rounding up to a multiple of `UNIT` adds less than an eighth to a chunk, since a
+# chunk has at least `LEAST` elements.
 UNIT = 128
 LEAST = 1024
-# 10^9 elements are then 15,000 chunks. In the gradient pass, one thread block adds up the sums of all chunks. For so
-# few chunks this takes microseconds.
+# In chunks of this size, 10^9 elements are 15,000 chunks. In the gradient pass, one thread block adds up the sums of
+# all chunks. For so few chunks this takes microseconds.
 MOST = 1 << 16
 # The time that a chunk takes in addition to its elements, for reading its entry and addresses, for barriers and for its
 # last loads. It is assumed to be the time for updating 1024 elements.
@@ -68,8 +68,8 @@ def chunk_size(total: int, tensors: int, blocks: int) -> int:
     chunks are shorter, but each round adds the time of `OVERHEAD` elements. The function returns the size of the chunks
     for the number of rounds with the least work for a block, ``rounds * (size + OVERHEAD)``.
 
-    On a CPU a chunk has 16384 elements, so that the threads get equal shares. If all tensors together have 2^27
-    elements or more, it has 65536.
+    On a CPU a chunk has 65536 elements if all tensors together have 2^27 elements or more. If they have fewer, a chunk
+    has 16384 elements, so that the threads get nearly equal shares.
 
     Args:
         total: Elements of all tensors together.

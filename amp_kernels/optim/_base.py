@@ -249,7 +249,7 @@ class FusedOptimizer(WithCheckpoints):
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
         # Step hooks may change gradients after this pass. The step then reads the tensors again. As in torch, gradients
         # from hooks are not checked for NaN and inf. (But if `max_grad_norm` is set, the step runs a second gradient
-        # pass, which may set `found_inf`.)
+        # pass, which may set `Plan.found_inf`.)
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 

@@ -181,8 +181,8 @@ def error_and_allowed(ours: Tensor, theirs: Tensor, truth: Tensor) -> tuple[floa
 def compare(name: str, ours: Sequence[Tensor], theirs: Sequence[Tensor], truth: Sequence[Tensor]) -> Iterator[Result]:
     """Apply the rule of `error_and_allowed` to each large tensor, and once to all small tensors together.
 
-    Small tensors have fewer than 1000 elements. They share one bound. A tensor may have a single element, for which
-    torch's error may happen to be 0. A bound for this element alone would then be too tight.
+    Small tensors have fewer than 1000 elements. They share one bound, because a bound for each of them could be too
+    tight. For example, torch's error for a tensor with a single element may happen to be 0.
     """
     rows = list(zip(ours, theirs, truth, strict=True))
     for i, row in enumerate(rows):
@@ -286,7 +286,7 @@ _seeds_begin_at = 0
 
 @contextlib.contextmanager
 def seeded(seed: int) -> Iterator[None]:
-    """Use other random numbers for the inputs that are made inside a ``with`` block. The tests use seed 0."""
+    """Set the seed of the inputs that are made inside a ``with`` block. Outside, as in the tests, the seed is 0."""
     global _seeds_begin_at
     _seeds_begin_at = seed
     try:
@@ -409,8 +409,8 @@ def with_element(value: float, position: str, dtype: torch.dtype) -> list[Tensor
     If `position` is "first", the first element of the first vector is replaced. If it is "middle", an element in the
     middle of the second vector is replaced. If it is "last", the last element of the third vector is replaced.
 
-    Kernels divide the second vector into several chunks: for so few elements a chunk is shorter than its maximum of
-    65536.
+    The second vector has 40001 elements, and kernels divide it into several chunks. (Chunks have their maximum of 65536
+    elements only if all tensors together have far more elements than these three.)
     """
     tensors = [randn(n, dtype=dtype, seed=n) for n in (7, 40001, 1033)]
     tensor, index = {"first": (0, 0), "middle": (1, 20000), "last": (2, -1)}[position]

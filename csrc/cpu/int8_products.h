@@ -12,7 +12,8 @@
 //   plain_left(row, to): writes one row for Tile::dot, and returns the sum of its codes
 //   needs_row_sums(): whether Tile::multiply or finish() needs the sum of each row's codes
 //   needs_column_sums(): whether finish() needs the sum of each column's codes
-//   Columns(product, column): what finish() needs for Tile::kColumns columns. Sums of their codes are filled in later
+//   Columns(product, column): what finish() needs for Tile::kColumns columns. If needs_column_sums() is true, the
+//     caller fills in the sums of their codes later
 //   finish(row, rows, columns, sums, row_sums): stores the results of `rows` rows. row_sums are the sums of their codes
 #pragma once
 
@@ -31,7 +32,8 @@ namespace amp_kernels::cpu {
 constexpr int64_t kPackGroups = 16;  // groups that are packed at a time
 // With fewer multiplications for each thread, waking another thread costs more than it saves.
 constexpr int64_t kThreadProducts = 1 << 20;
-constexpr int64_t kThreadBytes = 1 << 17;  // the same limit, in bytes, for work that reads each byte once
+// With fewer bytes for each thread, waking another thread does not pay either, if the work reads each byte once.
+constexpr int64_t kThreadBytes = 1 << 17;
 
 // Stores the results of `count` columns. `count` is nearly always kColumns. For this constant, the compiler needs no
 // loop.
@@ -143,8 +145,9 @@ class Int8Product {
   }
 
  private:
-  // If all zero points are codes, |code - zero_point| is at most 255. kNarrowK is the largest k for which a sum of k
-  // products (code - zero_point) * (code - zero_point) is then below 2^31: 255^2 * 33025 is, and 255^2 * 33026 is not.
+  // If all zero points are codes (-128 to 127), |code - zero_point| is at most 255. So a sum of k products
+  // (a - za) * (b - zb) is at most 255^2 * k. kNarrowK is the largest k for which this is below 2^31: 255^2 * 33025 is,
+  // and 255^2 * 33026 is not.
   static constexpr int64_t kNarrowK = 33025;
 
   // Whether all zero points, if there are any, are codes (-128 to 127). The zero points that quantize_int8 computes are
@@ -192,9 +195,9 @@ class Int8Product {
     for (int64_t r = 0; r < rows; ++r) write(y + r * kColumns, to + r * n, columns.count);
   }
 
-  // Returns the zero points for Tile::subtract, which computes in 32 bits. finish_as() calls this function only if 32
-  // bits hold every sum. When corrected(), which computes in doubles, was used for such sums too, a product of 512 rows
-  // in a layer of 512 x 512 took 1.14 times as long.
+  // Returns the zero points for Tile::subtract. Tile::subtract computes in 32 bits, and corrected() in doubles. If 32
+  // bits hold every sum, finish_as() calls Tile::subtract. When it called corrected() instead, a product of 512 rows in
+  // a layer of 512 x 512 took 1.14 times as long.
   ZeroPoints zero_points(int64_t row, const Columns& columns, const int32_t* row_sums) const {
     return {args_.a_zero_point == nullptr ? nullptr : args_.a_zero_point + row * args_.a_step,
             args_.a_step,
@@ -204,7 +207,7 @@ class Int8Product {
             static_cast<int32_t>(k)};
   }
 
-  // Stores sum * (sa * sb) + bias for all columns of a panel.
+  // Stores sum * (sa * sb) + bias for kColumns columns.
   template <class T>
   void scale(int64_t row, int64_t rows, const Columns& columns, const int32_t* sums, T* to, int64_t stride) const {
     const Scales scales{columns.scale, columns.bias, args_.a_scale + row * args_.a_step, args_.a_step};

@@ -2,12 +2,15 @@
 // csrc/int8.h defines these words.
 //
 //   by rows: a band is one group,                 by columns: a band is up to kGroups columns with all of their rows;
-//   or up to kGroups short groups                 a strip is kStripRows of these rows, which are read side by side
+//   or up to kGroups short groups                 a strip is kStripRows of these rows
 //
 //     thread 0  [aaaa|aaaa|aa]  segments            thread 0        thread 1
 //     thread 1  [bbbb|bbbb|bb]                      [abcdefgh       [ijklmnop   strip
 //     thread 0  [cccc|cccc|cc]                       abcdefgh]       ijklmnop]
 //                                                   [abcdefgh ...   [ijklmnop ...
+//
+// Most passes read the rows of a strip side by side: the first columns of every row, then the next columns of every
+// row, and so on.
 #pragma once
 
 #include <algorithm>
@@ -29,11 +32,12 @@ constexpr int64_t kGroups = 4096;  // the largest number of groups in a band
 // Size of an array with one number for each group of a band. Several such arrays lie one after the other in a struct.
 // With a size of kGroups they would be 2^14 bytes apart, and the numbers of a group would all share one set of the L1.
 constexpr int64_t kRoom = kGroups + 16;
-// A band of short groups has at most this many elements, so that the second read of the band is from the L1.
+// A band of short groups has at most this many elements. If x is read twice (int8_quantize.h), the second read of the
+// band is then from the L1.
 constexpr int64_t kBandSize = 4096;
 constexpr int64_t kOneThread = 1 << 16;  // with fewer elements, waking a second thread costs more than it saves
 
-// Neighbours in memory, at most one row.
+// Elements that are neighbours in memory, at most one row.
 struct Segment {
   int64_t at;  // offset of the first element
   int64_t n;
@@ -82,7 +86,7 @@ class Walk {
     return std::max(kStripRows, (kBytesAhead + row - 1) / row) * row_size_ * element_size;
   }
 
-  // Elements of the largest band.
+  // The number of elements in the largest band.
   int64_t band_size() const { return most_groups_ * (by_columns_ ? rows_ : row_size_); }
 
   Band band(int64_t i) const {
@@ -151,8 +155,9 @@ class Walk {
   }
 
   // Goes through all columns of one strip, segment by segment, and then through the next strip. The scales and zero
-  // points of a segment's columns (Affines in int8_codes.h) stay in the L1 for all rows of the strip. Although
-  // a row is left after each segment, memory is read in runs of kColumnSegment elements.
+  // points of a segment's columns (Affines in int8_codes.h) stay in the L1 for all rows of the strip. Successive
+  // segments are in different rows, but each segment is a run of kColumnSegment elements in memory. Only the last
+  // segment of a row may be shorter.
   template <class F>
   void for_each_segment_of_columns(const Band& band, int64_t begin, int64_t end, const F& f) const {
     for (int64_t strip = begin; strip < end; strip += kStripRows)
@@ -164,9 +169,9 @@ class Walk {
   bool by_columns_;
   int64_t rows_;      // by columns: rows of every band
   int64_t row_size_;  // elements from one row of a band to the next
-  // The tensor is divided into parts. By columns, a part is a matrix [reduced][inner]. By rows, if the last group of
-  // each row of the tensor is shorter than the others, a part is one row of the tensor. Otherwise it is the whole
-  // tensor.
+  // The tensor is divided into parts. By columns, a part is a matrix [reduced][inner]. By rows, the whole tensor is one
+  // part, with one exception: if the last group of each row of the tensor is shorter than the others, each row of the
+  // tensor is a part.
   int64_t groups_of_part_, part_size_, parts_;
   int64_t most_groups_;  // groups of the largest band
   int64_t bands_of_part_;

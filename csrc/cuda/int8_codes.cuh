@@ -73,13 +73,13 @@ struct BoundedAffine : Affine {
         lowest(static_cast<float>(affine.low) - static_cast<float>(affine.zero_point)),
         highest(127.0f - static_cast<float>(affine.zero_point)) {}
 
-  // Whether the functions for packs give the right codes for this group. They also require that no steps in the pack
-  // are NaN. With kAny, QuantizeOp::store() tests this.
+  // Whether the functions for packs give the right codes for this group, if no steps in the pack are NaN. If steps may
+  // be NaN (kAny below), QuantizeOp::store() tests them.
   __device__ __forceinline__ bool is_plain() const { return scale == scale && zero_point >= -128 && zero_point <= 127; }
 };
 
 // The Affine of a symmetric group whose scale was computed from the elements of the group. The codes of these elements
-// need no clamping (kInside).
+// need no clamping (kInside below).
 struct InsideAffine {
   static constexpr int zero_point = 0;
   float scale, inverse;
@@ -96,9 +96,10 @@ struct InsideAffine {
 //
 //   kAny       Nothing, because the caller may have given the scale.
 //   kNumbers   No steps are NaN, because the scale was computed from the same elements.
-//   kInside    No steps are NaN, and the integer nearest to any steps is a code. The scale was computed from the same
-//              elements, for symmetric codes. Exact steps would be at most 127 in magnitude. Three roundings (of the
-//              scale, of its reciprocal, and of the product) change them by less than a 2^-20th part.
+//   kInside    No steps are NaN. All steps become codes when they are rounded to the nearest integer, because the
+//              scale was computed from the same elements, for symmetric codes. Without rounding errors, steps would be
+//              at most 127 in magnitude. Three roundings (of the scale, of its reciprocal, and of the product) change
+//              them by a relative error of less than 2^-20.
 enum Steps { kAny, kNumbers, kInside };
 
 // Clamps steps and rounds them to integers. The results are these integers plus kMagic. Clamping comes first, which

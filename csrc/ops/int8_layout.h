@@ -12,6 +12,9 @@
 //                                                   group is a row
 //   dense but not row-major, and kernels use        a row-major copy           copied to their strides
 //   random bits, numbered in row-major order
+//
+// If two of these cases apply to x, the later one counts. With random bits the third case never applies (see
+// Plan::layout).
 #pragma once
 
 #include <algorithm>

@@ -23,8 +23,9 @@ class Object {
   PyObject* object_;
 };
 
-// The form of a column is a number that encodes its dtypes and states (Columns::form_of). These two take the place of a
-// form:
+// The table (../table.h) has a column for each parameter. The form of a column is a number that encodes the dtypes of
+// the parameter and of its gradient, and which states the parameter has (Columns::form_of). These two take the place of
+// a form:
 constexpr int64_t kAbsent = -1;  // the parameter has neither a gradient nor a count of steps
 constexpr int64_t kUnread = -2;  // the plan has to fill the column in Python (_plan.py)
 
@@ -168,8 +169,9 @@ class Columns {
   // The address of a tensor's memory; 0 if it has none.
   int64_t address(const Description& tensor) const { return reinterpret_cast<int64_t>(tensor.address()); }
 
-  // Fills the column, except kGroup. Returns kUnread, or param | grad << 2 | states << 4, where param and grad are
-  // codes of dtypes.
+  // Fills the column, except kGroup, and returns its form: code | grad_code << 2 | states << 4. `code` is the Dtype of
+  // the parameter. `grad_code` is the Dtype of the gradient, or `code` if there is no gradient. `states` is the result
+  // of take_states(). If the column has to be filled in Python, returns kUnread.
   int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step, PyObject* keys) {
     torch_.claim(param);
     Description description;
@@ -207,7 +209,8 @@ class Columns {
   // Whether the parameter or a state is a negated view, whose memory holds the negative of its values. If every tensor
   // were tested at every step, the tests would take a sixth of the time of the sweep. So only columns with a new or
   // moved tensor are tested. A tensor that becomes negated at its old address is not noticed. This hardly happens: of
-  // torch's public functions only `z.conj().imag` returns a negated tensor, which is dense only if z has one element.
+  // torch's public functions only `z.conj().imag` returns a negated tensor. If z has more than one element, this tensor
+  // is not dense, and the form of its column is kUnread anyway.
   bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
     PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
     if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;

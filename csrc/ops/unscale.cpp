@@ -1,13 +1,14 @@
-// The operators of the gradient pass. `unscale_` and `grad_norm` take lists. `_unscale_table_` and `_load_unscale` are
-// called by the step plan of an optimizer. Their schemas are in amp_kernels/ops/unscale.py.
+// The operators of the gradient pass (GradientPass in ../table.h). `unscale_` and `grad_norm` take lists.
+// `_unscale_table_` and `_load_unscale` are called by the step plan of an optimizer. The schemas of all four are in
+// amp_kernels/ops/unscale.py.
 #include "device.h"
 #include "lists.h"
 
 namespace amp_kernels {
 namespace {
 
-// Launches the gradient pass over a list of gradients, and returns their norm. The words that are sent are, in this
-// order, the table, the entries of the chunks and the record. Behind them there is memory for the partial sums.
+// Launches the gradient pass over a list of gradients, and returns their norm. The table, the entries of the chunks and
+// the record are sent to the device (device.h), in this order. Behind them there is memory for the partial sums.
 template <class Device>
 Tensor gradient_pass(const Tensors& grads, const std::optional<Tensor>& scale, bool write, const Tensor& found_inf) {
   const Operand flag(found_inf);
