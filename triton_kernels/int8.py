@@ -1,4 +1,4 @@
-"""int8 arithmetic with the same bits as csrc/formulas/int8.h, and `launch_unfused`, which the arithmetic needs.
+"""int8 arithmetic that gives the same bits as csrc/formulas/int8.h, and `launch_unfused`, which the arithmetic needs.
 
     symmetric     scale = absmax / 127                  code = clamp(rint(x * (1 / scale)), -127, 127)
     asymmetric    scale = high / 255 - low / 255        code = clamp(rint(x * (1 / scale)) + zero_point, -128, 127)
@@ -31,7 +31,10 @@ ROUNDER = tl.constexpr(12582912.0)
 
 @triton.jit
 def ordered_key(x):
-    """Return int32 keys that compare as the floats do. The key of NaN is above that of inf or below that of -inf."""
+    """Return int32 keys that compare as the floats do.
+
+    A NaN whose sign bit is 0 has a key above that of inf. A NaN whose sign bit is 1 has a key below that of -inf.
+    """
     bits = x.to(tl.int32, bitcast=True)
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
@@ -46,8 +49,8 @@ def from_key(key):
 def bounded(steps):
     """Clamp `steps`, numbers in units of the scale, to [-512, 512].
 
-    In this range, adding `ROUNDER` rounds correctly, and an int32 can hold the result. NaN stays NaN. `tl.clamp` and
-    `tl.minimum` do not promise that.
+    In this range, adding `ROUNDER` rounds correctly, and an int32 can hold the result. NaN stays NaN. With `tl.clamp`
+    or `tl.minimum`, that would not be certain.
     """
     return tl.where(steps < -512.0, -512.0, tl.where(steps > 512.0, 512.0, steps))
 
@@ -168,7 +171,8 @@ def noise_of_fours(index, seed, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
     """Return pointers to codes. A thread accesses VEC codes at a time.
 
-    With VEC > 1 the base address is rounded down to a multiple of VEC, for the reason that common.py gives.
+    With VEC > 1 the base address is rounded down to a multiple of VEC. The comment on element access in common.py
+    explains why.
     """
     if VEC > 1:
         address = codes_ptr.to(tl.int64) // VEC * VEC
@@ -177,6 +181,6 @@ def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
 
 
 def launch_unfused(kernel: Any, n_programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Launch a kernel on `device`. Unlike `common.launch`, forbid fma, which rounds a product and a sum only once."""
+    """Launch a kernel on `device`. Unlike `common.launch`, forbid fused multiply-add, which rounds only once."""
     with current(device):
         kernel[(n_programs,)](*args, **constants, enable_fp_fusion=False)

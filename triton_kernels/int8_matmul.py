@@ -1,15 +1,17 @@
-"""Products with int8 operands, in 2 M N K operations.
+"""Products of matrices with int8 operands. A product of [M, K] and [K, N] takes 2 * M * N * K operations.
 
     int8 @ int8:  out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
                   sa and za are the scale and the zero point of a row of a (or of all of a). sb and zb are those of a
                   column of b (or of all of b). The sum of products of codes is exact in int32, since K is at most
-                  MAX_K (ops/int8.py). If a has zero points, the kernel also needs the sum of each column of b. If b
-                  has zero points, it also needs the sum of each row of a.
+                  MAX_K (ops/int8.py). With zero points, the sum over k is computed as
+                      sum(a * b) - za[m] * sum(b) - zb[n] * sum(a) + K * za[m] * zb[n]
+                  So if a has zero points, the kernel also needs the sum of each column of b. If b has zero points, it
+                  also needs the sum of each row of a.
     x @ int8:     out[m, n] = (sum over k of x[m, k] * b[k, n]) * sb[n] + bias[n]
                   Codes are converted to x's dtype in registers. Sums are fp32.
 
-Bytes: one for each code of an operand or of the output, two or four for each floating-point number. Each part of an
-operand is read once for each tile of the output that needs it. Only the first of these reads is from memory. The others
+A code of an operand or of the output is one byte. A floating-point number is two or four bytes. Each part of an operand
+is read once for each tile of the output that needs it. The first of these reads is from memory. Most of the later reads
 are from L2, because programs that run at the same time compute tiles in the same eight rows of tiles (`place_of_tile`
 in product.py).
 
@@ -98,7 +100,7 @@ def _finish(
     total, rows, columns, m, n, a_scale_ptr, a_scale_step, b_scale_ptr, b_scale_step, bias_ptr, out_ptr,
     out_scale_ptr, out_zero_point_ptr, BIAS_DTYPE: tl.constexpr, DTYPE: tl.constexpr, VEC: tl.constexpr,
 ):  # fmt: skip
-    """Multiply sums by their scales, add the bias, and store the output. If `out_scale_ptr` is not None, store codes.
+    """Multiply sums by their scales, add the bias, and store the output, as codes if `out_scale_ptr` is not None.
 
     `rows` and `columns` broadcast to the shape of `total`.
     """
@@ -135,9 +137,9 @@ def _matmul_kernel(
     out_ptr,
     out_scale_ptr,
     out_zero_point_ptr,
-    a_sums_ptr,  # from _sums_kernel; None: if b has zero points, this kernel adds up a's rows
-    b_sums_ptr,  # from _sums_kernel; None: if a has zero points, this kernel adds up b's columns
-    partials_ptr,  # [n_splits, m, n] for _combine_kernel; None: each program adds up all of K
+    a_sums_ptr,  # sums of a's rows, from _sums_kernel. If it is None and b has zero points, this kernel adds them up
+    b_sums_ptr,  # sums of b's columns, from _sums_kernel. If it is None and a has zero points, this kernel adds them up
+    partials_ptr,  # [n_splits, m, n], for _combine_kernel. If it is None, each program adds up all of K
     m: tl.int64,
     n: tl.int64,
     k: tl.int64,
@@ -158,7 +160,7 @@ def _matmul_kernel(
     A_VEC: tl.constexpr,
     B_INNER: tl.constexpr,
     B_VEC: tl.constexpr,
-    K_VEC: tl.constexpr,  # k is a multiple of it
+    K_VEC: tl.constexpr,  # k is a multiple of K_VEC
     BM: tl.constexpr,
     BN: tl.constexpr,
     BK: tl.constexpr,
@@ -227,9 +229,10 @@ def _combine_kernel(
 
 
 # --------------------------------------------------------------------------------------------------------- launch
-# Tiles(m, n, k, warps, stages). The parts of operands that a program holds in shared memory take at most 96 KB, because
-# on sm_86, sm_89 and sm_120 a block may have 99 KB. With _LARGE_HOPPER, which is only for sm_90, they take 192 KB. None
-# of these tiles spills registers (tests/package/test_triton_compile.py).
+# Tiles(m, n, k, warps, stages). A program holds parts of both operands in shared memory. These parts take at most
+# 96 KB, because a thread block may use only 99 KB of shared memory on sm_86, sm_89 and sm_120. _LARGE_HOPPER is an
+# exception: it is only for sm_90, and its parts take 192 KB. None of these tiles spills registers
+# (tests/package/test_triton_compile.py).
 _LARGE = {
     torch.int8: Tiles(128, 128, 128, 8, 3),
     torch.float16: Tiles(128, 128, 64, 8, 4),
@@ -238,11 +241,11 @@ _LARGE = {
     # "ieee".
     torch.float32: Tiles(32, 128, 32, 8, 2),
 }
-# For int8 on sm_90. wgmma, the matrix instruction of sm_90, reads both operands from shared memory. The operands take
-# 192 of the 227 KB that a block may have.
+# For int8 on sm_90. The parts of both operands are in shared memory, because wgmma, the matrix instruction of sm_90,
+# reads them from there. They take 192 of the 227 KB that a thread block may use.
 _LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)
-# For int8 products that are not plain (argument `plain` of `_tiles`). A plain product needs registers for the sums. The
-# others need registers for more values, so their tiles have fewer sums.
+# For int8 products that are not plain (argument `plain` of `_tiles`). Besides the sums, such a product needs registers
+# for other values. So its tile has fewer sums than that of a plain product.
 _LARGE_NARROW = Tiles(128, 64, 128, 8, 4)
 _MEDIUM = {
     torch.int8: Tiles(64, 64, 128, 4, 4),
@@ -264,11 +267,13 @@ _FEW_COLUMNS = {
     torch.bfloat16: Tiles(32, 16, 256, 4, 4),
     torch.float32: Tiles(32, 16, 64, 4, 3),
 }
-# For operands that are read one element at a time. A thread has fewer elements than with the tiles above, because each
-# element then needs an address and a predicate of its own.
+# For operands that are read one element at a time. Each element then needs an address and a predicate of its own. So a
+# thread loads fewer elements at a time than with the tiles above.
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
 _BY_ELEMENT_FP32 = Tiles(32, 32, 16, 4, 2)
-_SMALL = Tiles(32, 32, 32, 4, 2)  # also for Turing, where Triton no longer uses tensor cores
+# For outputs with at most 32 rows or columns, if operands are read one element at a time and a is not fp32. Also for
+# all products on Turing, where Triton no longer uses tensor cores.
+_SMALL = Tiles(32, 32, 32, 4, 2)
 
 
 def _large_tiles(dtype: torch.dtype, plain: bool, capability: tuple[int, int]) -> Tiles:
@@ -319,7 +324,8 @@ def _sums(x: torch.Tensor) -> torch.Tensor:
 def _in_chunks(x: torch.Tensor) -> torch.Tensor:
     """Return int8 [rows, K] that can be read 16 bytes at a time: x itself, or a copy with padded rows.
 
-    On an H200 a product of 4096 x 4096 x 4095, read by element, takes 1419 us. One of 4096 x 4096 x 4096 takes 148 us.
+    On an H200 a product of 4096 x 4096 x 4095 takes 1419 us if its operands are read by element. A product of
+    4096 x 4096 x 4096, whose operands are read 16 bytes at a time, takes 148 us.
     """
     if access_of(x, 0)[1] > 1:
         return x

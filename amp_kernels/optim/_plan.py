@@ -12,7 +12,8 @@
   the device for later steps. A key on the host tells which steps they fit.
 - A `Block` is the memory that a step sends to the device: forms, table and hyper-parameters.
 - A *mirror* is a dense copy of a parameter. It is needed if the parameter is a negated view, or if its elements do not
-  fill one range of memory, as in a column of a matrix. Kernels write the mirror, and the plan copies the mirror back.
+  fill one range of memory, as in a column of a matrix. Kernels write the mirror, and the plan copies the mirror to
+  the parameter.
 
 A plan keeps scratch memory and layouts from one step to the next. It reads the tensors themselves again in every step.
 """
@@ -49,7 +50,7 @@ if TYPE_CHECKING:
 
 LR_COLUMN = HYPER_COLUMNS - 1  # the learning rate of a group; not used if kernels read the rate from a tensor
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words for the fp32 hyper-parameters of a group
-LAYOUTS = 4  # how many a plan keeps, since steps may alternate between sets of gradients, or between their dtypes
+LAYOUTS = 4  # the most layouts of a plan, since steps may alternate between sets of gradients, or between their dtypes
 
 
 def capturing(device: torch.device) -> bool:
@@ -104,9 +105,8 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
             f"memory in {named[position][0]} or its state; use one Parameter for the shared memory, or clone() one of "
             "the tensors"
         )
-    # The memory of a mirrored parameter is left out, because `Spans` takes only dense tensors. So a gradient that
-    # overlaps this memory is not found. The mirror is left out too, because it is new memory, which no gradient can
-    # overlap.
+    # A mirrored parameter itself is left out, because `Spans` takes only dense tensors. So a gradient that overlaps it
+    # raises no error here. The mirror is left out too, because it is new memory, which no gradient can overlap.
     written = Spans([tensor for column in columns for tensor in column.written()[column.is_mirrored :]])
     for name, grad in zip(names, grads, strict=True):
         if written.overlaps(grad):
@@ -234,13 +234,13 @@ class NativePlan(Plan):
         super().__init__(backend, device, members, record)
         self._ops = ops
         self._family = family.name
-        self._required = len(family.states) - family.optional  # states that every parameter has
+        self._required = len(family.states) - family.optional  # the number of states that every parameter has
         self._count = len(members.params)
         self._shape: tuple[int, int] | None = None  # the number of rows of the table, and the number of groups
         self._layouts: list[Layout] = []  # the most recently used first
         self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
         self._columns: dict[int, Column] = {}  # columns that Python read; the C++ sweep (_sweep.py) keeps no tensors
-        self._relaid: list[tuple[Tensor, Tensor]] = []  # gradients, each with a copy in the strides of its parameter
+        self._relaid: list[tuple[Tensor, Tensor]] = []  # (gradient, its copy in the strides of the parameter)
         self._rate_tensors: dict[int, Tensor] = {}  # for each group, the learning rate if kernels read it from a tensor
         self._kept: list[object] = []  # objects whose memory captured graphs use
 
@@ -286,8 +286,8 @@ class NativePlan(Plan):
         self._host = Block.of(torch.frombuffer(self._words, dtype=torch.int64), self._count, *shape)
         self._forms, self._table = self._host.forms, self._host.table
         self._key = self._host.words[: (1 + FIXED_ROWS) * self._count]
-        # Scratch memory of `Sweep.apart`: the table and forms that it last checked, and the memory ranges that a step
-        # writes.
+        # Scratch memory of `Sweep.apart` (_sweep.py): the last table and forms for which it found no overlap, and the
+        # memory ranges that a step writes.
         self._checked_table = torch.full(((rows + 1) * self._count + 1,), -1, dtype=torch.int64, device="cpu")
         self._spans = _host(2 * self._count * (rows - Row.PARAM))
         self._hyper_key: list[Any] = []
@@ -304,7 +304,8 @@ class NativePlan(Plan):
             param, name = self.members.params[t], self.members.names[t]
             column = read(name, self.members.groups[t], param)
             self._write(t, ABSENT, [0] * len(self._table))
-            # A mirror without a gradient does not change, so it need not be copied back.
+            # A mirrored parameter without a gradient does not change. So its column stays `ABSENT`, and no mirror is
+            # copied to it.
             if column is None or (column.is_mirrored and param.grad is None):
                 continue
             if column.param.device != self.device:
@@ -330,7 +331,8 @@ class NativePlan(Plan):
         code = DTYPE_CODES[column.param.dtype]
         grad_code = code if grad is None else DTYPE_CODES[grad.dtype]
         # Kernels skip a column if the address of its gradient is 0. An empty gradient has no address, but the updates
-        # of its parameter have to be counted. So the table holds the address of the count of steps instead.
+        # of its parameter have to be counted. So for an empty gradient, the table holds the address of the count of
+        # steps.
         where = 0 if grad is None else grad.data_ptr() or column.step.data_ptr()
         arrays = (column.param, column.remainder, column.step, *column.states[: len(self._table) - Row.STATE])
         states = sum((state is not None) << k for k, state in enumerate(column.states))
@@ -355,7 +357,8 @@ class NativePlan(Plan):
     def _check_each(self, read: Read) -> None:
         """Does the check of `_check_memory` in Python.
 
-        This check is exact. It allows interleaved views, and it does not look at parameters without a gradient.
+        Unlike a comparison of memory ranges, this check is exact: it allows interleaved views. It does not look at
+        parameters without a gradient.
         """
         members, columns = self.members, {}
         for t in [t for t, grad in enumerate(self._row(Row.GRAD)) if grad]:
@@ -442,7 +445,7 @@ class NativePlan(Plan):
             row[LR_COLUMN] = lr
 
     def _is_live(self, lr: Tensor) -> bool:
-        """Whether kernels can read a tensor learning rate in place. If not, each step reads its value on the host."""
+        """Whether kernels can read a tensor learning rate in place. If not, each step reads `lr` on the host."""
         return lr.device == self.device and lr.dtype is torch.float32
 
     # --------------------------------------------------------------------------------------------------- launches

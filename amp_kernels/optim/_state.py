@@ -33,7 +33,7 @@ class WithState(torch.optim.Optimizer):
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
         """Returns the names of a group's states. None stands for a state that the group does not use.
 
-        The names are in the order in which the table of the kernels (csrc/table.h) has a row for each state.
+        The order of the names is the order of the rows for states in the kernels' table (csrc/table.h).
         """
         raise NotImplementedError
 
@@ -153,14 +153,14 @@ class WithState(torch.optim.Optimizer):
             names.append("remainder")
         self._check_before_fitting(name, param, state, names)
         state["step"] = _as_count(state.get("step", 0), target.device)
-        master = state.pop("master", None)  # ZeroRedundancyOptimizer writes entries of a state dict into `state`
+        master = state.pop("master", None)  # from a state dict: ZeroRedundancyOptimizer writes it into `state`
         if param.dtype is torch.float32:
             state.pop("remainder", None)
         elif master is not None:
             state["remainder"] = _remainder(param, master)
         elif "remainder" in state and state["remainder"].shape != param.shape:
-            # The shapes differ because the parameter was pruned. The pruned weight becomes the master. This changes the
-            # master by at most half a 16-bit unit, because the old master was no further away from the weight.
+            # The shapes differ because the parameter was pruned. The weights that are left become their own masters.
+            # This changes each master by at most half a 16-bit unit, because it was no further away from its weight.
             del state["remainder"]
         for key in names:
             if state.get(key) is None:

@@ -1,4 +1,4 @@
-"""Tests whether kernels can read and write a tensor, and replaces tensors that they cannot."""
+"""Tests whether kernels can read and write a tensor, and replaces a tensor if they cannot."""
 
 from __future__ import annotations
 
@@ -181,8 +181,8 @@ class Spans:
     def overlaps(self, tensor: Tensor) -> bool:
         """Whether a tensor overlaps one of the ranges.
 
-        False for a gradient with gaps. An overlap would do no harm there, because a plan (_plan.py) copies such a
-        gradient before it writes anything.
+        False for a gradient with gaps. A plan (_plan.py) copies such a gradient before it writes anything, so an
+        overlap does no harm.
         """
         if tensor.numel() == 0 or not is_dense(tensor):
             return False

@@ -390,9 +390,9 @@ def _other_cases() -> Iterator[Case]:
                 body = partial(_product, sizes, both, per, zeros, torch.float32, False)
                 yield Case("int8_matmul", "fp32", f"{name}_zeros_{zeros}_per_row_{per}", body)
         yield Case("int8_matmul", "int8", name, partial(_product, sizes, both, True, (True, True), torch.int8, False))
-    # If the CUDA kernels count 3 multiprocessors, the "medium" sizes take tiles of 128 x 128, and the "large" sizes
-    # take tiles of 128 x 256. If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, the kernels count 3 on any
-    # GPU (csrc/cuda/portable.h).
+    # If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, the CUDA kernels count 3 multiprocessors on any GPU
+    # (csrc/cuda/portable.h). They then compute the "medium" sizes in tiles of 128 x 128, and the "large" sizes in tiles
+    # of 128 x 256.
     for tile, sizes in (("medium", (300, 100, 96)), ("large", (130, 130, 96))):
         for with_zeros in (False, True):
             body = partial(_product, sizes, ("contiguous", "transposed"), True, (with_zeros,) * 2, torch.float32, False)

@@ -41,8 +41,8 @@ auto with_dtype(Dtype dtype, const F& f) {
 // While a thread works on chunk c, it calls prefetch_head() for chunk c + kChunksAhead.
 constexpr int64_t kChunksAhead = 8;
 
-// Prefetches the first elements of a later chunk in one array: the one whose address is in row `row` of the table.
-// While a thread works on a chunk, it may also prefetch within the chunk, some distance ahead. A small tensor has one
+// Prefetches the first elements of a later chunk, in the array whose address is in row `row` of the table. While a
+// thread works on a chunk, it may also prefetch within the chunk, some distance ahead. A small tensor has only one
 // chunk, which is too short for that. Without prefetch_head(), each array of such a chunk would begin with a cache
 // miss.
 template <class T>
@@ -111,7 +111,7 @@ template <class To, class From>
 // Rounds each lane to bf16. The result is in the low 16 bits of the word.
 [[gnu::always_inline]] inline Words rounded_to_bf16(const Lanes& lanes) {
   const Words bits = as<Words>(lanes);
-  // Without `nan`, a NaN whose payload is in the low 16 bits would be rounded to inf.
+  // Without `nan`, a NaN whose payload is in the low 16 bits could be rounded to inf.
   const Words nan = Words{} + 0x7fc0u, rounded = (bits + 0x7fffu + ((bits >> 16) & 1u)) >> 16;
   return lanes == lanes ? rounded : nan;
 }
@@ -192,11 +192,12 @@ const float* as_float(const T* from, float* staged, int64_t n) {
 }
 
 // Copies n elements by stores that bypass the caches. An ordinary store first reads the cache line that it overwrites.
-// In an update, such reads of the weights would be a tenth of the memory traffic. The weights need not be in a cache
-// either, because nobody reads them before the next forward pass.
+// In an update, such reads of the weights would be a tenth of the memory traffic. Nothing is lost if the new weights
+// are not in a cache, because they are not read before the next forward pass.
 //
-// Another thread may read the copy only after this thread has called fence_streams(). share() calls it once, at the end
-// of a thread's work. A fence takes a few hundred nanoseconds, which would be too many for each row of a matrix.
+// Another thread may read the copy only after this thread has called fence_streams(). share() (parallel.h) calls
+// fence_streams() once, at the end of a thread's work. A call takes a few hundred nanoseconds, which would be too long
+// for a call after each row of a matrix.
 template <class T>
 void stream(const T* from, T* to, int64_t n) {
   int64_t i = 0;

@@ -1,11 +1,12 @@
 // Quantization, dequantization, fake quantization and its gradient on a CPU. A pass goes over one band (int8_walk.h),
-// or over a piece of one.
+// or over a piece of one. The table shows how many bytes a pass reads and writes per element: first if its
+// floating-point numbers have 16 bits, and then if they are fp32.
 //
-//                                                                  bytes per element: in 16 bits, and in fp32
-//   codes       x -> clamp(rint(x / scale) + zero_point)           3 and 5
-//   fake        x -> (code - zero_point) * scale                   4 and 8
-//   dequantize  code -> (code - zero_point) * scale                3 and 5
-//   gradient    grad where the code was not clamped, else 0        6 and 12
+//                                                             bytes:  16 bits  fp32
+//   codes       x -> clamp(rint(x / scale) + zero_point)                 3        5
+//   fake        x -> (code - zero_point) * scale                         4        8
+//   dequantize  code -> (code - zero_point) * scale                      3        5
+//   gradient    grad where the code was not clamped, else 0              6       12
 //
 // If the scale is not given, x is read twice, first to compute the scale, and then for the results. The second read is
 // from the core's cache, if the band fits there. In each pass a thread converts eight elements of a segment at a time.
@@ -124,16 +125,17 @@ template <class T>
     encode_row<false>(x, ahead, inverse, zero_point, symmetric, out, n, streams);
 }
 
-// Quantizes a band of short groups, each of which is one row. Rows are handled in batches. Whenever the range of a row
-// has been found, a row of the previous batch is encoded. So no row waits for the division that makes its scale, and
-// memory is read nearly as evenly as in a single pass:
+// Quantizes a band of short groups. Each group is one row. Rows are handled in batches, in this order:
 //
 //   range 0   range 1   ...  range 7   solve     range 8   range 9  ...
 //                                                encode 0  encode 1 ...
 //
-// For 16M fp16 elements in groups of 128, two cores of a Zen 4 take 1.03 ms. They take 0.99 ms if they only move the
-// data, and 1.22 ms if they read 8 KiB for the ranges and then the same 8 KiB for the codes. With prefetching they
-// would take a tenth longer. On a Zen 4 `ahead` is 0.
+// After the range of each row, a row of the previous batch is encoded. So no row waits for the division that makes its
+// scale. Memory is also read nearly as evenly as in a single pass.
+//
+// For 16M fp16 elements in groups of 128, two cores of a Zen 4 take 1.03 ms. If they only move the data, they take
+// 0.99 ms. If they read 8 KiB for the ranges, and then the same 8 KiB for the codes, they take 1.22 ms. On a Zen 4
+// `ahead` is 0. With prefetching, they would take a tenth longer than 1.03 ms.
 constexpr int64_t kBatchRows = 8;      // most rows of a batch: the divisions for eight scales are done at once
 constexpr int64_t kBatchBytes = 2048;  // most bytes of x in a batch
 
@@ -230,7 +232,8 @@ void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64
     const T* x = static_cast<const T*>(args.x) + part.at;
     int8_t* out = static_cast<int8_t*>(args.out) + part.at;
     const float* inverse = affines.inverse + part.group;
-    // If the scale is given, or if the inverse is 0, some x may be infinite or NaN, or far outside of the range.
+    // If the scale is given, or if the inverse is 0, some x may be infinite or NaN, or far outside of the range of
+    // codes. encode_row() must then not assume that x * inverse is finite and small.
     const bool is_finite = !args.is_static && *inverse != 0.0f;
     if constexpr (kBlock > 0)
       encode_row(x, ahead, inverse, affines.zero_point + part.group, args.zero_point == nullptr, is_finite, out, part.n,
@@ -268,7 +271,8 @@ void fake_pass(const Quantize& args, const Walk& walk, const Band& band, int64_t
   });
 }
 
-// Stores f(i), rounded to T, as out[i]. f computes one element at a time. This is for zero points that are not codes.
+// Stores f(i), rounded to T, as out[i]. This function is used if zero points are not codes: f then computes one element
+// at a time.
 template <class T, class F>
 void write_each(T* out, int64_t n, const F& f) {
   float results[kSegment];

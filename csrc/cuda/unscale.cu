@@ -11,27 +11,33 @@
 //   chunk:  | head | pack of thread 0 | thread 1 | ... | thread 255 | thread 0 | ... | tail |
 //             fp32 sum of a pack -> fp64 sum of a thread -> fp64 sum of the block -> partials[chunk]
 //
-// Packs begin where the gradient is aligned to 16 bytes, and chunks end where packs do. So only the first chunk of a
-// tensor has a head, and only the last chunk has a tail. Both are shorter than a pack. If a head or tail has four or
-// more 16-bit elements, the four next to the packs are a half pack: a thread of the second to last warp accesses its 8
-// bytes at once. The other elements are at most three in the head and at most three in the tail. Each of these elements
-// goes to a thread of the last warp. If a tensor ends before its first pack begins, it has no half packs, and all of
-// its elements (at most six) go to the last warp. Each gradient is read only once, because elements are still in
-// registers when they are multiplied (if `write` is set).
+// Packs begin where the gradient is aligned to 16 bytes. Each chunk ends at the end of a pack, except the last chunk of
+// a tensor. So only the first chunk of a tensor has a head, and only the last chunk has a tail. Both are shorter than a
+// pack. Their elements are divided as follows:
+//
+// - If a head or tail has four or more 16-bit elements, the four elements next to the packs are a half pack. A thread
+//   of the second to last warp accesses the 8 bytes of a half pack at once.
+// - At most three other elements are left in the head, and at most three in the tail. Each of these elements goes to a
+//   thread of the last warp.
+// - Exception: if a tensor ends before its first pack begins, it has no half packs. Each of its elements (at most six)
+//   goes to a thread of the last warp.
+//
+// If `write` is set, elements are multiplied while they are still in registers. So each gradient is read only once.
 //
 // The block that ends last adds all partials, in an order that depends only on the number of chunks. So the same
-// gradients give the same bits on one machine. If a second GPU has another number of multiprocessors, chunks have
-// another length there. The fp32 sums of packs are the same on both GPUs, but they are added (in fp64) in another
-// order. The norm, rounded to fp32, then differs in its last bit in about one of ten million cases (an estimate).
+// gradients, with the same alignment to 16 bytes, give the same bits on the same GPU. On a GPU with another number of
+// multiprocessors, chunks have another length. The fp32 sums of packs are the same there, but they are added (in fp64)
+// in another order. The norm, rounded to fp32, then differs in its last bit in about one of ten million cases (an
+// estimate).
 #include "../formulas/unscale.h"
 #include "grid.cuh"
 
 namespace amp_kernels::cuda {
 namespace {
 
-// Packs of 16 bytes that a thread loads at a time. If a multiprocessor holds five blocks of 256 threads, its threads
-// load 80 KB at a time. A multiprocessor of sm_75 holds only four blocks.
-constexpr int kPacks = 4;
+constexpr int kPacks = 4;  // packs of 16 bytes that a thread loads at a time
+// How many blocks of 256 threads a multiprocessor holds. If it holds five, its threads load 80 KB at a time. A
+// multiprocessor of sm_75 holds only four.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr int kResidentBlocks = 4;
 #else
@@ -41,10 +47,10 @@ constexpr int kResidentBlocks = 5;
 using GradientWalk = ChunkWalk<kGrad + 1, /*kBackwards=*/false>;
 constexpr int kReduced = 32;  // 8-byte words of shared memory for reductions; then comes the walk's header (grid.cuh)
 
-// The sum of squares of a pack, added in fp32. Sums of packs are added in fp64. On consumer GPUs fp64 runs at 1/64 of
-// the fp32 rate. But on all of these GPUs one fp64 addition for each 16 bytes takes less time than the load of these
-// bytes. A pack has four or eight fp32 additions. Even if all of them round in the same direction, the relative
-// error of the norm stays below 1e-6.
+// Returns the sum of squares of a pack, which takes four or eight additions in fp32. Even if all of them round in the
+// same direction, the relative error of the norm stays below 1e-6. Callers add the sums of packs in fp64. On consumer
+// GPUs fp64 runs at 1/64 of the fp32 rate. But even on these GPUs, one fp64 addition for each 16 bytes takes less time
+// than loading the 16 bytes.
 template <class T, int N>
 __device__ __forceinline__ double sum_of_squares(const Vector<float, N>& x) {
   float sum = 0.0f;
@@ -87,8 +93,8 @@ __device__ __forceinline__ double take(const Vector<T, N>& loaded, T* at, float 
 // multiplied by `factor` in memory.
 template <class T, int kPack>
 __device__ __forceinline__ double take_ends(T* grad, const Division<kPack>& division, float factor, bool write) {
-  // A half pack lies next to a pack, so it is aligned to 8 bytes. A tensor that ends before its first pack begins has
-  // no half packs.
+  // A half pack lies next to a pack, so it is aligned to 8 bytes. If the tensor ends before its first pack begins, it
+  // has no half packs: `lead` is then less than `first`, and `tail` is 0.
   const int packs_end = division.first + division.packs * kPack, tail = division.others - division.lead;
   const int half_head = division.lead == division.first ? division.lead & 4 : 0, half_tail = tail & 4;
   const int head = division.lead - half_head, others = division.others - half_head - half_tail;
@@ -142,7 +148,7 @@ __device__ double pass_over(T* grad, const GradientWalk& walk, float factor, boo
 __device__ void finish_pass(const GradientPass& pass, float factor, double* shared) {
   double sum = 0.0;
   int64_t first_bad = INT64_MAX;
-#pragma unroll 4  // nvcc would unroll eight iterations, which spills registers on sm_120
+#pragma unroll 4  // nvcc would unroll eight iterations, which would spill registers on sm_120
   for (int64_t c = threadIdx.x; c < pass.table.chunk_count; c += kThreads) {
     const double partial = pass.partials[c];
     sum += partial;

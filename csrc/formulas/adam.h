@@ -19,11 +19,11 @@ struct AdamFormula {
   static constexpr int kStates = 3;  // exp_avg, exp_avg_sq, and with AMSGrad max_exp_avg_sq
   static constexpr int kRequired = 2;
 
-  // hyper: 1 - beta1, 1 - beta2, eps, weight_decay, sign, decoupled. `sign` is -1 to maximize, else 1. `decoupled` is 0
-  // for the weight decay of Adam, and not 0 for that of AdamW.
   float factor, one_minus_beta1, beta2, one_minus_beta2, eps, added_decay, shrinkage, rate, inverse_root;
   bool amsgrad;
 
+  // `hyper` holds 1 - beta1, 1 - beta2, eps, weight_decay, sign and decoupled, in this order. `sign` is -1 to maximize,
+  // else 1. `decoupled` is 0 for the weight decay of Adam, and not 0 for that of AdamW. `step` is t - 1.
   AMP_KERNELS_HD AdamFormula(const float* hyper, float lr, float factor, uint32_t step, const bool (&has)[kStates])
       : factor(factor * hyper[4]),
         one_minus_beta1(hyper[0]),
@@ -42,8 +42,8 @@ struct AdamFormula {
     // second rounding would be visible.
     if (added_decay != 0.0f) g = fmaf(added_decay, p, g);
     if (shrinkage != 0.0f) p = fmaf(-shrinkage, p, p);
-    // The formula of torch's lerp(m, g, 1 - beta1). With beta1 = 0 it gives exactly g. It uses 1 - beta1, rounded to
-    // fp32. If beta1 were rounded to fp32 and used instead, m would change by up to 1e-6 of m.
+    // The formula of torch's lerp(m, g, 1 - beta1). With beta1 = 0 it gives exactly g. The number that is rounded to
+    // fp32 is 1 - beta1. If beta1 were rounded to fp32 instead, m would differ by up to 1e-6 of its value.
     s[0] = one_minus_beta1 < 0.5f ? s[0] + one_minus_beta1 * (g - s[0]) : g - (1.0f - one_minus_beta1) * (g - s[0]);
     s[1] = beta2 * s[1] + one_minus_beta2 * g * g;
     s[2] = amsgrad && (s[2] > s[1] || s[2] != s[2]) ? s[2] : s[1];  // NaN is kept

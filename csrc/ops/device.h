@@ -1,7 +1,8 @@
 // The classes Cpu and Cuda: what an operator does differently on a CPU and on a GPU. Kernels take the same structs as
 // arguments on both devices.
 //
-// For each call, an operator makes an object of one of these classes, from a tensor on the device of the call:
+// For each call, an operator makes an object of one of these classes, from a tensor on the device of the call. Both
+// classes have these members:
 //   send(words, spare, fill)
 //                          returns the address at which kernels read the int64 words. Behind the words there is memory
 //                          for `spare` more. The address is valid as long as this object and `words` exist.
@@ -102,7 +103,7 @@ class Cuda : public cuda::Dispatch {
     return cuda::call<Result>(name, arguments...);
   }
 
-  // The function `_prefers_triton` in amp_kernels/ops/int8.py gives the answer, once for each GPU.
+  // Calls the function `_prefers_triton` in amp_kernels/ops/int8.py once for each GPU, and keeps the answer.
   static bool prefers_triton(const Tensor& tensor) {
     const int64_t gpu = tensor.get_device_index();
     return cuda::kept_answer(tensor.get_device_index(),
@@ -122,7 +123,9 @@ class Cuda : public cuda::Dispatch {
   Tensor tensor_;
   cuda::Guard guard_;
   Stream stream_;
-  std::vector<Tensor> memory_;  // freed with this object, perhaps before the kernels have run (see workspace_beside)
+  // Memory that kernels use. It is freed with this object, perhaps before the kernels have run. workspace_beside()
+  // (cuda_device.h) explains why that is safe.
+  std::vector<Tensor> memory_;
 };
 #endif
 

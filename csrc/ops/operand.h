@@ -78,7 +78,7 @@ struct Operand {
     return steps;
   }
 
-  // Whether the elements fill one range of memory, each once, in any order of dimensions.
+  // Whether the elements fill one range of memory without gaps or overlaps. The dimensions may be in any order.
   bool is_dense() const {
     if (is_contiguous) return true;
     const auto all = steps();
