@@ -22,8 +22,8 @@ optimizer.step()
 At every level the floating-point tensors in an output are fp32, also those in tuples, lists, dicts and dataclasses.
 Differences from Apex:
 
-- fp16 weights have fp32 masters at O3 too. Only the 16 bits that an fp16 weight lacks are stored: 2 bytes per
-  parameter.
+- fp16 weights have fp32 masters at O3 too. A master takes 2 bytes per element, because only the 16 bits that the fp16
+  weight lacks are stored.
 - At O2 `model.state_dict()` holds the fp16 weights. For fp32 checkpoints use `optim.fp32_state_dict` and
   `optim.load_fp32_state_dict`; `model.load_state_dict` rounds an fp32 checkpoint to fp16.
 - Overflows are not printed. To print them, a training step would have to wait for the device.
@@ -114,8 +114,9 @@ def initialize(
     overridden.)
 
     If `initialize` is called again, for example because a notebook cell runs again, it replaces the loss scales and the
-    level. An optimizer that is passed again keeps its state and masters. A new optimizer has no masters yet. So weights
-    that stay fp16 start from their fp16 values. `scale_loss` accepts only optimizers from the last call.
+    level. An optimizer that is passed again keeps its state and masters. A new optimizer has no masters yet. For
+    weights that stay fp16, its masters start from the fp16 values. `scale_loss` accepts only optimizers from the last
+    call.
 
     Args:
         models: A module or a list of modules. Floating-point parameters and buffers must be fp32, except in a module
@@ -657,9 +658,9 @@ def _unscale(scaler: GradScaler, optimizers: Sequence[FusedOptimizer], params: S
     found_inf = scaler._found_inf()
     assert found_inf is not None  # there was a gradient
     for optimizer in optimizers:
-        # `step()` reads this attribute, as under torch's scaler. `_forget_verdict` deletes it after the step. The
-        # scaler's flag itself cannot be the value, since the next check clears it. The value is a copy of the flag, or
-        # the sum of the flag and the value that an earlier block has set.
+        # `step()` reads the attribute `found_inf`, as under torch's scaler. `_forget_verdict` deletes the attribute
+        # after the step. Its value must not be the scaler's own flag, since the next check clears that flag. So the
+        # value is a copy of the flag or, if an earlier block has set a value, the sum of that value and the flag.
         earlier = optimizer.__dict__.get("found_inf")
         optimizer.found_inf = found_inf.clone() if earlier is None else found_inf + earlier
     scaler.update()

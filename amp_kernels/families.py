@@ -39,7 +39,7 @@ class Family(NamedTuple):
         hyper: Type of the hyper-parameters, which do not include the learning rate.
         reference: The update in plain torch, called as ``(params, grads, states, masters, hyper, *, lr, steps_taken,
             grad_scale, found_inf)``. The argument `states` has one list of tensors for each name in the attribute
-            `states`. The list is empty if the state is not used. `steps_taken` is an int or a 0-dim int64 tensor.
+            `states`. A list is empty if its state is not used. `steps_taken` is an int or a 0-dim int64 tensor.
     """
 
     name: str

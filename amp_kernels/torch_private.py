@@ -27,10 +27,11 @@ def tensor_exchange_api() -> Any:
 def are_functorch_transforms_active() -> bool:
     """Return whether a transform of `torch.func` is active.
 
-    An autograd function raises an error inside a transform if the function has no rule for this transform.
+    Inside a transform, an autograd function that has no rule for this transform raises an error. There, this package
+    calls torch's own operators instead of its autograd functions.
 
-    If torch has no way to tell, the answer is True. Products are then computed by torch, without padding, which is
-    always correct.
+    If torch cannot tell whether a transform is active, the answer is True. Products of floats, for example, are then
+    always computed by torch, without padding. Their results are correct inside and outside of a transform.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return ask is None or ask()

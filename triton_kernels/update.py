@@ -30,9 +30,10 @@ begins at an aligned pack in every array, only the last elements of the chunk, a
 Otherwise all elements of the chunk are updated one by one.
 
 A thread waits when it first uses a loaded value. ptxas decides how many loads of a tile start before the first wait.
-On sm_90, RMSprop and AdamW without optional states start all loads before it. In SGD with momentum, for 16-bit weights
-with remainders and 16-bit gradients, a thread starts the loads of only 32 of its 80 bytes before it. Eight programs of
-this kernel fit on a multiprocessor, so 8 * 128 * 32 bytes can be loaded there at a time.
+On sm_90, RMSprop and AdamW without optional states start all loads of a tile before the first wait. A thread of SGD
+with momentum, for 16-bit weights with remainders and 16-bit gradients, loads 80 bytes of a tile. It starts the loads of
+only 32 of these bytes before the first wait. Eight programs of this kernel fit on a multiprocessor, so
+8 * 128 * 32 bytes can be on their way to it at a time.
 
     tensor:  | chunk 0              | chunk 1              | chunk 2 |      program 0 takes the last chunk
              | tile 0 | tile 1 | .. |                                       a tile: 1024 elements
@@ -77,12 +78,13 @@ from .common import (
 )
 from .remainder import join, split
 
-# Elements of a pack. Four are 16 bytes of an fp32 array, and 8 bytes of a 16-bit array. Most of the traffic is fp32.
-# With eight elements, each fp32 access of a warp would skip every other 16 bytes.
+# Elements of a pack. Four are 16 bytes of an fp32 array, and 8 bytes of a 16-bit array. Eight would suit 16-bit arrays
+# (16 bytes), but each fp32 access of a warp would skip every other 16 bytes. With fp32 parameters, fp32 masters or at
+# least two states, most of the traffic is fp32.
 _VEC = tl.constexpr(4)
 _WARPS = 4
 # Elements of a tile: eight per thread. If elements are accessed one by one, a thread has two, because each element then
-# needs its own address and predicate. With four elements per thread, registers spill (Adam, sm_90, 48 bytes).
+# needs its own address and predicate. With four elements instead of two, registers spill (Adam, sm_90, 48 bytes).
 _TILE = tl.constexpr(_WARPS * 32 * 8)
 _TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 2)
 # How many registers a thread may have. Without this number ptxas uses only 72, and spills 8 bytes (RMSprop with 16-bit
@@ -136,7 +138,11 @@ def _update_chunk(
     GRAD_DTYPE: tl.constexpr,
     VEC: tl.constexpr,
 ):
-    """Update elements `begin` to `end` of a chunk. Both numbers are multiples of VEC."""
+    """Update elements `begin` to `end` of a chunk.
+
+    Both numbers are multiples of VEC, so the rounding below changes neither. "Element access" in common.py says why
+    kernels round such numbers.
+    """
     if VEC > 1:
         begin = begin // VEC * VEC
         end = end // VEC * VEC
@@ -209,9 +215,9 @@ def _update_kernel(
     ticket_ptr,  # int64: how many programs have ended; 0 between launches
     hyper_ptr,  # fp32 [groups, HYPER_COLUMNS]
     lr_ptr,  # int64 [groups]: addresses of fp32 scalars, so that a launch in a graph reads the current lr
-    grad_scale: tl.int64,  # addresses of fp32 scalars; 0 where there is none
-    found_inf: tl.int64,
-    grad_norm: tl.int64,
+    grad_scale: tl.int64,  # address of an fp32 scalar; 0 if there is none
+    found_inf: tl.int64,  # as grad_scale
+    grad_norm: tl.int64,  # as grad_scale
     max_norm: tl.float32,
     FORMULA: tl.constexpr,
     N_STATES: tl.constexpr,  # rows STATE, STATE + 1, ... of the table
@@ -221,8 +227,8 @@ def _update_kernel(
     MASTER_DTYPE: tl.constexpr,  # INT16: remainders of the parameters; if PARAM_DTYPE is FP32, of the gradients
     GRAD_DTYPE: tl.constexpr,
 ):
-    # Chunks are updated from the last to the first. The gradient pass read them from the first to the last, so that the
-    # last gradients may still be in L2.
+    # Chunks are updated from the last to the first. The gradient pass read them from the first to the last, so the last
+    # gradients may still be in L2.
     chunk = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)
     tensor, begin, n = chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size)
     grad = chunk_address(table_ptr, n_tensors, GRAD, tensor, begin, GRAD_DTYPE)

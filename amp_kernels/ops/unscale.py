@@ -60,12 +60,13 @@ grad_norm = operator(
     fake=lambda grads, inv_scale, found_inf: torch.empty((), dtype=torch.float32, device=found_inf.device),
     launch=_launch_norm,
 )
-# Only step plans call the operators below (optim/_plan.py). `_unscale_table_` writes to addresses in a table, which its
-# schema does not show, so it must not be traced.
+# Only step plans (optim/_plan.py) call the operators below. `_unscale_table_` writes to addresses in a table. Its
+# schema does not show these writes, so this operator must not be traced.
 LIBRARY.define(
     "_unscale_table_(Tensor table, Tensor chunks, int chunk_size, Tensor? scale, bool divide, bool write, bool clear, "
     "Tensor(a!) partials, Tensor(b!) found_inf, Tensor(c!) norm, Tensor(d!) record) -> ()"
 )
-# Does for the gradient pass what `_load_update` (ops/update.py) does for an update: it loads the kernel, and returns
-# how many thread blocks run at a time. It also loads the kernels that send tables.
+# Loads the kernel of the gradient pass, and the kernels that send tables, on the device of `beside`. This must be done
+# before a graph capture, as for `_load_update` (ops/update.py). Returns how many thread blocks of the gradient pass run
+# at a time, 0 on a CPU.
 LIBRARY.define("_load_unscale(Tensor beside) -> int")

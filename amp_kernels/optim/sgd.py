@@ -41,9 +41,9 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         differentiable: Must be False.
         fused: Accepted for compatibility; no effect.
         max_grad_norm: Clip the global L2 norm of the gradients to this value inside the step (Pascanu et al. 2013). The
-            gradients are not written. `grad_norm` is then the norm before clipping. With `math.inf` the norm is
-            measured and nothing is clipped. Like `lr`, `max_grad_norm` is an option of every parameter group, and state
-            dicts contain it. Its value must be the same in all groups.
+            gradients are not written. After the step, the optimizer's `grad_norm` is the norm before clipping. With
+            `math.inf` the norm is measured and nothing is clipped. Like `lr`, `max_grad_norm` is an option of every
+            parameter group, and state dicts contain it. Its value must be the same in all groups.
 
     Raises:
         ValueError: An argument is out of its range.

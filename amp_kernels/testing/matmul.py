@@ -31,7 +31,8 @@ def _nan_around(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
     return torch.full(tuple(shape), math.nan, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
 
-# Functions that copy a matrix, or a batch of matrices, into another layout. The memory around the copy is NaN.
+# Functions that copy a matrix, or a batch of matrices, into another layout. If the layout leaves memory between or
+# around the elements, that memory is NaN.
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "row": Tensor.clone,
     "column": lambda x: x.mT.clone(memory_format=torch.contiguous_format).mT,
@@ -167,11 +168,11 @@ def _cases() -> Iterator[Case]:
             yield case("matmul", f"few_rows_{name}", _product, (2, 130, 129), pair, dtype, dtype)
             yield case("matmul", f"few_rows_aligned_{name}", _product, (2, 136, 144), pair, dtype, dtype)
             yield case("matmul", f"fp32_out_{name}", _product, (33, 70, 65), pair, dtype, torch.float32)
-        # The launcher takes the tiles and splits with the least estimated time. If it counts 3 multiprocessors, it
-        # takes tiles of 128 x 128 for the "medium" sizes, and tiles of 128 x 256 for the "large" sizes. Each matrix of
+        # These cases are made for 3 multiprocessors. If the environment variable AMP_KERNELS_MULTIPROCESSORS is 3, the
+        # launcher counts 3 on any GPU (csrc/cuda/portable.h). It takes the tiles and splits with the least estimated
+        # time: tiles of 128 x 128 for the "medium" sizes, and tiles of 128 x 256 for the "large" sizes. Each matrix of
         # these sizes is one tile. So a batch of 3 matrices gives every multiprocessor one tile. The tile of a single
-        # matrix ("in_splits") is divided along k into three splits. If the environment variable
-        # AMP_KERNELS_MULTIPROCESSORS is 3, the launcher counts 3 on any GPU (csrc/cuda/portable.h).
+        # matrix ("in_splits") is divided along k into three splits.
         for tile, (m, n), k in (("medium", (120, 125), 1600), ("large", (121, 250), 2600)):
             for left, right in itertools.product(("padded", "padded_column"), repeat=2):
                 yield case("matmul", f"{tile}_{left}_{right}", _product, (3, m, n, 40), (left, right), dtype, dtype)

@@ -1,6 +1,6 @@
 """Test cases for the updates (`sgd_`, `rmsprop_`, `adam_`), and helpers to call an update and torch's optimizer.
 
-The rule of `error_and_allowed` bounds the errors, with torch's optimizer on fp64 tensors as the truth.
+The rule of `error_and_allowed` (common.py) bounds the errors. The truth is torch's optimizer on fp64 tensors.
 """
 
 from __future__ import annotations
@@ -352,9 +352,9 @@ def _update_cases(op: str) -> Iterator[Case]:
                 yield case(dtype_name, f"{name}_{layout}", most, weights, gradients, layouts=layouts)
         one = partial(of_sizes, dtype, (LENGTH,))
         for kind in VALUES:
-            # In the example "momentum" of RMSprop, the option `centered` is off. If `centered` were on and a square
-            # overflowed, the variance would be NaN in some implementations and not in others. That depends on whether
-            # they use an fma.
+            # These cases use the example "momentum", because there the option `centered` of RMSprop is off. If
+            # `centered` were on and a square overflowed, the variance would be NaN in some implementations and not in
+            # others. That depends on whether they use an fma.
             yield case(dtype_name, f"grads_{kind}", every["momentum"], one, [partial(values, kind, dtype)] * 2)
         three = partial(with_element, 1.0, "middle", dtype)
         for value in (math.nan, math.inf):
@@ -369,7 +369,8 @@ def _update_cases(op: str) -> Iterator[Case]:
             yield Case(op, dtype_name, f"skipped_by_{found}", partial(_skipped, op, most, params, found, "full"))
         if dtype is torch.float32:
             continue
-        # Kernels have separate code for weights with remainders, so all layouts and all VALUES are tested again.
+        # Kernels have separate code for weights with remainders, so all layouts are tested again, and all VALUES: above
+        # as gradients, here as weights.
         rest = {"masters": "split"}
         for name, options in every.items():
             yield case(dtype_name, f"split_{name}", options, params, grads, **rest)

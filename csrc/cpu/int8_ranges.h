@@ -22,9 +22,11 @@ template <class V, class T>
     return load_lanes(from);
 }
 
-// Magnitudes of floats are compared by their bits, as integers. These integers have the order of the magnitudes, with
-// NaN above all others. The maximum of integers is one instruction on every CPU. 16-bit dtypes are compared in 16 bits,
-// because a register holds twice as many 16-bit integers as 32-bit ones.
+// Floats are compared by their bits, as signed integers. If the sign bit is 0, the integers have the order of the
+// floats, with NaN above all others. If the sign bit is 1, the integer is negative. It changes no maximum, because each
+// maximum starts at 0. For symmetric ranges the sign bit is cleared first, and for `low` it is flipped. The maximum of
+// integers is one instruction on every CPU. 16-bit dtypes are compared in 16 bits, because a register holds twice as
+// many 16-bit integers as 32-bit ones.
 template <class T>
 using Bits = std::conditional_t<sizeof(T) == 4, int32_t, int16_t>;
 template <class T>
@@ -67,7 +69,7 @@ template <class T>
 #if defined(__AVX2__)
   const __m256i all = as<__m256i>(lanes);
   __m128i four = _mm256_castsi256_si128(all), other = _mm256_extracti128_si256(all, 1);
-  if constexpr (sizeof(T) == 2) {  // one x86 instruction finds the smallest of eight, none the largest
+  if constexpr (sizeof(T) == 2) {  // x86 has an instruction for the smallest of eight integers, none for the largest
     const __m128i mirror = _mm_set1_epi16(0x7fff);
     four = _mm_minpos_epu16(_mm_sub_epi16(mirror, _mm_max_epi16(four, other)));
     return static_cast<Bits<T>>(0x7fff - _mm_cvtsi128_si32(four));
@@ -117,9 +119,9 @@ template <bool kSymmetric, class T>
   return {wide(largest<T>(high[0])), kSymmetric ? 0 : wide(largest<T>(low[0]))};
 }
 
-// Joins n columns of some rows to the ranges of these columns. The rows are read side by side. If whole rows were read
-// one after the other, the ranges would be read and written as often as x. If instead rows were cut into segments so
-// short that the ranges of a segment stay in the L1, the elements would arrive late from memory.
+// Extends the ranges of n columns by the elements of some rows. The rows are read side by side. If whole rows were read
+// one after the other, the ranges would be read and written as often as x. Segments of a row so short that their ranges
+// stay in the L1 would avoid this, but their elements would arrive late from memory.
 //
 // Each row is read by whole cache lines. Rows that are 4 KiB * 2^n apart share one set of the L1. If such rows were
 // read by half lines, the L1 would evict a line before its second half is read. This function is not inlined. When it

@@ -9,8 +9,11 @@
 //   rows_kernel or columns_kernel
 //   rows_kernel or columns_kernel                            the scale is given         3, 5
 //
+// The bytes are those of quantization to codes. Fake quantization writes an element of x's dtype instead of a code: 1
+// byte more for fp16, and 3 bytes more for fp32.
+//
 // int8_walk.cuh has rows_kernel and columns_kernel, and explains packs, teams and lanes. held_rows_kernel is in this
-// file. A team of 1 to 512 threads reads a row once, and holds it in registers until its codes are stored:
+// file. Its teams have 1 to 512 threads. A team reads a row once, and holds it in registers until its codes are stored:
 //
 //   row  [pack][pack] ... [pack]   lane 0 ... lane n       a thread loads 8 packs -> extremes of the team -> scale ->
 //        [pack][pack] ... [pack]                           codes, from the same registers
@@ -26,16 +29,16 @@ namespace {
 template <class T, class Out, bool kStochastic, Steps kKnown = kAny>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
-  // Whether kInside is used, a second way to round, for steps that need no clamping. It is used only for codes that are
-  // rounded to nearest. Fake quantization does not use it. There it would only take registers, because fake
-  // quantization moves more bytes.
+  // Whether store() may be called with kInside, which leaves out the clamping. Only codes that are rounded to nearest
+  // use kInside. Fake quantization moves more bytes than quantization to codes. So in fake
+  // quantization kInside would only take registers, and save no time.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static_assert(kHasInside || kKnown != kInside);
   static constexpr int kEach = 4;  // 64 bytes per thread: four blocks have 64 KB in flight on a multiprocessor
-  // Blocks on a multiprocessor. With random bits, a thread takes up to 80 registers by rows, and up to 112 registers by
-  // columns. Without random bits, the registers by columns depend on what a thread holds for each column. With the
-  // lowest and highest steps it takes 80 registers for 16-bit x, and fewer for fp32, whose packs have half as many
-  // columns. With only the inverse (kInside) it takes 56 registers.
+  // Blocks on a multiprocessor: as many as its registers allow. With random bits, a thread takes up to 80 registers by
+  // rows, and up to 112 registers by columns. Without random bits, the registers by columns depend on what a thread
+  // holds for each column. With the lowest and highest steps it takes 80 registers for 16-bit x, and fewer for fp32,
+  // whose packs have half as many columns. With only the inverse (kInside) it takes 56 registers.
   static constexpr int kResidentRows = kStochastic ? 3 : 4;
   static constexpr int kResidentColumns = kStochastic ? 2 : kKnown == kInside || sizeof(T) == 4 ? 4 : 3;
   using Element = T;
@@ -73,8 +76,9 @@ struct QuantizeOp {
   __device__ __forceinline__ Raw load(int64_t offset) const { return load_wide<kPack>(x + offset); }
 
   // With kAny, steps may be NaN. If any steps of the pack are NaN, this function stores nothing and returns false, and
-  // the kernel then calls narrow(). NaN is found by adding up all steps: if any are NaN, the sum is NaN. This takes a
-  // quarter of the time of a comparison and a selection for each element.
+  // the kernel then calls narrow(). NaN is found by adding up all steps: if any are NaN, the sum is NaN. (inf and -inf
+  // add up to NaN too. narrow() gives the right codes in every case.) The sum takes a quarter of the time of a
+  // comparison and a selection for each element.
   template <Steps kSteps = kKnown, class AffineAt>
   __device__ __forceinline__ bool store(const Raw& raw, int64_t offset, const AffineAt& affine_at) const {
     float steps[kPack], noise[kPack], sum = 0.0f;

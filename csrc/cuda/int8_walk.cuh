@@ -4,7 +4,7 @@
 // walks:
 //
 //   rows_kernel: a team of 1 to 256 threads takes a segment       columns_kernel: a block takes a piece of a band;
-//   of a group, each of its threads kEach packs of it             up to 32 lanes go across, the other threads down
+//   of a group, and each thread takes kEach packs                 up to 32 threads (lanes) take packs of the same row
 //
 //          lane 0  lane 1  lane 2  lane 3                                lane 0   lane 1   ...
 //          [pack]  [pack]  [pack]  [pack]   j = 0                   row  [pack]   [pack]   threads 0 to lanes - 1
@@ -19,7 +19,8 @@
 // An Op has these members:
 //
 //   wide                             whether each complete pack can be loaded and stored in one access. It is true if
-//                                    addresses are aligned to packs wherever a row begins
+//                                    addresses are aligned to packs: by rows, wherever a group begins; by columns,
+//                                    wherever a row begins
 //   prefetch(offset)                 brings a pack to L2 (columns_kernel)
 //   load(offset)                     loads a pack, and returns it as it lies in memory (type Raw)
 //   store(raw, offset, group_at)     computes and writes the results of a loaded pack. If it returns false, it wrote
@@ -29,8 +30,8 @@
 //   affine(group)                    reads the scale and the zero point of a group
 //   Group                            what store() needs to know about a group. group_at(k) is the Group of element k of
 //                                    the pack
-//   Group::is_plain()                whether store() is exact for this group. narrow() computes the elements of other
-//                                    groups
+//   Group::is_plain()                whether store() gives the right results for this group. If it does not, kernels
+//                                    call narrow() instead
 #pragma once
 
 #include <algorithm>
@@ -41,7 +42,7 @@
 
 namespace amp_kernels::cuda {
 
-// Returns index % size, and puts index / size in its place. Most calls need no division.
+// Returns index % size, and sets `index` to index / size. Most calls need no division.
 __device__ __forceinline__ int64_t split_off(int64_t& index, int64_t size) {
   if (index < size) {
     const int64_t inside = index;
@@ -79,8 +80,10 @@ struct RowWalk {
   int64_t groups_of_row, missing;
   int64_t segments, items;  // segments in a group, and segments in all groups
   int each;                 // packs per thread
-  int lanes;                // threads in a team: 1 << shift. If above 32, held_rows_kernel has a team per block
-  int shift, teams;         // teams: how many are in a block
+  // lanes: threads in a team, 1 << shift. teams: how many teams are in a block. held_rows_kernel is an exception: if a
+  // team needs more than 32 threads, it is a whole block of `lanes` threads, and `shift` is so large that team() is 0.
+  int lanes;
+  int shift, teams;
 
   __device__ __forceinline__ int team() const { return threadIdx.x >> shift; }
   __device__ __forceinline__ int lane() const { return threadIdx.x - (team() << shift); }
@@ -159,7 +162,7 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentRows) rows_kernel(const
 // --------------------------------------------------------------------------------------------- by columns
 struct ColumnWalk {
   int64_t columns, rows;       // size of a matrix [reduced][inner]; the tensor has `outer` of them
-  int lanes, shift;            // lanes = 1 << shift: threads across, at most 32. The block's other threads go down
+  int lanes, shift;            // lanes = 1 << shift: threads that take packs of the same row, at most 32
   int64_t bands;               // bands in a matrix, of lanes * kPack columns each
   int64_t step;                // elements from one row of a thread to its next
   int64_t piece_rows, pieces;  // rows in a piece, pieces in a band
@@ -280,22 +283,24 @@ __global__ void __launch_bounds__(kThreads, Op::kResidentColumns) columns_kernel
 // ---------------------------------------------------------------------------------------------- host side
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// The number of blocks to launch for the work of `blocks` blocks: at most 64 per multiprocessor. 64 blocks run in
-// several waves. The last wave may be incomplete, and with several waves it is a small part of the time.
+// The number of blocks to launch for the work of `blocks` blocks: at most 64 per multiprocessor. A multiprocessor runs
+// only a few blocks at a time (a wave), so 64 blocks run in several waves. The last wave may be incomplete. With
+// several waves it is a small part of the time.
 inline unsigned grid_of(int64_t blocks) {
   return static_cast<unsigned>(std::min<int64_t>(blocks, static_cast<int64_t>(multiprocessor_count()) * 64));
 }
 
 // The number of threads in a team for a group of `packs` packs, if a thread takes up to `each` packs. It is a power of
-// 2, and at most `most`. A team has a thread for each pack of the group's first 32 codes, even if a thread then has
-// fewer than `each` packs, because 32 codes are a sector of memory.
+// 2, and at most `most`. 32 codes are a sector of memory. So a team has a thread for each pack of the group's first 32
+// codes, even if a thread then has fewer than `each` packs.
 inline int lanes_for(int64_t packs, int pack, int each, int most) {
   int64_t lanes = 1;
   while (lanes < most && (lanes < std::min<int64_t>(packs, 32 / pack) || lanes * each < packs)) lanes *= 2;
   return static_cast<int>(lanes);
 }
 
-// Whether packs of `pack` elements in `array` are aligned to their size, wherever a group or a row begins.
+// Whether packs of `pack` elements in `array` are aligned to their size: by rows, wherever a group begins; by columns,
+// wherever a row begins.
 inline bool is_wide(const Int8Layout& layout, const void* array, size_t element_size, int pack) {
   if (reinterpret_cast<uintptr_t>(array) % (pack * element_size) != 0) return false;
   if (layout.is_by_columns()) return layout.outer * layout.reduced == 1 || layout.inner % pack == 0;

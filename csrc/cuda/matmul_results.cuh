@@ -8,10 +8,10 @@
 
 namespace amp_kernels::cuda {
 
-// Returns the number of blocks among which the k of a tile is divided. `wanted` is above 1 if there are too few tiles
-// for all multiprocessors. If k is divided, a block gets at least 512 of k on average, so that it reads more bytes of
-// operands than it writes of sums. Each block then stores its own sums, and launch_fold adds the sums of all splits in
-// order. The sums are stored as [splits, batch, m, n].
+// Returns the number of blocks among which the k of a tile is divided. The caller passes the number that it would
+// like as `wanted`: above 1 if there are too few tiles for all multiprocessors. If k is divided, a block gets at least
+// 512 of k on average, so that it reads more bytes of operands than it writes of sums. Each block then stores its own
+// sums, and launch_fold adds the sums of all splits in order. The sums are stored as [splits, batch, m, n].
 inline int64_t splits_of(const Matmul& matmul, int64_t wanted) {
   return std::max<int64_t>(1, std::min<int64_t>(wanted, matmul.k / 512));
 }
@@ -22,7 +22,7 @@ inline int64_t bytes_of_partials(const Matmul& matmul, int64_t splits) {
 
 void launch_fold(const Matmul& matmul, int64_t splits, const float* partials, Stream stream);
 
-constexpr int kFewRows = 16;  // up to this many rows, the time of a product is the time to read b
+constexpr int kFewRows = 16;  // up to this many rows of a, the time of a product is the time to read b
 
 // How few_rows_kernel computes a product.
 struct FewRows {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void activate_all(float (&y)[N]) {
 
 // Computes N results from N sums, and stores them in row m, in the columns n, n + kApart, n + 2 kApart ... Columns that
 // do not exist are left out. If N > 1, kApart == 1 and all N columns exist, the results are stored 16 bytes at a time.
-// This needs rows of `out` and `pre` that are aligned to 16 bytes.
+// Element [m, n] of `out` and of `pre` must then lie at an address that is a multiple of 16.
 template <class T, int N, int kApart = 1>
 __device__ __forceinline__ void finish(const Matmul& matmul, int64_t batch, int64_t m, int64_t n,
                                        const float (&sums)[N]) {

@@ -114,10 +114,10 @@ __device__ __forceinline__ void expect_whole_copies(int64_t bytes) {
 }
 
 // Writes 16 bytes of shared memory. The first `bytes` of them come from global memory, and the others become 0. If
-// copies_parts() is false, `bytes` must be 0 or 16. If `bytes` is not 0, all 16 bytes of global memory are read, as
-// compute-sanitizer shows on an H100 for LDGSTS.128.ZFILL, the machine instruction of this copy. So all 16 must lie
-// inside an allocation. This thread may read the copy after a wait_copies that covers it. Other threads may read it
-// after the next barrier.
+// copies_parts() is false, `bytes` must be 0 or 16. If `bytes` is not 0, all 16 bytes of global memory are read.
+// compute-sanitizer shows this on an H100 for LDGSTS.128.ZFILL, the machine instruction of this copy. So all 16 bytes
+// must lie inside an allocation. This thread may read the result after it has waited for the copy (commit_copies and
+// wait_copies). Other threads may read it after a barrier that follows this wait.
 __device__ __forceinline__ void copy_async(char* shared, const char* global, int bytes) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::copy_async(shared, global, bytes);
@@ -138,7 +138,7 @@ __device__ __forceinline__ void copy_async(char* shared, const char* global, int
 #endif
 }
 
-// Puts all copies that this thread started since its last call into a group.
+// Puts all copies that this thread started since its last commit_copies() into a group.
 __device__ __forceinline__ void commit_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   emulator::commit_copies();
@@ -147,7 +147,7 @@ __device__ __forceinline__ void commit_copies() {
 #endif
 }
 
-// Waits until all but the last kPending groups of copies are complete.
+// Waits until all but the last kPending groups of this thread's copies are complete.
 template <int kPending>
 __device__ __forceinline__ void wait_copies() {
 #ifdef AMP_KERNELS_CUDA_ON_CPU

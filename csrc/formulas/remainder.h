@@ -12,12 +12,13 @@
 // Where a stored master differs from the given one:
 //   bf16   2^16 + 1 masters round to each even weight, but there are only 2^16 remainders. The master farthest from 0,
 //          a tie, has no remainder of its own. It is stored as its neighbour, which is one fp32 unit closer to 0
-//   fp16   masters with a magnitude from 2^-16 on are stored exactly. Smaller masters are stored to within 2^-40. A
-//          master that rounds beyond 65504 becomes infinite
+//   fp16   masters with a magnitude of at least 2^-16 are stored exactly. Smaller masters are stored to within 2^-40.
+//          A master that rounds beyond 65504 becomes infinite
 //
-// Other code may write a weight. The remainder then still belongs to the old weight. Therefore weight and remainder are
-// joined, and the result is rounded. If the rounded number is not the weight, bit for bit, the weight is taken as the
-// master. Otherwise the joined number is the master, and it is at most half an ulp away from the weight.
+// Other code may write a weight. The remainder then still belongs to the old weight. Therefore, whenever a master is
+// read, weight and remainder are joined, and the result is rounded. If the rounded number is not the weight, bit for
+// bit, the weight is taken as the master. Otherwise the joined number is the master, and it is at most half an ulp away
+// from the weight.
 #pragma once
 
 #include <cmath>
@@ -82,11 +83,11 @@ struct Remainder<kHalf> {
   }
 };
 
-// Calls f with a zero of the type that row kMaster of the table holds. The type is int16_t if the row holds remainders
-// (`split`), otherwise float. P is the type of the parameters, and G is the type of the gradients. If the parameters
-// are fp32, and there are remainders, then the parameters are averages, and the gradients are 16-bit weights
-// (kJoinsGrad). Averages have no states. So for fp32 parameters, f(int16_t) is not compiled if the formula has required
-// states or if G is float. A call with `split` then throws.
+// Calls f with a zero of the type of the elements to which row kMaster of the table points. The type is int16_t if
+// these are remainders (`split`), otherwise float. P is the type of the parameters, and G is the type of the gradients.
+// If the parameters are fp32, and there are remainders, then the parameters are averages, and the gradients are 16-bit
+// weights (kJoinsGrad). Averages have no states. So for fp32 parameters, f(int16_t) is not compiled if the formula has
+// required states or if G is float. A call with `split` then throws.
 template <class Formula, class P, class G, class F>
 void with_master(bool split, const F& f) {
   if (!split) return f(float{});

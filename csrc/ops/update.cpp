@@ -1,5 +1,6 @@
 // The operators of updates, for all families (../formulas/families.h). `update_` takes lists. `_update_table_` and
-// `_load_update` are called by the step plan of an optimizer. Their schemas are in amp_kernels/ops/update.py.
+// `_load_update` are called by the step plan of an optimizer (amp_kernels/optim/_plan.py). The schemas of all three are
+// in amp_kernels/ops/update.py.
 #include <limits>
 #include <map>
 #include <tuple>
@@ -115,7 +116,8 @@ class UpdateTable {
   Operand first_;
   Operands params_, grads_, masters_, grad_remainders_, states_[kMaxStates];
   HostTable table_;
-  Dense read_, written_;  // written_ is copied back
+  // The copies of operands that kernels cannot walk in memory. copy_back() copies those in `written_` to the operands.
+  Dense read_, written_;
   std::vector<Form> forms_;
 };
 
