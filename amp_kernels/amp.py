@@ -158,7 +158,7 @@ def initialize(
         raise TypeError(
             "amp.initialize: arguments must be models, optimizers, opt_level, keep_batchnorm_fp32, loss_scale, "
             f"num_losses, verbosity, min_loss_scale or max_loss_scale, got {', '.join(unknown)}; remove these "
-            'arguments; for training in fp32 pass opt_level="O0"'
+            'arguments; in place of enabled=False pass opt_level="O0"'
         )
     level = _level(opt_level, keep_batchnorm_fp32, loss_scale)
     if not isinstance(num_losses, int) or num_losses < 1:
@@ -463,7 +463,7 @@ def _check_loss(
     if unknown:
         raise TypeError(
             f"amp.scale_loss: arguments must be loss, optimizers and loss_id, got {', '.join(unknown)}; remove these "
-            "arguments, since scale_loss itself unscales the gradients of several losses and adds them up"
+            "arguments; if they delay unscaling, none is needed: gradients of several losses are added up unscaled"
         )
     if not isinstance(loss, Tensor):
         raise TypeError(f"amp.scale_loss: loss must be a Tensor, got a {type(loss).__name__}")

@@ -31,7 +31,7 @@ def are_functorch_transforms_active() -> bool:
     calls torch's own operators instead of its autograd functions.
 
     If torch cannot tell whether a transform is active, the answer is True. Products of floats, for example, are then
-    always computed by torch, without padding. Their results are correct inside and outside of a transform.
+    always computed by torch. Their results are correct inside and outside of a transform.
     """
     ask = getattr(torch._C, "_are_functorch_transforms_active", None)
     return ask is None or ask()

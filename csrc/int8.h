@@ -87,10 +87,10 @@ struct StraightThrough {
   Dtype dtype;  // of grad, x and out
 };
 
-// The CUDA kernels for the two products below read their operands in chunks of 16 bytes. Here a row is the k elements
-// for one m (in a or x) or for one n (in b or the weight). The elements of a row must be contiguous, and each row
-// must begin at a multiple of 16 bytes. If k is not a multiple of 16, zeros must fill up each row to a multiple of 16
-// elements.
+// The CUDA kernels for the two products below read their operands in chunks of 16 bytes. Here a row is the elements
+// that a product sums for one m (in a or x) or for one n (in b or the weight): there are k of them. The elements of a
+// row must be contiguous, and each row must begin at a multiple of 16 bytes. If k is not a multiple of 16, zeros must
+// fill up each row to a multiple of 16 elements.
 
 // out[m, n] = (sum over k of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]. The sum is exact.
 struct Int8Matmul {

@@ -244,8 +244,8 @@ _LARGE = {
 # For int8 on sm_90. The parts of both operands are in shared memory, because wgmma, the matrix instruction of sm_90,
 # reads them from there. They take 192 of the 227 KB that a thread block may use.
 _LARGE_HOPPER = Tiles(128, 256, 128, 8, 4)
-# For int8 products that are not plain (argument `plain` of `_tiles`). Besides the sums, such a product needs registers
-# for other values. So its tile has fewer sums than that of a plain product.
+# For int8 products that are not plain (argument `plain` of `_tiles`). Such a product needs registers not only for its
+# outputs. So its tile has fewer outputs than that of a plain product.
 _LARGE_NARROW = Tiles(128, 64, 128, 8, 4)
 _MEDIUM = {
     torch.int8: Tiles(64, 64, 128, 4, 4),

@@ -66,7 +66,7 @@ def as_operand(x, DTYPE: tl.constexpr):
 @triton.jit
 def dot(x, y, sums, DTYPE: tl.constexpr, AS_HALF: tl.constexpr):
     if DTYPE == INT8 and AS_HALF:
-        # fp32 sums of fp16 products are exact here, since the sum of 256 products of codes is below 2**24.
+        # int8 codes as fp16 numbers: fp32 sums are exact here, since the sum of 256 products of codes is below 2**24.
         tl.static_assert(x.shape[1] <= 256)
         sums += tl.dot(x.to(tl.float16), y.to(tl.float16)).to(tl.int32)
     elif DTYPE == INT8:

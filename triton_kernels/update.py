@@ -150,7 +150,7 @@ def _update_chunk(
     TILE: tl.constexpr = _TILE if VEC > 1 else _TILE_BY_ELEMENT
     has = [address != 0 for address in states]
     # If this tensor lacks a state, a mask turns off its loads and stores. There is no branch around them, so that all
-    # loads start together. A state that every tensor has uses the parameter's mask. If such states had masks of their
+    # loads start together. States that no tensor may lack use the parameter's mask. If they had masks of their
     # own, RMSprop would spill registers. If no tensor has the k-th state (bit k of STATES is 0), it is not loaded.
     ends = ()
     for k in tl.static_range(N_STATES):
@@ -224,7 +224,7 @@ def _update_kernel(
     N_OPTIONAL: tl.constexpr,  # how many of these states a tensor may lack; they are the last ones
     STATES: tl.constexpr,  # bit k: some tensor has the k-th state
     PARAM_DTYPE: tl.constexpr,
-    MASTER_DTYPE: tl.constexpr,  # INT16: remainders of the parameters; if PARAM_DTYPE is FP32, of the gradients
+    MASTER_DTYPE: tl.constexpr,  # INT16: remainders of the parameters; if PARAM_DTYPE is FP32 (`ema_`), of the weights
     GRAD_DTYPE: tl.constexpr,
 ):
     # Chunks are updated from the last to the first. The gradient pass read them from the first to the last, so the last

@@ -90,8 +90,9 @@ def operator(
 
     Args:
         schema: The schema as in `torch.library`, beginning with the name. A list that may be absent has the type
-            ``Tensor[]?``. Pass None for it, not an empty list, because AOTInductor turns an empty list into None. If
-            an operator mutates arguments, at least one of them must always be present, or Inductor crashes.
+            ``Tensor[]?``. Pass None for it, not an empty list. AOTInductor turns an empty list into None, so the
+            operator would get other arguments there than in eager mode. If an operator mutates arguments, at least one
+            of them must always be present, or Inductor crashes.
         check: Raises an error with a full message if an argument does not fit. It runs before `reference`, `fake` and
             `launch`. C++ kernels do not run it: they check their arguments and raise an error without details. `call`
             then runs `check` for the message.
@@ -205,7 +206,8 @@ def _reported(reference: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(reference)
     def run(*args: Any, **kwargs: Any) -> Any:
         devices = [tensor.device for tensor in _tensors((*args, *kwargs.values()))]
-        if devices:  # if any tensor is on a GPU, the reference serves that GPU, since scalars may be on the CPU
+        if devices:
+            # If any tensor is on a GPU, the operator runs for that GPU: its CPU tensors are scalars.
             device = next((device for device in devices if device.type == "cuda"), devices[0])
             importlib.import_module("amp_kernels.backends").automatic(device)
         return reference(*args, **kwargs)

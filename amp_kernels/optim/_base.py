@@ -248,8 +248,9 @@ class FusedOptimizer(WithCheckpoints):
         self._run_gradient_pass(plans, scale, divide=divide, write=write, clear=True)
         found_inf = self._agree_over_meshes([plan.found_inf for plan in plans])
         # Step hooks may change gradients after this pass. The step then reads the tensors again. As in torch, gradients
-        # from hooks are not checked for NaN and inf. (But if `max_grad_norm` is set, the step runs a second gradient
-        # pass, which may set `Plan.found_inf`.)
+        # from hooks are not checked for NaN and inf. There is one exception: if `max_grad_norm` is set, the step runs a
+        # second gradient pass. If this pass finds NaN or inf, it sets `Plan.found_inf`, and parameters on one device
+        # skip the step.
         is_hooked = self._optimizer_step_pre_hooks or _global_optimizer_pre_hooks
         return Verdict(None if write else scale, found_inf, None if write or is_hooked else plans)
 

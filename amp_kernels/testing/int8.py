@@ -36,8 +36,8 @@ GROUPS: dict[str, dict[str, Any]] = {
 KINDS: dict[str, dict[str, Any]] = {"symmetric": {"symmetric": True}, "asymmetric": {"symmetric": False}}
 # Zero points that are not codes (-128 to 127). A user may give them, because zero points are not checked. The formulas
 # limit x / scale to the range from -512 to 512. Then they add the zero point, and clamp the sum to the codes. With the
-# zero point 384, the sum for the lower limit is 384 - 512 = -128, which is a code. With -385, the sum for the upper
-# limit is -385 + 512 = 127, which is a code, too.
+# zero point 384, the lower limit becomes 384 - 512 = -128, the least code. With -385, the upper limit becomes
+# -385 + 512 = 127, the largest code. With a zero point above 384 or below -385, a limit becomes the wrong code.
 NO_CODES = (-2_000_000_000, -600, -385, 300, 384, 65_536)
 # Bytes of the longest row that held_rows_kernel (csrc/cuda/int8_quantize.cu) takes. For a row of this length, a thread
 # block of the kernel reads the row once, and holds it in registers until the codes are stored.
@@ -321,7 +321,7 @@ def _quantize_cases() -> Iterator[Case]:
             empty = partial(torch.empty, shape, dtype=dtype)
             options = [*_BY_ROW[:2], {}, {"block_size": 4}]
             yield case(dtype_name, f"empty_{'x'.join(map(str, shape))}", empty, "contiguous", options)
-        for first, last in ((0, 2), (2, 0)):  # an empty tensor in channels_last is contiguous, too
+        for first, last in ((0, 2), (2, 0)):  # both are contiguous and channels_last at once
             empty = partial(torch.empty, (first, 2, 2, last), dtype=dtype)
             options = [*_all(), *_all({"seed": 1})]
             yield case(dtype_name, f"empty_{first}x2x2x{last}", empty, "channels_last", options)

@@ -62,9 +62,9 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
 // cache, if the band fits there.
 //
 // By rows (csrc/int8.h), each of the two passes prefetches the next band while it reads this one. Prefetching in only
-// one pass would leave memory idle during the other. When byte i of this band is read, byte i + 4 KiB of the next band
-// is prefetched in the first pass, and byte i + 8 KiB in the second. Bands of short rows are prefetched differently
-// (quantize_short_rows).
+// one pass would leave memory idle during the other. The prefetches of the first pass are 4 KiB ahead of its reads: at
+// byte i of this band it prefetches byte i + 4 KiB of the next band. Those of the second pass are 8 KiB ahead. Bands of
+// short rows are prefetched differently (quantize_short_rows).
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {

@@ -18,9 +18,10 @@ namespace amp_kernels::cpu {
 constexpr int kNoiseBlock = 32;
 
 #if defined(__AVX2__)
-// Makes 32 numbers. Every 64-bit lane holds one of a counter's four words in its low half. The multiplications ignore
-// the high half. Each of c0 to c3 is two registers, of four counters each. A round for four counters keeps a core
-// busy for only half of the round's latency. In the other half, the core works on the other four counters.
+// Makes 32 numbers. Philox turns a counter of four 32-bit words, c0 to c3, into four random words. A 64-bit lane holds
+// a word in its low half. The multiplications ignore the high half. Each of c0 to c3 is two registers, with the words
+// of four counters each. A round for four counters keeps a core busy for only half of the round's latency. In the other
+// half, the core works on the other four counters.
 inline void fill_noise_block(uint64_t counter, uint64_t seed, float* noise) {
   const __m256i m0 = _mm256_set1_epi64x(0xD2511F53u), m1 = _mm256_set1_epi64x(0xCD9E8D57u);
   __m256i c0[2], c1[2], c2[2], c3[2];

@@ -16,7 +16,7 @@
 // pack. Their elements are divided as follows:
 //
 // - If a head or tail has four or more 16-bit elements, the four elements next to the packs are a half pack. A thread
-//   of the second to last warp accesses the 8 bytes of a half pack at once.
+//   of the last warp but one accesses the 8 bytes of a half pack at once.
 // - At most three other elements are left in the head, and at most three in the tail. Each of these elements goes to a
 //   thread of the last warp.
 // - Exception: if a tensor ends before its first pack begins, it has no half packs. Each of its elements (at most six)
