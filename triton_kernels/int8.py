@@ -181,6 +181,9 @@ def code_pointers(codes_ptr, offsets, VEC: tl.constexpr):
 
 
 def launch_unfused(kernel: Any, n_programs: int, device: torch.device, *args: Any, **constants: Any) -> None:
-    """Launch a kernel on `device`. Unlike `common.launch`, forbid fused multiply-add, which rounds only once."""
+    """Launch a kernel on `device`. Unlike `common.launch`, forbid fused multiply-add.
+
+    Fused multiply-add computes a product and a sum, and rounds only once.
+    """
     with current(device):
         kernel[(n_programs,)](*args, **constants, enable_fp_fusion=False)

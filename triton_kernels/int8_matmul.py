@@ -271,8 +271,8 @@ _FEW_COLUMNS = {
 # thread loads fewer elements at a time than with the tiles above.
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
 _BY_ELEMENT_FP32 = Tiles(32, 32, 16, 4, 2)
-# For outputs with at most 32 rows or columns, if operands are read one element at a time and a is not fp32. Also for
-# all products on Turing, where Triton no longer uses tensor cores.
+# For outputs with at most 32 rows or columns, if one or both operands are read one element at a time and a is not fp32.
+# Also for all products on Turing, where Triton no longer uses tensor cores.
 _SMALL = Tiles(32, 32, 32, 4, 2)
 
 

@@ -2,8 +2,8 @@
 
 A product has 2 m n k operations. Each part of a and b is read once for each tile [BM, BN] of `out` that needs it.
 Programs compute the tiles of `out` in bands. A band is at most 8 tiles high, and its tiles are computed column by
-column. The tiles of a column read the same part of b. One of these tiles reads this part from memory, and the other
-tiles find it in L2.
+column. The tiles of a column read the same part of b. At most one of these tiles reads this part from memory, and
+the other tiles find it in L2.
 
 There are two kernels:
 
@@ -352,8 +352,8 @@ _FEW_COLUMNS = Tiles(32, 16, 256, 4, 4)
 _FEW_ROWS_BY_ELEMENT = Tiles(16, 128, 32, 4, 2)
 _FEW_COLUMNS_BY_ELEMENT = Tiles(128, 16, 32, 4, 2)
 _BY_ELEMENT = Tiles(64, 64, 32, 8, 2)
-# For operands that are read one element at a time if the smaller of m and n is from 17 to 32. Also for all products on
-# Turing, where Triton no longer uses tensor cores.
+# For products with one or both operands read one element at a time, if the smaller of m and n is from 17 to 32. Also
+# for all products on Turing, where Triton no longer uses tensor cores.
 _SMALL = Tiles(32, 32, 32, 4, 2)
 # Tiles for `_descriptor_kernel`, by the major compute capability.
 _LARGE_DESCRIPTORS = {9: Tiles(128, 256, 64, 8, 4), 10: Tiles(128, 256, 64, 8, 4), 12: Tiles(128, 128, 64, 8, 2)}

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 LR_COLUMN = HYPER_COLUMNS - 1  # the learning rate of a group; not used if kernels read the rate from a tensor
 HYPER_WORDS = HYPER_COLUMNS // 2  # int64 words for the fp32 hyper-parameters of a group
-LAYOUTS = 4  # the most layouts of a plan, since steps may alternate between sets of gradients, or between their dtypes
+LAYOUTS = 4  # the most layouts that a plan keeps, since steps may alternate between sets of gradients, or their dtypes
 
 
 def capturing(device: torch.device) -> bool:

@@ -16,8 +16,8 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     """`torch.optim.Adam` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
     Formula: `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad: Reddi et al. 2018), in fp32. `amp_kernels.adam_` spells it
-    out. States are fp32. With fp16 states, the default `eps` would be rounded to 0 when it is added to the root of a
-    state. The bias correction does not count skipped steps. The count of steps is kept on the device.
+    out. Arithmetic and states are fp32, because in fp16 the default `eps` would be rounded to 0. The bias correction
+    does not count skipped steps. The count of steps is kept on the device.
 
     Masters, gradients, loss scaling and errors are as in `FusedSGD`.
 

@@ -70,9 +70,9 @@ def load_fp32_state_dict(
     """Load fp32 weights into a model and into the masters of its optimizer.
 
     The rest of the optimizer's state, such as momentum, does not change. Load the rest with
-    `optimizer.load_state_dict`, before or after this call. If that state dict is loaded after this call, its masters
-    replace the masters from this call. Masters are exact, with the exceptions that the `master` method of the
-    optimizers lists.
+    `optimizer.load_state_dict`, before or after this call. If that state dict is loaded after this call and has
+    masters, they replace the masters from this call. Masters are exact, with the exceptions that the `master` method of
+    the optimizers lists.
 
     Args:
         model: A model of any dtypes.
