@@ -61,10 +61,11 @@ void quantize_static(const Quantize& args, const Walk& walk, const Pieces& piece
 // A thread reads each band twice, first for its ranges, and then for its codes. The second read is from the core's
 // cache, if the band fits there.
 //
-// By rows (csrc/int8.h), each of the two passes prefetches the next band while it reads this one. Prefetching in only
-// one pass would leave memory idle during the other. The prefetches of the first pass are 4 KiB ahead of its reads: at
-// byte i of this band it prefetches byte i + 4 KiB of the next band. Those of the second pass are 8 KiB ahead. Bands of
-// short rows are prefetched differently (quantize_short_rows).
+// By rows (csrc/int8.h), each pass prefetches the next band while it reads this one. Prefetching in only one pass would
+// leave memory idle during the other. The prefetches of the first pass are 4 KiB ahead of its reads: at byte i of this
+// band it prefetches byte i + 4 KiB of the next band. Those of the second pass are 8 KiB ahead. There are exceptions.
+// Bands of short rows are prefetched differently (quantize_short_rows). The second pass prefetches nothing for
+// stochastic rounding, for fake quantization whose results are not streamed, and for codes if AVX2 or F16C is missing.
 template <class T, int kStep>
 void quantize_bands(const Quantize& args, const Walk& walk, const Pieces& whole) {
   for_each_piece(walk, whole, [&](int64_t i, const Band& band, int64_t begin, int64_t end) {

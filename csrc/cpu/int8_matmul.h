@@ -3,8 +3,8 @@
 // tile has been multiplied by a panel, the results of this product are stored:
 //
 //                          block 0          block 1            a panel: Tile::kColumns columns, packed
-//               right:  [panel][panel]   [panel][panel]        a block fills at most half of a core's L2
-//   left
+//               right:  [panel][panel]   [panel][panel]        a block fills at most half of a core's L2,
+//   left                                                          or has 64 columns
 //   span 0  [tile 0]       thread 0         thread 1           a tile: up to Tile::kRows rows, packed; it passes
 //           [tile 1]                                           through the L1 once for each panel
 //   span 1  [tile 2]       thread 0         thread 1

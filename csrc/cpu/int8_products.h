@@ -195,9 +195,9 @@ class Int8Product {
     for (int64_t r = 0; r < rows; ++r) write(y + r * kColumns, to + r * n, columns.count);
   }
 
-  // Returns the zero points for Tile::subtract. Tile::subtract computes in 32 bits, and corrected() in doubles. If 32
-  // bits hold every sum, finish_as() calls Tile::subtract. When it called corrected() instead, a product of 512 rows in
-  // a layer of 512 x 512 took 1.14 times as long.
+  // Returns the zero points for Tile::subtract. Tile::subtract computes in 32 bits, and corrected() in doubles.
+  // finish_as() calls Tile::subtract only if 32 bits hold every sum. When it called corrected() for such sums, too, a
+  // product of 512 rows in a layer of 512 x 512 took 1.14 times as long.
   ZeroPoints zero_points(int64_t row, const Columns& columns, const int32_t* row_sums) const {
     return {args_.a_zero_point == nullptr ? nullptr : args_.a_zero_point + row * args_.a_step,
             args_.a_step,

@@ -232,8 +232,8 @@ void encode_rows(const Quantize& args, const Walk& walk, const Band& band, int64
     const T* x = static_cast<const T*>(args.x) + part.at;
     int8_t* out = static_cast<int8_t*>(args.out) + part.at;
     const float* inverse = affines.inverse + part.group;
-    // If the scale is given, or if the inverse is 0, some x may be infinite or NaN, or far outside of the range of
-    // codes. encode_row() must then not assume that x * inverse is finite and small.
+    // If the scale is given, or if the inverse is 0, some x may be infinite or NaN, or far outside of the range that
+    // codes cover. encode_row() must then not assume that x * inverse is finite and small.
     const bool is_finite = !args.is_static && *inverse != 0.0f;
     if constexpr (kBlock > 0)
       encode_row(x, ahead, inverse, affines.zero_point + part.group, args.zero_point == nullptr, is_finite, out, part.n,

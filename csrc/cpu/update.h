@@ -66,7 +66,7 @@ struct Parameters {
       : weight(chunk.in<P>(table, kParam)), master(chunk.in<R>(table, kIsFp32 ? kParam : kMaster)) {}
 
   // Returns a pointer to elements [i, i + n) in fp32. If the masters are split, joins the elements in `staged`, and
-  // returns `staged`. Otherwise the pointer is into the array of masters.
+  // returns `staged`. Otherwise the pointer is into `master`: fp32 masters, or fp32 parameters.
   float* load(int64_t i, float* staged, int64_t n) const {
     if constexpr (!kIsSplit) return master + i;
     if constexpr (kIsSplit) join(weight + i, master + i, staged, n);

@@ -30,8 +30,8 @@ template <class T, class Out, bool kStochastic, Steps kKnown = kAny>
 struct QuantizeOp {
   static constexpr int kPack = 16 / sizeof(T);
   // Whether store() may be called with kInside, which leaves out the clamping. Only codes that are rounded to nearest
-  // use kInside. Fake quantization moves more bytes than quantization to codes. So in fake
-  // quantization kInside would only take registers, and save no time.
+  // use kInside. Fake quantization moves more bytes than quantization to codes. So in fake quantization kInside would
+  // only take registers, and save no time.
   static constexpr bool kHasInside = std::is_same_v<Out, int8_t> && !kStochastic;
   static_assert(kHasInside || kKnown != kInside);
   static constexpr int kEach = 4;  // 64 bytes per thread: four blocks have 64 KB in flight on a multiprocessor

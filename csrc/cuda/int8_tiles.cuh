@@ -4,7 +4,7 @@
 // int8_matmul.cu multiplies a by b, and int8_linear.cu multiplies x by the weight. Here the rows of an operand always
 // run along k. For a, x and the weight, they are the rows of the matrix. For b, they are the columns of the matrix. A
 // tile is kRows rows of an operand, with kBytes bytes of each row. A thread copies one 16-byte chunk of every kLines-th
-// row. In shared memory the chunks of a row are in another order (a swizzle, tiles.cuh). For example, with
+// row. In shared memory the order of a row's chunks depends on the row (a swizzle, tiles.cuh). For example, with
 // MatrixSwizzle:
 //
 //   memory                             shared memory
@@ -148,7 +148,8 @@ constexpr int kWarps = kThreads / 32;
 // these blocks reads all rows of the first operand from L2. The more tiles there are, the more such blocks a
 // multiprocessor runs, and the more it reads. So few_rows_kernel has a limit. For 17 to 32 rows, `tiles` must be at
 // most half the number of multiprocessors. For 33 to 64 rows, it must be at most a third of that number. At its limit,
-// with 32 or 64 rows, few_rows_kernel reads about as much from L2 per busy multiprocessor as tiled_kernel.
+// with 32 or 64 rows, few_rows_kernel reads about as much from L2 per busy multiprocessor as tiled_kernel. With more
+// tiles, it would read more than tiled_kernel.
 inline bool are_few_rows(int64_t m, int64_t n) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count);

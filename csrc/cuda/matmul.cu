@@ -1,9 +1,9 @@
 // Products of 16-bit matrices on tensor cores: out = activation(alpha * a @ b + beta * input). Sums are fp32, and a
 // result is rounded once. A product takes 2 m n k operations.
 //
-// `out` is cut into tiles. A block reads some rows of a and some columns of b, and computes one tile, step by step
-// along k. While the warps multiply the numbers of one step, asynchronous copies bring the numbers of the next steps to
-// shared memory:
+// `out` is cut into tiles. A block computes one tile, step by step along k. It reads the tile's rows of a and columns
+// of b once. While the warps multiply the numbers of one step, asynchronous copies bring the numbers of the next steps
+// to shared memory:
 //
 //               b: kTileK x kN                      memory --16 bytes a copy--> stage 0 | stage 1 | stage 2 ..
 //             +----------------+                    shared --ldmatrix--> fragments --mma.m16n8k16--> sums in registers

@@ -24,7 +24,8 @@
 // A gradient or weight may be misaligned relative to the states, as a view into a bucket is. If such an array has 16
 // bits per element, each pack is read in the aligned words of four elements that hold it (Straddling). At the first and
 // the last pack of a tensor, a word may reach beyond the tensor. From such a word, only the elements that are in the
-// pack are read, one by one. They are at most three.
+// pack are read, one by one. They are at most three. Other elements of the tensor in this word belong to the head or
+// tail.
 #pragma once
 
 #include <utility>
@@ -333,8 +334,9 @@ __device__ __forceinline__ void update_packs(const Arrays<V>& arrays, const Pack
   }
 }
 
-// Updates the first and the last pack of a tensor, each only if a word that holds some of its elements reaches beyond
-// the tensor. Each of the two packs has one thread, in the second to last warp.
+// Updates the first and the last pack of a tensor, each only if a word that holds some of its elements may reach beyond
+// the tensor: fewer than kPack elements of the tensor lie on that side of the pack. Each of the two packs has one
+// thread, in the second to last warp.
 template <class V, class Walk>
 __device__ __forceinline__ void update_ends(const Arrays<V>& arrays, const Packs<V>& packs, const Walk& walk,
                                             const typename V::Formula& formula) {

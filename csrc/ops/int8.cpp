@@ -273,8 +273,8 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
 constexpr double kTritonProducts = 1LL << 34;
 constexpr int64_t kFewRows = 16;
 
-// This is the same during the capture of a CUDA graph. Triton's kernel is already loaded then, since torch asks for a
-// warm-up with the same shapes before the capture.
+// During the capture of a CUDA graph, Triton gets the same products. Its kernel is already loaded then, since torch
+// asks for a warm-up with the same shapes before the capture.
 template <class Device>
 bool is_for_triton(const Tensor& a, int64_t m, int64_t n, int64_t k) {
   return std::min(m, n) > kFewRows && static_cast<double>(m) * n * k > kTritonProducts && Device::prefers_triton(a);
