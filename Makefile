@@ -17,7 +17,7 @@ FORMATTED = $(shell find csrc tests/harness -name '*.h' -o -name '*.cuh' -o -nam
 
 CLIENTS := $(VENV)/clients
 
-.PHONY: demo test nightly test-slow test-clients test-matrix installs wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
+.PHONY: demo test nightly faults test-slow test-clients test-matrix installs wheel docs docs-browser lint format bench experiments asan-events gpu-check build venv clean
 
 demo: build
 	$(BIN)/python -m benchmarks.demo $(DEMO_ARGS)
@@ -32,8 +32,8 @@ test test-slow:
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(SLOW) $(PYTEST_ARGS)
 
-# What CI has no time for: every test of a device on the emulator's GPUs, the planted faults, random programs under
-# AddressSanitizer, the wheel under today's torch, today's trainers, the pages in a browser. What is short comes first.
+# What CI has no time for: every test of a device on the emulator's GPUs, random programs under AddressSanitizer, the
+# wheel under today's torch, today's trainers, the pages in a browser. What is short comes first.
 # The tests on the emulator are few and long: each process takes the next one, of whatever file.
 nightly: SLOW := -m nightly --dist load
 nightly: test
@@ -41,7 +41,11 @@ nightly: test
 	$(MAKE) test-clients
 	$(MAKE) test-matrix MATRIX=torch
 	$(MAKE) asan-events EVENTS_ARGS='--seconds 600'
-	$(BIN)/python tests/faults/run --trust
+
+# The test of the tests: each planted fault must make a test fail. All of them take 2 to 3 hours on two cores;
+# FAULTS_ARGS=amp_ tries those whose names begin so.
+faults: build $(VENV)/toolkit $(VENV)/oldest_triton
+	$(BIN)/python tests/faults/run --trust $(FAULTS_ARGS)
 
 # Hubs are never asked: models are made from their configurations. They are tiny, and two processes test: one thread.
 test-clients: $(CLIENTS)/made
