@@ -42,9 +42,7 @@ def common():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_rows_of_a_small_run(name, tmp_path, common):
-    options = ["--device", "cpu", "--max-elements", "1e4", "--seconds", "0.01", "--no-compile"]
-    if name != "sgd":  # whose rounds and copies, as large as they are for figures, take half a minute
-        options.append("--rehearse")
+    options = ["--device", "cpu", "--max-elements", "1e4", "--seconds", "0.01", "--no-compile", "--rehearse"]
     run(f"bench_{name}", *options, "--out", tmp_path)
     with (tmp_path / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))

@@ -17,13 +17,13 @@ from amp_kernels.families import FAMILIES
 pytestmark = pytest.mark.timeout(0)  # each test in such a process has a limit of its own
 
 FOR_TRITON_ALONE = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
-SLOW = ("update/test_remainder.py", "update/test_averages.py")  # the kernels below them are in test_update_table.py
+# No planted fault shows in these alone: the kernels below them are in test_update_table.py.
+UPDATES = [f"update/test_{name}.py" for name in ("remainder", "averages", *FAMILIES)]
 FILES = (
     *FOR_TRITON_ALONE,
     "unscale/test_unscale_table.py",
     "update/test_update_table.py",
-    *(pytest.param(file, marks=pytest.mark.slow) for file in SLOW),
-    *(file for name in FAMILIES if (TESTS / (file := f"update/test_{name}.py")).exists()),
+    *(pytest.param(file, marks=pytest.mark.nightly) for file in UPDATES if (TESTS / file).exists()),
 )
 
 
