@@ -353,19 +353,25 @@ __device__ __forceinline__ T block_min(T value, T identity, T* shared) {
   return block_reduce(value, identity, shared, Min());
 }
 
-// Returns true in all threads of the block that calls it last. From then on this block sees everything that thread 0 of
-// each other block wrote before its call. `counter` counts the blocks of a launch that have called this function. It
-// must be 0 before the launch, and the last block sets it to 0 again.
+// Returns true in all threads of the block that calls it last. From then on this block sees everything that each other
+// block wrote before its last barrier, and everything that thread 0 of each other block wrote before its call.
+// `counter` counts the blocks of a launch that have called. It must be 0 before the launch, and the last block sets it
+// to 0 again.
+//
+// By the PTX memory model, the two fences and the tickets between them order thread 0 of each other block before thread
+// 0 of the last block. The barrier in block_any() then orders the other threads of the last block. So the second fence
+// must come before this barrier.
 __device__ __forceinline__ bool is_last_block(unsigned* counter) {
   bool last = false;
   if (threadIdx.x == 0) {
     device_fence();
     last = ticket(counter) == gridDim.x - 1;
-    if (last) *counter = 0;
+    if (last) {
+      device_fence();
+      *counter = 0;
+    }
   }
-  last = block_any(last);
-  if (last) device_fence();
-  return last;
+  return block_any(last);
 }
 
 // --------------------------------------------------------------------------------------- host side

@@ -26,12 +26,9 @@ WARNINGS = ["-Wall", "-Wextra", "-Wno-unknown-pragmas", "-Wno-class-memaccess"]
 # bounds are checked: without these two g++ takes a third less time. Without a check of each sum of
 # an address and an index it takes a quarter less again: what is read is checked, and guards show what is written.
 SANITIZERS = ["-fsanitize=undefined,float-cast-overflow", "-fno-sanitize=vptr,null,object-size,pointer-overflow"]
-# A call before each read (emulator.cpp has it); nothing else of the address sanitizer.
-READS = ["-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0"]
-READS += [f"--param=asan-{what}=0" for what in ("stack", "globals")]
-# And before each write, in sources that use shared memory for more than sums. Elsewhere guards around tensors do.
-NO_WRITES = ["--param=asan-instrument-writes=0"]
-WITH_WRITES = ("cases.cu", "matmul.cu", "matmul_few_rows.cu", "int8_matmul.cu", "int8_linear.cu")
+# A call before each read and each write (emulator.cpp has it); nothing else of the address sanitizer.
+ACCESSES = ["-fsanitize=kernel-address", "--param=asan-instrumentation-with-call-threshold=0"]
+ACCESSES += [f"--param=asan-{what}=0" for what in ("stack", "globals")]
 NOT_WATCHED = ("emulator.cpp", "gpus.cpp")
 FLAGS = ["-std=c++17", "-O1", "-fPIC", "-fno-strict-aliasing", "-ffp-contract=off"]
 # Ubuntu's g++ defines it, and glibc then ends a process whose longjmp goes to another stack, as fibers do.
@@ -106,8 +103,7 @@ def build_gpus() -> Path:
 def _for_emulator(sources: Iterable[Path]) -> dict[Path, list[str]]:
     """The command that compiles each of them, up to its name."""
     command = [_compiler(), *FLAGS, *_system(header_folders())]
-    watched = {True: [*command, *READS], False: [*command, *READS, *NO_WRITES]}
-    return {s: command if s.name in NOT_WATCHED else watched[s.name in WITH_WRITES] for s in sources}
+    return {s: command if s.name in NOT_WATCHED else [*command, *ACCESSES] for s in sources}
 
 
 def _system(folders: Iterable[Path]) -> list[str]:

@@ -47,6 +47,14 @@ __global__ void rotate(const double* in, double* out) {
   out[threadIdx.x] = shared[(threadIdx.x + 1) % blockDim.x];
 }
 
+// A shuffle makes the lanes of a warp wait for each other, and orders no memory.
+__global__ void neighbours_through_shared_memory(const double* in, double* out) {
+  double* shared = shared_doubles();
+  shared[threadIdx.x] = in[threadIdx.x];
+  warp_shuffle_xor(0, 1);
+  out[threadIdx.x] = shared[threadIdx.x ^ 1];
+}
+
 __global__ void read_unwritten(const double*, double* out) { out[threadIdx.x] = shared_doubles()[threadIdx.x]; }
 
 __global__ void write_past_the_end(const double*, double*) { shared_doubles()[blockDim.x] = 0.0; }
@@ -101,13 +109,32 @@ __global__ void shuffle_from_an_unnamed_lane(const double* in, double* out) {
   if (threadIdx.x % 32 < 16) out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, in[threadIdx.x], 16);
 }
 
+// is_last_block() of csrc/cuda/portable.h, and what it becomes without its fences, or with the second of them, by all
+// threads, behind the barrier.
+enum class Fences { kBoth, kOnlySecond, kOnlyFirst, kSecondLate };
+template <Fences kFences>
+__device__ bool is_last(unsigned* counter) {
+  if (kFences == Fences::kBoth) return is_last_block(counter);
+  bool last = false;
+  if (threadIdx.x == 0) {
+    if (kFences != Fences::kOnlySecond) device_fence();
+    last = ticket(counter) == gridDim.x - 1;
+    if (kFences == Fences::kOnlySecond) device_fence();
+    if (last) *counter = 0;
+  }
+  last = block_any(last);
+  if (kFences == Fences::kSecondLate) device_fence();
+  return last;
+}
+
+template <Fences kFences>
 __global__ void last_block(const double* in, double* out) {
   // out[0 .. grid): partial sums; out[grid]: total; out[grid + 1]: which block was last; out[grid + 2]: the
   // counter
   double* shared = shared_doubles();
   const double partial = block_sum(in[blockIdx.x * blockDim.x + threadIdx.x], shared);
   if (threadIdx.x == 0) out[blockIdx.x] = partial;
-  if (!is_last_block(reinterpret_cast<unsigned*>(out + gridDim.x + 2))) return;
+  if (!is_last<kFences>(reinterpret_cast<unsigned*>(out + gridDim.x + 2))) return;
   const double total = block_sum(threadIdx.x < gridDim.x ? out[threadIdx.x] : 0.0, shared);
   if (threadIdx.x == 0) out[gridDim.x] = total;
   if (threadIdx.x == 0) out[gridDim.x + 1] = blockIdx.x;
@@ -274,7 +301,11 @@ const std::map<std::string, Kernel> kKernels = {
     {"divergent_shuffle", divergent_shuffle},
     {"shuffle_after_different_paths", shuffle_after_different_paths},
     {"shuffle_from_an_unnamed_lane", shuffle_from_an_unnamed_lane},
-    {"last_block", last_block},
+    {"last_block", last_block<Fences::kBoth>},
+    {"last_block_without_the_first_fence", last_block<Fences::kOnlySecond>},
+    {"last_block_without_the_second_fence", last_block<Fences::kOnlyFirst>},
+    {"last_block_with_a_late_fence", last_block<Fences::kSecondLate>},
+    {"neighbours_through_shared_memory", neighbours_through_shared_memory},
     {"codes_product", codes_product},
     {"halves_product", halves_product},
     {"half_of_a_warp_at_an_mma", half_of_a_warp_at_an_mma},

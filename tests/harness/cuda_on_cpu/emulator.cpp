@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "banks.h"
+#include "races.h"
 
 uint3 threadIdx;
 uint3 blockIdx;
@@ -49,6 +50,7 @@ struct Copy {
   char* shared;
   const char* global;
   int bytes;
+  bool is_done;  // in memory. Its thread may have to wait for it all the same
 };
 
 struct Fiber {
@@ -81,6 +83,8 @@ std::vector<Range> forbidden;  // addresses, from the first up to the second, in
 bool is_planning = false;
 bool is_counting = false;  // the cycles of shared memory
 Banks banks;
+bool is_checking_races = false;
+Races races;
 size_t shared_bytes_of_block;
 Range watched;
 size_t watched_reads[17];  // in the watched range, by their bytes
@@ -166,6 +170,7 @@ void report_deadlock() {
 
 void run_block(size_t shared_bytes, const std::function<void()>& kernel) {
   running = &kernel;
+  if (is_checking_races) races.begin_block(blockIdx.x, blockDim.x);
   shared_bytes_of_block = shared_bytes;
   memset(shared, kPoison, shared_bytes);
   memset(shared + shared_bytes, kGuard, kGuardBytes);
@@ -216,6 +221,7 @@ void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes
   if (is_planning) return;
   gridDim = dim3(grid);
   blockDim = dim3(block);
+  if (is_checking_races) races.begin_launch();
   std::vector<unsigned> blocks(grid);
   for (unsigned i = 0; i < grid; ++i) blocks[i] = order == kBackwards ? grid - 1 - i : i;
   if (order == kShuffled) std::shuffle(blocks.begin(), blocks.end(), random_source);
@@ -229,6 +235,15 @@ void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes
 }
 
 char* shared_memory() { return reinterpret_cast<char*>(shared); }
+
+static void check_race(const void* address, size_t bytes, bool writes, bool in_shared) {
+  if (!is_checking_races) return;
+  const std::string what = races.note(current, reinterpret_cast<uintptr_t>(address), bytes, writes, in_shared);
+  if (what.empty()) return;
+  fail("race: " + thread_name(current) + (writes ? " writes " : " reads ") + (in_shared ? "shared" : "global") +
+       " memory " + what + ", and nothing orders the two");
+  suspend();
+}
 
 // Whether these bytes are shared memory; then they must be of what the block asked for.
 static bool is_shared(const void* address, size_t bytes, AccessKind kind, const void* code) {
@@ -247,6 +262,7 @@ static bool is_shared(const void* address, size_t bytes, AccessKind kind, const 
     part.bytes = static_cast<uint32_t>(std::min<size_t>(bytes - done, 16));
     banks.note(current, part);
   }
+  check_race(address, bytes, kind == kStore || kind == kCopy, true);
   return true;
 }
 
@@ -293,9 +309,19 @@ bool block_barrier(bool value, const char* name) {
       fibers[i].bits = barrier_value;
     }
     barrier_value = false;
+    if (is_checking_races) races.barrier();
   }
   suspend();  // the last one too, so that the order decides who goes first, not who came last
   return fibers[current].bits != 0;
+}
+
+void fence() {
+  if (is_checking_races) races.fence(current);
+}
+
+unsigned atomic_add(unsigned* address, unsigned value) {
+  if (is_checking_races) races.atomic(current, reinterpret_cast<uintptr_t>(address));
+  return (*address += value) - value;
 }
 
 // Waits until all lanes that the mask names are here. True for the last of them, which does the work for all and then
@@ -388,7 +414,9 @@ void load_transposed(uint32_t (&words)[4], const char* row) {
 
 // --------------------------------------------------------------------------------- delayed copies
 
-static void carry_out(const Copy& copy) {
+static void carry_out(Copy& copy) {
+  if (copy.is_done) return;
+  copy.is_done = true;
   memset(copy.shared, 0, 16);
   if (copy.bytes == 0) return;  // the address may be anything
   check_read(copy.global, copy.bytes);
@@ -397,7 +425,7 @@ static void carry_out(const Copy& copy) {
 }
 
 void copy_async(char* shared_address, const char* global, int bytes) {
-  const Copy copy{shared_address, global, bytes};
+  Copy copy{shared_address, global, bytes, false};
   if (compiled_for < 80 && bytes % 16 != 0) {
     fail(thread_name(current) + ": before sm_80 a copy is of 16 bytes or of none, not of " + std::to_string(bytes));
     suspend();
@@ -411,11 +439,9 @@ void copy_async(char* shared_address, const char* global, int bytes) {
     fail(thread_name(current) + ": cp.async to an address outside of shared memory");
     suspend();
   }
-  if (order == kBackwards || (order == kShuffled && random_source() % 2 == 0)) {
-    carry_out(copy);
-  } else {
-    fibers[current].copies.back().push_back(copy);
-  }
+  if (is_checking_races) races.copy(current, reinterpret_cast<uintptr_t>(shared_address), false);
+  if (order == kBackwards || (order == kShuffled && random_source() % 2 == 0)) carry_out(copy);
+  fibers[current].copies.back().push_back(copy);
 }
 
 void commit_copies() { fibers[current].copies.emplace_back(); }
@@ -423,7 +449,12 @@ void commit_copies() { fibers[current].copies.emplace_back(); }
 void wait_copies(unsigned pending) {
   auto& copies = fibers[current].copies;  // the last group is not committed
   const size_t done = copies.size() - 1 > pending ? copies.size() - 1 - pending : 0;
-  for (size_t i = 0; i < done; ++i) std::for_each(copies[i].begin(), copies[i].end(), carry_out);
+  for (size_t i = 0; i < done; ++i) {
+    for (Copy& copy : copies[i]) {
+      carry_out(copy);
+      if (is_checking_races) races.copy(current, reinterpret_cast<uintptr_t>(copy.shared), true);
+    }
+  }
   copies.erase(copies.begin(), copies.begin() + done);
 }
 
@@ -435,6 +466,9 @@ extern "C" void count_banks(bool counting, emulator::BankCounts* counts) {
   memset(emulator::banks.counts, 0, sizeof(emulator::banks.counts));
   emulator::is_counting = counting;
 }
+
+// Whether each access is checked for races from now on.
+extern "C" void check_races(bool checking) { emulator::is_checking_races = checking; }
 
 // ------------------------------------------------------------------------------------------- reads
 // The compiler calls these before each read of a kernel, as it calls the run-time library of the address sanitizer. A
@@ -454,22 +488,31 @@ extern "C" void watch_reads(uintptr_t from, uintptr_t to) {
 
 extern "C" size_t reads_of(size_t bytes) { return emulator::watched_reads[bytes]; }
 
-// Of products, and of the emulator's own cases, each write too (build.py): shared memory is theirs to the byte.
+// Before each write too: shared memory is a kernel's to the byte.
 
 namespace emulator {
 
 static void on_read(const void* address, size_t size, const void* code) {
-  if (!is_shared(address, size, kLoad, code)) check_read(address, size);
+  if (is_shared(address, size, kLoad, code)) return;
+  check_read(address, size);
+  if (running != nullptr && !is_on_stack_of_fiber(reinterpret_cast<uintptr_t>(address)))
+    check_race(address, size, false, false);
+}
+
+static void on_write(const void* address, size_t size, const void* code) {
+  if (!is_shared(address, size, kStore, code) && running != nullptr &&
+      !is_on_stack_of_fiber(reinterpret_cast<uintptr_t>(address)))
+    check_race(address, size, true, false);
 }
 
 }  // namespace emulator
 
-#define ACCESS(size)                                                                   \
-  extern "C" void __asan_load##size##_noabort(const void* address) {                   \
-    emulator::on_read(address, size, __builtin_return_address(0));                     \
-  }                                                                                    \
-  extern "C" void __asan_store##size##_noabort(const void* address) {                  \
-    emulator::is_shared(address, size, emulator::kStore, __builtin_return_address(0)); \
+#define ACCESS(size)                                                  \
+  extern "C" void __asan_load##size##_noabort(const void* address) {  \
+    emulator::on_read(address, size, __builtin_return_address(0));    \
+  }                                                                   \
+  extern "C" void __asan_store##size##_noabort(const void* address) { \
+    emulator::on_write(address, size, __builtin_return_address(0));   \
   }
 ACCESS(1)
 ACCESS(2)
@@ -480,7 +523,7 @@ extern "C" void __asan_loadN_noabort(const void* address, size_t size) {
   emulator::on_read(address, size, __builtin_return_address(0));
 }
 extern "C" void __asan_storeN_noabort(const void* address, size_t size) {
-  emulator::is_shared(address, size, emulator::kStore, __builtin_return_address(0));
+  emulator::on_write(address, size, __builtin_return_address(0));
 }
 extern "C" void __asan_handle_no_return() {}
 extern "C" void __asan_before_dynamic_init(const char*) {}

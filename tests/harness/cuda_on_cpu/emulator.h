@@ -74,6 +74,8 @@ void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes
 
 char* shared_memory();
 bool block_barrier(bool value, const char* name);  // whether any thread gave true
+void fence();
+unsigned atomic_add(unsigned* address, unsigned value);
 uint64_t warp_shuffle(unsigned mask, uint64_t bits, unsigned source_lane, const char* name);
 
 // The bytes that each of the 32 lanes gave. Every lane gets all of them, until it calls again.
@@ -189,8 +191,8 @@ inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const v
 
 inline void __syncthreads() { emulator::block_barrier(false, "__syncthreads"); }
 inline int __syncthreads_or(int value) { return emulator::block_barrier(value != 0, "__syncthreads_or"); }
-inline void __threadfence() {}
-inline unsigned atomicAdd(unsigned* address, unsigned value) { return (*address += value) - value; }
+inline void __threadfence() { emulator::fence(); }
+inline unsigned atomicAdd(unsigned* address, unsigned value) { return emulator::atomic_add(address, value); }
 
 namespace emulator {
 

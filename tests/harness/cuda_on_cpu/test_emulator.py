@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 from pathlib import Path
@@ -15,6 +16,7 @@ from .backend import ORDERS
 from .banks import counted
 from .build import BUILD, missing_headers
 from .cases import library, run
+from .races import checked
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 orders = pytest.mark.parametrize("order", ORDERS)
@@ -220,6 +222,31 @@ def test_cycles_of_shared_memory(name: str, what: str, phases: int, cycles: int)
     with counted(library()) as counts:
         run(name, "shuffled", _inputs(), torch.zeros(1024, dtype=torch.float64), block=32, shared=8192)
     assert counts[what] == (phases, cycles)
+
+
+# What a launch of one block of 64 threads, or of some, does with shared memory or with the memory of other blocks.
+RACES = {
+    "rotate_without_barrier": "shared memory that thread .* of block 0 (wrote|read)",
+    "hasty_sums": "shared memory that thread.* (wrote|read)",
+    "neighbours_through_shared_memory": "shared memory that thread .* of block 0 (wrote|read)",
+    "staged_copies_without_wait": "reads shared memory that a copy of thread .* of block 0 may still write",
+    "staged_copies_into_what_is_read": "shared memory that .* of block 0 (may still write|wrote|read)",
+    "last_block_without_the_first_fence": "reads global memory that thread 0 of block . wrote",
+    "last_block_without_the_second_fence": "global memory that thread 0 of block . wrote",
+    "last_block_with_a_late_fence": "thread [1-6] of block . reads global memory that thread 0 of block . wrote",
+}
+
+
+@orders
+@pytest.mark.parametrize("name", ["min_and_sum", "rotate", "staged_copies", "last_block", *RACES])
+def test_races(order: str, name: str) -> None:
+    """Whether the results are right in this order or not."""
+    grid = 7 if name.startswith("last_block") else 1
+    x = _inputs(grid * 64 if grid > 1 else 256)
+    with checked(library()), contextlib.ExitStack() as stack:
+        if name in RACES:
+            stack.enter_context(pytest.raises(RuntimeError, match=f"race: .*{RACES[name]}, and nothing orders the two"))
+        run(name, order, x, torch.zeros(512, dtype=torch.float64), grid=grid, block=64, shared=2048)
 
 
 @orders
