@@ -127,8 +127,9 @@ def compile_sources(targets: Targets, sources: Sequence[Path]) -> dict[str, Comp
 
 
 def _command(compiler: str, source: Path, targets: Targets, known: Sequence[str]) -> tuple[list[str], list[str]]:
-    if targets is OTHERS and source.stem.startswith("matmul"):  # by far the longest to compile
-        targets = {"80": ("80",)}
+    if source.stem.startswith("matmul"):  # by far the longest to compile: for sm_120 too at night
+        targets = {"80": ("80",)} if targets is OTHERS else targets
+        targets = {"80": (*REST["80"], "120")} if targets is REST else targets
     of_ptx = {ptx: [arch for arch in archs if f"sm_{arch}" in known] for ptx, archs in targets.items()}
     gencode = []
     for ptx, archs in of_ptx.items():
