@@ -216,6 +216,7 @@ class Layout(NamedTuple):
     buckets: list[tuple[Form, Tensor]]  # the chunk entries of each form
     partials: Tensor  # fp64, a sum of squares for each chunk
     block: Block  # on the device; the key is already in it
+    streams: set[int]  # that the allocator knows to use this memory
 
 
 class NativePlan(Plan):
@@ -399,13 +400,13 @@ class NativePlan(Plan):
             buckets.append((form, entries[begin:end]))
             begin = end
         partials = torch.zeros(len(rows), dtype=torch.float64, device=self.device)
-        block = self._host if self.device.type == "cpu" else self._block_on_device()
-        return Layout(self._key.clone(), chunks.size, entries, buckets, partials, block)
+        is_host = self.device.type == "cpu"
+        block = self._host if is_host else self._as_block(send(self._ops, self._host.words, self.device))
+        return Layout(self._key.clone(), chunks.size, entries, buckets, partials, block, set())
 
-    def _block_on_device(self) -> Block:
-        """Sends all words of the host's block to a new block on the device."""
+    def _as_block(self, words: Tensor) -> Block:
         assert self._shape is not None
-        return Block.of(send(self._ops, self._host.words, self.device), self._count, *self._shape)
+        return Block.of(words, self._count, *self._shape)
 
     def _kernel_forms(self) -> dict[int, Form]:
         """Returns the form of the kernel that updates each column. Columns with the form `ABSENT` are left out.
@@ -453,8 +454,7 @@ class NativePlan(Plan):
         """Returns the layout of this step and the block on the device. Sends the block if this step has not sent it."""
         layout = self._layout()
         if self._block is None and capturing(self.device):  # a graph gets its own block, which no later step overwrites
-            self._put_rates(layout.block)
-            self._block = self._block_on_device()
+            self._block = self._as_block(torch.empty_like(layout.block.words))
             self._put_rates(self._block)
             resend(self._ops, self._host.words, self._block.words)
             self._kept += [layout, self._block, self._columns, self._relaid, self._rate_tensors]
@@ -464,7 +464,22 @@ class NativePlan(Plan):
             if self._block is not self._host:
                 begin = len(layout.key)
                 resend(self._ops, self._host.words[begin:], self._block.words[begin:])
+        self._keep_for_stream(layout, self._block)
         return layout, self._block
+
+    def _keep_for_stream(self, layout: Layout, block: Block) -> None:
+        """Tells torch's allocator that the current stream uses the scratch memory of this step.
+
+        Another step may have allocated the memory on another stream. If the plan drops the memory, the allocator now
+        waits for this step before it gives the memory to another tensor.
+        """
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        if stream.cuda_stream not in layout.streams:
+            layout.streams.add(stream.cuda_stream)
+            for scratch in (layout.entries, layout.partials, block.words, self.found_inf, self.norm, self.record):
+                scratch.record_stream(stream)
 
     def _put_rates(self, block: Block) -> None:
         """Writes the addresses of the learning rates. A float rate lies in `block`, among the hyper-parameters."""

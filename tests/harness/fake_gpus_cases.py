@@ -521,6 +521,46 @@ def test_a_capture_loads_and_waits_for_nothing(fake_gpus: Any, family: Any, prep
     assert not any(map(torch.equal, before, optimizer.param_groups[0]["params"]))
 
 
+class Arguments(TorchDispatchMode):
+    """Collects the addresses of tensors that the kernels of tables get."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.addresses: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().split("::_")[-1] in ("unscale_table_", "update_table_", "send_"):
+            self.addresses |= {
+                arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, Tensor) and arg.is_cuda
+            }
+        return func(*args, **(kwargs or {}))
+
+
+def test_scratch_memory_is_kept_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a plan allocated on one stream and drops after a step on another: torch's allocator must know the other."""
+    recorded: dict[int, set[int]] = {}
+
+    def record(tensor: Tensor, stream: Any) -> None:
+        recorded.setdefault(stream.cuda_stream, set()).add(tensor.untyped_storage().data_ptr())
+
+    monkeypatch.setattr(Tensor, "record_stream", record)
+    optimizer = amp_kernels.optim.FusedAdam(parameters("cuda"), lr=0.5, max_grad_norm=1.0)
+    optimizer.step()
+    side = torch.cuda.Stream("cuda:0")
+    with torch.cuda.stream(side), Arguments() as used:
+        optimizer.step()
+    assert len(used.addresses) >= 6 and used.addresses <= recorded[side.cuda_stream]
+
+
+def test_a_capture_sends_its_table_once(fake_gpus: Any) -> None:
+    optimizer = amp_kernels.optim.FusedSGD(parameters("cuda"), lr=0.1)
+    optimizer.init_state()
+    fake_gpus.reset()
+    with fake_gpus.capture():
+        optimizer.step()
+    assert sum(count for name, count in fake_gpus.launches(0).items() if name.startswith("send_kernel")) == 1
+
+
 def test_a_capture_sends_a_long_table(fake_gpus: Any) -> None:
     """Words of more than 500 parameters travel by another kernel than those of a few (csrc/cuda/send.cu)."""
     params = [torch.nn.Parameter(fp32(1)) for _ in range(600)]

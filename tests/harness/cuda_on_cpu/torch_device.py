@@ -239,6 +239,7 @@ def _replace_functions_of_torch() -> None:
     for name, function in functions.items():
         setattr(torch.cuda, name, function)
     torch.cuda._initialized = True
+    torch.Tensor.record_stream = lambda self, stream: None  # memory that is freed here is never given away again
     torch.UntypedStorage.clone = lambda self: _copied(self, self.device)
     torch.storage._to = lambda self, device, non_blocking=False: (
         self if self.device == torch.device(device) else _copied(self, torch.device(device))
