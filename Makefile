@@ -10,6 +10,7 @@ PYTEST_ARGS ?=
 # a CUDA build of torch pins other versions of the same packages.
 TOOLKIT := nvidia-cuda-nvcc==13.0.88 nvidia-nvvm==13.0.88 nvidia-cuda-crt==13.0.88 \
 	nvidia-cuda-runtime==13.0.96 nvidia-cuda-cccl==13.0.85
+CUDA_12 := nvidia-cuda-runtime-cu12==12.6.77 nvidia-cuda-nvcc-cu12==12.6.85 nvidia-cuda-cccl-cu12==12.6.77
 # The oldest that pyproject.toml allows, for tests of its launcher. In a folder of its own too.
 OLDEST_TRITON := triton==3.6.0
 SOURCES := setup.py pyproject.toml $(shell find csrc -type f)
@@ -32,11 +33,12 @@ test test-slow:
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \
 	$(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder $(SLOW) $(PYTEST_ARGS)
 
-# What CI has no time for: every test of a device on the emulator's GPUs, random programs under AddressSanitizer, the
-# wheel under today's torch, today's trainers, the pages in a browser. What is short comes first.
+# What CI has no time for: every test of a device on the emulator's GPUs, CUDA sources read by clang (Debian's clang-19,
+# if it is there) with headers of CUDA 12, random programs under AddressSanitizer, the wheel under today's torch, today's
+# trainers, the pages in a browser. What is short comes first.
 # The tests on the emulator are few and long: each process takes the next one, of whatever file.
 nightly: SLOW := -m nightly --dist load
-nightly: test
+nightly: $(VENV)/cuda12 test
 	$(MAKE) docs-browser
 	$(MAKE) test-clients
 	$(MAKE) test-matrix MATRIX=torch
@@ -175,6 +177,12 @@ $(VENV)/toolkit: $(VENV)/made
 	mkdir -p $@
 	command -v nvcc || test -x "$$CUDA_HOME/bin/nvcc" || $(BIN)/pip install -q --target $@ $(TOOLKIT) || \
 	  echo 'no nvcc here and none to install: what needs it is skipped'
+	touch $@
+
+# Headers of CUDA 12 for clang. There is no wheel of its nvcc.
+$(VENV)/cuda12: $(VENV)/made
+	mkdir -p $@
+	$(BIN)/pip install -q --no-deps --target $@ $(CUDA_12) || echo 'no headers of CUDA 12 to install: their test is skipped'
 	touch $@
 
 $(VENV)/oldest_triton: $(VENV)/made

@@ -246,7 +246,7 @@ __device__ __forceinline__ void store_each(T* p, const Vector<T, N>& elements, i
 // ---------------------------------------------------------------------------------- architectures
 
 // Whether this code is compiled for an architecture before `sm` (80 for sm_80). nvcc evaluates it at compile time.
-__device__ __forceinline__ bool compiled_before(int sm) {
+__device__ __forceinline__ bool compiled_before([[maybe_unused]] int sm) {
 #ifdef AMP_KERNELS_CUDA_ON_CPU
   return emulator::compiled_for < sm;
 #elif defined(__CUDA_ARCH__)

@@ -91,7 +91,7 @@ AMP_KERNELS_HD Affine affine_of(const Extremes& group, bool symmetric) {
   const bool has_inverse = is_finite & ((float_bits(inverse) & 0x7fffffffu) < kInfinityBits);
   const float zero = rintf(add_rn(-128.0f, -multiply_rn(group.low, inverse)));
   const float bounded = zero < -128.0f ? -128.0f : zero > 127.0f ? 127.0f : zero;
-  const float known = has_inverse & !symmetric ? bounded : 0.0f;
+  const float known = (has_inverse & !symmetric) ? bounded : 0.0f;
   return {is_finite ? (has_inverse ? scale : 1.0f) : nan, has_inverse ? inverse : 0.0f, static_cast<int>(known),
           lowest_code(symmetric)};
 }
