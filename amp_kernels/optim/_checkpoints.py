@@ -76,16 +76,17 @@ class WithCheckpoints(WithState):
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
         Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter looks like bf16
-        if at least half of its nonzero elements are bf16 numbers. (One in eight random fp16 numbers is also a bf16
-        number.) A parameter that looks like bf16 counts as bf16 if at least 16 of its elements are nonzero, or if all
-        fp32 parameters with a remainder look like bf16. All others count as fp16.
+        if at least as many of its elements are bf16 numbers as are fp16 numbers. An fp16 parameter rarely looks so: one
+        in eight random fp16 numbers is also a bf16 number. A parameter that looks like bf16 counts as bf16 if at least
+        16 of its elements are nonzero, or if all fp32 parameters with a remainder look like bf16. All others count as
+        fp16.
         """
         params = [
             p
             for _, _, p in self._named_parameters()
             if p.dtype is torch.float32 and "remainder" in self.state.get(p, ())
         ]
-        are_bf16 = {p: _is_mostly(local(p), torch.bfloat16) for p in params}
+        are_bf16 = {p: _looks_like_bf16(local(p)) for p in params}
         usual = torch.bfloat16 if all(are_bf16.values()) else torch.float16
         return {
             p: (torch.bfloat16 if int(local(p).count_nonzero()) >= 16 else usual) if is_bf16 else torch.float16
@@ -280,7 +281,7 @@ def _exported(step: Any) -> Tensor:
     return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
 
 
-def _is_mostly(plain: Tensor, dtype: torch.dtype) -> bool:
-    """Whether at least half of the nonzero elements can be represented in `dtype`."""
-    numbers = plain[plain != 0]
-    return 2 * int((numbers.to(dtype).float() == numbers).sum()) >= numbers.numel()
+def _looks_like_bf16(weights: Tensor) -> bool:
+    """Whether at least as many elements are bf16 numbers as are fp16 numbers."""
+    bf16, fp16 = (int((weights.to(dtype).float() == weights).sum()) for dtype in (torch.bfloat16, torch.float16))
+    return bf16 >= fp16

@@ -537,7 +537,7 @@ class Arguments(TorchDispatchMode):
 
 
 def test_scratch_memory_is_kept_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a plan allocated on one stream and drops after a step on another: torch's allocator must know the other."""
+    """A plan may drop memory of one stream after a step on another, of which the allocator must know."""
     recorded: dict[int, set[int]] = {}
 
     def record(tensor: Tensor, stream: Any) -> None:

@@ -83,6 +83,19 @@ def test_training_continues_bit_for_bit(device, family, dtype, at, order):
     assert_same(snapshot(resumed), snapshot(optimizer))
 
 
+@low_dtypes
+def test_masters_saved_while_a_few_weights_are_fp32(device, dtype):
+    """Most of the fp16 weights are bf16 numbers too: a cast to fp32 must not lose which dtype they had."""
+    weight = torch.nn.Parameter(torch.tensor([0.5, 0.25, 1.0, 0.1], device=device).to(dtype))
+    optimizer = amp_kernels.optim.FusedSGD([weight], lr=1.0)
+    weight.grad = torch.full_like(weight, 2.0**-20)
+    optimizer.step()
+    master = optimizer.master(weight).clone()
+    assert not torch.equal(master, weight.float())
+    weight.data = weight.data.float()
+    assert torch.equal(optimizer.state_dict()["state"][0]["master"], master)
+
+
 @optimizers
 @low_dtypes
 def test_masters_and_states_stay_fp32(device, family, dtype):
