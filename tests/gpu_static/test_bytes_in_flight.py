@@ -94,8 +94,8 @@ def test_updates_ask_for_everything_before_they_wait(kernels: Mapping[str, list[
 
 
 def test_updates_draw_their_ticket_behind_a_barrier(kernels: Mapping[str, list[nvcc.Kernel]]) -> None:
-    """Else a thread of the block could read a count that the last block has raised. On the emulator, where blocks run
-    one by one, none could."""
+    """Else a thread of the block could read a count that the last block has raised. test_races.py sees that in the
+    sources; this is what nvcc made of them."""
     for name, code in named(kernels["update"]).items():
         opcodes = [instruction.opcode for instruction in sass.instructions(code)]
         ticket = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("ATOM"))
