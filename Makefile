@@ -179,7 +179,7 @@ $(VENV)/toolkit: $(VENV)/made
 	  echo 'no nvcc here and none to install: what needs it is skipped'
 	touch $@
 
-# Headers of CUDA 12 for clang. There is no wheel of its nvcc.
+# Headers of CUDA 12 for clang. The wheel of its nvcc has headers and ptxas, and no nvcc.
 $(VENV)/cuda12: $(VENV)/made
 	mkdir -p $@
 	$(BIN)/pip install -q --no-deps --target $@ $(CUDA_12) || echo 'no headers of CUDA 12 to install: their test is skipped'

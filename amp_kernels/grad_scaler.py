@@ -533,7 +533,8 @@ class GradScaler(torch.amp.GradScaler):
 
         Raises:
             TypeError: `new_scale` is neither a number nor a tensor.
-            ValueError: `new_scale` is a number below 0, inf or NaN, or a tensor of another kind.
+            ValueError: `new_scale` is a number below 0, above the largest fp32 number or NaN. Or it is a tensor with
+                several elements, on another device, or one that requires a gradient.
             AssertionError: There is no scale yet, because `scale` was not called. Or `new_scale` is None, and nothing
                 was checked since the last `update`: `step` was not called, and no call of `unscale_` found a gradient.
         """

@@ -128,7 +128,7 @@ def send(ops: Kernels, host: Tensor, device: torch.device) -> Tensor:
 
 
 def resend(ops: Kernels, host: Tensor, to: Tensor) -> None:
-    """Copy `host` over `to`, which is a result of `send`."""
+    """Copy `host` over `to`, which has as many bytes, a multiple of 8."""
     if to.device.type == "cpu":
         to.copy_(host)
     else:

@@ -76,10 +76,10 @@ class WithCheckpoints(WithState):
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
 
         Remainders are int16 for fp16 and bf16 alike, so the guess is made from the weights. A parameter looks like bf16
-        if at least as many of its elements are bf16 numbers as are fp16 numbers. An fp16 parameter rarely looks so: one
-        in eight random fp16 numbers is also a bf16 number. A parameter that looks like bf16 counts as bf16 if at least
-        16 of its elements are nonzero, or if all fp32 parameters with a remainder look like bf16. All others count as
-        fp16.
+        if at least as many of its elements are bf16 numbers as are fp16 numbers. One in eight random fp16 numbers is
+        also a bf16 number, so an fp16 parameter with many different values does not look like bf16. A parameter that
+        looks like bf16 counts as bf16 if it has at least 16 different values, or if all fp32 parameters with a
+        remainder look like bf16. All others count as fp16.
         """
         params = [
             p
@@ -89,7 +89,7 @@ class WithCheckpoints(WithState):
         are_bf16 = {p: _looks_like_bf16(local(p)) for p in params}
         usual = torch.bfloat16 if all(are_bf16.values()) else torch.float16
         return {
-            p: (torch.bfloat16 if int(local(p).count_nonzero()) >= 16 else usual) if is_bf16 else torch.float16
+            p: (torch.bfloat16 if _has_many_values(local(p)) else usual) if is_bf16 else torch.float16
             for p, is_bf16 in are_bf16.items()
         }
 
@@ -279,6 +279,10 @@ def _exported(step: Any) -> Tensor:
     """Returns a count of steps as torch saves it: a 0-dim fp32 tensor on the CPU."""
     is_count = isinstance(step, Tensor) and step.dtype is torch.int32
     return (unsigned(step) if is_count else torch.as_tensor(step)).to("cpu", torch.float32).view(())
+
+
+def _has_many_values(weights: Tensor) -> bool:
+    return weights.flatten()[:65536].unique().numel() >= 16  # sorting all weights of a large layer would take seconds
 
 
 def _looks_like_bf16(weights: Tensor) -> bool:

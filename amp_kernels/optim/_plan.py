@@ -464,22 +464,26 @@ class NativePlan(Plan):
             if self._block is not self._host:
                 begin = len(layout.key)
                 resend(self._ops, self._host.words[begin:], self._block.words[begin:])
-        self._keep_for_stream(layout, self._block)
+        self._keep_for_stream(layout)
         return layout, self._block
 
-    def _keep_for_stream(self, layout: Layout, block: Block) -> None:
+    def _keep_for_stream(self, layout: Layout) -> None:
         """Tells torch's allocator that the current stream uses the scratch memory of this step.
 
-        Another step may have allocated the memory on another stream. If the plan drops the memory, the allocator now
-        waits for this step before it gives the memory to another tensor.
+        The memory may have been allocated on another stream. After this call, if the plan drops the memory, the
+        allocator waits for the current stream before it gives the memory to another tensor. A block that a capture
+        allocated is not dropped.
         """
         if self.device.type != "cuda":
             return
         stream = torch.cuda.current_stream(self.device)
+        copies = [copy for _, copy in self._relaid]
+        used = copies + [column.param for column in self._columns.values() if column.is_mirrored]
         if stream.cuda_stream not in layout.streams:
             layout.streams.add(stream.cuda_stream)
-            for scratch in (layout.entries, layout.partials, block.words, self.found_inf, self.norm, self.record):
-                scratch.record_stream(stream)
+            used += [layout.entries, layout.partials, layout.block.words, self.found_inf, self.norm, self.record]
+        for scratch in used:
+            scratch.record_stream(stream)
 
     def _put_rates(self, block: Block) -> None:
         """Writes the addresses of the learning rates. A float rate lies in `block`, among the hyper-parameters."""

@@ -1,7 +1,6 @@
-// The pattern of csrc/cuda/portable.h's is_last_block() for Relacy, which runs its threads in every way that the memory
-// model of C++ allows: two blocks of two threads. That model has the fences of PTX, and atomic operations like its
-// atomicAdd, which is relaxed. test_litmus.py puts the function's own text into is_last_block.h, and prints "sound" or
-// what Relacy found.
+// is_last_block() of csrc/cuda/portable.h for Relacy, a checker of the memory model of C++: two blocks of two threads, in
+// 20,000 random runs. Like PTX, that model has fences and relaxed atomic operations. test_litmus.py puts the function's
+// own text into is_last_block.h. The program prints "sound" or what Relacy found.
 #include <relacy/relacy.hpp>
 
 namespace {

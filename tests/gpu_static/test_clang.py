@@ -5,6 +5,7 @@ It is a second front end: CUDA 12 has no nvcc among the packages of PyPI, and nv
 
 from __future__ import annotations
 
+import platform
 import shutil
 import subprocess
 import sysconfig
@@ -15,12 +16,12 @@ import torch
 
 ROOT = Path(__file__).parents[2]
 HEADERS = ROOT / ".venv" / "cuda12"  # make nightly installs them
-CLANG = shutil.which("clang++-19") or shutil.which("clang++")
-KERNELS, OPERATORS = sorted((ROOT / "csrc" / "cuda").glob("*.cu")), sorted((ROOT / "csrc").glob("*/*.cpp"))
+CLANG = shutil.which("clang++-19")
+KERNELS, OPERATORS = sorted((ROOT / "csrc" / "cuda").glob("*.cu")), sorted((ROOT / "csrc").rglob("*.cpp"))
 
 pytestmark = [
     pytest.mark.nightly,
-    pytest.mark.skipif(CLANG is None, reason="there is no clang++: apt-get install clang-19"),
+    pytest.mark.skipif(CLANG is None, reason="there is no clang++-19: apt-get install clang-19"),
     pytest.mark.skipif(not (HEADERS / "nvidia").exists(), reason=f"there are no headers in {HEADERS}: make nightly"),
 ]
 
@@ -52,17 +53,19 @@ def read(*arguments: str) -> None:
 @pytest.mark.parametrize("arch", [75, 90])
 @pytest.mark.parametrize("source", KERNELS, ids=lambda path: path.stem)
 def test_kernels(source: Path, arch: int, toolkit: Path) -> None:
-    of_cuda = ["-x", "cuda", f"--cuda-path={toolkit}", "-nocudalib", f"--cuda-gpu-arch=sm_{arch}"]
+    flags = ["-x", "cuda", f"--cuda-path={toolkit}", "-nocudalib", f"--cuda-gpu-arch=sm_{arch}"]
     # clang 19 knows CUDA up to 12.5, without __grid_constant__. It would launch kernels as CUDA 9 does if it knew none.
-    of_cuda += ["-Wno-unknown-cuda-version", "-Wno-unknown-attributes", "-Xclang", "-target-sdk-version=12.5"]
-    read(*of_cuda, str(source))
+    flags += ["-Wno-unknown-cuda-version", "-Wno-unknown-attributes", "-Xclang", "-target-sdk-version=12.5"]
+    read(*flags, str(source))
 
 
 @pytest.mark.parametrize("source", OPERATORS, ids=lambda path: f"{path.parent.name}-{path.stem}")
 def test_operators(source: Path, toolkit: Path) -> None:
-    of_torch = Path(torch.__file__).parent / "include"
-    folders = [toolkit / "include", of_torch, of_torch / "torch/csrc/api/include", Path(sysconfig.get_path("include"))]
+    torch_include = Path(torch.__file__).parent / "include"
+    folders = [toolkit / "include", torch_include, torch_include / "torch/csrc/api/include"]
+    folders.append(Path(sysconfig.get_path("include")))
     includes = [argument for folder in folders for argument in ("-isystem", str(folder))]
     # libstdc++ 12 uses what it deprecates in std::stable_sort.
     macros = ["-DUSE_CUDA", "-DTORCH_TARGET_VERSION=0x020a000000000000", "-Wno-deprecated-declarations"]
-    read(*macros, "-march=x86-64-v3", *includes, str(source))
+    architecture = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+    read(*macros, *architecture, *includes, str(source))

@@ -26,7 +26,7 @@ def test_every_row_is_read() -> None:
 def test_a_row_is_what_the_model_says(row: tuple[str, ...]) -> None:
     total, read, kilobytes, needed, instructions, margin = map(float, row[1:7])
     rate = COPY * read / total / MULTIPROCESSORS  # that a multiprocessor has to read with
-    assert needed == round(rate * LATENCY / 1000)
+    assert needed == round(rate * LATENCY / 1024)
     in_flight = 1024 * kilobytes
     issuing = in_flight / read * instructions / LANES / CLOCK
     model = in_flight / (LATENCY + issuing) / rate

@@ -537,7 +537,10 @@ class Arguments(TorchDispatchMode):
 
 
 def test_scratch_memory_is_kept_for_each_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A plan may drop memory of one stream after a step on another, of which the allocator must know."""
+    """A plan may drop memory after a step on another stream than the one it was allocated on.
+
+    torch's allocator must know of both.
+    """
     recorded: dict[int, set[int]] = {}
 
     def record(tensor: Tensor, stream: Any) -> None:
@@ -550,6 +553,14 @@ def test_scratch_memory_is_kept_for_each_stream(monkeypatch: pytest.MonkeyPatch)
     with torch.cuda.stream(side), Arguments() as used:
         optimizer.step()
     assert len(used.addresses) >= 6 and used.addresses <= recorded[side.cuda_stream]
+    gaps = torch.nn.Parameter(fp32(3, 8)[:, ::2])  # the kernel updates a copy of it,
+    gaps.grad = fp32(4, 3).t()  # and reads a copy of this
+    before = len(recorded[side.cuda_stream])
+    optimizer.add_param_group({"params": [gaps]})
+    optimizer.step()
+    with torch.cuda.stream(side):
+        optimizer.step()
+    assert len(recorded[side.cuda_stream]) >= before + 2 + 5  # and the memory of a new plan
 
 
 def test_a_capture_sends_its_table_once(fake_gpus: Any) -> None:

@@ -43,8 +43,7 @@ Targets = Mapping[str, Sequence[str]]
 HOPPER: Targets = {"90": ("90",)}
 TURING: Targets = {"75": ("75",)}
 OTHERS: Targets = {"80": ("80", "120")}
-# Compiled by `make nightly` alone: 86 and 89 are near relatives of 80, and what is compiled for 100 and 110 comes from
-# the PTX of 80 too.
+# Compiled by `make nightly` alone. 86 and 89 are near relatives of 80. No source has code of its own for 100 or 110.
 REST: Targets = {"80": ("86", "89", "100", "110")}
 
 

@@ -84,16 +84,21 @@ def test_training_continues_bit_for_bit(device, family, dtype, at, order):
 
 
 @low_dtypes
-def test_masters_saved_while_a_few_weights_are_fp32(device, dtype):
-    """Most of the fp16 weights are bf16 numbers too: a cast to fp32 must not lose which dtype they had."""
-    weight = torch.nn.Parameter(torch.tensor([0.5, 0.25, 1.0, 0.1], device=device).to(dtype))
-    optimizer = amp_kernels.optim.FusedSGD([weight], lr=1.0)
-    weight.grad = torch.full_like(weight, 2.0**-20)
+@pytest.mark.parametrize("others", [0, 100], ids=["a few weights", "a layer norm"])
+def test_masters_saved_while_weights_are_fp32(device, dtype, others):
+    """Fp16 weights may be bf16 numbers too: a cast to fp32 must not lose which dtype they had."""
+    weights = [torch.tensor([0.5, 0.25, 1.0, 0.1]), *([torch.ones(others)] if others else [])]
+    params = [torch.nn.Parameter(w.to(device, dtype)) for w in weights]
+    optimizer = amp_kernels.optim.FusedSGD(params, lr=1.0)
+    for p in params:
+        p.grad = torch.full_like(p, 2.0**-20)
     optimizer.step()
-    master = optimizer.master(weight).clone()
-    assert not torch.equal(master, weight.float())
-    weight.data = weight.data.float()
-    assert torch.equal(optimizer.state_dict()["state"][0]["master"], master)
+    masters = [optimizer.master(p).clone() for p in params]
+    for i, p in enumerate(params):
+        assert not torch.equal(masters[i], p.float())
+        p.data = p.data.float()
+    saved = optimizer.state_dict()["state"]
+    assert all(torch.equal(saved[i]["master"], master) for i, master in enumerate(masters))
 
 
 @optimizers

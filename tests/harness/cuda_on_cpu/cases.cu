@@ -109,8 +109,8 @@ __global__ void shuffle_from_an_unnamed_lane(const double* in, double* out) {
   if (threadIdx.x % 32 < 16) out[threadIdx.x] = __shfl_xor_sync(0x0000ffffu, in[threadIdx.x], 16);
 }
 
-// is_last_block() of csrc/cuda/portable.h, and what it becomes without its fences, or with the second of them, by all
-// threads, behind the barrier.
+// is_last_block() of csrc/cuda/portable.h (kBoth), without one of its fences, and with the second fence behind the
+// barrier, by all threads (kSecondLate).
 enum class Fences { kBoth, kOnlySecond, kOnlyFirst, kSecondLate };
 template <Fences kFences>
 __device__ bool is_last(unsigned* counter) {

@@ -236,13 +236,17 @@ void run(const void* address, unsigned grid, unsigned block, size_t shared_bytes
 
 char* shared_memory() { return reinterpret_cast<char*>(shared); }
 
+static void report_race(const std::string& what, const char* does, bool in_shared) {
+  if (what.empty()) return;
+  fail("race: " + thread_name(current) + does + (in_shared ? "shared" : "global") + " memory " + what +
+       ", and nothing orders the two");
+  suspend();
+}
+
 static void check_race(const void* address, size_t bytes, bool writes, bool in_shared) {
   if (!is_checking_races) return;
   const std::string what = races.note(current, reinterpret_cast<uintptr_t>(address), bytes, writes, in_shared);
-  if (what.empty()) return;
-  fail("race: " + thread_name(current) + (writes ? " writes " : " reads ") + (in_shared ? "shared" : "global") +
-       " memory " + what + ", and nothing orders the two");
-  suspend();
+  report_race(what, writes ? " writes " : " reads ", in_shared);
 }
 
 // Whether these bytes are shared memory; then they must be of what the block asked for.
@@ -320,7 +324,8 @@ void fence() {
 }
 
 unsigned atomic_add(unsigned* address, unsigned value) {
-  if (is_checking_races) races.atomic(current, reinterpret_cast<uintptr_t>(address));
+  check_read(address, 4);  // no kernel has atomic operations on shared memory
+  if (is_checking_races) report_race(races.atomic(current, reinterpret_cast<uintptr_t>(address)), " changes ", false);
   return (*address += value) - value;
 }
 
@@ -440,6 +445,7 @@ void copy_async(char* shared_address, const char* global, int bytes) {
     suspend();
   }
   if (is_checking_races) races.copy(current, reinterpret_cast<uintptr_t>(shared_address), false);
+  check_race(global, bytes, false, false);
   if (order == kBackwards || (order == kShuffled && random_source() % 2 == 0)) carry_out(copy);
   fibers[current].copies.back().push_back(copy);
 }

@@ -1,12 +1,14 @@
 // Which accesses of a launch are ordered. Two accesses of one byte by different threads, at least one of them a write,
-// are a race unless the first happens before the second, whatever order the emulator runs them in. Of the PTX memory
-// model this has what the kernels use:
+// are a race unless the first happens before the second, whatever order the emulator runs them in. These rules are the
+// part of the PTX memory model that the kernels use:
 //
 // - Within a block, a barrier orders what threads did before it with what they do after it. A shuffle orders nothing.
 // - Between blocks, three steps are needed: a fence by a thread of the first block, an atomic operation of this thread
 //   at some address, and later an atomic operation at this address by a thread of the second block, then a fence by
 //   this thread. The first fence covers what its thread did before, and what its block did before the last barrier. The
 //   last fence counts for its thread at once, and for its block from the next barrier on.
+// - Atomic operations do not race with each other. A plain access races with them unless its thread made the last one,
+//   or something above orders it.
 // - A copy by cp.async is a write that goes on until its thread has waited for it.
 #pragma once
 
@@ -48,10 +50,18 @@ class Races {
     self.released[block_].push_back({epoch_, thread, self.fences});
   }
 
-  void atomic(unsigned thread, uintptr_t address) {
+  // Notes an atomic operation on 4 bytes, and returns what it races with, or "".
+  std::string atomic(unsigned thread, uintptr_t address) {
+    for (size_t i = 0; i < 4; ++i) {
+      Cell& cell = global_[address + i];
+      if (cell.is_written && !is_ordered(cell.write, thread)) return "that " + name_of(cell.write) + " wrote";
+      cell.last_atomic = {block_, epoch_, thread, threads_[thread].fences};
+      cell.is_atomic = true;
+    }
     Known& there = atomics_[address];
     add(threads_[thread].seen, there);
     add(there, threads_[thread].released);
+    return "";
   }
 
   // Notes an access, and returns what it races with, or "".
@@ -60,6 +70,8 @@ class Races {
       Cell& cell = (is_shared ? shared_ : global_)[address + i];
       if (cell.is_copied) return "that a copy of " + name_of(cell.write) + " may still write";
       if (cell.is_written && !is_ordered(cell.write, thread)) return "that " + name_of(cell.write) + " wrote";
+      if (cell.is_atomic && !is_ordered(cell.last_atomic, thread))
+        return "that " + name_of(cell.last_atomic) + " changed atomically";
       const Access access{block_, epoch_, thread, threads_[thread].fences};
       if (!writes) {
         add(cell.reads, access);
@@ -92,8 +104,8 @@ class Races {
     unsigned fences;        // how many fences of the thread came before
   };
   struct Cell {
-    Access write;
-    bool is_written = false, is_copied = false;
+    Access write, last_atomic;
+    bool is_written = false, is_copied = false, is_atomic = false;
     std::vector<Access> reads;  // since the last write, the latest of each block: what orders it orders those before
   };
   struct Fence {
