@@ -109,7 +109,7 @@ def clip_job(data: Gradients, function: Callable[..., object], slack: float) -> 
     """From the second run on the norm is the limit and the factor about 1: the values stay."""
     params, limit = data.clones(), data.norm / 2
     for p in params:
-        p.grad = p.detach()  # clipping looks at nothing but the gradients
+        p.grad = p.detach()  # clipping reads only the gradients
     run = partial(function, params, limit)
 
     def check() -> str:

@@ -428,9 +428,11 @@ def _interleave(
 
 
 def _middle_ratio(above: Sequence[float], below: Sequence[float]) -> float:
-    """The median of the ratios of a round. A shared machine's memory may have two speeds, for seconds each (33 and 50
-    GB/s): the median of one contender may then be of slow rounds, that of another of fast ones, and their ratio says
-    nothing."""
+    """The median of the ratios of the rounds.
+
+    It is not the ratio of two medians. The memory of a shared machine may have two speeds (33 and 50 GB/s), each for
+    seconds. Then one contender's median may come from slow rounds and another's from fast ones.
+    """
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 

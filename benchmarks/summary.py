@@ -1,4 +1,4 @@
-"""What the CSVs say: in every case ours beside the fastest peer, losses as well as wins.
+"""Compares amp_kernels with the fastest peer in every case of the CSVs, losses as well as wins.
 
 python -m benchmarks.summary    # writes benchmarks/results/README.md, and the figures in README.md
 """
@@ -86,7 +86,7 @@ def cases(rows: Iterable[Row]) -> list[list[Row]]:
 
 @dataclass(frozen=True)
 class Line:
-    """A case: our row, that of the fastest peer, and of the fastest in fp32 where the case is in fewer bits."""
+    """The rows of a case: amp_kernels, the fastest peer, and for cases of 16 or 8 bits the fastest in fp32."""
 
     ours: Row
     peer: Row | None
@@ -163,7 +163,10 @@ def verdicts(found: Iterable[Line]) -> str:
 
 
 def lines(rows: Iterable[Row]) -> Iterator[Line]:
-    """A line for each case that ours was timed in. Where ours is a whole step under a scaler, so are its peers."""
+    """A line for each case with a time of amp_kernels.
+
+    If that is the time of a whole step under a scaler, the times of the peers are too.
+    """
     for group in cases(timed(rows)):
         ours = next((row for row in group if row["contender"].startswith(OURS)), None)
         if ours is None:

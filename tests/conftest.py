@@ -69,8 +69,8 @@ def _nvcc() -> str | None:
     return None if found else "there is no nvcc in CUDA_HOME or on PATH"
 
 
-# The first version that we support, in a folder of its own beside the one that torch brings (Makefile). Not in
-# sys.prefix: make test-clients runs in another venv, .venv/clients.
+# The oldest Triton that the package supports. It is in a folder of its own (Makefile), because torch brings
+# another one. The folder is not taken from sys.prefix: make test-clients runs in another venv, .venv/clients.
 OLDEST_TRITON = Path(__file__).parents[1] / ".venv" / "oldest_triton"
 
 

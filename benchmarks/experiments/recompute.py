@@ -45,7 +45,7 @@ import matplotlib.pyplot as plt
 from matplotlib.lines import Line2D
 
 LR = 1e-3
-MARGIN = 0.3  # points of accuracy, the most by which the published ones of 16 bits and fp32 differ (experiment 1)
+MARGIN = 0.3  # points: published accuracies in 16 bits and in fp32 differ by at most this (experiment 1)
 STEP, LARGEST, TRAINED = "step", "largest", "trained"
 
 
@@ -97,8 +97,8 @@ CHECKPOINTS = Way("checkpoints", recomputes=True)
 INT8 = Way("int8 kept", saves_int8=True)
 BOTH = Way("int8 checkpoints", recomputes=True, saves_int8=True)
 WAYS = ALL, CHECKPOINTS, INT8, BOTH
-# None of them saves activations in int8. What each has beside it: a backward pass that frees gradients at once, and
-# products in int8, whose inputs could be saved as their codes.
+# No peer saves activations in int8. Each has something related: a backward pass that frees gradients at once, or
+# products in int8, whose inputs could be saved as codes.
 PEERS = (
     Way("flashoptim, gradients released", prepare=_flashoptim),
     Way("bitsandbytes, int8 products", prepare=_bitsandbytes),
@@ -145,7 +145,7 @@ class Training:
         self.optimizer.step()
 
     def memory(self) -> Bytes:
-        """Of a step that changes nothing, besides those of weights and optimizer."""
+        """The bytes that a step takes in addition to weights and optimizer. The step changes nothing."""
         batch = next(self.batches)
         if batch.is_cuda:  # a first pass makes what stays: handles, workspaces
             self.loss(batch).backward()

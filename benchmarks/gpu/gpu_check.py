@@ -65,7 +65,7 @@ GRACE = 10  # between an interrupt, after which pytest says what failed, and the
 # 4,096 bytes for a file, 4,000 characters for the end of what is printed: the same text is both.
 SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
 
-# Ids begin with the place of a test's tensors (tests/conftest.py); those of a CPU say nothing about a GPU.
+# A test's id begins with the place of its tensors (tests/conftest.py). Tests with tensors on a CPU are left out.
 CUDA_TESTS = "[cuda- or [cuda] or [default-on-cuda or test_replayed"
 TRITON_TESTS = "[triton- or [triton]"
 # The cases that the emulator runs, on 3 multiprocessors as there: with all that a large GPU has, the smallest tile does
@@ -166,7 +166,7 @@ class Check:
             path.write_text(self.summary(), "ascii")
 
     def summary(self) -> str:
-        """What passed, what failed with the end of its log, and the ratios that matter, in SUMMARY_BYTES."""
+        """Lists what passed, what failed (with the end of its log), and the main ratios, in SUMMARY_BYTES."""
         lines = [self.machine]
         of = {
             word: [(name, result, s) for name, (result, s) in self.results.items() if result.startswith(word)]

@@ -744,7 +744,7 @@ def test_what_is_printed(capsys, verbosity):
 # ------------------------------------------------------------------------------------------------------------- scripts
 @functools.cache
 def losses_of(name: str, *arguments: str) -> list[float]:
-    """What a script prints, of which one line is changed."""
+    """The losses that a script prints. One of its lines is changed before: the import of apex."""
     source = (SCRIPTS / name).read_text()
     assert source.count("from apex import amp\n") == 1
     done = subprocess.run(

@@ -658,8 +658,8 @@ def test_a_broadcast_that_no_counter_shows(dtype):
 
 
 # ----------------------------------------------------------------------------------------- 16-bit weights of odd sizes
-# Gradients are exact in 16 bits, and so are their sums. The distance from one process in fp64 is then that of fp32,
-# with ours and with torch's, and no lost remainder hides in it.
+# Gradients and their sums are exact in 16 bits. So a run with several processes differs from one process in fp64 only
+# by rounding in fp32, and a lost remainder shows.
 ODD = ((5, 3), (1, 7), (3,), (1,), (33, 3))  # of two ranks uneven and empty shards; in a bucket at odd addresses
 RUNS = (
     (FusedSGD, torch.float16),

@@ -1,12 +1,12 @@
 """How long the products wait for the banks of shared memory, by the emulator's count (cuda_on_cpu/banks.h).
 
-A swizzle or a padding that misses its aim changes no result. What kernels do to shared memory is of one kind in the
-main loop and of another in the epilogue, so that the table tells them apart:
+A wrong swizzle or padding changes no result. The main loop and the epilogue of a kernel use different instructions, so
+the table tells them apart:
 
     ldmatrix, cp.async                       operands; int8_linear loads them 4 and 8 bytes at a time
     store of 8 bytes, load of 16 bytes       fragments of sums, which leave as rows; int8_linear stores 4 bytes
 
-What one of a thread's accesses is, nvcc decides by the same rule as the emulator: the SASS of the tiles has STS.64 and
+nvcc joins neighbouring accesses of a thread by the same rule as the emulator: the SASS of the tiles has STS.64 and
 LDS.128 where this table has 8 and 16 bytes.
 """
 

@@ -1,8 +1,9 @@
 """The emulator's tensor cores hold numbers where a GPU's do.
 
-The tables are those of the PTX ISA ("Matrix Fragments for mma.m16n8k16 with floating point type", "Matrix Fragments for
-mma.m16n8k32", "ldmatrix"), written down from its text and not from our kernels: those agree with an emulator that makes
-the same mistake. `i` counts the elements of a lane's fragment, the lowest bits of the first register first.
+The tables come from the text of the PTX ISA ("Matrix Fragments for mma.m16n8k16 with floating point type", "Matrix
+Fragments for mma.m16n8k32", "ldmatrix"). They do not come from the kernels, because a kernel would agree with an
+emulator that makes the same mistake. `i` counts the elements of a lane's fragment, the lowest bits of the first
+register first.
 """
 
 from __future__ import annotations

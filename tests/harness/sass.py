@@ -1,8 +1,8 @@
 """Reads a kernel's machine code (SASS): its instructions, its loops, and how many bytes it has in flight when it waits.
 
-A load does not stop a thread; the first instruction that reads its register does. So a thread that issues all loads of
-an iteration and then uses them waits once for memory, and one that uses the first before it issues the second waits
-twice, with half of the bytes in flight each time.
+A load does not stop a thread; the first instruction that reads its register does. If a thread issues all loads of an
+iteration before it uses one, it waits for memory once. If it uses the first before it issues the second, it waits
+twice, each time with half of the bytes in flight.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Flow:
         self.loops = self._loops()
 
     def _order(self) -> list[int]:
-        """Each piece behind those that lead to it, but for the ends of loops."""
+        """Orders the pieces so that each follows those that lead to it. The jumps back of loops do not count."""
         seen, order = {0}, []
         stack = [(0, iter(self.after[0]))]
         while stack:
@@ -184,8 +184,8 @@ class _Pending:
 def waits_of_loops(code: Sequence[Instruction], width: int = 1) -> dict[int, list[Wait]]:
     """The waits of an iteration of each loop, by the address it begins at, for loads of at least `width` bytes.
 
-    They are those on all ways through it. Where two meet, what is in flight goes on as on the one with more: there all
-    arrays exist and are aligned. What is in no loop counts as one, at -1.
+    They are the waits on all ways through the loop. If two ways meet, the one with more bytes in flight counts from
+    there on: on that way all arrays exist and are aligned. Code outside of loops counts as a loop at address -1.
     """
     flow = Flow(code)
     inner: dict[int, int] = {}  # the smallest loop that a piece is in

@@ -374,7 +374,7 @@ def test_nested_tensors() -> None:
 
 
 class Codes(Tensor):
-    """As those of quantization libraries: it knows what torch's linear is with it, and no other operator."""
+    """A tensor as quantization libraries have it: of all operators it supports only torch's linear."""
 
     @classmethod
     def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

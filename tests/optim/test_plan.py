@@ -132,7 +132,7 @@ def test_chunks_of_lists_are_those_of_plans():
 @pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
 @pytest.mark.parametrize("low", [20_000, 9_000])
 def test_plans_and_lists_are_cut_for_the_kernels_that_run_them(monkeypatch, low):
-    """A plan, which has one length of chunks, for the update of most elements; lists for that of each dtype."""
+    """The chunks of a plan have the length for the update of most elements. Lists have one for each dtype."""
     fp16, fp32 = DTYPE_CODES[torch.float16], DTYPE_CODES[torch.float32]
     blocks, lengths = {fp16: 5, fp32: 3}, []
     run = emulator._update_table_

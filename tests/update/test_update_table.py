@@ -45,13 +45,13 @@ class Step:
     """Tensors of one parameter dtype and one gradient dtype, in two groups with their own rates and options.
 
     Args:
-        split: whether masters of 16-bit parameters are remainders.
+        split: whether masters of 16-bit parameters are stored as remainders.
         grad_split: whether the gradients are weights with remainders.
-        options: of torch's optimizer, what are not its defaults.
-        second: those of the second group (default: the same); every other tensor is in it.
-        steps: that the tensors have taken.
-        without_grad: tensors without a gradient.
-        first_chunk: the arrays are the elements of their tensors from this chunk on; those before it are nowhere.
+        options: the options of torch's optimizer that differ from its defaults.
+        second: the options of the second group, which has every other tensor (default: `options`).
+        steps: how many steps the tensors have taken.
+        without_grad: the tensors without a gradient, by index.
+        first_chunk: the chunk at which the arrays begin. Elements of earlier chunks have no memory.
     """
 
     LR = (0.1, 0.03)
