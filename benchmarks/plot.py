@@ -159,10 +159,12 @@ def ratios(path: Path, rows: Sequence[Row]) -> None:
     others = [row for row in timed(rows) if row["contender"] != COPY and not row["contender"].startswith(OURS)]
     style = styles(others)
     columns = min(2, len(found))
-    height = math.ceil(len(found) / columns)
-    tallest = max(len(members) for _, members in found)
-    size = (9 if columns == 1 else 7 * columns, height * (1.2 + 0.24 * tallest) + 0.8)
-    chart, grid = plt.subplots(height, columns, figsize=size, squeeze=False, layout="constrained", sharex=True)
+    tallest = [max(len(members) for _, members in found[i : i + columns]) for i in range(0, len(found), columns)]
+    heights = [1.2 + 0.24 * cases for cases in tallest]
+    size = (9 if columns == 1 else 7 * columns, sum(heights) + 0.8)
+    chart, grid = plt.subplots(
+        len(heights), columns, figsize=size, height_ratios=heights, squeeze=False, layout="constrained", sharex=True
+    )
     for axes, (name, members) in zip(grid.flat, found, strict=False):
         draw_ratios(axes, members, style)
         axes.set_title(name, fontsize=9)

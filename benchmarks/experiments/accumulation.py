@@ -256,7 +256,7 @@ def beside_rounding(norm: str, is_far: bool, rows: Sequence[Row]) -> Verdict:
     control_told = f"up to {rounding:.2g}" if is_far else f"{rounding:.2g} in the median seed"
     told = (
         f"The largest relative difference of the two loss curves is {least:.2g} to {most:.2g} over {len(found)} seeds. "
-        f"Another order of the images within the batches of 32 makes a difference of {control_told}."
+        f"For comparison: another order of the images within the batches of 32 changes the curve by {control_told}."
     )
     return decided(yes, no, told)
 
@@ -303,7 +303,7 @@ def no_drift(dtype: str, rows: Sequence[Row]) -> Verdict:
 
 CLAIMS = (
     Claim(
-        "Without batch norm two batches of 16 give the loss curve of one of 32, in fp32.",
+        "Without batch norm, two accumulated batches of 16 give the same loss curve as one batch of 32, in fp32.",
         "The largest relative difference of the loss over all steps is compared with the difference that another order "
         "of the images in each batch of 32 makes, which is rounding alone. Holds if, in every seed, the difference is "
         f"at most {FEW} times the median (over seeds) of what another order makes. Falsified if it is more in every "

@@ -245,19 +245,19 @@ ABOVE, BELOW = "True if p20 > {0}, false if p80 <= {0}.", "True if p80 <= {0}, f
 TIMES = "The ratio compares the speeds. Holds if p20 >= {0}. Falsified if p80 < {0}. Otherwise undecided."
 CLAIMS = (
     Claim(
-        f"Where K or N is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as long as torch's "
-        "average over 1016, 1024 and 1032, which are multiples of 8.",
+        f"If K or N of [M, K] @ [K, N] is no multiple of 8, torch's 16-bit product takes more than {SLACK} times as "
+        "long as torch's average over the sizes 1016, 1024 and 1032, which are multiples of 8.",
         ABOVE.format(SLACK),
         partial(by_sizes, TORCH, "ratio", SLACK, True),
     ),
     Claim(
-        "Where K or N is no multiple of 8, F.pad and a multiplication take less time than torch's product alone.",
+        "If K or N is no multiple of 8, F.pad and a multiplication take less time than torch's product alone.",
         BELOW.format(1),
         partial(by_sizes, PAD, "of_torch", 1.0, False),
     ),
     Claim(
-        f"Where K or N is no multiple of 8, the product of amp_kernels takes at most {SLACK} times as long as torch's "
-        "average over 1016, 1024 and 1032, which are multiples of 8.",
+        f"If K or N is no multiple of 8, the product of amp_kernels takes at most {SLACK} times as long as torch's "
+        "average over the sizes 1016, 1024 and 1032, which are multiples of 8.",
         BELOW.format(SLACK),
         partial(by_sizes, OURS, "ratio", SLACK, False),
     ),
