@@ -16,7 +16,10 @@ HERE = Path(__file__).parent
 PORTABLE = HERE.parents[1] / "csrc" / "cuda" / "portable.h"
 RELACY = Path("/usr/include/relacy/relacy.hpp")
 
-pytestmark = pytest.mark.skipif(not RELACY.exists(), reason="there is no Relacy: apt-get install relacy-dev")
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.skipif(not RELACY.exists(), reason="there is no Relacy: apt-get install relacy-dev"),
+]
 
 FIRST, SECOND = r"    device_fence\(\);\n    last", r"      device_fence\(\);\n"
 LATE = "last = block_any(last);\n  device_fence();\n  return last;"

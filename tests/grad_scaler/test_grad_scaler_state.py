@@ -441,7 +441,8 @@ def test_an_optimizer_is_not_kept_alive(device):
 
 def objects() -> int:
     gc.collect()
-    return len(gc.get_objects()) + sum(issubclass(type(o), torch.Tensor) for o in gc.get_objects())
+    found = gc.get_objects()
+    return len(found) + sum(issubclass(type(o), torch.Tensor) for o in found)
 
 
 @pytest.mark.parametrize("via", [FusedSGD, torch.optim.SGD])

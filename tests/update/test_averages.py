@@ -111,14 +111,14 @@ def test_parameters_that_no_step_trains(device, dtype, at):
         ema_(averages[:2], optimizer, 0.5)
 
 
-@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="a thousand steps take minutes there")
+@pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") == "1", reason="they take minutes there")
 @pytest.mark.parametrize(("dtype", "scale"), [*((dtype, 1.0) for dtype in ALL), (torch.bfloat16, 0.02)])
-def test_a_thousand_steps_stay_near_fp64(device, dtype, scale):
+def test_many_steps_stay_near_fp64(device, dtype, scale):
     param = torch.nn.Parameter((scale * randn(5000, seed=0, device=device)).to(dtype))
     optimizer = FusedSGD([param], lr=0.01 * scale, momentum=0.9)
     averages = [optimizer.master(param)]
     exact, rounded = averages[0].double(), averages[0].clone()
-    for step in range(1000):
+    for step in range(400):
         param.grad = randn(5000, seed=step + 1, dtype=dtype, device=device)
         optimizer.step()
         ema_(averages, optimizer, 0.9999)

@@ -256,7 +256,7 @@ def test_groups_of_different_options(family: str, ordered_launcher: Launcher) ->
     Step(ordered_launcher, family, examples["full"], SIZES, BF16, FP16, second=examples["maximize"]).run().check()
 
 
-@families
+@pytest.mark.parametrize("family", ["adam"] if INTERPRETED else FAMILIES)
 def test_more_chunks_than_blocks(family: str, ordered_launcher: Launcher) -> None:
     Step(ordered_launcher, family, None, (LARGE,), FP16, FP16).run().check()
 
@@ -314,7 +314,7 @@ def test_few_elements_go_one_by_one_wherever_arrays_lie(dtype: torch.dtype, offs
             assert set(of_array) <= {2, 8} and of_array[8] >= (size - 6) // 4
 
 
-@low_dtypes
+@pytest.mark.parametrize("dtype", [FP16] if INTERPRETED else [FP16, BF16], ids=str)
 @offsets
 @families
 def test_gradients_and_weights_that_lie_otherwise_than_states(
