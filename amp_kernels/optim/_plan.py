@@ -216,7 +216,7 @@ class Layout(NamedTuple):
     buckets: list[tuple[Form, Tensor]]  # the chunk entries of each form
     partials: Tensor  # fp64, a sum of squares for each chunk
     block: Block  # on the device; the key is already in it
-    streams: set[int]  # that the allocator knows to use this memory
+    streams: set[int]  # the CUDA streams for which `record_stream` was called on this memory
 
 
 class NativePlan(Plan):
