@@ -5,8 +5,8 @@
 // - Within a block, a barrier orders what threads did before it with what they do after it. A shuffle orders nothing.
 // - Between blocks, four steps are needed. A thread of the first block makes a fence, and then an atomic operation at
 //   some address. Later a thread of the second block makes an atomic operation at this address, and then a fence. The
-//   first fence covers what its thread did before it, and what its block did before the block's last barrier. The second
-//   fence orders what its own thread does after it, and from the next barrier on what its whole block does.
+//   first fence covers what its thread did before it, and what its block did before the block's last barrier. The
+//   second fence orders what its own thread does after it, and from the next barrier on what its whole block does.
 // - Atomic operations do not race with each other. A plain access races with them unless its thread made the last one,
 //   or something above orders it.
 // - A copy by cp.async is a write that goes on until its thread has waited for it.
