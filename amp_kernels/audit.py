@@ -28,6 +28,7 @@ from torch.nn.parameter import is_lazy
 from .functional.matmul import (
     CPU,
     FEW_ROWS,
+    IN_ONE_CALL,
     LIBRARY,
     ON_TENSOR_CORES,
     Activation,
@@ -153,8 +154,9 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
         if engine == LIBRARY
         else "use_backend forces it"
     )
-    if engine == LIBRARY and activation not in (None, "relu"):
-        reason += f", and {activation} is a second pass over the result"
+    if engine == LIBRARY and activation in ("gelu", "gelu_tanh"):
+        where = " where a gradient is needed" if activation in IN_ONE_CALL else ""
+        reason += f", and {activation} is a second pass over the result{where}"
     if a.shape[-2] <= FEW_ROWS:
         reason += f"; a product of {a.shape[-2]} rows takes the time of reading b once"
     return reason

@@ -42,6 +42,9 @@ ON_TENSOR_CORES = (LIBRARY, "cuda", "triton")
 # If the first matrix has at most 16 rows, a product on a GPU takes as long as reading the second matrix once. Tensor
 # cores and padding do not shorten this time. On a CPU, torch's fp16 product is slow only with more rows (`is_slow`).
 FEW_ROWS = 16
+# The activations that cuBLAS can apply itself, if there is a bias. With use_gelu, `_addmm_activation` of a CUDA tensor
+# computes the tanh form. For a CPU tensor it would compute the form with erf.
+IN_ONE_CALL = ("relu", "gelu_tanh")
 
 
 # ---------------------------------------------------------------------------------------------------- public functions
@@ -169,8 +172,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Ac
 
     - A backend forced by `use_backend`, except `"cpu"`, applies it before rounding.
     - On a CPU, fp16 products with more than 16 rows are computed in fp32. The activation is applied before rounding.
-    - On a GPU, if there is a bias, cuBLAS applies `relu` itself. But if a gradient is needed and no operand has to be
-      padded, torch's `linear` may compute the product. `relu` is then a second pass.
+    - On a GPU, if there is a bias, cuBLAS applies `relu` itself, and `gelu_tanh` if no gradient is needed. But if a
+      gradient is needed and no operand has to be padded, torch's `linear` may compute the product. `relu` is then a
+      second pass.
 
     On a GPU operands and results are padded as in `matmul`. If operands were padded, or a backend is forced, the
     backward pass reads the gradient of the result once. While it reads, it applies the derivative of the activation,
@@ -644,11 +648,12 @@ def _multiply(
         return out, argument.to(dtype) if needs_pre else out
     if engine == LIBRARY:
         # If K is 0, `_addmm_activation` of torch 2.11 does not apply the activation.
-        bias = _bias_of(input, b) if activation == "relu" and dtype is a.dtype and a.shape[-1] > 0 else None
+        is_one_call = activation in IN_ONE_CALL and not needs_pre and dtype is a.dtype and a.shape[-1] > 0
+        bias = _bias_of(input, b) if is_one_call else None
         if bias is not None and alpha == beta == 1:
-            # One call applies relu in the epilogue of the product. On an H100 fp16 [8192, 1024] @ [1024, 4096] takes
-            # 116 us, and as two calls 160 us.
-            out = argument = torch._addmm_activation(bias, a, b)
+            # One call applies the activation in the epilogue of the product. On an H100 fp16 [8192, 1024] @
+            # [1024, 4096] with relu takes 116 us, and as two calls 160 us.
+            out = argument = torch._addmm_activation(bias, a, b, use_gelu=activation == "gelu_tanh")
         else:
             argument = _multiply_by_library(a, b, input, beta, alpha, dtype)
             out = _activate_into(torch.empty_like(argument) if needs_pre else argument, argument, activation)

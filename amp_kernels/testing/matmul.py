@@ -59,6 +59,16 @@ def compare(name: str, ours: Tensor, theirs: Tensor, truth: Tensor) -> Result:
     return within(name, ours.cpu(), theirs, truth, least=(1.001 * rounding if rounding else 2e-6) * largest)
 
 
+def exact(argument: Tensor, activation: str | None) -> Tensor:
+    """Apply an activation to fp64 numbers.
+
+    torch computes gelu_tanh with 1 + tanh(u), which has no digits left for u < -19, not even in fp64.
+    """
+    if activation == "gelu_tanh":
+        return argument * torch.sigmoid(math.sqrt(8 / math.pi) * (argument + 0.044715 * argument**3))
+    return activate(argument, activation)
+
+
 def _product(
     sizes: tuple[int, ...], layouts: tuple[str, str], dtype: torch.dtype, out: torch.dtype, device: torch.device
 ) -> Iterator[Result]:
@@ -120,7 +130,7 @@ def _linear(
         """
         leaves = [t.to(cast or torch.float32).requires_grad_() for t in tensors]
         argument = F.linear(leaves[0], leaves[1], leaves[2] if with_bias else None)
-        result = activate(argument if cast else argument.to(between).float(), activation)
+        result = exact(argument, activation) if cast else activate(argument.to(between).float(), activation)
         grads = torch.autograd.grad(result, leaves, grad.to(result.dtype))
         return [t.detach().to(cast or dtype) for t in (result, *grads)]
 
@@ -130,8 +140,8 @@ def _linear(
     with torch.no_grad():
         again = linear(leaves[0], leaves[1], leaves[2] if with_bias else None, activation)
     # On a GPU cuBLAS multiplies if no backend is forced. If also no gradient is needed and there is a bias, cuBLAS
-    # applies relu, too. The result may then have other bits than the result of a relu after the product. So with cuBLAS
-    # the results with and without gradients are not compared with each other.
+    # applies relu or gelu_tanh, too. The result may then have other bits than with the activation after the product. So
+    # with cuBLAS the results with and without gradients are not compared with each other.
     if forced() is not None or not ours.is_cuda:
         yield Result("without gradients", float(not torch.equal(ours, again)), 0)
     # As in torch, the backward pass reads the argument of the activation (for relu the result) after it was rounded to
