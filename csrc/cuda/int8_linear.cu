@@ -7,8 +7,8 @@
 //
 //   tiled_kernel       64 rows of x by 64 outputs, or 128 by 128. Its 8 warps share this tile. x and weight are copied
 //                      to a ring of stages in shared memory
-//   few_rows_kernel    up to 64 rows of x by 16 outputs. Its 8 warps divide k among them. Weights are read once, K N
-//                      bytes in all, straight into registers
+//   few_rows_kernel    up to 16 rows of x by 32 outputs, or 64 rows by 16 outputs. Its warps divide k among them.
+//                      Weights are read once, K N bytes in all, straight into registers
 //
 // In both kernels x is fp16 or bf16. If x is fp32, or bf16 on a GPU before sm_80, torch multiplies (csrc/ops/int8.cpp).
 //
@@ -159,27 +159,27 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// The 8 warps take steps of 64 elements along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In
-// a step it loads elements 16 t to 16 t + 15 along k from several rows. They are the rows g, g + 8, ... of x, and the
-// rows of the weight for the block's outputs g and g + 8. At the end the sums of all warps are added through shared
+// The warps take steps of 64 elements along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In a
+// step it loads elements 16 t to 16 t + 15 along k from several rows. They are the rows g, g + 8, ... of x, and the
+// rows of the weight for the block's outputs g, g + 8, ... At the end the sums of all warps are added through shared
 // memory.
-template <class T, int kRowTiles>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+template <class T, int kRowTiles, int kColumns>
+__global__ void __launch_bounds__(kFewWarps<kRowTiles> * 32, kFewBlocks<kRowTiles>)
     few_rows_kernel(const Int8Linear linear, const Operand x, const Operand weight) {
-  constexpr int kEach = kRowTiles == 1 ? 2 : 1;  // steps of 64 along k that a warp has in flight
-  constexpr int kHalves = 2 * kRowTiles, kValues = kHalves * 4;
+  constexpr int kWarps = kFewWarps<kRowTiles>, kEach = kRowTiles == 1 ? 2 : 1;  // steps that a warp has in flight
+  constexpr int kWeightTiles = kColumns / 16, kHalves = 2 * kRowTiles, kValues = kWeightTiles * kHalves * 4;
   float* const shared = reinterpret_cast<float*>(shared_memory());  // [kWarps, kValues, 32]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kFewColumns;
-  float sum[kHalves][4] = {};
+  const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kColumns;
+  float sum[kWeightTiles][kHalves][4] = {};
 #pragma unroll 1
   for (int64_t first = warp * 64; first < linear.k; first += kEach * kWarps * 64) {
-    uint32_t x_words[kEach][kHalves][8], codes[kEach][2][4];
+    uint32_t x_words[kEach][kHalves][8], codes[kEach][2 * kWeightTiles][4];
 #pragma unroll
     for (int e = 0; e < kEach; ++e) {
       const int64_t k = first + e * kWarps * 64 + t * 16;
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
+      for (int i = 0; i < 2 * kWeightTiles; ++i) {
         const int4 chunk = load_chunk(weight, first_n + g + 8 * i, k);
         memcpy(codes[e][i], &chunk, sizeof(chunk));
       }
@@ -193,30 +193,37 @@ __global__ void __launch_bounds__(kThreads, kResidentBlocks)
 #pragma unroll
     for (int e = 0; e < kEach; ++e)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        uint32_t low[2], high[2];
-        expand(codes[e][0][w], low, T{});
-        expand(codes[e][1][w], high, T{});
+      for (int w = 0; w < 4; ++w)
 #pragma unroll
-        for (int j = 0; j < kHalves; ++j)
-          multiply_numbers<T>(sum[j], {low[0], high[0], low[1], high[1]},
-                              {x_words[e][j][2 * w], x_words[e][j][2 * w + 1]});
-      }
+        for (int i = 0; i < kWeightTiles; ++i) {
+          uint32_t low[2], high[2];
+          expand(codes[e][2 * i][w], low, T{});
+          expand(codes[e][2 * i + 1][w], high, T{});
+#pragma unroll
+          for (int j = 0; j < kHalves; ++j)
+            multiply_numbers<T>(sum[i][j], {low[0], high[0], low[1], high[1]},
+                                {x_words[e][j][2 * w], x_words[e][j][2 * w + 1]});
+        }
   }
 #pragma unroll
-  for (int j = 0; j < kHalves; ++j)
+  for (int i = 0; i < kWeightTiles; ++i)
 #pragma unroll
-    for (int c = 0; c < 4; ++c) shared[(warp * kValues + j * 4 + c) * 32 + lane] = sum[j][c];
+    for (int j = 0; j < kHalves; ++j)
+#pragma unroll
+      for (int c = 0; c < 4; ++c)
+        shared[((warp * kWeightTiles + i) * kHalves * 4 + j * 4 + c) * 32 + lane] = sum[i][j][c];
   barrier();
-  const int row = threadIdx.x / kFewColumns, column = threadIdx.x % kFewColumns;
-  const int value = row / 8 * 4 + column / 8 * 2 + row % 2, from = column % 8 * 4 + row % 8 / 2;
-  if (first_n + column >= linear.n) return;
-  const Columns<T, 1> columns(linear, first_n + column);
+  // Each thread adds up one lane's sum over the warps, so that neighbouring threads read neighbouring addresses.
 #pragma unroll 1
-  for (int i = 0; i < kRowTiles && i * 16 + row < linear.m; ++i) {
+  for (int i = threadIdx.x; i < kValues * 32; i += kWarps * 32) {
+    const int value = i / 32;
+    const int64_t m = value / 4 % kHalves * 8 + t * 2 + value % 2;
+    const int64_t n = first_n + value / 4 / kHalves * 16 + value % 4 / 2 * 8 + g;
+    if (m >= linear.m || n >= linear.n) continue;
     float total = 0.0f;
-    for (int w = 0; w < kWarps; ++w) total += shared[(w * kValues + i * 8 + value) * 32 + from];
-    columns.store(linear, i * 16 + row, first_n + column, &total);
+#pragma unroll
+    for (int w = 0; w < kWarps; ++w) total += shared[(w * kValues + value) * 32 + lane];
+    Columns<T, 1>(linear, n).store(linear, m, n, &total);
   }
 }
 
@@ -235,7 +242,8 @@ void launch_tiled(const Int8Linear& linear, const Operand& x, const Operand& wei
 }  // namespace
 
 bool multiplies_codes_by(Dtype dtype) {
-  return dtype == kHalf || (dtype == kBFloat16 && multiplies_bf16(compiled_for<few_rows_kernel<__nv_bfloat16, 1>>()));
+  return dtype == kHalf ||
+         (dtype == kBFloat16 && multiplies_bf16(compiled_for<few_rows_kernel<__nv_bfloat16, 1, 16>>()));
 }
 
 void launch_int8_linear(const Int8Linear& linear, Stream stream) {
@@ -245,10 +253,11 @@ void launch_int8_linear(const Int8Linear& linear, Stream stream) {
   with_16_bits(linear.dtype, [&](auto zero) {
     using T = decltype(zero);
     if (are_few_rows(linear.m, linear.n)) {
-      with_row_tiles(linear.m, [&](auto row_tiles) {
-        constexpr int kRowTiles = decltype(row_tiles)::value;
-        launch(few_rows_kernel<T, kRowTiles>, static_cast<unsigned>((linear.n + kFewColumns - 1) / kFewColumns),
-               kThreads, kThreads * kRowTiles * 8 * sizeof(float), stream, linear, x, weight);
+      with_few_rows(x, weight, [&](auto row_tiles, auto few_columns) {
+        constexpr int kRowTiles = decltype(row_tiles)::value, kColumns = decltype(few_columns)::value;
+        constexpr int kFewThreads = kFewWarps<kRowTiles> * 32;
+        launch(few_rows_kernel<T, kRowTiles, kColumns>, static_cast<unsigned>((linear.n + kColumns - 1) / kColumns),
+               kFewThreads, kFewThreads * kRowTiles * kColumns / 2 * sizeof(float), stream, linear, x, weight);
       });
     } else if (tiles(linear, 128) < static_cast<unsigned>(multiprocessor_count())) {
       launch_tiled<T, 64>(linear, x, weight, stream);

@@ -18,8 +18,8 @@
 //                     | warp | warp | warp | warp |
 //                     +------+------+------+------+
 //
-//   few_rows_kernel: a block computes up to 64 rows x 16 columns. Its 8 warps divide k among them. b is read once, K N
-//   bytes in all, straight into fragments. The reads of b limit the speed.
+//   few_rows_kernel: a block computes up to 16 rows x 32 columns, or 64 rows x 16 columns. Its warps divide k among
+//   them. b is read once, K N bytes in all, straight into fragments. The reads of b limit the speed.
 #include <algorithm>
 
 #include "../formulas/int8.h"
@@ -199,87 +199,99 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
 
 // --------------------------------------------------------------------------------------- few rows
 
-// The 8 warps take steps of 64 bytes along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In a
+// The warps take steps of 64 bytes along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In a
 // step, it loads bytes 16 t to 16 t + 15 along k of these rows and columns: of each 16 rows of a, the rows g and g + 8,
-// and of b, the columns g and g + 8. The fragments then have the elements along k in another order than the instruction
-// (mma, tensor_cores.cuh) expects. That does no harm, because a and b have the same order.
-template <int kRowTiles>
+// and of b, the columns g, g + 8 and so on. The fragments then have the elements along k in another order than the
+// instruction (mma, tensor_cores.cuh) expects. That does no harm, because a and b have the same order.
+template <int kRowTiles, int kColumnTiles>
 struct FewSums {
-  int sum[kRowTiles][2][4];
-  int row_sum[kRowTiles][2], column_sum[2];
+  int sum[kRowTiles][kColumnTiles][4];
+  int row_sum[kRowTiles][2], column_sum[kColumnTiles];
 
-  static constexpr int kValues = kRowTiles * 10 + 2;
-  // The positions of the members in this struct, seen as an array of kValues ints. `half` is 0 for row or column g, and
-  // 1 for g + 8.
-  static __device__ __forceinline__ int at_sum(int tile, int j, int c) { return (tile * 2 + j) * 4 + c; }
-  static __device__ __forceinline__ int at_row_sum(int tile, int half) { return kRowTiles * 8 + tile * 2 + half; }
-  static __device__ __forceinline__ int at_column_sum(int half) { return kRowTiles * 10 + half; }
+  // The struct as an array of kValues ints: the sums of products, the sums of rows, and the sums of columns.
+  static constexpr int kProducts = kRowTiles * kColumnTiles * 4, kRows = kRowTiles * 2;
+  static constexpr int kValues = kProducts + kRows + kColumnTiles;
 
-  __device__ __forceinline__ void add(const int4 (&a)[kRowTiles][2], const int4 (&b)[2]) {
-    uint32_t a_words[kRowTiles][2][4], b_words[2][4];
+  __device__ __forceinline__ void add(const int4 (&a)[kRowTiles][2], const int4 (&b)[kColumnTiles]) {
+    uint32_t a_words[kRowTiles][2][4], b_words[kColumnTiles][4];
     memcpy(a_words, a, sizeof(a_words));
     memcpy(b_words, b, sizeof(b_words));
 #pragma unroll
     for (int w = 0; w < 4; ++w) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        column_sum[j] = add_codes(b_words[j][w], column_sum[j]);
+      for (int j = 0; j < kColumnTiles; ++j) column_sum[j] = add_codes(b_words[j][w], column_sum[j]);
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) {
-          row_sum[i][j] = add_codes(a_words[i][j][w], row_sum[i][j]);
+      for (int i = 0; i < kRowTiles; ++i) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) row_sum[i][half] = add_codes(a_words[i][half][w], row_sum[i][half]);
+#pragma unroll
+        for (int j = 0; j < kColumnTiles; ++j)
           if (w % 2 == 0)
             multiply_codes(sum[i][j], {a_words[i][0][w], a_words[i][1][w], a_words[i][0][w + 1], a_words[i][1][w + 1]},
                            {b_words[j][w], b_words[j][w + 1]});
-        }
       }
     }
   }
+
+  // The sums of a row's codes, and those of a column's, are divided among four lanes. Afterwards each of the four has
+  // all of it.
+  __device__ __forceinline__ void gather() {
+#pragma unroll
+    for (int i = 0; i < kRowTiles; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) row_sum[i][half] = lanes_reduce(row_sum[i][half], 4, Sum());
+#pragma unroll
+    for (int j = 0; j < kColumnTiles; ++j) column_sum[j] = lanes_reduce(column_sum[j], 4, Sum());
+  }
 };
 
-template <int kRowTiles>
-__global__ void __launch_bounds__(kThreads, kResidentBlocks)
+template <int kRowTiles, int kColumns>
+__global__ void __launch_bounds__(kFewWarps<kRowTiles> * 32, kFewBlocks<kRowTiles>)
     few_rows_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
-  using Sums = FewSums<kRowTiles>;
-  constexpr int kEach = 4 / kRowTiles;                          // steps of 64 bytes along k that a warp has in flight
-  int* const shared = reinterpret_cast<int*>(shared_memory());  // FewSums of all lanes, warp by warp
+  constexpr int kWarps = kFewWarps<kRowTiles>, kColumnTiles = kColumns / 8;
+  using Sums = FewSums<kRowTiles, kColumnTiles>;
+  // How many steps along k a warp has in flight. From b, that is 128 bytes of a thread with up to 16 rows.
+  constexpr int kEach = kRowTiles == 1 ? 8 / kColumnTiles : 4 / kRowTiles;
+  int* const shared = reinterpret_cast<int*>(shared_memory());  // [kWarps, Sums::kValues, 32]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
-  const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kFewColumns;
+  const int64_t first_n = static_cast<int64_t>(blockIdx.x) * kColumns;
   Sums sums = {};
 #pragma unroll 1
   for (int64_t k = warp * 64 + lane % 4 * 16; k - lane % 4 * 16 < matmul.k; k += kEach * kWarps * 64) {
-    int4 a_chunks[kEach][kRowTiles][2], b_chunks[kEach][2];
+    int4 a_chunks[kEach][kRowTiles][2], b_chunks[kEach][kColumnTiles];
 #pragma unroll
-    for (int e = 0; e < kEach; ++e)
+    for (int e = 0; e < kEach; ++e) {
 #pragma unroll
-      for (int j = 0; j < 2; ++j) {
-        b_chunks[e][j] = load_chunk(b, first_n + g + 8 * j, k + e * kWarps * 64);
+      for (int j = 0; j < kColumnTiles; ++j) b_chunks[e][j] = load_chunk(b, first_n + g + 8 * j, k + e * kWarps * 64);
 #pragma unroll
-        for (int i = 0; i < kRowTiles; ++i) a_chunks[e][i][j] = load_chunk(a, i * 16 + g + 8 * j, k + e * kWarps * 64);
-      }
+      for (int i = 0; i < 2 * kRowTiles; ++i) a_chunks[e][i / 2][i % 2] = load_chunk(a, g + 8 * i, k + e * kWarps * 64);
+    }
 #pragma unroll
     for (int e = 0; e < kEach; ++e) sums.add(a_chunks[e], b_chunks[e]);
   }
+  sums.gather();
   static_assert(sizeof(Sums) == Sums::kValues * sizeof(int));
   const int* const values = reinterpret_cast<const int*>(&sums);
 #pragma unroll
   for (int i = 0; i < Sums::kValues; ++i) shared[(warp * Sums::kValues + i) * 32 + lane] = values[i];
   barrier();
-  // Thread (row, column) adds up its sums from the parts in shared memory. A sum of products has a part from one lane
-  // of each warp. A sum of codes has parts from four lanes of each warp.
-  const int row = threadIdx.x / kFewColumns, column = threadIdx.x % kFewColumns;
-  if (first_n + column >= matmul.n) return;
-  const auto total = [&](int value, int first_lane, int lanes) {
-    int sum = 0;
-    for (int w = 0; w < kWarps; ++w)
-      for (int t = 0; t < lanes; ++t) sum += shared[(w * Sums::kValues + value) * 32 + first_lane + t];
-    return sum;
-  };
-  const int column_sum = total(Sums::at_column_sum(column / 8), column % 8 * 4, 4);
-  const Columns<1, true> columns(matmul, first_n + column, &column_sum);
+  // Each thread adds up one lane's sum of products over the warps, so that neighbouring threads read neighbouring
+  // addresses.
 #pragma unroll 1
-  for (int i = 0; i < kRowTiles && i * 16 + row < matmul.m; ++i) {
-    const int sum = total(Sums::at_sum(i, column / 8, row / 8 * 2 + column % 2), row % 8 * 4 + column % 8 / 2, 1);
-    columns.store(matmul, i * 16 + row, first_n + column, {sum}, total(Sums::at_row_sum(i, row / 8), row % 8 * 4, 4));
+  for (int i = threadIdx.x; i < Sums::kProducts * 32; i += kWarps * 32) {
+    const int value = i / 32, half = value % 4 / 2, column_tile = value / 4 % kColumnTiles;
+    const int row_tile = value / 4 / kColumnTiles, in_tile = lane % 4 * 2 + value % 2;
+    const int64_t m = row_tile * 16 + half * 8 + g, n = first_n + column_tile * 8 + in_tile;
+    if (m >= matmul.m || n >= matmul.n) continue;
+    const auto total = [&](int of, int from) {
+      int sum = 0;
+#pragma unroll
+      for (int w = 0; w < kWarps; ++w) sum += shared[(w * Sums::kValues + of) * 32 + from];
+      return sum;
+    };
+    const int column_sum = total(Sums::kProducts + Sums::kRows + column_tile, in_tile * 4);
+    const Columns<1, true> columns(matmul, n, &column_sum);
+    columns.store(matmul, m, n, {total(value, lane)}, total(Sums::kProducts + row_tile * 2 + half, lane));
   }
 }
 
@@ -304,10 +316,11 @@ void launch_int8_matmul(const Int8Matmul& matmul, Stream stream) {
   const int64_t count = multiprocessor_count(), medium = tiles_of(matmul, 128, 128);
   const int64_t large_rounds = (tiles_of(matmul, 128, 256) + count - 1) / count;
   if (are_few_rows(matmul.m, matmul.n)) {
-    with_row_tiles(matmul.m, [&](auto row_tiles) {
-      constexpr int kRowTiles = decltype(row_tiles)::value;
-      launch(few_rows_kernel<kRowTiles>, static_cast<unsigned>((matmul.n + kFewColumns - 1) / kFewColumns), kThreads,
-             kThreads * sizeof(FewSums<kRowTiles>), stream, matmul, a, b);
+    with_few_rows(a, b, [&](auto row_tiles, auto few_columns) {
+      constexpr int kRowTiles = decltype(row_tiles)::value, kColumns = decltype(few_columns)::value;
+      constexpr int kFewThreads = kFewWarps<kRowTiles> * 32;
+      launch(few_rows_kernel<kRowTiles, kColumns>, static_cast<unsigned>((matmul.n + kColumns - 1) / kColumns),
+             kFewThreads, kFewThreads * sizeof(FewSums<kRowTiles, kColumns / 8>), stream, matmul, a, b);
     });
   } else if (medium < count) {
     launch_tiled<64, 64>(matmul, a, b, stream);

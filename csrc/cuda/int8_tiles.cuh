@@ -135,33 +135,51 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 // int8_matmul.cu). Weights are read once, from memory straight into fragments. Every block reads all rows of the first
 // operand, from L2. The warps of a block divide k among them.
 
-// Columns of the result that a block computes: two fragments of b in int8_matmul.cu, one fragment of the weight in
-// int8_linear.cu. Each of these fragments is multiplied by all fragments of the first operand.
-constexpr int kFewColumns = 16;
-constexpr int kWarps = kThreads / 32;
+// A block computes up to 16 * kRowTiles rows and kColumns columns of the result. kRowTiles is 1, 2 or 4. kColumns is 16
+// or 32, and above 16 rows always 16, because there would be too few registers for more sums.
+//
+// With up to 16 rows, a multiprocessor runs one block of 16 warps. Two blocks of 8 warps would have as many loads under
+// way, but only if there were that many blocks: 1024 columns make 64 blocks of 16 columns, and an H100 has 132
+// multiprocessors. Sharing k among blocks, as in matmul_few_rows.cu, needs a second kernel, which takes 4 us on an
+// H100. That is 40 % of the time of a product with 8 rows, K = 4096 and 4096 columns.
+template <int kRowTiles>
+constexpr int kFewWarps = kRowTiles == 1 ? 16 : 8;
+template <int kRowTiles>
+constexpr int kFewBlocks = kRowTiles == 1 ? 1 : kResidentBlocks;
 
 // Whether few_rows_kernel computes a product. Otherwise tiled_kernel computes it. `tiles` is the number of 64 x 64
 // tiles in a product with at most 64 rows.
 //
 // A block of tiled_kernel has one tile, and takes all steps of k one after the other. If there are few tiles, most
-// multiprocessors have no work. A block of few_rows_kernel has only 16 columns, so there are more blocks. But each of
-// these blocks reads all rows of the first operand from L2. The more tiles there are, the more such blocks a
-// multiprocessor runs, and the more it reads. So few_rows_kernel has a limit. For 17 to 32 rows, `tiles` must be at
-// most half the number of multiprocessors. For 33 to 64 rows, it must be at most a third of that number. At its limit,
-// with 32 or 64 rows, few_rows_kernel reads about as much from L2 per busy multiprocessor as tiled_kernel. With more
-// tiles, it would read more than tiled_kernel.
+// multiprocessors have no work. A block of few_rows_kernel has 16 columns, so there are more blocks. But each of these
+// blocks reads all rows of the first operand from L2. The more tiles there are, the more such blocks a multiprocessor
+// runs, and the more it reads. So few_rows_kernel has a limit. For 17 to 32 rows, `tiles` must be at most half the
+// number of multiprocessors. For 33 to 64 rows, it must be at most a third of that number. At its limit, with 32 or 64
+// rows, few_rows_kernel reads about as much from L2 per busy multiprocessor as tiled_kernel. With more tiles, it would
+// read more than tiled_kernel.
 inline bool are_few_rows(int64_t m, int64_t n) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count);
 }
 
-// Calls f with an integral_constant, the template argument kRowTiles of few_rows_kernel: 1, 2 or 4 for up to 16, 32 or
-// 64 rows.
+// Calls f with two integral_constants, the template arguments kRowTiles and kColumns of few_rows_kernel. `weights` has
+// a row for each column of the result.
+//
+// For up to 16 rows, kColumns is chosen so that the busiest multiprocessor reads less. With 32 columns there are half
+// as many blocks, and each block reads the rows. With 16 columns more multiprocessors have a block.
 template <class F>
-void with_row_tiles(int64_t m, const F& f) {
-  if (m <= 16) return f(std::integral_constant<int, 1>());
-  if (m <= 32) return f(std::integral_constant<int, 2>());
-  f(std::integral_constant<int, 4>());
+void with_few_rows(const Operand& rows, const Operand& weights, const F& f) {
+  constexpr std::integral_constant<int, 16> kNarrow{};
+  constexpr std::integral_constant<int, 32> kBroad{};
+  if (rows.rows > 32) return f(std::integral_constant<int, 4>(), kNarrow);
+  if (rows.rows > 16) return f(std::integral_constant<int, 2>(), kNarrow);
+  const auto most_bytes = [&](int64_t columns) {
+    const int64_t blocks = (weights.rows + columns - 1) / columns, count = multiprocessor_count();
+    return (blocks + count - 1) / count * (rows.rows * rows.k + columns * weights.k);
+  };
+  constexpr std::integral_constant<int, 1> kOne{};
+  if (most_bytes(kBroad) < most_bytes(kNarrow)) return f(kOne, kBroad);
+  f(kOne, kNarrow);
 }
 
 // Returns the 16 bytes of a row that begin at byte k. Outside of the operand, returns zeros.

@@ -65,8 +65,13 @@ PRODUCTS = {
     "matmul few rows, b along n": Product(
         "few_rows_kernel<__half, AlongN, true>", lambda: matmul(16, 64, 512, b_along=False, batches=1), {FEW: 16.0}
     ),
-    "int8_matmul few rows": Product("few_rows_kernel<1>", lambda: int8_matmul(16, 64, 512), {FEW: 4.0}),
-    "int8_linear few rows": Product("few_rows_kernel<__half, 1>", lambda: int8_linear(16, 64, 512), {FEW: 4.0}),
+    **{
+        f"int8_{what} few rows, {columns} columns": Product(
+            f"few_rows_kernel<{dtype}1, {columns}>", functools.partial(launch, 16, n, 512), {}
+        )
+        for what, dtype, launch in (("matmul", "", int8_matmul), ("linear", "__half, ", int8_linear))
+        for columns, n in ((16, 48), (32, 64))
+    },
     "int8_matmul 64x64": Product("tiled_kernel<64, 64, false>", lambda: int8_matmul(65, 64, 128), {}),
     "int8_matmul 128x128": Product("tiled_kernel<128, 128, false>", lambda: int8_matmul(384, 128, 128), {}),
     "int8_matmul 128x256": Product("tiled_kernel<128, 256, false>", lambda: int8_matmul(384, 256, 128), {}),

@@ -43,9 +43,20 @@ TABLE = [
     Row("int8_dequantize", "(rows|columns)_kernel<StraightThroughOp<", 1, 64),
     Row("copy_pad", f"copy_pad_kernel<{LOW}, .Activation.0>", 1, 128),
     Row("copy_pad", f"copy_pad_kernel<{LOW}, .Activation.[123]>", 2, 128),
+    # Of these bytes, 128 of int8_matmul's are of b. Of int8_linear's, 64 (by 16) or 128 (by 32) are of the weight. The
+    # rest is of a or x, which comes from L2.
+    Row("int8_matmul", "few_rows_kernel<1, 16>", 1, 256),
+    Row("int8_matmul", "few_rows_kernel<1, 32>", 1, 192),
+    Row("int8_matmul", "few_rows_kernel<", 1, 128),
+    Row("int8_linear", f"few_rows_kernel<{LOW}, 1, 16>", 1, 192),
+    Row("int8_linear", f"few_rows_kernel<{LOW}, 1, 32>", 1, 256),
+    Row("int8_linear", f"few_rows_kernel<{LOW}, ", 1, 128),
 ]
-# They stream nothing but what the kernels above left of a sum.
-NO_STREAMS = {"int8_quantize": "fold_kernel", "copy_pad": "fold_kernel"}
+# Kernels that stream nothing but what the kernels above left of a sum, and those that load by cp.async.
+NO_STREAMS = {
+    "int8_quantize": "fold_kernel", "copy_pad": "fold_kernel",
+    "int8_matmul": "tiled_kernel", "int8_linear": "tiled_kernel",
+}  # fmt: skip
 STREAMING = {row.source for row in TABLE}
 
 

@@ -127,11 +127,13 @@ def int8_linear(m: int, n: int, k: int) -> Callable[[], None]:
 
 
 def way_of(launches: set[Launch]) -> str:
-    """``128x256``, or ``few rows``, and whether a second kernel adds parts of k."""
+    """``128x256``, or ``few rows by 16`` (the columns of a block), and whether a second kernel adds parts of k."""
     (name,) = (name for name in kernels_of(launches) if not name.startswith("fold_kernel"))
     by = " by element" if "ElementLoader" in name else ""
     tile = re.search(r"(\d+), (\d+)", name)
-    way = "few rows" if name.startswith("few_rows") else f"{tile[1]}x{tile[2]}{by}" if tile else name
+    way = f"{tile[1]}x{tile[2]}{by}" if tile else name
+    if name.startswith("few_rows"):
+        way = f"few rows by {tile[2]}" if tile else "few rows"
     return way + " in parts" * any(name.startswith("fold_kernel") for name in kernels_of(launches))
 
 
@@ -150,19 +152,22 @@ WAYS = {
     (matmul, 64, 4096, 4096): ("64x64 in parts",) * 3,
     (int8_matmul, 4096, 4096, 4096): ("128x256",) * 3,
     (int8_matmul, 8192, 8192, 8192): ("128x256", "128x256", "128x128"),
-    (int8_matmul, 1, 4096, 4096): ("few rows",) * 3,
+    (int8_matmul, 1, 1024, 4096): ("few rows by 16",) * 3,
+    (int8_matmul, 1, 4096, 4096): ("few rows by 16", "few rows by 32", "few rows by 32"),
     (int8_matmul, 4096, 4095, 4095): ("128x256",) * 3,
     (int8_matmul, 8192, 1023, 1023): ("128x128", "128x256", "128x256"),
-    (int8_matmul, 16, 4095, 4095): ("few rows",) * 3,
+    (int8_matmul, 16, 4095, 4095): ("few rows by 16", "few rows by 32", "few rows by 32"),
     (int8_matmul, 2048, 2048, 2048): ("128x128", "128x256", "128x256"),
     (int8_matmul, 1024, 1024, 1024): ("64x64",) * 3,
-    (int8_matmul, 32, 4096, 4096): ("64x64", "few rows", "few rows"),
+    (int8_matmul, 32, 4096, 4096): ("64x64", "few rows by 16", "few rows by 16"),
     (int8_linear, 4096, 4096, 4096): ("128x128",) * 3,
-    (int8_linear, 1, 4096, 4096): ("few rows",) * 3,
+    (int8_linear, 16, 1024, 4096): ("few rows by 16",) * 3,
+    (int8_linear, 1, 4096, 4096): ("few rows by 16", "few rows by 32", "few rows by 32"),
+    (int8_linear, 16, 4096, 4096): ("few rows by 32",) * 3,
     (int8_linear, 4096, 4095, 4095): ("128x128",) * 3,
-    (int8_linear, 8, 4095, 4095): ("few rows",) * 3,
+    (int8_linear, 8, 4095, 4095): ("few rows by 16", "few rows by 32", "few rows by 32"),
     (int8_linear, 1024, 1024, 1024): ("64x64",) * 3,
-    (int8_linear, 32, 4096, 4096): ("64x64", "few rows", "few rows"),
+    (int8_linear, 32, 4096, 4096): ("64x64", "few rows by 16", "few rows by 16"),
 }
 
 
@@ -176,6 +181,16 @@ def test_what_does_a_product(shape: tuple[Callable[..., Callable[[], None]], int
     make, *sizes = shape
     found = plan(make(*sizes))
     assert tuple(way_of(found[count]) for count in REAL) == WAYS[shape]
+
+
+@pytest.mark.parametrize("make", [int8_matmul, int8_linear], ids=lambda make: make.__name__)
+def test_a_block_of_few_rows_has_the_warps_of_a_multiprocessor(make: Callable[..., Callable[[], None]]) -> None:
+    """1024 columns are 64 blocks. With 8 warps in each, half of the loads that memory needs would be under way."""
+    for rows in (1, 16):
+        (launch,) = plan(make(rows, 1024, 4096))[132]
+        assert launch.threads == 512
+    (launch,) = plan(make(17, 1024, 4096))[132]  # too many sums for as many threads
+    assert launch.threads == 256
 
 
 # ------------------------------------------------------------------------------------------------------ what it takes
