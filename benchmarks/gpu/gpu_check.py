@@ -1,10 +1,13 @@
 """Builds for the GPU that is here, tries every kernel, measures, tests; one folder of two small files holds it all.
 
-It uses the Python and torch that run it, needs no network and installs nothing. There are three stages: the first takes
-at most nine minutes on 16 cores and brings the numbers that matter, the second runs the tests, the third the whole
-benchmarks. After every part the folder of the results gets results.tar.gz, all logs and tables so far, and summary.txt,
-both complete at any moment: whatever ends this program later, they stay. A part that fails, hangs or crashes ends
-itself alone. What is printed last is the summary; please send us the folder.
+It uses the Python and torch that run it, needs no network and installs nothing. There are three stages. The first takes
+at most nine minutes on 16 cores. It imports the package, calls each operator once, captures a step, times a send, and
+then measures what matters. The second runs the tests, the third the whole benchmarks.
+
+After every part, and every few seconds while a part runs, the folder of the results gets results.tar.gz, all logs and
+tables so far, and summary.txt. Both are complete at any moment: whatever ends this program later, they stay. routes.csv
+says for each case which backend was the fastest. A part that fails, hangs or crashes ends itself alone. What is printed
+last is the summary; please send us the folder.
 
     make gpu-check                                          # all three stages: 35 minutes at most
     python benchmarks/gpu/gpu_check.py --parts first            # the first one
@@ -50,17 +53,19 @@ def of_families(prefix: str, limit: int, **others: int) -> dict[str, int]:
 # racecheck 31. adam, unscale and ema were not done after 30, 26 and 15.
 LIMITS = {
     "first": {
-        "build": 100, "python_build": 20, "smoke": 30, "smoke_blocking": 30, "ceilings": 12,
-        **of_families("", 22, matmul=45, int8=45, sgd=35, adam=42, rmsprop=35, unscale=35, ema=25),
-        "ncu": 35, "memcheck": 35, "racecheck": 40,
+        "build": 90, "python_build": 20, "import": 12, "operators": 15, "captured": 10, "send": 8,
+        "smoke": 30, "smoke_blocking": 30, "ceilings": 12,
+        **of_families("", 20, matmul=45, int8=42, sgd=32, adam=40, rmsprop=32, unscale=32, ema=22),
+        "ncu": 30, "memcheck": 25, "racecheck": 34, "routes": 5,
     },
     "tests": {
-        "info": 30, "cuda_tests": 240, "cuda_few": 45, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60,
+        "cuda_tests": 240, "cuda_few": 45, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60,
     },
     "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130), "plot": 60},
 }  # fmt: skip
 STAGES = {"first": 9 * 60 - 15, "tests": 10 * 60 - 15, "benchmarks": 14 * 60 - 15}
 SECONDS = {name: seconds for parts in LIMITS.values() for name, seconds in parts.items()}
+SAVE_EVERY = 5.0  # seconds between two savings while a part runs
 GRACE = 10  # between an interrupt, after which pytest says what failed, and the end
 # 4,096 bytes for a file, 4,000 characters for the end of what is printed: the same text is both.
 SUMMARY_BYTES, FAILURES_BYTES = 3800, 1700
@@ -142,7 +147,7 @@ class Check:
                 stdout=log, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=_may_be_interrupted,
             )  # fmt: skip
             try:
-                code = process.wait(limit)
+                code = self._wait(process, limit)
             except subprocess.TimeoutExpired:
                 _signal(process, signal.SIGINT)
                 with contextlib.suppress(subprocess.TimeoutExpired):
@@ -153,6 +158,17 @@ class Check:
         if code:
             return f"FAILED: exit code {code}" if code > 0 else f"FAILED: {signal.Signals(-code).name}"
         return f"passed{part.note and f' ({part.note})'}"
+
+    def _wait(self, process: subprocess.Popen[bytes], limit: float) -> int:
+        """Waits for the exit code. Saves now and then what the part has written so far."""
+        end = time.monotonic() + limit
+        while True:
+            try:
+                return process.wait(min(SAVE_EVERY, max(end - time.monotonic(), 0.0)))
+            except subprocess.TimeoutExpired:
+                if time.monotonic() >= end:
+                    raise
+            self.save()
 
     def save(self) -> None:
         """Writes the two files, each replaced in one step: whoever is killed here leaves the old one or the new."""
@@ -309,7 +325,7 @@ def has_cuda_kernels(lib: Path) -> bool:
     return any(lib.glob("amp_kernels/_C.*")) and note.exists() and not note.read_text()
 
 
-def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> list[Part]:
+def all_parts(out: Path, files: Path, work: Path, capability: tuple[int, int] | None) -> list[Part]:
     """All parts, in order. Without a capability it is a rehearsal, which runs the installed package on the CPU."""
     rehearsal, lib, python = capability is None, work / "lib", sys.executable
     device = "cpu" if rehearsal else "cuda"
@@ -331,10 +347,9 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         note = "the Python files alone" if rehearsal else ""
         return Part(name, command, {"AMP_KERNELS_BUILD": what, **arch}, ROOT, after=after, note=note)
 
-    def cases(name: str, *prefix: str, why_not: Callable[[], str] = compiled, after: str = "") -> Part:
-        blocking = {"CUDA_LAUNCH_BLOCKING": "1"} if name == "smoke_blocking" else {}
-        command = [*prefix, *own, "cases", "--device", device]
-        return Part(name, command, few | blocking, why_not=why_not, after=after)
+    def cases(name: str, *options: str, blocking: bool = False, after: str = "") -> Part:
+        environment = few | ({"CUDA_LAUNCH_BLOCKING": "1"} if blocking else {})
+        return Part(name, [*own, "cases", "--device", device, *options], environment, why_not=compiled, after=after)
 
     def under(name: str, tool: str, options: Callable[[str], list[str]], *command: str | Path) -> Part:
         """A part under one of CUDA's tools, alone in a rehearsal."""
@@ -379,6 +394,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
 
     ncu = ("--clock-control", "none", "--csv", "--kernel-name-base", "demangled", "--kernel-name", "regex:amp_kernels")
     first = files / "first"
+    eager, copied = ("eager: a CPU captures nothing", "a copy: a CPU needs no send") if rehearsal else ("", "")
     sizes, shapes = ("1e4", "32x48x64") if rehearsal else (SIZES, SHAPES)
     few_cases = ("--sizes", sizes, "--shapes", shapes)
     selections = [("-k", CUDA_TESTS), ("-k", TRITON_TESTS), TRITON_KERNELS, FEW_TESTS]
@@ -387,14 +403,18 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
     return [
         build("build", "none" if rehearsal else "cuda"),
         build("python_build", "none", after="build"),
+        Part("import", [python, "-m", "amp_kernels", "info"], shared),
+        cases("operators", "--one", blocking=True),
+        Part("captured", [*own, "captured", "--device", device], shared, note=eager),
+        Part("send", [*own, "send", "--device", device, "--out", files], shared, why_not=compiled, note=copied),
         cases("smoke"),
-        cases("smoke_blocking", after="smoke"),
+        cases("smoke_blocking", blocking=True, after="smoke"),
         Part("ceilings", [*own, "ceilings", "--device", device, "--out", files], shared),
         *(bench("", family, first, "0.2", *few_cases) for family in FAMILIES),
         under("ncu", "ncu", lambda _: [*ncu, "--metrics", METRICS], *own, "kernels", "--device", device),
         sanitizer("memcheck"),
         sanitizer("racecheck"),
-        Part("info", [python, "-m", "amp_kernels", "info"], shared),
+        Part("routes", [*own, "routes", "--tables", first, "--out", out], shared),
         tests("cuda_tests", *selections[0], expect="triton,cuda", why_not=compiled),
         tests("cuda_few", *selections[3], expect="triton,cuda", why_not=compiled, environment=few),
         tests("triton_tests", *selections[1]),
@@ -460,7 +480,7 @@ def main() -> int:
     # A rehearsal may run on a busy CPU, so it does not test the limits.
     limits, seconds = (dict.fromkeys(SECONDS, 600), 3600.0) if args.rehearse else (SECONDS, 60 * args.minutes)
     check = Check(out, work / "results", machine, seconds, limits)
-    parts = all_parts(work / "results", work, capability)
+    parts = all_parts(out, work / "results", work, capability)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the part that runs
     passed = check.run([part for part in parts if {part.name, part.after} & set(args.parts)])
     print(f"\n{check.summary()}\n{out}: the folder to send, please")

@@ -1,15 +1,20 @@
-"""What gpu_check.py runs in processes of their own: cases on every tile, the machine's ceilings, kernels to profile.
+"""What gpu_check.py runs in processes of their own.
 
-python benchmarks/gpu/gpu_parts.py cases --device cuda
-python benchmarks/gpu/gpu_parts.py ceilings --device cuda --out FOLDER
-python benchmarks/gpu/gpu_parts.py kernels --device cuda
+python benchmarks/gpu/gpu_parts.py cases                    # cases on every tile; with --one, one for each operator
+python benchmarks/gpu/gpu_parts.py captured                 # a training step, captured and replayed
+python benchmarks/gpu/gpu_parts.py send --out FOLDER        # the cost of a send
+python benchmarks/gpu/gpu_parts.py ceilings --out FOLDER    # how fast the machine reads, copies and multiplies
+python benchmarks/gpu/gpu_parts.py kernels                  # one call of each kernel, to be profiled
+python benchmarks/gpu/gpu_parts.py routes --tables FOLDER --out FOLDER    # the fastest backend for each case
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import csv
 import os
+import re
 import statistics
 import sys
 import time
@@ -74,7 +79,12 @@ TILES = {
 
 def cases(args: argparse.Namespace) -> int:
     """Runs the cases from the `--first` on; where one takes the context away, another process runs the rest."""
-    chosen = [(op, case) for op, names in TILES.items() for case in testing.CASES[op] if str(case) in names]
+    chosen = [
+        (op, case)
+        for op, names in TILES.items()
+        for case in testing.CASES[op]
+        if str(case) in (names[:1] if args.one else names)
+    ]
     failures = args.failures
     for index, (op, case) in list(enumerate(chosen))[args.first :]:
         print(op, case, end=" ", flush=True)  # before it runs: a kernel may hang
@@ -86,10 +96,120 @@ def cases(args: argparse.Namespace) -> int:
         failures += bool(wrong)
         if wrong and (says := lost_context(args.device)):
             print(says, flush=True)
-            rest = ["--first", str(index + 1), "--failures", str(failures)]
+            rest = ["--first", str(index + 1), "--failures", str(failures), *(["--one"] if args.one else [])]
             os.execv(sys.executable, [sys.executable, __file__, "cases", "--device", args.device, *rest])
     print(f"{len(chosen)} cases, {failures} failed")
     return min(failures, 1)
+
+
+def captured(args: argparse.Namespace) -> int:
+    """Captures a training step with a scaler, replays it, and compares the weights with those of eager steps.
+
+    One of the batches makes inf gradients, so one step is skipped. On a CPU, which captures nothing, all steps are
+    eager.
+    """
+    inputs = torch.randn(12, 16, 64, device=args.device, dtype=torch.float16)
+    inputs[7, 0, 0] = float("inf")
+
+    def trained(captures: bool) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        layer = amp_kernels.nn.Linear(64, 64, device=args.device, dtype=torch.float16)
+        optimizer = amp_kernels.optim.FusedAdamW(layer.parameters(), lr=0.01, max_grad_norm=1.0)
+        scaler = amp_kernels.GradScaler(args.device, init_scale=1024.0)
+        x = torch.zeros_like(inputs[0])
+
+        def step() -> None:
+            optimizer.zero_grad(set_to_none=False)
+            scaler.scale(layer(x).float().square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+
+        run = step
+        for index, batch in enumerate(inputs):
+            if captures and index == 3:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    step()
+                run = graph.replay
+            x.copy_(batch)
+            run()
+        print(f"{'captured' if captures else 'eager'}: {int(scaler.skipped_steps)} of {len(inputs)} steps skipped")
+        return [parameter.detach() for parameter in layer.parameters()]
+
+    with torch.cuda.stream(torch.cuda.Stream()) if args.device == "cuda" else contextlib.nullcontext():
+        both = trained(False), trained(args.device == "cuda")
+    differs = not all(map(torch.equal, *both))
+    print("the weights differ" if differs else "the weights are equal")
+    return int(differs)
+
+
+def send(args: argparse.Namespace) -> int:
+    """Times a send: what a step of an optimizer pays for each table whose addresses or scalars changed.
+
+    A CPU needs no send. There a copy is timed, which shows that this part runs.
+    """
+    from amp_kernels.benchmarks.common import milliseconds
+
+    device = torch.device(args.device)
+    run = torch.ops.amp_kernels._send_ if device.type == "cuda" else lambda host, to: to.copy_(host)
+    with (args.out / "send.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("words", "microseconds"))
+        for words in (10, 500, 4000, 40_000):
+            host = torch.arange(words)
+            to = torch.zeros(words, dtype=torch.int64, device=device)
+            milliseconds(lambda: run(host, to), device)  # noqa: B023 - it runs at once
+            times = [1e3 * milliseconds(lambda: run(host, to), device, calls=20) for _ in range(9)]  # noqa: B023
+            if not torch.equal(to.cpu(), host):
+                print(f"{words} words did not arrive")
+                return 1
+            writer.writerow((words, f"{statistics.median(times):.3g}"))
+            print(f"{words} words: {statistics.median(times):.3g} us", flush=True)
+    return 0
+
+
+# What chooses between our backends, by the beginning of a case's name.
+CHOSEN_BY = {
+    "int8_matmul": "kTritonProducts in csrc/ops/int8.cpp, _prefers_triton in amp_kernels/ops/int8.py",
+    "linear": "engine_of in amp_kernels/functional/matmul.py, MIN_WORK in amp_kernels/padding.py",
+    "quantize_int8": "automatic in amp_kernels/backends.py",
+}
+AS_FAST = 1.05  # a default that takes at most so many times the time of the fastest is kept
+
+
+def routes(args: argparse.Namespace) -> int:
+    """Writes routes.csv: for each case that several of our backends computed, the fastest, and what should change."""
+    kept = changed = 0
+    with (args.out / "routes.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("case", "dtype", "default_ms", "fastest", "fastest_ms", "route", "chosen_by"))
+        for table in sorted(args.tables.glob("*.csv")):
+            for (case, dtype), times in times_of_backends(table).items():
+                default = times.pop("default")
+                fastest = min(times, key=times.__getitem__)
+                keeps = default <= AS_FAST * times[fastest]
+                chosen_by = next((by for start, by in CHOSEN_BY.items() if case.startswith(start)), "")
+                route = "keep" if keeps else f"change to {fastest}"
+                writer.writerow((case, dtype, default, fastest, times[fastest], route, chosen_by))
+                kept, changed = kept + keeps, changed + (not keeps)
+                if not keeps:
+                    print(f"{case} {dtype}: {fastest} takes {times[fastest] / default:.2f} of the default's time")
+    print(f"{kept} routes to keep, {changed} to change")
+    return 0
+
+
+def times_of_backends(table: Path) -> dict[tuple[str, str], dict[str, float]]:
+    """The times in ms by (case, dtype) and backend; "default" is what runs if none is forced. Cases with one backend
+    are left out."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    with table.open(newline="") as file:
+        for row in csv.DictReader(file):
+            forced = re.fullmatch(r"amp_kernels\.\w+, (\w+) kernels", row.get("contender", ""))
+            is_default = re.fullmatch(r"amp_kernels\.\w+", row.get("contender", ""))
+            if (forced or is_default) and row["median_ms"]:
+                name = forced[1] if forced else "default"
+                found.setdefault((row["case"], row["dtype"]), {})[name] = float(row["median_ms"])
+    return {key: times for key, times in found.items() if "default" in times and len(times) > 1}
 
 
 def ceilings(args: argparse.Namespace) -> int:
@@ -167,10 +287,12 @@ def kernels(args: argparse.Namespace) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    what = {"cases": cases, "ceilings": ceilings, "kernels": kernels}
+    what = {function.__name__: function for function in (cases, captured, send, ceilings, kernels, routes)}
     parser.add_argument("what", choices=what)
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda", help="and the backend of its name")
-    parser.add_argument("--out", type=Path, default=Path(), help="folder of ceilings.csv")
+    parser.add_argument("--out", type=Path, default=Path(), help="folder of the table that is written")
+    parser.add_argument("--tables", type=Path, default=Path(), help="folder of the benchmarks' tables")
+    parser.add_argument("--one", action="store_true", help="one case for each operator")
     parser.add_argument("--first", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--failures", type=int, default=0, help=argparse.SUPPRESS)
     args = parser.parse_args()

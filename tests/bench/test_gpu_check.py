@@ -24,6 +24,7 @@ from amp_kernels import testing
 
 ROOT = Path(__file__).parents[2]
 SCRIPT = ROOT / "benchmarks" / "gpu" / "gpu_check.py"
+PARTS = SCRIPT.with_name("gpu_parts.py")
 README = ROOT / "README.md"
 
 
@@ -65,7 +66,14 @@ def test_rehearsal(script: ModuleType, tmp_path: Path) -> None:
     for family in ("ceilings: read", *(f"\n{name} " for name in script.FAMILIES)):
         assert family in end
     assert set(logs(tmp_path)) == set(parts) and "0 failed" in logs(tmp_path)["smoke"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["results.tar.gz", "summary.txt", "work"]
+    # A user's first calls come first: what fails on a GPU is told apart before minutes are spent on it.
+    assert parts[:5] == ["build", "import", "operators", "captured", "send"]
+    assert "0 failed" in logs(tmp_path)["operators"] and "weights are equal" in logs(tmp_path)["captured"]
+    assert {line.split()[0] for line in logs(tmp_path)["operators"].splitlines()[:-1]} >= set(load(PARTS).TILES)
+    with tarfile.open(tmp_path / "results.tar.gz") as archive:
+        assert "results/send.csv" in archive.getnames()
+    files = ["results.tar.gz", "routes.csv", "summary.txt", "work"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == files
 
 
 # ------------------------------------------------------------------------------------------------------- its death
@@ -115,6 +123,15 @@ def test_what_was_finished_outlives_the_driver(count: int, tmp_path: Path) -> No
         assert {f"results/table{i}.csv" for i in range(count)} <= set(archive.getnames())
     summary = (tmp_path / "summary.txt").read_text()
     assert all(re.search(rf"part{i} \d+ s", summary) for i in range(count)) and "killer" not in summary
+
+
+def test_what_a_part_has_written_outlives_the_driver(tmp_path: Path) -> None:
+    saves = "gpu_check.SAVE_EVERY = 0.1"
+    ends = "; echo half > $0; echo half; sleep 2; kill -KILL $PPID; sleep 1"
+    kill(tmp_path, 0, f"parts[-1] = gpu_check.Part('killer', ['sh', '-c', 'true{ends}', files / 'half.csv'])\n{saves}")
+    assert logs(tmp_path) == {"killer": "half\n"}
+    with tarfile.open(tmp_path / "results.tar.gz") as archive:
+        assert "results/half.csv" in archive.getnames()
 
 
 @pytest.mark.parametrize("name", ["csv.writer", "os.replace", "tarfile.TarFile.addfile", "gpu_check.Path.write_text"])
@@ -180,8 +197,8 @@ def test_a_second_look_after_a_failure_alone(script: ModuleType, tmp_path: Path)
 
 def test_the_time_for_all_parts_ends(script: ModuleType, tmp_path: Path) -> None:
     check = script.Check(tmp_path, tmp_path / "work", "machine", 0)
-    assert not check.run([script.Part("info", ["true"])])
-    assert check.results["info"][0] == "FAILED: no time was left for it"
+    assert not check.run([script.Part("import", ["true"])])
+    assert check.results["import"][0] == "FAILED: no time was left for it"
 
 
 def test_the_first_stage_takes_nine_minutes(script: ModuleType) -> None:
@@ -192,15 +209,16 @@ def test_the_first_stage_takes_nine_minutes(script: ModuleType) -> None:
 
 
 def test_the_parts_for_a_gpu(script: ModuleType, tmp_path: Path) -> None:
-    parts = {part.name: part for part in script.all_parts(tmp_path / "results", tmp_path, (9, 0))}
+    parts = {part.name: part for part in script.all_parts(tmp_path, tmp_path / "results", tmp_path, (9, 0))}
     assert list(parts) == list(script.SECONDS)
     assert parts["build"].environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
-    for name in ("smoke", "smoke_blocking", "memcheck", "racecheck", "initcheck", "cuda_few"):
+    for name in ("operators", "smoke", "smoke_blocking", "memcheck", "racecheck", "initcheck", "cuda_few"):
         assert parts[name].environment["AMP_KERNELS_MULTIPROCESSORS"] == "3"
     for name in ("memcheck", "racecheck", "initcheck"):
         assert parts[name].environment["PYTORCH_NO_CUDA_MEMORY_CACHING"] == "1"
         assert parts[name].command[-len(parts["smoke"].command) :] == parts["smoke"].command
-    assert parts["smoke_blocking"].environment["CUDA_LAUNCH_BLOCKING"] == "1"
+    for name in ("operators", "smoke_blocking"):
+        assert parts[name].environment["CUDA_LAUNCH_BLOCKING"] == "1"
     for name in ("cuda_tests", "cuda_few", "triton_tests", "triton_kernels"):
         assert "--continue-on-collection-errors" in parts[name].command
     assert parts["cuda_tests"].why_not() == "no CUDA kernels were built"
@@ -219,7 +237,7 @@ def test_only_a_finished_build_for_cuda_has_its_kernels(script: ModuleType, tmp_
 
 
 def test_an_unknown_part() -> None:
-    run = subprocess.run([sys.executable, SCRIPT, "--parts", "info,speed"], capture_output=True, text=True)
+    run = subprocess.run([sys.executable, SCRIPT, "--parts", "import,speed"], capture_output=True, text=True)
     assert run.returncode == 2 and "--parts must be of first, tests, benchmarks, build" in run.stderr
     assert "got speed" in run.stderr
 
@@ -283,6 +301,30 @@ def test_a_summary_has_room_for_everything_that_fails(script: ModuleType, tmp_pa
     assert "  x.cu(1): error: no such kernel" in one and "line 500 of ? many" in one
 
 
+def test_routes_say_what_was_faster_than_the_default(tmp_path: Path) -> None:
+    parts = load(PARTS)
+    times = {"": "2.0", ", cuda kernels": "2.1", ", triton kernels": "1.5", ", zero points": "0.1"}
+    rows = [("int8_matmul, 64x64x64", f"amp_kernels.int8_matmul{name}", "none", "float32", "1", ms, "", "", "")
+            for name, ms in times.items()]  # fmt: skip
+    peer = ("torch", "none", "float16", "1", "0.1", "", "", "")
+    kept = [("linear, 8x8x8", "amp_kernels.linear" + name, *peer[1:4], ms, *peer[5:])
+            for name, ms in (("", "1.04"), (", cuda kernels", "1.0"), (", triton kernels", ""))]  # fmt: skip
+    alone = [("step", "amp_kernels.FusedSGD", *peer[1:]), ("step", *peer), ("linear, 8x8x8", *peer)]
+    write(tmp_path / "table.csv", *rows, *kept, *alone)
+    assert parts.routes(argparse.Namespace(tables=tmp_path, out=tmp_path)) == 0
+    with (tmp_path / "routes.csv").open(newline="") as file:
+        first, second = csv.DictReader(file)
+    assert first["route"] == "change to triton" and (first["default_ms"], first["fastest_ms"]) == ("2.0", "1.5")
+    assert "_prefers_triton" in first["chosen_by"]
+    assert second["route"] == "keep" and second["fastest"] == "cuda"
+
+
+def test_what_chooses_a_route_is_there() -> None:
+    for by in load(PARTS).CHOSEN_BY.values():
+        for what, file in re.findall(r"(\w+) in ([\w/.]+)", by):
+            assert what in (ROOT / file).read_text()
+
+
 # ------------------------------------------------------------------------------------------- the cases on all tiles
 def reach(multiprocessors: str, *ops: str) -> tuple[set[str], set[str]]:
     """(kernels that the cases ran on the emulator, all that there are), whatever their dtypes."""
@@ -295,7 +337,7 @@ def reach(multiprocessors: str, *ops: str) -> tuple[set[str], set[str]]:
     return kinds[0], kinds[1]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # 140 s; test_launches.py plans the same cases without their arithmetic
 @pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 def test_smoke_cases_reach_every_tile_of_three_multiprocessors_alone() -> None:
     ran, there = reach("3")
@@ -319,14 +361,14 @@ def test_the_variable_reaches_the_triton_plan() -> None:
 
 
 def test_every_operator_is_smoked() -> None:
-    parts = load(SCRIPT.with_name("gpu_parts.py"))
+    parts = load(PARTS)
     for op, names in parts.TILES.items():
         assert set(names) <= {str(case) for case in testing.CASES[op]}
     assert set(testing.CASES) - set(parts.TILES) == {"clip_grad_norm_"}  # grad_norm and torch's multiplication
 
 
 def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    parts = load(SCRIPT.with_name("gpu_parts.py"))
+    parts = load(PARTS)
 
     def body(_: object) -> list[testing.Result]:
         raise RuntimeError("an illegal memory access was encountered")
@@ -341,7 +383,7 @@ def test_a_case_that_takes_the_context_away_leaves_the_rest_to_another_process(m
     monkeypatch.setitem(testing.CASES, "matmul", cases)
     monkeypatch.setattr(parts, "TILES", {"matmul": tuple(map(str, cases))})
     monkeypatch.setattr(os, "execv", execv)
-    args = argparse.Namespace(device="cpu", first=1, failures=1)
+    args = argparse.Namespace(device="cpu", first=1, failures=1, one=False)
     assert parts.cases(args) == 1  # the context is there
     monkeypatch.setattr(parts, "lost_context", lambda device: "CUDA error")
     with pytest.raises(Replaced, match="'--device', 'cpu', '--first', '2', '--failures', '2'"):
