@@ -27,7 +27,7 @@ demo: build
 # for a process that it started. xdist would begin with the files of most tests and leave one long test to the end; the
 # order of tests/conftest.py begins with the longest files.
 test: build $(VENV)/toolkit $(VENV)/oldest_triton
-test-slow: SLOW := -m slow
+test-slow: SLOW := -m 'slow and not nightly'
 test-slow: build $(VENV)/toolkit $(VENV)/oldest_triton
 test test-slow:
 	if test -d $(VENV)/toolkit/nvidia; then export CUDA_HOME="$(CURDIR)/$(VENV)/toolkit/nvidia/cu13"; fi; \

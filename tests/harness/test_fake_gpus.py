@@ -40,7 +40,7 @@ PART = {
     "optim/test_optim_parameters.py": "inference",
     "grad_scaler/test_grad_scaler.py": "(overflows or same_bits) and not bf16",
     "clients/test_states.py": "sgd_ and (overlap_raise or not_overlap)",
-    "amp/test_amp.py": "handwritten",
+    "amp/test_amp.py": "handwritten and SGD",
     "package/test_saved.py": "goes_on",
 }
 

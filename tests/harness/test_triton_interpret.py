@@ -18,12 +18,11 @@ pytestmark = pytest.mark.timeout(0)  # each test in such a process has a limit o
 
 FOR_TRITON_ALONE = ("int8/triton_int8_cases.py", "matmul/triton_matmul_cases.py")
 # No planted fault shows in these alone: the kernels below them are in test_update_table.py.
-UPDATES = [f"update/test_{name}.py" for name in ("averages", *FAMILIES)]
+UPDATES = [f"update/test_{name}.py" for name in ("averages", "remainder", *FAMILIES)]
 FILES = (
     *FOR_TRITON_ALONE,
     "unscale/test_unscale_table.py",
     "update/test_update_table.py",
-    pytest.param("update/test_remainder.py", marks=pytest.mark.slow),
     *(pytest.param(file, marks=pytest.mark.nightly) for file in UPDATES if (TESTS / file).exists()),
 )
 

@@ -164,12 +164,12 @@ class Launch(NamedTuple):
     shared_bytes: int
 
 
-@functools.cache
 def kernels() -> dict[int, str]:
     """Every kernel in the library by its address."""
     return kernels_of(library(), "set_order")
 
 
+@functools.cache
 def kernels_of(lib: ctypes.CDLL, function: str) -> dict[int, str]:
     """Every kernel of a library that has this C function, by its address. Most kernels are in anonymous namespaces, so
     that only nm knows them."""
@@ -177,7 +177,7 @@ def kernels_of(lib: ctypes.CDLL, function: str) -> dict[int, str]:
     symbols = {int(line[:16], 16): line[19:] for line in says.splitlines() if line[:16].strip()}
     known = next(address for address, name in symbols.items() if name == function)
     shift = (ctypes.cast(getattr(lib, function), _POINTER).value or 0) - known
-    names = {address + shift: shortened(name) for address, name in symbols.items()}
+    names = {address + shift: shortened(name) for address, name in symbols.items() if "_kernel" in name}
     return {address: name for address, name in names.items() if re.fullmatch(r"\w+_kernel(<.*>)?", name)}
 
 

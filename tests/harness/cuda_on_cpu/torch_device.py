@@ -92,7 +92,7 @@ def launches(index: int) -> dict[str, int]:
     found: dict[int, int] = {}
     visit = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_int64)
     _library.gpu_visit_launches(index, visit(found.__setitem__))
-    names = kernels_of(_library, "gpu_set_order") if found else {}  # which takes a quarter of a second
+    names = kernels_of(_library, "gpu_set_order")
     return {names[address]: count for address, count in found.items()}
 
 
