@@ -6,4 +6,13 @@
 Each file holds one experiment: its runs, its claims and the rule that decides each of them (harness.py).
 """
 
-NAMES = ("accuracy", "time_memory", "recompute", "accumulation", "quantization", "multiples_of_8", "foreach_fused")
+NAMES = (
+    "accuracy",
+    "time_memory",
+    "recompute",
+    "accumulation",
+    "quantization",
+    "multiples_of_8",
+    "foreach_fused",
+    "state_codes",
+)
