@@ -1,4 +1,4 @@
-"""The published experiments of mixed precision, run again with amp_kernels and with every peer.
+"""The published experiments of mixed precision, run again with amp_kernels and with every peer; and one of our own.
 
     python -m benchmarks.experiments [names] [--quick] [--device cuda] [--fresh] [--out folder]
     python -m benchmarks.experiments.page      # writes benchmarks/RESULTS.md from the committed CSVs

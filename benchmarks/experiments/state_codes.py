@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import torch
@@ -21,6 +22,7 @@ from . import codes, encoder, images, quantization, text
 from .codes import NEAREST, SIGNED, STOCHASTIC, UNSIGNED, Code, stored
 from .digits import Split
 from .harness import (
+    UNDECIDED,
     Claim,
     Experiment,
     Row,
@@ -135,7 +137,7 @@ class RareRows(nn.Module):
             yield F.cross_entropy(self.head(self.rows(rows)), wanted)
 
 
-def losses_of(name: str, seed: int, size: Size) -> tuple[nn.Module, Iterator[Tensor], float]:
+def losses_of(name: str, seed: int, size: Size) -> tuple[Any, Iterator[Tensor], float]:
     """A model, its losses without end, and a learning rate."""
     torch.manual_seed(seed)
     cpu = torch.device("cpu")
@@ -317,61 +319,72 @@ def range_of(values: Sequence[float]) -> str:
     return f"{min(values):.3g} to {max(values):.3g}" if values else "not measured"
 
 
+def measured(*values: Sequence[float]) -> bool:
+    """Whether there are values, and none of them is NaN."""
+    return all(of and not any(map(math.isnan, of)) for of in values)
+
+
+def by_rounding(rows: Sequence[Row], part: str, **values: object) -> dict[str, list[float]]:
+    return {how: [number(row, "error") for row in picked(rows, part, rounding=how, **values)] for how in ROUNDINGS}
+
+
+def apart(of: dict[str, list[float]], nearest: Callable[[float], bool], at_random: Callable[[float], bool]) -> Verdict:
+    """Holds if both are true of all values of their rounding; falsified if one of them is true of none."""
+    if not measured(*of.values()):
+        return Verdict(UNDECIDED, "Not measured.")
+    both = [list(map(nearest, of[NEAREST])), list(map(at_random, of[STOCHASTIC]))]
+    because = f"To nearest {range_of(of[NEAREST])}, at random {range_of(of[STOCHASTIC])}."
+    return decided(all(map(all, both)), not all(map(any, both)), because)
+
+
 STUCK, MOVES = 0.3, 0.1
 
 
 def stalls(rows: Sequence[Row]) -> Verdict:
-    names = [name_of(code) for code in FLOORED]
-    of = {
-        how: [number(row, "error") for name in names for row in picked(rows, DRIFT, second=name, rounding=how)]
-        for how in ROUNDINGS
-    }
-    holds = all(v >= STUCK for v in of[NEAREST]) and all(v <= MOVES for v in of[STOCHASTIC])
-    is_false = all(v < STUCK for v in of[NEAREST]) or all(v > MOVES for v in of[STOCHASTIC])
-    because = f"To nearest {range_of(of[NEAREST])}, at random {range_of(of[STOCHASTIC])}."
-    return decided(bool(of[NEAREST]) and holds, is_false, because)
+    of: dict[str, list[float]] = {how: [] for how in ROUNDINGS}
+    for code in FLOORED:
+        for how, values in by_rounding(rows, DRIFT, second=name_of(code)).items():
+            of[how] += values
+    return apart(of, lambda error: error >= STUCK, lambda error: error <= MOVES)
 
 
 PUSHES, ENDS = 1.2, 0.05
 
 
 def pushes(rows: Sequence[Row]) -> Verdict:
-    of = {how: [number(row, "error") for row in picked(rows, DECAY, rounding=how)] for how in ROUNDINGS}
-    holds = all(v >= PUSHES for v in of[NEAREST]) and all(abs(v - 1) <= ENDS for v in of[STOCHASTIC])
-    is_false = all(v < PUSHES for v in of[NEAREST]) or all(abs(v - 1) > ENDS for v in of[STOCHASTIC])
-    because = f"To nearest {range_of(of[NEAREST])}, at random {range_of(of[STOCHASTIC])}."
-    return decided(bool(of[NEAREST]) and holds, is_false, because)
+    return apart(by_rounding(rows, DECAY), lambda share: share >= PUSHES, lambda share: abs(share - 1) <= ENDS)
 
 
 def explodes(rows: Sequence[Row]) -> Verdict:
-    def worst(chosen: Sequence[Code]) -> dict[str, int]:
-        return {
-            name: max(int(row["exploded"]) for row in picked(rows, UPDATE, second=name, momentum="fp32"))
-            for name in map(name_of, chosen)
-        }
-
-    with_zero, floored = worst(WITH_ZERO), worst(FLOORED)
-    holds = all(with_zero.values()) and not any(floored.values())
-    because = "Most such steps in a training: " + "; ".join(f"{k} {v}" for k, v in (with_zero | floored).items()) + "."
-    return decided(holds, any(floored.values()) or not any(with_zero.values()), because)
-
-
-def errors_of(rows: Sequence[Row], second: Code, rounding: str) -> dict[str, float]:
-    """By model, with groups of 128 and a momentum in fp32."""
-    of = picked(rows, UPDATE, second=name_of(second), momentum="fp32", rounding=rounding)
-    return {row["model"]: number(row, "error") for row in of}
+    of = {
+        name_of(code): [number(row, "exploded") for row in picked(rows, UPDATE, second=name_of(code), momentum="fp32")]
+        for code in (*WITH_ZERO, *FLOORED)
+    }
+    if not measured(*of.values()):
+        return Verdict(UNDECIDED, "Not measured.")
+    most = {name: int(max(values)) for name, values in of.items()}
+    with_zero, floored = ([most[name_of(code)] for code in codes_] for codes_ in (WITH_ZERO, FLOORED))
+    because = "Most such steps in a training: " + "; ".join(f"{name} {count}" for name, count in most.items()) + "."
+    return decided(all(with_zero) and not any(floored), any(floored) or not any(with_zero), because)
 
 
 def is_most_exact(rows: Sequence[Row]) -> Verdict:
-    by_code = {name_of(code): errors_of(rows, code, STOCHASTIC) for code in FLOORED}
-    ours = name_of(CHOSEN[1])
-    lowest = [min(by_code, key=lambda name: by_code[name][model]) for model in by_code[ours]]
-    because = "; ".join(
-        f"{model}: " + ", ".join(f"{name} {errors[model]:.3g}" for name, errors in by_code.items())
-        for model in by_code[ours]
-    )
-    won = lowest.count(ours)
-    return decided(won == len(lowest) > 0, won <= len(lowest) / 2, because + ".")
+    def errors(code: Code) -> dict[str, float]:
+        """By model, with groups of 128 and a momentum in fp32."""
+        of = picked(rows, UPDATE, second=name_of(code), momentum="fp32", rounding=STOCHASTIC)
+        return {row["model"]: number(row, "error") for row in of}
+
+    by_code = {name_of(code): errors(code) for code in FLOORED}
+    models = list(by_code[name_of(CHOSEN[1])])
+    if not measured(*([by_code[name].get(model, math.nan) for name in by_code] for model in models)) or not models:
+        return Verdict(UNDECIDED, "Not measured.")
+    won = 0
+    said = []
+    for model in models:
+        of_model = {name: errors[model] for name, errors in by_code.items()}
+        won += min(of_model.values()) == of_model[name_of(CHOSEN[1])]
+        said.append(f"{model}: " + ", ".join(f"{name} {error:.3g}" for name, error in of_model.items()))
+    return decided(won == len(models), won <= len(models) / 2, "; ".join(said) + ".")
 
 
 NEARLY, CLEARLY = 1.25, 1.5
@@ -379,21 +392,25 @@ NEARLY, CLEARLY = 1.25, 1.5
 
 def groups_cost_little(rows: Sequence[Row]) -> Verdict:
     pair = {"momentum": name_of(CHOSEN[0]), "second": name_of(CHOSEN[1])}
-    of = {size: picked(rows, UPDATE, **pair, group=size) for size in (32, GROUP)}
-    ratios = [number(b, "error") / number(a, "error") for a, b in zip(of[32], of[GROUP], strict=True)]
+    of = {size: [number(row, "error") for row in picked(rows, UPDATE, **pair, group=size)] for size in (32, GROUP)}
+    if not measured(*of.values()):
+        return Verdict(UNDECIDED, "Not measured.")
+    ratios = [b / a for a, b in zip(of[32], of[GROUP], strict=True)]
     holds, is_false = all(r <= NEARLY for r in ratios), any(r > CLEARLY for r in ratios)
-    return decided(bool(ratios) and holds, is_false, f"Error with 128 relative to 32: {range_of(ratios)}.")
+    return decided(holds, is_false, f"Error with 128 relative to 32: {range_of(ratios)}.")
 
 
 def differences(rows: Sequence[Row], way: str) -> list[float]:
     """In held-out loss from fp32 states, by seed."""
     fp32 = {row["seed"]: number(row, "loss") for row in picked(rows, LOSS, way="fp32")}
-    return [number(row, "loss") - fp32[row["seed"]] for row in picked(rows, LOSS, way=way)]
+    return [number(row, "loss") - fp32.get(row["seed"], math.nan) for row in picked(rows, LOSS, way=way)]
 
 
 def trains_as_fp32(way: str, rows: Sequence[Row]) -> Verdict:
-    spread = max((abs(v) for v in differences(rows, "fp32, perturbed")), default=math.nan)
-    found = differences(rows, way)
+    perturbed, found = differences(rows, "fp32, perturbed"), differences(rows, way)
+    if not measured(perturbed, found):
+        return Verdict(UNDECIDED, "Not measured.")
+    spread = max(map(abs, perturbed))
     mean, error = mean_and_error(found)
     because = (
         f"Difference of the loss {mean:+.4f}, standard error {error:.4f}, {len(found)} seeds. Perturbed weights change "
@@ -460,6 +477,16 @@ CLAIMS = (
         )
     ),
 )
+PUBLISHED = (
+    Table(
+        "States of 8 bits in other packages (Dettmers et al. 2022, arXiv 2110.02861; FlashOptim, arXiv 2602.23349)",
+        ("package", "momentum", "second moment", "group", "published"),
+        (
+            ("bitsandbytes", "dynamic", "dynamic", "256", "the performance of 32-bit states, same hyper-parameters"),
+            ("FlashOptim", "softsign", "square root", "32", "35 % less peak memory for a model of 8B parameters"),
+        ),
+    ),
+)
 ABOUT = """
 An optimizer with states of 8 bits keeps a code for each element, and a scale for each group of neighbours. The codes
 differ in how they divide the range below the scale, in whether an element may become 0, and in how they round. All
@@ -517,27 +544,28 @@ def tables(rows: Sequence[Row]) -> list[Table]:
 
 
 def draw(rows: Sequence[Row], path: Path) -> None:
-    """How far a second moment lags behind, over the error of the update: below and to the left is better."""
-    figure, axes = plt.subplots(figsize=(8, 5), layout="constrained")
-    for code in (*WITH_ZERO, *FLOORED):
-        for how, colour in zip(ROUNDINGS, ("tab:gray", BLUES[0]), strict=True):
-            values = {"second": name_of(code), "momentum": "fp32", "rounding": how}
-            update = picked(rows, UPDATE, model=TRANSFORMER, **values)
-            lag = picked(rows, DRIFT, **values)
-            x, y = (sum(number(row, "error") for row in of) / max(len(of), 1) for of in (update, lag))
-            exploded = any(row["exploded"] != "0" for row in picked(rows, UPDATE, **values))
-            axes.scatter(x, y, color=colour, marker="x" if exploded else "o")
-            axes.annotate(name_of(code), (x, y), fontsize=7, xytext=(4, 3), textcoords="offset points")
-    for how, colour in zip(ROUNDINGS, ("tab:gray", BLUES[0]), strict=True):
-        axes.scatter([], [], color=colour, label=f"rounded {'to nearest' if how == NEAREST else 'at random'}")
-    axes.scatter([], [], color="black", marker="x", label="steps exploded")
-    axes.set(
-        xscale="log",
-        yscale="log",
-        xlabel="error of the update, byte Transformer",
-        ylabel="error of the drift (1: did not move)",
-    )
-    axes.legend(frameon=False)
+    """Each code of the second moment: its errors, in both roundings."""
+    shown = [code for code in (*WITH_ZERO, *FLOORED) if code.name != "linear"]  # which is a thousand times worse
+    figure, panels = plt.subplots(1, 2, sharey=True, figsize=(9, 4), layout="constrained")
+    for axes, part, label in zip(
+        panels, (UPDATE, DRIFT), ("error of the update, byte Transformer", "error of the drift"), strict=True
+    ):
+        for position, code in enumerate(shown):
+            for how, colour in zip(ROUNDINGS, ("tab:gray", BLUES[0]), strict=True):
+                values = {"second": name_of(code), "momentum": "fp32", "rounding": how}
+                found = picked(rows, part, **values, **({"model": TRANSFORMER} if part == UPDATE else {}))
+                mean = sum(number(row, "error") for row in found) / max(len(found), 1)
+                exploded = any(row["exploded"] != "0" for row in picked(rows, UPDATE, **values))
+                axes.scatter(mean, position, color=colour, marker="x" if exploded else "o", s=50)
+        axes.set_xlabel(label)
+        axes.set_xlim(left=0)
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].set_yticks(range(len(shown)), [name_of(code) for code in shown])
+    panels[0].invert_yaxis()
+    for how, colour in zip(("to nearest", "at random"), ("tab:gray", BLUES[0]), strict=True):
+        panels[1].scatter([], [], color=colour, label=f"rounded {how}")
+    panels[1].scatter([], [], color="black", marker="x", label="steps exploded in some training")
+    figure.legend(frameon=False, loc="outside lower center", ncols=3)
     figure.savefig(path, dpi=120)
     plt.close(figure)
 
@@ -554,5 +582,6 @@ EXPERIMENT = Experiment(
     claims=CLAIMS,
     tables=tables,
     draw=draw,
+    published=PUBLISHED,
     rules=RULES,
 )  # fmt: skip

@@ -402,7 +402,71 @@ def foreach_fused():
     yield grid(f.FP32, "of_best_torch"), BELOW_1
 
 
-PLANTED = (accuracy, time_memory, recompute, accumulation, quantization, multiples_of_8, foreach_fused)
+def state_codes():
+    c = of("state_codes")
+    names = {kind: list(map(c.name_of, getattr(c, kind))) for kind in ("WITH_ZERO", "FLOORED", "MOMENTA", "CHOSEN")}
+
+    def errors(part, column, other, chosen):
+        """To nearest, of the first code and of the others; then at random."""
+
+        def rows(values):
+            first, others, at_random = values
+            for i, name in enumerate(chosen):
+                for how, error in zip(c.ROUNDINGS, (others if i else first, at_random), strict=True):
+                    row = {"part": part, column: name, other: "fp32", "rounding": how, "error": error}
+                    yield from ({**row, "seed": seed} for seed in SEEDS)
+
+        return rows
+
+    def update(name, model, **values):
+        return {
+            "part": c.UPDATE,
+            "second": name,
+            "momentum": "fp32",
+            "model": model,
+            "rounding": "stochastic",
+            **values,
+        }
+
+    def exploded(counts):
+        """Of codes with a zero, of the first of them, and without one."""
+        rows = [update(name, c.CNN, exploded=counts[0]) for name in names["WITH_ZERO"][1:]]
+        rows += [update(names["WITH_ZERO"][0], c.CNN, exploded=counts[1])]
+        return rows + [update(name, c.CNN, exploded=counts[2]) for name in names["FLOORED"]]
+
+    def exactness(won):
+        """The fourth root is the best for the first `won` of three models."""
+        for i, model in enumerate((c.CNN, c.ROWS, c.TRANSFORMER)):
+            for name in names["FLOORED"]:
+                yield update(name, model, error=0.1 if (name == names["CHOSEN"][1]) == (i < won) else 0.2)
+
+    def groups(ratio):
+        momentum, second = names["CHOSEN"]
+        for model in (c.CNN, c.ROWS):
+            for group, error in ((32, 0.1), (128, 0.1 * ratio)):
+                yield update(second, model, momentum=momentum, group=group, error=error)
+
+    def losses(way):
+        def rows(values):
+            for seed, value in zip(SEEDS, values, strict=True):
+                for name, loss in (("fp32", 2.0), ("fp32, perturbed", 2.001), (way, 2 + value)):
+                    yield {"part": c.LOSS, "way": name, "seed": seed, "loss": loss}
+
+        return rows
+
+    yield (
+        errors(c.DRIFT, "second", "momentum", names["FLOORED"]),
+        ((0.5, 0.4, 0.05), (0.2, 0.1, 0.05), (0.5, 0.2, 0.05)),
+    )
+    yield errors(c.DECAY, "momentum", "second", names["MOMENTA"]), ((2.0, 3.0, 1.01), (1.1, 1.0, 1.0), (2.0, 1.1, 1.0))
+    yield exploded, ((3, 1, 0), (3, 3, 1), (3, 0, 0))
+    yield exactness, (3, 1, 2)
+    yield groups, (1.2, 1.6, 1.3)
+    for way in list(c.TRAINED)[2:]:
+        yield losses(way), ((0.0, 0.001, 0.0005), (0.02, 0.021, 0.022), (0.0, 0.1, 0.0))
+
+
+PLANTED = (accuracy, time_memory, recompute, accumulation, quantization, multiples_of_8, foreach_fused, state_codes)
 
 
 def as_read(experiment, rows):
