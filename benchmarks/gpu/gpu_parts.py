@@ -110,6 +110,8 @@ def captured(args: argparse.Namespace) -> int:
     """
     inputs = torch.randn(12, 16, 64, device=args.device, dtype=torch.float16)
     inputs[7, 0, 0] = float("inf")
+    if args.device == "cuda":
+        torch.cuda.synchronize()  # another stream reads them
 
     def trained(captures: bool) -> list[torch.Tensor]:
         torch.manual_seed(0)
