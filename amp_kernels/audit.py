@@ -155,7 +155,7 @@ def _reason(engine: str, a: Tensor, activation: Activation | None) -> str:
         else "use_backend forces it"
     )
     if engine == LIBRARY and activation in ("gelu", "gelu_tanh"):
-        where = " where a gradient is needed" if activation in IN_ONE_CALL else ""
+        where = " where a gradient is needed or there is no bias" if activation in IN_ONE_CALL else ""
         reason += f", and {activation} is a second pass over the result{where}"
     if a.shape[-2] <= FEW_ROWS:
         reason += f"; a product of {a.shape[-2]} rows takes the time of reading b once"

@@ -200,8 +200,8 @@ __global__ void __launch_bounds__(kThreads, Tile<kM, kN>::kBlocks)
 // --------------------------------------------------------------------------------------- few rows
 
 // The warps take steps of 64 bytes along k in turn. Lane (g, t) is the lane with g = lane / 4 and t = lane % 4. In a
-// step, it loads bytes 16 t to 16 t + 15 along k of these rows and columns: of each 16 rows of a, the rows g and g + 8,
-// and of b, the columns g, g + 8 and so on. The fragments then have the elements along k in another order than the
+// step, it loads bytes 16 t to 16 t + 15 along k from several rows and columns. They are the rows g, g + 8, ... of a,
+// and the columns g, g + 8, ... of b. The fragments then have the elements along k in another order than the
 // instruction (mma, tensor_cores.cuh) expects. That does no harm, because a and b have the same order.
 template <int kRowTiles, int kColumnTiles>
 struct FewSums {
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(kFewWarps<kRowTiles> * 32, kFewBlocks<kRowTile
     few_rows_kernel(const Int8Matmul matmul, const Operand a, const Operand b) {
   constexpr int kWarps = kFewWarps<kRowTiles>, kColumnTiles = kColumns / 8;
   using Sums = FewSums<kRowTiles, kColumnTiles>;
-  // How many steps along k a warp has in flight. From b, that is 128 bytes of a thread with up to 16 rows.
+  // How many steps along k a warp has in flight. With up to 16 rows, a thread has 128 bytes of b in flight.
   constexpr int kEach = kRowTiles == 1 ? 8 / kColumnTiles : 4 / kRowTiles;
   int* const shared = reinterpret_cast<int*>(shared_memory());  // [kWarps, Sums::kValues, 32]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;

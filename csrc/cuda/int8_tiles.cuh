@@ -139,7 +139,7 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 // or 32, and above 16 rows always 16, because there would be too few registers for more sums.
 //
 // With up to 16 rows, a multiprocessor runs one block of 16 warps. Two blocks of 8 warps would have as many loads under
-// way, but only if there were that many blocks: 1024 columns make 64 blocks of 16 columns, and an H100 has 132
+// way. But often there are fewer blocks: 1024 columns make 64 blocks of 16 columns, and an H100 has 132
 // multiprocessors. Sharing k among blocks, as in matmul_few_rows.cu, needs a second kernel, which takes 4 us on an
 // H100. That is 40 % of the time of a product with 8 rows, K = 4096 and 4096 columns.
 template <int kRowTiles>
@@ -151,12 +151,12 @@ constexpr int kFewBlocks = kRowTiles == 1 ? 1 : kResidentBlocks;
 // tiles in a product with at most 64 rows.
 //
 // A block of tiled_kernel has one tile, and takes all steps of k one after the other. If there are few tiles, most
-// multiprocessors have no work. A block of few_rows_kernel has 16 columns, so there are more blocks. But each of these
-// blocks reads all rows of the first operand from L2. The more tiles there are, the more such blocks a multiprocessor
-// runs, and the more it reads. So few_rows_kernel has a limit. For 17 to 32 rows, `tiles` must be at most half the
-// number of multiprocessors. For 33 to 64 rows, it must be at most a third of that number. At its limit, with 32 or 64
-// rows, few_rows_kernel reads about as much from L2 per busy multiprocessor as tiled_kernel. With more tiles, it would
-// read more than tiled_kernel.
+// multiprocessors have no work. A block of few_rows_kernel with more than 16 rows has 16 columns, so there are more
+// blocks. But each of these blocks reads all rows of the first operand from L2. The more tiles there are, the more such
+// blocks a multiprocessor runs, and the more it reads. So few_rows_kernel has a limit. For 17 to 32 rows, `tiles` must
+// be at most half the number of multiprocessors. For 33 to 64 rows, it must be at most a third of that number. At its
+// limit, with 32 or 64 rows, few_rows_kernel reads about as much from L2 per busy multiprocessor as tiled_kernel. With
+// more tiles, it would read more than tiled_kernel.
 inline bool are_few_rows(int64_t m, int64_t n) {
   const int64_t tiles = (n + 63) / 64, count = multiprocessor_count();
   return m <= 16 || (m <= 32 && 2 * tiles <= count) || (m <= 64 && 3 * tiles <= count);

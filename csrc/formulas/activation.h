@@ -14,9 +14,9 @@ constexpr float kTanhScale = 0.79788456080286535588f;  // sqrt(2 / pi)
 constexpr float kTanhCubic = 0.044715f;
 constexpr float kLog2E = 1.44269504088896340736f;
 
-// 2^x and 1 / x by one instruction of the GPU each. The relative error is at most 2^-22. A subnormal result is 0: with
-// exp2f and a division, which have instructions for subnormal results, the derivative of gelu_tanh would take 29
-// instructions in place of 11.
+// 2^x and 1 / x by one instruction of the GPU each. The relative error is at most 2^-22. A subnormal result is 0. exp2f
+// and a division have instructions for subnormal results. With them, the derivative of gelu_tanh would take 29
+// instructions more than that of relu. Without them it takes 11 more.
 AMP_KERNELS_HD float fast_exp2(float x) {
 #ifdef __CUDA_ARCH__
   float result;

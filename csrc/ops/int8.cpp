@@ -265,8 +265,8 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
 //   4096 x 4096 x 4096   237   148
 //   8192 x 8192 x 8192   1716  1025
 //
-// With few rows or columns the CUDA kernels are faster on the device too: 16 x 4096 x 4096 takes them 8.1 us, and
-// Triton 9.7 us.
+// With few rows or columns the CUDA kernels are faster on the device too: 16 x 4096 x 4096 took an earlier form of them
+// 8.1 us, and Triton 9.7 us.
 //
 // So Triton gets a product if M * N * K is above kTritonProducts, M and N are both above kFewRows, and `prefers_triton`
 // is true for the GPU (device.h).

@@ -1,7 +1,7 @@
 """Runs tests in processes of their own that have two CUDA devices, simulated by the emulator.
 
 cuda_on_cpu/torch_device.py makes them. torch's dispatcher takes their tensors to the operators of csrc/ops with class
-Cuda. `make test` runs a part of the tests that choose a device, `make nightly` all of them.
+Cuda. `make test-slow` runs a part of the tests that choose a device, `make nightly` all of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ pytestmark = [
 FOLDERS = ("unscale", "update", "grad_scaler", "optim", "int8", "matmul", "clients", "amp", "package")
 
 
-# What `make test` has time for: each operator once for each class of dtypes and of layouts, and what notices the
+# What `make test-slow` has time for: each operator once for each class of dtypes and of layouts, and what notices the
 # planted faults of csrc/ops (tests/faults/operator_*). The expressions are for pytest -k.
 PART = {
     "unscale/test_unscale.py": "not bf16 and not 100_million",
@@ -64,6 +64,7 @@ def test_a_gpu_without_kernels_and_triton_runs_the_reference() -> None:
     run(str(TESTS / "harness" / "mixed_gpus_cases.py"), AMP_KERNELS_FAKE_GPUS="without-triton")
 
 
+@pytest.mark.slow
 def test_each_operator_and_layout() -> None:
     words = " or ".join(f"({Path(file).name} and ({chosen}))" for file, chosen in PART.items())
     run(*(str(TESTS / file) for file in PART), "-k", " ".join(words.split()))
