@@ -22,7 +22,7 @@ import venv
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-REQUIREMENTS = "torch setuptools ninja"
+REQUIREMENTS = "torch 'setuptools>=77' ninja"
 # What README and docs may tell readers to install this package with: below, or by `make build` (-e).
 DOCUMENTED = {REQUIREMENTS, "--no-build-isolation .", "--no-build-isolation -e .", "dist/*.whl"}
 DOCUMENTED |= {f'--no-build-isolation -e ".[{extra}]"' for extra in ("build", "dev")}
@@ -91,7 +91,7 @@ def main() -> None:
         # A venv brings no setuptools from Python 3.12 on, and 65.5 before.
         printed = user.run("pip install --no-build-isolation .", cwd=ROOT, fails=True, says=NO_SETUPTOOLS)
         is_short(printed)
-        user.run("pip install -q setuptools", cwd=folder)
+        user.run("pip install -q 'setuptools>=77'", cwd=folder)
         pack = (
             f"import sys; sys.path.insert(0, 'csrc'); import build_backend; build_backend.build_sdist({str(folder)!r})"
         )
