@@ -1,8 +1,8 @@
 """Codes of 8 bits for the states of optimizers, in plain torch.
 
-A group of neighbouring elements has one scale, its largest magnitude. Each element, divided by the scale, is a number
-from 0 to 1 (a sign is kept apart). A code is an increasing function from these numbers to 0 .. levels. The value of the
-function is rounded to an integer, and the inverse function turns the integer into a number again.
+A group of neighbouring elements has one scale, its largest magnitude. The magnitude of each element, divided by the
+scale, is a number from 0 to 1. The sign is kept apart. A code is an increasing function from these numbers to
+0 .. levels. The value of the function is rounded to an integer. The inverse function turns the integer into a number.
 """
 
 from __future__ import annotations

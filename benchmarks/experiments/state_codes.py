@@ -182,7 +182,8 @@ def shadows() -> list[Storage]:
 def updates(name: str, steps: int, size: Size) -> list[Row]:
     """Errors of the updates, with coded states that get the gradients of a training with fp32 states.
 
-    Every fourth part of 1024 elements is looked at, of the encoder every 64th.
+    Measured are every fourth 1024 elements of a model, and every 64th 1024 elements of the encoder. A model with up to
+    65536 elements is measured whole.
     """
     model, losses, lr = losses_of(name, 0, size)
     flat = Flat(model)
@@ -240,7 +241,10 @@ def drift(second: Code, rounding: str, seed: int, steps: int) -> list[Row]:
 
 
 def decay(momentum: Code, rounding: str, seed: int) -> list[Row]:
-    """The sum of a momentum over 300 steps after the gradients of half of the elements became 0, of the exact sum."""
+    """The sum of a momentum over 300 steps after its gradients became 0, divided by the exact sum.
+
+    Half of the gradients become 0. The sum is that of their elements.
+    """
     generator = torch.Generator().manual_seed(seed)
     grad = torch.randn(8192, generator=generator).exp()
     silent = torch.rand(8192, generator=generator) < 0.5

@@ -1,4 +1,4 @@
-"""What gpu_check.py runs in processes of their own.
+"""The parts of gpu_check.py that run in processes of their own.
 
 python benchmarks/gpu/gpu_parts.py cases                    # cases on every tile; with --one, one for each operator
 python benchmarks/gpu/gpu_parts.py captured                 # a training step, captured and replayed
@@ -172,7 +172,7 @@ def send(args: argparse.Namespace) -> int:
     return 0
 
 
-# What chooses between our backends, by the beginning of a case's name.
+# The constants and functions that choose between our backends. The keys are beginnings of the names of cases.
 CHOSEN_BY = {
     "int8_matmul": "kTritonProducts in csrc/ops/int8.cpp, _prefers_triton in amp_kernels/ops/int8.py",
     "linear": "engine_of in amp_kernels/functional/matmul.py, MIN_WORK in amp_kernels/padding.py",

@@ -233,8 +233,8 @@ struct FewSums {
     }
   }
 
-  // The sums of a row's codes, and those of a column's, are divided among four lanes. Afterwards each of the four has
-  // all of it.
+  // The sum of a row's codes is divided among four lanes, and so is the sum of a column's codes. After gather(), each
+  // of the four lanes has the whole sum.
   __device__ __forceinline__ void gather() {
 #pragma unroll
     for (int i = 0; i < kRowTiles; ++i)

@@ -135,8 +135,8 @@ __device__ __forceinline__ void finish(char* shared, const Sum (&sums)[kTall][kB
 // int8_matmul.cu). Weights are read once, from memory straight into fragments. Every block reads all rows of the first
 // operand, from L2. The warps of a block divide k among them.
 
-// A block computes up to 16 * kRowTiles rows and kColumns columns of the result. kRowTiles is 1, 2 or 4. kColumns is 16
-// or 32, and above 16 rows always 16, because there would be too few registers for more sums.
+// A block computes up to 16 * kRowTiles rows and kColumns columns of the result. kRowTiles is 1, 2 or 4. With up to 16
+// rows, kColumns is 16 or 32. With more rows it is 16, because there are too few registers for more sums.
 //
 // With up to 16 rows, a multiprocessor runs one block of 16 warps. Two blocks of 8 warps would have as many loads under
 // way. But often there are fewer blocks: 1024 columns make 64 blocks of 16 columns, and an H100 has 132

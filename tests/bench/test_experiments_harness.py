@@ -429,7 +429,7 @@ def state_codes():
         }
 
     def exploded(counts):
-        """Of codes with a zero, of the first of them, and without one."""
+        """`counts`: for all codes with a zero except the first, for the first, and for the codes without a zero."""
         rows = [update(name, c.CNN, exploded=counts[0]) for name in names["WITH_ZERO"][1:]]
         rows += [update(names["WITH_ZERO"][0], c.CNN, exploded=counts[1])]
         return rows + [update(name, c.CNN, exploded=counts[2]) for name in names["FLOORED"]]

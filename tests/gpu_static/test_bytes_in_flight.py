@@ -43,8 +43,8 @@ TABLE = [
     Row("int8_dequantize", "(rows|columns)_kernel<StraightThroughOp<", 1, 64),
     Row("copy_pad", f"copy_pad_kernel<{LOW}, .Activation.0>", 1, 128),
     Row("copy_pad", f"copy_pad_kernel<{LOW}, .Activation.[123]>", 2, 128),
-    # Of these bytes, 128 of int8_matmul's are of b. Of int8_linear's, 64 (by 16) or 128 (by 32) are of the weight. The
-    # rest is of a or x, which comes from L2.
+    # In int8_matmul, 128 of these bytes belong to b. In int8_linear, 64 of them belong to the weight if a block has 16
+    # columns, and 128 if it has 32. The others belong to a or x, which L2 holds.
     Row("int8_matmul", "few_rows_kernel<1, 16>", 1, 256),
     Row("int8_matmul", "few_rows_kernel<1, 32>", 1, 192),
     Row("int8_matmul", "few_rows_kernel<", 1, 128),
@@ -52,7 +52,8 @@ TABLE = [
     Row("int8_linear", f"few_rows_kernel<{LOW}, 1, 32>", 1, 256),
     Row("int8_linear", f"few_rows_kernel<{LOW}, ", 1, 128),
 ]
-# Kernels that stream nothing but what the kernels above left of a sum, and those that load by cp.async.
+# A fold_kernel reads only the partial sums that the kernels above wrote. A tiled_kernel loads by cp.async, but sass.py
+# sees only loads into registers.
 NO_STREAMS = {
     "int8_quantize": "fold_kernel", "copy_pad": "fold_kernel",
     "int8_matmul": "tiled_kernel", "int8_linear": "tiled_kernel",

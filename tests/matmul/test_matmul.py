@@ -563,9 +563,9 @@ def test_our_kernels_multiply_on_a_gpu_only_where_they_are_forced(
 
 @pytest.fixture
 def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
-    """torch's product on padded copies, however small they are, and cuBLAS's activations, on a CPU's tensors.
+    """Products of CPU tensors are computed as those of CUDA tensors: by torch, on padded copies, with activations.
 
-    The list gets `use_gelu` of each call that has an activation.
+    The list gets the argument `use_gelu` of each call of `_addmm_activation`.
     """
     calls = []
 
