@@ -537,7 +537,7 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
         optimizer.__class__ = _REPLACED[type(optimizer)]
         assert isinstance(optimizer, FusedOptimizer)
         optimizer.__dict__.pop("step", None)  # torch's step, wrapped and assigned by a scheduler
-        optimizer._setup(max_grad_norm=None, foreach=None, fused=None)
+        optimizer._setup(max_grad_norm=None, state_dtype=torch.float32, foreach=None, fused=None)
         optimizer.load_state_dict(saved)
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):
             group.update(loaded)

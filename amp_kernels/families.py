@@ -15,6 +15,7 @@ from typing import Any, NamedTuple, Protocol
 from torch import Tensor
 
 from . import reference
+from .reference.states import MOMENTUM, SECOND_MOMENT, Code
 
 
 class HyperType(Protocol):
@@ -34,6 +35,7 @@ class Family(NamedTuple):
         name: Name of the formula.
         option: An option that only optimizers of this family have. It tells which family a checkpoint belongs to.
         states: Names of the states, in the order of their rows in the kernels' table (csrc/table.h).
+        codes: How each state is stored in 8 bits. None for a state that is always fp32; it is the last one.
         optional: How many states are optional. They are the last ones in `states`. The options of the optimizer decide
             whether a parameter has them.
         hyper: Type of the hyper-parameters, which do not include the learning rate.
@@ -45,9 +47,26 @@ class Family(NamedTuple):
     name: str
     option: str
     states: tuple[str, ...]
+    codes: tuple[Code | None, ...]
     optional: int
     hyper: HyperType
     reference: Callable[..., None]
+
+    def coded(self, names: Sequence[str | None]) -> int:
+        """Return a bit for each of the first two states that may have fewer than 32 bits.
+
+        Args:
+            names: The states in use, in the order of `states`. None stands for a state that is not used.
+
+        A second moment stays in fp32 if the third state is used, because rounding would change the result of comparing
+        the two. Centered RMSprop takes the root of ``square_avg - grad_avg^2``, in which nearly all digits may cancel.
+        AMSGrad keeps the largest `exp_avg_sq`. It would keep the largest rounding error.
+        """
+        has_third = len(names) > 2 and names[2] is not None
+        bits = 0
+        for k, (name, code) in enumerate(zip(names, self.codes, strict=True)):
+            bits |= (name is not None and code is not None and not (code is SECOND_MOMENT and has_third)) << k
+        return bits
 
 
 def _sign(options: Mapping[str, Any]) -> float:
@@ -94,7 +113,7 @@ def _sgd(
     )  # fmt: skip
 
 
-SGD = Family("sgd", "dampening", ("momentum_buffer",), 1, SgdHyper, _sgd)
+SGD = Family("sgd", "dampening", ("momentum_buffer",), (MOMENTUM,), 1, SgdHyper, _sgd)
 
 
 # ------------------------------------------------------------------------------------------------------------ RMSprop
@@ -138,7 +157,10 @@ def _rmsprop(
     )  # fmt: skip
 
 
-RMSPROP = Family("rmsprop", "alpha", ("square_avg", "momentum_buffer", "grad_avg"), 2, RmspropHyper, _rmsprop)
+RMSPROP = Family(
+    "rmsprop", "alpha", ("square_avg", "momentum_buffer", "grad_avg"), (SECOND_MOMENT, MOMENTUM, None), 2, RmspropHyper,
+    _rmsprop,
+)  # fmt: skip
 
 
 # --------------------------------------------------------------------------------------------------------------- Adam
@@ -183,6 +205,8 @@ def _adam(
     )  # fmt: skip
 
 
-ADAM = Family("adam", "betas", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), 1, AdamHyper, _adam)
+ADAM = Family(
+    "adam", "betas", ("exp_avg", "exp_avg_sq", "max_exp_avg_sq"), (MOMENTUM, SECOND_MOMENT, None), 1, AdamHyper, _adam
+)
 
 FAMILIES = {family.name: family for family in (SGD, RMSPROP, ADAM)}

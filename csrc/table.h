@@ -36,9 +36,13 @@ namespace amp_kernels {
 //                After all of them have read it, it is increased
 //   kState + i   the address of the i-th state. Every tensor has the first kRequired states (formulas/families.h). If
 //                no tensor has other states, the table may end after the rows of these kRequired states
-enum Row { kNumel, kGradDtype, kGroup, kGrad, kParam, kMaster, kStep, kState };
+//   kScale + i   the address of the scales of the i-th state, if it is in codes (formulas/states.h)
+enum Row { kNumel, kGradDtype, kGroup, kGrad, kParam, kMaster, kStep, kState, kScale = kState + 3, kRows = kScale + 2 };
 
-enum Dtype { kFloat, kHalf, kBFloat16 };
+enum Dtype { kFloat, kHalf, kBFloat16, kInt8 };
+
+constexpr int64_t kStateGroup = 128;  // neighbours in memory whose codes share a scale
+constexpr int64_t kLeastLean = 4096;  // tensors with fewer elements have fp32 states
 
 constexpr int kHyperColumns = 8;
 
@@ -108,6 +112,9 @@ struct Form {
   bool split;  // row kMaster holds remainders
   Dtype grad_dtype;
   int32_t states;  // bit k: some tensor has the k-th state
+  // kFloat; or the type of the states in coded_states() (formulas/states.h): kBFloat16, or kInt8 for codes. Then every
+  // tensor has exactly the states in `states`.
+  Dtype state_dtype;
 };
 
 struct Update {

@@ -21,12 +21,14 @@ PARAM = tl.constexpr(Row.PARAM.value)
 MASTER = tl.constexpr(Row.MASTER.value)
 STEP = tl.constexpr(Row.STEP.value)
 STATE = tl.constexpr(Row.STATE.value)  # STATE + k is the k-th state
+SCALE = tl.constexpr(Row.SCALE.value)  # SCALE + k are the scales of the k-th state
 HYPER_COLUMNS = tl.constexpr(table.HYPER_COLUMNS)
 
 FP32 = tl.constexpr(DTYPE_CODES[torch.float32])
 FP16 = tl.constexpr(DTYPE_CODES[torch.float16])
 BF16 = tl.constexpr(DTYPE_CODES[torch.bfloat16])
-INT16 = tl.constexpr(len(DTYPE_CODES))
+INT8 = tl.constexpr(table.STATE_DTYPES[torch.int8])
+INT16 = tl.constexpr(INT8.value + 1)
 
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 
@@ -53,7 +55,12 @@ def chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size):
 def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE: tl.constexpr):
     """Return the address of a chunk's first element in the array of this row; 0 if the tensor has no such array."""
     address = table_entry(table_ptr, n_tensors, ROW, tensor)
-    return tl.where(address == 0, 0, address + begin * (4 if DTYPE == FP32 else 2))
+    return tl.where(address == 0, 0, address + begin * _bytes(DTYPE))
+
+
+@triton.jit
+def _bytes(DTYPE: tl.constexpr):
+    return 4 if DTYPE == FP32 else 1 if DTYPE == INT8 else 2
 
 
 @triton.jit
@@ -94,18 +101,20 @@ def is_last(ticket_ptr):
 
 @triton.jit
 def is_aligned(address, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    return address % (VEC * (4 if DTYPE == FP32 else 2)) == 0
+    return address % (VEC * _bytes(DTYPE)) == 0
 
 
 @triton.jit
 def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    BYTES: tl.constexpr = VEC * (4 if DTYPE == FP32 else 2)
+    BYTES: tl.constexpr = VEC * _bytes(DTYPE)
     if VEC > 1:
         address = address // BYTES * BYTES
     if DTYPE == FP32:
         base = address.to(tl.pointer_type(tl.float32))
     elif DTYPE == FP16:
         base = address.to(tl.pointer_type(tl.float16))
+    elif DTYPE == INT8:
+        base = address.to(tl.pointer_type(tl.int8))
     else:
         base = address.to(tl.pointer_type(tl.int16))
     if VEC > 1:
@@ -115,9 +124,9 @@ def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
 
 @triton.jit
 def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Return elements as fp32, or with INT16 as int32. Where the mask is off, return 0."""
+    """Return elements as fp32, or with INT8 and INT16 as int32. Where the mask is off, return 0."""
     x = tl.load(element_pointers(address, offsets, DTYPE, VEC), mask=mask, other=0)
-    if DTYPE == INT16:
+    if DTYPE >= INT8:  # or INT16
         x = x.to(tl.int32)
     elif DTYPE == BF16:
         x = (x.to(tl.int32) << 16).to(tl.float32, bitcast=True)
@@ -128,9 +137,11 @@ def load_elements(address, offsets, mask, DTYPE: tl.constexpr, VEC: tl.constexpr
 
 @triton.jit
 def store_elements(address, offsets, x, mask, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    """Store fp32 values, rounded to nearest even. With INT16, the values are int32 and are stored as int16."""
+    """Store fp32 values, rounded to nearest even. With INT8 and INT16, store the low bits of int32 values."""
     if DTYPE == FP32:
         y = x
+    elif DTYPE == INT8:
+        y = x.to(tl.int8)
     elif DTYPE == INT16:
         y = x.to(tl.int16)
     elif DTYPE == FP16:

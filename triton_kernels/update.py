@@ -58,9 +58,11 @@ from .common import (
     GRAD,
     GROUP,
     HYPER_COLUMNS,
+    INT8,
     INT16,
     MASTER,
     PARAM,
+    SCALE,
     STATE,
     STEP,
     address_of,
@@ -77,6 +79,7 @@ from .common import (
     table_entry,
 )
 from .remainder import join, split
+from .states import STATE_GROUP, bf16_at_random, decode, encode, noise, random_words, spread
 
 # Elements of a pack. Four are 16 bytes of an fp32 array, and 8 bytes of a 16-bit array. Eight would suit 16-bit arrays
 # (16 bytes), but each fp32 access of a warp would skip every other 16 bytes. With fp32 parameters, fp32 masters or at
@@ -90,6 +93,7 @@ _TILE_BY_ELEMENT = tl.constexpr(_WARPS * 32 * 2)
 # How many registers a thread may have. Without this number ptxas uses only 72, and spills 8 bytes (RMSprop with 16-bit
 # gradients, sm_75 to sm_86).
 _REGISTERS = 96
+_LEAN_REGISTERS = 128  # for states of 8 and 16 bits; with 96 registers, SGD on sm_90 spills
 _FOLD = tl.constexpr(1024)  # chunks that `_raise_steps` handles at a time
 
 
@@ -136,6 +140,12 @@ def _update_chunk(
     PARAM_DTYPE: tl.constexpr,
     MASTER_DTYPE: tl.constexpr,
     GRAD_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    CODED: tl.constexpr,
+    LEVELS: tl.constexpr,
+    scales,
+    group,
+    tensor,
     VEC: tl.constexpr,
 ):
     """Update elements `begin` to `end` of a chunk.
@@ -158,6 +168,9 @@ def _update_chunk(
     for i in range(begin, end, TILE):
         offsets = i + tl.arange(0, TILE)
         mask = offsets < end
+        if CODED:
+            groups = i // STATE_GROUP + tl.arange(0, TILE // STATE_GROUP)
+            has_group = groups * STATE_GROUP < end
         g = load_elements(grad, offsets, mask, GRAD_DTYPE, VEC)
         p = load_elements(master, offsets, mask, MASTER_DTYPE, VEC)
         if JOINS_GRAD:
@@ -167,13 +180,31 @@ def _update_chunk(
             p = join(load_elements(param, offsets, mask, PARAM_DTYPE, VEC), p, PARAM_DTYPE)
         state = ()
         for k in tl.static_range(N_STATES):
-            if STATES >> k & 1:
+            if CODED >> k & 1:
+                x = load_elements(states[k], offsets, mask, STATE_DTYPE, VEC)
+                if STATE_DTYPE == INT8:
+                    if LEVELS[k] == 255:
+                        x = x & 255
+                    scale = load_elements(scales[k], groups, has_group, FP32, 1)
+                    x = decode(x, spread(scale, TILE), LEVELS[k], 1 / LEVELS[k])
+                state = state + (x,)
+            elif STATES >> k & 1:
                 state = state + (load_elements(states[k], offsets, offsets < ends[k], FP32, VEC),)
             else:
                 state = state + (tl.zeros((TILE,), tl.float32),)
         p, state = FORMULA(p, g, state, has, hyper, lr, factor, step)
+        if CODED:
+            words = random_words(group + groups, tensor, step)
         for k in tl.static_range(N_STATES):
-            if STATES >> k & 1:
+            if CODED >> k & 1:
+                bits = noise(words, k, TILE)
+                if STATE_DTYPE == INT8:
+                    x, scale = encode(state[k], bits, mask, LEVELS[k], TILE)
+                    store_elements(scales[k], groups, scale, has_group, FP32, 1)
+                else:
+                    x = bf16_at_random(state[k], bits)
+                store_elements(states[k], offsets, x, mask, STATE_DTYPE, VEC)
+            elif STATES >> k & 1:
                 store_elements(states[k], offsets, state[k], offsets < ends[k], FP32, VEC)
         if JOINS_GRAD:
             store_elements(param, offsets, p, mask, PARAM_DTYPE, VEC)
@@ -226,6 +257,9 @@ def _update_kernel(
     PARAM_DTYPE: tl.constexpr,
     MASTER_DTYPE: tl.constexpr,  # INT16: remainders of the parameters; if PARAM_DTYPE is FP32 (`ema_`), of the weights
     GRAD_DTYPE: tl.constexpr,
+    STATE_DTYPE: tl.constexpr,
+    CODED: tl.constexpr,  # bit k: the k-th state has STATE_DTYPE; the others are fp32
+    LEVELS: tl.constexpr,  # of each state's code
 ):
     # Chunks are updated from the last to the first. The gradient pass read them from the first to the last, so the last
     # gradients may still be in L2.
@@ -239,22 +273,37 @@ def _update_kernel(
         if PARAM_DTYPE != FP32 or MASTER_DTYPE == INT16:
             master = chunk_address(table_ptr, n_tensors, MASTER, tensor, begin, MASTER_DTYPE)
         states = ()
-        state_bits = tl.zeros((), tl.int64)  # bitwise or of all states' addresses; it is aligned if each of them is
+        # Bitwise or of all states' addresses. It is aligned if each of them is.
+        state_bits = tl.zeros((), tl.int64)
+        lean_bits = tl.zeros((), tl.int64)
         for k in tl.static_range(N_STATES):
             state = state_bits * 0
-            if STATES >> k & 1:
+            if CODED >> k & 1:
+                state = chunk_address(table_ptr, n_tensors, STATE + k, tensor, begin, STATE_DTYPE)
+                lean_bits = lean_bits | state
+            elif STATES >> k & 1:
                 state = chunk_address(table_ptr, n_tensors, STATE + k, tensor, begin, FP32)
+                state_bits = state_bits | state
             states = states + (state,)
-            state_bits = state_bits | state
+        scales = ()
+        for k in tl.static_range(2):
+            scale = state_bits * 0
+            if STATE_DTYPE == INT8 and CODED >> k & 1:
+                scale = chunk_address(table_ptr, n_tensors, SCALE + k, tensor, begin // STATE_GROUP, FP32)
+            scales = scales + (scale,)
         aligned = is_aligned(grad, GRAD_DTYPE, _VEC) & is_aligned(param, PARAM_DTYPE, _VEC)
         aligned = aligned & is_aligned(master, MASTER_DTYPE, _VEC) & is_aligned(state_bits, FP32, _VEC)
+        aligned = aligned & is_aligned(lean_bits, STATE_DTYPE, _VEC)
 
         group = table_entry(table_ptr, n_tensors, GROUP, tensor)
         hyper = _hyper_parameters(hyper_ptr, group)
         lr = tl.load(tl.load(lr_ptr + group).to(tl.pointer_type(tl.float32)))
         factor = _factor(grad_scale, grad_norm, max_norm)
         step = tl.load(_step_address(table_ptr, n_tensors, tensor)).to(tl.int64)
-        whole = tl.where(aligned, n // _VEC * _VEC, 0)
+        if CODED:
+            whole = tl.where(aligned, n // STATE_GROUP * STATE_GROUP, 0)  # a tile begins with a group
+        else:
+            whole = tl.where(aligned, n // _VEC * _VEC, 0)
         # The elements from `whole` on are updated first. If they came second, the values that they need would occupy
         # registers while the other elements are updated.
         _update_chunk(
@@ -275,6 +324,12 @@ def _update_kernel(
             PARAM_DTYPE,
             MASTER_DTYPE,
             GRAD_DTYPE,
+            STATE_DTYPE,
+            CODED,
+            LEVELS,
+            scales,
+            begin // STATE_GROUP,
+            tensor,
             1,
         )
         _update_chunk(
@@ -295,6 +350,12 @@ def _update_kernel(
             PARAM_DTYPE,
             MASTER_DTYPE,
             GRAD_DTYPE,
+            STATE_DTYPE,
+            CODED,
+            LEVELS,
+            scales,
+            begin // STATE_GROUP,
+            tensor,
             _VEC,
         )
     if not skipped:  # noqa: SIM102
@@ -308,18 +369,24 @@ def formula_of(family: str) -> dict[str, Any]:
     """Return the kernel's constants that depend on the family."""
     known = FAMILIES[family]
     formula = importlib.import_module(f".{family}", __package__).formula
-    return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": known.optional}
+    levels = tuple(0 if code is None else code.levels for code in known.codes)
+    return {"FORMULA": formula, "N_STATES": len(known.states), "N_OPTIONAL": known.optional, "LEVELS": levels}
 
 
-def _options(family: str, param_dtype: int, split: bool, grad_dtype: int, states: int) -> dict[str, Any]:
+def _options(
+    family: str, param_dtype: int, split: bool, grad_dtype: int, states: int, state_dtype: int
+) -> dict[str, Any]:
+    names = [name if states >> k & 1 else None for k, name in enumerate(FAMILIES[family].states)]
     return {
+        "STATE_DTYPE": state_dtype,
+        "CODED": 0 if state_dtype == FP32.value else FAMILIES[family].coded(names),
         "PARAM_DTYPE": param_dtype,
         "MASTER_DTYPE": INT16.value if split else FP32.value,
         "GRAD_DTYPE": grad_dtype,
         "STATES": states,
         **formula_of(family),
         "num_warps": _WARPS,
-        "maxnreg": _REGISTERS,
+        "maxnreg": _REGISTERS if state_dtype == FP32.value else _LEAN_REGISTERS,
     }
 
 
@@ -335,6 +402,7 @@ def _update_table_(
     split: bool,
     grad_dtype: int,
     states: int,
+    state_dtype: int,
     grad_scale: torch.Tensor | None,
     found_inf: torch.Tensor | None,
     grad_norm: torch.Tensor | None,
@@ -354,12 +422,14 @@ def _update_table_(
         address_of(found_inf),
         address_of(grad_norm),
         max_norm,
-        **_options(family, param_dtype, split, grad_dtype, states),
+        **_options(family, param_dtype, split, grad_dtype, states, state_dtype),
     )
 
 
-def _load_update(beside: torch.Tensor, family: str, param_dtype: int, split: bool, grad_dtype: int, states: int) -> int:
-    _load(beside.device, family, param_dtype, split, grad_dtype, states)
+def _load_update(
+    beside: torch.Tensor, family: str, param_dtype: int, split: bool, grad_dtype: int, states: int, state_dtype: int
+) -> int:
+    _load(beside.device, family, param_dtype, split, grad_dtype, states, state_dtype)
     return programs_at_a_time(beside)
 
 

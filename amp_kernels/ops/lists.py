@@ -21,7 +21,7 @@ from .table import (
     GRADIENT_ROWS,
     HYPER_COLUMNS,
     RECORD,
-    UPDATE_ROWS,
+    STATE_DTYPES,
     Row,
     cut,
     gradient_table,
@@ -126,9 +126,11 @@ def update(ops: Kernels, *arguments: Any) -> None:
         else given.tensor_lr
     )
     present = sum(bool(state) << k for k, state in enumerate(states))  # bit k: there is a k-th state
-    numels = tuple(p.numel() for p in dense_params)
+    numels, fp32 = tuple(p.numel() for p in dense_params), STATE_DTYPES[torch.float32]
     for codes, order in _by_dtypes(dense_params, dense_row, dense_grads):
-        chunks = _cut(numels, order, ops._load_update(table, given.family, *codes, present))
+        chunks = _cut(
+            numels, order, ops._load_update(table, given.family, *codes, present, STATE_DTYPES[torch.float32])
+        )
         entries = send(ops, chunks.entries, device)
         ops._update_table_(
             given.family,
@@ -140,6 +142,7 @@ def update(ops: Kernels, *arguments: Any) -> None:
             send(ops, int64_tensor([rate.data_ptr()]), device),
             *codes,
             present,
+            fp32,
             given.grad_scale,
             given.found_inf,
             None,
@@ -165,7 +168,7 @@ def _update_table(
     master_row: Sequence[Tensor | None],
     steps: Tensor,
 ) -> Tensor:
-    table = torch.zeros(UPDATE_ROWS, len(params), dtype=torch.int64, device="cpu")
+    table = torch.zeros(Row.SCALE, len(params), dtype=torch.int64, device="cpu")
     table[:GRADIENT_ROWS] = gradient_table(grads)
     table[Row.PARAM] = int64_tensor(p.data_ptr() for p in params)
     table[Row.MASTER] = int64_tensor(0 if m is None else m.data_ptr() for m in master_row)

@@ -17,12 +17,15 @@ from torch import Tensor
 from .library import Kernels
 
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+STATE_DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
+LEAST_LEAN = 4096  # parameters with fewer elements have fp32 states
+STATES, SCALES = 3, 2  # the most states of a parameter, and the most states in codes
 HYPER_COLUMNS = 8
 RECORD = 4  # int64 numbers in the `Record` of csrc/table.h
 
 
 class Row(IntEnum):
-    """Rows of the table; the i-th state is row ``STATE + i``."""
+    """Rows of the table; the i-th state is row ``STATE + i``, and its scales are row ``SCALE + i``."""
 
     NUMEL = 0
     GRAD_DTYPE = 1
@@ -32,11 +35,12 @@ class Row(IntEnum):
     MASTER = 5
     STEP = 6
     STATE = 7
+    SCALE = 10
 
 
 FIXED_ROWS = 3  # the rows of sizes, dtypes and groups; rows of addresses follow
 GRADIENT_ROWS = 4  # the rows that the gradient pass (csrc/cuda/unscale.cu) reads
-UPDATE_ROWS = 10  # all rows, with three states
+UPDATE_ROWS = 12  # all rows, with three states and two scales
 
 
 class Chunks(NamedTuple):

@@ -59,13 +59,14 @@ update_ = operator(
 # schema does not show, so it must not be traced.
 LIBRARY.define(
     "_update_table_(str family, Tensor table, Tensor chunks, int chunk_size, Tensor(a!) record, Tensor hyper, "
-    "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, Tensor? grad_scale, Tensor? found_inf, "
-    "Tensor? grad_norm, float max_norm) -> ()"
+    "Tensor lr, int param_dtype, bool split, int grad_dtype, int states, int state_dtype, Tensor? grad_scale, "
+    "Tensor? found_inf, Tensor? grad_norm, float max_norm) -> ()"
 )
 # Loads the kernel on the device of `beside`. Loading is forbidden while a CUDA graph is captured, so it has to be done
 # before the capture. Returns how many thread blocks of the kernel run at a time, 0 on a CPU.
 LIBRARY.define(
-    "_load_update(Tensor beside, str family, int param_dtype, bool split, int grad_dtype, int states) -> int"
+    "_load_update(Tensor beside, str family, int param_dtype, bool split, int grad_dtype, int states, int state_dtype) "
+    "-> int"
 )
 # Sends bytes as kernel arguments, so that `host` need not be kept for the replays of a CUDA graph. A captured copy from
 # pinned memory would read that memory at every replay.

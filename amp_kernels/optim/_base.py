@@ -22,9 +22,10 @@ from .. import backends
 from ..functional.unscale import to_device, total_norm
 from ..ops.table import RECORD
 from ._checkpoints import WithCheckpoints
-from ._options import check_max_grad_norm, check_options, check_params, restored
+from ._options import check_max_grad_norm, check_options, check_params, check_state_dtype, restored
 from ._plan import Column, Hyper, Members, NativePlan, Plan, capturing
 from ._reference_plan import ReferencePlan
+from ._stored import storages
 from ._sweep import sweep
 from ._tensors import dense, local
 from ._wrappers import is_called_by, is_in_wrappers_of_torch
@@ -92,12 +93,14 @@ class FusedOptimizer(WithCheckpoints):
         params: ParamsT,
         *,
         max_grad_norm: float | None,
+        state_dtype: torch.dtype,
         foreach: bool | None,
         fused: bool | None,
         **options: Any,
     ) -> None:
         name = type(self).__name__
         check_max_grad_norm(name, max_grad_norm)
+        check_state_dtype(name, state_dtype)
         check_params(name, params)
         check_options(name, options)
         if foreach and fused:
@@ -105,15 +108,18 @@ class FusedOptimizer(WithCheckpoints):
         given: Any = params if isinstance(params, Tensor) else list(params)  # for a Tensor torch raises an error
         with restored(group for group in given if isinstance(group, dict)):
             super().__init__(given, foreach=False, **options)  # type: ignore[call-arg]
-        self._setup(max_grad_norm=max_grad_norm, foreach=foreach, fused=fused)
+        self._setup(max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused)
 
-    def _setup(self, *, max_grad_norm: float | None, foreach: bool | None, fused: bool | None) -> None:
+    def _setup(
+        self, *, max_grad_norm: float | None, state_dtype: torch.dtype, foreach: bool | None, fused: bool | None
+    ) -> None:
         """Adds the options and attributes of a fused optimizer to those that torch's constructor has set."""
         for group in (self.defaults, *self.param_groups):
             group["foreach"], group["fused"] = foreach, fused
-        self.defaults["max_grad_norm"] = max_grad_norm
+        self.defaults.update(max_grad_norm=max_grad_norm, state_dtype=state_dtype)
         for group in self.param_groups:
             group.setdefault("max_grad_norm", max_grad_norm)
+            group.setdefault("state_dtype", state_dtype)
         self._norm: Tensor | None = None
         self._log = OverflowLog()
 
@@ -312,10 +318,12 @@ class FusedOptimizer(WithCheckpoints):
         return plans
 
     def _refresh(self, writes: bool) -> bool:
-        keys = tuple(self._state_names(group) for group in self.param_groups)
-        if keys != self._plan_keys:
+        names = tuple(self._state_names(group) for group in self.param_groups)
+        if names != self._plan_keys:
             self._drop_unset_states()
-            self._plan_keys = keys
+            self._plan_keys = names
+        dtypes = (group["state_dtype"] for group in self.param_groups)
+        keys = tuple(storages(self._family.name, own, dtype) for own, dtype in zip(names, dtypes, strict=True))
         return all(plan.refresh(keys, self._column, writes=writes) for plan in self._plans or ())
 
     def _follow(self) -> None:
@@ -374,9 +382,8 @@ class FusedOptimizer(WithCheckpoints):
         if not has_gradient and "step" not in self.state.get(param, ()):
             return None
         group = self.param_groups[index]
-        names = self._state_names(group)
         try:
-            if not self._is_fitted(name, param, names):
+            if not self._is_fitted(name, param, group):
                 self._refuse_capture(param.device)
                 self._fit_state(name, param, group)
         except (TypeError, ValueError, RuntimeError):
@@ -384,9 +391,10 @@ class FusedOptimizer(WithCheckpoints):
                 raise
             return None
         state, memory = self.state[param], local(param)
-        states = tuple(None if n is None else local(state[n]) for n in names)
+        storage = self._storage(param, group)
+        states = tuple(None if key is None else local(state[key]) for key in storage.keys)
         remainder = local(state["remainder"]) if "remainder" in state else None
-        return Column(memory, dense(memory), remainder, state["step"], states)
+        return Column(memory, dense(memory), remainder, state["step"], states, storage)
 
     def _refuse_capture(self, device: torch.device) -> None:
         if capturing(device):
@@ -430,6 +438,7 @@ class FusedOptimizer(WithCheckpoints):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self._drop_plans()
+        state.get("defaults", {}).setdefault("state_dtype", torch.float32)  # pickled by a release without the option
         super().__setstate__(state)
         self._last_found_inf = None  # the old value belongs to a step before the load
         self.__dict__.setdefault("_log", OverflowLog())
@@ -453,6 +462,7 @@ class FusedOptimizer(WithCheckpoints):
         """
         if isinstance(param_group, dict):  # for anything else torch raises an error
             check_max_grad_norm(type(self).__name__, param_group.get("max_grad_norm"))
+            check_state_dtype(type(self).__name__, param_group.get("state_dtype", torch.float32))
         name, is_group = type(self).__name__, isinstance(param_group, dict)
         if is_group and "params" in param_group:
             check_params(name, param_group["params"])

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
 from collections import defaultdict
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from ..families import FAMILIES
 from ..ops.checks import why_not_loaded
 from ._reference_plan import unsigned
-from ._state import WithState, check_step, zeros_like
+from ._state import WithState, check_step, why_not_codes, zeros_like
+from ._stored import Stored, codes_key, keys_of, scale_key, store, value_of
 from ._tensors import has_memory, kind, local
 
 
@@ -21,14 +24,22 @@ class WithCheckpoints(WithState):
 
     _format = 1  # the version of state dicts; it grows if earlier releases would misread the new ones
 
-    def state_dict(self) -> dict[str, Any]:
+    def state_dict(self, *, compact: bool = False) -> dict[str, Any]:
         """Return a state dict in torch's format, with the fp32 masters of 16-bit parameters. Waits for the device.
 
         States are in fp32 and `step` is an fp32 CPU tensor, as in torch. If there are no 16-bit parameters, the
         matching torch optimizer can load the state dict too. torch ignores the additional key "format".
 
+        Args:
+            compact: Whether states that are bf16 or int8 (option `state_dtype`) stay as they are. Only this class can
+                load such a state dict. With int8 states its states have about a quarter of the bytes.
+
         Returns:
             The state dict.
+
+        Raises:
+            RuntimeError: `compact` is True and int8 states belong to a DTensor. Their groups are those of one rank's
+                shard, so another sharding could not load them.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -37,7 +48,10 @@ class WithCheckpoints(WithState):
             >>> optimizer.state_dict()["state"][0]["master"]
             tensor([1., 1.])
         """
-        handle = self.register_state_dict_post_hook(self._export, prepend=True)  # before the user's hooks
+        if compact:
+            self._refuse_codes_of_shards()
+        export = functools.partial(self._export, compact=compact)
+        handle = self.register_state_dict_post_hook(export, prepend=True)  # before the user's hooks
         try:
             return super().state_dict()
         finally:
@@ -45,16 +59,21 @@ class WithCheckpoints(WithState):
 
     @staticmethod
     @torch.no_grad()
-    def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]) -> None:
+    def _export(optimizer: torch.optim.Optimizer, state_dict: dict[str, Any], *, compact: bool) -> None:
         """Converts the entries of a state dict for saving.
 
         - `step` becomes an fp32 CPU tensor, as in torch.
         - `remainder` becomes `master`: the fp32 master that parameter and remainder together give (_state.py). If a
           parameter was cast to fp32 and is equal to its master, the master is left out.
+        - The option `state_dtype` becomes a string.
+        - States become fp32, unless `compact` is True.
         - If a parameter was not updated yet, its `step` and states are left out, but not its master.
         """
         assert isinstance(optimizer, WithCheckpoints)
         state_dict["format"] = optimizer._format
+        for group in state_dict["param_groups"]:
+            # torch.distributed.checkpoint raises an error for a torch.dtype.
+            group["state_dtype"] = str(group["state_dtype"])
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         params = {key: (name, p) for key, (name, _, p) in zip(keys, optimizer._named_parameters(), strict=True)}
         low = optimizer._dtypes_before_fp32()
@@ -67,10 +86,33 @@ class WithCheckpoints(WithState):
                 master = optimizer._master(name, param, low.get(param))
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
                 new = {"remainder": None, "master": master if is_needed else None}
+            if not compact:
+                new |= optimizer._in_fp32(state)
             if "step" in state:
                 step = _exported(state["step"])
-                new |= {"step": step} if step > 0 else dict.fromkeys({"step", *optimizer._family.states})
+                new |= {"step": step} if step > 0 else dict.fromkeys(optimizer._keys - {"remainder", "master"})
             state_dict["state"][key] = {k: v for k, v in {**state, **new}.items() if k not in new or v is not None}
+
+    def _in_fp32(self, state: dict[str, Any]) -> dict[str, Tensor | None]:
+        """Returns the entries in which the states of a parameter differ from fp32 states. None: the key is left out."""
+        new: dict[str, Tensor | None] = {}
+        for name, code in zip(self._family.states, self._family.codes, strict=True):
+            value = value_of(state, name, code)
+            if value is not None and value is not state.get(name):
+                new |= {codes_key(name): None, scale_key(name): None, name: value}
+            elif isinstance(value, Tensor) and value.dtype is torch.bfloat16:
+                new[name] = value.float()
+        return new
+
+    def _refuse_codes_of_shards(self) -> None:
+        for name, _, param in self._named_parameters():
+            if isinstance(param, DTensor) and any(
+                scale_key(s) in self.state.get(param, {}) for s in self._family.states
+            ):
+                raise RuntimeError(
+                    f"{type(self).__name__}.state_dict: compact must be False, since {name} is a DTensor with int8 "
+                    "states, whose groups are those of this rank's shard; save the fp32 states"
+                )
 
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
         """Guesses the 16-bit dtypes that fp32 parameters with a remainder had before a cast such as ``model.float()``.
@@ -133,6 +175,10 @@ class WithCheckpoints(WithState):
                 raise ValueError(reason)
             for group in loaded["param_groups"]:
                 self._check_family(group)
+            # How states are stored is a choice of this optimizer, as their device is.
+            loaded = {**loaded, "param_groups": [dict(group) for group in loaded["param_groups"]]}
+            for group, own in zip(loaded["param_groups"], self.param_groups, strict=False):
+                group["state_dtype"] = own["state_dtype"]
             rest = dict(loaded["state"])
             keys = ((key, group) for group in loaded["param_groups"] for key in group["params"])
             named = self._named_parameters()
@@ -207,6 +253,7 @@ class WithCheckpoints(WithState):
                 raise ValueError(f"{what.format(key)} must be a floating-point tensor with memory, got {kind(value)}")
             if value.shape != param.shape:
                 raise ValueError(f"{what.format(key)} must have shape {tuple(param.shape)}, got {tuple(value.shape)}")
+        entry = {**entry, **self._checked_codes(what, param, entry)}
         steps = check_step(what.format("step"), entry["step"]) if "step" in entry else None
         needed = {key for key in self._state_names({**self.defaults, **group}) if key is not None}
         needed -= {self._set_at_first_step}  # torch.optim.SGD counts no steps, and its buffer may not exist yet
@@ -219,6 +266,18 @@ class WithCheckpoints(WithState):
             raise ValueError(
                 f"{what.format(missing[0])} must be in the state dict after {steps} steps; the state dict has none"
             )
+
+    def _checked_codes(self, what: str, param: Tensor, entry: dict[str, Any]) -> dict[str, Tensor]:
+        """Returns the codes of a saved entry by the names of their states. Raises ValueError if one does not fit."""
+        found = {}
+        for name, code in zip(self._family.states, self._family.codes, strict=True):
+            if entry.get(name) is None and any(entry.get(key) is not None for key in keys_of(name)):
+                reason = why_not_codes(Stored(name, torch.int8, code), param, entry)
+                if reason:
+                    caller, _, parameter = what.partition(": {} of ")
+                    raise ValueError(f"{caller}: {reason.format(parameter)}")
+                found[name] = entry[codes_key(name)]
+        return found
 
     def _warn_of_lost_bits(self, saved: dict[int, dict[str, Any]]) -> None:
         lacking = [
@@ -253,11 +312,12 @@ class WithCheckpoints(WithState):
             return
         self._fit_state(name, param, group)
         state = self.state[param]
-        for key in self._family.states:
-            if saved.get(key) is not None:
-                if key not in state:  # not needed with the present options, but these may be changed back
-                    state[key] = zeros_like(param)
-                state[key].copy_(saved[key])
+        used = {stored.name: stored for stored in self._stored(param, group)}
+        for key, code in zip(self._family.states, self._family.codes, strict=True):
+            value = value_of(saved, key, code)
+            if value is not None:
+                # A state that is not needed with the present options is kept too, since these may be changed back.
+                store(state, used.get(key, Stored(key, torch.float32, code)), param, value)
         # torch.optim.SGD counts no steps. If there is a momentum buffer, at least one step was taken.
         step = saved.get("step", 0 if saved.get("momentum_buffer") is None else 1)
         state["step"].fill_(int(step))

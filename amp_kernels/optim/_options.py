@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..ops.table import STATE_DTYPES
+
 # torch compares these options with numbers before it checks their types, and its error does not name them.
 _NUMBERS = ("lr", "momentum", "dampening", "weight_decay", "alpha", "eps")
 
@@ -44,6 +46,13 @@ def check_max_grad_norm(name: str, value: Any) -> float | None:
         error = ValueError if is_number else TypeError
         raise error(f"{name}: max_grad_norm must be a positive number or None, got {value!r}")
     return value
+
+
+def check_state_dtype(name: str, value: Any) -> None:
+    if not isinstance(value, torch.dtype):
+        raise TypeError(f"{name}: state_dtype must be a torch.dtype such as torch.int8, got {value!r}")
+    if value not in STATE_DTYPES:
+        raise ValueError(f"{name}: state_dtype must be torch.float32, torch.bfloat16 or torch.int8, got {value}")
 
 
 @contextlib.contextmanager

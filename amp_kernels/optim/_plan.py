@@ -3,9 +3,9 @@
 - The *table* (csrc/table.h) is int64 and has a column for each parameter. Its first rows hold the size, the dtype of
   the gradient and the group. The other rows hold addresses: of the gradient, the parameter, the remainder of its fp32
   master (csrc/formulas/remainder.h), the count of steps, and the states.
-- The *form* of a column is a number. It encodes the dtypes of parameter and gradient, and which states the parameter
-  has. A launch updates columns with the same dtypes. Its `Form` holds these dtypes, and every state that at least one
-  of the columns has. An update kernel is compiled for one `Form`.
+- The *form* of a column is a number. It encodes the dtypes of parameter, gradient and states, and which states the
+  parameter has. A launch updates columns with the same dtypes. Its `Form` holds these dtypes, and every state that at
+  least one of the columns has. An update kernel is compiled for one `Form`.
 - A *chunk* is a piece of a tensor. A thread block of a GPU, or a thread of a CPU, takes one chunk at a time. A *chunk
   entry* holds the index of the tensor, and the index of the chunk in that tensor.
 - A *layout* is the data of a step that depend only on sizes, dtypes and groups, such as the chunk entries. They stay on
@@ -33,6 +33,7 @@ from ..ops.table import (
     DTYPE_CODES,
     FIXED_ROWS,
     HYPER_COLUMNS,
+    STATES,
     Row,
     cut,
     int64_tensor,
@@ -41,6 +42,7 @@ from ..ops.table import (
     send,
     shares_memory,
 )
+from ._stored import Storage
 from ._sweep import ABSENT, UNREAD, sweep
 from ._tensors import Spans, check_written, local, read_gradient
 
@@ -73,7 +75,8 @@ class Column(NamedTuple):
     param: Tensor  # what kernels write: `memory`, or its mirror
     remainder: Tensor | None  # of the master, if the parameter has 16 bits
     step: Tensor
-    states: tuple[Tensor | None, ...]
+    states: tuple[Tensor | None, ...]  # the rows of the table from `Row.STATE` on: states, and scales of codes
+    storage: Storage
 
     @property
     def is_mirrored(self) -> bool:
@@ -86,6 +89,10 @@ class Column(NamedTuple):
 # `FusedOptimizer._column` has this type. Its arguments are the name of a parameter, the number of its group, and the
 # parameter. It returns None if the step leaves the parameter out.
 Read = Callable[[str, int, Tensor], Column | None]
+
+
+# For each group, how its parameters with fewer than `LEAST_LEAN` elements store their states, and how others do.
+Keys = tuple[tuple[Storage, Storage], ...]
 
 
 class Hyper(NamedTuple):
@@ -136,11 +143,11 @@ class Plan:
         self.norm = torch.zeros((), dtype=torch.float32, device=device)
         self.written: list[Tensor] = []  # the parameters that an update writes: those with a gradient
 
-    def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
+    def refresh(self, keys: Keys, read: Read, *, writes: bool) -> bool:
         """Reads the tensors for the next pass and update. Returns False if a parameter has moved to another device.
 
         Args:
-            keys: For each group, the names of its states in the order of the table's rows.
+            keys: For each group, how its parameters store their states.
             read: Reads the column of a parameter.
             writes: Whether gradients will be written.
         """
@@ -188,6 +195,7 @@ class Form(NamedTuple):
     split: bool  # whether masters are stored as remainders
     grad_dtype: int
     states: int  # bit k is set if at least one tensor of the launch has the k-th state
+    state_dtype: int  # of `STATE_DTYPES`
 
 
 class Block(NamedTuple):
@@ -237,6 +245,8 @@ class NativePlan(Plan):
         self._family = family.name
         self._required = len(family.states) - family.optional  # the number of states that every parameter has
         self._count = len(members.params)
+        self._given_storages: Keys | None = None  # the last keys, and what `_fitted` returned for them
+        self._storages: Keys = ()
         self._shape: tuple[int, int] | None = None  # the number of rows of the table, and the number of groups
         self._layouts: list[Layout] = []  # the most recently used first
         self._block: Block | None = None  # the block that the kernels of this step read; None until it is sent
@@ -246,18 +256,18 @@ class NativePlan(Plan):
         self._kept: list[object] = []  # objects whose memory captured graphs use
 
     # ---------------------------------------------------------------------------------------------- reading the tensors
-    def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
+    def refresh(self, keys: Keys, read: Read, *, writes: bool) -> bool:
         self._block = None
         self._columns, self._relaid = {}, []
-        if not any(name for names in keys for name in names[self._required :]):  # no group has an optional state
-            keys = tuple(names[: self._required] for names in keys)
-        self._fit_block(keys)
+        if keys != self._given_storages:
+            self._given_storages, self._storages = keys, _fitted(keys, self._required)
+        self._fit_block(len(self._storages[0][0].keys) if keys else 0, len(keys))
         members = self.members
         unread, gradients = sweep().columns(
             members.params,
             members.states,
             members.groups,
-            keys,
+            self._storages,
             self.device,
             self._table,
             self._forms,
@@ -274,12 +284,12 @@ class NativePlan(Plan):
             check_written(*self._gradients())
         return True
 
-    def _fit_block(self, keys: tuple[tuple[str | None, ...], ...]) -> None:
-        """Allocates the block on the host, for a table with a row for each state in `keys`."""
-        shape = Row.STATE + len(keys[0]) if keys else Row.STATE, len(keys)
+    def _fit_block(self, states: int, groups: int) -> None:
+        """Allocates the block on the host, for a table with `states` rows for states and scales."""
+        shape = Row.STATE + states, groups
         if shape == self._shape:
             return
-        self._shape = rows, groups = shape
+        self._shape, rows = shape, shape[0]
         # Python reads numbers from this array, and not from a tensor, because tests forbid a step to read the value of
         # a tensor. They forbid it even for a tensor on the host, since they cannot tell whether a read waits for a
         # device.
@@ -321,10 +331,17 @@ class NativePlan(Plan):
         self._words[t : (1 + len(self._table)) * self._count : self._count] = array("q", (form, *rows))
 
     def _laid_out(self, grad: Tensor, column: Column) -> Tensor:
-        """Returns the gradient if it has the strides of its parameter, otherwise a copy with these strides."""
-        if same_layout(grad, column.param):
+        """Returns the gradient if it has the strides of its parameter, otherwise a copy with these strides.
+
+        There are fewer kernels for states that are not fp32. For these the gradient has the dtype of its parameter, or
+        is fp32. So another gradient is copied to fp32.
+        """
+        dtype = grad.dtype
+        if column.storage.coded and dtype is not column.param.dtype:
+            dtype = torch.float32
+        if dtype is grad.dtype and same_layout(grad, column.param):
             return grad
-        copy = torch.empty_like(column.param, dtype=grad.dtype).copy_(grad)
+        copy = torch.empty_like(column.param, dtype=dtype).copy_(grad)
         self._relaid.append((grad, copy))
         return copy
 
@@ -335,10 +352,13 @@ class NativePlan(Plan):
         # of its parameter have to be counted. So for an empty gradient, the table holds the address of the count of
         # steps.
         where = 0 if grad is None else grad.data_ptr() or column.step.data_ptr()
-        arrays = (column.param, column.remainder, column.step, *column.states[: len(self._table) - Row.STATE])
-        states = sum((state is not None) << k for k, state in enumerate(column.states))
+        count = len(self._table) - Row.STATE
+        own = (*column.states, *[None] * count)[:count]
+        arrays = (column.param, column.remainder, column.step, *own)
+        states = sum((state is not None) << k for k, state in enumerate(own[:STATES]))
         rows = column.param.numel(), grad_code, self.members.groups[t], where, *map(_address, arrays)
-        self._write(t, code | grad_code << 2 | states << 4, rows)
+        kind = column.storage.dtype << 7 | column.storage.coded << 9
+        self._write(t, code | grad_code << 2 | states << 4 | kind, rows)
 
     def _gradients(self) -> tuple[list[str], list[Tensor]]:
         """Returns the names of the parameters that have a gradient, and their gradients."""
@@ -411,15 +431,20 @@ class NativePlan(Plan):
     def _kernel_forms(self) -> dict[int, Form]:
         """Returns the form of the kernel that updates each column. Columns with the form `ABSENT` are left out.
 
-        Parameters with the same dtypes share a launch. The form of the launch has every state that at least one of them
-        has.
+        Parameters with the same dtypes share a launch. If their states are fp32, the form of the launch has every state
+        that at least one of them has. If not, they also have the same states, so that it is known which of these are
+        fp32.
         """
         present = {t: form for t, form in enumerate(self._row(-1)) if form >= 0}
-        states: dict[int, int] = {}
+        shared: dict[int, int] = {}  # by the dtypes of parameter and gradient
         for form in present.values():
-            states[form & 15] = states.get(form & 15, 0) | form >> 4
+            if form >> 7 == 0:
+                shared[form & 15] = shared.get(form & 15, 0) | form >> 4
         fp32 = DTYPE_CODES[torch.float32]
-        return {t: Form(f & 3, f & 3 != fp32, f >> 2 & 3, states[f & 15]) for t, f in present.items()}
+        return {
+            t: Form(f & 3, f & 3 != fp32, f >> 2 & 3, f >> 4 & 7 if f >> 7 else shared[f & 15], f >> 7 & 3)
+            for t, f in present.items()
+        }
 
     def _load_kernels(self, numels: Sequence[int], forms: dict[int, Form]) -> int:
         """Loads the kernels of a step. A graph capture must not do this.
@@ -548,6 +573,21 @@ class NativePlan(Plan):
     @property
     def is_captured(self) -> bool:
         return bool(self._kept)
+
+
+def _fitted(keys: Keys, required: int) -> Keys:
+    """Returns the same keys, as many for each parameter.
+
+    These are as many as there are states that every parameter has, if no parameter uses another row.
+    """
+    every = [storage.keys for pair in keys for storage in pair]
+    is_short = not any(name for names in every for name in names[required:])
+    count = required if is_short else max(map(len, every))
+
+    def fitted(storage: Storage) -> Storage:
+        return storage._replace(keys=(*storage.keys, *[None] * count)[:count])
+
+    return tuple((fitted(small), fitted(large)) for small, large in keys)
 
 
 def _address(tensor: Tensor | None) -> int:

@@ -9,8 +9,11 @@ from torch import Tensor
 
 from .. import reference
 from ..families import Family
-from ..ops.table import is_dense
-from ._plan import Column, Hyper, Members, Plan, Read, check_apart
+from ..ops.table import STATE_DTYPES, STATES, is_dense
+from ..reference._update import assign
+from ..reference.states import decode, encode, random_bits, to_bf16
+from ._plan import Column, Hyper, Keys, Members, Plan, Read, check_apart
+from ._stored import flat
 from ._tensors import check_written, read_gradient
 
 
@@ -27,7 +30,7 @@ class ReferencePlan(Plan):
         self._hyper: Sequence[Hyper] = ()
         self._found: dict[int, tuple[Column, Tensor]] = {}  # the columns of this step, and their gradients
 
-    def refresh(self, keys: tuple[tuple[str | None, ...], ...], read: Read, *, writes: bool) -> bool:
+    def refresh(self, keys: Keys, read: Read, *, writes: bool) -> bool:
         self._found = {}
         members = self.members
         for t, (param, name, group) in enumerate(zip(members.params, members.names, members.groups, strict=True)):
@@ -82,14 +85,45 @@ class ReferencePlan(Plan):
         found = {t: (c, grad if is_dense(grad) else grad.clone()) for t, (c, grad) in self._found.items()}
         for t, (column, grad) in found.items():
             masters = [] if column.remainder is None else [column.remainder]
-            states = [[] if s is None else [s] for s in column.states]
+            states = [self._fp32(column, k) for k in range(len(self._family.states))]
             hyper = self._hyper[self.members.groups[t]]
             self._family.reference(
-                [column.memory], [grad], states, masters, hyper.values, lr=hyper.lr,
+                [column.memory], [grad], [[] if s is None else [s] for s in states], masters, hyper.values, lr=hyper.lr,
                 steps_taken=unsigned(column.step), grad_scale=grad_scale, found_inf=found_inf,
             )  # fmt: skip
+            self._store(t, column, states, found_inf)
             column.step.add_(applied)
         self._found = {}  # a plan does not keep gradients alive
+
+    def _fp32(self, column: Column, k: int) -> Tensor | None:
+        """Returns a state in fp32: the state itself, or a copy if it is bf16 or in codes."""
+        state, storage = column.states[k], column.storage
+        if state is None or not storage.coded >> k & 1:
+            return state
+        fp32 = state.float()
+        if storage.dtype == STATE_DTYPES[torch.int8]:
+            scale, code = column.states[STATES + k], self._family.codes[k]
+            assert scale is not None and code is not None
+            flat(fp32).copy_(decode(flat(state), scale, code))
+        return fp32
+
+    def _store(self, t: int, column: Column, states: Sequence[Tensor | None], found_inf: Tensor | None) -> None:
+        """Rounds the new states of column t at random, and stores them."""
+        storage, step = column.storage, unsigned(column.step)
+        if storage.coded == 0:
+            return
+        bits = random_bits(column.memory.numel(), step, t, self.device)
+        for k in [k for k in range(len(bits)) if storage.coded >> k & 1]:
+            state, new, code = column.states[k], states[k], self._family.codes[k]
+            assert state is not None and new is not None and code is not None
+            if storage.dtype == STATE_DTYPES[torch.int8]:
+                scale = column.states[STATES + k]
+                assert scale is not None
+                codes, new_scale = encode(flat(new), code, bits[k])
+                assign(scale, new_scale, found_inf)
+            else:
+                codes = to_bf16(flat(new), bits[k])
+            assign(flat(state), codes, found_inf)
 
 
 def unsigned(step: Tensor) -> Tensor:

@@ -1,30 +1,43 @@
 """State of the fused optimizers: the entries of `optimizer.state`.
 
-The entry of a parameter holds fp32 states such as ``momentum_buffer``, and ``step``, the int32 count of its updates.
-For a 16-bit parameter it also holds an int16 ``remainder``: parameter and remainder together are the fp32 master
-(csrc/formulas/remainder.h).
+The entry of a parameter holds states such as ``momentum_buffer``, and ``step``, the int32 count of its updates. States
+are in fp32, or as the option `state_dtype` says (_stored.py). For a 16-bit parameter the entry also holds an int16
+``remainder``: parameter and remainder together are the fp32 master (csrc/formulas/remainder.h).
 """
 
 from __future__ import annotations
 
 import math
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..families import Family
-from ..ops.table import shares_memory
+from ..ops.table import is_dense, shares_memory
 from ..reference._master import join, split
+from ._stored import (
+    Storage,
+    Stored,
+    codes_key,
+    groups_of,
+    is_stored,
+    keys_of,
+    scale_key,
+    storage_of,
+    store,
+    stored_states,
+    value_of,
+)
 from ._tensors import check_parameter, dense, has_memory, is_count, is_laid_out, kind, local
 
 
 class WithState(torch.optim.Optimizer):
     """The part of a fused optimizer that keeps the state. The docstring of `FusedSGD` describes the state for users.
 
-    fp32 states have the strides of their parameters.
+    States have the strides of their parameters.
     """
 
     _family: Family
@@ -49,7 +62,10 @@ class WithState(torch.optim.Optimizer):
     @property
     def _keys(self) -> set[str]:
         """The keys of a parameter's state that the optimizer uses. It leaves all other keys as they are."""
-        return {"step", "master", "remainder", *self._family.states}
+        return {"step", "master", "remainder", *(key for name in self._family.states for key in keys_of(name))}
+
+    def _storage(self, param: Tensor, group: dict[str, Any]) -> Storage:
+        return storage_of(self._family, self._state_names(group), group["state_dtype"], param)
 
     # ------------------------------------------------------------------------------------------------ the fp32 master
     @torch.compiler.disable
@@ -129,7 +145,7 @@ class WithState(torch.optim.Optimizer):
         return remainder if remainder.device == param.device else remainder.to(param.device)
 
     # ---------------------------------------------------------------------------------------------------------- state
-    def _is_fitted(self, name: str, param: Tensor, names: Sequence[str | None]) -> bool:
+    def _is_fitted(self, name: str, param: Tensor, group: dict[str, Any]) -> bool:
         """Whether `_fit_state` would change nothing."""
         check_parameter(type(self).__name__, name, param)
         state, is_fp32 = self.state.get(param), param.dtype is torch.float32
@@ -138,20 +154,17 @@ class WithState(torch.optim.Optimizer):
         target, step = dense(local(param)), state.get("step")
         if not (is_count(step, target.device) and step is not None and step.ndim == 0):
             return False
-        return all(
-            isinstance(state.get(key), Tensor) and is_laid_out(local(state[key]), target, _dtype_of(key))
-            for key in (*names, None if is_fp32 else "remainder")
-            if key is not None
-        )
+        is_split = is_fp32 or is_laid_out(local(state["remainder"]), target, torch.int16)
+        return is_split and all(is_stored(state, stored, target) for stored in self._stored(param, group))
+
+    def _stored(self, param: Tensor, group: dict[str, Any]) -> list[Stored]:
+        return stored_states(self._family, self._state_names(group), self._storage(param, group))
 
     def _fit_state(self, name: str, param: Tensor, group: dict[str, Any]) -> None:
         """Makes the state of a parameter fit its dtype and the options of its group. Existing values are kept."""
         check_parameter(type(self).__name__, name, param)
-        state, target = self.state[param], dense(local(param))
-        names = [key for key in self._state_names(group) if key is not None]
-        if param.dtype is not torch.float32:
-            names.append("remainder")
-        self._check_before_fitting(name, param, state, names)
+        state, target, states = self.state[param], dense(local(param)), self._stored(param, group)
+        self._check_before_fitting(name, param, state, states)
         state["step"] = _as_count(state.get("step", 0), target.device)
         master = state.pop("master", None)  # from a state dict: ZeroRedundancyOptimizer writes it into `state`
         if param.dtype is torch.float32:
@@ -162,28 +175,52 @@ class WithState(torch.optim.Optimizer):
             # The shapes differ because the parameter was pruned. The weights that are left become their own masters.
             # This changes each master by at most half a 16-bit unit, because it was no further away from its weight.
             del state["remainder"]
-        for key in names:
-            if state.get(key) is None:
-                state[key] = zeros_like(param, _dtype_of(key))
-                if key == self._set_at_first_step:
-                    state["step"].zero_()
-            elif not is_laid_out(local(state[key]), target, _dtype_of(key)):  # after model.to(device or memory format)
-                state[key] = zeros_like(param, _dtype_of(key)).copy_(state[key])
+        for stored in states:
+            if is_stored(state, stored, target):
+                continue
+            value = value_of(state, stored.name, stored.code)
+            store(state, stored, param, value)
+            if value is None and stored.name == self._set_at_first_step:
+                state["step"].zero_()
+        if param.dtype is not torch.float32:
+            remainder = state.get("remainder")
+            if remainder is None:
+                state["remainder"] = zeros_like(param, torch.int16)
+            elif not is_laid_out(local(remainder), target, torch.int16):  # after model.to(device or memory format)
+                state["remainder"] = zeros_like(param, torch.int16).copy_(remainder)
 
-    def _check_before_fitting(self, name: str, param: Tensor, state: dict[str, Any], names: Sequence[str]) -> None:
+    def _check_before_fitting(self, name: str, param: Tensor, state: dict[str, Any], states: Sequence[Stored]) -> None:
         """Raises an error if `_fit_state` cannot make the state fit, before anything is modified."""
         target, step = dense(local(param)), state.get("step", 0)
         if not is_count(step, target.device):
             if not isinstance(step, Tensor) or step.device.type == "cpu":
                 check_step(f"{type(self).__name__}: step of {name}", step)
             self._check_own(name, "step", step)
-        for key in ("master", *names):
-            value = state.get(key)
-            if value is None or (key == "remainder" and value.shape != param.shape):
-                continue
-            self._check_state(name, key, param, value)
-            if key != "master" and not is_laid_out(local(value), target, _dtype_of(key)):
-                self._check_own(name, key, value)
+        remainder = state.get("remainder") if param.dtype is not torch.float32 else None
+        if remainder is not None and remainder.shape == param.shape:
+            self._check_state(name, "remainder", param, remainder)
+            if not is_laid_out(local(remainder), target, torch.int16):
+                self._check_own(name, "remainder", remainder)
+        if state.get("master") is not None:
+            self._check_state(name, "master", param, state["master"])
+        for stored in states:
+            own, codes, scale = keys_of(stored.name)
+            if state.get(own) is not None:
+                self._check_state(name, own, param, state[own])
+            elif state.get(codes) is not None or state.get(scale) is not None:
+                self._check_codes(name, stored, param, state)
+            if not is_stored(state, stored, target):
+                for key in (own, codes, scale):
+                    self._check_own(name, key, state.get(key))
+
+    def _check_codes(self, name: str, stored: Stored, param: Tensor, state: dict[str, Any]) -> None:
+        """Raises an error if the codes and scales of a state do not belong to a parameter."""
+        if reason := why_not_codes(stored, param, state):
+            raise RuntimeError(
+                f"{type(self).__name__}: {reason.format(name)}; to change a parameter and its state, set "
+                f"state[{stored.name!r}] to an fp32 tensor and delete {codes_key(stored.name)!r} and "
+                f"{scale_key(stored.name)!r}, or delete optimizer.state[parameter] to reset it"
+            )
 
     def _check_own(self, name: str, key: str, state: Any) -> None:
         """Raises RuntimeError if a state that has to be replaced is in shared memory.
@@ -222,10 +259,12 @@ class WithState(torch.optim.Optimizer):
         first = self._set_at_first_step
         for _, index, param in self._named_parameters():
             state = self.state.get(param)
-            if first is None or not isinstance(state, dict) or first not in state or "step" not in state:
+            if first is None or not isinstance(state, dict) or "step" not in state:
                 continue
-            if first not in self._state_names(self.param_groups[index]) and int(state["step"]) == 0:
-                del state[first]
+            keys = [key for key in keys_of(first) if key in state]
+            if keys and first not in self._state_names(self.param_groups[index]) and int(state["step"]) == 0:
+                for key in keys:
+                    del state[key]
 
 
 def check_step(what: str, value: Any) -> int:
@@ -246,8 +285,21 @@ def _as_count(step: Any, device: torch.device) -> Tensor:
     return torch.full((), int(step), dtype=torch.int32, device=device)
 
 
-def _dtype_of(key: str) -> torch.dtype:
-    return torch.int16 if key == "remainder" else torch.float32
+def why_not_codes(stored: Stored, param: Tensor, state: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with the codes and scales of a state. The result contains {} in place of the parameter."""
+    codes, scale = state.get(codes_key(stored.name)), state.get(scale_key(stored.name))
+    if stored.code is None:
+        return f"{stored.name} of {{}} must not be in codes, since it always has 32 bits"
+    if not (isinstance(codes, Tensor) and has_memory(codes) and codes.dtype is stored.code.dtype):
+        return f"{codes_key(stored.name)} of {{}} must be a tensor of {stored.code.dtype} codes, got {kind(codes)}"
+    if codes.shape != param.shape or local(codes).shape != local(param).shape or not is_dense(local(codes)):
+        expected = f"the shape {tuple(param.shape)} of the parameter, without gaps"
+        return f"{codes_key(stored.name)} of {{}} must have {expected}, got {tuple(codes.shape)}"
+    groups = (groups_of(local(codes).numel()),)
+    if not (isinstance(scale, Tensor) and scale.dtype is torch.float32 and scale.shape == groups):
+        got = f"{tuple(scale.shape)} of {scale.dtype}" if isinstance(scale, Tensor) else kind(scale)
+        return f"{scale_key(stored.name)} of {{}} must be fp32 of shape {groups}, got {got}"
+    return None
 
 
 def zeros_like(param: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -35,6 +35,10 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         fused: Accepted for compatibility; no effect.
         decoupled_weight_decay: As in torch.
         max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
+        state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
+            torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
+            `FusedSGD`.
+            With `amsgrad`, the second moments stay fp32, because the largest rounding error would be kept.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -63,13 +67,14 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         fused: bool | None = None,
         decoupled_weight_decay: bool = False,
         max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedAdam: differentiable must be False, got True; use torch.optim.Adam for that")
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
             capturable=capturable, decoupled_weight_decay=decoupled_weight_decay, max_grad_norm=max_grad_norm,
-            foreach=foreach, fused=fused,
+            state_dtype=state_dtype, foreach=foreach, fused=fused,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:
@@ -95,6 +100,10 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         differentiable: Must be False.
         fused: Accepted for compatibility; no effect.
         max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
+        state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
+            torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
+            `FusedSGD`.
+            With `amsgrad`, the second moments stay fp32, because the largest rounding error would be kept.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -122,12 +131,13 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedAdamW: differentiable must be False, got True; use torch.optim.AdamW for that")
         super().__init__(
             params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay, amsgrad=amsgrad, maximize=maximize,
-            capturable=capturable, max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
+            capturable=capturable, max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused,
         )  # fmt: skip
 
     _state_names = FusedAdam._state_names

@@ -34,6 +34,10 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         differentiable: Must be False.
         fused: Accepted for compatibility; no effect.
         max_grad_norm: Clip the global L2 norm of the gradients inside the step, as in `FusedSGD`.
+        state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
+            torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
+            `FusedSGD`.
+            With `centered`, `square_avg` and `grad_avg` stay fp32, because their difference may be small.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))
@@ -62,12 +66,14 @@ class FusedRMSprop(FusedOptimizer, torch.optim.RMSprop):
         *,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedRMSprop: differentiable must be False, got True; use torch.optim.RMSprop for that")
         super().__init__(
             params, lr=lr, alpha=alpha, eps=eps, weight_decay=weight_decay, momentum=momentum, centered=centered,
-            capturable=capturable, maximize=maximize, max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
+            capturable=capturable, maximize=maximize, max_grad_norm=max_grad_norm, state_dtype=state_dtype,
+            foreach=foreach, fused=fused,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:

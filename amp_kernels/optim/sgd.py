@@ -44,6 +44,13 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
             gradients are not written. After the step, the optimizer's `grad_norm` is the norm before clipping. With
             `math.inf` the norm is measured and nothing is clipped. Like `lr`, `max_grad_norm` is an option of every
             parameter group, and state dicts contain it. Its value must be the same in all groups.
+        state_dtype: How states are stored: in torch.float32, torch.bfloat16 (2 bytes for each element of a state) or
+            torch.int8 (1 byte, and an fp32 scale for every 128 elements). New states are rounded at random, so that
+            small changes are not lost. The random numbers depend only on the step and on the position of the element.
+            Parameters with fewer than 4,096 elements have fp32 states. Masters stay exact. In int8, the state of
+            "momentum_buffer" is in `optimizer.state[parameter]` under "momentum_buffer_codes" and
+            "momentum_buffer_scale". Like `lr`, `state_dtype` is an option of every parameter group, and may be changed
+            at any time: the next step converts the states. Loading a state dict does not change it.
 
     Raises:
         ValueError: An argument is out of its range.
@@ -77,12 +84,13 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
         differentiable: bool = False,
         fused: bool | None = None,
         max_grad_norm: float | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if differentiable:
             raise ValueError("FusedSGD: differentiable must be False, got True; use torch.optim.SGD for that")
         super().__init__(
             params, lr=lr, momentum=momentum, dampening=dampening, weight_decay=weight_decay, nesterov=nesterov,
-            maximize=maximize, max_grad_norm=max_grad_norm, foreach=foreach, fused=fused,
+            maximize=maximize, max_grad_norm=max_grad_norm, state_dtype=state_dtype, foreach=foreach, fused=fused,
         )  # fmt: skip
 
     def _state_names(self, group: dict[str, Any]) -> tuple[str | None, ...]:

@@ -281,7 +281,7 @@ def uniform(shape: Sequence[int], seed: int, device: torch.device | None = None)
     return ((words.flatten()[:numel] >> 8).float() * 2.0**-24).reshape(tuple(shape))
 
 
-def philox(counter: Tensor, seed: int) -> Tensor:
+def philox(counter: Tensor, seed: int | Tensor) -> Tensor:
     """Return the four Philox4x32-10 words of each 64-bit counter, as int64 `[..., 4]`. `seed` is the 64-bit key."""
     zero = torch.zeros_like(counter)
     c = [counter & _MASK, counter >> 32 & _MASK, zero, zero]

@@ -5,6 +5,8 @@
 //   16-bit gradient   -> fp32 in L1     |
 //   weight, remainder -> master in L1   |> formula, in vectors of the host's width -> master -> weight, remainder
 //   states            in place          |                                          -> states
+//
+// States that are bf16 or codes are fp32 in L1 too (states.h).
 #pragma once
 
 #include <algorithm>
@@ -14,6 +16,7 @@
 #include "../formulas/unscale.h"
 #include "convert.h"
 #include "remainder.h"
+#include "states.h"
 
 namespace amp_kernels::cpu {
 
@@ -101,16 +104,18 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
     prefetch_head<M>(update.table, later, Params::kIsFp32 && !kJoins ? kParam : kMaster);
     if constexpr (std::is_same_v<M, int16_t>) prefetch_head<P>(update.table, later, kParam);
     for (int k = 0; k < Formula::kStates; ++k)
-      if (update.form.states >> k & 1) prefetch_head<float>(update.table, later, kState + k);
+      if (update.form.states >> k & 1) prefetch_state<Formula>(update, later, k);
   }
   const Params params(update.table, chunk);
   const int16_t* const grad_remainders = kJoins ? chunk.in<int16_t>(update.table, kMaster) : nullptr;
+  constexpr int kLean = Formula::kStates < 2 ? Formula::kStates : 2;
+  const LeanStates<Formula, kLean> lean(update, chunk);
   float* state[3] = {};
   bool has[Formula::kStates];
   int present = 0;
   for (int k = 0; k < Formula::kStates; ++k) {
-    if (update.form.states >> k & 1) state[k] = chunk.in<float>(update.table, kState + k);
-    has[k] = state[k] != nullptr;
+    if (update.form.states >> k & 1 && !lean.has(k)) state[k] = chunk.in<float>(update.table, kState + k);
+    has[k] = state[k] != nullptr || lean.has(k);
     present |= has[k] << k;
   }
   const auto apply_here = apply_to<Formula>(present, std::make_integer_sequence<int, 1 << Formula::kStates>{});
@@ -119,7 +124,7 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
                         step_of(update.table, chunk.tensor), has);
 
   const bool ahead = asks_ahead();
-  float staged[kUpdateBlock], joined[kUpdateBlock];
+  float staged[kUpdateBlock], joined[kUpdateBlock], states[kLean][kUpdateBlock];
   for (int64_t i = 0; i < chunk.size; i += kUpdateBlock) {
     const int64_t n = std::min(kUpdateBlock, chunk.size - i);
     const auto ask = [&](const auto* from) {
@@ -132,7 +137,11 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
     ask(grad), ask(params.master), ask(grad_remainders);
     if constexpr (Params::kIsSplit) ask(params.weight);
     for (const float* array : state) ask(array);
-    const auto s = [&](int k) { return state[k] == nullptr ? nullptr : state[k] + i; };
+    lean.each(ask);
+    const auto s = [&](int k) -> float* {
+      if (lean.has(k)) return lean.load(k, i, states[k], n);
+      return state[k] == nullptr ? nullptr : state[k] + i;
+    };
     float* const p = params.load(i, joined, n);
     const float* g = staged;
     if constexpr (kJoins)
@@ -141,6 +150,8 @@ void update_chunk(const Update& update, float factor, bool streams, int64_t inde
       g = as_float(grad + i, staged, n);
     apply_here(formula, p, g, s(0), s(1), s(2), n);
     params.store(i, p, n, streams);
+    for (int k = 0; k < kLean; ++k)
+      if (lean.has(k)) lean.store(k, i, states[k], n);
   }
 }
 

@@ -105,6 +105,7 @@ class ChunkWalk {
   __device__ int index() const { return index_of(at_); }
   __device__ int64_t row(int row) const { return header_[row]; }
   __device__ int32_t count() const { return static_cast<int32_t>(header_[kRows + 1]); }
+  __device__ int64_t tensor() const { return header_[kRows] & 0xffffffff; }  // the column of the table
   __device__ int64_t begin() const { return (header_[kRows] >> 32) * table_.chunk_size; }
   __device__ int64_t rest() const { return row(kNumel) - begin(); }  // elements of the tensor from `begin` on
 

@@ -241,6 +241,17 @@ __device__ __forceinline__ Vector<float, N> join(const Vector<P, N>& weights, co
   return masters;
 }
 
+template <class P, int N>
+__device__ __forceinline__ void split(const Vector<float, N>& masters, Vector<P, N>& weights,
+                                      Vector<int16_t, N>& remainders) {
+#pragma unroll
+  for (int j = 0; j < N; ++j) {
+    const float master = masters.data[j];
+    weights.data[j] = from_float<P>(master);
+    remainders.data[j] = static_cast<int16_t>(Remainder<kDtypeOf<P>>::of(master, to_float(weights.data[j])));
+  }
+}
+
 // N neighbours in all arrays. Loading and updating are separate functions, so that a thread can load its second pack
 // before it stores the first. The compiler cannot move these loads itself, since it must assume that arrays overlap.
 template <class V, int N, bool kAligned>
@@ -304,11 +315,7 @@ struct Pack {
     if constexpr (V::kIsSplit) {
       Vector<P, N> weights;
       Vector<int16_t, N> remainders;
-#pragma unroll
-      for (int j = 0; j < N; ++j) {
-        weights.data[j] = from_float<P>(p.data[j]);
-        remainders.data[j] = static_cast<int16_t>(Remainder<kDtypeOf<P>>::of(p.data[j], to_float(weights.data[j])));
-      }
+      split(p, weights, remainders);
       store<kAligned>(arrays.weight + i, weights);
       store<true>(arrays.master + i, remainders);
     } else {
@@ -366,6 +373,28 @@ __device__ __forceinline__ void update_others(const Arrays<V>& arrays, const Pac
 template <class V>
 using UpdateWalk = ChunkWalk<kState + V::kStates, /*kBackwards=*/true>;
 
+// The number of updates of a chunk's tensor before this one.
+template <class Walk>
+__device__ __forceinline__ uint32_t step_of(const Walk& walk) {
+  return *reinterpret_cast<const uint32_t*>(walk.row(kStep));
+}
+
+template <class Formula, class Walk>
+__device__ __forceinline__ Formula formula_of(const Update& update, const Walk& walk, float factor,
+                                              const bool (&has)[Formula::kStates]) {
+  const int64_t group = walk.row(kGroup);
+  const float lr = *reinterpret_cast<const float*>(update.lr[group]);
+  return Formula(update.hyper + group * kHyperColumns, lr, factor, step_of(walk), has);
+}
+
+// The last block raises the update counts, which the threads of all blocks read as `step`. The barrier makes each block
+// call is_last_block() only after all its threads have read them. So the last block raises no count too early.
+__device__ __forceinline__ void end_update(const Update& update) {
+  barrier();
+  if (!is_last_block(reinterpret_cast<unsigned*>(update.ticket))) return;
+  for (int64_t c = threadIdx.x; c < update.table.chunk_count; c += kThreads) raise_step(update.table, c);
+}
+
 template <class V>
 __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(const Update update) {
   using Formula = typename V::Formula;
@@ -378,10 +407,7 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
     bool has[Formula::kStates];
 #pragma unroll
     for (int k = 0; k < Formula::kStates; ++k) has[k] = arrays.has(k);
-    const int64_t group = walk.row(kGroup);
-    const float lr = *reinterpret_cast<const float*>(update.lr[group]);
-    const uint32_t step = *reinterpret_cast<const uint32_t*>(walk.row(kStep));
-    const Formula formula(update.hyper + group * kHyperColumns, lr, factor, step, has);
+    const Formula formula = formula_of<Formula>(update, walk, factor, has);
     const Packs<V> packs(walk, arrays);
     update_others(arrays, packs, formula);
     if (packs.is_aligned) {
@@ -391,11 +417,7 @@ __global__ void __launch_bounds__(kThreads, V::kResidentBlocks) update_kernel(co
       update_packs<V, false>(arrays, packs, formula);
     }
   }
-  // The last block raises the update counts, which the threads of all blocks read as `step`. The barrier makes each
-  // block call is_last_block() only after all its threads have read them. So the last block raises no count too early.
-  barrier();
-  if (!is_last_block(reinterpret_cast<unsigned*>(update.ticket))) return;
-  for (int64_t c = threadIdx.x; c < update.table.chunk_count; c += kThreads) raise_step(update.table, c);
+  end_update(update);
 }
 
 // Calls f with a Variant{}. Bit k of `states` is set if some tensor has the k-th state. If no tensor has more than the

@@ -10,7 +10,7 @@
 
 #include <cmath>
 
-#include "../table.h"
+#include "states.h"
 
 namespace amp_kernels {
 
@@ -18,6 +18,7 @@ struct AdamFormula {
   static constexpr const char* kName = "adam";
   static constexpr int kStates = 3;  // exp_avg, exp_avg_sq, and with AMSGrad max_exp_avg_sq
   static constexpr int kRequired = 2;
+  static constexpr Code kCodes[kStates] = {Code::kMomentum, Code::kSecondMoment, Code::kNone};
 
   float factor, one_minus_beta1, beta2, one_minus_beta2, eps, added_decay, shrinkage, rate, inverse_root;
   bool amsgrad;

@@ -6,6 +6,7 @@
 //   kName       name of the family
 //   kStates     the largest number of states that a parameter can have
 //   kRequired   the number of states that every parameter has. They come first
+//   kCodes      how each state is stored in 8 bits (states.h)
 //   Formula(hyper, lr, factor, step, has)
 //               hyper-parameters and learning rate of the parameter's group. factor * g is the unscaled, clipped
 //               gradient. step is the number of updates before this one. has[k] says whether the parameter has the k-th

@@ -8,7 +8,7 @@
 
 #include <cmath>
 
-#include "../table.h"
+#include "states.h"
 
 namespace amp_kernels {
 
@@ -16,6 +16,7 @@ struct RmspropFormula {
   static constexpr const char* kName = "rmsprop";
   static constexpr int kStates = 3;  // square_avg, momentum_buffer, grad_avg; an absent one reads as 0
   static constexpr int kRequired = 1;
+  static constexpr Code kCodes[kStates] = {Code::kSecondMoment, Code::kMomentum, Code::kNone};
 
   // hyper: alpha, 1 - alpha, eps, weight_decay, -1 to maximize (else 1), momentum
   float factor, lr, alpha, one_minus_alpha, centering, eps, weight_decay, momentum;

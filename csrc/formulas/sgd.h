@@ -6,7 +6,7 @@
 
 #include <cmath>
 
-#include "../table.h"
+#include "states.h"
 
 namespace amp_kernels {
 
@@ -14,6 +14,7 @@ struct SgdFormula {
   static constexpr const char* kName = "sgd";
   static constexpr int kStates = 1;  // momentum_buffer
   static constexpr int kRequired = 0;
+  static constexpr Code kCodes[kStates] = {Code::kMomentum};
 
   // hyper: momentum, 1 - dampening, weight_decay, nesterov, -1 to maximize (else 1)
   float factor, lr, momentum, one_minus_dampening, weight_decay, lookahead;

@@ -71,8 +71,9 @@ inline GradientPass make_pass(const Tensor& table, const Tensor& chunks, int64_t
           data<Record>(record)};
 }
 
-inline Form make_form(int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states) {
-  return {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), static_cast<int32_t>(states)};
+inline Form make_form(int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states, int64_t state_dtype) {
+  return {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), static_cast<int32_t>(states),
+          static_cast<Dtype>(state_dtype)};
 }
 
 inline Update make_update(const Tensor& table, const Tensor& chunks, int64_t chunk_size, const Tensor& record,

@@ -31,7 +31,7 @@ struct Description {
   // Whether the dtype is fp16, bf16 or fp32.
   bool is_float() const { return is(kFloat, 16) || is(kFloat, 32) || is(kBfloat, 16); }
 
-  static constexpr uint8_t kInt = 0, kFloat = 2, kBfloat = 4;
+  static constexpr uint8_t kInt = 0, kUInt = 1, kFloat = 2, kBfloat = 4;
 };
 
 // DLPackExchangeAPI of DLPack 1.

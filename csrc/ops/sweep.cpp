@@ -129,6 +129,29 @@ struct Model {
   }
 };
 
+// How a parameter stores its states: `Storage` in amp_kernels/optim/_stored.py.
+struct Storage {
+  int dtype = 0, coded = 0, with_sign = 0;
+  PyObject *keys = nullptr, *absent = nullptr;
+
+  // If the tuple does not fit, sets a Python error and returns false.
+  bool read(PyObject* tuple) {
+    return tuple != nullptr &&
+           PyArg_ParseTuple(tuple, "iiiO!O!", &dtype, &coded, &with_sign, &PyTuple_Type, &keys, &PyTuple_Type, &absent);
+  }
+
+  bool has_bits(int k, Dtype of) const { return dtype == of && (coded >> k & 1) != 0; }
+};
+
+// How the parameters of a group store their states: those with fewer than kLeastLean elements, and the others.
+struct Storages {
+  Storage small, large;
+
+  bool read(PyObject* pair) {
+    return pair != nullptr && small.read(PyTuple_GetItem(pair, 0)) && large.read(PyTuple_GetItem(pair, 1));
+  }
+};
+
 // Writes the columns of the table (../table.h), one for each parameter.
 class Columns {
  public:
@@ -142,19 +165,19 @@ class Columns {
         device_(device),
         writes_(writes) {}
 
-  // Writes column t. Returns false if a Python error is set. `keys` are the names of the group's states in the order of
-  // rows, with None for a state that the group does not use.
-  bool take(Py_ssize_t t, PyObject* param, PyObject* state, int64_t group, PyObject* keys) {
+  // Writes column t. Returns false if a Python error is set.
+  bool take(Py_ssize_t t, PyObject* param, PyObject* state, int64_t group, const Storages& storages) {
     const Object grad(PyObject_GetAttr(param, Names::get().grad));
     if (grad.get() == nullptr) return false;
     gradients += grad.get() != Py_None;
+    PyObject* const keys = storages.small.keys;
     for (int row = 0; row < kState + PyTuple_Size(keys); ++row) at(row, t) = 0;
     PyObject* const step = state == Py_None ? nullptr : PyDict_GetItemWithError(state, Names::get().step);
     if (step == nullptr && grad.get() == Py_None) {
       forms_[t] = kAbsent;
     } else {
-      forms_[t] = step == nullptr ? kUnread : form_of(t, param, grad.get(), state, step, keys);
-      if (forms_[t] >= 0 && has_moved(t, keys) && has_negated(param, state, keys)) forms_[t] = kUnread;
+      forms_[t] = step == nullptr ? kUnread : form_of(t, param, grad.get(), state, step, storages);
+      if (forms_[t] >= 0 && has_moved(t, PyTuple_Size(keys)) && has_negated(param, state)) forms_[t] = kUnread;
       unread += forms_[t] == kUnread;
     }
     at(kGroup, t) = forms_[t] < 0 ? 0 : group;
@@ -169,10 +192,12 @@ class Columns {
   // The address of a tensor's memory; 0 if it has none.
   int64_t address(const Description& tensor) const { return reinterpret_cast<int64_t>(tensor.address()); }
 
-  // Fills the column, except kGroup, and returns its form: code | grad_code << 2 | states << 4. `code` is the Dtype of
-  // the parameter. `grad_code` is the Dtype of the gradient, or `code` if there is no gradient. `states` is the result
-  // of take_states(). If the column has to be filled in Python, returns kUnread.
-  int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step, PyObject* keys) {
+  // Fills the column, except kGroup, and returns its form: code | grad_code << 2 | states << 4 | dtype << 7 | coded
+  // << 9. `code` is the Dtype of the parameter. `grad_code` is the Dtype of the gradient, or `code` if there is no
+  // gradient. `states` is the result of take_states(). `dtype` and `coded` are those of the Storage. If the column has
+  // to be filled in Python, returns kUnread.
+  int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step,
+                  const Storages& storages) {
     torch_.claim(param);
     Description description;
     if (!torch_.describe(param, &description) || !description.is_float()) return kUnread;
@@ -182,8 +207,9 @@ class Columns {
     at(kNumel, t) = model.numel;
     at(kParam, t) = address(description);
     if (!take_step(t, model, step)) return kUnread;
+    const Storage& storage = model.numel < kLeastLean ? storages.small : storages.large;
     Py_ssize_t others = PyDict_Size(state) - 1;
-    const int64_t states = take_states(t, model, state, keys, &others);
+    const int64_t states = take_states(t, model, state, storage, &others);
     if (states < 0) return kUnread;
     const int64_t code = code_of(description);
     if (code != kFloat) {
@@ -191,17 +217,18 @@ class Columns {
       if (remainder == nullptr || !take_array(kMaster, t, model, remainder, Description::kInt, 16)) return kUnread;
       --others;
     }
-    if (others > 0 && !has_no_master(state, code)) return kUnread;
+    if (others > 0 && !(has_no_master(state, code) && has_none(state, storage.absent))) return kUnread;
     int64_t grad_code = code;
     if (grad != Py_None && !take_gradient(t, model, grad, &grad_code)) return kUnread;
+    if (storage.coded != 0 && grad_code != code && grad_code != kFloat) return kUnread;  // the plan converts it
     at(kGradDtype, t) = grad_code;
-    return code | grad_code << 2 | states << 4;
+    return code | grad_code << 2 | states << 4 | int64_t{storage.dtype} << 7 | int64_t{storage.coded} << 9;
   }
 
   // Whether an array that a step writes has moved: its address differs from the one in checked_. When apart() finds no
   // overlap, it copies the table, and so all addresses, to checked_.
-  bool has_moved(Py_ssize_t t, PyObject* keys) const {
-    for (int row = kParam; row < kState + PyTuple_Size(keys); ++row)
+  bool has_moved(Py_ssize_t t, Py_ssize_t states) const {
+    for (int row = kParam; row < kState + states; ++row)
       if (at(row, t) != checked_[row * count_ + t]) return true;
     return false;
   }
@@ -211,14 +238,21 @@ class Columns {
   // moved tensor are tested. A tensor that becomes negated at its old address is not noticed. This hardly happens: of
   // torch's public functions only `z.conj().imag` returns a negated tensor. If z has more than one element, this tensor
   // is not dense, and the form of its column is kUnread anyway.
-  bool has_negated(PyObject* param, PyObject* state, PyObject* keys) const {
-    PyObject* const remainder = PyDict_GetItemWithError(state, Names::get().remainder);
-    if (torch_.is_negated(param) || (remainder != nullptr && torch_.is_negated(remainder))) return true;
-    for (Py_ssize_t k = 0; k < PyTuple_Size(keys); ++k) {
-      PyObject* const key = PyTuple_GetItem(keys, k);
-      if (key != Py_None && torch_.is_negated(PyDict_GetItemWithError(state, key))) return true;
+  bool has_negated(PyObject* param, PyObject* state) const {
+    if (torch_.is_negated(param)) return true;
+    PyObject *key, *value;
+    Py_ssize_t position = 0;
+    while (PyDict_Next(state, &position, &key, &value) != 0) {
+      const bool is_tensor = reinterpret_cast<PyObject*>(Py_TYPE(value)) == torch_.tensor;
+      if (is_tensor && torch_.is_negated(value)) return true;
     }
     return false;
+  }
+
+  static bool has_none(PyObject* state, PyObject* keys) {
+    for (Py_ssize_t k = 0; k < PyTuple_Size(keys); ++k)
+      if (PyDict_GetItemWithError(state, PyTuple_GetItem(keys, k)) != nullptr) return false;
+    return true;
   }
 
   // Returns false in two cases. Either the parameter is fp32, and the state has a remainder from when the parameter had
@@ -244,18 +278,39 @@ class Columns {
     return model.fits(description) && has_memory(description, model.numel);
   }
 
-  // Writes the rows of states. Returns a bit for each state that the group uses. If one of these states is missing or
-  // does not fit, returns -1. `others` counts the entries of `state` that have no row yet. Each state that gets a row
-  // lowers this count by one.
-  int64_t take_states(Py_ssize_t t, const Model& model, PyObject* state, PyObject* keys, Py_ssize_t* others) const {
+  // The scales of a state in codes: an fp32 number for each group.
+  bool take_scale(int row, Py_ssize_t t, const Model& model, PyObject* scale) const {
+    Description description;
+    if (!torch_.describe(scale, &description) || !description.is(Description::kFloat, 32)) return false;
+    at(row, t) = address(description);
+    const int64_t groups = (model.numel + kStateGroup - 1) / kStateGroup;
+    return description.dims == 1 && description.shape[0] == groups && Model(description).is_contiguous &&
+           model.is_on_device_of(description) && has_memory(description, groups);
+  }
+
+  bool take_state(int k, Py_ssize_t t, const Model& model, PyObject* array, const Storage& storage) const {
+    uint8_t type = Description::kFloat, bits = 32;
+    if (storage.has_bits(k, kInt8))
+      type = storage.with_sign >> k & 1 ? Description::kInt : Description::kUInt, bits = 8;
+    if (storage.has_bits(k, kBFloat16)) type = Description::kBfloat, bits = 16;
+    return take_array(kState + k, t, model, array, type, bits);
+  }
+
+  // Writes the rows of states and of their scales. Returns a bit for each state that the parameter uses. If an array is
+  // missing or does not fit, returns -1. `others` counts the entries of `state` that have no row yet. Each array that
+  // gets a row lowers this count by one.
+  int64_t take_states(Py_ssize_t t, const Model& model, PyObject* state, const Storage& storage,
+                      Py_ssize_t* others) const {
     int64_t states = 0;
-    for (Py_ssize_t k = 0; k < PyTuple_Size(keys); ++k) {
-      PyObject* const key = PyTuple_GetItem(keys, k);
+    for (Py_ssize_t i = 0; i < PyTuple_Size(storage.keys); ++i) {
+      PyObject* const key = PyTuple_GetItem(storage.keys, i);
       if (key == Py_None) continue;
       PyObject* const array = PyDict_GetItemWithError(state, key);
       if (array == nullptr) return -1;
-      if (!take_array(kState + static_cast<int>(k), t, model, array, Description::kFloat, 32)) return -1;
-      states |= int64_t{1} << k;
+      const int k = static_cast<int>(i);
+      const bool is_state = kState + k < kScale;
+      if (!(is_state ? take_state(k, t, model, array, storage) : take_scale(kState + k, t, model, array))) return -1;
+      if (is_state) states |= int64_t{1} << k;
       --*others;
     }
     return states;
@@ -318,9 +373,17 @@ class Memory {
   // Adds the range of one array.
   void add(int row, int64_t t, std::vector<std::pair<int64_t, int64_t>>* spans) const {
     const int64_t begin = at(row, t);
-    const bool is_low = row == kMaster || (row == kParam && (forms_[t] & 3) != kFloat);
-    const int64_t bytes = row == kStep ? 4 : at(kNumel, t) * (is_low ? 2 : 4);
+    const int64_t bytes = row == kStep    ? 4
+                          : row >= kScale ? (at(kNumel, t) + kStateGroup - 1) / kStateGroup * 4
+                                          : at(kNumel, t) * element_bytes(row, forms_[t]);
     if (begin != 0 && bytes != 0) spans->emplace_back(begin, begin + bytes);
+  }
+
+  static int64_t element_bytes(int row, int64_t form) {
+    if (row == kMaster) return 2;
+    if (row == kParam) return (form & 3) == kFloat ? 4 : 2;
+    const bool is_coded = (form >> 9 >> (row - kState) & 1) != 0;
+    return !is_coded ? 4 : (form >> 7 & 3) == kInt8 ? 1 : 2;
   }
 
   const int64_t *table_, *forms_;
@@ -355,11 +418,14 @@ PyObject* sweep(PyObject*, PyObject* arguments) {
   const Py_ssize_t count = PyList_Size(parameters);
   Columns columns(torch, pointer_to(table), pointer_to(forms), pointer_to(checked), count, {device_type, device_index},
                   writes);
+  std::vector<Storages> storages(PyTuple_Size(keys));
+  for (size_t g = 0; g < storages.size(); ++g)
+    if (!storages[g].read(PyTuple_GetItem(keys, static_cast<Py_ssize_t>(g)))) return nullptr;
   for (Py_ssize_t t = 0; t < count; ++t) {
     const long group = PyLong_AsLong(PyList_GetItem(groups, t));
-    PyObject* const names = PyTuple_GetItem(keys, group);
-    if (names == nullptr) return nullptr;
-    if (!columns.take(t, PyList_GetItem(parameters, t), PyList_GetItem(states, t), group, names)) return nullptr;
+    if (PyTuple_GetItem(keys, group) == nullptr) return nullptr;
+    PyObject *const parameter = PyList_GetItem(parameters, t), *const state = PyList_GetItem(states, t);
+    if (!columns.take(t, parameter, state, group, storages[group])) return nullptr;
   }
   return Py_BuildValue("(LL)", columns.unread, columns.gradients);
 }

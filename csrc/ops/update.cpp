@@ -54,7 +54,7 @@ class UpdateTable {
       }
       for (int k = 0; k < kMaxStates; ++k)
         if (!states_[k].empty()) table_.at(kState + k, column) = written_(states_[k][t], param).address;
-      forms_.push_back({param.code(), split, grad.code(), kept});
+      forms_.push_back({param.code(), split, grad.code(), kept, kFloat});
     }
   }
 
@@ -179,18 +179,18 @@ void update(std::string family, Tensors params, Tensors grads, MaybeTensors firs
 
 template <class Device>
 void update_table(std::string family, Tensor table, Tensor chunks, int64_t chunk_size, Tensor record, Tensor hyper,
-                  Tensor lr, int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states,
+                  Tensor lr, int64_t param_dtype, bool split, int64_t grad_dtype, int64_t states, int64_t state_dtype,
                   std::optional<Tensor> grad_scale, std::optional<Tensor> found_inf, std::optional<Tensor> grad_norm,
                   double max_norm) {
-  const Form form = make_form(param_dtype, split, grad_dtype, states);
+  const Form form = make_form(param_dtype, split, grad_dtype, states, state_dtype);
   Device(table).run(family, make_update(table, chunks, chunk_size, record, hyper, lr, form, grad_scale, found_inf,
                                         grad_norm, max_norm));
 }
 
 template <class Device>
 int64_t load_update(Tensor beside, std::string family, int64_t param_dtype, bool split, int64_t grad_dtype,
-                    int64_t states) {
-  return Device(beside).load_update(family, make_form(param_dtype, split, grad_dtype, states));
+                    int64_t states, int64_t state_dtype) {
+  return Device(beside).load_update(family, make_form(param_dtype, split, grad_dtype, states, state_dtype));
 }
 
 template <class Device, class Library>

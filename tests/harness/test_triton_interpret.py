@@ -23,6 +23,7 @@ FILES = (
     *FOR_TRITON_ALONE,
     "unscale/test_unscale_table.py",
     "update/test_update_table.py",
+    "update/test_lean_states.py",
     *(pytest.param(file, marks=pytest.mark.nightly) for file in UPDATES if (TESTS / file).exists()),
 )
 

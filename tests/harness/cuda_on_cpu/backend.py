@@ -35,8 +35,7 @@ _SIGNATURES = {
         *[_POINTER] * 3,
         _INT,
         _BOOL,
-        _INT,
-        _INT,
+        *[_INT] * 3,
         *[_POINTER] * 3,
         ctypes.c_float,
     ),
@@ -112,7 +111,7 @@ def library() -> ctypes.CDLL:
     lib.reads_of.restype = ctypes.c_size_t
     lib.load_unscale.restype = lib.load_update.restype = _INT64
     lib.chunk_size_of.restype, lib.chunk_size_of.argtypes = _INT64, (_INT64,) * 3
-    lib.load_update.argtypes = (ctypes.c_char_p, _INT, _BOOL, _INT, _INT)
+    lib.load_update.argtypes = (ctypes.c_char_p, _INT, _BOOL, _INT, _INT, _INT)
     return lib
 
 
@@ -259,12 +258,12 @@ def _send_(host: Tensor, to: Tensor) -> None:
 
 def _update_table_(
     family: str, table: Tensor, chunks: Tensor, chunk_size: int, record: Tensor, hyper: Tensor, lr: Tensor,
-    param_dtype: int, split: bool, grad_dtype: int, states: int, grad_scale: Tensor | None,
+    param_dtype: int, split: bool, grad_dtype: int, states: int, state_dtype: int, grad_scale: Tensor | None,
     found_inf: Tensor | None, grad_norm: Tensor | None, max_norm: float,
 ) -> None:  # fmt: skip
     arrays = [x.data_ptr() for x in (record, hyper, lr)]
     scalars = [_address(x) for x in (grad_scale, found_inf, grad_norm)]
-    form = (param_dtype, split, grad_dtype, states)
+    form = (param_dtype, split, grad_dtype, states, state_dtype)
     _call("update_table", family.encode(), *_table(table, chunks, chunk_size), *arrays, *form, *scalars, max_norm)
 
 
@@ -272,8 +271,10 @@ def _load_unscale(beside: Tensor) -> int:
     return int(library().load_unscale())
 
 
-def _load_update(beside: Tensor, family: str, param_dtype: int, split: bool, grad_dtype: int, states: int) -> int:
-    return int(library().load_update(family.encode(), param_dtype, split, grad_dtype, states))
+def _load_update(
+    beside: Tensor, family: str, param_dtype: int, split: bool, grad_dtype: int, states: int, state_dtype: int
+) -> int:
+    return int(library().load_update(family.encode(), param_dtype, split, grad_dtype, states, state_dtype))
 
 
 def _quantize_int8_(

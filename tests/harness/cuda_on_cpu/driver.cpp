@@ -51,7 +51,7 @@ const char* send(const int64_t* host, int64_t* to, int64_t n) {
 
 const char* update_table(const char* family, const int64_t* table, int64_t tensors, const int32_t* chunks,
                          int64_t chunk_count, int64_t chunk_size, int32_t* ticket, const float* hyper,
-                         const int64_t* lr, int param_dtype, bool split, int grad_dtype, int states,
+                         const int64_t* lr, int param_dtype, bool split, int grad_dtype, int states, int state_dtype,
                          const float* grad_scale, const float* found_inf, const float* grad_norm, float max_norm) {
   return guarded([&] {
     cuda::launch_update(family,
@@ -63,7 +63,8 @@ const char* update_table(const char* family, const int64_t* table, int64_t tenso
                          found_inf,
                          grad_norm,
                          max_norm,
-                         {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states}},
+                         {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states,
+                          static_cast<Dtype>(state_dtype)}},
                         nullptr);
   });
 }
@@ -75,7 +76,8 @@ int64_t load_unscale() {
   return cuda::load_unscale();
 }
 
-int64_t load_update(const char* family, int param_dtype, bool split, int grad_dtype, int states) {
-  return cuda::load_update(family, {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states});
+int64_t load_update(const char* family, int param_dtype, bool split, int grad_dtype, int states, int state_dtype) {
+  return cuda::load_update(family, {static_cast<Dtype>(param_dtype), split, static_cast<Dtype>(grad_dtype), states,
+                                    static_cast<Dtype>(state_dtype)});
 }
 }

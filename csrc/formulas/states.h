@@ -1,0 +1,127 @@
+// Optimizer states of 8 and 16 bits. amp_kernels/reference/states.py is the specification, and says why these codes
+// were chosen.
+//
+// A state in codes has a code of 8 bits for each element, and an fp32 scale for each group of 128 neighbours in memory:
+//
+//   momentum        code q from -127 to 127   sign(q) * (q / 127)^2 * scale
+//   second moment   code q from 1 to 255      (q / 255)^4 * scale              q is 0 only if the whole group is 0
+//
+// The scale is the largest magnitude of the group. New states are rounded at random, with 16 random bits for each. The
+// arithmetic is products, roots and conversions to integers, in fp32. There is no sum that a compiler could fuse with a
+// product, so every backend computes the same bits.
+#pragma once
+
+#include <cmath>
+#include <limits>
+
+#include "int8.h"
+
+namespace amp_kernels {
+
+enum class Code { kNone, kMomentum, kSecondMoment };
+
+// Returns a bit for each state that may have fewer than 32 bits, if a tensor has the states in `states`. A second
+// moment stays in fp32 if the third state is used (Family.coded in amp_kernels/families.py).
+template <class Formula>
+constexpr int coded_states(int states) {
+  const bool has_third = (states >> 2 & 1) != 0;
+  int coded = 0;
+  for (int k = 0; k < Formula::kStates; ++k) {
+    const Code code = Formula::kCodes[k];
+    const bool is_coded = code == Code::kMomentum || (code == Code::kSecondMoment && !has_third);
+    coded |= (is_coded && (states >> k & 1) != 0) << k;
+  }
+  return coded;
+}
+
+constexpr int kLevels(Code code) { return code == Code::kMomentum ? 127 : 255; }
+
+// 4 is added, because scale * (1 / scale) may be below 1 by 2^-24. The largest magnitude must have the largest code
+// nevertheless. Otherwise the scale would change when the decoded group is encoded again.
+constexpr float kSteps(Code code) { return 65536.0f * static_cast<float>(kLevels(code)) + 4.0f; }
+
+// With a smaller scale, decoded numbers would be subnormal, and lose bits. A second moment has no smaller scale. A
+// group of a momentum with smaller magnitudes becomes 0.
+constexpr float kLeastScale = 0x1p-90f;
+
+AMP_KERNELS_HD float root_rn(float x) {
+#ifdef __CUDA_ARCH__
+  return __fsqrt_rn(x);
+#else
+  return sqrtf(x);
+#endif
+}
+
+// What the elements of a group are encoded with.
+struct StateGroup {
+  float scale;    // NaN if an element is NaN or inf
+  float inverse;  // 1 / scale; 0 if all codes are 0
+  int lowest;     // the lowest code of a second moment
+
+  // `magnitude`: the bits of the largest magnitude. As an integer, NaN is larger than any number.
+  AMP_KERNELS_HD StateGroup(Code code, uint32_t magnitude) {
+    float absmax;
+    memcpy(&absmax, &magnitude, sizeof(absmax));
+    const bool is_zero = code == Code::kMomentum ? absmax < kLeastScale : magnitude == 0;
+    const bool is_finite = magnitude < kInfinityBits, is_coded = is_finite && !is_zero;
+    const float least = absmax > kLeastScale ? absmax : kLeastScale;
+    scale = is_coded ? least : is_finite ? 0.0f : std::numeric_limits<float>::quiet_NaN();
+    inverse = is_coded ? divide_rn(1.0f, least) : 0.0f;
+    lowest = is_coded ? 1 : 0;
+  }
+};
+
+// `bits` are 16 random bits. The sign is that of x. If the group holds NaN or inf, its inverse is 0, and the code is 0.
+template <Code kCode>
+AMP_KERNELS_HD int encoded(float x, const StateGroup& group, uint32_t bits) {
+  const float fraction = group.inverse == 0.0f ? 0.0f : multiply_rn(fabsf(x), group.inverse);
+  const float root = kCode == Code::kMomentum ? root_rn(fraction) : root_rn(root_rn(fraction));
+  const int steps = static_cast<int>(multiply_rn(root, kSteps(kCode))) + static_cast<int>(bits);
+  const int magnitude = steps >> 16 > kLevels(kCode) ? kLevels(kCode) : steps >> 16;
+  if (kCode == Code::kMomentum) return x < 0.0f ? -magnitude : magnitude;
+  return magnitude < group.lowest ? group.lowest : magnitude;
+}
+
+template <Code kCode>
+AMP_KERNELS_HD float decoded(int code, float scale) {
+  const float fraction = multiply_rn(static_cast<float>(code), 1.0f / static_cast<float>(kLevels(kCode)));
+  const float square = multiply_rn(fraction, kCode == Code::kMomentum ? fabsf(fraction) : fraction);
+  return multiply_rn(kCode == Code::kMomentum ? square : multiply_rn(square, square), scale);
+}
+
+AMP_KERNELS_HD float from_bf16_bits(uint16_t high) {
+  const uint32_t bits = static_cast<uint32_t>(high) << 16;
+  float value;
+  memcpy(&value, &bits, sizeof(value));
+  return value;
+}
+
+// Rounds to bf16 at random. The result is the upper 16 bits of an fp32 number. NaN is kept.
+AMP_KERNELS_HD uint32_t bf16_bits(float x, uint32_t bits) { return x == x ? (float_bits(x) + bits) >> 16 : 0x7fc0u; }
+
+// The random bits of a group of 128 neighbours in a step: element j takes the upper half of a * j + b, modulo 2^32.
+// With random a and b, the bits of each element are uniform, and those of any two elements are independent
+// (Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer arithmetic without primes",
+// STACS 1996). So the sum of any rounding errors has the variance of independent errors. A random word for each element
+// takes 20 ms for 25M elements on two threads of a Xeon, which is more than SGD's whole update with fp32 states (19.9
+// ms).
+struct GroupNoise {
+  uint32_t a, b;
+
+  AMP_KERNELS_HD uint32_t at(int j) const { return (a * static_cast<uint32_t>(j) + b) >> 16; }
+};
+
+// The random bits of a tensor's states in a step. The key of Philox is the number of updates before the step, and the
+// position of the tensor in the table. The counter is the position of the group in the tensor. Of the four words, two
+// are for the first state, and two for the second.
+struct Noise {
+  uint32_t step;
+  int64_t column;
+
+  AMP_KERNELS_HD GroupNoise of(int64_t group, int k) const {
+    const RandomWords words = philox(static_cast<uint64_t>(group), static_cast<uint64_t>(column) << 32 | step);
+    return {words.word[2 * k], words.word[2 * k + 1]};
+  }
+};
+
+}  // namespace amp_kernels
