@@ -16,6 +16,8 @@ import nvcc
 import pytest
 import sass
 
+from amp_kernels.families import FAMILIES
+
 
 class Row(NamedTuple):
     """Of each kernel whose name matches, so many loops have so many bytes of a thread in flight when they wait."""
@@ -105,10 +107,32 @@ def test_updates_ask_for_everything_before_they_wait(kernels: Mapping[str, list[
     assert short == {}
 
 
+def lean_iteration_of(update: str) -> int:
+    """What a thread loads for four elements of two groups. The scale of a group counts for each thread."""
+    match = re.fullmatch(r"update_lean_kernel<LeanVariant<(\w+), (\d), (\w+), (\w+), unsigned (\w+)> >", update)
+    assert match, update
+    formula, present, _, grad, state = match.groups()
+    size = {"float": 4, "__half": 2, "__nv_bfloat16": 2, "short": 2, "char": 1}
+    family = FAMILIES[formula.removesuffix("Formula").lower()]
+    names = [name if int(present) >> k & 1 else None for k, name in enumerate(family.states)]
+    coded, all_states = family.coded(names).bit_count(), int(present).bit_count()
+    states = coded * size[state] + (all_states - coded) * 4
+    scales = 4 * coded if state == "char" else 0
+    return 2 * (4 * (size[grad] + 4 + states) + scales)  # a weight and its remainder have 4 bytes, as an fp32 weight
+
+
+def test_updates_of_lean_states_ask_for_everything_before_they_wait(kernels: Mapping[str, list[nvcc.Kernel]]) -> None:
+    """In the loop of full groups. For SGD with codes nvcc waits once in between, for 16 of the 64 bytes."""
+    found = {name: in_flight(code, width=4)[0] for name, code in named(kernels["update_lean"]).items()}
+    assert found
+    least = {name: lean_iteration_of(name) - 16 * ("Sgd" in name and "char" in name) for name in found}
+    assert {name: (found[name], bytes_) for name, bytes_ in least.items() if found[name] < bytes_} == {}
+
+
 def test_updates_draw_their_ticket_behind_a_barrier(kernels: Mapping[str, list[nvcc.Kernel]]) -> None:
     """Else a thread of the block could read a count that the last block has raised. test_races.py sees that in the
     sources; this is what nvcc made of them."""
-    for name, code in named(kernels["update"]).items():
+    for name, code in [*named(kernels["update"]).items(), *named(kernels["update_lean"]).items()]:
         opcodes = [instruction.opcode for instruction in sass.instructions(code)]
         ticket = next(i for i, opcode in enumerate(opcodes) if opcode.startswith("ATOM"))
         before = [opcode for opcode in opcodes[:ticket] if opcode.startswith(("BAR.SYNC", "LDG.", "LD."))]

@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import nvcc
 import pytest
@@ -24,7 +24,8 @@ from cuda_on_cpu.build import missing_headers
 from occupancy import resident_blocks
 
 from amp_kernels import testing
-from amp_kernels.optim import FusedSGD, ema_
+from amp_kernels.ops.table import LEAST_LEAN
+from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD, ema_
 from amp_kernels.testing.updates import EXAMPLES
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
@@ -68,6 +69,31 @@ def average(dtype: torch.dtype) -> None:
     ema_([torch.zeros(1000)], optimizer, 0.9)
 
 
+def lean(family: Any, options: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
+    """What tests/update/test_lean_states.py does on every device."""
+    dtype, grad_dtype, state_dtype = dtypes
+    parameter = torch.nn.Parameter(torch.zeros(LEAST_LEAN, dtype=dtype))
+    parameter.grad_dtype = grad_dtype
+    parameter.grad = torch.zeros(LEAST_LEAN, dtype=grad_dtype)
+    family([parameter], lr=0.1, state_dtype=state_dtype, **options).step()
+
+
+LEAN_STATES: list[tuple[Any, dict[str, Any]]] = [
+    (FusedSGD, {"momentum": 0.9}),
+    (FusedRMSprop, {}),
+    (FusedRMSprop, {"momentum": 0.9}),
+    (FusedRMSprop, {"momentum": 0.9, "centered": True}),
+    (FusedAdam, {}),
+    (FusedAdam, {"amsgrad": True}),
+]
+LEAN_DTYPES = [
+    (dtype, grad_dtype, state_dtype)
+    for state_dtype in (torch.int8, torch.bfloat16)
+    for dtype in (torch.float32, torch.float16, torch.bfloat16)
+    for grad_dtype in dict.fromkeys((dtype, torch.float32))
+]
+
+
 def is_of_values(case: testing.Case) -> bool:
     """Whether it is a case of values, sizes or layouts of an update, whose kernel dtypes and options alone choose."""
     family = case.op.rstrip("_")
@@ -81,7 +107,8 @@ def is_of_values(case: testing.Case) -> bool:
 def planned() -> dict[int, set[Launch]]:
     cases = itertools.filterfalse(is_of_values, itertools.chain(*testing.CASES.values()))
     averages = [functools.partial(average, dtype) for dtype in (torch.float16, torch.bfloat16)]
-    return plan(*map(body, cases), *averages)
+    leans = [functools.partial(lean, *states, dtypes) for states in LEAN_STATES for dtypes in LEAN_DTYPES]
+    return plan(*map(body, cases), *averages, *leans)
 
 
 @pytest.mark.parametrize("multiprocessors", REAL)
@@ -97,13 +124,17 @@ def test_nothing_is_said_to_be_out_of_reach_that_is_not() -> None:
 
 
 def test_sanitizers_see_every_kernel_of_some_dtype() -> None:
-    """And the smoke test of gpu_check.py, which runs the same cases."""
+    """And the smoke test of gpu_check.py, which runs the same cases. They are of functions, whose states are fp32."""
     chosen = [case for op, names in TILES.items() for case in testing.CASES[op] if str(case) in names]
     kinds = [
         {re.sub("__half|__nv_bfloat16|float", "T", name) for name in names}
         for names in (backend.kernels().values(), kernels_of(plan(*map(body, chosen))[PRETENDED]))
     ]
-    assert {re.sub("<.*", "", name) for name in kinds[0] - kinds[1]} == {"plain_kernel", "send_kernel"}
+    assert {re.sub("<.*", "", name) for name in kinds[0] - kinds[1]} == {
+        "plain_kernel",
+        "send_kernel",
+        "update_lean_kernel",
+    }
 
 
 # --------------------------------------------------------------------------------------------------- what tiles do what
@@ -212,6 +243,9 @@ BUDGETS = [
     Budget("update", "update_kernel<Variant<RmspropFormula, 1, ", 4),
     Budget("update", "update_kernel<Variant<AdamFormula, 2, ", 3),
     Budget("update", "update_kernel<Variant<(Adam|Rmsprop)Formula, 3, ", 2),
+    Budget("update_lean", "update_lean_kernel<LeanVariant<(Adam|Rmsprop)Formula, 7, ", 2),
+    Budget("update_lean", "update_lean_kernel<LeanVariant<(Adam|Rmsprop)Formula, 3, .*unsigned char>", 2),
+    Budget("update_lean", "update_lean_kernel<", 3),
     Budget("send", "send_kernel", 8),
     Budget("int8_quantize", f"(held_)?rows_kernel<QuantizeOp<{LOW}, signed char, true,", 3),  # stochastic
     Budget("int8_quantize", "(held_)?rows_kernel<", 4),
@@ -285,7 +319,7 @@ def test_the_emulator_and_nvcc_know_the_same_kernels(taken: dict[tuple[str, str]
     assert compiled <= emulated
     left_out = emulated - compiled
     if sources is nvcc.FEW:
-        left_out = {name for name in left_out if not name.startswith("update_kernel<")}
+        left_out = {name for name in left_out if not name.startswith(("update_kernel<", "update_lean_kernel<"))}
     assert left_out == set()
 
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.testing import assert_close
 
 from amp_kernels import GradScaler, amp, use_backend
+from amp_kernels.ops.table import STATE_DTYPES
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedSGD, fp32_state_dict
 from amp_kernels.optim._base import FusedOptimizer
 
@@ -46,7 +47,9 @@ def saved_by_torch(value: Any) -> Any:
 def contents(optimizer: torch.optim.Optimizer) -> Any:
     """A copy of everything that a checkpoint and a step depend on."""
     states = {p: dict(state) for p, state in optimizer.state.items()}
-    return copy.deepcopy(([p.detach() for p in states], list(states.values()), optimizer.param_groups))
+    # assert_close compares no dtypes
+    groups = [{**group, "state_dtype": STATE_DTYPES[group["state_dtype"]]} for group in optimizer.param_groups]
+    return copy.deepcopy(([p.detach() for p in states], list(states.values()), groups))
 
 
 def assert_unchanged(optimizer: torch.optim.Optimizer, before: Any) -> None:

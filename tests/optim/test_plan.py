@@ -181,10 +181,10 @@ def test_gradient_table():
 
 
 def test_rows_are_those_of_csrc_table_h():
-    names = ["NUMEL", "GRAD_DTYPE", "GROUP", "GRAD", "PARAM", "MASTER", "STEP", "STATE"]
+    names = ["NUMEL", "GRAD_DTYPE", "GROUP", "GRAD", "PARAM", "MASTER", "STEP", "STATE", "SCALE"]
     assert [row.name for row in Row] == names
-    assert [int(row) for row in Row] == list(range(8))
-    assert (tables.FIXED_ROWS, tables.GRADIENT_ROWS, tables.UPDATE_ROWS) == (3, 4, 10)
+    assert [int(row) for row in Row] == [*range(8), 10]
+    assert (tables.FIXED_ROWS, tables.GRADIENT_ROWS, tables.UPDATE_ROWS) == (3, 4, 12)
 
 
 # -------------------------------------------------------------------------------------------------------------- layouts

@@ -11,8 +11,10 @@ from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
 from amp_kernels import _loader
-from amp_kernels.ops.table import DTYPE_CODES, Row
+from amp_kernels.families import ADAM
+from amp_kernels.ops.table import DTYPE_CODES, STATE_DTYPES, Row
 from amp_kernels.optim import FusedSGD, _sweep
+from amp_kernels.optim._stored import Storage, storages
 from amp_kernels.optim._sweep import ABSENT, UNREAD
 
 CPU = torch.device("cpu")
@@ -61,15 +63,27 @@ def read(
     *,
     writes: bool = False,
     keys: Any = KEYS,
+    lean: Storage | None = None,
     device: torch.device = CPU,
     checked: Tensor | None = None,
 ) -> tuple[Tensor, list[int]]:
-    """Table and forms by compiled code."""
+    """Table and forms by compiled code. `lean`: how large parameters store their states, if not in fp32."""
+    keys = (*keys, *[None] * (0 if lean is None else len(lean.keys) - len(keys)))
+    small = Storage(0, 0, 0, keys, ())
+    empty = Storage(0, 0, 0, (), ())
     table = torch.full((Row.STATE + len(keys), len(params)), 99)
     forms = torch.full((len(params),), 99)
     checked = torch.full_like(table, -1) if checked is None else checked
     unread, gradients = _sweep.sweep().columns(
-        params, states, [7] * len(params), ((),) * 7 + (keys,), device, table, forms, checked, writes
+        params,
+        states,
+        [7] * len(params),
+        ((empty, empty),) * 7 + ((small, lean or small),),
+        device,
+        table,
+        forms,
+        checked,
+        writes,
     )
     assert unread == forms.tolist().count(UNREAD) and gradients == sum(p.grad is not None for p in params)
     return table, forms.tolist()
@@ -114,6 +128,76 @@ def test_updates_of_an_empty_tensor_count():
     param = parameter(torch.zeros(0), (0,))
     table, _ = read([param], [state_of(param)])
     assert table[Row.GRAD, 0] != 0
+
+
+LEAN = storages(ADAM.name, KEYS, torch.int8)[1]
+
+
+def lean_state_of(param: Tensor) -> dict[str, Any]:
+    state = {"step": torch.zeros((), dtype=torch.int32)}
+    for name, dtype in (("exp_avg", torch.int8), ("exp_avg_sq", torch.uint8)):
+        state[f"{name}_codes"] = torch.zeros_like(param, dtype=dtype, requires_grad=False)
+        state[f"{name}_scale"] = torch.zeros(-(-param.numel() // 128))
+    return state
+
+
+@compiled
+def test_a_column_with_codes():
+    param = parameter(torch.ones(64, 65), (64, 65))
+    state = lean_state_of(param)
+    state["somebody's"] = "own"
+    table, (form,) = read([param], [state], lean=LEAN)
+    keys = ("exp_avg_codes", "exp_avg_sq_codes", None, "exp_avg_scale", "exp_avg_sq_scale")
+    assert table[Row.STATE :, 0].tolist() == [0 if key is None else state[key].data_ptr() for key in keys]
+    assert form == 3 << 4 | STATE_DTYPES[torch.int8] << 7 | 3 << 9
+    small = parameter(torch.ones(3, 4))
+    assert read([small, param], [state_of(small), state], lean=LEAN)[1] == [3 << 4, form]
+    halves = {"step": state["step"], **{k: torch.zeros(64, 65, dtype=torch.bfloat16) for k in KEYS if k}}
+    form = 3 << 4 | STATE_DTYPES[torch.bfloat16] << 7 | 3 << 9
+    assert read([param], [halves], lean=storages(ADAM.name, KEYS, torch.bfloat16)[1])[1] == [form]
+
+
+UNREADABLE_CODES = {
+    "signed codes": lambda s: s.update(exp_avg_sq_codes=s["exp_avg_sq_codes"].view(torch.int8)),
+    "unsigned codes": lambda s: s.update(exp_avg_codes=s["exp_avg_codes"].view(torch.uint8)),
+    "transposed codes": lambda s: s.update(exp_avg_codes=torch.zeros(65, 64, dtype=torch.int8).t()),
+    "a short scale": lambda s: s.update(exp_avg_scale=torch.zeros(32)),
+    "a scale of two dimensions": lambda s: s.update(exp_avg_scale=torch.zeros(33, 1)),
+    "a scale with gaps": lambda s: s.update(exp_avg_scale=torch.zeros(66)[::2]),
+    "a scale of fp64": lambda s: s.update(exp_avg_scale=torch.zeros(33).double()),
+    "no scale": lambda s: s.pop("exp_avg_sq_scale"),
+    "no codes": lambda s: s.pop("exp_avg_codes"),
+    "an fp32 state, too": lambda s: s.update(exp_avg=torch.zeros(64, 65)),
+}
+
+
+@compiled
+@pytest.mark.parametrize("spoil", UNREADABLE_CODES.values(), ids=UNREADABLE_CODES)
+def test_which_codes_are_left_to_python(spoil):
+    param = parameter(torch.ones(64, 65), (64, 65))
+    state = lean_state_of(param)
+    spoil(state)
+    assert read([param], [state], lean=LEAN)[1] == [UNREAD]
+
+
+@compiled
+@pytest.mark.parametrize("dtype", DTYPE_CODES)
+@pytest.mark.parametrize("grad_dtype", DTYPE_CODES)
+def test_gradients_that_are_converted_for_lean_states_are_left_to_python(dtype, grad_dtype):
+    param = parameter(torch.ones(64, 65, dtype=grad_dtype), (64, 65), dtype)
+    state = lean_state_of(param)
+    if dtype is not torch.float32:
+        state["remainder"] = torch.zeros(64, 65, dtype=torch.int16)
+    (form,) = read([param], [state], lean=LEAN)[1]
+    assert (form == UNREAD) == (grad_dtype not in (dtype, torch.float32))
+
+
+@compiled
+def test_codes_that_an_fp32_optimizer_does_not_use_are_left_to_python():
+    param = parameter(torch.ones(64, 65), (64, 65))
+    fp32 = storages(ADAM.name, KEYS, torch.float32)[1]
+    assert read([param], [state_of(param)], lean=fp32)[1] == [3 << 4]
+    assert read([param], [{**state_of(param), **lean_state_of(param)}], lean=fp32)[1] == [UNREAD]
 
 
 UNREADABLE = {

@@ -16,6 +16,7 @@ import pytest
 import torch
 import triton
 from amp_kernels.triton_kernels import copy_pad, int8_matmul, int8_quantize, int8_tiles, matmul, update
+from amp_kernels.triton_kernels.common import INT8 as CODES_OF_STATES
 from amp_kernels.triton_kernels.common import INT16
 from amp_kernels.triton_kernels.int8_dequantize import _dequantize_kernel, _straight_through_kernel
 from amp_kernels.triton_kernels.product import COLUMNS, INT8, NEITHER, ROWS, Tiles
@@ -42,7 +43,13 @@ POINTERS = {
 
 UPDATE = {"num_warps": update._WARPS, "maxnreg": update._REGISTERS}
 FORMULAS = {
-    family: {**update.formula_of(family), "STATES": 2 ** len(known.states) - 1} for family, known in FAMILIES.items()
+    family: {
+        **update.formula_of(family),
+        "STATES": 2 ** len(known.states) - 1,
+        "STATE_DTYPE": CODES["fp32"],
+        "CODED": 0,
+    }
+    for family, known in FAMILIES.items()
 }
 formulas = pytest.mark.parametrize("formula", FORMULAS.values(), ids=FORMULAS.keys())
 
@@ -161,6 +168,26 @@ def test_update_without_optional_states(formula: dict[str, Any], tmp_path: Path)
     options = {**formula, "STATES": 2**required - 1}
     compiled = Compiled(update._update_kernel, 90, UPDATE, tmp_path, **options, **dtypes)
     check_accesses(compiled, required + 2, required + 1, 0, 0)
+
+
+LEAN = {"int8": CODES_OF_STATES.value, "bf16": CODES["bf16"]}
+
+
+@pytest.mark.parametrize("state_dtype", LEAN)
+@pytest.mark.parametrize("family", ["sgd", pytest.param("rmsprop", marks=pytest.mark.slow), "adam"])
+def test_update_of_lean_states(family: str, state_dtype: str, tmp_path: Path) -> None:
+    """16-bit weights, with the states that every tensor of the family can have in fewer bits."""
+    states = 1 if family == "sgd" else 3
+    constants = update._options(family, CODES["bf16"], True, CODES["bf16"], states, LEAN[state_dtype])
+    options = {name: constants.pop(name) for name in UPDATE}
+    compiled = Compiled(update._update_kernel, 90, options, tmp_path, **constants)
+    assert not re.search(r"\b(LDL|STL)\b", compiled.sass)
+    assert ".ftz" not in compiled.ptx
+    # A thread loads two packs of a tile: of gradient, weight and remainder, and of the states.
+    of_states = 2 * states.bit_count()
+    assert compiled.count("ld.v2.b32") == 6 + (of_states if state_dtype == "bf16" else 0)
+    if state_dtype == "int8":
+        assert len(re.findall(r"\bst\.global[\w.:]*\.b32", compiled.ptx)) >= of_states
 
 
 INT8_KERNELS = [

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amp_kernels import testing
 from amp_kernels.families import FAMILIES
-from amp_kernels.ops.table import DTYPE_CODES, HYPER_COLUMNS, RECORD, UPDATE_ROWS, Row
+from amp_kernels.ops.table import DTYPE_CODES, HYPER_COLUMNS, RECORD, STATE_DTYPES, UPDATE_ROWS, Row
 from amp_kernels.reference._master import join
 from amp_kernels.reference._master import split as split_
 from amp_kernels.testing import DTYPES, differing, error_and_allowed
@@ -166,7 +166,7 @@ class Step:
         self.launcher.update_table_(
             self.family, table, self.chunks, self.chunk, self.record, self.hyper, rates,
             DTYPE_CODES[self.param_dtype], self.split or self.grad_remainders is not None,
-            DTYPE_CODES[self.grad_dtype], self.present(), *scalars, max_norm,
+            DTYPE_CODES[self.grad_dtype], self.present(), STATE_DTYPES[FP32], *scalars, max_norm,
         )  # fmt: skip
         self.arena.check()
         return self

@@ -120,6 +120,25 @@ class Training:
         return numbers
 
 
+class Lean(Training):
+    """A parameter whose states are not fp32, in a state dict that keeps them as they are."""
+
+    def start(self) -> None:
+        self.parameters = [nn.Parameter(values(64, 65).bfloat16())]
+        self.optimizer = self.family(self.parameters, **self.options)
+        self.scaler = None
+
+    def save(self) -> dict[str, Any]:
+        self.start()
+        self.train(range(self.saved_at))
+        weights = [p.detach().clone() for p in self.parameters]
+        return {"model": weights, "optimizer": self.optimizer.state_dict(compact=True)}
+
+    def go_on(self) -> Numbers:
+        """Every 64th number is kept, and the sum of all."""
+        return {name: [*every[::64], math.fsum(every)] for name, every in super().go_on().items()}
+
+
 PATIENT = {"init_scale": 8.0, "growth_interval": 2, "hysteresis": 2, "min_scale": 0.5}
 QUICK = {"init_scale": 4.0, "growth_interval": 2}
 TRAININGS = {
@@ -133,6 +152,8 @@ TRAININGS = {
     "rmsprop": Training(FusedRMSprop, lr=0.01),
     "rmsprop_momentum": Training(FusedRMSprop, lr=0.01, momentum=0.9, overflows=(2, 3), scaler=PATIENT),
     "rmsprop_centered": Training(FusedRMSprop, lr=0.01, alpha=0.9, centered=True, momentum=0.9, maximize=True),
+    "rmsprop_int8": Lean(FusedRMSprop, lr=0.01, momentum=0.9, state_dtype=torch.int8),
+    "sgd_bf16": Lean(FusedSGD, lr=0.1, momentum=0.9, state_dtype=torch.bfloat16),
 }  # fmt: skip
 
 
