@@ -146,10 +146,12 @@ class LeanPack {
     if constexpr (V::kIsSplit) remainder_.load(arrays.remainder + i, count);
     each_state<V>([&](auto k) {
       quad<k.value>().load(arrays.template state<k.value>() + i, count);
+      // The thread that will write the scale is the only one that reads it. A shuffle would not order the reads of
+      // other threads before the write.
       if constexpr (V::kHasScales && V::is_coded(k.value)) {
         const float* const scale = arrays.scale[k.value] + i / kStateGroup;
         assume_global(scale);
-        scale_[k.value] = *scale;
+        scale_[k.value] = owns_scale(i, count) ? *scale : 0.0f;
       }
     });
   }
@@ -188,9 +190,19 @@ class LeanPack {
       return state2_;
   }
 
+  // Whether this thread holds the first element of the group.
+  __device__ __forceinline__ static bool owns_scale(int i, int count) {
+    return i % static_cast<int>(kStateGroup) == 0 && count > 0;
+  }
+
   template <int k>
   __device__ __forceinline__ Vector<float, kPack> values() {
     const auto elements = quad<k>().get();
+    float scale = 0.0f;  // that of the group, which is the largest of all threads'
+    if constexpr (V::kHasScales && V::is_coded(k)) {
+      const uint32_t bits = warp_max(float_bits(scale_[k]));
+      memcpy(&scale, &bits, sizeof(scale));
+    }
     Vector<float, kPack> values;
 #pragma unroll
     for (int j = 0; j < kPack; ++j) {
@@ -201,7 +213,7 @@ class LeanPack {
       } else {
         constexpr Code kCode = V::Formula::kCodes[k];
         const int code = kCode == Code::kMomentum ? static_cast<int8_t>(elements.data[j]) : elements.data[j];
-        values.data[j] = decoded<kCode>(code, scale_[k]);
+        values.data[j] = decoded<kCode>(code, scale);
       }
     }
     return values;
@@ -232,7 +244,7 @@ class LeanPack {
 #pragma unroll
         for (int j = 0; j < kPack; ++j)
           elements.data[j] = static_cast<uint8_t>(encoded<kCode>(own.data[j], of, bits.at(at + j)));
-        if (at == 0 && count > 0) {
+        if (owns_scale(i, count)) {
           float* const scale = arrays.scale[k] + i / kStateGroup;
           assume_global(scale);
           *scale = of.scale;

@@ -52,6 +52,11 @@ ALLOWED = {
         "tl.minimum(tl.maximum(units, -32767.0), 32767.0)": "floats; tl.where replaces what an inf or NaN weight has",
         "tl.maximum(units, -32767.0)": "floats; tl.where replaces what an inf or NaN weight has",
     },
+    "states": {
+        "tl.max(tl.reshape(magnitude, (TILE // STATE_GROUP, STATE_GROUP)), axis=1)": KEYS,
+        "tl.minimum(steps + bits >> 16, LEVELS)": CODES,
+        "tl.maximum(codes, 1)": CODES,
+    },
     "unscale": {
         "tl.max(x.to(tl.int32, bitcast=True) & 2147483647)": KEYS,
         "tl.minimum((VEC - address // BYTES % VEC) % VEC, n)": OFFSETS,

@@ -9,14 +9,29 @@ import functools
 from collections.abc import Callable
 
 import pytest
+import torch
 from cuda_on_cpu import backend
 from cuda_on_cpu.build import missing_headers
 from cuda_on_cpu.races import checked
 from products import int8_linear, int8_matmul, matmul
 
 from amp_kernels import testing
+from amp_kernels.ops.table import LEAST_LEAN
+from amp_kernels.optim import FusedAdam
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
+
+
+def lean_states() -> None:
+    """Several chunks of full groups, a group that is not full, and gradients that are not aligned."""
+    params = [torch.nn.Parameter(torch.ones(numel)) for numel in (9_001, LEAST_LEAN)]
+    optimizer = FusedAdam(params, state_dtype=torch.int8)
+    with backend.serving():
+        for _ in range(2):
+            for p in params:
+                p.grad = torch.ones(p.numel() + 1)[1:]
+            optimizer.step()
+
 
 # Eight steps of k or more, so that each stage of shared memory is filled again.
 PRODUCTS: dict[str, Callable[[], None]] = {
@@ -37,6 +52,7 @@ PRODUCTS: dict[str, Callable[[], None]] = {
     "int8_linear few rows": lambda: int8_linear(16, 64, 2048),
     "int8_linear 64x64": lambda: int8_linear(128, 64, 1024),
     "int8_linear 128x128": lambda: int8_linear(384, 128, 512),
+    "lean states": lean_states,
 }
 # Shared cases with more chunks, rows or columns than a block has, for each way through the other kernels.
 CASES = {

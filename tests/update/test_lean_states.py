@@ -141,16 +141,18 @@ def check_step(optimizer: Any, options: dict[str, Any], state_dtype: torch.dtype
         assert int(optimizer.state[p]["step"]) == steps + 1
 
 
+# Two examples of each family reach every way through the kernels of a backend.
 EVERY = [
-    pytest.param(family, options, id=f"{family.__name__}-{name}")
+    pytest.param(place, family, options, id=f"{place}-{family.__name__}-{name}")
+    for place in PLACES
     for family in TORCH
     for name, options in EXAMPLES[family].items()
-    if (family is not FusedSGD or "momentum" in options) and (not INTERPRETED or name in ("plain", "full"))
+    if (family is not FusedSGD or "momentum" in options) and (place == "cpu" or name in ("plain", "full"))
 ]
 
 
 @lean
-@pytest.mark.parametrize(("family", "options"), EVERY)
+@pytest.mark.parametrize(("place_", "family", "options"), EVERY, indirect=["place_"])
 def test_a_step_stores_what_the_specification_says(place_, family, options, state_dtype):
     optimizer = make(family, options, FP32, state_dtype, "dense", place_)
     for step in range(2):
