@@ -55,12 +55,7 @@ def chunk_bounds(table_ptr, chunks_ptr, n_tensors, chunk, chunk_size):
 def chunk_address(table_ptr, n_tensors, ROW: tl.constexpr, tensor, begin, DTYPE: tl.constexpr):
     """Return the address of a chunk's first element in the array of this row; 0 if the tensor has no such array."""
     address = table_entry(table_ptr, n_tensors, ROW, tensor)
-    return tl.where(address == 0, 0, address + begin * _bytes(DTYPE))
-
-
-@triton.jit
-def _bytes(DTYPE: tl.constexpr):
-    return 4 if DTYPE == FP32 else 1 if DTYPE == INT8 else 2
+    return tl.where(address == 0, 0, address + begin * (4 if DTYPE == FP32 else (1 if DTYPE == INT8 else 2)))
 
 
 @triton.jit
@@ -101,12 +96,12 @@ def is_last(ticket_ptr):
 
 @triton.jit
 def is_aligned(address, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    return address % (VEC * _bytes(DTYPE)) == 0
+    return address % (VEC * (4 if DTYPE == FP32 else (1 if DTYPE == INT8 else 2))) == 0
 
 
 @triton.jit
 def element_pointers(address, offsets, DTYPE: tl.constexpr, VEC: tl.constexpr):
-    BYTES: tl.constexpr = VEC * _bytes(DTYPE)
+    BYTES: tl.constexpr = VEC * (4 if DTYPE == FP32 else (1 if DTYPE == INT8 else 2))
     if VEC > 1:
         address = address // BYTES * BYTES
     if DTYPE == FP32:
