@@ -537,6 +537,8 @@ def _ours(optimizer: torch.optim.Optimizer) -> FusedOptimizer:
         optimizer.__class__ = _REPLACED[type(optimizer)]
         assert isinstance(optimizer, FusedOptimizer)
         optimizer.__dict__.pop("step", None)  # torch's step, wrapped and assigned by a scheduler
+        for group in groups:  # torch's optimizer may have loaded a state dict of ours
+            group.pop("state_dtype", None)
         optimizer._setup(max_grad_norm=None, state_dtype=torch.float32, foreach=None, fused=None)
         optimizer.load_state_dict(saved)
         for group, loaded in zip(groups, optimizer.param_groups, strict=True):

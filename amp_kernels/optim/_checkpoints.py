@@ -38,8 +38,8 @@ class WithCheckpoints(WithState):
             The state dict.
 
         Raises:
-            RuntimeError: `compact` is True and int8 states belong to a DTensor. Their groups are those of one rank's
-                shard, so another sharding could not load them.
+            RuntimeError: `compact` is True, and a DTensor is in a group whose `state_dtype` is not fp32. Another
+                sharding could not load such states.
 
         Examples:
             >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -105,13 +105,12 @@ class WithCheckpoints(WithState):
         return new
 
     def _refuse_codes_of_shards(self) -> None:
-        for name, _, param in self._named_parameters():
-            if isinstance(param, DTensor) and any(
-                scale_key(s) in self.state.get(param, {}) for s in self._family.states
-            ):
+        # Every rank decides alike, although a small shard has fp32 states.
+        for name, g, param in self._named_parameters():
+            if isinstance(param, DTensor) and str(self.param_groups[g]["state_dtype"]) != "torch.float32":
                 raise RuntimeError(
-                    f"{type(self).__name__}.state_dict: compact must be False, since {name} is a DTensor with int8 "
-                    "states, whose groups are those of this rank's shard; save the fp32 states"
+                    f"{type(self).__name__}.state_dict: compact must be False, since {name} is a DTensor, whose "
+                    "shards store their states by their own sizes; save the fp32 states"
                 )
 
     def _dtypes_before_fp32(self) -> dict[Tensor, torch.dtype]:
