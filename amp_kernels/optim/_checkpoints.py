@@ -31,8 +31,9 @@ class WithCheckpoints(WithState):
         matching torch optimizer can load the state dict too. torch ignores the additional key "format".
 
         Args:
-            compact: Whether states that are bf16 or int8 (option `state_dtype`) stay as they are. Only this class can
-                load such a state dict. With int8 states its states have about a quarter of the bytes.
+            compact: Whether states that are bf16 or int8 (option `state_dtype`) stay as they are. Torch's optimizers
+                cannot load such a state dict. States in int8 take about a quarter of the bytes. Codes of a parameter
+                that is not contiguous become fp32 all the same.
 
         Returns:
             The state dict.
@@ -86,21 +87,26 @@ class WithCheckpoints(WithState):
                 master = optimizer._master(name, param, low.get(param))
                 is_needed = param.dtype is not torch.float32 or not torch.equal(local(master), local(param))
                 new = {"remainder": None, "master": master if is_needed else None}
-            if not compact:
-                new |= optimizer._in_fp32(state)
+            new |= optimizer._in_fp32(state, compact)
             if "step" in state:
                 step = _exported(state["step"])
                 new |= {"step": step} if step > 0 else dict.fromkeys(optimizer._keys - {"remainder", "master"})
             state_dict["state"][key] = {k: v for k, v in {**state, **new}.items() if k not in new or v is not None}
 
-    def _in_fp32(self, state: dict[str, Any]) -> dict[str, Tensor | None]:
-        """Returns the entries in which the states of a parameter differ from fp32 states. None: the key is left out."""
+    def _in_fp32(self, state: dict[str, Any], compact: bool) -> dict[str, Tensor | None]:
+        """Returns the entries that replace states which are not fp32. None: the key is left out.
+
+        If `compact` is True, bf16 states stay as they are, and so do codes of contiguous parameters. Groups of codes
+        are neighbours in memory. Other codes would be misread if another program saved them in another memory format.
+        """
         new: dict[str, Tensor | None] = {}
         for name, code in zip(self._family.states, self._family.codes, strict=True):
-            value = value_of(state, name, code)
-            if value is not None and value is not state.get(name):
+            value, codes = value_of(state, name, code), state.get(codes_key(name))
+            if value is None:
+                continue
+            if codes is not None and not (compact and name not in state and codes.is_contiguous()):
                 new |= {codes_key(name): None, scale_key(name): None, name: value}
-            elif isinstance(value, Tensor) and value.dtype is torch.bfloat16:
+            elif value.dtype is torch.bfloat16 and not compact:
                 new[name] = value.float()
         return new
 
@@ -272,6 +278,16 @@ class WithCheckpoints(WithState):
         for name, code in zip(self._family.states, self._family.codes, strict=True):
             if entry.get(name) is None and any(entry.get(key) is not None for key in keys_of(name)):
                 reason = why_not_codes(Stored(name, torch.int8, code), param, entry)
+                if reason is None and not entry[codes_key(name)].is_contiguous():
+                    reason = (
+                        f"{codes_key(name)} of {{}} must be contiguous, since state_dict(compact=True) saves them so"
+                    )
+                if isinstance(entry.get(codes_key(name)), dict):  # torch takes the keys from `optimizer.state`
+                    reason = (
+                        f"{name} of {{}} must be in the state dict, got a dict of codes in its place, probably from "
+                        "torch.distributed.checkpoint with flatten_optimizer_state_dict=True; get, load and set state "
+                        "dicts without that option"
+                    )
                 if reason:
                     caller, _, parameter = what.partition(": {} of ")
                     raise ValueError(f"{caller}: {reason.format(parameter)}")

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -44,7 +44,7 @@ from ..ops.table import (
 )
 from ._stored import Storage
 from ._sweep import ABSENT, UNREAD, sweep
-from ._tensors import Spans, check_written, local, read_gradient
+from ._tensors import Spans, check_written, has_memory, local, read_gradient
 
 if TYPE_CHECKING:
     from ..families import Family
@@ -118,6 +118,13 @@ def check_apart(names: Sequence[str], columns: Sequence[Column], grads: Sequence
     for name, grad in zip(names, grads, strict=True):
         if written.overlaps(grad):
             refuse_gradient(name)
+
+
+def check_gradients(named: Iterable[tuple[Tensor, str]]) -> None:
+    """Raises an error if a gradient cannot be read. A wrong parameter is left to the check of its state."""
+    for param, name in named:
+        if param.grad is not None and param.dtype in DTYPE_CODES and has_memory(param):
+            read_gradient(param, name, local(param))
 
 
 def refuse_gradient(name: str) -> None:
@@ -310,8 +317,13 @@ class NativePlan(Plan):
         return self._words[(1 + row) * self._count : (2 + row) * self._count]
 
     def _read_columns(self, read: Read) -> bool:
-        """Writes the columns that the sweep left unread. Returns False if a parameter is on another device."""
-        for t in [t for t, form in enumerate(self._row(-1)) if form == UNREAD]:
+        """Writes the columns that the sweep left unread. Returns False if a parameter is on another device.
+
+        All gradients are checked first. Reading a column may convert its states, and a refused step must not do that.
+        """
+        unread = [t for t, form in enumerate(self._row(-1)) if form == UNREAD]
+        check_gradients((self.members.params[t], self.members.names[t]) for t in unread)
+        for t in unread:
             param, name = self.members.params[t], self.members.names[t]
             column = read(name, self.members.groups[t], param)
             self._write(t, ABSENT, [0] * len(self._table))

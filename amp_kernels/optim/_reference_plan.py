@@ -12,7 +12,7 @@ from ..families import Family
 from ..ops.table import STATE_DTYPES, STATES, is_dense
 from ..reference._update import assign
 from ..reference.states import decode, encode, random_bits, to_bf16
-from ._plan import Column, Hyper, Keys, Members, Plan, Read, check_apart
+from ._plan import Column, Hyper, Keys, Members, Plan, Read, check_apart, check_gradients
 from ._stored import flat
 from ._tensors import check_written, read_gradient
 
@@ -33,6 +33,7 @@ class ReferencePlan(Plan):
     def refresh(self, keys: Keys, read: Read, *, writes: bool) -> bool:
         self._found = {}
         members = self.members
+        check_gradients(zip(members.params, members.names, strict=True))  # before `read` may convert states
         for t, (param, name, group) in enumerate(zip(members.params, members.names, members.groups, strict=True)):
             column = None if param.grad is None else read(name, group, param)
             if column is None:

@@ -5,6 +5,7 @@ tests/update/test_lean_states.py has the numbers.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 from typing import Any
@@ -15,7 +16,7 @@ from optim_cases import OF_TORCH, randn
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
-from amp_kernels import GradScaler
+from amp_kernels import GradScaler, amp, use_backend
 from amp_kernels.ops.table import LEAST_LEAN
 from amp_kernels.optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD, _sweep, ema_, fp32_state_dict
 from amp_kernels.reference.states import GROUP
@@ -191,6 +192,41 @@ def test_a_compact_checkpoint_is_small():
     assert size(False) == 8 << 16
 
 
+def test_codes_of_another_memory_format_are_saved_in_fp32():
+    """Other programs may save them in row-major order, and then neighbours in memory would be others."""
+    weight = torch.nn.Parameter(randn(16, 8, 8, 8, seed=1).to(memory_format=torch.channels_last))
+    optimizer = FusedAdam([weight], lr=0.01, state_dtype=INT8)
+    train(optimizer, 0, 2)
+    saved = optimizer.state_dict(compact=True)
+    assert saved["state"][0].keys() == {"step", "exp_avg", "exp_avg_sq"}
+    assert all(torch.equal(saved["state"][0][key], value) for key, value in optimizer.state_dict()["state"][0].items())
+    plain = trained(FusedAdam, INT8)
+    entry = plain.state_dict(compact=True)["state"][2]
+    permuted = {**entry, "exp_avg_codes": torch.stack([entry["exp_avg_codes"]] * 2, 1)[:, 0]}
+    saved = plain.state_dict(compact=True)
+    saved["state"][2] = permuted
+    with pytest.raises(ValueError, match=r"exp_avg_codes of .*\[2\] must (be contiguous|have the shape)"):
+        plain.load_state_dict(saved)
+
+
+def test_flattened_codes_are_refused_in_words():
+    optimizer = trained(FusedAdam, INT8, FP32)
+    saved = optimizer.state_dict()
+    del saved["state"][1]["exp_avg"]
+    saved["state"][1]["exp_avg_codes"] = {}
+    with pytest.raises(ValueError, match=r"exp_avg of .*\[1\] must be in the state dict.*flatten_optimizer_state_dict"):
+        optimizer.load_state_dict(saved)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_state_that_was_set_by_its_name_is_saved_without_codes(compact):
+    optimizer = trained(FusedAdam, INT8)
+    p = params_of(optimizer)[2]
+    optimizer.state[p]["exp_avg"] = randn(*p.shape, seed=99)
+    saved = optimizer.state_dict(compact=compact)["state"][2]
+    assert torch.equal(saved["exp_avg"], randn(*p.shape, seed=99)) and "exp_avg_codes" not in saved
+
+
 @lean
 @four
 def test_torchs_optimizers_load_the_state_dict(kind, state_dtype):
@@ -275,6 +311,19 @@ def test_the_option_of_a_running_optimizer_may_change(kind, state_dtype, to):
     assert_same(optimizer, expected)
 
 
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_refused_step_converts_nothing(backend):
+    optimizer = trained(FusedAdam, FP32)
+    optimizer.param_groups[0]["state_dtype"] = INT8
+    before = [{key: value.clone() for key, value in state.items()} for state in optimizer.state.values()]
+    set_grads(optimizer, 3)
+    params_of(optimizer)[2].grad = params_of(optimizer)[2].grad.to_sparse()
+    with use_backend(backend) if backend else contextlib.nullcontext(), pytest.raises(RuntimeError, match="be dense"):
+        optimizer.step()
+    for state, old in zip(optimizer.state.values(), before, strict=True):
+        assert state.keys() == old.keys() and all(torch.equal(state[key], value) for key, value in old.items())
+
+
 def test_a_state_that_was_set_by_its_name_replaces_codes():
     """So other code changes a state: in fp32, under its own name."""
     optimizer = trained(FusedAdam, INT8)
@@ -354,6 +403,19 @@ def test_copies_and_averages():
     assert all(value.dtype is FP32 for value in fp32_state_dict(model, optimizer).values())
 
 
+def test_amp_initialize_takes_no_option_from_torchs_optimizer():
+    """torch's optimizer has the option as a string after it has loaded a state dict of ours."""
+    model = torch.nn.Linear(80, 80)
+    ours = FusedAdamW(model.parameters(), lr=0.01, state_dtype=INT8)
+    train(ours, 0, 1)
+    theirs = torch.optim.AdamW(model.parameters(), lr=0.01)
+    theirs.load_state_dict(ours.state_dict())
+    _, converted = amp.initialize(model, theirs, opt_level="O0", verbosity=0)
+    assert converted.param_groups[0]["state_dtype"] is FP32
+    train(converted, 1, 1)
+    assert converted.state[model.weight]["exp_avg"].dtype is FP32
+
+
 def test_pickles_of_a_release_without_the_option_are_fp32():
     optimizer = trained(FusedAdam, FP32)
     state = optimizer.__getstate__()
@@ -423,6 +485,10 @@ def test_a_shard_has_groups_of_its_own(mesh):
     assert isinstance(saved["state"][0]["exp_avg"], DTensor)
     with pytest.raises(RuntimeError, match=r"^FusedAdamW\.state_dict: compact must be False, since .*is a DTensor"):
         optimizers[0].state_dict(compact=True)
+    # Shards of other ranks may be large, so a small one is refused too.
+    small = FusedAdamW([DTensor.from_local(torch.ones(4), mesh, [Shard(0)]).requires_grad_()], state_dtype=INT8)
+    with pytest.raises(RuntimeError, match="compact must be False"):
+        small.state_dict(compact=True)
     again = FusedAdamW([sharded], state_dtype=INT8)
     again.load_state_dict(saved)
     for key in ("exp_avg_codes", "exp_avg_sq_codes"):
