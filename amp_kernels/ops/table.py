@@ -19,7 +19,8 @@ from .library import Kernels
 DTYPE_CODES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 STATE_DTYPES = {torch.float32: 0, torch.bfloat16: 2, torch.int8: 3}
 LEAST_LEAN = 4096  # parameters with fewer elements have fp32 states
-STATES, SCALES = 3, 2  # the most states of a parameter, and the most states in codes
+STATES = 3  # the most states that a parameter has
+SCALES = 2  # the most states of a parameter that are in codes
 HYPER_COLUMNS = 8
 RECORD = 4  # int64 numbers in the `Record` of csrc/table.h
 

@@ -451,8 +451,9 @@ class FusedOptimizer(WithCheckpoints):
             param_group: A dict with "params" and any of the optimizer's options.
 
         Raises:
-            TypeError: `max_grad_norm` is not a number, or torch refuses the group.
-            ValueError: `max_grad_norm` is not positive, or torch refuses the group.
+            TypeError: `max_grad_norm` is not a number, `state_dtype` is not a dtype, or torch refuses the group.
+            ValueError: `max_grad_norm` is not positive, `state_dtype` is not fp32, bf16 or int8, or torch refuses the
+                group.
 
         Examples:
             >>> optimizer = amp_kernels.optim.FusedSGD([torch.nn.Parameter(torch.ones(2))], lr=0.5)

@@ -144,10 +144,11 @@ class WithCheckpoints(WithState):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of the matching torch optimizer.
 
-        Masters and states are loaded in fp32, whatever the dtype of the parameters is. If a torch state dict lacks
-        a state, that state starts as in a new optimizer. A state dict of fp32 parameters has no masters. If it is
-        loaded, the optimizer keeps the masters that it has. There is one exception: if an optimizer of this class saved
-        the state dict, and had no state yet, the weights become the masters.
+        Masters are loaded in fp32, whatever the dtype of the parameters is. States are stored as the option
+        `state_dtype` of this optimizer says. If a torch state dict lacks a state, that state starts as in a new
+        optimizer. A state dict of fp32 parameters has no masters. If it is loaded, the optimizer keeps the masters that
+        it has. There is one exception: if an optimizer of this class saved the state dict, and had no state yet, the
+        weights become the masters.
 
         If weights were saved in bf16 and are loaded in fp16, or the other way round, the loaded masters may not be
         exact. They differ from the saved masters by up to one unit in the last place of bf16. For weights closer to 0

@@ -588,9 +588,9 @@ class NativePlan(Plan):
 
 
 def _fitted(keys: Keys, required: int) -> Keys:
-    """Returns the same keys, as many for each parameter.
+    """Returns the storages with equally many keys, one for each row of the table from `Row.STATE` on.
 
-    These are as many as there are states that every parameter has, if no parameter uses another row.
+    If no parameter uses an optional state or a scale, the table has only the rows of the required states.
     """
     every = [storage.keys for pair in keys for storage in pair]
     is_short = not any(name for names in every for name in names[required:])

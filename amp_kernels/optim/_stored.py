@@ -139,8 +139,8 @@ def is_stored(state: Mapping[str, Any], stored: Stored, target: Tensor) -> bool:
 def value_of(state: Mapping[str, Any], name: str, code: Code | None) -> Tensor | None:
     """Returns a state as a floating-point tensor. None if there is no such state.
 
-    If a state is stored both under its name and in codes, other code has set the entry under its name, since a step
-    keeps only one of them. So this entry is returned.
+    If there is an entry under the state's name, it is returned, even if there are codes too. A step keeps only one of
+    the two, so other code has set the entry.
     """
     if state.get(name) is not None:
         value: Tensor = state[name]

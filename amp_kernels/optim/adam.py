@@ -16,7 +16,7 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
     """`torch.optim.Adam` as one fused kernel, with fp32 masters for fp16 and bf16 parameters.
 
     Formula: `torch.optim.Adam` (Kingma and Ba 2015; AMSGrad: Reddi et al. 2018), in fp32. `amp_kernels.adam_` spells it
-    out. Arithmetic and states are fp32, because in fp16 the default `eps` would be rounded to 0. The bias correction
+    out. Arithmetic is fp32, because in fp16 the default `eps` would be rounded to 0. The bias correction
     does not count skipped steps. The count of steps is kept on the device.
 
     Masters, gradients, loss scaling and errors are as in `FusedSGD`.
@@ -38,7 +38,7 @@ class FusedAdam(FusedOptimizer, torch.optim.Adam):  # type: ignore[override]
         state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
             torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
             `FusedSGD`.
-            With `amsgrad`, the second moments stay fp32, because the largest rounding error would be kept.
+            With `amsgrad`, the second moments stay fp32: the maximum of rounded numbers would be too large.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.float16))
@@ -103,7 +103,7 @@ class FusedAdamW(FusedOptimizer, torch.optim.AdamW):  # type: ignore[override]
         state_dtype: How states are stored. torch.float32, or torch.bfloat16 (2 bytes for an element of a state), or
             torch.int8 (1 byte and a scale for every 128 elements). An option of every parameter group, as in
             `FusedSGD`.
-            With `amsgrad`, the second moments stay fp32, because the largest rounding error would be kept.
+            With `amsgrad`, the second moments stay fp32: the maximum of rounded numbers would be too large.
 
     Examples:
         >>> weight = torch.nn.Parameter(torch.ones(2, dtype=torch.bfloat16))

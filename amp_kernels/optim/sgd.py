@@ -17,10 +17,10 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
 
     Formula: `torch.optim.SGD` (Sutskever et al. 2013), in fp32. `amp_kernels.sgd_` spells it out.
 
-    **Masters.** A 16-bit parameter has fp32 states and an fp32 master. The parameter is the master rounded to nearest
-    even. Another 16 bits per element, in the state, hold the rest of the master (see `master`). If other code changes
-    the parameter, the master changes with it. A new optimizer over 16-bit weights starts from the rounded weights. To
-    keep the full masters, use `fp32_state_dict` or the optimizer's own state dict.
+    **Masters.** A 16-bit parameter has an fp32 master. The parameter is the master rounded to nearest even. Another 16
+    bits per element, in the state, hold the rest of the master (see `master`). If other code changes the parameter, the
+    master changes with it. A new optimizer over 16-bit weights starts from the rounded weights. To keep the full
+    masters, use `fp32_state_dict` or the optimizer's own state dict.
 
     **Gradients.** They may be fp16, bf16 or fp32. A step does not write them.
 
@@ -46,11 +46,13 @@ class FusedSGD(FusedOptimizer, torch.optim.SGD):  # type: ignore[override]
             parameter group, and state dicts contain it. Its value must be the same in all groups.
         state_dtype: How states are stored: in torch.float32, torch.bfloat16 (2 bytes for each element of a state) or
             torch.int8 (1 byte, and an fp32 scale for every 128 elements). New states are rounded at random, so that
-            small changes are not lost. The random numbers depend only on the step and on the position of the element.
-            Parameters with fewer than 4,096 elements have fp32 states. Masters stay exact. In int8, the state of
-            "momentum_buffer" is in `optimizer.state[parameter]` under "momentum_buffer_codes" and
-            "momentum_buffer_scale". Like `lr`, `state_dtype` is an option of every parameter group, and may be changed
-            at any time: the next step converts the states. Loading a state dict does not change it.
+            small changes are not lost. The random numbers depend only on the step, on the position of the parameter in
+            the optimizer, and on the position of the element in memory. A parameter with fewer than 4,096 elements has
+            fp32 states; of a DTensor, the elements of this rank's shard count. Masters stay exact. In int8,
+            `optimizer.state[parameter]` has the keys "momentum_buffer_codes" and "momentum_buffer_scale", and not
+            "momentum_buffer". Like `lr`, `state_dtype` is an option of every parameter group. It may be changed, and
+            the next step then converts the states. Do not change it after a CUDA graph has captured a step, since a
+            replay would use the old states. `load_state_dict` does not change it.
 
     Raises:
         ValueError: An argument is out of its range.

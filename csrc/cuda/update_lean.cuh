@@ -136,7 +136,7 @@ struct Quad {
   }
 };
 
-// What a thread holds of a group: four neighbours in all arrays, from element i of the chunk on. If not kWide, `count`
+// Four neighbours in all arrays, from element i of the chunk on. A thread holds them. If not kWide, `count`
 // of them are in the tensor, and the others are 0. All threads of a warp must call update() together.
 template <class V, bool kWide>
 class LeanPack {
@@ -151,8 +151,8 @@ class LeanPack {
     if constexpr (V::kIsSplit) remainder_.load(arrays.remainder + i, count);
     each_state<V>([&](auto k) {
       quad<k.value>().load(arrays.template state<k.value>() + i, count);
-      // The thread that will write the scale is the only one that reads it. A shuffle would not order the reads of
-      // other threads before the write.
+      // One thread reads the scale of a group, and later writes the new scale. If other threads read it too, nothing
+      // would order their reads before the write, because a shuffle orders no memory accesses.
       if constexpr (V::kHasScales && V::is_coded(k.value)) {
         const float* const scale = arrays.scale[k.value] + i / kStateGroup;
         assume_global(scale);
@@ -203,9 +203,9 @@ class LeanPack {
   template <int k>
   __device__ __forceinline__ Vector<float, kPack> values() {
     const auto elements = quad<k>().get();
-    float scale = 0.0f;  // that of the group, which is the largest of all threads'
+    float scale = 0.0f;
     if constexpr (V::kHasScales && V::is_coded(k)) {
-      const uint32_t bits = warp_max(float_bits(scale_[k]));
+      const uint32_t bits = warp_max(float_bits(scale_[k]));  // scale_ is 0 in all threads but one
       memcpy(&scale, &bits, sizeof(scale));
     }
     Vector<float, kPack> values;

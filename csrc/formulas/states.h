@@ -52,7 +52,7 @@ AMP_KERNELS_HD float root_rn(float x) {
 #endif
 }
 
-// What the elements of a group are encoded with.
+// The numbers that encode the elements of a group.
 struct StateGroup {
   float scale;    // NaN if an element is NaN or inf
   float inverse;  // 1 / scale; 0 if all codes are 0
@@ -71,7 +71,7 @@ struct StateGroup {
   }
 };
 
-// `bits` are 16 random bits. The sign is that of x. If the group holds NaN or inf, its inverse is 0, and the code is 0.
+// Returns the code of x. `bits` are 16 random bits. If the group holds NaN or inf, its inverse is 0, and the code is 0.
 template <Code kCode>
 AMP_KERNELS_HD int encoded(float x, const StateGroup& group, uint32_t bits) {
   const float fraction = group.inverse == 0.0f ? 0.0f : multiply_rn(fabsf(x), group.inverse);
@@ -99,12 +99,11 @@ AMP_KERNELS_HD float from_bf16_bits(uint16_t high) {
 // Rounds to bf16 at random. The result is the upper 16 bits of an fp32 number. NaN is kept.
 AMP_KERNELS_HD uint32_t bf16_bits(float x, uint32_t bits) { return x == x ? (float_bits(x) + bits) >> 16 : 0x7fc0u; }
 
-// The random bits of a group of 128 neighbours in a step: element j takes the upper half of a * j + b, modulo 2^32.
-// With random a and b, the bits of each element are uniform, and those of any two elements are independent
-// (Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer arithmetic without primes",
-// STACS 1996). So the sum of any rounding errors has the variance of independent errors. A random word for each element
-// takes 20 ms for 25M elements on two threads of a Xeon, which is more than SGD's whole update with fp32 states (19.9
-// ms).
+// The random bits of a group of 128 neighbours in a step: element j takes the upper half of a * j + b, modulo 2^32. a
+// and b are random. So the bits of each element are uniform. The bits of any two elements are independent (M.
+// Dietzfelbinger, "Universal hashing and k-wise independent random variables via integer arithmetic without primes",
+// STACS 1996). A sum of rounding errors therefore has the same variance as with a random word for each element. Such
+// words take 20 ms for 25M elements on two threads of a Xeon. SGD's whole update with fp32 states takes 19.9 ms there.
 struct GroupNoise {
   uint32_t a, b;
 
@@ -112,8 +111,8 @@ struct GroupNoise {
 };
 
 // The random bits of a tensor's states in a step. The key of Philox is the number of updates before the step, and the
-// position of the tensor in the table. The counter is the position of the group in the tensor. Of the four words, two
-// are for the first state, and two for the second.
+// position of the tensor in the table. The counter is the position of the group in the tensor. The first two of
+// the four words are for the first state, the others for the second.
 struct Noise {
   uint32_t step;
   int64_t column;

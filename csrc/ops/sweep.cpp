@@ -143,7 +143,8 @@ struct Storage {
   bool has_bits(int k, Dtype of) const { return dtype == of && (coded >> k & 1) != 0; }
 };
 
-// How the parameters of a group store their states: those with fewer than kLeastLean elements, and the others.
+// `small` says how parameters with fewer than kLeastLean elements store their states, and `large` how other parameters
+// of the group do.
 struct Storages {
   Storage small, large;
 
@@ -194,8 +195,8 @@ class Columns {
 
   // Fills the column, except kGroup, and returns its form: code | grad_code << 2 | states << 4 | dtype << 7 | coded
   // << 9. `code` is the Dtype of the parameter. `grad_code` is the Dtype of the gradient, or `code` if there is no
-  // gradient. `states` is the result of take_states(). `dtype` and `coded` are those of the Storage. If the column has
-  // to be filled in Python, returns kUnread.
+  // gradient. `states` is the result of take_states(). `dtype` and `coded` are the numbers in the Storage. If the
+  // column has to be filled in Python, returns kUnread.
   int64_t form_of(Py_ssize_t t, PyObject* param, PyObject* grad, PyObject* state, PyObject* step,
                   const Storages& storages) {
     torch_.claim(param);

@@ -108,7 +108,7 @@ def test_updates_ask_for_everything_before_they_wait(kernels: Mapping[str, list[
 
 
 def lean_iteration_of(update: str) -> int:
-    """What a thread loads for four elements of two groups. The scale of a group counts for each thread."""
+    """The bytes that a thread loads for four elements of each of two groups, with the scales of both groups."""
     match = re.fullmatch(r"update_lean_kernel<LeanVariant<(\w+), (\d), (\w+), (\w+), unsigned (\w+)> >", update)
     assert match, update
     formula, present, _, grad, state = match.groups()

@@ -70,7 +70,7 @@ def average(dtype: torch.dtype) -> None:
 
 
 def lean(family: Any, options: dict[str, Any], dtypes: tuple[torch.dtype, ...]) -> None:
-    """What tests/update/test_lean_states.py does on every device."""
+    """A step with states that are not fp32, as in tests/update/test_lean_states.py."""
     dtype, grad_dtype, state_dtype = dtypes
     parameter = torch.nn.Parameter(torch.zeros(LEAST_LEAN, dtype=dtype))
     parameter.grad_dtype = grad_dtype

@@ -267,7 +267,7 @@ def test_a_skipped_step_changes_nothing(place_, found, state_dtype):
 @lean
 @pytest.mark.parametrize("moved", ["exp_avg", "remainder"])
 def test_states_that_are_not_aligned(place_, moved, state_dtype):
-    """For example those of a checkpoint that were read into one buffer."""
+    """States are not aligned, for example, if other code has read a checkpoint into one buffer."""
     optimizer = make(FusedAdam, {"lr": 0.1}, BF16, state_dtype, "dense", place_)
     set_grads(optimizer, 0, "dense")
     optimizer.step()
