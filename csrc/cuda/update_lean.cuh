@@ -33,10 +33,9 @@ struct LeanVariant {
   static constexpr bool kIsSplit = !std::is_same_v<P, float>;
   static constexpr bool kHasScales = std::is_same_v<S, uint8_t>;
   static constexpr int kRows_ = kHasScales ? kRows : kState + (kPresent >> 2 != 0 ? 3 : kPresent >> 1 != 0 ? 2 : 1);
-  // As many as possible without spilled registers.
   // How many blocks share a multiprocessor: as many as possible without spilled registers.
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ == 900
-  static constexpr int kResidentBlocks = kPresent >> 2 != 0 || (kHasScales && kPresent == 3) ? 2 : 3;
+  static constexpr int kResidentBlocks = kPresent >> 2 != 0 || kHasScales ? 2 : 3;
 #else
   static constexpr int kResidentBlocks = 2;
 #endif
