@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 import amp_kernels
-from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
+from amp_kernels.optim import FusedAdam, FusedAdamW, FusedRMSprop, FusedSGD
 
 from ..demo.training import Size, Transformer, batches
 from ..plot import BLUES
@@ -36,6 +36,7 @@ from .harness import (
     Settings,
     Table,
     Verdict,
+    decided,
     mean_and_error,
     number,
 )
@@ -49,6 +50,7 @@ from matplotlib.lines import Line2D
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 CNN, TRANSFORMER, MLP = "CNN", "Transformer", "MLP"
 OURS = {"SGD": FusedSGD, "RMSprop": FusedRMSprop, "AdamW": FusedAdamW}
+LONG_OURS = {**OURS, "Adam": FusedAdam}
 OPTIONS = {
     (CNN, "SGD"): {"lr": 0.05, "momentum": 0.9},
     (CNN, "RMSprop"): {"lr": 1e-3},
@@ -56,6 +58,7 @@ OPTIONS = {
     (TRANSFORMER, "SGD"): {"lr": 0.1, "momentum": 0.9},
     (TRANSFORMER, "RMSprop"): {"lr": 3e-4},  # at 1e-3 rounding grows to 4 % of the loss (demo/training.py)
     (TRANSFORMER, "AdamW"): {"lr": 1e-3},
+    (TRANSFORMER, "Adam"): {"lr": 1e-3},
 }
 FIRST_SCALE = 2.0**12  # from the default of 2^16 most runs of the Transformer lose their first step
 MARGIN = 0.3  # points: the published accuracies of fp32 and mixed precision differ by at most 0.28
@@ -71,9 +74,15 @@ SCALED_ADAMW = {"lr": 1e-3, "eps": 1e-15}
 SMALL_LR, SMALL_BATCH = 0.003, 32
 
 SAME, SCALING, RANGE, MASTERS = "same hyper-parameters", "loss scaling", "histogram", "masters"
+LONG = "long"
 AS_FP32, AS_AUTOCAST, AS_FP16, AS_BF16 = "fp32, torch", "fp16 autocast, torch", "fp16, ours", "bf16, ours"
+LEAN_FP16, LEAN_BF16 = "fp16, int8 states, ours", "bf16, int8 states, ours"
+LEAN = {LEAN_FP16: AS_FP16, LEAN_BF16: AS_BF16}  # and the same with fp32 states
 WITHOUT_SCALER = "fp16 without a scaler, ours"
-COLOURS = {AS_FP32: "tab:gray", AS_AUTOCAST: "tab:purple", AS_FP16: BLUES[0], AS_BF16: BLUES[1]}
+COLOURS = {
+    AS_FP32: "tab:gray", AS_AUTOCAST: "tab:purple", AS_FP16: BLUES[0], AS_BF16: BLUES[1], LEAN_FP16: BLUES[2],
+    LEAN_BF16: BLUES[3],
+}  # fmt: skip
 PEER_COLOUR, WITHOUT_COLOUR = "tab:brown", "tab:orange"
 
 
@@ -81,15 +90,16 @@ PEER_COLOUR, WITHOUT_COLOUR = "tab:brown", "tab:orange"
 class Plan:
     size: Size
     steps: int  # of the Transformer
+    long_steps: int  # of the Transformer with lean states
     epochs: int  # of the CNN
     small_epochs: int  # of the MLP with a small learning rate
 
 
 def plan(settings: Settings) -> Plan:
     return settings.pick(
-        cpu=Plan(Size(2, 64, 64, 8), 200, 20, 200),
-        cuda=Plan(Size(4, 256, 128, 16), 150, 10, 60),
-        quick=Plan(Size(1, 32, 32, 2), 2, 1, 1),
+        cpu=Plan(Size(2, 64, 64, 8), 200, 2000, 20, 200),
+        cuda=Plan(Size(4, 256, 128, 16), 150, 2000, 10, 60),
+        quick=Plan(Size(1, 32, 32, 2), 2, 2, 1, 1),
     )
 
 
@@ -128,11 +138,17 @@ def torch_optimizer(name: str) -> Make:
     return getattr(torch.optim, name)
 
 
+def with_int8_states(name: str) -> Make:
+    return partial(LONG_OURS[name], state_dtype=torch.int8)
+
+
 WAYS = (
     Way(AS_FP32, torch_optimizer),
     Way(AS_AUTOCAST, torch_optimizer, autocast=FP16, scaler=torch.amp.GradScaler),
-    Way(AS_FP16, OURS.__getitem__, FP16, scaler=amp_kernels.GradScaler),
-    Way(AS_BF16, OURS.__getitem__, BF16),
+    Way(AS_FP16, LONG_OURS.__getitem__, FP16, scaler=amp_kernels.GradScaler),
+    Way(AS_BF16, LONG_OURS.__getitem__, BF16),
+    Way(LEAN_FP16, with_int8_states, FP16, scaler=amp_kernels.GradScaler),
+    Way(LEAN_BF16, with_int8_states, BF16),
 )
 PEERS = (
     Way("bf16 autocast, bitsandbytes 8-bit", _bitsandbytes, autocast=BF16),
@@ -236,6 +252,13 @@ def scaling(divisor: int, seed: int, of: Plan, device: torch.device) -> list[Row
     return rows
 
 
+def long(optimizer: str, name: str, seed: int, of: Plan, device: torch.device) -> list[Row]:
+    way = next(way for way in WAYS if way.name == name)
+    training = transformer(way, optimizer, seed, replace(of, steps=of.long_steps), device)
+    row = {"part": LONG, "model": TRANSFORMER, "optimizer": optimizer, "way": name, "seed": seed}
+    return [row | result(*text.evaluate(training.model, of.size.context, device))]
+
+
 def _range(training: Training, of: Plan, divisor: int) -> Row:
     """The gradients of the linear layers' outputs after training in fp32: how large, and which are 0 in fp16."""
     found: list[Tensor] = []
@@ -303,9 +326,13 @@ def runs(settings: Settings) -> list[Run]:
     for seed in settings.seeds:
         for model in (CNN, TRANSFORMER):
             for optimizer in OURS:
-                for way in (*WAYS, *PEERS):
-                    key = f"{model}, {optimizer}, {way.name}, seed {seed}"
-                    parts.append(Run(key, partial(same, model, optimizer, way, seed, of, device)))
+                for each in (*WAYS, *PEERS):
+                    key = f"{model}, {optimizer}, {each.name}, seed {seed}"
+                    parts.append(Run(key, partial(same, model, optimizer, each, seed, of, device)))
+        for optimizer in LONG_OURS:
+            for way in (AS_FP16, AS_BF16, LEAN_FP16, LEAN_BF16):
+                key = f"{LONG}, {optimizer}, {way}, seed {seed}"
+                parts.append(Run(key, partial(long, optimizer, way, seed, of, device)))
         parts += [Run(f"loss / {d}, seed {seed}", partial(scaling, d, seed, of, device)) for d in DIVISORS]
         parts.append(Run(f"masters, seed {seed}", partial(masters, seed, of, device)))
     return parts
@@ -318,9 +345,9 @@ def accuracies(rows: Sequence[Row], **picked: object) -> dict[tuple[str, str], f
     return {(row["optimizer"], row["seed"]): number(row, "accuracy") for row in found}
 
 
-def differences(rows: Sequence[Row], way: str, **picked: object) -> list[float]:
-    """Points beside fp32, of the same optimizer and seed."""
-    found, base = (accuracies(rows, way=name, **picked) for name in (way, AS_FP32))
+def differences(rows: Sequence[Row], way: str, than: str = AS_FP32, **picked: object) -> list[float]:
+    """In points from `than`, of the same optimizer and seed."""
+    found, base = (accuracies(rows, way=name, **picked) for name in (way, than))
     return [value - base[key] for key, value in found.items() if key in base]
 
 
@@ -337,13 +364,33 @@ def sentence(values: Sequence[float]) -> str:
     return f"{mean:+.2f} points, standard error {error:.2f}, {len(values)} runs"
 
 
-def as_accurate(way: str, rows: Sequence[Row]) -> Verdict:
-    found = {model: differences(rows, way, part=SAME, model=model) for model in (CNN, TRANSFORMER)}
+def as_accurate(way: str, than: str, rows: Sequence[Row]) -> Verdict:
+    found = {model: differences(rows, way, than, part=SAME, model=model) for model in (CNN, TRANSFORMER)}
     if any(len(values) < 2 for values in found.values()):
         return Verdict(UNDECIDED, "Fewer than two runs of a model.")
     words = [no_worse(*mean_and_error(values)) for values in found.values()]
     word = FALSIFIED if FALSIFIED in words else HOLDS if set(words) == {HOLDS} else UNDECIDED
     return Verdict(word, "; ".join(f"{model}: {sentence(values)}" for model, values in found.items()) + ".")
+
+
+def losses(rows: Sequence[Row], optimizer: str, way: str) -> list[float]:
+    """After the long training, by seed."""
+    of = {"part": LONG, "optimizer": optimizer, "way": way}
+    return [number(row, "loss") for row in rows if all(row[name] == value for name, value in of.items())]
+
+
+def within_spread(rows: Sequence[Row]) -> Verdict:
+    pairs, said = [], []
+    for optimizer in LONG_OURS:
+        for lean, full in LEAN.items():
+            in_int8, in_fp32 = losses(rows, optimizer, lean), losses(rows, optimizer, full)
+            if len(in_int8) < 2 or len(in_fp32) < 2:
+                return Verdict(UNDECIDED, "Fewer than two seeds.")
+            difference, spread = mean_and_error(in_int8)[0] - mean_and_error(in_fp32)[0], max(in_fp32) - min(in_fp32)
+            pairs.append((difference, spread))
+            said.append(f"{optimizer} {full.removesuffix(', ours')} {difference:+.4f} ({spread:.4f})")
+    because = f"Differences, with the spread in brackets: {', '.join(said)}."
+    return decided(all(d <= s for d, s in pairs), any(d > 2 * s for d, s in pairs), because)
 
 
 def protected(part: str, way: str, rule: Callable[[float, float], str], rows: Sequence[Row]) -> Verdict:
@@ -371,13 +418,28 @@ CLAIMS = (
         Claim(
             f"Training {how} ends as accurate as training in fp32, with the same hyper-parameters.",
             NO_LOSS_OF_BOTH,
-            partial(as_accurate, way),
+            partial(as_accurate, way, AS_FP32),
         )
         for how, way in (
             ("in fp16 with amp_kernels", AS_FP16),
             ("in bf16 with amp_kernels", AS_BF16),
             ("under torch's autocast to fp16", AS_AUTOCAST),
         )
+    ),
+    *(
+        Claim(
+            f"With int8 states, training in {full.removesuffix(', ours')} ends as accurate as with fp32 states.",
+            NO_LOSS_OF_BOTH + " The difference is taken from training with fp32 states in the same dtype.",
+            partial(as_accurate, lean, full),
+        )
+        for lean, full in LEAN.items()
+    ),
+    Claim(
+        "After a long training, the loss with int8 states is within the spread of the seeds.",
+        "A pair is one of four optimizers and fp16 or bf16. The difference is the mean loss with int8 states minus the "
+        "mean loss with fp32 states. The spread is the largest minus the smallest loss of the seeds with fp32 states. "
+        "Holds if no difference is above its spread. Falsified if one is above twice its spread. Otherwise undecided.",
+        within_spread,
     ),
     Claim(
         f"Without loss scaling, training in fp16 loses accuracy if a step averages over {DIVISOR} micro-batches.",
@@ -409,11 +471,11 @@ CLAIMS = (
 
 
 # ---------------------------------------------------------------------------------------------------------- the tables
-def shown(values: Sequence[float], sign: str = "") -> str:
+def shown(values: Sequence[float], digits: int = 2) -> str:
     if not values:
         return ""
     mean, error = mean_and_error(values)
-    return f"{mean:{sign}.2f}" + ("" if math.isnan(error) else f" ± {error:.2f}")
+    return f"{mean:.{digits}f}" + ("" if math.isnan(error) else f" ± {error:.{digits}f}")
 
 
 def names(rows: Sequence[Row], part: str) -> list[str]:
@@ -461,7 +523,13 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         ("weights", "accuracy", "unchanged weights, %"),
         tuple(by_masters),
     )
-    return [main, scaled, small]
+    long_ways = names(rows, LONG)
+    trained = Table(
+        "Transformer, long training: loss on held-out text, mean ± standard error over seeds",
+        ("optimizer", *long_ways),
+        tuple((name, *(shown(losses(rows, name, way), digits=4) for way in long_ways)) for name in LONG_OURS),
+    )
+    return [main, trained, scaled, small]
 
 
 PUBLISHED = (
@@ -488,8 +556,12 @@ Two models are trained. A CNN with batch norm learns scikit-learn's digits: one 
 the test. A Transformer learns the source of Python's standard library, byte by byte. In every precision a model starts
 from the same weights and trains on the same batches. The precisions are fp32, torch's autocast with its GradScaler, and
 16-bit weights under the optimizers of amp_kernels ("ours"), which keep fp32 masters; fp16 also uses
-`amp_kernels.GradScaler`. The optimizers of other packages train with their own ways of saving memory. The CNN is small
-because fp16 convolutions on a CPU take several times as long as fp32 ones.
+`amp_kernels.GradScaler`. "int8 states" are those of `state_dtype=torch.int8`. The optimizers of other packages train
+with their own ways of saving memory. The CNN is small because fp16 convolutions on a CPU take several times as long as
+fp32 ones.
+
+Errors of states may add up over many steps. The long training of the Transformer therefore has 2,000 steps instead of
+200. It compares int8 states with fp32 states for all four optimizers.
 
 Two more cases show what loss scaling and masters protect.
 

@@ -82,7 +82,9 @@ def _torchao(params: list, **options: float) -> torch.optim.Optimizer:
 
 FP32, TORCH_FP16, TORCH_BF16 = "fp32", "torch autocast fp16", "torch autocast bf16"
 OURS_FP16, OURS_BF16 = "amp_kernels fp16", "amp_kernels bf16"
+LEAN_FP16, LEAN_BF16 = "amp_kernels fp16, int8 states", "amp_kernels bf16, int8 states"
 BITSANDBYTES, TORCHAO, FLASHOPTIM = "autocast bf16, bitsandbytes", "autocast bf16, torchao", "flashoptim bf16"
+_LEAN = partial(FusedAdamW, state_dtype=torch.int8)
 _TORCH = partial(torch.optim.AdamW, fused=True)
 WAYS = {
     way.name: way
@@ -92,14 +94,17 @@ WAYS = {
         Way(TORCH_BF16, _TORCH, torch.bfloat16),
         Way(OURS_FP16, FusedAdamW, weights=torch.float16, scaler=amp_kernels.GradScaler),
         Way(OURS_BF16, FusedAdamW, weights=torch.bfloat16),
+        Way(LEAN_FP16, _LEAN, weights=torch.float16, scaler=amp_kernels.GradScaler),
+        Way(LEAN_BF16, _LEAN, weights=torch.bfloat16),
         Way(BITSANDBYTES, _bitsandbytes, torch.bfloat16),
         Way(TORCHAO, _torchao, torch.bfloat16),
         Way(FLASHOPTIM, _flashoptim, weights=torch.bfloat16),
     )
 }
-HUES = ("grey", "tab:red", "tab:orange", *BLUES[:2], "tab:purple", "tab:green", "tab:brown")
+HUES = ("grey", "tab:red", "tab:orange", *BLUES, "tab:purple", "tab:green", "tab:brown")
 COLOURS = dict(zip(WAYS, HUES, strict=True))
 PAIRS = [(name, *pair) for name in TASKS for pair in ((OURS_FP16, TORCH_FP16), (OURS_BF16, TORCH_BF16))]
+LEAN_PAIRS = [(name, *pair) for name in TASKS for pair in ((LEAN_FP16, OURS_FP16), (LEAN_BF16, OURS_BF16))]
 
 
 class Training:
@@ -114,7 +119,9 @@ class Training:
             for module in self.model.modules():
                 if isinstance(module, nn.BatchNorm2d):  # its running averages change by less than 16 bits can show
                     module.float()
-        if way.optimizer is FusedAdamW and any(isinstance(module, nn.Linear) for module in self.model.modules()):
+        if way.optimizer in (FusedAdamW, _LEAN) and any(
+            isinstance(module, nn.Linear) for module in self.model.modules()
+        ):
             amp_kernels.nn.convert_linear_(self.model)
         self.optimizer = way.optimizer(list(self.model.parameters()), lr=task.lr)
         make = way.scaler or torch.amp.GradScaler
@@ -184,7 +191,7 @@ def is_slow(way: str, name: str, settings: Settings) -> bool:
     to torch and multiply in fp32."""
     if settings.device.type == "cuda" or name == FEED_FORWARD:
         return False
-    return way == TORCH_FP16 or (way == OURS_FP16 and name == U_NET)
+    return way == TORCH_FP16 or (way in (OURS_FP16, LEAN_FP16) and name == U_NET)
 
 
 def left_out(way: str, name: str, settings: Settings) -> str:
@@ -314,6 +321,27 @@ def ours_takes_less_time(rows: Sequence[Row]) -> Verdict:
     return decided(won >= 4 and not lost, lost >= 3, because)
 
 
+def int8_states_take_less_memory(rows: Sequence[Row]) -> Verdict:
+    """Than bitsandbytes'."""
+    ratios = {name: memory(rows, name, LEAN_BF16) / memory(rows, name, BITSANDBYTES) for name in TASKS}
+    if any(map(math.isnan, ratios.values())):
+        return NOT_MEASURED
+    shown = ", ".join(f"{name} {value:.2f}" for name, value in ratios.items())
+    because = f"Memory as a multiple of bitsandbytes': {shown}."
+    return decided(max(ratios.values()) < 0.98, max(ratios.values()) > 1.02, because)
+
+
+def int8_states_take_no_more_time(rows: Sequence[Row]) -> Verdict:
+    pairs = [(times(rows, name, lean), times(rows, name, full)) for name, lean, full in LEAN_PAIRS]
+    if any(math.isnan(lean[0] + full[0]) for lean, full in pairs):
+        return NOT_MEASURED
+    ratios = [lean[0] / full[0] for lean, full in pairs]
+    lost = sum(lean[1] > full[2] for lean, full in pairs)
+    shown = _by_pair(ratios, LEAN_PAIRS)
+    because = f"It loses {lost} of {len(pairs)} pairs. Time as a multiple of that with fp32 states: {shown}."
+    return decided(not lost and max(ratios) <= 1.02, lost > 0, because)
+
+
 def _range(middle: float, low: float, high: float) -> str:
     return f"{middle:.3g} ({low:.3g} to {high:.3g})"
 
@@ -322,9 +350,9 @@ def _times(middle: float, low: float, high: float, than: str = "") -> str:
     return f"{middle:.3g} times{than} ({low:.3g} to {high:.3g})"
 
 
-def _by_pair(ratios: Sequence[float]) -> str:
-    pairs = zip(PAIRS, ratios, strict=True)
-    return ", ".join(f"{name} {ours.removeprefix('amp_kernels ')} {value:.2g}" for (name, ours, _), value in pairs)
+def _by_pair(ratios: Sequence[float], pairs: Sequence[tuple[str, str, str]] = PAIRS) -> str:
+    named = [(name, ours.removeprefix("amp_kernels ").removesuffix(", int8 states")) for name, ours, _ in pairs]
+    return ", ".join(f"{name} {dtype} {value:.3g}" for (name, dtype), value in zip(named, ratios, strict=True))
 
 
 RULES = """
@@ -367,6 +395,20 @@ CLAIMS = (
         "the p80 of autocast. Holds if at least four of the six pairs are won and none is lost. Falsified if at least "
         "three are lost. Otherwise undecided.",
         ours_takes_less_time,
+    ),
+    Claim(
+        "With int8 states, bf16 weights under the optimizer of amp_kernels take less memory than autocast to bf16 with "
+        "the 8-bit AdamW of bitsandbytes.",
+        "Holds if the bytes are below 0.98 of bitsandbytes' in the three networks. Falsified if they are above 1.02 of "
+        "them in one network. Otherwise undecided.",
+        int8_states_take_less_memory,
+    ),
+    Claim(
+        "A step with int8 states takes no more time than one with fp32 states.",
+        "A pair is a network and a dtype. A pair is lost if the smallest p20 of the seeds with int8 states is above "
+        "the largest p80 with fp32 states. Falsified if a pair is lost. Holds if none is lost and, in every pair, the "
+        "mean of the medians is at most 1.02 of that with fp32 states. Otherwise undecided.",
+        int8_states_take_no_more_time,
     ),
 )
 
@@ -436,6 +478,7 @@ of Python's standard library. The ways to train them are:
 - fp32
 - torch's autocast to fp16 with its GradScaler, or to bf16, with fp32 weights and `AdamW(fused=True)`
 - amp_kernels: 16-bit weights (batch norms in fp32) under `FusedAdamW`, in fp16 with `amp_kernels.GradScaler`
+- the same with `state_dtype=torch.int8`
 - autocast to bf16 with the 8-bit AdamW of bitsandbytes or of torchao
 - flashoptim
 

@@ -161,7 +161,7 @@ BELOW_1 = (0.7, 0.8), (1.2, 1.3), (0.9, 1.1)
 LOSES = (-3.0, -2.9, -3.1), (0.0, 0.0, 0.1), (-1.0, 0.0, 0.9)  # points by seed
 
 
-def same_hyper_parameters(way):
+def same_hyper_parameters(way, than):
     a = of("accuracy")
 
     def rows(points):
@@ -169,10 +169,23 @@ def same_hyper_parameters(way):
             for optimizer in a.OURS:
                 for seed in SEEDS:
                     row = {"part": a.SAME, "model": model, "optimizer": optimizer, "seed": seed}
-                    yield {**row, "way": a.AS_FP32, "accuracy": 90}
+                    yield {**row, "way": than, "accuracy": 90}
                     yield {**row, "way": way, "accuracy": 90 + points[seed]}
 
     return rows
+
+
+def long_training(differences):
+    """The difference from losses with a spread of 0.1, of the first pair and of the others."""
+    a = of("accuracy")
+    first, others = differences
+    for optimizer in a.LONG_OURS:
+        for lean, full in a.LEAN.items():
+            row = {"part": a.LONG, "optimizer": optimizer}
+            added = first if (optimizer, lean) == ("SGD", a.LEAN_FP16) else others
+            for loss in (2.0, 2.03, 2.1):
+                yield {**row, "way": full, "loss": loss}
+                yield {**row, "way": lean, "loss": loss + added - 1e-9}
 
 
 def protection(part, way, divisor=""):
@@ -193,7 +206,10 @@ NO_LOSS = (0.0, 0.1, -0.1), (-3.0, -2.9, -3.1), (-1.0, 0.5, 0.4)
 def accuracy():
     a = of("accuracy")
     for way in (a.AS_AUTOCAST, a.AS_FP16, a.AS_BF16):
-        yield same_hyper_parameters(way), NO_LOSS
+        yield same_hyper_parameters(way, a.AS_FP32), NO_LOSS
+    for lean, full in a.LEAN.items():
+        yield same_hyper_parameters(lean, full), NO_LOSS
+    yield long_training, ((-0.1, 0.1), (0.1, 0.3), (0.1, 0.15))
     yield protection(a.SCALING, a.WITHOUT_SCALER, a.DIVISOR), LOSES
     yield protection(a.SCALING, a.AS_FP16, a.DIVISOR), NO_LOSS
     for what, values in (("no masters, torch", LOSES), ("masters, ours", NO_LOSS)):
@@ -226,6 +242,25 @@ def time_memory():
     yield lambda values: memory(*values), ((1.0, 0.8), (1.0, 1.1), (1.0, 0.97))
     yield lambda value: memory(1.0, 1.0, value), (0.8, 1.2, 1.0)
     yield times, BELOW_1
+    lean = t.LEAN_BF16
+    yield (
+        lambda value: [
+            {"part": t.MEMORY, "task": name, "way": way, "memory": share}
+            for name in t.TASKS
+            for way, share in ((t.BITSANDBYTES, 1), (lean, value if name == t.ENCODER else 0.9))
+        ],
+        (0.9, 1.1, 1.0),
+    )
+
+    def lean_times(values):
+        for seed in SEEDS:
+            for name, mine, full in t.LEAN_PAIRS:
+                row = {"part": t.TIME, "task": name, "seed": seed}
+                is_one = (name, mine) == (t.ENCODER, lean)
+                yield {**row, "way": mine, **spread("time", *(values if is_one else (0.9, 1.1)))}
+                yield {**row, "way": full, **spread("time", 0.95, 1.05)}
+
+    yield lean_times, ((0.9, 1.1), (1.06, 1.2), (1.04, 1.1))
 
 
 def recompute():
