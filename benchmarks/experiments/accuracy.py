@@ -394,7 +394,7 @@ def within_spread(rows: Sequence[Row]) -> Verdict:
 
 
 def protected(part: str, way: str, rule: Callable[[float, float], str], rows: Sequence[Row]) -> Verdict:
-    picked = {"divisor": DIVISOR} if part == SCALING else {}
+    picked: dict[str, Any] = {"divisor": DIVISOR} if part == SCALING else {}
     values = differences(rows, way, part=part, **picked)
     if len(values) < 2:
         return Verdict(UNDECIDED, "Fewer than two seeds.")

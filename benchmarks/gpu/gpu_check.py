@@ -44,8 +44,9 @@ FAMILIES = sorted(path.stem.removeprefix("bench_") for path in BENCHMARKS.glob("
 
 
 def of_families(prefix: str, limit: int, **others: int) -> dict[str, int]:
-    """A limit for each benchmark; `others` are of those that need another one."""
-    return {prefix + name: others.get(name, limit) for name in FAMILIES}
+    """A limit for each benchmark; `others` are of those that need another one. 0: it is no part of the stage."""
+    limits = {name: others.get(name, limit) for name in FAMILIES}
+    return {prefix + name: limit for name, limit in limits.items() if limit}
 
 
 # Of each part, in seconds, and of the stages, with 15 s to spare for what is between their parts. On an H100 with 16
@@ -55,13 +56,13 @@ LIMITS = {
     "first": {
         "build": 80, "python_build": 20, "import": 10, "operators": 12, "captured": 15, "send": 12,
         "smoke": 24, "smoke_blocking": 30, "ceilings": 10,
-        **of_families("", 20, matmul=40, int8=38, sgd=32, adam=40, rmsprop=30, unscale=32, ema=22),
+        **of_families("", 20, matmul=40, int8=38, sgd=32, adam=40, rmsprop=30, unscale=32, ema=22, lean=0),
         "routes": 15, "ncu": 28, "memcheck": 26, "racecheck": 36,
     },
     "tests": {
         "cuda_tests": 240, "cuda_few": 45, "triton_tests": 150, "triton_kernels": 120, "initcheck": 60,
     },
-    "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130), "plot": 60},
+    "benchmarks": {**of_families("bench_", 75, matmul=180, sgd=175, rmsprop=130, int8=130, lean=180), "plot": 60},
 }  # fmt: skip
 STAGES = {"first": 9 * 60 - 15, "tests": 10 * 60 - 15, "benchmarks": 14 * 60 - 15}
 SECONDS = {name: seconds for parts in LIMITS.values() for name, seconds in parts.items()}
@@ -415,7 +416,7 @@ def all_parts(files: Path, work: Path, capability: tuple[int, int] | None) -> li
         cases("smoke"),
         cases("smoke_blocking", blocking=True, after="smoke"),
         Part("ceilings", [*own, "ceilings", "--device", device, "--out", files], shared),
-        *(bench("", family, first, "0.2", *few_cases) for family in FAMILIES),
+        *(bench("", family, first, "0.2", *few_cases) for family in FAMILIES if family in LIMITS["first"]),
         Part("routes", [*own, "routes", "--tables", first, files, "--out", files], shared),
         under("ncu", "ncu", lambda _: [*ncu, "--metrics", METRICS], *own, "kernels", "--device", device),
         sanitizer("memcheck"),

@@ -19,6 +19,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ import torch
 
 import amp_kernels
 from amp_kernels import testing
+from amp_kernels.optim import FusedAdamW, FusedRMSprop, FusedSGD
 from amp_kernels.testing.common import lost_context
 from amp_kernels.testing.updates import UPDATES
 
@@ -77,14 +79,61 @@ TILES = {
 }  # fmt: skip
 
 
+@dataclass(frozen=True)
+class LeanSteps:
+    """Two steps of an optimizer whose states are not in fp32, compared with the reference's."""
+
+    family: Any
+    options: dict[str, Any]
+    state_dtype: torch.dtype
+    numel: int = 16_505  # its last group and its last pack are not full
+
+    def __str__(self) -> str:
+        options = "".join(f" {name}" for name in self.options)
+        return f"{self.family.__name__}{options} {str(self.state_dtype).removeprefix('torch.')}"
+
+    def change(self, device: str) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(0)
+        weight, *grads = (torch.randn(self.numel, generator=generator, dtype=torch.bfloat16) for _ in range(3))
+        parameter = torch.nn.Parameter(weight.to(device))
+        optimizer = self.family([parameter], lr=0.01, state_dtype=self.state_dtype, **self.options)
+        for grad in grads:
+            parameter.grad = grad.to(device)
+            optimizer.step()
+        return optimizer.master(parameter).cpu() - weight
+
+    def run(self, device: str) -> list[testing.Result]:
+        """Nothing, or an AssertionError: codes that differ by one change the next step by much less."""
+        with amp_kernels.use_backend("reference"):
+            expected = self.change("cpu")
+        error = ((self.change(device) - expected).norm() / expected.norm()).item()
+        assert error <= 1e-3, f"the weights' change is wrong by {error:.3g} of its norm, allowed 0.001"
+        return []
+
+
+LEAN = [
+    LeanSteps(family, options, state_dtype)
+    for state_dtype in (torch.int8, torch.bfloat16)
+    for family, options in (
+        (FusedSGD, {"momentum": 0.9}),
+        (FusedRMSprop, {}),
+        (FusedRMSprop, {"momentum": 0.9}),
+        (FusedRMSprop, {"momentum": 0.9, "centered": True}),
+        (FusedAdamW, {}),
+        (FusedAdamW, {"amsgrad": True}),
+    )
+]
+
+
 def cases(args: argparse.Namespace) -> int:
     """Runs the cases from the `--first` on; where one takes the context away, another process runs the rest."""
-    chosen = [
+    chosen: list[tuple[str, Any]] = [
         (op, case)
         for op, names in TILES.items()
         for case in testing.CASES[op]
         if str(case) in (names[:1] if args.one else names)
     ]
+    chosen += [("lean", case) for case in (LEAN[:1] if args.one else LEAN)]
     failures = args.failures
     for index, (op, case) in list(enumerate(chosen))[args.first :]:
         print(op, case, end=" ", flush=True)  # before it runs: a kernel may hang

@@ -23,6 +23,7 @@ PEERS = {
     "rmsprop": "masters by hand, torch foreach RMSprop",
     "adam": "masters by hand, torch fused AdamW",
     "ema": "torch._foreach_lerp_",
+    "lean": "torch fused AdamW",
 }
 
 
@@ -42,7 +43,7 @@ def common():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PEERS)
 def test_rows_of_a_small_run(name, tmp_path, common):
-    options = ["--device", "cpu", "--max-elements", "1e4", "--seconds", "0.01", "--no-compile", "--rehearse"]
+    options = ["--device", "cpu", "--sizes", "4e4", "--seconds", "0.01", "--no-compile", "--rehearse"]
     run(f"bench_{name}", *options, "--out", tmp_path)
     with (tmp_path / f"{name}.csv").open(newline="") as file:
         rows = list(csv.DictReader(file))
@@ -64,6 +65,17 @@ def test_rows_of_a_small_run(name, tmp_path, common):
             assert row["bytes"] == ours["bytes"]
     run("plot", tmp_path)
     assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}_largest.png").exists()
+
+
+@pytest.mark.parametrize(("moves", "told"), [(True, ""), (False, "wrong: error 1 of the change, allowed 0.05")])
+def test_a_step_that_leaves_the_weights_is_not_timed(moves, told, common):
+    """The rule for 8-bit states."""
+    lean, steps = (importlib.import_module(f"{PACKAGE}.{name}") for name in ("bench_lean", "steps"))
+    model = steps.Model(lean.FAMILIES["AdamW"], torch.float32, common.few_large(40_000), torch.device("cpu"))
+    step = steps.fused_by_us(model, steps.NONE, state_dtype=torch.int8)
+    if not moves:
+        step.run = lambda: None
+    assert model.job(step, most_wrong=lean.MOST_WRONG).check() == told
 
 
 @pytest.mark.parametrize(("options", "is_kept"), [((), True), (("--fresh-memory",), False)])

@@ -10,7 +10,7 @@ from cuda_on_cpu import backend
 from amp_kernels import testing
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "gpu"))
-from gpu_parts import TILES
+from gpu_parts import LEAN, TILES
 
 with backend.serving():
     for op, names in TILES.items():
@@ -18,5 +18,7 @@ with backend.serving():
             if str(case) in names and (len(sys.argv) == 1 or op in sys.argv[1:]):
                 wrong = [result for result in case.body(torch.device("cpu")) if not result.passed]
                 assert not wrong, (op, str(case), wrong)
+    for steps in LEAN if len(sys.argv) == 1 else ():
+        steps.run("cpu")
 print(json.dumps(sorted(backend.launched())))
 print(json.dumps(sorted(set(backend.kernels().values()))))
