@@ -529,7 +529,7 @@ def tables(rows: Sequence[Row]) -> list[Table]:
         ("optimizer", *long_ways),
         tuple((name, *(shown(losses(rows, name, way), digits=4) for way in long_ways)) for name in LONG_OURS),
     )
-    return [main, trained, scaled, small]
+    return [main, *([trained] if long_ways else []), scaled, small]
 
 
 PUBLISHED = (

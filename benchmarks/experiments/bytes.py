@@ -2,22 +2,26 @@
 
     python -m benchmarks.experiments.bytes
 
-Every row of amp_kernels and torch is measured on the CPU: a model of a million parameters takes a step, and the memory
-of every tensor that is then alive is added up. The rows of bitsandbytes and flashoptim are counted from the formats
-that they document:
+Rows are measured on the CPU in two ways.
 
-- bitsandbytes: one byte an element and one fp32 maximum for each block of 256.
-- flashoptim: one byte an element and one fp16 scale for each group of 32; 8 or 16 more bits for the master of a 16-bit
-  weight. Its kernels need CUDA.
+- A model of a million parameters takes a step, and the memory of every tensor that is then alive is added up.
+- A model of 16 million parameters takes two steps. The most memory that the process held meanwhile (VmHWM of Linux),
+  less what it held before, is the peak. It includes what a step allocates and frees.
+
+flashoptim needs CUDA, so its rows are counted from the format that it documents: one byte an element and one fp16 scale
+for each group of 32; 8 or 16 more bits for the master of a 16-bit weight.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
+import importlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,6 +30,7 @@ from torch import Tensor
 from amp_kernels import optim
 
 SHAPES = ((512, 512),) * 4
+LARGE = ((1024, 1024),) * 16  # for the peak
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 LOW = DTYPES[1:]
 
@@ -73,10 +78,13 @@ def by_torch(name: str, option: str = "", **options: Any) -> list[Row]:
     return [Row("torch", name, option, make), Row("torch", name, by_hand, lambda p: MastersByHand(p, make), LOW)]
 
 
-def bitsandbytes(name: str, states: int, option: str = "") -> Row:
-    """It has no masters."""
-    each = 1 + 4 / 256
-    return Row("bitsandbytes", f"{name}8bit", option, counted=dict.fromkeys((4, 2), (0, states * each)))
+def by_peer(package: str, name: str, option: str = "", **options: Any) -> Row:
+    """Without masters."""
+
+    def make(params: list[Tensor]) -> torch.optim.Optimizer:
+        return getattr(importlib.import_module(package), name)(params, **options)
+
+    return Row(package.partition(".")[0], name, option, make)
 
 
 def flashoptim(name: str, states: int, bits: int, option: str = "") -> Row:
@@ -95,7 +103,7 @@ ROWS = [
     fused("FusedSGD", "momentum, states in int8", momentum=0.9, state_dtype=torch.int8),
     *by_torch("SGD"),
     *by_torch("SGD", "momentum", momentum=0.9),
-    bitsandbytes("SGD", 1, "momentum"),
+    by_peer("bitsandbytes.optim", "SGD8bit", "momentum", lr=0.1, momentum=0.9),
     flashoptim("FlashSGD", 1, 24, "momentum, "),
     flashoptim("FlashSGD", 1, 32, "momentum, "),
     fused("FusedRMSprop"),
@@ -106,7 +114,7 @@ ROWS = [
     fused("FusedRMSprop", "momentum, states in int8", momentum=0.9, state_dtype=torch.int8),
     *by_torch("RMSprop"),
     *by_torch("RMSprop", "momentum, centered", momentum=0.9, centered=True),
-    bitsandbytes("RMSprop", 1),
+    by_peer("bitsandbytes.optim", "RMSprop8bit"),
     fused("FusedAdam"),
     fused("FusedAdam", "amsgrad", amsgrad=True),
     fused("FusedAdamW"),
@@ -118,16 +126,25 @@ ROWS = [
     fused("FusedAdamW", "amsgrad, states in int8", amsgrad=True, state_dtype=torch.int8),
     *by_torch("AdamW"),
     *by_torch("AdamW", "amsgrad", amsgrad=True),
-    bitsandbytes("AdamW", 2),
+    by_peer("bitsandbytes.optim", "AdamW8bit"),
+    by_peer("torchao.optim", "AdamW8bit"),
+    by_peer("torchao.optim", "AdamW8bit", "bf16_stochastic_round", bf16_stochastic_round=True),
+    by_peer("deepspeed.ops.adam", "DeepSpeedCPUAdam"),
     flashoptim("FlashAdamW", 2, 24),
     flashoptim("FlashAdamW", 2, 32),
 ]
 
 
-def storages(tensors: Iterable[Any]) -> dict[int, int]:
+def storages(objects: Iterable[Any]) -> dict[int, int]:
     """The bytes of each piece of memory that the tensors among these lie in, by its address."""
-    found = [t.untyped_storage() for t in tensors if issubclass(type(t), Tensor)]  # isinstance() runs others' code
-    return {storage.data_ptr(): storage.nbytes() for storage in found if storage.nbytes()}
+    found = {}
+    for each in objects:
+        if issubclass(type(each), Tensor):  # isinstance() runs others' code
+            with contextlib.suppress(RuntimeError):  # wrappers and fake tensors have no memory
+                storage = each.untyped_storage()
+                if storage.nbytes():
+                    found[storage.data_ptr()] = storage.nbytes()
+    return found
 
 
 @contextlib.contextmanager
@@ -141,13 +158,21 @@ def only_new_objects() -> Iterator[None]:
         gc.unfreeze()
 
 
-def measure(make: Make, dtype: torch.dtype, grad_dtype: torch.dtype | None = None) -> tuple[float, ...]:
-    """Bytes a parameter after one step: weights, gradients, masters with what belongs to them, states."""
-    params: list[Tensor] = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in SHAPES]
+def model(
+    dtype: torch.dtype, grad_dtype: torch.dtype | None = None, shapes: tuple[tuple[int, ...], ...] = SHAPES
+) -> list[Tensor]:
+    params: list[Tensor] = [torch.nn.Parameter(torch.zeros(shape, dtype=dtype)) for shape in shapes]
     for p in params:
         if grad_dtype is not None:
             p.grad_dtype = grad_dtype
         p.grad = torch.ones(p.shape, dtype=grad_dtype or dtype)
+    return params
+
+
+def measure(make: Make, dtype: torch.dtype, grad_dtype: torch.dtype | None = None) -> tuple[float, ...]:
+    """Bytes a parameter after one step: weights, gradients, masters with what belongs to them, states."""
+    old = storages(gc.get_objects())  # of packages that an earlier row has imported
+    params = model(dtype, grad_dtype)
     optimizer = make(params)
     optimizer.step()
     inner = getattr(optimizer, "inner", optimizer)
@@ -157,7 +182,8 @@ def measure(make: Make, dtype: torch.dtype, grad_dtype: torch.dtype | None = Non
     sizes = [sum(part.values()) for part in parts]
     gc.collect()
     every = storages(gc.get_objects()) | {address: size for part in parts for address, size in part.items()}
-    states = sum(every.values()) - sum(sizes)  # whatever else is alive, also what no state dict names
+    new = sum(size for address, size in every.items() if address not in old)
+    states = new - sum(sizes)  # whatever else is alive, also what no state dict names
     return tuple(size / sum(p.numel() for p in params) for size in (*sizes, states))
 
 
@@ -170,6 +196,33 @@ def bytes_of(row: Row, dtype: torch.dtype) -> tuple[float, ...] | None:
     return None if extra is None else (dtype.itemsize, dtype.itemsize, *extra)
 
 
+def peak(row: Row, dtype: torch.dtype) -> float:
+    """The largest number of bytes a parameter that this process holds in two steps, above what it holds now."""
+    assert row.make is not None
+    row.make(model(dtype, row.grad_dtype)).step()  # loads what stays: libraries, compiled kernels
+    gc.collect()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what the process holds
+    before = _held("VmRSS")
+    params = model(dtype, row.grad_dtype, LARGE)
+    optimizer = row.make(params)
+    for _ in range(2):
+        optimizer.step()
+    return (_held("VmHWM") - before) / sum(p.numel() for p in params)
+
+
+def _held(what: str) -> int:
+    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(what))
+    return 1024 * int(line.split()[1])
+
+
+def peaks(row: Row) -> str:
+    """In fp32 and bf16."""
+    if row.make is None:
+        return "counted"
+    dtypes = (dtype for dtype in (torch.float32, torch.bfloat16) if dtype in row.dtypes)
+    return " and ".join(f"{peak(row, dtype):.1f}" for dtype in dtypes)
+
+
 def cell(parts: tuple[float, ...] | None) -> str:
     if parts is None:
         return ""
@@ -178,17 +231,19 @@ def cell(parts: tuple[float, ...] | None) -> str:
 
 
 def line(row: Row) -> str:
+    """The cells up to the peaks."""
     full, fp16, bf16 = (cell(bytes_of(row, dtype)) for dtype in DTYPES)
     assert fp16 == bf16, f"{row}: {fp16} in fp16, {bf16} in bf16"
-    source = "measured" if row.make is not None else "counted"
-    return f"| {row.library} `{row.optimizer}` | {row.option} | {full} | {fp16} | {source} |"
+    return f"| {row.library} `{row.optimizer}` | {row.option} | {full} | {fp16} |"
 
 
 def table() -> list[str]:
-    head = ["| optimizer | options | fp32 weights | fp16 or bf16 weights | how |", "| --- | --- | --- | --- | --- |"]
+    head = ["| optimizer | options | fp32 weights | fp16 or bf16 weights | peak |", "| --- | --- | --- | --- | --- |"]
     with only_new_objects():
-        return head + [line(row) for row in ROWS]
+        return head + [f"{line(row)} {peaks(row)} |" for row in ROWS]
 
 
 if __name__ == "__main__":
+    # Freed memory goes back to the system, also what is smaller than the largest that was freed before.
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
     print("\n".join(table()))

@@ -975,6 +975,64 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
         assert a[name].dtype == b[name].dtype and torch.equal(a[name], b[name]), name
 
 
+class Lean(Trainer):
+    """AdamW with int8 states. The shards of the first weight are whole groups of 128, those of the second are not."""
+
+    SIZES = ((96, 128), (95, 130))
+
+    def __init__(self, state_dtype: torch.dtype = torch.int8) -> None:
+        self.net = torch.nn.ParameterList(randn(*size, seed=i).bfloat16() for i, size in enumerate(self.SIZES))
+        if dist.is_initialized():
+            fully_shard(self.net, mesh=mesh_of(dist.get_world_size()))
+        self.optimizer = FusedAdamW(self.net.parameters(), lr=0.01, state_dtype=state_dtype)
+        self.is_ours, self.scaler = True, started(CPU, enabled=False)
+
+    def train(self, steps: Iterable[int]) -> None:
+        for step in steps:
+            for i, (p, size) in enumerate(zip(self.net.parameters(), self.SIZES, strict=True)):
+                grad = randn(*size, seed=100 + 10 * step + i).bfloat16()
+                p.grad = distribute_tensor(grad, p.device_mesh, p.placements) if isinstance(p, DTensor) else grad
+            self.optimizer.step()
+
+
+@isolated
+def test_lean_states_of_shards_are_saved_and_resumed(tmp_path):
+    """Groups are those of a shard: in one process, states of the second weight are encoded again."""
+
+    def save(rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        trainer = Lean()
+        trainer.train(range(STEPS))
+        dcp.save(trainer.state(), checkpoint_id=tmp_path)
+        saved = trainer.whole()
+        trainer.train(range(STEPS, 2 * STEPS))
+        return saved, trainer.fp32()
+
+    def load(rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
+        trainer = Lean()
+        trainer.forget()
+        state = trainer.state()
+        dcp.load(state, checkpoint_id=tmp_path, no_dist=not dist.is_initialized())
+        trainer.load(state)
+        arrived = trainer.whole()
+        trainer.train(range(STEPS, 2 * STEPS))
+        return arrived, trainer.fp32()
+
+    (saved, expected), *_ = ranks(2, save)
+    for arrived, weights in ranks(2, load):
+        assert_equal(arrived, saved)
+        assert all(map(torch.equal, weights, expected))
+    arrived, weights = load(0)
+    assert_equal(*({k: x for k, x in of.items() if not k.startswith("1.exp")} for of in (arrived, saved)))
+    for name in ("1.exp_avg", "1.exp_avg_sq"):
+        assert not torch.equal(arrived[name], saved[name])
+        torch.testing.assert_close(arrived[name], saved[name], rtol=0, atol=0.0161 * saved[name].abs().max().item())
+    exact = Lean(torch.float32)
+    exact.train(range(2 * STEPS))
+    for i, (ours, sharded, truth) in enumerate(zip(weights, expected, exact.fp32(), strict=True)):
+        change = (truth - randn(*Lean.SIZES[i], seed=i).bfloat16()).norm()
+        assert max((ours - truth).norm(), (sharded - truth).norm()) <= 0.03 * change
+
+
 @isolated
 def test_whole_state_dicts_of_one_rank():
     """One rank has the whole state; the others are sent their shards."""

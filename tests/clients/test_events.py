@@ -4,6 +4,9 @@ A program is data: parameters, options and a list of events. `run` interprets it
 was updated is compared with torch's, every other must have kept its bits; at the end so are the states. After every
 event the keys in the state that are not the optimizer's must be what they were. A checkpoint that is refused must have
 changed nothing. Not among the events: a new ``.data`` at the old address.
+
+States in fewer than 32 bits are compared after each step too: they are what torch's states round to, give or take a
+code. torch then takes them over, so that the next step of both begins with the same numbers.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import itertools
 import math
 import pickle
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -27,12 +30,18 @@ from torch import Tensor
 import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD
+from amp_kernels.optim._stored import Stored, flat, storage_of, stored_states, value_of
+from amp_kernels.reference.states import decode, encode
 
 CPU = torch.device("cpu")
 INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
 # Of the largest element, after up to a dozen steps of some 1e-2 each. test_updates.py holds the last bits of a step to
 # the error rule.
 TOLERANCE = 1e-5
+# Of the largest element, between rounding at random and to nearest: 2 / 127 are the largest steps of a momentum's code,
+# and 4 / 255 those of a second moment's.
+CODE_STEP = {torch.int8: 0.0161, torch.bfloat16: 2**-7}
+OURS_ALONE = ("max_grad_norm", "state_dtype")  # options that torch's optimizers lack
 
 
 DOORS = ("by data", "by detach", "by dlpack", "by numpy")  # of writes in place
@@ -171,6 +180,18 @@ def bits(value: Any) -> Any:
     return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+def as_stored(value: Tensor, p: Tensor, stored: Stored) -> Tensor:
+    """A state of `p`, rounded to nearest."""
+    dense = torch.empty_like(p, dtype=torch.float32, device="cpu", requires_grad=False).copy_(value)
+    memory = flat(dense)
+    if stored.dtype is torch.bfloat16:
+        memory.copy_(memory.bfloat16())
+    else:
+        assert stored.code is not None
+        memory.copy_(decode(*encode(memory.clone(), stored.code), stored.code))
+    return dense
+
+
 class Training:
     """A program under way. Methods without underscore are its events, on ours and on torch's.
 
@@ -187,7 +208,7 @@ class Training:
         self.params = [self._parameter(spec) for spec in program.params]
         self.ours: Any = self.kind(self.params, **program.options)
         self.copies = [self._copy(p) for p in self.params]
-        options = {k: v for k, v in program.options.items() if k != "max_grad_norm"}
+        options = {k: v for k, v in program.options.items() if k not in OURS_ALONE}
         self.theirs = TORCH[family](self.copies, foreach=False, **options)
         kind = {None: None, "ours": amp_kernels.GradScaler, "torch": torch.amp.GradScaler}[program.scaler]
         self.is_torchs_scaler = program.scaler == "torch"
@@ -290,6 +311,7 @@ class Training:
         """Takes torch's step with the gradients that ours left, which are those it used."""
         for p, q in zip(self.params, self.copies, strict=True):
             q.grad = None if p.grad is None else self._copy(p.grad).detach() / scale
+        self._round_states()
         given = [q for q in self.copies if q.grad is not None]
         is_skipped = self.scaler is not None and not all(q.grad.isfinite().all() for q in given)
         if self.options["max_grad_norm"] is not None and given:
@@ -311,6 +333,34 @@ class Training:
                 master = self.ours.master(p)
                 assert_close(master, q, f"the master of parameter {i}")
                 assert_same(p, master.to(p.dtype), f"parameter {i}, which is its master rounded,")
+        self._take_states_over()
+
+    def _lean_states(self) -> Iterator[tuple[Tensor, dict[str, Any], Stored, Tensor]]:
+        """(parameter, its states, one that has fewer than 32 bits, torch's) of all parameters with a gradient."""
+        copies = dict(zip(self.params, self.copies, strict=True))
+        for group in self.ours.param_groups:
+            names = self.ours._state_names(group)
+            for p in group["params"]:
+                storage = storage_of(self.ours._family, names, group["state_dtype"], p)
+                for stored in stored_states(self.ours._family, names, storage) if p.grad is not None else ():
+                    theirs = self.theirs.state.get(copies[p], {}).get(stored.name)
+                    if theirs is not None and stored.dtype is not torch.float32:
+                        yield p, self.ours.state[p], stored, theirs
+
+    def _round_states(self) -> None:
+        """As a step does where a state is not stored as it has to be. Else nothing changes."""
+        for p, _, stored, theirs in self._lean_states():
+            theirs.copy_(as_stored(theirs, p, stored))
+
+    def _take_states_over(self) -> None:
+        for p, state, stored, theirs in self._lean_states():
+            found, nearest = value_of(state, stored.name, stored.code), as_stored(theirs, p, stored)
+            assert found is not None
+            ours, finite = found.detach().cpu().float(), nearest[nearest.isfinite()]
+            most = CODE_STEP[stored.dtype] * (finite.abs().max() if len(finite) else 0.0) + 1e-12
+            is_near = ((ours - nearest).abs() <= most) | (ours == nearest) | (ours.isnan() & nearest.isnan())
+            assert is_near.all(), f"{stored.name}: {ours[~is_near][:4].tolist()} for {nearest[~is_near][:4].tolist()}"
+            theirs.copy_(ours)
 
     def _check_scale(self, is_skipped: bool, is_checked: bool) -> None:
         if is_skipped:
@@ -329,6 +379,8 @@ class Training:
 
     def hyper(self, g: int, name: str, value: float, how: str) -> None:
         ours, theirs = (o.param_groups[g % len(o.param_groups)] for o in (self.ours, self.theirs))
+        if name == "state_dtype":
+            ours[name] = DTYPES.get(str(value), torch.int8)
         if name not in theirs or (self.is_rmsprop and name == "momentum" and bool(theirs[name]) != bool(value)):
             return  # torch's RMSprop does not follow that
         theirs[name] = value
@@ -392,10 +444,11 @@ class Training:
             state[key] = value.clone()
         elif how == "dict":
             self.ours.state[p] = {**state, key: value.clone()}
-        elif key not in ("remainder", "step"):
+        elif key not in ("remainder", "step") and not key.endswith("_codes"):
             write(value, value * 0.5, how)
-            if self.theirs.state.get(q, {}).get(key) is not None:
-                self.theirs.state[q][key].mul_(0.5)
+            name = key.removesuffix("_scale")
+            if self.theirs.state.get(q, {}).get(name) is not None:
+                self.theirs.state[q][name].mul_(0.5)
 
     def count(self, k: int, steps: int, how: str) -> None:
         """Another count of steps, written in place by a door or as an entry."""
@@ -639,7 +692,7 @@ def choices(*values: Any) -> st.SearchStrategy[Any]:
 LRS = choices(0.1, 0.05, 0.01)
 SMALL = st.integers(0, 3)
 LAYOUTS = choices("contiguous", "transposed", "gaps", "channels_last", "misaligned")
-SPECS = st.tuples(choices((7,), (33, 41), (2, 3, 5, 4), (), (0,), (3, 0, 2), (1,), (20000,)), choices(*DTYPES), LAYOUTS)
+SPECS = st.tuples(choices((7,), (67, 71), (2, 3, 5, 4), (), (0,), (3, 0, 2), (1,), (20000,)), choices(*DTYPES), LAYOUTS)
 GRADIENTS = choices(
     "plain", "written", "moved", "kept", "none", "backward", *DTYPES,
     "transposed", "gaps", "channels_last", "misaligned", "expanded", "negated",
@@ -655,7 +708,8 @@ STEP = st.tuples(
 HYPER = choices(
     ("momentum", 0.5), ("momentum", 0.9), ("momentum", 0.0), ("dampening", 0.5),
     ("weight_decay", 0.0), ("weight_decay", 0.02), ("nesterov", True), ("nesterov", False), ("maximize", True),
-    ("alpha", 0.9), ("eps", 1e-2), ("betas", (0.5, 0.9)),
+    ("alpha", 0.9), ("eps", 1e-2), ("betas", (0.5, 0.9)), ("state_dtype", "int8"), ("state_dtype", "bf16"),
+    ("state_dtype", "fp32"),
 )  # fmt: skip
 OTHER = st.one_of(
     st.tuples(st.just("zero_grad"), st.booleans()),
@@ -687,7 +741,7 @@ OTHER = st.one_of(
 )
 OPTIONS = {
     "lr": LRS, "momentum": choices(0.0, 0.9), "weight_decay": choices(0.0, 0.01), "maximize": st.booleans(),
-    "max_grad_norm": choices(None, 1.0),
+    "max_grad_norm": choices(None, 1.0), "state_dtype": choices(torch.float32, torch.int8, torch.bfloat16),
 }  # fmt: skip
 SGD = st.fixed_dictionaries({**OPTIONS, "dampening": choices(0.0, 0.5), "nesterov": st.booleans()}).map(
     lambda o: {**o, "nesterov": bool(o["nesterov"] and o["momentum"] and not o["dampening"])}

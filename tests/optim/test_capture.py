@@ -12,7 +12,7 @@ from optim_cases import FULL, TORCH
 from table_kernels import why_not_emulated
 
 from amp_kernels import GradScaler, grad_scaler
-from amp_kernels.ops.table import Row
+from amp_kernels.ops.table import LEAST_LEAN, STATE_DTYPES, Row
 from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD, _base, _plan
 from amp_kernels.testing import DTYPES
 from amp_kernels.testing.updates import UPDATES
@@ -29,10 +29,13 @@ def capture(monkeypatch):
     return switch
 
 
-def one_parameter(dtype: torch.dtype = torch.float16) -> torch.nn.Parameter:
-    param = torch.nn.Parameter(torch.randn(33).to(dtype))
-    param.grad = torch.randn(33).to(dtype)
+def one_parameter(dtype: torch.dtype = torch.float16, numel: int = 33) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.randn(numel).to(dtype))
+    param.grad = torch.randn(numel).to(dtype)
     return param
+
+
+each_state_dtype = pytest.mark.parametrize("state_dtype", STATE_DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 def test_captured_step_has_tables_of_its_own(capture):
@@ -56,17 +59,32 @@ def test_captured_step_has_tables_of_its_own(capture):
     assert optimizer._plans[0]._block.table[Row.GRAD, 0] == param.grad.data_ptr() != old_gradient.data_ptr()
 
 
-def test_steps_before_in_and_after_a_capture_agree_with_eager_ones(capture):
-    params = [one_parameter(torch.float32), one_parameter(torch.float32)]
+@each_state_dtype
+def test_steps_before_in_and_after_a_capture_agree_with_eager_ones(capture, state_dtype):
+    params = [one_parameter(torch.float32, LEAST_LEAN), one_parameter(torch.float32, LEAST_LEAN)]
     params[1].data.copy_(params[0].data)
-    optimizers = [FusedRMSprop([p], lr=0.01, momentum=0.9) for p in params]
+    optimizers = [FusedRMSprop([p], lr=0.01, momentum=0.9, state_dtype=state_dtype) for p in params]
     for step in range(6):
-        gradient = torch.randn(33)
+        gradient = torch.randn(LEAST_LEAN)
         for k, (param, optimizer) in enumerate(zip(params, optimizers, strict=True)):
             param.grad = gradient.clone()
             capture(k == 0 and step in (2, 3))
             optimizer.step()
     assert torch.equal(params[0], params[1])
+
+
+def test_capture_with_states_in_another_dtype_raises(capture):
+    """Their codes would be allocated in the capture."""
+    param = one_parameter(numel=LEAST_LEAN)
+    optimizer = FusedAdam([param], lr=0.1)
+    optimizer.step()
+    before = dict(optimizer.state[param])
+    optimizer.param_groups[0]["state_dtype"] = torch.int8
+    capture(True)
+    with pytest.raises(RuntimeError, match="a capture must follow a step"):
+        optimizer.step()
+    assert optimizer.state[param].keys() == before.keys()
+    assert all(optimizer.state[param][key] is value for key, value in before.items())
 
 
 def test_capture_before_state_exists_raises(capture):
@@ -96,11 +114,16 @@ def test_capture_may_follow_init_state(capture, optimizer_class):
 
 @pytest.mark.skipif(why_not_emulated() is not None, reason=str(why_not_emulated()))
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("options", [{}, {"max_grad_norm": 1.0}], ids=["plain", "clipping"])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"max_grad_norm": 1.0}, {"state_dtype": torch.int8}, {"state_dtype": torch.bfloat16}],
+    ids=["plain", "clipping", "int8", "bf16"],
+)
 @pytest.mark.parametrize("optimizer_class", TORCH, ids=UPDATES)
 def test_kernels_are_loaded_before_a_capture(capture, optimizer_class, options, dtype):
     """The driver may refuse to load one inside."""
-    params = [one_parameter(dtype), one_parameter(torch.float32)]
+    numel = LEAST_LEAN if "state_dtype" in options else 33
+    params = [one_parameter(dtype, numel), one_parameter(torch.float32, numel)]
     # A large rate: with a small one a clipped step may round to no change of 33 weights in bf16.
     optimizer = optimizer_class([{"params": params[:1]}, {"params": params[1:]}], lr=0.5, **options)
     scaler = GradScaler("cpu", init_scale=2.0)
@@ -157,15 +180,17 @@ def test_scale_allocated_in_a_capture_raises(capture):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@each_state_dtype
 @pytest.mark.parametrize("optimizer_class", TORCH, ids=UPDATES)
-def test_replayed_iterations_equal_eager_ones(optimizer_class):
+def test_replayed_iterations_equal_eager_ones(optimizer_class, state_dtype):
     """Scaling, backward, check, clip, update and the scale's own update, captured whole; one replay overflows."""
 
     def trainer():
         torch.manual_seed(0)
         model = torch.nn.Linear(64, 64, device="cuda").half()
-        momentum = {} if optimizer_class is FusedAdam else {"momentum": 0.9}
-        optimizer = optimizer_class(model.parameters(), lr=0.01, max_grad_norm=1.0, **momentum)
+        options = {} if optimizer_class is FusedAdam else {"momentum": 0.9}
+        options |= {"max_grad_norm": 1.0, "state_dtype": state_dtype}
+        optimizer = optimizer_class(model.parameters(), lr=0.01, **options)
         scaler = GradScaler("cuda", init_scale=1024.0, growth_interval=3)
         x = torch.zeros(16, 64, device="cuda", dtype=torch.float16)
 

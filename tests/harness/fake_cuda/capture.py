@@ -26,11 +26,11 @@ from amp_kernels.testing.updates import UPDATES
 class Training:
     """An optimizer of 16-bit and fp32 parameters, which has two forms of update, and its scaler."""
 
-    def __init__(self, family: str) -> None:
+    def __init__(self, family: str, state_dtype: torch.dtype = torch.float32) -> None:
         self.params = [torch.nn.Parameter(torch.zeros(4096, dtype=dtype)) for dtype in (torch.float16, torch.float32)]
         for param in self.params:
             param.grad = torch.zeros_like(param)
-        self.optimizer = UPDATES[family].optimizer(self.params, lr=0.1)
+        self.optimizer = UPDATES[family].optimizer(self.params, lr=0.1, state_dtype=state_dtype)
         self.scaler = amp_kernels.GradScaler("cpu", init_scale=2.0)
         self.scaler.scale(torch.ones(()))
 
@@ -90,10 +90,10 @@ def counts() -> Counter[str]:
     )
 
 
-def result_of(family: str, scenario: Scenario) -> dict[str, Any]:
+def result_of(family: str, scenario: Scenario, state_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
     forget_kernels()
     before, captured = scenario
-    training = Training(family)
+    training = Training(family, state_dtype)
     loads = libcuda.fake_loads()
     before(training)
     start, error = counts(), None
@@ -123,6 +123,7 @@ def main() -> None:
         for family in FAMILIES:
             for name, scenario in SCENARIOS.items():
                 results[f"{family}: {name}"] = result_of(family, scenario)
+                results[f"{family} int8: {name}"] = result_of(family, scenario, torch.int8)
     with gpus(90, 80):
         results["another device"] = on_another_device("sgd", SCENARIOS["init_state, scaler"])
     print(json.dumps(results))
