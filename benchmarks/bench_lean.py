@@ -63,16 +63,16 @@ def contenders(model: Model) -> list[Contender]:
     family, name, low = model.family, name_of(model.family), model.dtype != torch.float32
     fp32 = "fp32 model, " if low else ""
     plan = [
-        (f"amp_kernels {family.ours.__name__}, {states} states", partial(fused_by_us, model, NONE, state_dtype=dtype))
+        (f"amp_kernels, {states} states", partial(fused_by_us, model, NONE, state_dtype=dtype))
         for states, dtype in STATES.items()
     ]
-    plan += [(f"{fp32}torch {v} {name}", partial(torch_fp32, model, v, kind=NONE)) for v in family.variants]
-    plan += [(f"{fp32}bitsandbytes {name}8bit", partial(bitsandbytes, model))]
+    plan += [(f"{fp32}torch {v}", partial(torch_fp32, model, v, kind=NONE)) for v in family.variants]
+    plan += [(f"{fp32}bitsandbytes 8-bit", partial(bitsandbytes, model))]
     if name == "AdamW":
-        plan += [(f"{fp32}torchao {name}8bit", partial(torchao, model))]
-        plan += [(f"{fp32}deepspeed DeepSpeedCPUAdam", partial(deepspeed, model))]
+        plan += [(f"{fp32}torchao 8-bit", partial(torchao, model))]
+        plan += [(f"{fp32}deepspeed CPUAdam", partial(deepspeed, model))]
     if low and family.flashoptim:
-        plan += [(f"flashoptim {family.flashoptim}", partial(flashoptim, model, quantize=True))]
+        plan += [("flashoptim", partial(flashoptim, model, quantize=True))]
 
     def build(make: partial[Step]) -> Job:
         return model.job(make(), most_wrong=MOST_WRONG)

@@ -23,7 +23,7 @@ PEERS = {
     "rmsprop": "masters by hand, torch foreach RMSprop",
     "adam": "masters by hand, torch fused AdamW",
     "ema": "torch._foreach_lerp_",
-    "lean": "torch fused AdamW",
+    "lean": "torch fused",
 }
 
 
