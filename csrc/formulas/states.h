@@ -44,9 +44,18 @@ constexpr float kSteps(Code code) { return 65536.0f * static_cast<float>(kLevels
 // group of a momentum with smaller magnitudes becomes 0.
 constexpr float kLeastScale = 0x1p-90f;
 
+// Fractions of a group's largest magnitude have at least this value. Its fourth root times kSteps is 0.5, so its codes
+// are those of 0.
+constexpr float kLeastFraction = 0x1p-100f;
+
+// Rounded to nearest. x must be kLeastFraction or more. On a GPU these are the instructions that nvcc makes of
+// __fsqrt_rn(x), without its branch for numbers below 2^-101: AdamW's update takes 165 in place of 181 for an element.
 AMP_KERNELS_HD float root_rn(float x) {
 #ifdef __CUDA_ARCH__
-  return __fsqrt_rn(x);
+  float inverse;
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(x));
+  const float root = __fmul_rn(x, inverse);
+  return __fmaf_rn(__fmaf_rn(-root, root, x), __fmul_rn(inverse, 0.5f), root);
 #else
   return sqrtf(x);
 #endif
@@ -74,7 +83,8 @@ struct StateGroup {
 // Returns the code of x. `bits` are 16 random bits. If the group holds NaN or inf, its inverse is 0, and the code is 0.
 template <Code kCode>
 AMP_KERNELS_HD int encoded(float x, const StateGroup& group, uint32_t bits) {
-  const float fraction = group.inverse == 0.0f ? 0.0f : multiply_rn(fabsf(x), group.inverse);
+  const float product = multiply_rn(fabsf(x), group.inverse);
+  const float fraction = product > kLeastFraction ? product : kLeastFraction;  // also where the product is NaN
   const float root = kCode == Code::kMomentum ? root_rn(fraction) : root_rn(root_rn(fraction));
   const int steps = static_cast<int>(multiply_rn(root, kSteps(kCode))) + static_cast<int>(bits);
   const int magnitude = steps >> 16 > kLevels(kCode) ? kLevels(kCode) : steps >> 16;
