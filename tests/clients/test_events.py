@@ -38,8 +38,8 @@ INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
 # Of the largest element, after up to a dozen steps of some 1e-2 each. test_updates.py holds the last bits of a step to
 # the error rule.
 TOLERANCE = 1e-5
-# Of the largest element, between rounding at random and to nearest: 2 / 127 are the largest steps of a momentum's code,
-# and 4 / 255 those of a second moment's.
+# What rounding at random may add to rounding to nearest, relative to the largest element. The largest step of a
+# momentum's code is 2 / 127, that of a second moment's 4 / 255.
 CODE_STEP = {torch.int8: 0.0161, torch.bfloat16: 2**-7}
 OURS_ALONE = ("max_grad_norm", "state_dtype")  # options that torch's optimizers lack
 
