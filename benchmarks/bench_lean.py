@@ -11,15 +11,19 @@ keep fp32 states, here and in bitsandbytes and torchao.
 
 from __future__ import annotations
 
+import argparse
+import math
 import sys
 from functools import partial
 from itertools import product
 
 import torch
 
+from amp_kernels.ops.table import LEAST_LEAN
+
 from . import bench_adam, bench_rmsprop, bench_sgd
 from .common import Case, Contender, Job, Layout, Report, layouts, parse_arguments, run_case
-from .steps import NONE, Family, Model, Step, flashoptim, fused_by_us, torch_fp32
+from .steps import NONE, Family, Model, Step, flashoptim, fused_by_us, torch_fp32, unless_slow
 
 SIZES = [1_000_000, 10_000_000, 25_600_000, 100_000_000]
 FAMILIES = {"AdamW": bench_adam.FAMILY, "RMSprop": bench_rmsprop.FAMILY, "SGD": bench_sgd.FAMILY}
@@ -59,7 +63,7 @@ def name_of(family: Family) -> str:
     return family.torch_class.__name__
 
 
-def contenders(model: Model) -> list[Contender]:
+def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
     family, name, low = model.family, name_of(model.family), model.dtype != torch.float32
     fp32 = "fp32 model, " if low else ""
     plan = [
@@ -69,7 +73,7 @@ def contenders(model: Model) -> list[Contender]:
     plan += [(f"{fp32}torch {v}", partial(torch_fp32, model, v, kind=NONE)) for v in family.variants]
     plan += [(f"{fp32}bitsandbytes 8-bit", partial(bitsandbytes, model))]
     if name == "AdamW":
-        plan += [(f"{fp32}torchao 8-bit", partial(torchao, model))]
+        plan += [(f"{fp32}torchao 8-bit", partial(unless_slow, model, args, partial(torchao, model)))]
         plan += [(f"{fp32}deepspeed CPUAdam", partial(deepspeed, model))]
     if low and family.flashoptim:
         plan += [("flashoptim", partial(flashoptim, model, quantize=True))]
@@ -81,9 +85,10 @@ def contenders(model: Model) -> list[Contender]:
 
 
 def case(family: Family, dtype: torch.dtype, layout: Layout) -> Case:
-    codes = 4 if name_of(family) == "AdamW" else 2
+    states = 2 if name_of(family) == "AdamW" else 1
+    is_lean = math.prod(layout.shapes[0]) >= LEAST_LEAN
     parts = {"gradient": dtype.itemsize, "weight": 2 * dtype.itemsize, "remainder": 4 if dtype.itemsize == 2 else 0}
-    parts["codes"] = codes
+    parts["codes" if is_lean else "fp32 states"] = states * (2 if is_lean else 8)
     size = sum(parts.values())
     told = " + ".join(f"{bytes_} {part}" for part, bytes_ in parts.items() if bytes_)
     return Case("lean", f"{name_of(family)}, {DTYPES[dtype]}", dtype, layout, size, f"{size} bytes a parameter: {told}")
@@ -94,11 +99,11 @@ def main() -> int:
     if not (args.sizes or args.quick):
         args.sizes = SIZES
     report = Report("lean", args)
-    # 50 steps of 1000 small tensors in a row would take minutes: bitsandbytes and torchao need 0.4 s for one
+    # 50 steps of 1000 small tensors in a row would take minutes: torchao needs 0.4 s for one, bitsandbytes 0.1 s
     chosen = [layout for layout in layouts(args) if layout.in_a_row == 1]
     for family, layout, dtype in product(FAMILIES.values(), chosen, DTYPES):
         model = Model(family, dtype, layout, args.device)
-        run_case(case(family, dtype, layout), contenders(model), args, report)
+        run_case(case(family, dtype, layout), contenders(model, args), args, report)
     return report.finish()
 
 

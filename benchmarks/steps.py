@@ -126,8 +126,9 @@ class Model:
         return results[0], results[1]
 
     def job(self, step: Step, most_wrong: float | None = None) -> Job:
-        """`most_wrong`: of what the checked steps change, the error that is allowed, in the 2-norm, in place of the
-        error rule."""
+        """`most_wrong`: the largest error that is allowed, in the 2-norm, relative to what the checked steps change.
+        None stands for the error rule.
+        """
 
         def check() -> str:
             for _ in range(CHECKED_STEPS):

@@ -560,8 +560,8 @@ from the same weights and trains on the same batches. The precisions are fp32, t
 with their own ways of saving memory. The CNN is small because fp16 convolutions on a CPU take several times as long as
 fp32 ones.
 
-Errors of states may add up over many steps. The long training of the Transformer therefore has 2,000 steps instead of
-200. It compares int8 states with fp32 states for all four optimizers.
+Errors of states may add up over many steps. The long training of the Transformer therefore has 2,000 steps. It compares
+int8 states with fp32 states for all four optimizers.
 
 Two more cases show what loss scaling and masters protect.
 

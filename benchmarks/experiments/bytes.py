@@ -5,8 +5,8 @@
 Rows are measured on the CPU in two ways.
 
 - A model of a million parameters takes a step, and the memory of every tensor that is then alive is added up.
-- A model of 16 million parameters takes two steps. The most memory that the process held meanwhile (VmHWM of Linux),
-  less what it held before, is the peak. It includes what a step allocates and frees.
+- The peak is the most memory that the process held (VmHWM of Linux) while a model of 16 million parameters was made and
+  took two steps, less what it held before. It includes what a step allocates and frees.
 
 flashoptim needs CUDA, so its rows are counted from the format that it documents: one byte an element and one fp16 scale
 for each group of 32; 8 or 16 more bits for the master of a 16-bit weight.
@@ -171,6 +171,7 @@ def model(
 
 def measure(make: Make, dtype: torch.dtype, grad_dtype: torch.dtype | None = None) -> tuple[float, ...]:
     """Bytes a parameter after one step: weights, gradients, masters with what belongs to them, states."""
+    gc.collect()
     old = storages(gc.get_objects())  # of packages that an earlier row has imported
     params = model(dtype, grad_dtype)
     optimizer = make(params)
@@ -199,7 +200,7 @@ def bytes_of(row: Row, dtype: torch.dtype) -> tuple[float, ...] | None:
 def peak(row: Row, dtype: torch.dtype) -> float:
     """The largest number of bytes a parameter that this process holds in two steps, above what it holds now."""
     assert row.make is not None
-    row.make(model(dtype, row.grad_dtype)).step()  # loads what stays: libraries, compiled kernels
+    row.make(model(dtype, row.grad_dtype, LARGE[:1])).step()  # loads what stays: libraries, compiled kernels
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what the process holds
     before = _held("VmRSS")
@@ -244,6 +245,7 @@ def table() -> list[str]:
 
 
 if __name__ == "__main__":
-    # Freed memory goes back to the system, also what is smaller than the largest that was freed before.
-    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD
+    # Freed pieces above 16 KB go back to the system at once. By default glibc raises this limit as it goes, and scales
+    # of codes (32 KB) would lie in memory that the process has already.
+    ctypes.CDLL(None).mallopt(-3, 2**14)  # M_MMAP_THRESHOLD
     print("\n".join(table()))

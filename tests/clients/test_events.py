@@ -30,17 +30,18 @@ from torch import Tensor
 import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD
-from amp_kernels.optim._stored import Stored, flat, storage_of, stored_states, value_of
-from amp_kernels.reference.states import decode, encode
+from amp_kernels.optim._stored import flat
+from amp_kernels.reference.states import GROUP, LEAST_SCALE, MOMENTUM, SECOND_MOMENT, Code, decode, encode
 
 CPU = torch.device("cpu")
 INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
 # Of the largest element, after up to a dozen steps of some 1e-2 each. test_updates.py holds the last bits of a step to
 # the error rule.
 TOLERANCE = 1e-5
-# What rounding at random may add to rounding to nearest, relative to the largest element. The largest step of a
-# momentum's code is 2 / 127, that of a second moment's 4 / 255.
-CODE_STEP = {torch.int8: 0.0161, torch.bfloat16: 2**-7}
+LEAST_LEAN = 4096  # elements of the smallest parameter whose states may have fewer than 32 bits
+# What may differ in a state before it is rounded, relative to the element and to the largest of its group. Momenta may
+# cancel, second moments cannot.
+INEXACT = {MOMENTUM: (1e-5, 1e-6), SECOND_MOMENT: (1e-4, 1e-12)}
 OURS_ALONE = ("max_grad_norm", "state_dtype")  # options that torch's optimizers lack
 
 
@@ -180,16 +181,54 @@ def bits(value: Any) -> Any:
     return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
-def as_stored(value: Tensor, p: Tensor, stored: Stored) -> Tensor:
+def lean_states(family: type, group: dict[str, Any], p: Tensor) -> dict[str, Code]:
+    """The names of the states of `p` that are not in fp32."""
+    if group["state_dtype"] is torch.float32 or p.numel() < LEAST_LEAN:
+        return {}
+    if issubclass(family, FusedAdam):
+        found = {"exp_avg": True, "exp_avg_sq": not group["amsgrad"]}
+    elif issubclass(family, FusedRMSprop):
+        found = {"square_avg": not group["centered"], "momentum_buffer": group["momentum"] != 0}
+    else:
+        found = {"momentum_buffer": group["momentum"] != 0}
+    return {name: SECOND_MOMENT if "sq" in name else MOMENTUM for name, is_lean in found.items() if is_lean}
+
+
+def in_memory(value: Tensor, p: Tensor) -> Tensor:
+    """The elements of a state of `p` in the order in which they are stored."""
+    return flat(torch.empty_like(p, dtype=value.dtype, device="cpu", requires_grad=False).copy_(value.detach()))
+
+
+def as_stored(value: Tensor, p: Tensor, dtype: torch.dtype, code: Code) -> Tensor:
     """A state of `p`, rounded to nearest."""
     dense = torch.empty_like(p, dtype=torch.float32, device="cpu", requires_grad=False).copy_(value)
     memory = flat(dense)
-    if stored.dtype is torch.bfloat16:
-        memory.copy_(memory.bfloat16())
-    else:
-        assert stored.code is not None
-        memory.copy_(decode(*encode(memory.clone(), stored.code), stored.code))
+    memory.copy_(memory.bfloat16() if dtype is torch.bfloat16 else decode(*encode(memory.clone(), code), code))
     return dense
+
+
+def rounding_of(exact: Tensor, codes: Tensor, scale: Tensor, code: Code) -> Tensor:
+    """Which codes are neither the one below `exact` nor the one above, give or take INEXACT. fp64, by the formulas."""
+    groups = torch.nn.functional.pad(exact, (0, -len(exact) % GROUP)).view(-1, GROUP)
+    largest = groups.abs().amax(1)
+    is_finite, is_zero = largest.isfinite(), largest < (0 if code is SECOND_MOMENT else LEAST_SCALE)
+    wanted = torch.where(is_zero, 0.0, largest if code is MOMENTUM else largest.clamp(min=LEAST_SCALE))
+    wanted = torch.where(largest == 0, 0.0, wanted)
+    is_scale = torch.where(is_finite, (scale - wanted).abs() <= 1e-5 * wanted, scale.isnan())
+    relative, of_largest = INEXACT[code]
+    fraction = (groups.abs() / largest.clamp(min=LEAST_SCALE)[:, None]).nan_to_num()
+    apart = relative * fraction + of_largest
+
+    def position(x: Tensor) -> Tensor:
+        return code.levels * x.clamp(0, 1) ** (0.5**code.roots)
+
+    least, most = position(fraction - apart).floor(), position(fraction + apart).floor() + 1
+    ours = torch.nn.functional.pad(codes.double(), (0, -len(exact) % GROUP)).view(-1, GROUP)
+    has_sign = (ours * groups.nan_to_num() >= 0) | (ours.abs() <= most) & (fraction <= of_largest)
+    is_near = (ours.abs() >= least) & (ours.abs() <= most.clamp(max=code.levels)) & has_sign
+    is_near &= (ours >= 1) | (code is MOMENTUM)
+    is_near = torch.where((is_finite & (wanted > 0))[:, None], is_near, ours == 0)
+    return ~(is_near & is_scale[:, None]).flatten()[: len(exact)]
 
 
 class Training:
@@ -333,34 +372,42 @@ class Training:
                 master = self.ours.master(p)
                 assert_close(master, q, f"the master of parameter {i}")
                 assert_same(p, master.to(p.dtype), f"parameter {i}, which is its master rounded,")
-        self._take_states_over()
+        self._take_states_over(is_skipped)
 
-    def _lean_states(self) -> Iterator[tuple[Tensor, dict[str, Any], Stored, Tensor]]:
-        """(parameter, its states, one that has fewer than 32 bits, torch's) of all parameters with a gradient."""
+    def _lean_states(self) -> Iterator[tuple[Tensor, str, torch.dtype, Code, Tensor]]:
+        """(parameter, name, dtype, code, torch's state) of states with fewer than 32 bits, if there is a gradient."""
         copies = dict(zip(self.params, self.copies, strict=True))
         for group in self.ours.param_groups:
-            names = self.ours._state_names(group)
             for p in group["params"]:
-                storage = storage_of(self.ours._family, names, group["state_dtype"], p)
-                for stored in stored_states(self.ours._family, names, storage) if p.grad is not None else ():
-                    theirs = self.theirs.state.get(copies[p], {}).get(stored.name)
-                    if theirs is not None and stored.dtype is not torch.float32:
-                        yield p, self.ours.state[p], stored, theirs
+                for name, code in lean_states(self.kind, group, p).items() if p.grad is not None else ():
+                    theirs = self.theirs.state.get(copies[p], {}).get(name)
+                    if theirs is not None:
+                        yield p, name, group["state_dtype"], code, theirs
 
     def _round_states(self) -> None:
-        """As a step does where a state is not stored as it has to be. Else nothing changes."""
-        for p, _, stored, theirs in self._lean_states():
-            theirs.copy_(as_stored(theirs, p, stored))
+        """Rounds torch's states as a step rounds ours that it has to convert. Others are not changed by this."""
+        for p, _, dtype, code, theirs in self._lean_states():
+            theirs.copy_(as_stored(theirs, p, dtype, code))
 
-    def _take_states_over(self) -> None:
-        for p, state, stored, theirs in self._lean_states():
-            found, nearest = value_of(state, stored.name, stored.code), as_stored(theirs, p, stored)
-            assert found is not None
-            ours, finite = found.detach().cpu().float(), nearest[nearest.isfinite()]
-            most = CODE_STEP[stored.dtype] * (finite.abs().max() if len(finite) else 0.0) + 1e-12
-            is_near = ((ours - nearest).abs() <= most) | (ours == nearest) | (ours.isnan() & nearest.isnan())
-            assert is_near.all(), f"{stored.name}: {ours[~is_near][:4].tolist()} for {nearest[~is_near][:4].tolist()}"
-            theirs.copy_(ours)
+    def _take_states_over(self, is_skipped: bool) -> None:
+        for p, name, dtype, code, theirs in self._lean_states():
+            state, exact = self.ours.state[p], in_memory(theirs, p)
+            if dtype is torch.int8:
+                assert name not in state
+                codes, scale = in_memory(state[f"{name}_codes"], p), state[f"{name}_scale"].cpu()
+                ours = decode(codes, scale, code)
+                wrong = rounding_of(exact, codes, scale.double(), code)
+            else:
+                assert state[name].dtype is torch.bfloat16 and f"{name}_codes" not in state
+                ours = in_memory(state[name], p).float()
+                finite = exact[exact.isfinite()]
+                most = 2**-7 * exact.abs() + (1e-5 * finite.abs().max() if len(finite) else 0.0) + 1e-12
+                wrong = ~(((ours - exact).abs() <= most) | (ours == exact) | (ours.isnan() & ~exact.isfinite()))
+            if is_skipped:
+                wrong = ~((ours == exact) | (ours.isnan() & exact.isnan()))
+            assert not wrong.any(), f"{name}: {ours[wrong][:4].tolist()} for {exact[wrong][:4].tolist()}"
+            flat(dense := torch.empty_like(p, dtype=torch.float32, device="cpu", requires_grad=False)).copy_(ours)
+            theirs.copy_(dense)
 
     def _check_scale(self, is_skipped: bool, is_checked: bool) -> None:
         if is_skipped:
