@@ -30,7 +30,7 @@ from torch import Tensor
 import amp_kernels
 from amp_kernels import testing
 from amp_kernels.optim import FusedAdam, FusedRMSprop, FusedSGD
-from amp_kernels.optim._stored import flat
+from amp_kernels.optim._stored import flat, value_of
 from amp_kernels.reference.states import GROUP, LEAST_SCALE, MOMENTUM, SECOND_MOMENT, Code, decode, encode
 
 CPU = torch.device("cpu")
@@ -181,6 +181,11 @@ def bits(value: Any) -> Any:
     return [bits(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
+LEAN_CODES = {
+    "momentum_buffer": MOMENTUM, "square_avg": SECOND_MOMENT, "exp_avg": MOMENTUM, "exp_avg_sq": SECOND_MOMENT,
+}  # fmt: skip
+
+
 def lean_states(family: type, group: dict[str, Any], p: Tensor) -> dict[str, Code]:
     """The names of the states of `p` that are not in fp32."""
     if group["state_dtype"] is torch.float32 or p.numel() < LEAST_LEAN:
@@ -191,7 +196,7 @@ def lean_states(family: type, group: dict[str, Any], p: Tensor) -> dict[str, Cod
         found = {"square_avg": not group["centered"], "momentum_buffer": group["momentum"] != 0}
     else:
         found = {"momentum_buffer": group["momentum"] != 0}
-    return {name: SECOND_MOMENT if "sq" in name else MOMENTUM for name, is_lean in found.items() if is_lean}
+    return {name: LEAN_CODES[name] for name, is_lean in found.items() if is_lean}
 
 
 def in_memory(value: Tensor, p: Tensor) -> Tensor:
@@ -258,6 +263,7 @@ class Training:
         self.foreign: list[dict[str, Any]] = [{} for _ in self.params]
         self.is_shared = False  # a state lies in shared memory, where other processes expect it
         self.poison: list[Tensor] = []
+        self.held: dict[tuple[Tensor, str], Tensor] = {}  # the values of states before a step
 
     def _values(self, shape: Iterable[int]) -> Tensor:
         return randn(*shape, seed=next(self.numbers), device=self.device)
@@ -276,6 +282,13 @@ class Training:
             self._set_gradients(kinds, overflow)
 
         closure = closure and self.scaler is None
+        self.held = {
+            (p, name): value.detach().clone()
+            for group in self.ours.param_groups
+            for p in group["params"]
+            for name, code in LEAN_CODES.items()
+            if (value := value_of(self.ours.state.get(p, {}), name, code)) is not None
+        }
         if not closure:
             backward()
         given = [p for p in self.params if p.grad is not None]
@@ -375,19 +388,29 @@ class Training:
         self._take_states_over(is_skipped)
 
     def _lean_states(self) -> Iterator[tuple[Tensor, str, torch.dtype, Code, Tensor]]:
-        """(parameter, name, dtype, code, torch's state) of states with fewer than 32 bits, if there is a gradient."""
+        """(parameter, name, dtype, code, torch's state) of states with fewer than 32 bits.
+
+        Without a gradient a parameter's states may be converted or not.
+        """
         copies = dict(zip(self.params, self.copies, strict=True))
         for group in self.ours.param_groups:
             for p in group["params"]:
-                for name, code in lean_states(self.kind, group, p).items() if p.grad is not None else ():
+                for name, code in lean_states(self.kind, group, p).items():
+                    dtype, state = group["state_dtype"], self.ours.state.get(p, {})
                     theirs = self.theirs.state.get(copies[p], {}).get(name)
-                    if theirs is not None:
-                        yield p, name, group["state_dtype"], code, theirs
+                    is_lean = f"{name}_codes" in state or (name in state and state[name].dtype is not torch.float32)
+                    if theirs is not None and (p.grad is not None or is_lean):
+                        yield p, name, dtype, code, theirs
 
     def _round_states(self) -> None:
-        """Rounds torch's states as a step rounds ours that it has to convert. Others are not changed by this."""
-        for p, _, dtype, code, theirs in self._lean_states():
-            theirs.copy_(as_stored(theirs, p, dtype, code))
+        """Rounds torch's states as a step rounds ours that it has to convert. Others are not changed by this.
+
+        What is rounded is what ours held before the step. Torch's may lie on the other side of a half.
+        """
+        for p, name, dtype, code, theirs in self._lean_states():
+            if (value := self.held.get((p, name))) is not None:
+                assert_close(value, theirs, f"{name} before the step")
+                theirs.copy_(as_stored(value, p, dtype, code))
 
     def _take_states_over(self, is_skipped: bool) -> None:
         for p, name, dtype, code, theirs in self._lean_states():
