@@ -1,10 +1,13 @@
 """Optimizer steps with states in int8, bf16 and fp32, and the 8-bit optimizers of other packages.
 
-16-bit weights are bf16 and nothing is scaled: a step is `optimizer.step()`. Bytes that a parameter costs with bf16
-weights and int8 states: 12 = 2 gradient + 4 weight + 4 remainder + 2 codes, and 14 for AdamW, which has two states.
-States in fp32 cost 8 bytes each, and in bf16 4. With an fp32 model: 14 = 4 gradient + 8 weight + 2 codes, and 16 for
-AdamW. The scales of the codes add a sixteenth of a byte for each state. Parameters below 4,096 elements
-keep fp32 states, here and in bitsandbytes and torchao.
+16-bit weights are bf16. There is no scaler, so a step is `optimizer.step()`. A parameter costs these bytes with int8
+states:
+
+- bf16 weights: 12 = 2 gradient + 4 weight + 4 remainder + 2 codes. AdamW has two states, which makes 14.
+- an fp32 model: 14 = 4 gradient + 8 weight + 2 codes. AdamW: 16.
+
+A state in fp32 costs 8 bytes, and a state in bf16 costs 4. The scales of a state's codes add a sixteenth of a byte.
+Parameters below 4,096 elements keep fp32 states, here and in bitsandbytes and torchao.
 
     python -m benchmarks.bench_lean --help
 """
@@ -12,6 +15,7 @@ keep fp32 states, here and in bitsandbytes and torchao.
 from __future__ import annotations
 
 import argparse
+import importlib
 import math
 import sys
 from functools import partial
@@ -33,29 +37,10 @@ STATES = {"int8": torch.int8, "bf16": torch.bfloat16, "fp32": torch.float32}
 MOST_WRONG = 0.05
 
 
-def bitsandbytes(model: Model) -> Step:
-    import bitsandbytes
-
+def fp32_model(model: Model, package: str, name: str) -> Step:
+    """An optimizer of another package, without a scaler."""
     params = model.parameters(torch.float32)
-    optimizer = getattr(bitsandbytes.optim, f"{name_of(model.family)}8bit")(params, **model.family.options)
-    return Step(optimizer.step, params, lambda: params)
-
-
-def torchao(model: Model) -> Step:
-    import torchao.optim
-
-    params = model.parameters(torch.float32)
-    optimizer = getattr(torchao.optim, f"{name_of(model.family)}8bit")(params, **model.family.options)
-    return Step(optimizer.step, params, lambda: params)
-
-
-def deepspeed(model: Model) -> Step:
-    from deepspeed.ops.adam import DeepSpeedCPUAdam
-
-    if model.device.type != "cpu":
-        raise RuntimeError("only for CPUs")
-    params = model.parameters(torch.float32)
-    optimizer = DeepSpeedCPUAdam(params, adamw_mode=True, **model.family.options)
+    optimizer = getattr(importlib.import_module(package), name)(params, **model.family.options)
     return Step(optimizer.step, params, lambda: params)
 
 
@@ -71,10 +56,11 @@ def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
         for states, dtype in STATES.items()
     ]
     plan += [(f"{fp32}torch {v}", partial(torch_fp32, model, v, kind=NONE)) for v in family.variants]
-    plan += [(f"{fp32}bitsandbytes 8-bit", partial(bitsandbytes, model))]
+    plan += [(f"{fp32}bitsandbytes 8-bit", partial(fp32_model, model, "bitsandbytes.optim", f"{name}8bit"))]
     if name == "AdamW":
-        plan += [(f"{fp32}torchao 8-bit", partial(unless_slow, model, args, partial(torchao, model)))]
-        plan += [(f"{fp32}deepspeed CPUAdam", partial(deepspeed, model))]
+        torchao = partial(fp32_model, model, "torchao.optim", "AdamW8bit")
+        plan += [(f"{fp32}torchao 8-bit", partial(unless_slow, model, args, torchao))]  # compiles its step
+        plan += [(f"{fp32}deepspeed CPUAdam", partial(fp32_model, model, "deepspeed.ops.adam", "DeepSpeedCPUAdam"))]
     if low and family.flashoptim:
         plan += [("flashoptim", partial(flashoptim, model, quantize=True))]
 

@@ -240,15 +240,16 @@ How it is measured:
 - Before every call, a copy of arrays four times as large as all last-level caches together evicts the caches, as the
   rest of a training step does.
 - Small tensors (they fit into a core's cache) have two rows: 50 calls in a row with warm caches, and single calls,
-  named "cold caches". The CSVs of the Xeon are older: their one row has single calls. So has `lean`. The table
-  `overhead` shows what a call costs apart from its kernel: it has only repeated calls, on one thread.
+  named "cold caches". The CSVs of the Xeon are older: their one row has single calls. The table `lean` has single
+  calls only. The table `overhead` has repeated calls only, on one thread. It shows what a call costs apart from its
+  kernel.
 - The benchmarks make glibc keep freed memory, in pages of 2 MB, as torch's allocator for GPUs does. For folders named
   `fresh-memory` they left glibc as it is, so tensors of more than 32 MB that a call returns lie in new pages.
 - Two runs on these shared machines differ by up to 20 %, and by up to 50 % for 1000 small tensors. Treat smaller
   differences as none. The counts at the top do count them, because they use only the spread within one run.
-- The table `lean` has steps without a scaler, `optimizer.step()`. amp_kernels stores int8 states there, and fp32 states
-  of 1000 x 64. Its peers store states of 8 bits or fp32 states. A contender is wrong if the change of its weights is
-  more than 5 % away from that in fp64.
+- A step in the table `lean` is `optimizer.step()`, without a scaler. amp_kernels stores int8 states, except for tensors
+  of 64 elements, whose states are fp32. The peers store states of 8 bits or fp32 states. A contender is wrong if the
+  change of its weights differs by more than 5 % from the change in fp64.
 - A contender with a wrong result is not timed; plain products by torch are trusted. Below each table is what was not
   timed, and why.
 - When the products of the H200 were measured, `linear` also padded products of at most 2^34 multiplications. It no

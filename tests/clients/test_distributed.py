@@ -976,7 +976,7 @@ def assert_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> None:
 
 
 class Lean(Trainer):
-    """AdamW with int8 states. The shards of the first weight are whole groups of 128, those of the second are not."""
+    """AdamW with int8 states. A shard of the first weight has whole groups of 128, a shard of the second has not."""
 
     SIZES = ((96, 128), (95, 130))
 
@@ -997,7 +997,7 @@ class Lean(Trainer):
 
 @isolated
 def test_lean_states_of_shards_are_saved_and_resumed(tmp_path):
-    """Groups are those of a shard: in one process, states of the second weight are encoded again."""
+    """Each shard has groups of its own, so in one process the second weight's states are encoded again."""
 
     def save(rank: int) -> tuple[dict[str, Tensor], list[Tensor]]:
         trainer = Lean()

@@ -5,8 +5,8 @@ was updated is compared with torch's, every other must have kept its bits; at th
 event the keys in the state that are not the optimizer's must be what they were. A checkpoint that is refused must have
 changed nothing. Not among the events: a new ``.data`` at the old address.
 
-States in fewer than 32 bits are compared after each step too: they are what torch's states round to, give or take a
-code. torch then takes them over, so that the next step of both begins with the same numbers.
+States in fewer than 32 bits are compared after each step too. A code must be one of the two around torch's exact
+number. Then torch takes our states over, so that both begin the next step with the same numbers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ INIT_SCALE, GROWTH_INTERVAL = 2.0**10, 3
 # the error rule.
 TOLERANCE = 1e-5
 LEAST_LEAN = 4096  # elements of the smallest parameter whose states may have fewer than 32 bits
-# What may differ in a state before it is rounded, relative to the element and to the largest of its group. Momenta may
-# cancel, second moments cannot.
+# How far a state may be from torch's before it is rounded: a share of the element, and a share of its group's largest
+# magnitude. A momentum is a sum that may cancel, a second moment is not.
 INEXACT = {MOMENTUM: (1e-5, 1e-6), SECOND_MOMENT: (1e-4, 1e-12)}
 OURS_ALONE = ("max_grad_norm", "state_dtype")  # options that torch's optimizers lack
 
@@ -213,7 +213,10 @@ def as_stored(value: Tensor, p: Tensor, dtype: torch.dtype, code: Code) -> Tenso
 
 
 def rounding_of(exact: Tensor, codes: Tensor, scale: Tensor, code: Code) -> Tensor:
-    """Which codes are neither the one below `exact` nor the one above, give or take INEXACT. fp64, by the formulas."""
+    """Finds the codes that are neither the one below `exact` nor the one above.
+
+    It computes in fp64, and allows for INEXACT.
+    """
     groups = torch.nn.functional.pad(exact, (0, -len(exact) % GROUP)).view(-1, GROUP)
     largest = groups.abs().amax(1)
     is_finite, is_zero = largest.isfinite(), largest < (0 if code is SECOND_MOMENT else LEAST_SCALE)
@@ -403,9 +406,10 @@ class Training:
                         yield p, name, dtype, code, theirs
 
     def _round_states(self) -> None:
-        """Rounds torch's states as a step rounds ours that it has to convert. Others are not changed by this.
+        """Gives torch the states that our step began with, after it converted them to the group's `state_dtype`.
 
-        What is rounded is what ours held before the step. Torch's may lie on the other side of a half.
+        States that needed no conversion stay as they are. torch's own numbers are compared, but not rounded: they may
+        lie on the other side of a half.
         """
         for p, name, dtype, code, theirs in self._lean_states():
             if (value := self.held.get((p, name))) is not None:
