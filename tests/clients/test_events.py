@@ -265,6 +265,7 @@ class Training:
         self.saved: dict[str, Any] | None = None
         self.foreign: list[dict[str, Any]] = [{} for _ in self.params]
         self.is_shared = False  # a state lies in shared memory, where other processes expect it
+        self.was_converted = False  # or will be at the next step
         self.poison: list[Tensor] = []
         self.held: dict[tuple[Tensor, str], Tensor] = {}  # the values of states before a step
 
@@ -335,6 +336,7 @@ class Training:
             self.scaler.scale(torch.zeros((), device=self.device))
         for p, kind in zip(self.params, itertools.cycle(kinds), strict=False):
             values = self.scale * self._values(p.shape)
+            values.view(-1)[50::50] = 0.0  # no second moment may become 0 for that
             if not p.requires_grad or kind == "kept":
                 continue
             p.grad_dtype = None  # any
@@ -366,9 +368,9 @@ class Training:
         """Takes torch's step with the gradients that ours left, which are those it used."""
         for p, q in zip(self.params, self.copies, strict=True):
             q.grad = None if p.grad is None else self._copy(p.grad).detach() / scale
-        self._round_states()
         given = [q for q in self.copies if q.grad is not None]
         is_skipped = self.scaler is not None and not all(q.grad.isfinite().all() for q in given)
+        self._round_states(is_skipped)
         if self.options["max_grad_norm"] is not None and given:
             norm = torch.nn.utils.clip_grad_norm_(given, self.options["max_grad_norm"])
             if norm.isfinite():
@@ -390,10 +392,11 @@ class Training:
                 assert_same(p, master.to(p.dtype), f"parameter {i}, which is its master rounded,")
         self._take_states_over(is_skipped)
 
-    def _lean_states(self) -> Iterator[tuple[Tensor, str, torch.dtype, Code, Tensor]]:
+    def _lean_states(self, is_skipped: bool) -> Iterator[tuple[Tensor, str, torch.dtype, Code, Tensor]]:
         """(parameter, name, dtype, code, torch's state) of states with fewer than 32 bits.
 
-        Without a gradient a parameter's states may be converted or not.
+        If a parameter has no gradient, the CPU kernels convert its states, and the reference leaves them. A scaler may
+        skip a step without calling it.
         """
         copies = dict(zip(self.params, self.copies, strict=True))
         for group in self.ours.param_groups:
@@ -401,23 +404,26 @@ class Training:
                 for name, code in lean_states(self.kind, group, p).items():
                     dtype, state = group["state_dtype"], self.ours.state.get(p, {})
                     theirs = self.theirs.state.get(copies[p], {}).get(name)
-                    is_lean = f"{name}_codes" in state or (name in state and state[name].dtype is not torch.float32)
-                    if theirs is not None and (p.grad is not None or is_lean):
+                    array = state.get(f"{name}_codes" if dtype is torch.int8 else name)
+                    is_dtype = array is not None and (dtype is torch.int8 or array.dtype is dtype)
+                    is_converted = is_dtype and array.stride() == torch.empty_like(p).stride()
+                    must_be = p.grad is not None and not is_skipped
+                    if theirs is not None and (must_be or is_converted):
                         yield p, name, dtype, code, theirs
 
-    def _round_states(self) -> None:
+    def _round_states(self, is_skipped: bool) -> None:
         """Gives torch the states that our step began with, after it converted them to the group's `state_dtype`.
 
         States that needed no conversion stay as they are. torch's own numbers are compared, but not rounded: they may
         lie on the other side of a half.
         """
-        for p, name, dtype, code, theirs in self._lean_states():
+        for p, name, dtype, code, theirs in self._lean_states(is_skipped):
             if (value := self.held.get((p, name))) is not None:
                 assert_close(value, theirs, f"{name} before the step")
                 theirs.copy_(as_stored(value, p, dtype, code))
 
     def _take_states_over(self, is_skipped: bool) -> None:
-        for p, name, dtype, code, theirs in self._lean_states():
+        for p, name, dtype, code, theirs in self._lean_states(is_skipped):
             state, exact = self.ours.state[p], in_memory(theirs, p)
             if dtype is torch.int8:
                 assert name not in state
@@ -453,8 +459,9 @@ class Training:
 
     def hyper(self, g: int, name: str, value: float, how: str) -> None:
         ours, theirs = (o.param_groups[g % len(o.param_groups)] for o in (self.ours, self.theirs))
-        if name == "state_dtype":
+        if name == "state_dtype" and not self.is_shared:  # else it would need another state
             ours[name] = DTYPES.get(str(value), torch.int8)
+            self.was_converted = True
         if name not in theirs or (self.is_rmsprop and name == "momentum" and bool(theirs[name]) != bool(value)):
             return  # torch's RMSprop does not follow that
         theirs[name] = value
@@ -508,8 +515,9 @@ class Training:
         if how == "data":
             value.data = value.data.clone()
         elif how == "share":
-            value.share_memory_()
-            self.is_shared = True
+            if not self.was_converted:
+                value.share_memory_()
+                self.is_shared = True
         elif how == "set":
             value.set_(value.clone())
         elif how == "swap":
@@ -657,10 +665,24 @@ class Training:
                 master = self.ours.master(p)
                 assert_same(p, master.to(p.dtype), f"parameter {i}, which its master rounds to,")
                 q.data.copy_(master)
+        self._check_loaded(state["state"])
         if self.scaler is not None:
             self.scaler.load_state_dict(saved["scaler"])
         self.scale, self.good_steps, self.skipped_steps = saved["expected"]
         self.foreign = saved["foreign"]
+
+    def _check_loaded(self, saved: dict[int, dict[str, Any]]) -> None:
+        """A group keeps its `state_dtype`: the fp32 states of a checkpoint are rounded to nearest."""
+        places = {p: i for i, p in enumerate(self.params)}
+        for group in self.ours.param_groups:
+            for p in group["params"]:
+                for name, code in lean_states(self.kind, group, p).items():
+                    value = saved.get(places[p], {}).get(name)
+                    if value is not None:
+                        loaded = value_of(self.ours.state[p], name, code)
+                        rounded = as_stored(value, p, group["state_dtype"], code)
+                        assert_same(loaded.cpu().float(), rounded, f"loaded {name}")
+                        self.theirs.state[self.copies[places[p]]][name].copy_(loaded)
 
     def refused(self, k: int, how: str) -> None:
         """A checkpoint with a fault in it."""
