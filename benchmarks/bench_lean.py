@@ -27,7 +27,7 @@ from amp_kernels.ops.table import LEAST_LEAN
 
 from . import bench_adam, bench_rmsprop, bench_sgd
 from .common import Case, Contender, Job, Layout, Report, layouts, parse_arguments, run_case
-from .steps import NONE, Family, Model, Step, flashoptim, fused_by_us, torch_fp32, unless_slow
+from .steps import NONE, Family, Model, Step, flashoptim, fused_by_us, torch_fp32
 
 SIZES = [1_000_000, 10_000_000, 25_600_000, 100_000_000]
 FAMILIES = {"AdamW": bench_adam.FAMILY, "RMSprop": bench_rmsprop.FAMILY, "SGD": bench_sgd.FAMILY}
@@ -44,6 +44,12 @@ def fp32_model(model: Model, package: str, name: str) -> Step:
     return Step(optimizer.step, params, lambda: params)
 
 
+def torchao(model: Model, args: argparse.Namespace) -> Step:
+    if args.no_compile:  # it compiles its step
+        raise RuntimeError("left out by --no-compile or --quick")
+    return fp32_model(model, "torchao.optim", "AdamW8bit")
+
+
 def name_of(family: Family) -> str:
     return family.torch_class.__name__
 
@@ -58,8 +64,7 @@ def contenders(model: Model, args: argparse.Namespace) -> list[Contender]:
     plan += [(f"{fp32}torch {v}", partial(torch_fp32, model, v, kind=NONE)) for v in family.variants]
     plan += [(f"{fp32}bitsandbytes 8-bit", partial(fp32_model, model, "bitsandbytes.optim", f"{name}8bit"))]
     if name == "AdamW":
-        torchao = partial(fp32_model, model, "torchao.optim", "AdamW8bit")
-        plan += [(f"{fp32}torchao 8-bit", partial(unless_slow, model, args, torchao))]  # compiles its step
+        plan += [(f"{fp32}torchao 8-bit", partial(torchao, model, args))]
         plan += [(f"{fp32}deepspeed CPUAdam", partial(fp32_model, model, "deepspeed.ops.adam", "DeepSpeedCPUAdam"))]
     if low and family.flashoptim:
         plan += [("flashoptim", partial(flashoptim, model, quantize=True))]
