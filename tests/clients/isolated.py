@@ -100,20 +100,31 @@ def _in_a_fork(test: Callable[..., None], arguments: dict[str, Any]) -> str:
 def ranks(world_size: int, body: Callable[[int], Any]) -> list[Any]:
     """What `body` returns on each rank of a gloo group. Only inside an isolated test: each rank is a fork of it."""
     store = tempfile.mktemp()
+    all_done, say_all_done = os.pipe()
     started = []
     for rank in range(world_size):
         read_end, write_end = os.pipe()
         if (fork := os.fork()) == 0:
             signal.alarm(TIME_LIMIT)
+            os.close(say_all_done)
+            failure, result = _on_a_rank(body, rank, world_size, store)
             with os.fdopen(write_end, "wb") as told:
-                pickle.dump(_on_a_rank(body, rank, world_size, store), told)
-            os._exit(0)  # an error on one rank closes its connections, which ends the others' waiting
+                pickle.dump((failure, result), told)
+            # A rank that fails leaves at once: its connections close, which ends the others' waiting. A rank that is
+            # done stays until all are, because the others may still be connecting a new group to it.
+            if not failure:
+                os.read(all_done, 1)
+            os._exit(0)
         os.close(write_end)
         started.append((fork, read_end))
-    results, failures = [], []
-    for rank, (fork, read_end) in enumerate(started):
+    os.close(all_done)
+    answers = []
+    for _, read_end in started:
         with os.fdopen(read_end, "rb") as told:
-            answer = told.read()
+            answers.append(told.read())
+    os.close(say_all_done)
+    results, failures = [], []
+    for rank, ((fork, _), answer) in enumerate(zip(started, answers, strict=True)):
         _, status = os.waitpid(fork, 0)
         failure, result = pickle.loads(answer) if answer else (f"the process left with status {status}", None)
         results.append(result)
