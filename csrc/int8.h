@@ -112,6 +112,31 @@ struct Int8Matmul {
   const int32_t* out_zero_point;
 };
 
+// The image, the kernel and the steps of a convolution. Arrays hold a number for the height and one for the width.
+struct Window {
+  int64_t size[2], channels;  // of the image
+  int64_t out[2];             // pixels of the output
+  int64_t taps[2];            // pixels of the kernel
+  int64_t stride[2], padding[2], dilation[2];
+
+  AMP_KERNELS_HD int64_t out_pixels() const { return out[0] * out[1]; }
+
+  // The pixel along dimension `d` that the first tap reads for output pixel `at`. It may lie in the padding.
+  AMP_KERNELS_HD int64_t first(int d, int64_t at) const { return at * stride[d] - padding[d]; }
+};
+
+// A convolution is a product with a left operand that is not in memory. The kernels gather its rows from the images
+// x, [batch, height, width, channels]. A row belongs to an output pixel, and holds the codes under the kernel:
+//
+//   row m:  [tap 0,0: channels][tap 0,1: channels] ... [tap 1,0: channels] ...      k = taps * channels
+//
+// In `rows`, m is the number of output pixels of all images, and `a` points to the images. a_strides[0] is the distance
+// of two pixels. Padding has the row's zero point as its code, clamped to int8.
+struct Int8Conv2d {
+  Int8Matmul rows;
+  Window window;
+};
+
 // out[m, n] = (sum over k of x[m, k] * weight[n, k]) * scale[n] + bias[n], accumulated in fp32.
 struct Int8Linear {
   int64_t m, n, k;

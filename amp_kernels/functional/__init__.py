@@ -13,7 +13,7 @@ Only these calls wait for the device:
 """
 
 from .adam import adam_, adamw_
-from .int8 import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
+from .int8 import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_conv2d, int8_matmul, quantize_int8
 from .matmul import addmm, linear, matmul, pad_to_multiple
 from .rmsprop import rmsprop_
 from .sgd import sgd_
@@ -28,6 +28,7 @@ __all__ = [
     "dequantize_int8",
     "fake_quantize_int8",
     "grad_norm",
+    "int8_conv2d",
     "int8_matmul",
     "linear",
     "matmul",

@@ -361,15 +361,85 @@ def int8_matmul(
         tensor([[381.]])
     """
     for name, operand in (("a", a), ("b", b)):
-        _check_is_quantized("int8_matmul", name, operand)
-        if operand.block_size is not None:
-            raise ValueError(
-                f"int8_matmul: {name} must not be quantized in blocks, got block_size {operand.block_size}"
-            )
+        _check_is_not_in_blocks("int8_matmul", name, operand)
     return call(
         ops.int8_matmul, a.values, b.values, a.scale, a.zero_point, b.scale, b.zero_point, bias, out_dtype, out_scale,
         out_zero_point,
     )  # fmt: skip
+
+
+def int8_conv2d(
+    x: Int8Tensor,
+    weight: Int8Tensor,
+    *,
+    bias: Tensor | None = None,
+    stride: int | Sequence[int] = 1,
+    padding: int | Sequence[int] = 0,
+    dilation: int | Sequence[int] = 1,
+    out_dtype: torch.dtype = torch.float32,
+    out_scale: Tensor | None = None,
+    out_zero_point: Tensor | None = None,
+) -> Tensor:
+    """Convolve quantized images: sum the products of their codes exactly, then apply the scales.
+
+    Dimensions are in the order of channels_last memory: batch, height, width, channels. Codes for an NCHW tensor of
+    this memory format are `quantize_int8(x.permute(0, 2, 3, 1))`, which copies nothing. For a line of pixels,
+    `[B, L, C]`, give `x` and `weight` a height of 1.
+
+    Each output pixel is a row of `int8_matmul`: the codes of `x` under the kernel, times the codes of the weight. So
+    sums are exact, and results are rounded as `int8_matmul` rounds them (Jacob et al. 2018). Padding has the code that
+    stands for 0, which is the zero point, or 0 for symmetric codes. A zero point that is not from -128 to 127 is
+    clamped to this range first. Not differentiable.
+
+    The rows are not stored. Kernels gather them from `x` while they multiply. A kernel of one pixel with stride 1 and
+    without padding needs no gathering. A GPU multiplies such a convolution by a CUDA C++ kernel of `int8_matmul`.
+
+    Args:
+        x: `[B, H, W, C]`, with one scale or one per image (`dim=(1, 2, 3)`). If the codes are not row-major, they are
+            copied first. The CUDA C++ kernel also copies codes whose `C` is not a multiple of 16.
+        weight: `[N, kernel height, kernel width, C]`, symmetric, with one scale or one per output channel
+            (`dim=(1, 2, 3)`).
+        bias: fp32 `[N]`, or None.
+        stride: One int, or one each for height and width.
+        padding: One int, or one each for height and width. So many pixels are added at both ends.
+        dilation: One int, or one each for height and width.
+        out_dtype: fp32, fp16 or bf16.
+        out_scale: One fp32 element. The result is then quantized with it, for the next layer.
+        out_zero_point: One int32 element. It may be given only together with `out_scale`.
+
+    Returns:
+        Row-major `[B, output height, output width, N]` in `out_dtype`, or int8 codes if `out_scale` is given. The
+            output sizes are those of `torch.nn.Conv2d`.
+
+    Raises:
+        TypeError: A dtype does not fit, or an operand is not an `Int8Tensor`.
+        ValueError: A shape does not fit, an operand is quantized in blocks, the weight has a zero point, the kernel is
+            larger than the padded image, or the weight has more than 131071 elements for each output channel. For more
+            of them, the int32 sum could overflow.
+
+    Examples:
+        >>> image = torch.tensor([[1.0, 2.0, 127.0]]).view(1, 1, 3, 1)
+        >>> x = amp_kernels.quantize_int8(image, dim=(1, 2, 3))
+        >>> weight = amp_kernels.quantize_int8(torch.ones(1, 1, 3, 1), scale=torch.ones(1))
+        >>> amp_kernels.int8_conv2d(x, weight, padding=(0, 1)).flatten()
+        tensor([  3., 130., 129.])
+    """
+    for name, operand in (("x", x), ("weight", weight)):
+        _check_is_not_in_blocks("int8_conv2d", name, operand)
+    if weight.zero_point is not None:
+        raise ValueError("int8_conv2d: weight must be symmetric, got a zero point; quantize it with symmetric=True")
+    return call(
+        ops.int8_conv2d, x.values, weight.values, x.scale, x.zero_point, weight.scale, bias,
+        _pair("stride", stride), _pair("padding", padding), _pair("dilation", dilation), out_dtype, out_scale,
+        out_zero_point,
+    )  # fmt: skip
+
+
+def _pair(name: str, value: int | Sequence[int]) -> tuple[int, ...]:
+    try:
+        return tuple(map(operator.index, value if isinstance(value, Sequence) else [value] * 2))
+    except TypeError:
+        raise TypeError(f"int8_conv2d: {name} must be an int or two ints, got {value!r}") from None
 
 
 def _dims(op: str, dim: int | Sequence[int] | None) -> tuple[int, ...] | None:
@@ -389,6 +459,12 @@ def _check_is_bool(op: str, symmetric: object) -> None:
 def _check_is_quantized(op: str, name: str, q: object) -> None:
     if not isinstance(q, Int8Tensor):
         raise TypeError(f"{op}: {name} must be an Int8Tensor, got {type(q).__name__}; quantize it first")
+
+
+def _check_is_not_in_blocks(op: str, name: str, q: Int8Tensor) -> None:
+    _check_is_quantized(op, name, q)
+    if q.block_size is not None:
+        raise ValueError(f"{op}: {name} must not be quantized in blocks, got block_size {q.block_size}")
 
 
 def _signed(seed: int) -> int:

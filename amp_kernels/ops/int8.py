@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -244,6 +245,49 @@ def _matmul(
     return out
 
 
+def out_pixels(
+    x: Sequence[int], weight: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int]
+) -> tuple[int, int]:
+    """Return height and width of the output of a convolution of `x` [B, H, W, C] with `weight` [N, kh, kw, C]."""
+    height, width = (
+        (x[1 + d] + 2 * padding[d] - dilation[d] * (weight[1 + d] - 1) - 1) // stride[d] + 1 for d in range(2)
+    )
+    return height, width
+
+
+def _of_pixels(side: Tensor | None, pixels: int) -> Tensor | None:
+    """Return scales or zero points with one element for each output pixel, if there is one for each image."""
+    return side if side is None or side.numel() == 1 else side.flatten().repeat_interleave(pixels)
+
+
+def _conv2d(
+    kernels: Kernels, x: Tensor, weight: Tensor, x_scale: Tensor, x_zero_point: Tensor | None, weight_scale: Tensor,
+    bias: Tensor | None, stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int],
+    out_dtype: torch.dtype, out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> Tensor:  # fmt: skip
+    out = _traced_conv2d(
+        x, weight, x_scale, x_zero_point, weight_scale, bias, stride, padding, dilation, out_dtype, out_scale,
+        out_zero_point,
+    )  # fmt: skip
+    if out.numel() == 0:
+        return out
+    x, weight = x.contiguous(), weight.contiguous()
+    scale, zero_point = (_of_pixels(side, out.shape[1] * out.shape[2]) for side in (x_scale, x_zero_point))
+    sides = scale, zero_point, weight_scale.contiguous()
+    bias = _contiguous(bias)
+    if is_plain_product(weight.shape, stride, padding):
+        a, b, rows = x.flatten(0, 2), weight.flatten(1).t(), out.flatten(0, 2)
+        kernels._int8_matmul_(a, b, *sides, None, bias, rows, out_scale, out_zero_point)
+    else:
+        kernels._int8_conv2d_(x, weight, *sides, bias, stride, padding, dilation, out, out_scale, out_zero_point)
+    return out
+
+
+def is_plain_product(weight: Sequence[int], stride: Sequence[int], padding: Sequence[int]) -> bool:
+    """Return whether each output pixel reads only the pixel in its place: the convolution is then a plain product."""
+    return tuple(weight[1:3]) == tuple(stride) == (1, 1) and tuple(padding) == (0, 0)
+
+
 def _linear(kernels: Kernels, x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     out = x.new_empty((x.shape[0], weight.shape[0]))
     if out.numel() > 0:
@@ -320,6 +364,17 @@ def _reference_matmul(
     return reference.int8_matmul(
         a, b, a_scale, a_zero_point, b_scale, b_zero_point,
         bias=bias, out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
+    ).contiguous()  # fmt: skip
+
+
+def _reference_conv2d(
+    x: Tensor, weight: Tensor, x_scale: Tensor, x_zero_point: Tensor | None, weight_scale: Tensor, bias: Tensor | None,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], out_dtype: torch.dtype,
+    out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> Tensor:  # fmt: skip
+    return reference.int8_conv2d(
+        x, weight, x_scale, x_zero_point, weight_scale, bias=bias, stride=stride, padding=padding, dilation=dilation,
+        out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
     ).contiguous()  # fmt: skip
 
 
@@ -446,14 +501,22 @@ def _check_matmul(
             f"{op}: the inner dimension must be at most {MAX_K}, beyond which int32 sums may overflow, got "
             f"{a.shape[1]}; split it and add the results"
         )
+    _check_result(op, "a", a, b.shape[1], bias, out_dtype, out_scale, out_zero_point)
+
+
+def _check_result(
+    op: str, name: str, x: Tensor, columns: int, bias: Tensor | None, out_dtype: torch.dtype, out_scale: Tensor | None,
+    out_zero_point: Tensor | None,
+) -> None:  # fmt: skip
+    """Raise if an argument that says what becomes of sums does not fit. `name` is the name of `x` in messages."""
     if bias is not None:
-        _check_parameter(op, "bias", bias, torch.float32, "a", a)
-        if list(bias.shape) != [b.shape[1]]:
-            raise ValueError(f"{op}: bias must have shape ({b.shape[1]},), got {tuple(bias.shape)}")
+        _check_parameter(op, "bias", bias, torch.float32, name, x)
+        if list(bias.shape) != [columns]:
+            raise ValueError(f"{op}: bias must have shape ({columns},), got {tuple(bias.shape)}")
     _check_float(op, "out_dtype", out_dtype)
-    check_scalar(op, "out_scale", out_scale, a.device)
+    check_scalar(op, "out_scale", out_scale, x.device)
     if out_zero_point is not None:
-        _check_parameter(op, "out_zero_point", out_zero_point, torch.int32, "a", a)
+        _check_parameter(op, "out_zero_point", out_zero_point, torch.int32, name, x)
         if out_scale is None or out_zero_point.numel() != 1:
             raise ValueError(
                 f"{op}: out_zero_point must have one element, and be given only with out_scale, got "
@@ -479,6 +542,61 @@ def _check_side(name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | No
         raise ValueError(
             f"{op}: {name} must be quantized as a whole or per {what} ({codes.shape[1 - inner]} scales), "
             f"got {scale.numel()} scales"
+        )
+    if zero_point is not None:
+        _check_parameter(op, f"{name}.zero_point", zero_point, torch.int32, name, codes)
+        if zero_point.numel() != scale.numel():
+            raise ValueError(
+                f"{op}: {name} must have as many zero points as scales ({scale.numel()}), got {zero_point.numel()}"
+            )
+
+
+def _check_conv2d(
+    x: Tensor, weight: Tensor, x_scale: Tensor, x_zero_point: Tensor | None, weight_scale: Tensor, bias: Tensor | None,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], out_dtype: torch.dtype,
+    out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> None:  # fmt: skip
+    op = "int8_conv2d"
+    for name, codes in (("x", x), ("weight", weight)):
+        check_values(op, name, codes, (torch.int8,))
+        if codes.dim() != 4:
+            raise ValueError(
+                f"{op}: {name} must have 4 dimensions, with channels as the last, got {codes.dim()}; give a line of "
+                "pixels the height 1"
+            )
+    if weight.shape[3] != x.shape[3] or weight.device != x.device:
+        raise ValueError(
+            f"{op}: weight must have {x.shape[3]} channels on {x.device} as x has, got {weight.shape[3]} on "
+            f"{weight.device}"
+        )
+    terms = math.prod(weight.shape[1:])
+    if not 0 < terms <= MAX_K:
+        raise ValueError(
+            f"{op}: weight must have from 1 to {MAX_K} elements for each output channel, beyond which int32 sums may "
+            f"overflow, got {terms}"
+        )
+    for name, sizes, least in (("stride", stride, 1), ("padding", padding, 0), ("dilation", dilation, 1)):
+        if len(sizes) != 2 or any(size < least for size in sizes):
+            raise ValueError(f"{op}: {name} must be one or two ints that are at least {least}, got {tuple(sizes)}")
+    if any(size < 1 for size in out_pixels(x.shape, weight.shape, stride, padding, dilation)):
+        raise ValueError(
+            f"{op}: x must be at least as large as the dilated kernel after padding, got {tuple(x.shape[1:3])} pixels "
+            f"for a kernel of {tuple(weight.shape[1:3])}, padding {tuple(padding)} and dilation {tuple(dilation)}"
+        )
+    _check_scale_of_first(op, "x", x, x_scale, x_zero_point, "image")
+    _check_scale_of_first(op, "weight", weight, weight_scale, None, "output channel")
+    _check_result(op, "x", x, weight.shape[0], bias, out_dtype, out_scale, out_zero_point)
+
+
+def _check_scale_of_first(
+    op: str, name: str, codes: Tensor, scale: Tensor, zero_point: Tensor | None, what: str
+) -> None:
+    """Raise unless there is one scale for `codes`, or one for each index of the first dimension."""
+    _check_parameter(op, f"{name}.scale", scale, torch.float32, name, codes)
+    if scale.numel() != 1 and list(scale.shape) != [codes.shape[0], 1, 1, 1]:
+        raise ValueError(
+            f"{op}: {name} must be quantized as a whole or per {what} (dim=(1, 2, 3), scales of shape "
+            f"{(codes.shape[0], 1, 1, 1)}), got scales of shape {tuple(scale.shape)}"
         )
     if zero_point is not None:
         _check_parameter(op, f"{name}.zero_point", zero_point, torch.int32, name, codes)
@@ -549,6 +667,15 @@ def _traced_matmul(
     return a.new_empty((a.shape[0], b.shape[1]), dtype=out_dtype if out_scale is None else torch.int8)
 
 
+def _traced_conv2d(
+    x: Tensor, weight: Tensor, x_scale: Tensor, x_zero_point: Tensor | None, weight_scale: Tensor, bias: Tensor | None,
+    stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], out_dtype: torch.dtype,
+    out_scale: Tensor | None, out_zero_point: Tensor | None,
+) -> Tensor:  # fmt: skip
+    pixels = out_pixels(x.shape, weight.shape, stride, padding, dilation)
+    return x.new_empty((x.shape[0], *pixels, weight.shape[0]), dtype=out_dtype if out_scale is None else torch.int8)
+
+
 def _traced_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((x.shape[0], weight.shape[0]))
 
@@ -595,6 +722,15 @@ int8_matmul = operator(
     fake=_traced_matmul,
     launch=_matmul,
     delegates=True,
+)
+int8_conv2d = operator(
+    "int8_conv2d(Tensor x, Tensor weight, Tensor x_scale, Tensor? x_zero_point, Tensor weight_scale, Tensor? bias, "
+    "int[] stride, int[] padding, int[] dilation, ScalarType out_dtype, Tensor? out_scale, Tensor? out_zero_point) -> "
+    "Tensor",
+    check=_check_conv2d,
+    reference=_reference_conv2d,
+    fake=_traced_conv2d,
+    launch=_conv2d,
 )
 int8_linear = operator(
     "int8_linear(Tensor x, Tensor weight, Tensor scale, Tensor? bias) -> Tensor",

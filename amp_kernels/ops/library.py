@@ -61,6 +61,7 @@ class Kernels(Protocol):
     _dequantize_int8_: Kernel
     _straight_through_int8_: Kernel
     _int8_matmul_: Kernel
+    _int8_conv2d_: Kernel
     _int8_linear_: Kernel
 
 

@@ -15,7 +15,15 @@ the operator of `matmul`.
 
 from . import matmul
 from .adam import adam_, adamw_
-from .int8 import dequantize_int8, fake_quantize_int8, int8_linear, int8_matmul, quantize_int8, straight_through_int8
+from .int8 import (
+    dequantize_int8,
+    fake_quantize_int8,
+    int8_conv2d,
+    int8_linear,
+    int8_matmul,
+    quantize_int8,
+    straight_through_int8,
+)
 from .rmsprop import rmsprop_
 from .sgd import sgd_
 from .unscale import grad_norm, unscale_
@@ -26,6 +34,7 @@ __all__ = [
     "dequantize_int8",
     "fake_quantize_int8",
     "grad_norm",
+    "int8_conv2d",
     "int8_linear",
     "int8_matmul",
     "matmul",

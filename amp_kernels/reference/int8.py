@@ -182,6 +182,74 @@ def int8_matmul(
     return quantize_int8(result, scale=out_scale, zero_point=out_zero_point)[0]
 
 
+def int8_conv2d(
+    x: Tensor,
+    weight: Tensor,
+    x_scale: Tensor,
+    x_zero_point: Tensor | None,
+    weight_scale: Tensor,
+    *,
+    bias: Tensor | None = None,
+    stride: Sequence[int] = (1, 1),
+    padding: Sequence[int] = (0, 0),
+    dilation: Sequence[int] = (1, 1),
+    out_dtype: torch.dtype = torch.float32,
+    out_scale: Tensor | None = None,
+    out_zero_point: Tensor | None = None,
+) -> Tensor:
+    """Convolve int8 codes in plain torch: the specification of `amp_kernels.int8_conv2d`.
+
+    Each output pixel is a row of `int8_matmul`: the codes of `x` under the kernel, times the codes of the weight.
+
+    Args:
+        x: int8 `[B, H, W, C]`.
+        weight: int8 `[N, kernel height, kernel width, C]`.
+        x_scale: fp32, with one element, or with one element per image.
+        x_zero_point: int32, with as many elements as `x_scale`, or None.
+        weight_scale: fp32, with one element, or with one element per output channel.
+        bias: fp32 `[N]`, or None.
+        stride: Along height and width.
+        padding: Pixels that are added at each end of height and width. Their code is the zero point, clamped to the
+            range of int8.
+        dilation: Along height and width.
+        out_dtype: fp32, fp16 or bf16.
+        out_scale: One fp32 element, the scale with which the result is quantized. None to return floats.
+        out_zero_point: One int32 element, or None. If `out_scale` is None, it must be None.
+
+    Returns:
+        `[B, output height, output width, N]` in `out_dtype`, or int8 codes if `out_scale` is given.
+
+    Examples:
+        >>> x, weight, one = torch.ones(1, 3, 3, 1).char(), torch.ones(1, 2, 2, 1).char(), torch.ones(1)
+        >>> amp_kernels.reference.int8_conv2d(x, weight, one, None, one).flatten()
+        tensor([4., 4., 4., 4.])
+    """
+    fill = torch.zeros(1, dtype=torch.int32, device=x.device) if x_zero_point is None else x_zero_point
+    batch, pixels = x.shape[0], [n + 2 * pad for n, pad in zip(x.shape[1:3], padding, strict=True)]
+    padded = fill.clamp(-128, 127).to(torch.int8).reshape(-1, 1, 1, 1).expand(batch, *pixels, x.shape[3]).clone()
+    padded[:, padding[0] : padding[0] + x.shape[1], padding[1] : padding[1] + x.shape[2]] = x
+    # For each dimension, the pixels that each output pixel reads: [output size, kernel size].
+    (rows, columns) = (
+        torch.arange(0, n - step * (taps - 1), by, device=x.device)[:, None]
+        + torch.arange(taps, device=x.device) * step
+        for n, taps, by, step in zip(pixels, weight.shape[1:3], stride, dilation, strict=True)
+    )
+    # [batch, output height, output width, kernel height, kernel width, channels]
+    under = padded[:, rows[:, None, :, None], columns[None, :, None, :]]
+
+    def of_pixels(side: Tensor | None) -> Tensor | None:
+        many = side is not None and side.numel() > 1
+        return side.flatten().repeat_interleave(len(rows) * len(columns)) if side is not None and many else side
+
+    scale = of_pixels(x_scale)
+    assert scale is not None
+    out = int8_matmul(
+        under.flatten(0, 2).flatten(1), weight.flatten(1).t(), scale, of_pixels(x_zero_point), weight_scale, None,
+        bias=bias, out_dtype=out_dtype, out_scale=out_scale, out_zero_point=out_zero_point,
+    )  # fmt: skip
+    return out.reshape(batch, len(rows), len(columns), weight.shape[0])
+
+
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor, bias: Tensor | None = None) -> Tensor:
     """Multiply floats by int8 weights: `x @ weight.T * scale + bias` in fp32, then rounded to x's dtype.
 

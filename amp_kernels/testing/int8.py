@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import reference
-from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_matmul, quantize_int8
+from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_conv2d, int8_matmul, quantize_int8
 from .common import DTYPES, LAYOUTS, SHAPE, Case, Result, exact, generator, place, randn, same_kind, unchanged, within
 
 # Arguments of `quantize_int8` that say which elements of a 4-dimensional input share a scale.
@@ -217,6 +217,18 @@ INT8_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+# NCHW: the codes of an image as torch stores it by default.
+CONV_LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": Tensor.clone,
+    "nchw": lambda x: x.permute(0, 3, 1, 2).contiguous().permute(0, 2, 3, 1),
+    "sliced": lambda x: _surrounded(x, (*x.shape[:-1], x.shape[-1] + 5), (..., slice(2, -3))),
+    "cropped": lambda x: _surrounded(
+        x, (x.shape[0], x.shape[1] + 2, x.shape[2] + 3, x.shape[3]), (slice(None), slice(1, -1), slice(2, -1))
+    ),
+    "misaligned": lambda x: _surrounded(x, (x.numel() + 2,), slice(1, -1)),
+}
+
+
 def _surrounded(x: Tensor, shape: Sequence[int], index: Any) -> Tensor:
     return torch.full(tuple(shape), 111, dtype=x.dtype, device=x.device)[index].view_as(x).copy_(x)
 
@@ -260,6 +272,72 @@ def _product(
         moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in final.items()}
         ours = int8_matmul(*on_device, bias=None if bias is None else bias.to(device), **moved)
         yield exact(f"bias {bias is not None}", ours, expected)
+
+
+class _Conv(NamedTuple):
+    """The sizes of a convolution. Pairs are for height and width."""
+
+    batch: int
+    pixels: tuple[int, int]
+    channels: int
+    outputs: int
+    taps: tuple[int, int]
+    stride: tuple[int, int] = (1, 1)
+    padding: tuple[int, int] = (0, 0)
+    dilation: tuple[int, int] = (1, 1)
+
+
+CONVOLUTIONS: dict[str, _Conv] = {
+    "3x3": _Conv(2, (9, 7), 16, 33, (3, 3), padding=(1, 1)),
+    "odd_channels": _Conv(2, (6, 5), 5, 7, (3, 3), padding=(1, 1)),
+    "many_channels": _Conv(1, (5, 4), 80, 20, (3, 3), padding=(1, 1)),  # a tap is longer than a tile of 64 codes
+    "strided": _Conv(2, (9, 8), 16, 20, (3, 3), (2, 2), (1, 1)),
+    "dilated": _Conv(2, (9, 10), 16, 20, (3, 3), padding=(2, 1), dilation=(2, 3)),
+    "all_different": _Conv(3, (10, 11), 8, 20, (3, 2), (2, 3), (0, 2), (3, 2)),
+    "stem": _Conv(1, (17, 17), 3, 16, (7, 7), (2, 2), (3, 3)),
+    "padding_above_kernel": _Conv(2, (3, 4), 6, 5, (2, 2), padding=(5, 3)),
+    "one_pixel": _Conv(3, (1, 1), 16, 9, (3, 3), padding=(1, 1)),
+    "one_element": _Conv(1, (1, 1), 1, 1, (1, 1)),
+    "line": _Conv(2, (1, 30), 12, 10, (1, 5), padding=(0, 2)),
+    "plain_product": _Conv(2, (6, 5), 20, 40, (1, 1)),
+    "1x1_strided": _Conv(2, (6, 5), 20, 40, (1, 1), (2, 2)),
+    "1x1_padded": _Conv(2, (6, 5), 20, 40, (1, 1), padding=(1, 0)),
+    "few_pixels": _Conv(1, (2, 3), 48, 40, (2, 2)),
+    "whole_image": _Conv(2, (4, 4), 16, 10, (4, 4)),
+    "no_images": _Conv(0, (5, 5), 3, 4, (3, 3)),
+    "no_outputs": _Conv(2, (5, 5), 3, 0, (3, 3)),
+    "many_tiles": _Conv(2, (16, 17), 16, 130, (2, 2)),
+}
+
+
+def _convolution(
+    conv: _Conv, layout: str, per: bool, zeros: bool, out: torch.dtype, change: str, device: torch.device
+) -> Iterator[Result]:
+    shape = (conv.batch, *conv.pixels, conv.channels)
+    x, weight = integers(*shape, seed=1), integers(conv.outputs, *conv.taps, conv.channels, seed=2)
+    sizes = (conv.batch, 1, 1, 1) if per else (1,)
+    scale, zero = randn(*sizes, seed=3).abs() + 0.01, integers(*sizes, seed=4).to(torch.int32) if zeros else None
+    weight_scale = randn(*((conv.outputs, 1, 1, 1) if per else (1,)), seed=5).abs() + 0.01
+    if change == "extremes":
+        x, weight = torch.full_like(x, -128), torch.full_like(weight, -128)
+        zero = torch.full(sizes, 127, dtype=torch.int32)
+    elif change == "nan":
+        scale.view(-1)[0] = math.nan
+    elif change == "no_code":
+        zero = torch.full(sizes, 300, dtype=torch.int32)
+        zero.view(-1)[-1] = -385
+    q = Int8Tensor(CONV_LAYOUTS[layout](x.to(device)), scale.to(device), None if zero is None else zero.to(device))
+    kernel = Int8Tensor(CONV_LAYOUTS[layout](weight.to(device)), weight_scale.to(device))
+    steps: dict[str, Any] = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+    for bias in (None, randn(conv.outputs, seed=6)):
+        final: dict[str, Any] = {"out_dtype": torch.float32 if out is torch.int8 else out}
+        if out is torch.int8:
+            final |= {"out_scale": torch.tensor(30.0), "out_zero_point": torch.tensor(-7, dtype=torch.int32)}
+        expected = reference.int8_conv2d(x, weight, scale, zero, weight_scale, bias=bias, **steps, **final)
+        moved: dict[str, Any] = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in final.items()}
+        ours = int8_conv2d(q, kernel, bias=None if bias is None else bias.to(device), **steps, **moved)
+        yield exact(f"bias {bias is not None}", ours, expected)
+        yield same_kind("kind", ours, expected.shape, expected.dtype)
 
 
 def _linear(sizes: tuple[int, int, int], dtype: torch.dtype, scales: int, device: torch.device) -> Iterator[Result]:
@@ -421,8 +499,29 @@ def _other_cases() -> Iterator[Case]:
     )  # fmt: skip
 
 
+def _convolution_cases() -> Iterator[Case]:
+    def case(name: str, conv: _Conv, out: str, *options: Any) -> Case:
+        dtype = torch.int8 if out == "int8" else DTYPES[out]
+        layout, per, zeros, change = options
+        return Case("int8_conv2d", out, name, partial(_convolution, conv, layout, per, zeros, dtype, change))
+
+    for name, conv in CONVOLUTIONS.items():
+        yield case(name, conv, "fp32", "contiguous", True, True, "")
+        yield case(f"{name}_without_zeros", conv, "int8", "contiguous", False, False, "")
+    conv = CONVOLUTIONS["all_different"]
+    for out in (*DTYPES, "int8"):
+        for per, zeros in itertools.product((False, True), (False, True)):
+            yield case(f"epilogue_{per}_{zeros}", conv, out, "contiguous", per, zeros, "")
+    for layout in CONV_LAYOUTS:
+        yield case(layout, CONVOLUTIONS["3x3"], "fp32", layout, True, True, "")
+        yield case(f"odd_{layout}", CONVOLUTIONS["odd_channels"], "int8", layout, True, True, "")
+    for change in ("extremes", "nan", "no_code"):
+        yield case(change, CONVOLUTIONS["3x3"], "fp32", "contiguous", True, True, change)
+        yield case(change, CONVOLUTIONS["strided"], "int8", "contiguous", True, True, change)
+
+
 def _by_operator() -> dict[str, tuple[Case, ...]]:
-    cases = [*_quantize_cases(), *_static_cases(), *_other_cases()]
+    cases = [*_quantize_cases(), *_static_cases(), *_other_cases(), *_convolution_cases()]
     return {op: tuple(case for case in cases if case.op == op) for op in dict.fromkeys(case.op for case in cases)}
 
 

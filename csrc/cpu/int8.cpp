@@ -150,6 +150,12 @@ void multiply(const Int8Matmul& args) {
   with_int8_tile([&](auto tile) { multiply<decltype(tile)>(Int8Product<decltype(tile)>(args)); });
 }
 
+void multiply(const Int8Conv2d& args) {
+  const Int8Matmul& rows = args.rows;
+  advise_huge_pages(rows.out, rows.m * rows.n * (rows.out_scale == nullptr ? size_of(rows.dtype) : 1));
+  with_int8_tile([&](auto tile) { multiply<decltype(tile)>(ConvProduct<decltype(tile)>(args)); });
+}
+
 void multiply(const Int8Linear& args) {
   advise_huge_pages(args.out, args.m * args.n * size_of(args.dtype));
   with_float_tile([&](auto tile) {

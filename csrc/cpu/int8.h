@@ -9,6 +9,7 @@ void quantize(const Quantize& args);
 void dequantize(const Dequantize& args);
 void straight_through(const StraightThrough& args);
 void multiply(const Int8Matmul& args);
+void multiply(const Int8Conv2d& args);
 void multiply(const Int8Linear& args);
 
 }  // namespace amp_kernels::cpu

@@ -87,12 +87,16 @@ class Multiplication {
   class LeftTiles {
    public:
     LeftTiles(const Multiplication& plan, int64_t places)
-        : plan_(plan), places_(places), elements_(places * plan.tile_size()), row_sums_(places * kRows) {}
+        : plan_(plan),
+          places_(places),
+          elements_(places * plan.tile_size()),
+          row_sums_(places * kRows),
+          gathered_(Product::kGathers ? kRows * plan.product_.k : 0) {}
 
     // Packs tile `t` into the memory at `place`.
     void pack(int64_t t, int64_t place) const {
       Left* const to = elements_ + place * plan_.tile_size();
-      plan_.product_.pack_left(plan_.first_row(t), plan_.rows(t), plan_.groups_, to);
+      plan_.product_.pack_left(plan_.first_row(t), plan_.rows(t), plan_.groups_, gathered_ + 0, to);
       if constexpr (Product::kLeftIsCodes)
         if (plan_.product_.needs_row_sums())
           sum_rows<kRows>(to, plan_.rows(t), plan_.groups_, row_sums_ + place * kRows);
@@ -108,6 +112,7 @@ class Multiplication {
     const int64_t places_;
     const Buffer<Left> elements_;
     const Buffer<int32_t> row_sums_;
+    const Buffer<int8_t> gathered_;
   };
 
   // The memory of one thread. It holds the block of panels that this thread packed last, and the tile that this thread
@@ -168,7 +173,10 @@ class Multiplication {
   // Whether each thread packs a tile just before it multiplies it. When all tiles were packed first, a product of
   // 50176 x 64 x 576 (M x N x K) took 1.55 times as long on a CPU with AVX2, and 1.07 times on one with VNNI. A product
   // of 128 x 128 x 784 took 1.6 times as long, because threads had to wait for each other twice.
-  bool packs_by_tile() const { return blocks_ == 1; }
+  //
+  // The rows of a convolution are always gathered by tile. All of them take as many bytes as x, times the number of
+  // taps.
+  bool packs_by_tile() const { return Product::kGathers || blocks_ == 1; }
 
   void pack_all(const LeftTiles& left) const {
     const auto nothing = [](int64_t) { return 0; };

@@ -1,6 +1,7 @@
-// The two products with int8 codes. int8_matmul.h and int8_dots.h compute them:
+// The products with int8 codes. int8_matmul.h and int8_dots.h compute them:
 //
 //   Int8Product      out[m, n] = (sum of (a[m, k] - za[m]) * (b[k, n] - zb[n])) * (sa[m] * sb[n]) + bias[n]
+//   ConvProduct      the same, with rows of a that are gathered from images
 //   LinearProduct    out[m, n] = (sum of x[m, k] * weight[n, k]) * scale[n] + bias[n]
 //
 // Sums are over k. za and zb are zero points, sa and sb scales. In this file, a group is four neighbouring k, as in
@@ -8,7 +9,8 @@
 //   m, n, k
 //   right: the right operand, int8 codes, as a view of [k, n]
 //   kLeftIsCodes: whether the left operand is int8 codes, too
-//   pack_left(row, rows, groups, to): packs a tile for Tile::multiply
+//   kGathers: whether pack_left gathers rows. It then needs memory for Tile::kRows * k codes, `gathered`
+//   pack_left(row, rows, groups, gathered, to): packs a tile for Tile::multiply
 //   plain_left(row, to): writes one row for Tile::dot, and returns the sum of its codes
 //   needs_row_sums(): whether Tile::multiply or finish() needs the sum of each row's codes
 //   needs_column_sums(): whether finish() needs the sum of each column's codes
@@ -23,6 +25,7 @@
 #include <utility>
 
 #include "../formulas/int8.h"
+#include "buffer.h"
 #include "convert.h"
 #include "int8_pack.h"
 #include "tiles.h"
@@ -78,7 +81,7 @@ class Int8Product {
   static constexpr int kColumns = Tile::kColumns;
   using Left = typename Tile::Left;
 
-  static constexpr bool kLeftIsCodes = true;
+  static constexpr bool kLeftIsCodes = true, kGathers = false;
 
   explicit Int8Product(const Int8Matmul& args)
       : m(args.m),
@@ -94,9 +97,14 @@ class Int8Product {
   const int64_t m, n, k;
   const Bytes left, right;
 
-  void pack_left(int64_t row, int64_t rows, int64_t groups, Left* to) const noexcept {
+  void pack_left(int64_t row, int64_t rows, int64_t groups, int8_t*, Left* to) const noexcept {
     Bytes from = left;
     from.data += row * left.stride;
+    pack_rows(from, rows, groups, to);
+  }
+
+  // Packs the first `rows` rows of `from`.
+  void pack_rows(Bytes from, int64_t rows, int64_t groups, Left* to) const noexcept {
     if constexpr (std::is_same_v<Left, int8_t>) {
       pack(from, 0, groups, k, rows, rows, to);
     } else {
@@ -144,6 +152,14 @@ class Int8Product {
     finish_as<int8_t>(row, rows, columns, sums, row_sums);
   }
 
+ protected:
+  // Copies one row, and returns the sum of its codes. The call with the constant stride 1 is inlined as a separate
+  // loop, which the compiler vectorises.
+  int32_t copy(const Bytes& from, int64_t j, Left* to) const {
+    const int8_t* codes = from.data + j * from.stride;
+    return from.k_stride == 1 ? copy(codes, k, 1, to) : copy(codes, k, from.k_stride, to);
+  }
+
  private:
   // If all zero points are codes (-128 to 127), |code - zero_point| is at most 255. So a sum of k products
   // (a - za) * (b - zb) is at most 255^2 * k. kNarrowK is the largest k for which this is below 2^31: 255^2 * 33025 is,
@@ -157,13 +173,6 @@ class Int8Product {
     for (int64_t i = 0; zero_point != nullptr && i < count; ++i)
       beyond |= (static_cast<uint32_t>(zero_point[i]) + 128u) >> 8;
     return beyond == 0;
-  }
-
-  // Copies one row, and returns the sum of its codes. The call with the constant stride 1 is inlined as a separate
-  // loop, which the compiler vectorises.
-  int32_t copy(const Bytes& from, int64_t j, Left* to) const {
-    const int8_t* codes = from.data + j * from.stride;
-    return from.k_stride == 1 ? copy(codes, k, 1, to) : copy(codes, k, from.k_stride, to);
   }
 
   [[gnu::always_inline]] static int32_t copy(const int8_t* codes, int64_t count, int64_t stride, Left* to) {
@@ -242,12 +251,65 @@ class Int8Product {
   const bool is_narrow_;  // whether 32 bits hold every sum of (a - za) * (b - zb)
 };
 
+// ------------------------------------------------------------------------------------------------- convolution
+template <class Tile>
+class ConvProduct : public Int8Product<Tile> {
+ public:
+  using Base = Int8Product<Tile>;
+  using Left = typename Base::Left;
+  using Base::k;
+
+  static constexpr bool kGathers = true;
+
+  explicit ConvProduct(const Int8Conv2d& conv) : Base(conv.rows), args_(conv.rows), window_(conv.window) {}
+
+  void pack_left(int64_t row, int64_t rows, int64_t groups, int8_t* gathered, Left* to) const noexcept {
+    for (int64_t r = 0; r < rows; ++r) gather(row + r, gathered + r * k);
+    this->pack_rows({gathered, 1, k, 0}, rows, groups, to);
+  }
+
+  int32_t plain_left(int64_t row, Left* to) const {
+    const Buffer<int8_t> gathered(k);
+    gather(row, gathered + 0);
+    return this->copy({gathered + 0, 1, k, 0}, 0, to);
+  }
+
+ private:
+  // Writes row `row` of the left operand. Taps of a line of the kernel that are neighbours in memory are copied
+  // together.
+  void gather(int64_t row, int8_t* to) const {
+    const Window& w = window_;
+    const int64_t pixel = row % w.out_pixels(), bytes = w.size[0] * w.size[1] * w.channels;
+    const int8_t* const image = args_.a + row / w.out_pixels() * bytes;
+    const int32_t zero_point = args_.a_zero_point == nullptr ? 0 : args_.a_zero_point[row * args_.a_step];
+    const int8_t zero = static_cast<int8_t>(std::clamp(zero_point, -128, 127));
+    const int64_t together = w.dilation[1] == 1 ? w.taps[1] : 1;
+    int64_t y = w.first(0, pixel / w.out[1]);
+    for (int64_t i = 0; i < w.taps[0]; ++i, y += w.dilation[0]) {
+      const bool is_inside = y >= 0 && y < w.size[0];
+      int64_t x = w.first(1, pixel % w.out[1]);
+      for (int64_t j = 0; j < w.taps[1]; j += together, x += w.dilation[1], to += together * w.channels) {
+        const int64_t begin = is_inside ? std::clamp<int64_t>(-x, 0, together) : together;
+        const int64_t end = std::clamp(w.size[1] - x, begin, together);
+        std::fill_n(to, begin * w.channels, zero);
+        if (begin < end)
+          std::memcpy(to + begin * w.channels, image + (y * w.size[1] + x + begin) * w.channels,
+                      (end - begin) * w.channels);
+        std::fill(to + end * w.channels, to + together * w.channels, zero);
+      }
+    }
+  }
+
+  const Int8Matmul args_;
+  const Window window_;
+};
+
 // ------------------------------------------------------------------------------------------------ float x int8
 template <class Tile, class T>
 class LinearProduct {
  public:
   static constexpr int kColumns = Tile::kColumns;
-  static constexpr bool kLeftIsCodes = false;
+  static constexpr bool kLeftIsCodes = false, kGathers = false;
 
   explicit LinearProduct(const Int8Linear& args)
       : m(args.m), n(args.n), k(args.k), right{args.weight, 1, args.weight_stride, 0}, args_(args) {}
@@ -255,7 +317,7 @@ class LinearProduct {
   const int64_t m, n, k;
   const Bytes right;
 
-  void pack_left(int64_t row, int64_t rows, int64_t groups, float* to) const noexcept {
+  void pack_left(int64_t row, int64_t rows, int64_t groups, int8_t*, float* to) const noexcept {
     for (int64_t r = 0; r < rows; ++r) {
       const T* from = static_cast<const T*>(args_.x) + (row + r) * args_.x_stride;
       for (int64_t begin = 0; begin < groups; begin += kPackGroups) {

@@ -34,6 +34,7 @@ void launch_quantize(const Quantize& quantize, void* workspace, Stream stream);
 void launch_dequantize(const Dequantize& dequantize, Stream stream);
 void launch_straight_through(const StraightThrough& pass, Stream stream);
 void launch_int8_matmul(const Int8Matmul& matmul, Stream stream);
+void launch_int8_conv2d(const Int8Conv2d& conv, Stream stream);
 bool multiplies_codes_by(Dtype dtype);  // whether launch_int8_linear takes x of this dtype on the current device
 void launch_int8_linear(const Int8Linear& linear, Stream stream);
 

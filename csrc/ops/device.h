@@ -67,6 +67,7 @@ class Cpu {
   void run(const Dequantize& args) { cpu::dequantize(args); }
   void run(const StraightThrough& args) { cpu::straight_through(args); }
   void run(const Int8Matmul& args) { cpu::multiply(args); }
+  void run(const Int8Conv2d& args) { cpu::multiply(args); }
   void run(const Int8Linear& args) { cpu::multiply(args); }
 };
 
@@ -117,6 +118,7 @@ class Cuda : public cuda::Dispatch {
   void run(const Dequantize& args) { cuda::launch_dequantize(args, stream_); }
   void run(const StraightThrough& args) { cuda::launch_straight_through(args, stream_); }
   void run(const Int8Matmul& args) { cuda::launch_int8_matmul(args, stream_); }
+  void run(const Int8Conv2d& args) { cuda::launch_int8_conv2d(args, stream_); }
   void run(const Int8Linear& args) { cuda::launch_int8_linear(args, stream_); }
 
  private:

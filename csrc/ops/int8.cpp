@@ -256,6 +256,44 @@ void require_row(const MaybeTensor& bias, int64_t n, ScalarType dtype, const Ope
   require(bias->dim() == 1 && bias->size(0) == n);
 }
 
+// Requires that what becomes of the sums fits a result with n columns.
+void require_result(int64_t n, const MaybeTensor& bias, const MaybeTensor& out_scale, const MaybeTensor& out_zero_point,
+                    const Operand& beside) {
+  require_row(bias, n, ScalarType::Float, beside);
+  require_scalar(out_scale, beside);
+  if (!out_zero_point.has_value()) return;
+  require_kind(*out_zero_point, ScalarType::Int, beside);
+  require(out_scale.has_value() && out_zero_point->numel() == 1);
+}
+
+// Requires one scale, or one for each index of the first of four dimensions.
+void require_of_first(const Tensor& scale) {
+  require(scale.numel() == 1 || (scale.dim() == 4 && scale.size(0) == scale.numel()));
+}
+
+Int8Matmul matmul_of(int64_t m, int64_t n, int64_t k, const Tensor& a, const Tensor& b, const Side& rows,
+                     const Side& columns, const MaybeTensor& bias, const Tensor& out, const MaybeTensor& out_scale,
+                     const MaybeTensor& out_zero_point) {
+  return {m,
+          n,
+          k,
+          data<int8_t>(a),
+          {a.stride(0), a.stride(1)},
+          data<int8_t>(b),
+          {b.stride(0), b.stride(1)},
+          data<float>(rows.scale),
+          data<int32_t>(rows.zero_point),
+          rows.step,
+          data<float>(columns.scale),
+          data<int32_t>(columns.zero_point),
+          columns.step,
+          data<char>(bias),
+          out.data_ptr(),
+          dtype_of(out),
+          data<float>(out_scale),
+          data<int32_t>(out_zero_point)};
+}
+
 // Products for Triton. Triton multiplies with the instruction wgmma. The CUDA kernels of this package use mma.sync, and
 // the peak rate of mma.sync is at most 62 % of the peak rate of wgmma. But a call takes the host 17 us with the CUDA
 // kernels, and about 100 us with Triton. Time on the device, an H200 (torch 2.11, Triton 3.6), in us:
@@ -314,12 +352,7 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   const Side rows(a_scale, a_zero_point, m, left), columns(b_scale, b_zero_point, n, left);
   require(rows.step == 0 || (a_scale.dim() == 2 && a_scale.size(1) == 1));
   require(columns.step == 0 || (b_scale.dim() == 2 && b_scale.size(0) == 1));
-  require_row(bias, n, ScalarType::Float, left);
-  require_scalar(out_scale, left);
-  if (out_zero_point.has_value()) {
-    require_kind(*out_zero_point, ScalarType::Int, left);
-    require(out_scale.has_value() && out_zero_point->numel() == 1);
-  }
+  require_result(n, bias, out_scale, out_zero_point, left);
   if constexpr (kDelegates) {
     if (is_for_triton<Device>(a, m, n, k))
       return Device::template call<Tensor>({"amp_kernels::_uncompiled_int8_matmul"}, a, b, a_scale, a_zero_point,
@@ -329,24 +362,71 @@ Tensor int8_matmul(Tensor a, Tensor b, Tensor a_scale, MaybeTensor a_zero_point,
   if (m == 0 || n == 0) return out;
   bias = as_row_major(bias);
   if constexpr (Device::kReadsChunks) a = in_chunks(a, 1), b = in_chunks(b, 0);
-  Device(a).run(Int8Matmul{m,
-                           n,
-                           k,
-                           data<int8_t>(a),
-                           {a.stride(0), a.stride(1)},
-                           data<int8_t>(b),
-                           {b.stride(0), b.stride(1)},
-                           data<float>(rows.scale),
-                           data<int32_t>(rows.zero_point),
-                           rows.step,
-                           data<float>(columns.scale),
-                           data<int32_t>(columns.zero_point),
-                           columns.step,
-                           data<char>(bias),
-                           out.data_ptr(),
-                           dtype_of(out),
-                           data<float>(out_scale),
-                           data<int32_t>(out_zero_point)});
+  Device(a).run(matmul_of(m, n, k, a, b, rows, columns, bias, out, out_scale, out_zero_point));
+  return out;
+}
+
+// The convolution of `x` with `weight`, or an error if the sizes do not fit.
+Window window_of(const Tensor& x, const Tensor& weight, const Dims& stride, const Dims& padding, const Dims& dilation) {
+  require(stride.size() == 2 && padding.size() == 2 && dilation.size() == 2);
+  Window window{};
+  window.channels = x.size(3);
+  for (int d = 0; d < 2; ++d) {
+    require(stride[d] >= 1 && padding[d] >= 0 && dilation[d] >= 1);
+    window.size[d] = x.size(1 + d), window.taps[d] = weight.size(1 + d);
+    window.stride[d] = stride[d], window.padding[d] = padding[d], window.dilation[d] = dilation[d];
+    const int64_t last = x.size(1 + d) + 2 * padding[d] - dilation[d] * (weight.size(1 + d) - 1) - 1;
+    require(last >= 0);
+    window.out[d] = last / stride[d] + 1;
+  }
+  return window;
+}
+
+// Scales or zero points with one element for each output pixel, if there is one for each image.
+Tensor of_pixels(const Tensor& side, int64_t step, int64_t pixels) {
+  if (step == 0) return side;
+  const Tensor column = torch::stable::reshape(side, {side.numel(), 1});
+  return copied(column, {side.numel(), pixels}, row_major(Dims{side.numel(), pixels}), side.scalar_type());
+}
+
+template <class Device>
+Tensor int8_conv2d(Tensor x, Tensor weight, Tensor x_scale, MaybeTensor x_zero_point, Tensor weight_scale,
+                   MaybeTensor bias, Dims stride, Dims padding, Dims dilation, ScalarType out_dtype,
+                   MaybeTensor out_scale, MaybeTensor out_zero_point) {
+  const Operand images(x);
+  require_kind(x, ScalarType::Char, images);
+  require_kind(weight, ScalarType::Char, images);
+  require(x.dim() == 4 && weight.dim() == 4 && x.size(3) == weight.size(3) && is_float(out_dtype));
+  const int64_t n = weight.size(0), terms = weight.size(1) * weight.size(2) * weight.size(3);
+  require(terms > 0 && terms <= kMaxTerms);
+  Window window = window_of(x, weight, stride, padding, dilation);
+  Side rows(x_scale, x_zero_point, x.size(0), images), columns(weight_scale, std::nullopt, n, images);
+  require_of_first(x_scale), require_of_first(weight_scale);
+  require_result(n, bias, out_scale, out_zero_point, images);
+
+  const int64_t m = x.size(0) * window.out_pixels();
+  const Tensor out =
+      new_tensor({x.size(0), window.out[0], window.out[1], n}, out_scale.has_value() ? ScalarType::Char : out_dtype, x);
+  if (m == 0 || n == 0) return out;
+  bias = as_row_major(bias);
+  rows.scale = of_pixels(rows.scale, rows.step, window.out_pixels());
+  if (rows.zero_point.has_value()) rows.zero_point = of_pixels(*rows.zero_point, rows.step, window.out_pixels());
+  // Each pixel is a row of channels. If kernels read chunks, zeros fill up the rows of x and of the weight.
+  Tensor pixels = torch::stable::reshape(as_row_major(x), {x.numel() / window.channels, window.channels});
+  Tensor taps = torch::stable::reshape(as_row_major(weight), {weight.numel() / window.channels, window.channels});
+  if constexpr (Device::kReadsChunks) {
+    pixels = in_chunks(pixels, 1), taps = in_chunks(taps, 1);
+    window.channels = (window.channels + 15) / 16 * 16;
+  }
+  const int64_t k = window.taps[0] * window.taps[1] * window.channels;
+  Int8Matmul matmul = matmul_of(m, n, k, pixels, taps, rows, columns, bias, out, out_scale, out_zero_point);
+  matmul.a_strides[0] = window.channels, matmul.a_strides[1] = 1;
+  matmul.b_strides[0] = 1, matmul.b_strides[1] = k;
+  Device device(x);
+  if (k == window.channels && window.stride[0] * window.stride[1] == 1 && window.padding[0] + window.padding[1] == 0)
+    device.run(matmul);  // each output pixel reads one pixel, the one in its place
+  else
+    device.run(Int8Conv2d{matmul, window});
   return out;
 }
 
@@ -409,6 +489,7 @@ void register_kernels(Library& m) {
   AMP_KERNELS_IMPL(m, Device, "fake_quantize_int8", fake_quantize_int8<Device>);
   AMP_KERNELS_IMPL(m, Device, "dequantize_int8", dequantize_int8<Device>);
   AMP_KERNELS_IMPL(m, Device, "straight_through_int8", straight_through_int8<Device>);
+  AMP_KERNELS_IMPL(m, Device, "int8_conv2d", int8_conv2d<Device>);
 }
 
 }  // namespace
