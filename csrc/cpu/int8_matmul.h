@@ -91,7 +91,7 @@ class Multiplication {
           places_(places),
           elements_(places * plan.tile_size()),
           row_sums_(places * kRows),
-          gathered_(Product::kGathers ? kRows * plan.product_.k : 0) {}
+          gathered_(plan.product_.gathered_bytes()) {}
 
     // Packs tile `t` into the memory at `place`.
     void pack(int64_t t, int64_t place) const {
@@ -176,7 +176,7 @@ class Multiplication {
   //
   // The rows of a convolution are always gathered by tile. All of them take as many bytes as x, times the number of
   // taps.
-  bool packs_by_tile() const { return Product::kGathers || blocks_ == 1; }
+  bool packs_by_tile() const { return product_.gathered_bytes() > 0 || blocks_ == 1; }
 
   void pack_all(const LeftTiles& left) const {
     const auto nothing = [](int64_t) { return 0; };

@@ -137,6 +137,21 @@ struct Avx2Tile : Scaler<16> {
     to[0] = four[0], to[1] = four[2], to[2] = four[1], to[3] = four[3];
   }
 
+  __attribute__((target("avx2"))) static void widen_row(const int8_t* codes, int64_t groups, int64_t stride, Left* to) {
+    const __m128i order = _mm_setr_epi8(0, 2, 1, 3, 4, 6, 5, 7, 8, 10, 9, 11, 12, 14, 13, 15);
+    int64_t g = 0;
+    for (; g + 4 <= groups; g += 4, to += 4 * stride) {
+      const __m128i four_groups = _mm_loadu_si128(reinterpret_cast<const __m128i*>(codes + 4 * g));
+      const __m256i wide = _mm256_cvtepi8_epi16(_mm_shuffle_epi8(four_groups, order));
+      for (int half = 0; half < 2; ++half) {
+        const __m128i two = half == 0 ? _mm256_castsi256_si128(wide) : _mm256_extracti128_si256(wide, 1);
+        _mm_storel_epi64(reinterpret_cast<__m128i*>(to + 2 * half * stride), two);
+        _mm_storeh_pd(reinterpret_cast<double*>(to + (2 * half + 1) * stride), _mm_castsi128_pd(two));
+      }
+    }
+    for (; g < groups; ++g, to += stride) widen(codes + 4 * g, to);
+  }
+
   template <int kTileRows>
   __attribute__((target("avx2"))) static void multiply(const LeftTile<Left>& tile, const int8_t* right, int64_t groups,
                                                        Sum* sums, bool first) {

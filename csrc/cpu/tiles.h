@@ -1,6 +1,7 @@
 // The innermost loops of the int8 products. Each instruction set has a class. All classes have the functions multiply
 // and dot, and the function `widen`, which puts four elements of the left operand in the type and order that multiply
-// needs.
+// needs. If the left operand is codes, but Left is a wider type, widen_row widens the groups of a row of contiguous
+// codes. The groups of the row then lie `stride` elements apart.
 //
 // multiply: a tile of up to kRows rows times kColumns columns, over `groups` groups of four k. Sums are in registers.
 //
@@ -148,6 +149,10 @@ struct PortableTile : Scaler<16> {
   template <class T>
   static void widen(const T* four, Left* to) {
     for (int i = 0; i < 4; ++i) to[i] = static_cast<Left>(four[i]);
+  }
+
+  static void widen_row(const int8_t* codes, int64_t groups, int64_t stride, Left* to) {
+    for (int64_t g = 0; g < groups; ++g) widen(codes + 4 * g, to + g * stride);
   }
 
   template <int kTileRows>

@@ -11,6 +11,8 @@ import pickle
 import random
 import re
 import resource
+import subprocess
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -396,6 +398,56 @@ def test_more_than_2_31_elements(backend: str, device: torch.device) -> None:
     assert codes.shape == (n,) and bool((codes[-100:] == 10).all()) and bool((codes[:100] == 10).all())
 
 
+# ---------------------------------------------------------------------------------------------- convolutions
+@pytest.mark.parametrize("name", [name for name, conv in cases.CONVOLUTIONS.items() if conv.batch and conv.outputs])
+def test_the_reference_convolves_as_torch_does(name: str) -> None:
+    """torch pads with 0, in numbers. Sums of integers in fp64 are exact."""
+    conv = cases.CONVOLUTIONS[name]
+    x, weight = (
+        cases.integers(conv.batch, *conv.pixels, conv.channels),
+        cases.integers(conv.outputs, *conv.taps, conv.channels),
+    )
+    zero_point = cases.integers(conv.batch, 1, 1, 1, seed=3).int()
+    steps = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+    one = torch.ones(())
+    ours = reference.int8_conv2d(x, weight, one.expand(conv.batch, 1, 1, 1), zero_point, one, **steps)
+    theirs = torch.nn.functional.conv2d(
+        (x - zero_point).double().permute(0, 3, 1, 2), weight.double().permute(0, 3, 1, 2), **steps
+    )
+    assert torch.equal(ours, theirs.permute(0, 2, 3, 1).float())
+
+
+def test_a_convolution_with_gaps_in_scales_and_bias(backend: str, device: torch.device) -> None:
+    x, weight = cases.integers(3, 5, 6, 7).to(device), cases.integers(4, 3, 3, 7, seed=1).to(device)
+    image = torch.stack([testing.randn(3).abs() + 0.1, torch.full((3,), 9.0)], 1).to(device)[:, 0].view(3, 1, 1, 1)
+    zero = torch.stack([torch.tensor([5, -7, 100]), torch.full((3,), 9)], 1).int().to(device)[:, 0].view(3, 1, 1, 1)
+    output, bias = (torch.stack([testing.randn(4, seed=i)] * 2, 1).to(device)[:, 0] for i in range(2))
+
+    def convolved(lay: Callable[[Tensor], Tensor]) -> Tensor:
+        q = Int8Tensor(x, lay(image), lay(zero))
+        return amp_kernels.int8_conv2d(q, Int8Tensor(weight, lay(output.view(4, 1, 1, 1))), bias=lay(bias), padding=1)
+
+    assert torch.equal(convolved(lambda t: t), convolved(Tensor.contiguous))
+
+
+def test_a_convolution_stores_no_rows() -> None:
+    """The rows of 3 x 3 pixels would be nine times x. 2 MB cover the packed weight and a tile for each thread."""
+    if not _loader.load():
+        pytest.skip("needs the CPU backend")
+    script = """
+import resource, torch, amp_kernels
+x = amp_kernels.Int8Tensor(torch.ones(4, 256, 256, 64, dtype=torch.int8), torch.ones(1))
+weight = amp_kernels.Int8Tensor(torch.ones(8, 3, 3, 64, dtype=torch.int8), torch.ones(1))
+out = {"padding": 1, "out_scale": torch.ones(1)}
+amp_kernels.int8_conv2d(amp_kernels.Int8Tensor(x.values[:1, :8, :8], x.scale), weight, **out)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+y = amp_kernels.int8_conv2d(x, weight, **out)
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 - y.nbytes)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert int(done.stdout) < 6 << 20
+
+
 # ------------------------------------------------------------------------------------------------- the operators
 def samples() -> list[Any]:
     x, codes = testing.randn(4, 6), cases.integers(4, 6)
@@ -404,6 +456,7 @@ def samples() -> list[Any]:
     scale, zero = torch.tensor([[0.1], [0.2], [0.3], [0.4]]), torch.zeros(4, 1, dtype=torch.int32)
     columns = torch.tensor([[0.1, 0.2, 0.3]])
     b = cases.integers(6, 3)
+    images, taps, floats = cases.integers(2, 4, 5, 6), cases.integers(3, 2, 2, 6), (torch.float32, None, None)
     return [
         pytest.param("quantize_int8", (x, None, None, [-1], None, True, None), id="quantize-rows"),
         pytest.param("quantize_int8", (x.t(), None, None, None, 4, False, 7), id="quantize-blocks"),
@@ -423,6 +476,29 @@ def samples() -> list[Any]:
             id="matmul-int8-out",
         ),
         pytest.param("int8_linear", (x, cases.integers(3, 6), columns, None), id="linear"),
+        pytest.param(
+            "int8_conv2d",
+            (images, taps, scale[0], zero[:1], columns.view(3, 1, 1, 1), columns[0], [2, 1], [1, 0], [1, 2], *floats),
+            id="conv2d",
+        ),
+        pytest.param(
+            "int8_conv2d",
+            (
+                images,
+                taps,
+                scale[:2].view(2, 1, 1, 1),
+                None,
+                scale[0],
+                None,
+                [1, 1],
+                [1, 1],
+                [1, 1],
+                *floats[:1],
+                torch.tensor(0.5),
+                zero[0],
+            ),
+            id="conv2d-int8-out",
+        ),
     ]
 
 
@@ -433,6 +509,10 @@ def test_opcheck(op: str, arguments: tuple[Any, ...]) -> None:
 
 def _weights(x: Tensor) -> Int8Tensor:
     return amp_kernels.quantize_int8(x, dim=-1).t()
+
+
+def _images(x: Tensor) -> Int8Tensor:
+    return amp_kernels.quantize_int8(x, dim=(1, 2, 3))
 
 
 COMPILED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]] = {
@@ -455,6 +535,10 @@ COMPILED: dict[str, tuple[Callable[..., Any], Callable[[], tuple[Tensor, ...]]]]
     "matmul": (
         lambda x, w: amp_kernels.int8_matmul(amp_kernels.quantize_int8(x, dim=-1), _weights(w)).relu(),
         lambda: (testing.randn(5, 9), testing.randn(7, 9)),
+    ),
+    "conv2d": (
+        lambda x, w: amp_kernels.int8_conv2d(_images(x), _images(w), stride=2, padding=(0, 1)).relu(),
+        lambda: (testing.randn(2, 9, 7, 3), testing.randn(4, 3, 2, 3)),
     ),
 }
 
@@ -499,6 +583,27 @@ def test_results_by_a_scale_without_inverse(backend: str, device: torch.device, 
     given = (torch.tensor([scale], device=device), torch.tensor([zero_point], dtype=torch.int32, device=device))
     codes = amp_kernels.int8_matmul(a, b, out_scale=given[0], out_zero_point=given[1])
     assert codes.unique().tolist() == [min(max(zero_point, -128), 127)]
+
+
+@pytest.mark.parametrize("zero_point", [-2_000_000_000, -40_000, -600, -385, 300, 600, 32_768, 65_536])
+def test_results_by_a_zero_point_that_is_no_code(backend: str, device: torch.device, zero_point: int) -> None:
+    """The results of 9 rows of 33 are encoded in whole blocks and in parts of one."""
+    a, b = (
+        amp_kernels.quantize_int8(testing.randn(9, 40), dim=-1),
+        amp_kernels.quantize_int8(testing.randn(40, 33), dim=0),
+    )
+    a.scale[0], a.scale[1] = math.nan, math.inf
+    given = torch.tensor([0.02]), torch.tensor([zero_point], dtype=torch.int32)
+    floats = reference.int8_matmul(a.values, b.values, a.scale, None, b.scale, None)
+    expected = reference.quantize_int8(floats, scale=given[0], zero_point=given[1])[0]
+    out = dict(zip(("out_scale", "out_zero_point"), (t.to(device) for t in given), strict=True))
+    a, b = a.to(device), b.to(device)
+    assert torch.equal(amp_kernels.int8_matmul(a, b, **out).cpu(), expected)
+    images, taps = (
+        Int8Tensor(values.reshape(-1, 1, 2, 20), scale.reshape(-1, 1, 1, 1))
+        for values, scale in ((a.values, a.scale), (b.values.t(), b.scale))
+    )
+    assert torch.equal(amp_kernels.int8_conv2d(images, taps, **out).cpu().view(9, 33), expected)
 
 
 @pytest.mark.parametrize("zero_point", [-2_000_000_000, -40_000, -600, -385, 300, 385, 600, 640, 32_768, 65_536])
@@ -835,6 +940,7 @@ def test_threads_share_what_is_packed(threads: int, rows: int, columns: int, inn
 X = testing.randn(4, 6)
 Q = Int8Tensor(cases.integers(4, 6), torch.ones(4, 1), dim=(-1,))
 B = Int8Tensor(cases.integers(6, 3), torch.ones(1, 3), dim=(0,))
+IMAGES = _images(torch.ones(2, 4, 5, 6))
 TWO = torch.ones(2)
 
 
@@ -938,6 +1044,71 @@ TWO = torch.ones(2)
         (lambda: amp_kernels.int8_matmul(Q, B, bias=TWO), ValueError, r"bias must have shape \(3,\), got \(2,\)"),
         (lambda: amp_kernels.int8_matmul(Q, B, out_dtype=torch.int32), TypeError, "out_dtype must be float32"),
         (lambda: amp_kernels.quantize_int8(X, block_size=2).t(), ValueError, "values must have 2 dimensions and"),
+        (lambda: amp_kernels.int8_conv2d(X, IMAGES), TypeError, "int8_conv2d: x must be an Int8Tensor, got Tensor"),
+        (lambda: amp_kernels.int8_conv2d(Q, IMAGES), ValueError, "x must have 4 dimensions.*got 2; give a line"),
+        (lambda: amp_kernels.int8_conv2d(IMAGES, B), ValueError, "weight must have 4 dimensions, with channels as"),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, _images(torch.ones(3, 2, 2, 5))),
+            ValueError,
+            "weight must have 6 channels on cpu as x has, got 5",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, _images(torch.ones(3, 0, 2, 6))),
+            ValueError,
+            "weight must have from 1 to 131071 elements for each output channel, .* got 0",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(*[_images(torch.ones(1, 364, 361, 1))] * 2),
+            ValueError,
+            "weight must have from 1 to 131071 elements .* got 131404",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, amp_kernels.quantize_int8(torch.ones(3, 2, 2, 6), symmetric=False)),
+            ValueError,
+            "weight must be symmetric, got a zero point",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, amp_kernels.quantize_int8(torch.ones(3, 2, 2, 6), block_size=2)),
+            ValueError,
+            "weight must not be quantized in blocks, got block_size 2",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(amp_kernels.quantize_int8(torch.ones(2, 4, 5, 6), dim=0), IMAGES),
+            ValueError,
+            r"x must be quantized as a whole or per image \(dim=\(1, 2, 3\), .* got scales of shape \(1, 4, 5, 6\)",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, amp_kernels.quantize_int8(torch.ones(3, 2, 2, 6), dim=-1)),
+            ValueError,
+            "weight must be quantized as a whole or per output channel",
+        ),
+        (lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, stride=0), ValueError, r"stride must be .* got \(0, 0\)"),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, padding=(0, -1)),
+            ValueError,
+            "padding must be one or two ints",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, dilation=(1, 1, 1)),
+            ValueError,
+            "dilation must be one or two",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, stride="same"),
+            TypeError,
+            "stride must be an int or two ints",
+        ),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, dilation=2),
+            ValueError,
+            r"x must be at least as large as the dilated kernel after padding, got \(4, 5\) pixels for a kernel of",
+        ),
+        (lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, bias=TWO[:1]), ValueError, r"bias must have shape \(2,\)"),
+        (
+            lambda: amp_kernels.int8_conv2d(IMAGES, IMAGES, out_zero_point=torch.zeros(1, dtype=torch.int32)),
+            ValueError,
+            "out_zero_point must have one element, and be given only with out_scale",
+        ),
     ],
 )
 def test_bad_input_gets_a_sentence(call: Callable[[], Any], error: type[Exception], sentence: str) -> None:

@@ -68,6 +68,8 @@ def codes() -> tuple[Tensor, ...]:
 
 def int8(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
     q, right = amp_kernels.quantize_int8(x, dim=-1, symmetric=False), amp_kernels.Int8Tensor(weight, scale, None, (1,))
+    images = amp_kernels.quantize_int8(x.view(5, 1, 3, 3), dim=(1, 2, 3), symmetric=False)
+    taps = amp_kernels.Int8Tensor(weight.view(7, 1, 3, 3), scale.view(7, 1, 1, 1))
     return (
         amp_kernels.int8_matmul(q, right.t(), bias=scale.reshape(-1)),
         amp_kernels.int8_matmul(q, right.t(), out_scale=scale[:1]),
@@ -75,6 +77,8 @@ def int8(x: Tensor, weight: Tensor, scale: Tensor) -> tuple[Tensor, ...]:
         amp_kernels.quantize_int8(x, block_size=4, rounding="stochastic", seed=3).values,
         amp_kernels.fake_quantize_int8(x, dim=0),
         torch.ops.amp_kernels.int8_linear(x, weight, scale, None),
+        amp_kernels.int8_conv2d(images, taps, padding=(0, 1), bias=scale.reshape(-1)),
+        amp_kernels.int8_conv2d(images, taps, stride=(1, 2), out_scale=scale[:1]),
     )
 
 

@@ -46,6 +46,30 @@ def largest_failures(tile):
                 yield f"{tile} tile, largest sum of {code}"
 
 
+def convolution_failures(tile):
+    for name, conv in int8.CONVOLUTIONS.items():
+        x, weight = (
+            int8.integers(conv.batch, *conv.pixels, conv.channels),
+            int8.integers(conv.outputs, *conv.taps, conv.channels),
+        )
+        one, zeros, steps = (
+            torch.ones(1),
+            torch.full((1,), 7, dtype=torch.int32),
+            (conv.stride, conv.padding, conv.dilation),
+        )
+        if 0 in (conv.batch, conv.outputs):
+            continue
+        for za, out_scale in itertools.product((None, zeros), (None, torch.tensor(999.0))):
+            named = dict(zip(("stride", "padding", "dilation"), steps, strict=True))
+            expected = reference.int8_conv2d(x, weight, one, za, one, **named, out_scale=out_scale)
+            out = torch.full_like(expected, 99)
+            operands = (x, weight, one, za, one, *steps, out_scale, out)
+            if not torch.ops.amp_kernels_tiles.int8_conv2d(TILES[tile], *operands):
+                return
+            if not torch.equal(out, expected):
+                yield f"{tile} tile, convolution {name}, zero points {za is not None}, codes {out_scale is not None}"
+
+
 def linear_failures(tile, size):
     m, k, n = size
     scale, weight = randn(n, 1, seed=4).abs(), int8.integers(n, k, seed=3)
@@ -74,6 +98,7 @@ def main():
     failures = list(case_failures())
     for tile in TILES:
         failures += largest_failures(tile)
+        failures += convolution_failures(tile)
         for size in SIZES:
             failures += product_failures(tile, size)
             failures += linear_failures(tile, size)
