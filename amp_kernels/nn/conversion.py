@@ -44,6 +44,16 @@ def matrix(layer: Any) -> Tensor:
     return layer.weight.t() if is_transposed(layer) else layer.weight
 
 
+def by_outputs(layer: Any) -> Tensor:
+    """Return the weight in the order of int8 codes, with the outputs first and the inputs last.
+
+    For a linear layer or an embedding that is `matrix`, for a convolution [out_channels, *kernel_size, in_channels].
+    """
+    if isinstance(layer, nn.Conv1d | nn.Conv2d):
+        return layer.weight.movedim(1, -1)
+    return matrix(layer)
+
+
 # ------------------------------------------------------------------------------------------------------ checkpoints
 # Maps the key of a float layer's weight to that of an int8 layer's codes, and back.
 _OTHER_KIND = {"weight": "weight_codes", "weight_codes": "weight"}

@@ -1,4 +1,4 @@
-"""Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`.
+"""Layers with int8 weights for inference: `Int8Linear` and `Int8Embedding`. int8_conv.py has the convolutions.
 
 `amp_kernels.quantization` puts them into a model. A layer stores its weight as int8 codes and fp32 scales, in buffers.
 `.half()` and `.to(dtype)` change the dtype of the layer. They do not change codes or scales. The results of an
@@ -15,7 +15,8 @@ to `layer.weight` raises an error.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,7 @@ from ..ops import int8 as ops
 from ..ops.checks import why_not_loaded
 from ..ops.int8 import MAX_K
 from ..ops.library import call
-from .conversion import LoadsItsKind, is_transposed, matrix
+from .conversion import LoadsItsKind, by_outputs, is_transposed, matrix
 
 Mode = Literal["weight_only", "dynamic", "static"]
 MODES: tuple[Mode, ...] = ("weight_only", "dynamic", "static")
@@ -98,18 +99,18 @@ class DequantizedWeight(Tensor):
 
     codes: Int8Tensor
     dtype_of: Tensor
-    is_transposed: bool
+    order: tuple[int, ...]  # for each dimension of the weight, the dimension of the codes
 
     __torch_function__ = torch_private.no_torch_function  # type: ignore[assignment]
     __dlpack_c_exchange_api__ = None  # this interface would export memory, which the tensor does not have
 
     @staticmethod
-    def of(codes: Int8Tensor, is_transposed: bool, dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
-        """Return the weight for codes [N, K], as [K, N] if `is_transposed`.
+    def of(codes: Int8Tensor, order: tuple[int, ...], dtype_of: Tensor, dtype: torch.dtype) -> Tensor:
+        """Return the weight for codes, with their dimensions permuted by `order`.
 
         The weight is a wrapper without elements. If no wrapper can be made, it is an ordinary dequantized tensor.
         """
-        oriented = codes.t() if is_transposed else codes
+        oriented = _permuted(codes, order)
         self = None
         # While compiling, no wrapper is made. It would save nothing, because the compiler drops a dequantization whose
         # result is not used. Inside a transform of torch.func, no wrapper is made either. In torch.vmap it would
@@ -118,7 +119,7 @@ class DequantizedWeight(Tensor):
             self = torch_private.wrapper_tensor(DequantizedWeight, oriented.values, dtype)
         if self is None:
             return oriented.dequantize(dtype)
-        self.codes, self.dtype_of, self.is_transposed = codes, dtype_of, is_transposed
+        self.codes, self.dtype_of, self.order = codes, dtype_of, order
         return self
 
     def elements(self) -> Tensor:
@@ -127,7 +128,7 @@ class DequantizedWeight(Tensor):
         # would be an inference tensor too. torch would then raise an error, because it gives this view the version
         # counter of this weight, and an inference tensor must not get one.
         with torch.inference_mode(False):
-            return (self.codes.t() if self.is_transposed else self.codes).dequantize(self.dtype)
+            return _permuted(self.codes, self.order).dequantize(self.dtype)
 
     def _write(self, name: str, write: Callable[[Tensor], object]) -> Tensor:
         """Apply an in-place operator to a copy of the elements. Raise an error if an element changes."""
@@ -144,7 +145,7 @@ class DequantizedWeight(Tensor):
         kwargs = kwargs or {}
         # `.data` calls `detach` too. The result is again of this class, so that it refuses writes in place.
         if func is torch.ops.aten.detach.default:
-            return DequantizedWeight.of(args[0].codes, args[0].is_transposed, args[0].dtype_of, args[0].dtype)
+            return DequantizedWeight.of(args[0].codes, args[0].order, args[0].dtype_of, args[0].dtype)
         written = [tensor for tensor in _written_by(func, args, kwargs) if isinstance(tensor, DequantizedWeight)]
         if any(tensor is not args[0] for tensor in written):
             raise _written(func.__name__)
@@ -170,6 +171,12 @@ class DequantizedWeight(Tensor):
     @data.setter
     def data(self, value: object) -> None:
         raise _written("an assignment to its data")
+
+
+def _permuted(codes: Int8Tensor, order: tuple[int, ...]) -> Int8Tensor:
+    if order == tuple(range(len(order))):
+        return codes
+    return Int8Tensor(codes.values.permute(order), codes.scale.permute(order))
 
 
 def _written(write: str) -> RuntimeError:
@@ -203,8 +210,11 @@ for _name in (
     setattr(DequantizedWeight, _name, _method_of_elements(_name))
 
 
-class _Int8Weight(FixedDtypes):
-    """A layer with int8 codes [N, K] in place of a weight, and with a dtype that `.half()` changes."""
+class Int8Weight(FixedDtypes):
+    """A layer with int8 codes in place of a weight, one scale for each output, and a dtype that `.half()` changes.
+
+    The first dimension of the codes is that of the outputs.
+    """
 
     _version = 1  # torch saves this number in state dicts
 
@@ -212,12 +222,13 @@ class _Int8Weight(FixedDtypes):
     weight_scale: Tensor
     weight_dtype: Tensor
     _dtype_of = "weight_dtype"
-    is_transposed = False  # whether `weight` is [K, N], because the layer replaces a Conv1D
+    is_transposed = False  # whether `weight` is [K, N] for codes [N, K], because the layer replaces a Conv1D
 
-    def __init__(self, rows: int, columns: int, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
+    def __init__(self, shape: Sequence[int], device: torch.device | str | None, dtype: torch.dtype | None) -> None:
         super().__init__()
-        self.register_buffer("weight_codes", torch.zeros(rows, columns, dtype=torch.int8, device=device))
-        self.register_buffer("weight_scale", torch.ones(rows, 1, dtype=torch.float32, device=device))
+        scales = (shape[0], *[1] * (len(shape) - 1))
+        self.register_buffer("weight_codes", torch.zeros(*shape, dtype=torch.int8, device=device))
+        self.register_buffer("weight_scale", torch.ones(scales, dtype=torch.float32, device=device))
         # The dtype is stored as the dtype of a tensor, since state dicts hold only tensors. Therefore
         # `load_state_dict(assign=True)` loads the dtype too. Without `assign` the layer keeps its own dtype.
         self.register_buffer("weight_dtype", torch.zeros((), dtype=dtype, device=device))
@@ -233,7 +244,11 @@ class _Int8Weight(FixedDtypes):
 
         Read-only. Each read makes a new tensor.
         """
-        return DequantizedWeight.of(self._codes(), self.is_transposed, self.weight_dtype, self.dtype)
+        return DequantizedWeight.of(self._codes(), self._order, self.weight_dtype, self.dtype)
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (1, 0) if self.is_transposed else (0, 1)
 
     def __setattr__(self, name: str, value: Any) -> None:
         # A setter of the property would not be called for a Parameter, because nn.Module registers a Parameter before
@@ -266,15 +281,12 @@ class _Int8Weight(FixedDtypes):
         super().register_parameter(name, param)
 
     def _codes(self) -> Int8Tensor:
-        return Int8Tensor(self.weight_codes, self.weight_scale, None, (1,))
+        return Int8Tensor(self.weight_codes, self.weight_scale, None, tuple(range(1, self.weight_codes.dim())))
 
     def _tie(self, weight: object) -> None:
         """Share codes and dtype of the int8 layer that `weight` belongs to. Raise TypeError for any other value."""
         shape = self.weight.shape
-        if not (
-            isinstance(weight, DequantizedWeight)
-            and (weight.shape, weight.is_transposed) == (shape, self.is_transposed)
-        ):
+        if not (isinstance(weight, DequantizedWeight) and (weight.shape, weight.order) == (shape, self._order)):
             got = type(weight).__name__ + (f" of shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else "")
             raise TypeError(
                 f"{type(self).__name__}: weight must be the weight of another int8 layer of shape "
@@ -310,7 +322,96 @@ class _Int8Weight(FixedDtypes):
         return [newer] if newer else super()._why_not_loaded(state_dict, prefix, local_metadata)
 
 
-class Int8Linear(_Int8Weight):
+class Int8Product(Int8Weight):
+    """An int8 layer with a mode (`Int8Linear`), a bias, and scales for its inputs and outputs."""
+
+    mode_name: Tensor
+    bias: nn.Parameter | None
+    input_scale: Tensor | None
+    input_zero_point: Tensor | None
+    output_scale: Tensor | None
+    output_zero_point: Tensor | None
+    _inputs: str  # what a product sums over
+
+    def __init__(
+        self, shape: Sequence[int], bias: bool, mode: Mode, device: torch.device | str | None, dtype: torch.dtype | None
+    ) -> None:
+        kind, inputs = type(self).__name__, math.prod(shape[1:])
+        if mode not in MODES:
+            raise ValueError(f"{kind}: mode must be one of {', '.join(MODES)}, got {mode!r}")
+        if mode != "weight_only" and inputs > MAX_K:
+            raise ValueError(
+                f"{kind}: {self._inputs} must be at most {MAX_K} with int8 activations, got {inputs}; "
+                "use mode='weight_only'"
+            )
+        super().__init__(shape, device, dtype)
+        self.register_buffer("mode_name", _ascii(mode, device))
+        values = torch.zeros(shape[0], dtype=self.dtype, device=device) if bias else None
+        self.bias = None if values is None else nn.Parameter(values)
+        for name in ("input", "output"):
+            given = mode == "static" and name == "input"
+            scale = torch.ones(1, dtype=torch.float32, device=device) if given else None
+            self.register_buffer(f"{name}_scale", scale)
+            self.register_buffer(f"{name}_zero_point", scale if scale is None else torch.zeros_like(scale).int())
+
+    @property
+    def mode(self) -> Mode:
+        """`"weight_only"`, `"dynamic"` or `"static"`."""
+        return _MODE_OF_LENGTH[int(self.mode_name.numel())]  # in torch.jit.trace, numel() returns a tensor
+
+    def _take_over(
+        self, layer: Any, mode: Mode, codes: Int8Tensor, input_scale: Tensor | None, input_zero_point: Tensor | None
+    ) -> None:
+        """Take the place of the float layer `layer`, with its codes, its bias and its training mode."""
+        self._share(codes, layer.weight.dtype)
+        self.mode_name = _ascii(mode, codes.values.device)
+        self.bias, self.input_scale, self.input_zero_point = layer.bias, input_scale, input_zero_point
+        self.train(layer.training)
+
+    def _check_may_return_codes(self) -> None:
+        if torch_private.is_transformed():
+            raise RuntimeError(
+                f"{type(self).__name__}: a layer that returns codes must not be called in a transform of torch.func or "
+                "in forward-mode differentiation, since codes have no derivative; use a mode other than 'static'"
+            )
+
+    def _check_multiplies_codes(self) -> None:
+        if self.mode == "weight_only":
+            raise TypeError(
+                f"{type(self).__name__}: x must be a Tensor if mode='weight_only', got an Int8Tensor; dequantize it"
+            )
+
+    def _result(self) -> dict[str, Any]:
+        """Return the arguments that say what becomes of the sums of codes."""
+        return {
+            "bias": None if self.bias is None else self.bias.detach().float(),
+            "out_dtype": autocast_dtype(self.weight_codes.device) or self.dtype,
+            "out_scale": self.output_scale,
+            "out_zero_point": self.output_zero_point,
+        }
+
+    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
+        reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
+        name, codes = (state_dict.get(prefix + key) for key in ("mode_name", "weight_codes"))
+        given = None if name is None else _MODE_OF_LENGTH.get(name.numel())
+        if given == self.mode or (name is None and codes is None):
+            return reasons
+        return reasons or [
+            f"load_state_dict: {prefix}mode_name must be {self.mode!r}, got {given!r}; convert the model in the mode "
+            "that its checkpoint has"
+        ]
+
+
+def check_scales_fit(kind: str, mode: Mode, input_scale: Tensor | None, input_zero_point: Tensor | None) -> None:
+    """Raise ValueError unless both are given for the mode "static", and neither for another mode."""
+    if (input_scale is None or input_zero_point is None) == (mode == "static"):
+        raise ValueError(
+            f"{kind}: input_scale and input_zero_point must both be given with mode='static', and with no other mode, "
+            f"got mode={mode!r}; to find them, call prepare_, run some batches, and call convert_"
+        )
+
+
+class Int8Linear(Int8Product):
     """`torch.nn.Linear` with symmetric int8 weights for inference, with one scale per output.
 
     | mode | what it computes |
@@ -370,12 +471,7 @@ class Int8Linear(_Int8Weight):
         (torch.Size([2, 4]), torch.int8)
     """
 
-    mode_name: Tensor
-    bias: nn.Parameter | None
-    input_scale: Tensor | None
-    input_zero_point: Tensor | None
-    output_scale: Tensor | None
-    output_zero_point: Tensor | None
+    _inputs = "in_features"
 
     def __init__(
         self,
@@ -386,23 +482,8 @@ class Int8Linear(_Int8Weight):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        if mode not in MODES:
-            raise ValueError(f"Int8Linear: mode must be one of {', '.join(MODES)}, got {mode!r}")
-        if mode != "weight_only" and in_features > MAX_K:
-            raise ValueError(
-                f"Int8Linear: in_features must be at most {MAX_K} with int8 activations, got {in_features}; "
-                "use mode='weight_only'"
-            )
-        super().__init__(out_features, in_features, device, dtype)
+        super().__init__((out_features, in_features), bias, mode, device, dtype)
         self.in_features, self.out_features = in_features, out_features
-        self.register_buffer("mode_name", _ascii(mode, device))
-        values = torch.zeros(out_features, dtype=self.dtype, device=device) if bias else None
-        self.bias = None if values is None else nn.Parameter(values)
-        for name in ("input", "output"):
-            given = mode == "static" and name == "input"
-            scale = torch.ones(1, dtype=torch.float32, device=device) if given else None
-            self.register_buffer(f"{name}_scale", scale)
-            self.register_buffer(f"{name}_zero_point", scale if scale is None else torch.zeros_like(scale).int())
 
     @classmethod
     def from_linear(
@@ -435,24 +516,13 @@ class Int8Linear(_Int8Weight):
             >>> amp_kernels.nn.Int8Linear.from_linear(torch.nn.Linear(16, 4, bias=False))
             Int8Linear(in_features=16, out_features=4, bias=False, mode=weight_only)
         """
-        if (input_scale is None or input_zero_point is None) == (mode == "static"):
-            raise ValueError(
-                "Int8Linear.from_linear: input_scale and input_zero_point must both be given with mode='static', and "
-                f"with no other mode, got mode={mode!r}; to find them, call prepare_, run some batches, and call "
-                "convert_"
-            )
-        codes = _codes_to_share("Int8Linear.from_linear", weight, linear)
+        check_scales_fit("Int8Linear.from_linear", mode, input_scale, input_zero_point)
+        codes = codes_to_share("Int8Linear.from_linear", weight, linear)
         outputs, inputs = codes.shape
         layer = cls(inputs, outputs, False, mode, device="meta", dtype=matrix(linear).dtype)
-        layer._share(codes, layer.dtype)
-        layer.mode_name, layer.is_transposed = _ascii(mode, codes.values.device), is_transposed(linear)
-        layer.bias, layer.input_scale, layer.input_zero_point = linear.bias, input_scale, input_zero_point
-        return layer.train(linear.training)
-
-    @property
-    def mode(self) -> Mode:
-        """`"weight_only"`, `"dynamic"` or `"static"`."""
-        return _MODE_OF_LENGTH[int(self.mode_name.numel())]  # in torch.jit.trace, numel() returns a tensor
+        layer._take_over(linear, mode, codes, input_scale, input_zero_point)
+        layer.is_transposed = is_transposed(linear)
+        return layer
 
     def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
         """Apply the layer.
@@ -478,11 +548,8 @@ class Int8Linear(_Int8Weight):
         # Read only once, because for a small product the read of an attribute of an nn.Module takes a large part of the
         # time of the call.
         output_scale = self.output_scale
-        if output_scale is not None and torch_private.is_transformed():
-            raise RuntimeError(
-                "Int8Linear: a layer that returns codes must not be called in a transform of torch.func or in "
-                "forward-mode differentiation, since codes have no derivative; use a mode other than 'static'"
-            )
+        if output_scale is not None:
+            self._check_may_return_codes()
         check_is_not_nested("Int8Linear", x)
         shape = x.shape
         if not shape or shape[-1] != self.in_features:
@@ -509,27 +576,9 @@ class Int8Linear(_Int8Weight):
         return Int8Tensor(values, output_scale, self.output_zero_point)
 
     def _of_codes(self, x: Int8Tensor) -> Tensor:
-        if self.mode == "weight_only":
-            raise TypeError("Int8Linear: x must be a Tensor if mode='weight_only', got an Int8Tensor; dequantize it")
+        self._check_multiplies_codes()
         rows = Int8Tensor(_rows(x.values), x.scale, x.zero_point, x.dim, x.block_size)
-        weight = self._codes().t()
-        bias = None if self.bias is None else self.bias.detach().float()
-        dtype = autocast_dtype(self.weight_codes.device) or self.dtype
-        return int8_matmul(
-            rows, weight, bias=bias, out_dtype=dtype, out_scale=self.output_scale,
-            out_zero_point=self.output_zero_point,
-        )  # fmt: skip
-
-    def _why_not_loaded(self, state_dict: Any, prefix: str, local_metadata: Any) -> list[str]:
-        reasons = super()._why_not_loaded(state_dict, prefix, local_metadata)
-        name, codes = (state_dict.get(prefix + key) for key in ("mode_name", "weight_codes"))
-        given = None if name is None else _MODE_OF_LENGTH.get(name.numel())
-        if given == self.mode or (name is None and codes is None):
-            return reasons
-        return reasons or [
-            f"load_state_dict: {prefix}mode_name must be {self.mode!r}, got {given!r}; convert the model in the mode "
-            "that its checkpoint has"
-        ]
+        return int8_matmul(rows, self._codes().t(), **self._result())
 
     def extra_repr(self) -> str:
         """Return what `print(layer)` shows between the brackets.
@@ -548,7 +597,7 @@ class Int8Linear(_Int8Weight):
         )
 
 
-class Int8Embedding(_Int8Weight):
+class Int8Embedding(Int8Weight):
     """`torch.nn.Embedding` with a symmetric int8 table for inference, with one scale per row.
 
     Only rows that are looked up are dequantized. The table is frozen: it has no gradient, and `padding_idx` has no
@@ -590,7 +639,7 @@ class Int8Embedding(_Int8Weight):
         max_norm: float | None = None,
         norm_type: float = 2.0,
     ) -> None:
-        super().__init__(num_embeddings, embedding_dim, device, dtype)
+        super().__init__((num_embeddings, embedding_dim), device, dtype)
         self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
         self.max_norm, self.norm_type = max_norm, norm_type
 
@@ -613,7 +662,7 @@ class Int8Embedding(_Int8Weight):
             >>> amp_kernels.nn.Int8Embedding.from_embedding(torch.nn.Embedding(100, 8, padding_idx=0))
             Int8Embedding(100, 8, padding_idx=0)
         """
-        codes = _codes_to_share("Int8Embedding.from_embedding", weight, embedding)
+        codes = codes_to_share("Int8Embedding.from_embedding", weight, embedding)
         rows, width = codes.shape
         layer = cls(
             rows, width, embedding.padding_idx, "meta", max_norm=embedding.max_norm, norm_type=embedding.norm_type
@@ -710,21 +759,24 @@ def renormalized(rows: Tensor, max_norm: float | None, norm_type: float) -> Tens
 
 
 def codes_of_weight(layer: nn.Module) -> Int8Tensor:
-    """Quantize a layer's weight to contiguous symmetric codes [out_features, in_features], with one scale per row."""
-    return quantize_int8(matrix(layer).detach().contiguous(), dim=-1)
+    """Quantize a layer's weight to contiguous symmetric codes in the order of `by_outputs`, with a scale per output."""
+    weight = by_outputs(layer).detach().contiguous()
+    return quantize_int8(weight, dim=tuple(range(1, weight.dim())))
 
 
-def _codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
+def codes_to_share(op: str, codes: Int8Tensor | None, layer: nn.Module) -> Int8Tensor:
     """Check and return the given codes of a weight. If `codes` is None, quantize the weight of `layer`."""
     if codes is None:
         return codes_of_weight(layer)
-    shape = matrix(layer).shape
-    expected = torch.int8, shape, torch.float32, (shape[0], 1), codes.values.device
+    shape = by_outputs(layer).shape
+    expected = torch.int8, shape, torch.float32, (shape[0], *[1] * (len(shape) - 1)), codes.values.device
     values, scale = codes.values, codes.scale
+    dims = -1 if len(shape) == 2 else tuple(range(1, len(shape)))
     is_by_row = codes.zero_point is None and codes.block_size is None
     if not is_by_row or (values.dtype, values.shape, scale.dtype, scale.shape, scale.device) != expected:
         raise ValueError(
-            f"{op}: weight must be what quantize_int8(weight, dim=-1) returns for a weight of shape {tuple(shape)}, "
+            f"{op}: weight must be what quantize_int8(weight, dim={dims}) returns for a weight of shape "
+            f"{tuple(shape)}, "
             f"with codes and scales on one device, got {values.dtype} {tuple(values.shape)} on {values.device} with "
             f"scales {scale.dtype} {tuple(scale.shape)} on {scale.device}, "
             f"{'no' if codes.zero_point is None else 'a'} zero point and block_size {codes.block_size}"

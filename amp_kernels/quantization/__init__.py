@@ -7,9 +7,9 @@
 
 `amp_kernels.nn.Int8Linear` explains the modes weight-only, dynamic and static.
 
-The layers `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D` and
-`torch.nn.Embedding` are converted. Embeddings are among them because they can be most of a model: in a small
-sentence transformer they are two thirds of the bytes.
+These layers are converted: `torch.nn.Linear`, `amp_kernels.nn.Linear` without an activation, transformers' `Conv1D`,
+`torch.nn.Conv2d` and `torch.nn.Conv1d` without groups, and `torch.nn.Embedding`. Embeddings are among them because they
+can be most of a model: in a small sentence transformer they are two thirds of the bytes.
 
 Each of the functions `quantize_`, `prepare_`, `prepare_qat_` and `convert_` sends a line to the logger "amp_kernels".
 The line lists the converted parameters and the unchanged parameters, with their shares of the bytes. Its level is INFO.
@@ -26,6 +26,7 @@ made no difference.
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -37,9 +38,29 @@ from torch import Tensor, nn
 
 from .. import torch_private
 from ..functional import Int8Tensor, fake_quantize_int8, quantize_int8
-from ..nn import Int8Embedding, Int8Linear, Linear
-from ..nn.conversion import LOG, LoadsItsKind, check_model, is_conv1d, is_transposed, kept_weights, matrix, shares
-from ..nn.int8 import FixedDtypes, check_is_not_nested, codes_of_weight, compute_dtype, renormalized, w8a8
+from ..nn import Int8Conv1d, Int8Conv2d, Int8Embedding, Int8Linear, Linear
+from ..nn.conversion import (
+    LOG,
+    LoadsItsKind,
+    by_outputs,
+    check_model,
+    is_conv1d,
+    is_transposed,
+    kept_weights,
+    matrix,
+    shares,
+)
+from ..nn.int8 import (
+    FixedDtypes,
+    Int8Product,
+    Int8Weight,
+    check_is_not_nested,
+    codes_of_weight,
+    compute_dtype,
+    renormalized,
+    w8a8,
+)
+from ..nn.int8_conv import from_images, images_of, pads_both_ends_alike, steps_of, w8a8_conv
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
 from .saved_activations import int8_saved_activations
@@ -61,14 +82,18 @@ FilterFn = Callable[[nn.Module, str], bool]
 def quantize_(
     model: nn.Module, mode: Literal["weight_only", "dynamic"] = "weight_only", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Replace linear and embedding layers of a model by int8 layers for inference.
+    """Replace linear layers, convolutions and embeddings of a model by int8 layers for inference.
 
-    Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D` or `torch.nn.Embedding`. A layer of
-    the class `amp_kernels.nn.Linear` is replaced too, if it has no activation. Layers of other subclasses of these
-    classes are not replaced, since they may compute something else. A weight that several layers share is quantized
-    once and stays shared. If one of the layers that share a weight is not replaced, none of them is.
+    Layers are replaced if their class is `torch.nn.Linear`, transformers' `Conv1D`, `torch.nn.Conv2d`,
+    `torch.nn.Conv1d` or `torch.nn.Embedding`. A layer of the class `amp_kernels.nn.Linear` is replaced too, if it has
+    no activation. Layers of other subclasses of these classes are not replaced, since they may compute something else.
+    A weight that several layers share is quantized once and stays shared. If one of the layers that share a weight is
+    not replaced, none of them is.
 
-    Scheme: symmetric codes per output row, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
+    A convolution is not replaced in three cases: `groups` is above 1, as for a depthwise convolution. `padding_mode` is
+    not `"zeros"`. Or `padding="same"` needs one more pixel at the end of a dimension than at its beginning.
+
+    Scheme: symmetric codes per output row or channel, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
 
     In eval mode without gradients, an `nn.TransformerEncoder` with float layers may return zeros at padded positions.
@@ -77,7 +102,7 @@ def quantize_(
 
     Args:
         model: Changed in place. To load an int8 checkpoint, call this on a new model first, then `load_state_dict`.
-        mode: `"weight_only"` or `"dynamic"`; see `Int8Linear`. Embeddings are the same in both.
+        mode: `"weight_only"` or `"dynamic"`; see `Int8Linear` and `Int8Conv2d`. Embeddings are the same in both.
         filter_fn: Called with a layer and its name in the model. If it returns False, the layer is left unchanged. For
             example `lambda layer, name: not isinstance(layer, torch.nn.Embedding)`.
 
@@ -86,9 +111,9 @@ def quantize_(
 
     Raises:
         TypeError: `model` is not an `nn.Module`, or a weight is not fp16, bf16 or fp32.
-        ValueError: `mode` is unknown, there is no layer to replace, or a linear layer has more than 131071 inputs and
-            `mode` is `"dynamic"`. Or a layer has something that a new layer would lose: hooks, or a `forward` that was
-            assigned to the instance, as accelerate does.
+        ValueError: `mode` is unknown, or there is no layer to replace. Or `mode` is `"dynamic"`, and an output of a
+            linear layer or a convolution sums more than 131071 products. Or a layer has something that a new layer
+            would lose: hooks, or a `forward` that was assigned to the instance, as accelerate does.
 
     Examples:
         >>> model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU())
@@ -106,13 +131,16 @@ def quantize_(
     for layer in found:
         if isinstance(layer, nn.Embedding):
             new[layer] = codes.give(layer, partial(Int8Embedding.from_embedding, layer))
+        elif isinstance(layer, nn.Conv1d | nn.Conv2d):
+            kind = Int8Conv2d if isinstance(layer, nn.Conv2d) else Int8Conv1d
+            new[layer] = codes.give(layer, partial(kind.from_conv, layer, mode))
         else:
             new[layer] = codes.give(layer, partial(Int8Linear.from_linear, layer, mode))
     return _replace_layers("quantize_", model, new, spared)
 
 
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
-    """Make linear layers record the range of their inputs, for `convert_`.
+    """Make linear layers and convolutions record the range of their inputs, for `convert_`.
 
     After this call, run some batches in eval mode. Outputs do not change, and recording does not wait for the device.
     Embeddings have no input range; they are only marked for `convert_`.
@@ -135,19 +163,14 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         Int8Linear(in_features=16, out_features=8, bias=True, mode=static)
     """
     found, spared = _find("prepare_", model, filter_fn, needs_int8_input=True)
-    new = {
-        layer: PreparedEmbedding.from_embedding(layer)
-        if isinstance(layer, nn.Embedding)
-        else ObservedLinear.from_linear(layer)
-        for layer in found
-    }
+    new = {layer: _observed(layer) for layer in found}
     return _replace_layers("prepare_", model, new, spared)
 
 
 def prepare_qat_(
     model: nn.Module, mode: Literal["dynamic", "static"] = "dynamic", filter_fn: FilterFn | None = None
 ) -> nn.Module:
-    """Make linear and embedding layers compute in int8 during training, for `convert_` (quantization-aware training).
+    """Make the layers of a model compute in int8 during training, for `convert_` (quantization-aware training).
 
     The forward pass computes with the codes of inputs and weights, as the int8 layers will. In eval mode, predictions
     before and after `convert_` have the same bits. The backward pass multiplies gradients by the quantized inputs and
@@ -158,9 +181,9 @@ def prepare_qat_(
 
     Args:
         model: Changed in place.
-        mode: `"dynamic"` or `"static"`, the mode of the linear layers that `convert_` will make. With `"static"`,
-            training quantizes each batch by its own range, so that activation checkpointing repeats a forward pass
-            exactly. Eval mode and the int8 layer use the range of all batches of the training.
+        mode: `"dynamic"` or `"static"`, the mode of the linear layers and convolutions that `convert_` will make. With
+            `"static"`, training quantizes each batch by its own range, so that activation checkpointing repeats a
+            forward pass exactly. Eval mode and the int8 layer use the range of all batches of the training.
         filter_fn: As in `quantize_`.
 
     Returns:
@@ -182,23 +205,18 @@ def prepare_qat_(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
     found, spared = _find("prepare_qat_", model, filter_fn, needs_int8_input=True)
-    new = {
-        layer: QATEmbedding.from_embedding(layer)
-        if isinstance(layer, nn.Embedding)
-        else QATLinear.from_linear(layer, mode)
-        for layer in found
-    }
+    new = {layer: _for_qat(layer, mode) for layer in found}
     return _replace_layers("prepare_qat_", model, new, spared)
 
 
 def convert_(model: nn.Module) -> nn.Module:
-    """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear` and `Int8Embedding` layers.
+    """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear`, `Int8Conv2d` and other int8 layers.
 
-    If two linear layers in an `nn.Sequential` come from `prepare_`, the first may pass int8 codes directly to the
-    second. It does so if there is nothing or an `nn.ReLU` between them, and each of the two is used only once in the
-    model. The ReLU becomes an `nn.Identity`. A ReLU is no longer needed there, because the smallest code stands for 0,
-    and negative numbers are clamped to this code. In fp32 the results have the same bits as if the first layer passed
-    floats.
+    If two linear layers or convolutions in an `nn.Sequential` come from `prepare_`, the first may pass int8 codes
+    directly to the second. It does so if there is nothing or an `nn.ReLU` between them, and each of the two is used only
+    once in the model. The ReLU becomes an `nn.Identity`. A ReLU is no longer needed there, because the smallest code
+    stands for 0, and negative numbers are clamped to this code. In fp32 the results have the same bits as if the first
+    layer passed floats.
 
     This function waits for the device.
 
@@ -221,7 +239,7 @@ def convert_(model: nn.Module) -> nn.Module:
         Int8Embedding(10, 8)
     """
     check_model("convert_", model)
-    prepared = {
+    prepared: dict[Any, str] = {
         module: name for name, module in model.named_modules() if isinstance(module, _Prepared | PreparedEmbedding)
     }
     if not prepared:
@@ -242,7 +260,7 @@ def convert_(model: nn.Module) -> nn.Module:
     codes = _SharedCodes()
     new: dict[Any, Any] = {layer: codes.give(layer, layer.convert) for layer in prepared}
     result = _replace_layers("convert_", model, new, None)  # `prepare_` or `prepare_qat_` has warned already
-    _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear)})
+    _chain(result, {new[layer] for layer in prepared if isinstance(layer, ObservedLinear | _ObservedConv)})
     return result
 
 
@@ -351,17 +369,35 @@ def _affine(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     return both.scale, both.zero_point
 
 
-class _Prepared(LoadsItsKind, nn.Linear):
-    """`nn.Linear` that takes over the parameters of a float layer, for `convert_`.
+class _Prepared(LoadsItsKind):
+    """A layer that takes over the parameters of a float layer, for `convert_`."""
 
-    The weight of a Conv1D stays [in_features, out_features].
-    """
+    observer: MinMaxObserver | None  # None if each row or image is quantized by its own range
 
-    observer: MinMaxObserver | None  # None if each row is quantized by its own range
+    def _affine_of(self, x: Tensor) -> tuple[Tensor | None, Tensor | None]:
+        """Return scale and zero point of the codes of `x`, or None for its own range by row or image."""
+        if self.observer is None:
+            return None, None
+        if not self.training:
+            return self.observer.affine()
+        # The range of this batch alone is used, because activation checkpointing runs this forward pass a second time
+        # in the backward pass. By then later batches may have widened the range of all batches.
+        return _affine(*self.observer(x))
+
+    def _converted(self, from_float: Callable[..., Any], weight: Int8Tensor) -> Any:
+        if self.observer is None:
+            return from_float(self, "dynamic", weight=weight)
+        scale, zero_point = self.observer.affine()
+        return from_float(self, "static", weight=weight, input_scale=scale, input_zero_point=zero_point)
+
+
+class _PreparedLinear(_Prepared, nn.Linear):
+    """`nn.Linear` for `convert_`. The weight of a Conv1D stays [in_features, out_features]."""
+
     is_transposed: bool
 
     @classmethod
-    def _adopt(cls, linear: Any, observes: bool) -> _Prepared:
+    def _adopt(cls, linear: Any, observes: bool) -> Any:
         outputs, inputs = matrix(linear).shape
         layer = cls(inputs, outputs, linear.bias is not None, device="meta")
         layer.weight, layer.bias, layer.is_transposed = linear.weight, linear.bias, is_transposed(linear)
@@ -383,13 +419,11 @@ class _Prepared(LoadsItsKind, nn.Linear):
             >>> layer.convert(amp_kernels.quantize_int8(layer.weight.detach(), dim=-1))
             Int8Linear(in_features=16, out_features=8, bias=True, mode=dynamic)
         """
-        if self.observer is None:
-            return Int8Linear.from_linear(self, "dynamic", weight=weight)
-        scale, zero_point = self.observer.affine()
-        return Int8Linear.from_linear(self, "static", weight=weight, input_scale=scale, input_zero_point=zero_point)
+        made: Int8Linear = self._converted(Int8Linear.from_linear, weight)
+        return made
 
 
-class ObservedLinear(_Prepared):
+class ObservedLinear(_PreparedLinear):
     """`torch.nn.Linear` that records the range of its inputs; `prepare_` makes it.
 
     Attributes:
@@ -412,7 +446,8 @@ class ObservedLinear(_Prepared):
         Returns:
             The layer, which shares the parameters of `linear`.
         """
-        return cls._adopt(linear, observes=True)  # type: ignore[return-value]
+        layer: ObservedLinear = cls._adopt(linear, observes=True)
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Record the range of `x` and return `x @ weight.T + bias`.
@@ -437,7 +472,7 @@ class ObservedLinear(_Prepared):
         return F.linear(x, matrix(self), self.bias)
 
 
-class QATLinear(_Prepared):
+class QATLinear(_PreparedLinear):
     """`torch.nn.Linear` that computes in int8, as `Int8Linear`, and trains its float weight; `prepare_qat_` makes it.
 
     Attributes:
@@ -461,7 +496,8 @@ class QATLinear(_Prepared):
         Returns:
             The layer, which shares the parameters of `linear`.
         """
-        return cls._adopt(linear, observes=mode == "static")  # type: ignore[return-value]
+        layer: QATLinear = cls._adopt(linear, observes=mode == "static")
+        return layer
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply the int8 codes of `x` and of the weight, with straight-through gradients.
@@ -482,15 +518,67 @@ class QATLinear(_Prepared):
         """
         check_is_not_nested("QATLinear", x)
         rows = x.unsqueeze(0) if x.dim() == 1 else x.flatten(0, -2)
-        scale = zero_point = None
-        if self.observer is not None and self.training:
-            # The range of this batch alone is used, because activation checkpointing runs this forward pass a second
-            # time in the backward pass. By then later batches may have widened the range of all batches.
-            scale, zero_point = _affine(*self.observer(rows))
-        elif self.observer is not None:
-            scale, zero_point = self.observer.affine()
-        result = w8a8(rows, matrix(self), None, self.bias, scale, zero_point, compute_dtype(x))
+        result = w8a8(rows, matrix(self), None, self.bias, *self._affine_of(rows), compute_dtype(x))
         return result.reshape(*x.shape[:-1], self.out_features)
+
+
+class _PreparedConv(_Prepared):
+    """`nn.Conv1d` or `nn.Conv2d` for `convert_`."""
+
+    @classmethod
+    def from_conv(cls, conv: Any, observes: bool) -> Any:
+        """Return a layer with the parameters of a float layer."""
+        made: Any = cls
+        layer = made(
+            conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation,
+            bias=conv.bias is not None, device="meta",
+        )  # fmt: skip
+        layer.weight, layer.bias = conv.weight, conv.bias
+        layer.observer = MinMaxObserver(conv.weight.device) if observes else None
+        return layer.train(conv.training)
+
+    def convert(self, weight: Int8Tensor) -> Int8Conv1d | Int8Conv2d:
+        """Return the int8 layer with these codes of the weight."""
+        kind = Int8Conv2d if isinstance(self, nn.Conv2d) else Int8Conv1d
+        made: Int8Conv1d | Int8Conv2d = self._converted(kind.from_conv, weight)
+        return made
+
+
+class _ObservedConv(_PreparedConv):
+    def forward(self, x: Tensor) -> Tensor:
+        assert self.observer is not None
+        check_is_not_nested(type(self).__name__, x)
+        self.observer(x)
+        result: Tensor = super().forward(x)
+        return result
+
+
+class _QATConv(_PreparedConv):
+    def forward(self: Any, x: Tensor) -> Tensor:
+        check_is_not_nested(type(self).__name__, x)
+        weight = by_outputs(self)
+        lines = weight.dim() - 2
+        weight = weight.unsqueeze(1) if lines == 1 else weight
+        scale, zero_point = self._affine_of(x)
+        steps, dtype = steps_of(self), compute_dtype(x)
+        result = w8a8_conv(images_of(x, lines), weight, None, self.bias, scale, zero_point, steps, dtype)
+        return from_images(result, lines, x.dim())
+
+
+class ObservedConv1d(_ObservedConv, nn.Conv1d):
+    """`torch.nn.Conv1d` that records the range of its inputs; `prepare_` makes it."""
+
+
+class ObservedConv2d(_ObservedConv, nn.Conv2d):
+    """`torch.nn.Conv2d` that records the range of its inputs; `prepare_` makes it."""
+
+
+class QATConv1d(_QATConv, nn.Conv1d):
+    """`torch.nn.Conv1d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
+
+
+class QATConv2d(_QATConv, nn.Conv2d):
+    """`torch.nn.Conv2d` that computes in int8, and trains its float weight; `prepare_qat_` makes it."""
 
 
 class PreparedEmbedding(LoadsItsKind, nn.Embedding):
@@ -524,6 +612,23 @@ class QATEmbedding(PreparedEmbedding):
 
 
 # ---------------------------------------------------------------------------------------------------------- helpers
+def _observed(layer: Any) -> Any:
+    if isinstance(layer, nn.Embedding):
+        return PreparedEmbedding.from_embedding(layer)
+    if isinstance(layer, nn.Conv1d | nn.Conv2d):
+        return (ObservedConv2d if isinstance(layer, nn.Conv2d) else ObservedConv1d).from_conv(layer, observes=True)
+    return ObservedLinear.from_linear(layer)
+
+
+def _for_qat(layer: Any, mode: Literal["dynamic", "static"]) -> Any:
+    if isinstance(layer, nn.Embedding):
+        return QATEmbedding.from_embedding(layer)
+    if isinstance(layer, nn.Conv1d | nn.Conv2d):
+        kind = QATConv2d if isinstance(layer, nn.Conv2d) else QATConv1d
+        return kind.from_conv(layer, observes=mode == "static")
+    return QATLinear.from_linear(layer, mode)
+
+
 class _SharedCodes:
     """Quantizes each weight once. Layers that share a weight get int8 layers that share its codes and scales.
 
@@ -550,20 +655,21 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
     kept = kept_weights(model, taken)
     found = {layer: name for layer, name in taken.items() if id(layer.weight) not in kept}
     for layer, name in found.items():
-        weight = matrix(layer)
+        weight = by_outputs(layer)
         if weight.dtype not in DTYPE_CODES:
             raise TypeError(
                 f"{op}: the weight of {name!r} must be float32, float16 or bfloat16, got {weight.dtype}; "
                 "leave the layer out with filter_fn"
             )
-        if needs_int8_input and weight.shape[1] > MAX_K and not isinstance(layer, nn.Embedding):
+        inputs = math.prod(weight.shape[1:])
+        if needs_int8_input and inputs > MAX_K and not isinstance(layer, nn.Embedding):
             raise ValueError(
-                f"{op}: {name!r} must have at most {MAX_K} inputs, got {weight.shape[1]}; leave it out with filter_fn"
+                f"{op}: {name!r} must have at most {MAX_K} inputs, got {inputs}; leave it out with filter_fn"
             )
         _check_has_no_hooks(op, name, layer)
     if not found:
         raise ValueError(
-            f"{op}: model must have an nn.Linear or nn.Embedding to replace, got {type(model).__name__}"
+            f"{op}: model must have an nn.Linear, nn.Conv2d or nn.Embedding to replace, got {type(model).__name__}"
             + (", where each of these shares its weight with a layer that is not replaced" if taken else " without any")
             + _what_was_done(model)
         )
@@ -575,7 +681,7 @@ def _what_was_done(model: nn.Module) -> str:
 
     The result says that the model was converted or prepared earlier. It is "" for a model that was neither.
     """
-    if any(isinstance(layer, Int8Linear | Int8Embedding) for layer in model.modules()):
+    if any(isinstance(layer, Int8Weight) for layer in model.modules()):
         return "; the model is int8 already: for another mode convert the float model"
     if any(isinstance(layer, _Prepared | PreparedEmbedding) for layer in model.modules()):
         return "; the model is prepared already: call convert_ to make it int8"
@@ -583,9 +689,15 @@ def _what_was_done(model: nn.Module) -> str:
 
 
 def _is_known(layer: nn.Module) -> bool:
-    """Return whether a layer can be replaced: `nn.Linear`, a Conv1D, `nn.Embedding`, `Linear` without activation."""
+    """Return whether a layer can be replaced.
+
+    It can if it is an `nn.Linear`, a Conv1D, an `nn.Embedding`, a `Linear` without activation, or a convolution that
+    `int8_conv2d` can compute.
+    """
     if type(layer) is Linear:
         return layer.activation is None
+    if type(layer) in (nn.Conv1d, nn.Conv2d):
+        return bool(layer.groups == 1 and pads_both_ends_alike(layer))
     return type(layer) in (nn.Linear, nn.Embedding) or is_conv1d(layer)
 
 
@@ -636,7 +748,7 @@ def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
                 parent.use_nested_tensor = False
 
 
-def _chain(model: nn.Module, static: set[Int8Linear]) -> None:
+def _chain(model: nn.Module, static: set[Int8Product]) -> None:
     """Let a static layer return codes if the next layer is static, with a ReLU or nothing between them.
 
     Both layers must be used only once in the model.

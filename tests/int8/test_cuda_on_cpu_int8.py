@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from amp_kernels import reference
 from amp_kernels.ops import int8 as ops
 from amp_kernels.reference.int8 import philox
 from amp_kernels.testing import DTYPES, differing, error_and_allowed
+from amp_kernels.testing.int8 import CONVOLUTIONS
 
 pytestmark = pytest.mark.skipif(missing_headers() is not None, reason=str(missing_headers()))
 dtypes = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
@@ -357,6 +359,96 @@ def test_matmul_beyond_32_bits(m: int) -> None:
     out = torch.empty(m, 1)
     backend._int8_matmul_(a, b, one, zero, one, zero, None, out, None, None)
     assert torch.equal(out, torch.full_like(out, 255.0**2 * k))
+
+
+# ---------------------------------------------------------------------------------------- convolutions
+TILES = CONVOLUTIONS["many_tiles"]
+CONVOLVED = {
+    **{name: conv for name, conv in CONVOLUTIONS.items() if conv.batch > 0 and conv.outputs > 0},
+    "tall_kernel": CONVOLUTIONS["3x3"]._replace(
+        taps=(5, 1), padding=(2, 0)
+    ),  # a tile holds several lines of the kernel
+    "images_in_one_tile": CONVOLUTIONS["3x3"]._replace(batch=5, pixels=(3, 3)),
+    # The others take tiles of 64 x 64. These take tiles of 128 x 128 and of 128 x 256, on 3 multiprocessors.
+    **{f"{channels}_channels_in_medium_tiles": TILES._replace(channels=channels) for channels in (48, 64, 144)},
+    **{
+        f"{channels}_channels_in_large_tiles": TILES._replace(
+            batch=1, pixels=(25, 13), channels=channels, taps=(3, 3), stride=(2, 1), padding=(1, 1)
+        )
+        for channels in (16, 48, 64, 144)
+    },
+}
+
+
+def check_convolution(conv: Any, variant: int) -> None:
+    """The memory before the images and behind them, and that beside the weight, is guarded."""
+    arena = Arena(0x5A)  # a code, so that what is read outside shows
+    x, weight = codes(conv.batch, *conv.pixels, conv.channels, seed=1), codes(conv.outputs, *conv.taps, conv.channels)
+    placed = []
+    for values in (x, weight):
+        padded = F.pad(values, (0, -conv.channels % 16))
+        placed.append(arena.around(padded, (len(padded) + 2, *padded.shape[1:]), slice(1, -1)))
+    has_zeros, per_image, has_bias, per_output = (variant >> i & 1 for i in range(4))
+    scale = randn(conv.batch if per_image else 1, seed=3).abs() + 0.01
+    zero = codes(scale.numel(), seed=5).int() * 2 if has_zeros else None  # some are no codes
+    weight_scale = randn(conv.outputs if per_output else 1, seed=4).abs() + 0.01
+    bias = randn(conv.outputs, seed=7) if has_bias else None
+    dtype = (torch.float32, torch.float16, torch.bfloat16, torch.int8)[variant // 2 % 4]
+    final = {"out_scale": None, "out_zero_point": None}
+    if dtype == torch.int8:
+        final = {"out_scale": torch.tensor([40.0]), "out_zero_point": torch.tensor([9], dtype=torch.int32)}
+    steps = {"stride": conv.stride, "padding": conv.padding, "dilation": conv.dilation}
+    out_dtype = torch.float32 if dtype == torch.int8 else dtype
+    expected = reference.int8_conv2d(
+        x, weight, scale, zero, weight_scale, bias=bias, **steps, out_dtype=out_dtype, **final
+    )
+    pixels = expected.shape[1] * expected.shape[2] if per_image and conv.batch > 1 else 1
+    rows = [None if t is None else arena.place(t.repeat_interleave(pixels)) for t in (scale, zero)]
+    columns = [None if t is None else arena.place(t) for t in (weight_scale, bias)]
+    out = arena.place(torch.full(expected.shape, 99, dtype=dtype), variant % 3)
+    with backend.scheduled(backend.ORDERS[variant % 3], seed=variant):
+        backend.int8_conv2d_of_chunks(*placed, *rows, *columns, *steps.values(), out, *final.values())
+    arena.check()
+    assert differing(out.float(), expected.float()) == 0
+
+
+@pytest.mark.parametrize("name", CONVOLVED)
+def test_conv2d(name: str) -> None:
+    first = list(CONVOLVED).index(name)
+    for variant in (first, first + 7, first + 11):  # of all three orders
+        check_convolution(CONVOLVED[name], variant)
+
+
+def test_conv2d_in_tiles_of_sm_75() -> None:
+    with backend.compute_capability(75):
+        check_convolution(CONVOLVED["64_channels_in_large_tiles"], 7)
+
+
+def test_conv2d_of_sums_beyond_32_bits() -> None:
+    x = torch.full((1, 1, 8191, 16), -128, dtype=torch.int8)
+    one, zero, out = torch.ones(1), torch.tensor([127], dtype=torch.int32), torch.empty(1, 1, 1, 1)
+    backend._int8_conv2d_(x, x, one, zero, one, None, (1, 1), (0, 0), (1, 1), out, None, None)
+    assert out.item() == 255.0 * 128 * x.numel()
+
+
+def far(distance: int, stride: int, kernel: int, outputs: int) -> Tensor:
+    """A convolution along a line of two pixels, with so much padding, and with taps that are as far apart."""
+    x = torch.tensor([1, 2], dtype=torch.int8).view(1, 2, 1, 1)
+    weight = torch.ones(1, kernel, 1, 1, dtype=torch.int8)
+    one, out = torch.ones(1), torch.empty(1, outputs, 1, 1)
+    steps = (stride, 1), (distance, 0), (distance, 1)
+    backend._int8_conv2d_(x, weight, one, None, one, None, *steps, out, None, None)
+    return out.flatten()
+
+
+def test_conv2d_of_pixels_that_are_far_apart() -> None:
+    """Coordinates have 32 bits."""
+    assert far(2**31, 2**31, 1, 3).tolist() == [0, 1, 0]
+    assert far(2**31, 2**31 + 1, 1, 2).tolist() == [0, 2]
+    assert far(2**31, 2**32, 2, 1).tolist() == [1]
+    assert far(2**32 - 3, 2**32 - 3, 1, 3).tolist() == [0, 1, 0]
+    with pytest.raises(RuntimeError, match=r"fewer than 2\^32 pixels.* got 4294967296"):
+        far(2**32 - 2, 2**32 - 2, 1, 3)
 
 
 # ---------------------------------------------------------------------------------------- int8 weights

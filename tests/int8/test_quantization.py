@@ -386,7 +386,7 @@ def test_a_subclass_of_conv1d_and_other_classes_of_the_name_are_left_alone():
 
     Other.__name__ = "Conv1D"
     for layer in (Sub(4, 4), Other()):
-        with pytest.raises(ValueError, match=r"model must have an nn\.Linear or nn\.Embedding to replace"):
+        with pytest.raises(ValueError, match=r"model must have an nn\.Linear, nn\.Conv2d or nn\.Embedding to replace"):
             prepare_(nn.Sequential(layer))
 
 
@@ -427,12 +427,12 @@ def test_what_was_converted_and_left_is_said(caplog):
 
 def test_a_sizable_part_that_is_left_is_a_warning(caplog):
     def model(width):
-        return nn.Sequential(nn.Linear(16, 16, bias=False), nn.Conv2d(1, width, 5, bias=False))
+        return nn.Sequential(nn.Linear(16, 16, bias=False), nn.ConvTranspose2d(1, width, 5, bias=False))
 
     assert not said(caplog, lambda: quantize_(model(1)))[2]
     converted, line, warns = said(caplog, lambda: quantize_(model(4)))
     assert warns and type(converted[0]) is Int8Linear
-    left = "left 28.1% (*.weight of Conv2d 28.1%)"
+    left = "left 28.1% (*.weight of ConvTranspose2d 28.1%)"
     assert line == f"quantize_: converted 71.9% (*.weight 71.9%) of the parameters' bytes; {left}"
     two = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
     assert not said(caplog, lambda: quantize_(two, filter_fn=lambda _, name: name == "0"))[
@@ -620,9 +620,10 @@ def test_errors_are_sentences_and_change_nothing():
     with pytest.raises(ValueError, match="mode must be 'dynamic' or 'static', got 'weight_only'"):
         prepare_qat_(mlp(), "weight_only")
     with pytest.raises(
-        ValueError, match=r"model must have an nn\.Linear or nn\.Embedding to replace, got Conv2d without any"
+        ValueError,
+        match=r"model must have an nn\.Linear, nn\.Conv2d or nn\.Embedding to replace, got Conv2d without any",
     ):
-        quantize_(nn.Conv2d(3, 3, 3), "dynamic")
+        quantize_(nn.Conv2d(3, 3, 3, groups=3), "dynamic")
     with pytest.raises(ValueError, match="model must have layers that were prepared"):
         convert_(mlp())
     for prepare, when in ((prepare_, ""), (lambda model: prepare_qat_(model, "static"), " in training mode")):

@@ -1,0 +1,434 @@
+"""Convolutions with int8 weights for inference: `Int8Conv2d` and `Int8Conv1d`.
+
+Inputs and results have torch's order of dimensions, `[B, C, H, W]` or `[B, C, L]`. In memory the results have the order
+of channels_last, because the kernels read and write pixels with their channels next to each other. An input in this
+order is read in place. The codes of any other input are copied into this order, one byte for each element.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .. import torch_private
+from ..functional import Int8Tensor, dequantize_int8, fake_quantize_int8, int8_conv2d, quantize_int8
+from ..ops import int8 as ops
+from .int8 import (
+    Int8Product,
+    Mode,
+    check_is_not_nested,
+    check_scales_fit,
+    codes_to_share,
+    compute_dtype,
+)
+
+Steps = dict[str, Any]  # stride, padding and dilation, each for height and width
+
+
+def pads_both_ends_alike(conv: Any) -> bool:
+    """Return whether a float convolution pads with zeros, as many at the end of a dimension as at its beginning.
+
+    With `padding="same"` a kernel that covers an even number of pixels needs one more at the end.
+    """
+    if conv.padding_mode != "zeros":
+        return False
+    taps = zip(conv.kernel_size, conv.dilation, strict=True)
+    return conv.padding != "same" or all((size - 1) * step % 2 == 0 for size, step in taps)
+
+
+def steps_of(conv: Any) -> Steps:
+    """Return the arguments of `int8_conv2d` for a convolution. One over a line has the height 1."""
+    if conv.padding == "valid":
+        padding = (0,) * len(conv.kernel_size)
+    elif conv.padding == "same":
+        padding = tuple((size - 1) * step // 2 for size, step in zip(conv.kernel_size, conv.dilation, strict=True))
+    else:
+        padding = conv.padding
+    of_a_line = {"stride": (1,), "padding": (0,), "dilation": (1,)}
+    given = {"stride": conv.stride, "padding": padding, "dilation": conv.dilation}
+    return {name: tuple((of_a_line[name] if len(value) == 1 else ()) + tuple(value)) for name, value in given.items()}
+
+
+class _Int8Conv(Int8Product):
+    _inputs = "in_channels times the size of the kernel"
+    _dims: int  # of an image
+    groups, padding_mode = 1, "zeros"  # for code that reads them
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Sequence[int],
+        stride: int | Sequence[int] = 1,
+        padding: str | int | Sequence[int] = 0,
+        dilation: int | Sequence[int] = 1,
+        bias: bool = True,
+        mode: Mode = "weight_only",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        # The float layer checks these arguments, and turns each into a tuple.
+        like = self._float_class()(
+            in_channels, out_channels, kernel_size, stride, padding, dilation, bias=False, device="meta"
+        )
+        kind = type(self).__name__
+        if not pads_both_ends_alike(like):
+            raise ValueError(
+                f"{kind}: padding must add as many pixels at the end of a dimension as at its beginning, got 'same' "
+                f"for a kernel of {like.kernel_size} with dilation {like.dilation}; pad the input yourself"
+            )
+        super().__init__((out_channels, *like.kernel_size, in_channels), bias, mode, device, dtype)
+        self.in_channels, self.out_channels, self.kernel_size = in_channels, out_channels, like.kernel_size
+        self.stride, self.padding, self.dilation = like.stride, like.padding, like.dilation
+        self._steps = steps_of(like)
+
+    @classmethod
+    def _float_class(cls) -> Any:
+        return {1: nn.Conv1d, 2: nn.Conv2d}[cls._dims]
+
+    @classmethod
+    def from_conv(
+        cls,
+        conv: Any,
+        mode: Mode = "weight_only",
+        *,
+        weight: Int8Tensor | None = None,
+        input_scale: Tensor | None = None,
+        input_zero_point: Tensor | None = None,
+    ) -> Any:
+        """Return an int8 layer with the weights and the bias of a float layer.
+
+        Args:
+            conv: A `torch.nn.Conv2d` for `Int8Conv2d`, or a `torch.nn.Conv1d` for `Int8Conv1d`, with `groups=1` and
+                `padding_mode="zeros"`.
+            mode: `"weight_only"`, `"dynamic"` or `"static"`.
+            weight: Codes to share: symmetric, `[out_channels, *kernel_size, in_channels]`, with one scale for each
+                output channel. If it is None, the weight of `conv` is quantized.
+            input_scale: fp32 `[1]`, for `"static"` only.
+            input_zero_point: int32 `[1]`, for `"static"` only.
+
+        Returns:
+            The int8 layer, on the device and in the training mode of `conv`.
+
+        Raises:
+            ValueError: `conv` has groups or another `padding_mode`, or pads the end of a dimension more than its
+                beginning. Or `mode` is unknown, `input_scale` and `input_zero_point` do not fit the mode, `weight`
+                does not fit the layer, or an output sums more than 131071 products and `mode` is not `"weight_only"`.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(3, 8, 3, padding=1))
+            Int8Conv2d(3, 8, kernel_size=(3, 3), stride=(1, 1), padding=(1, 1), mode=weight_only)
+        """
+        op = f"{cls.__name__}.from_conv"
+        check_scales_fit(op, mode, input_scale, input_zero_point)
+        if conv.groups != 1 or conv.padding_mode != "zeros":
+            raise ValueError(
+                f"{op}: conv must have groups=1 and padding_mode='zeros', got groups={conv.groups} and "
+                f"padding_mode={conv.padding_mode!r}; leave it in floating point"
+            )
+        codes = codes_to_share(op, weight, conv)
+        layer = cls(
+            conv.in_channels, conv.out_channels, conv.kernel_size, conv.stride, conv.padding, conv.dilation, False,
+            mode, "meta", conv.weight.dtype,
+        )  # fmt: skip
+        layer._take_over(conv, mode, codes, input_scale, input_zero_point)
+        return layer
+
+    @property
+    def _order(self) -> tuple[int, ...]:
+        return (0, self._dims + 1, *range(1, self._dims + 1))
+
+    def forward(self, x: Tensor | Int8Tensor) -> Tensor | Int8Tensor:
+        """Apply the layer.
+
+        Args:
+            x: `[B, in_channels, H, W]` (for `Int8Conv1d` `[B, in_channels, L]`), or the same without `B`; fp16, bf16
+                or fp32. In the modes `"dynamic"` and `"static"` also an `Int8Tensor` of this shape with one scale.
+
+        Returns:
+            `[B, out_channels, H, W]`, with the sizes that `torch.nn.Conv2d` gives them, in channels_last memory. It is
+                a tensor, or an `Int8Tensor` if the layer has an `output_scale`.
+
+        Raises:
+            TypeError: `x` has another dtype, is nested, or is an `Int8Tensor` in the mode `"weight_only"`.
+            ValueError: The shape of `x` does not fit.
+            RuntimeError: The layer returns codes, and is called inside a transform of `torch.func` or in forward-mode
+                differentiation.
+
+        Examples:
+            >>> layer = amp_kernels.nn.Int8Conv2d(3, 8, 3, mode="dynamic")
+            >>> layer(torch.ones(2, 3, 10, 10)).shape
+            torch.Size([2, 8, 8, 8])
+        """
+        kind, output_scale = type(self).__name__, self.output_scale
+        if output_scale is not None:
+            self._check_may_return_codes()
+        check_is_not_nested(kind, x)
+        shape = x.shape
+        if len(shape) not in (self._dims + 1, self._dims + 2) or shape[-self._dims - 1] != self.in_channels:
+            sizes = ("L", "H, W")[self._dims - 1]
+            raise ValueError(
+                f"{kind}: x must have shape (B, {self.in_channels}, {sizes}) or ({self.in_channels}, {sizes}), got "
+                f"{tuple(shape)}"
+            )
+        if isinstance(x, Int8Tensor):
+            result = self._of_codes(Int8Tensor(self._images(x.values), x.scale, x.zero_point, x.dim, x.block_size))
+        elif output_scale is not None:
+            scale, zero_point = self.input_scale, self.input_zero_point
+            result = self._of_codes(quantize_int8(self._images(x), scale=scale, zero_point=zero_point))
+        elif self.mode == "weight_only":
+            x = x.to(compute_dtype(x))
+            bias: Tensor | None = self.bias
+            bias = None if bias is None else bias.to(x.dtype)
+            weight = self._codes().dequantize(x.dtype)
+            result = convolve(self._images(x), self._taps(weight), bias, self._steps)
+        else:
+            scales = self.input_scale, self.input_zero_point
+            codes = self._taps(self.weight_codes), self._taps(self.weight_scale)
+            result = w8a8_conv(self._images(x), *codes, self.bias, *scales, self._steps, compute_dtype(x))
+        values = self._from_images(result, len(shape))
+        return values if output_scale is None else Int8Tensor(values, output_scale, self.output_zero_point)
+
+    def _of_codes(self, x: Int8Tensor) -> Tensor:
+        self._check_multiplies_codes()
+        weight = Int8Tensor(self._taps(self.weight_codes), self._taps(self.weight_scale))
+        return int8_conv2d(x, weight, **self._steps, **self._result())
+
+    def _images(self, x: Tensor) -> Tensor:
+        """Return `x` as [B, H, W, C], a view."""
+        return images_of(x, self._dims)
+
+    def _taps(self, weight: Tensor) -> Tensor:
+        """Return codes or scales of the weight as [N, kernel height, kernel width, C] or [N, 1, 1, 1], a view."""
+        return weight.unsqueeze(1) if self._dims == 1 else weight
+
+    def _from_images(self, result: Tensor, dims: int) -> Tensor:
+        return from_images(result, self._dims, dims)
+
+    def extra_repr(self) -> str:
+        """Return what `print(layer)` shows between the brackets.
+
+        Returns:
+            Channels, kernel, steps and mode.
+
+        Examples:
+            >>> amp_kernels.nn.Int8Conv2d(3, 8, 3).extra_repr()
+            '3, 8, kernel_size=(3, 3), stride=(1, 1), mode=weight_only'
+        """
+        shown = [f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}"]
+        shown += [f"padding={self.padding!r}"] * any(self._steps["padding"])
+        shown += [f"dilation={self.dilation}"] * any(step != 1 for step in self.dilation)
+        shown += ["bias=False"] * (self.bias is None) + [f"mode={self.mode}"]
+        return ", ".join(shown + ["int8 out"] * (self.output_scale is not None))
+
+
+class Int8Conv2d(_Int8Conv):
+    """`torch.nn.Conv2d` with symmetric int8 weights for inference, with one scale per output channel.
+
+    | mode | what it computes |
+    |---|---|
+    | `"weight_only"` | `torch.nn.functional.conv2d` with the dequantized weight. It saves memory, not time. |
+    | `"dynamic"` | `int8_conv2d` of codes. Each image is quantized, asymmetrically, by its own range. |
+    | `"static"` | Like `"dynamic"`, with one range for all images. With `output_scale` the result is an `Int8Tensor`. |
+
+    During a call of a weight-only layer, `weight_codes * weight_scale` is in memory, rounded to the dtype of `x`.
+
+    An input in channels_last memory is read in place. Results are in this memory too. An input in any other order costs
+    a copy of its codes, one byte for each element.
+
+    Under autocast results have the dtype of autocast. Otherwise they have the dtype of `x`, or the layer's `dtype` if
+    `x` is an `Int8Tensor`. The gradient of `x` is that of a convolution with the dequantized weight. In the modes
+    `"dynamic"` and `"static"` it is 0 for values of `x` outside the range of the codes (Jacob et al. 2018). int8
+    results have no gradient. The weight is frozen. The bias is a parameter in the dtype of the original layer.
+
+    The weights of a new layer are 0: load a state dict, or use `from_conv`.
+
+    Args:
+        in_channels: As in `torch.nn.Conv2d`.
+        out_channels: As in `torch.nn.Conv2d`.
+        kernel_size: As in `torch.nn.Conv2d`.
+        stride: As in `torch.nn.Conv2d`.
+        padding: As in `torch.nn.Conv2d`. `"same"` is refused if it would pad the end of a dimension more than its
+            beginning. Padding is always with zeros.
+        dilation: As in `torch.nn.Conv2d`.
+        bias: Add a bias.
+        mode: `"weight_only"`, `"dynamic"` or `"static"`.
+        device: As in `torch.nn.Conv2d`.
+        dtype: As in `torch.nn.Conv2d`.
+
+    Attributes:
+        weight_codes: int8 `[out_channels, kernel height, kernel width, in_channels]`.
+        weight_scale: fp32 `[out_channels, 1, 1, 1]`.
+        weight_dtype: A 0 in the layer's dtype. State dicts hold it under the key `weight`.
+        mode_name: The mode in ASCII, uint8. State dicts hold it.
+        bias: `[out_channels]`, or None.
+        input_scale: fp32 `[1]` of a static layer, else None.
+        input_zero_point: int32 `[1]` of a static layer, else None.
+        output_scale: fp32 `[1]` if the layer returns codes, else None.
+        output_zero_point: int32 `[1]` if the layer returns codes, else None.
+
+    Raises:
+        ValueError: `mode` is unknown, `padding` does not fit, or an output sums more than 131071 products and `mode` is
+            not `"weight_only"`.
+
+    Examples:
+        >>> layer = amp_kernels.nn.Int8Conv2d.from_conv(torch.nn.Conv2d(16, 4, 3), mode="dynamic")
+        >>> layer
+        Int8Conv2d(16, 4, kernel_size=(3, 3), stride=(1, 1), mode=dynamic)
+        >>> layer(torch.ones(2, 16, 8, 8)).shape, layer.weight.shape, layer.weight_codes.shape
+        (torch.Size([2, 4, 6, 6]), torch.Size([4, 16, 3, 3]), torch.Size([4, 3, 3, 16]))
+    """
+
+    _dims = 2
+
+
+class Int8Conv1d(_Int8Conv):
+    """`torch.nn.Conv1d` with symmetric int8 weights for inference, with one scale per output channel.
+
+    Everything is as in `Int8Conv2d`, for lines `[B, C, L]` in place of images. `weight_codes` is int8 `[out_channels,
+    kernel size, in_channels]`, and `weight_scale` is fp32 `[out_channels, 1, 1]`.
+
+    Args:
+        in_channels: As in `torch.nn.Conv1d`.
+        out_channels: As in `torch.nn.Conv1d`.
+        kernel_size: As in `torch.nn.Conv1d`.
+        stride: As in `torch.nn.Conv1d`.
+        padding: As in `Int8Conv2d`.
+        dilation: As in `torch.nn.Conv1d`.
+        bias: Add a bias.
+        mode: `"weight_only"`, `"dynamic"` or `"static"`.
+        device: As in `torch.nn.Conv1d`.
+        dtype: As in `torch.nn.Conv1d`.
+
+    Raises:
+        ValueError: As `Int8Conv2d`.
+
+    Examples:
+        >>> layer = amp_kernels.nn.Int8Conv1d.from_conv(torch.nn.Conv1d(16, 4, 3, padding="same"), mode="dynamic")
+        >>> layer(torch.ones(2, 16, 50)).shape
+        torch.Size([2, 4, 50])
+    """
+
+    _dims = 1
+
+
+# ------------------------------------------------------------------------------------------------------ the product
+def images_of(x: Tensor, dims: int) -> Tensor:
+    """Return [B, C, H, W] or [B, C, L], or either without B, as [B, H, W, C], a view."""
+    if x.dim() == dims + 1:
+        x = x.unsqueeze(0)
+    return (x.unsqueeze(2) if dims == 1 else x).permute(0, 2, 3, 1)
+
+
+def from_images(result: Tensor, dims: int, of_input: int) -> Tensor:
+    """Undo `images_of` for the result of an input with `of_input` dimensions."""
+    result = result.permute(0, 3, 1, 2)
+    result = result.squeeze(2) if dims == 1 else result
+    return result.squeeze(0) if of_input == dims + 1 else result
+
+
+def convolve(images: Tensor, weight: Tensor, bias: Tensor | None, steps: Steps) -> Tensor:
+    """Convolve floats [B, H, W, C] with a weight [N, kernel height, kernel width, C], by torch."""
+    return F.conv2d(images.permute(0, 3, 1, 2), weight.permute(0, 3, 1, 2), bias, **steps).permute(0, 2, 3, 1)
+
+
+def w8a8_conv(
+    x: Tensor,
+    weight: Tensor,
+    weight_scale: Tensor | None,
+    bias: Tensor | None,
+    scale: Tensor | None,
+    zero_point: Tensor | None,
+    steps: Steps,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """Convolve the codes of `x` [B, H, W, C] (``int8_conv2d``), with straight-through gradients.
+
+    Args:
+        weight: [N, kernel height, kernel width, C], int8 codes, or floats in training. Floats are quantized here.
+        weight_scale: Scale of the codes. None if `weight` is floats.
+        scale, zero_point: For `x`, one element each. If they are None, each image is quantized by its own range.
+        steps: stride, padding and dilation.
+    """
+    arguments = x, weight, weight_scale, bias, scale, zero_point, steps, out_dtype
+    return _by_torch(*arguments) if torch_private.is_transformed() else _W8A8Conv.apply(*arguments)
+
+
+def _codes_of_images(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Int8Tensor:
+    if scale is None:
+        return quantize_int8(x, dim=(1, 2, 3), symmetric=False)
+    return quantize_int8(x, scale=scale, zero_point=zero_point)
+
+
+def _fake_images(x: Tensor, scale: Tensor | None, zero_point: Tensor | None) -> Tensor:
+    """Return the dequantized result of `_codes_of_images`, in fp32 and differentiable."""
+    if scale is None:
+        return fake_quantize_int8(x.float(), dim=(1, 2, 3), symmetric=False)
+    return fake_quantize_int8(x.float(), scale=scale, zero_point=zero_point)
+
+
+def _codes_of_taps(weight: Tensor, scale: Tensor | None) -> Int8Tensor:
+    return quantize_int8(weight, dim=(1, 2, 3)) if scale is None else Int8Tensor(weight, scale)
+
+
+def _fake_taps(weight: Tensor, scale: Tensor | None) -> Tensor:
+    """Return the dequantized weight in fp32. It is differentiable if the weight is given as floats."""
+    return (
+        fake_quantize_int8(weight.float(), dim=(1, 2, 3))
+        if scale is None
+        else dequantize_int8(Int8Tensor(weight, scale))
+    )
+
+
+def _by_torch(
+    x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
+    zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype,
+) -> Tensor:  # fmt: skip
+    """Compute `w8a8_conv` as a convolution of dequantized fp32 values, with operators that work in transforms."""
+    with torch.autocast(x.device.type, enabled=False):
+        bias = None if bias is None else bias.float()
+        return convolve(_fake_images(x, scale, zero_point), _fake_taps(weight, weight_scale), bias, steps).to(out_dtype)
+
+
+class _W8A8Conv(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, weight_scale: Tensor | None, bias: Tensor | None, scale: Tensor | None,
+        zero_point: Tensor | None, steps: Steps, out_dtype: torch.dtype,
+    ) -> Tensor:  # fmt: skip
+        # As in `_W8A8` for linear layers, `x` and the weight are saved, and the backward pass computes codes again.
+        ctx.save_for_backward(x, weight, weight_scale, scale, zero_point)
+        ctx.bias_dtype, ctx.steps = None if bias is None else bias.dtype, steps
+        return int8_conv2d(
+            _codes_of_images(x, scale, zero_point), _codes_of_taps(weight, weight_scale),
+            bias=None if bias is None else bias.float(), out_dtype=out_dtype, **steps,
+        )  # fmt: skip
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, weight_scale, scale, zero_point = ctx.saved_tensors
+        needs_x, needs_weight, _, needs_bias, *_ = ctx.needs_input_grad
+        codes = _codes_of_images(x.detach(), scale, zero_point)
+        if torch.is_grad_enabled():  # this gradient will be differentiated
+            grad = grad.float()
+            inputs, taps = _fake_images(x, scale, zero_point), _fake_taps(weight, weight_scale)
+        else:
+            inputs, taps = codes.dequantize(grad.dtype), _codes_of_taps(weight, weight_scale).dequantize(grad.dtype)
+        stride, padding, dilation = (list(ctx.steps[name]) for name in ("stride", "padding", "dilation"))
+        to_torch = (0, 3, 1, 2)
+        grad_x, grad_weight, grad_bias = torch.ops.aten.convolution_backward(
+            grad.permute(to_torch), inputs.permute(to_torch), taps.permute(to_torch), None, stride, padding, dilation,
+            False, [0, 0], 1, [needs_x, needs_weight, False],
+        )  # fmt: skip
+        if needs_x:
+            grad_x = grad_x.permute(0, 2, 3, 1).to(x.dtype)
+            straight = ops.straight_through if torch.is_grad_enabled() else ops.straight_through_int8
+            grad_x = straight(grad_x, x, codes.scale, codes.zero_point, None)
+        if needs_weight:  # as in `_W8A8`, no code of a weight was clamped
+            grad_weight = grad_weight.permute(0, 2, 3, 1).to(weight.dtype)
+        grad_bias = grad.sum((0, 1, 2)).to(ctx.bias_dtype) if needs_bias else None
+        return grad_x, grad_weight, None, grad_bias, None, None, None, None

@@ -1,0 +1,331 @@
+"""Int8Conv2d and Int8Conv1d against their formulas, and the conversions of models with convolutions."""
+
+import copy
+import io
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import amp_kernels
+from amp_kernels import Int8Tensor, reference
+from amp_kernels.nn import Int8Conv1d, Int8Conv2d
+from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
+from amp_kernels.testing import DTYPES, error_and_allowed, randn
+
+MODES = ("weight_only", "dynamic", "static")
+SCALE, ZERO_POINT = 0.0173, 11
+# Arguments of a convolution, and the shape of its input.
+CONVOLUTIONS = {
+    "3x3": (lambda: nn.Conv2d(5, 7, 3, padding=1), (2, 5, 9, 8)),
+    "strided": (lambda: nn.Conv2d(16, 6, (3, 2), (2, 3), (0, 2), (2, 1)), (3, 16, 12, 11)),
+    "no_bias": (lambda: nn.Conv2d(4, 6, 1, bias=False), (2, 4, 5, 6)),
+    "same": (lambda: nn.Conv2d(4, 6, (3, 2), padding="same", dilation=(1, 2)), (2, 4, 5, 6)),
+    "valid": (lambda: nn.Conv2d(4, 6, 3, padding="valid"), (2, 4, 5, 6)),
+    "one_image": (lambda: nn.Conv2d(5, 7, 3, padding=1), (5, 9, 8)),
+    "no_images": (lambda: nn.Conv2d(5, 7, 3), (0, 5, 9, 8)),
+    "line": (lambda: nn.Conv1d(5, 7, 3, 2, 1, 2), (2, 5, 20)),
+    "one_line": (lambda: nn.Conv1d(5, 7, 4), (5, 20)),
+}
+
+
+def convolution(name, dtype=torch.float32, device="cpu"):
+    make, shape = CONVOLUTIONS[name]
+    layer = make()
+    with torch.no_grad():
+        for i, parameter in enumerate(layer.parameters()):
+            parameter.copy_(randn(*parameter.shape, seed=i + 1) / max(1, parameter[0].numel()) ** 0.5)
+    return layer.to(device, dtype), randn(*shape, dtype=dtype).to(device)
+
+
+def int8_layer(mode, layer):
+    kind = Int8Conv1d if isinstance(layer, nn.Conv1d) else Int8Conv2d
+    if mode != "static":
+        return kind.from_conv(layer, mode)
+    scale = torch.tensor([SCALE], device=layer.weight.device)
+    return kind.from_conv(layer, mode, input_scale=scale, input_zero_point=torch.full_like(scale, ZERO_POINT).int())
+
+
+def fake_inputs(layer, x):
+    """x with the values of its codes, by the specification. Each image has its own range if the layer is dynamic."""
+    if layer.mode == "static":
+        given = {"scale": layer.input_scale, "zero_point": layer.input_zero_point}
+        return reference.fake_quantize_int8(x.float(), **given)[0]
+    batch = x if x.dim() == layer.weight.dim() else x.unsqueeze(0)
+    dims = tuple(range(1, batch.dim()))
+    return reference.fake_quantize_int8(batch.float(), dim=dims, symmetric=False)[0].view_as(x)
+
+
+def convolved(layer, original, x, weight, bias):
+    convolve = F.conv1d if isinstance(original, nn.Conv1d) else F.conv2d
+    return convolve(x, weight, bias, original.stride, original.padding, original.dilation)
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layer_is_the_convolution_of_what_its_codes_stand_for(mode, name, dtype, device):
+    original, x = convolution(name, DTYPES[dtype], device)
+    layer = int8_layer(mode, original)
+    y = layer(x)
+    assert y.shape == original(x).shape and y.dtype == x.dtype
+    assert layer.weight.shape == original.weight.shape and layer.weight.dtype == original.weight.dtype
+    dims = tuple(range(1, original.weight.dim()))
+    weight = reference.fake_quantize_int8(original.weight.detach().float(), dim=dims)[0]
+    assert torch.equal(layer.weight.float(), weight.to(x.dtype).float())
+    values = None if original.bias is None else original.bias.detach()
+    if mode == "weight_only":
+        weight, inputs = weight.to(x.dtype), x
+    else:
+        inputs = fake_inputs(layer, x)
+        values = None if values is None else values.float()
+    theirs = convolved(layer, original, inputs, weight, values)
+    truth = convolved(layer, original, inputs.double(), weight.double(), None if values is None else values.double())
+    error, allowed = error_and_allowed(y.detach().float(), theirs.to(x.dtype).float(), truth)
+    assert error <= allowed
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_sums_are_exact(mode, device):
+    """Codes into the operator: no rounding of a float convolution between."""
+    original, x = convolution("3x3", device=device)
+    layer = int8_layer(mode, original)
+    images = x.permute(0, 2, 3, 1)
+    if mode == "dynamic":
+        values, scale, zero_point = reference.quantize_int8(images, dim=(1, 2, 3), symmetric=False)
+    else:
+        values, scale, zero_point = reference.quantize_int8(
+            images, scale=layer.input_scale, zero_point=layer.input_zero_point
+        )
+    expected = reference.int8_conv2d(
+        values, layer.weight_codes, scale, zero_point, layer.weight_scale, bias=original.bias.detach(), padding=(1, 1)
+    )
+    assert torch.equal(layer(x), expected.permute(0, 3, 1, 2))
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_memory_orders_of_the_input(mode, device):
+    original, x = convolution("3x3", device=device)
+    layer = int8_layer(mode, original)
+    expected = layer(x.to(memory_format=torch.channels_last))
+    assert expected.is_contiguous(memory_format=torch.channels_last) or mode == "weight_only"
+    for view in (x, x.transpose(2, 3).contiguous().transpose(2, 3), torch.cat([x, x], 3)[..., : x.shape[3]]):
+        torch.testing.assert_close(layer(view), expected, rtol=0, atol=0 if mode != "weight_only" else 1e-5)
+
+
+def test_an_image_has_the_same_result_in_any_batch(device):
+    original, x = convolution("3x3", device=device)
+    layer, x = int8_layer("dynamic", original), torch.cat([x, 100 * x])
+    assert torch.equal(layer(x)[:1], layer(x[:1])) and torch.equal(layer(x)[0], layer(x[0]))
+
+
+@pytest.mark.parametrize("name", ["3x3", "strided", "line"])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_those_of_the_quantized_convolution(mode, name, device):
+    original, x = convolution(name, device=device)
+    layer = int8_layer(mode, original)
+    leaf = (4 * x).requires_grad_()  # a static layer clamps some of these values
+    y = layer(leaf)
+    grad = randn(*y.shape, seed=9).to(device)
+    y.backward(grad)
+    weight = layer.weight.clone()
+    other = (4 * x).requires_grad_()
+    inputs = other
+    if mode != "weight_only":
+        options = {"dim": tuple(range(1, x.dim())), "symmetric": False}
+        if mode == "static":
+            options = {"scale": layer.input_scale, "zero_point": layer.input_zero_point}
+        inputs = amp_kernels.fake_quantize_int8(other, **options)
+    convolved(layer, original, inputs, weight, None).backward(grad)
+    torch.testing.assert_close(leaf.grad, other.grad, rtol=1e-5, atol=1e-5)
+    assert mode != "static" or (leaf.grad == 0).sum() > 10
+    dims = [d for d in range(y.dim()) if d != 1]
+    torch.testing.assert_close(layer.bias.grad, grad.sum(dims), rtol=1e-5, atol=1e-5)
+
+
+def test_second_derivatives_and_transforms(device):
+    original, x = convolution("3x3", device=device)
+    layer = int8_layer("dynamic", original)
+
+    def penalty(x):
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        return grad.square().sum()
+
+    leaf = x.clone().requires_grad_()
+    (second,) = torch.autograd.grad(penalty(leaf), leaf)
+    assert second.isfinite().all() and second.abs().sum() > 0
+    tangents = torch.func.jvp(lambda x: layer(x), (x,), (torch.ones_like(x),))[1]
+    assert tangents.shape == layer(x).shape and tangents.abs().sum() > 0
+    torch.testing.assert_close(torch.vmap(layer)(x), torch.stack([layer(image) for image in x]), rtol=1e-5, atol=1e-5)
+
+
+def test_codes_pass_from_layer_to_layer(device):
+    first, x = convolution("3x3", device=device)
+    second = nn.Conv2d(7, 4, 3, 2).to(device)
+    one, two = int8_layer("static", first), int8_layer("static", second)
+    floats = two(one(x))
+    one.output_scale, one.output_zero_point = two.input_scale.clone(), two.input_zero_point.clone()
+    between = one(x)
+    assert isinstance(between, Int8Tensor) and between.shape == (2, 7, 9, 8)
+    assert torch.equal(two(between), floats)
+    assert "int8 out" in repr(one)
+
+
+# ------------------------------------------------------------------------------------------------------- models
+def network():
+    torch.manual_seed(0)
+    layers = [
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, 2, 1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, groups=8),
+    ]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)).eval()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_network_is_converted_and_saved(mode, backend, device, tmp_path):
+    model, x = network().to(device), randn(4, 3, 12, 12).to(device)
+
+    def made(model):
+        if mode != "static":
+            return quantize_(model, mode)
+        prepare_(model)(x)
+        return convert_(model)
+
+    expected = model(x)
+    converted = made(copy.deepcopy(model))
+    kinds = [type(layer).__name__ for layer in converted]
+    assert kinds[0] == kinds[2] == "Int8Conv2d" and kinds[4] == "Conv2d" and kinds[7] == "Int8Linear"
+    y = converted(x)
+    assert (y - expected).abs().max() <= 0.02 * expected.abs().max()
+    if mode == "static":
+        assert converted[0].output_scale is not None and kinds[1] == "Identity" and converted[2].output_scale is None
+    saved = io.BytesIO()
+    torch.save(converted.state_dict(), saved)
+    saved.seek(0)
+    other = network().to(device)
+    with torch.no_grad():
+        other[0].weight.zero_()
+    other = made(other)
+    if mode == "static":
+        other[0].output_scale, other[0].output_zero_point = (
+            torch.zeros_like(t) for t in (other[0].output_scale, other[0].output_zero_point)
+        )
+    other.load_state_dict(torch.load(saved, weights_only=True))
+    assert torch.equal(other(x), y)
+    with pytest.raises(RuntimeError, match=r"size mismatch for 0\.weight"):
+        network().to(device).load_state_dict(converted.state_dict())
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_training_for_int8_ends_in_the_same_bits(mode, backend, device):
+    model = prepare_qat_(network().to(device), mode).train()
+    optimizer = torch.optim.SGD(model.parameters(), 0.2)
+    x = randn(8, 3, 12, 12).to(device)
+    losses = []
+    for _ in range(4):
+        loss = (model(x) - 1).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    trained = model.eval()(x)
+    converted = convert_(model)
+    assert type(converted[0]) is Int8Conv2d and converted[0].mode == mode
+    assert torch.equal(converted(x), trained)
+
+
+def test_observers_change_no_output(device):
+    model, x = network().to(device), randn(4, 3, 12, 12).to(device)
+    before = model(x)
+    assert torch.equal(prepare_(model)(x), before)
+    assert float(model[0].observer.high) == float(x.max()) and float(model[0].observer.low) == float(x.min())
+
+
+def test_what_stays_in_floating_point_is_named(caplog):
+    layers = {
+        "grouped": nn.Conv2d(4, 4, 3, groups=2),
+        "reflected": nn.Conv2d(4, 4, 3, padding=1, padding_mode="reflect"),
+        "more_at_the_end": nn.Conv2d(4, 4, 2, padding="same"),
+        "transposed": nn.ConvTranspose2d(4, 4, 3),
+        "volume": nn.Conv3d(4, 4, 3),
+        "converted": nn.Conv2d(4, 4, 3),
+    }
+    model = nn.ModuleDict(layers)
+    with caplog.at_level("INFO", "amp_kernels"):
+        quantize_(model, "dynamic")
+    (line,) = caplog.messages
+    for name, layer in layers.items():
+        is_left = f"{name}.weight of {type(layer).__name__}" in line
+        assert is_left == (name != "converted") and (type(model[name]) is type(layer)) == is_left
+    assert caplog.records[0].levelname == "WARNING"
+
+
+def test_a_shared_weight_stays_shared():
+    one, two = nn.Conv2d(4, 4, 3), nn.Conv2d(4, 4, 3)
+    two.weight = one.weight
+    model = quantize_(nn.Sequential(one, two))
+    assert model[0].weight_codes is model[1].weight_codes and model[0].weight_scale is model[1].weight_scale
+    other = Int8Conv2d.from_conv(nn.Conv2d(4, 4, 3))
+    other.weight = model[0].weight
+    assert other.weight_codes is model[0].weight_codes
+
+
+ROWS = amp_kernels.quantize_int8(torch.ones(4, 36), dim=-1)
+
+
+def test_compiled_and_under_autocast(device):
+    original, x = convolution("3x3", device=device)
+    for mode in MODES:
+        layer = int8_layer(mode, original)
+        compiled = torch.compile(layer, fullgraph=True)
+        torch.testing.assert_close(compiled(x), layer(x), rtol=0, atol=0 if mode != "weight_only" else 1e-5)
+        with torch.autocast(device.type, torch.bfloat16):
+            assert layer(x).dtype == torch.bfloat16
+        assert layer.half().weight.dtype == torch.float16 and layer.weight_codes.dtype == torch.int8
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "sentence"),
+    [
+        (lambda: Int8Conv2d(4, 4, 3)(torch.ones(2, 5, 6, 6)), ValueError, r"shape \(B, 4, H, W\) or \(4, H, W\), got"),
+        (lambda: Int8Conv1d(4, 4, 3)(torch.ones(4)), ValueError, r"Int8Conv1d: x must have shape \(B, 4, L\)"),
+        (lambda: Int8Conv2d(4, 4, 3, mode="fast"), ValueError, "Int8Conv2d: mode must be one of weight_only, dynamic"),
+        (lambda: Int8Conv2d(4, 4, 2, padding="same"), ValueError, "padding must add as many pixels at the end"),
+        (
+            lambda: Int8Conv2d(32768, 1, 2, mode="static", device="meta"),
+            ValueError,
+            "in_channels times the size of the kernel must be at most 131071 with int8 activations, got 131072",
+        ),
+        (lambda: Int8Conv2d.from_conv(nn.Conv2d(4, 4, 3, groups=2)), ValueError, "must have groups=1 .* got groups=2"),
+        (lambda: Int8Conv2d.from_conv(nn.Conv2d(4, 4, 3), "static"), ValueError, "input_zero_point must both"),
+        (
+            lambda: Int8Conv2d.from_conv(nn.Conv2d(4, 4, 3), weight=ROWS),
+            ValueError,
+            r"must be what quantize_int8\(weight, dim=\(1, 2, 3\)\) returns for a weight of shape \(4, 3, 3, 4\)",
+        ),
+        (
+            lambda: Int8Conv2d(4, 4, 3)(amp_kernels.quantize_int8(torch.ones(2, 4, 6, 6))),
+            TypeError,
+            "Int8Conv2d: x must be a Tensor if mode='weight_only', got an Int8Tensor",
+        ),
+    ],
+)  # fmt: skip
+def test_bad_input_gets_a_sentence(call, error, sentence):
+    with pytest.raises(error, match=sentence):
+        call()
+
+
+def test_steps_of_every_kind_reach_the_operator():
+    """Each argument alone, so that none takes the place of another."""
+    x = randn(1, 3, 13, 14)
+    for stride, padding, dilation in itertools.product(((1, 1), (2, 3)), ((0, 0), (1, 4)), ((1, 1), (3, 2))):
+        original = nn.Conv2d(3, 2, (2, 3), stride, padding, dilation)
+        with torch.no_grad():
+            ours, theirs = int8_layer("dynamic", original)(x), original(x)
+        assert ours.shape == theirs.shape and (ours - theirs).abs().max() <= 0.03 * theirs.abs().max()
