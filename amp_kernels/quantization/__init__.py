@@ -60,9 +60,10 @@ from ..nn.int8 import (
     renormalized,
     w8a8,
 )
-from ..nn.int8_conv import from_images, images_of, pads_both_ends_alike, steps_of, w8a8_conv
+from ..nn.int8_conv import OnCodes, from_images, images_of, pads_both_ends_alike, steps_of, w8a8_conv
 from ..ops.int8 import MAX_K
 from ..ops.table import DTYPE_CODES
+from .folding import fold_, foldable
 from .saved_activations import int8_saved_activations
 
 __all__ = [
@@ -96,6 +97,11 @@ def quantize_(
     Scheme: symmetric codes per output row or channel, `scale = absmax / 127` (Jacob et al. 2018; Wu et al. 2020); see
     `quantize_int8`.
 
+    A batch norm that follows a convolution is folded into it first, with its running statistics, and becomes an
+    `nn.Identity`. In an `nn.Sequential` such a pair is found by its order, in other modules by a trace of `forward`
+    (`torch.fx`). A module that cannot be traced keeps its own batch norms, and the modules in it are traced one by one.
+    The log says how many batch norms were folded.
+
     In eval mode without gradients, an `nn.TransformerEncoder` with float layers may return zeros at padded positions.
     With int8 layers the encoder returns other values there, as it does with float layers in training mode or with
     gradients. If you take a mean or a maximum over positions, use the mask to leave the padded ones out.
@@ -128,6 +134,7 @@ def quantize_(
     codes = _SharedCodes()
     new: dict[nn.Module, nn.Module] = {}
     found, spared = _find("quantize_", model, filter_fn, needs_int8_input=mode == "dynamic")
+    _fold(model, found)
     for layer in found:
         if isinstance(layer, nn.Embedding):
             new[layer] = codes.give(layer, partial(Int8Embedding.from_embedding, layer))
@@ -142,8 +149,11 @@ def quantize_(
 def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
     """Make linear layers and convolutions record the range of their inputs, for `convert_`.
 
-    After this call, run some batches in eval mode. Outputs do not change, and recording does not wait for the device.
+    After this call, run some batches in eval mode. Recording changes no output, and does not wait for the device.
     Embeddings have no input range; they are only marked for `convert_`.
+
+    Batch norms are folded into convolutions first, as in `quantize_`. In eval mode this changes outputs only by the
+    rounding of the new weights.
 
     Args:
         model: Changed in place.
@@ -163,6 +173,7 @@ def prepare_(model: nn.Module, filter_fn: FilterFn | None = None) -> nn.Module:
         Int8Linear(in_features=16, out_features=8, bias=True, mode=static)
     """
     found, spared = _find("prepare_", model, filter_fn, needs_int8_input=True)
+    _fold(model, found)
     new = {layer: _observed(layer) for layer in found}
     return _replace_layers("prepare_", model, new, spared)
 
@@ -178,6 +189,9 @@ def prepare_qat_(
     outside of the range, the gradient is set to 0 (Jacob et al. 2018). Parameters stay the same objects, so an
     optimizer may be created before or after this call. Until `convert_`, `layer.weight` is the float parameter. After
     `convert_`, it is the dequantized weight.
+
+    Batch norms are folded into convolutions first, as in `quantize_`. From then on, training uses no statistics of
+    batches for them. The bias of a batch norm becomes that of a convolution without a bias.
 
     Args:
         model: Changed in place.
@@ -205,6 +219,7 @@ def prepare_qat_(
             f"prepare_qat_: mode must be 'dynamic' or 'static', got {mode!r}; weight-only layers need no training"
         )
     found, spared = _find("prepare_qat_", model, filter_fn, needs_int8_input=True)
+    _fold(model, found)
     new = {layer: _for_qat(layer, mode) for layer in found}
     return _replace_layers("prepare_qat_", model, new, spared)
 
@@ -213,10 +228,11 @@ def convert_(model: nn.Module) -> nn.Module:
     """Turn the layers of `prepare_` or `prepare_qat_` into `Int8Linear`, `Int8Conv2d` and other int8 layers.
 
     If two linear layers or convolutions in an `nn.Sequential` come from `prepare_`, the first may pass int8 codes
-    directly to the second. It does so if there is nothing or an `nn.ReLU` between them, and each of the two is used only
-    once in the model. The ReLU becomes an `nn.Identity`. A ReLU is no longer needed there, because the smallest code
-    stands for 0, and negative numbers are clamped to this code. In fp32 the results have the same bits as if the first
-    layer passed floats.
+    directly to the second. It does so if nothing is between them but layers of the classes `nn.ReLU`, `nn.MaxPool2d`,
+    `nn.Flatten` and `nn.Identity`, and each of them is used only once in the model. The ReLU becomes an `nn.Identity`.
+    A ReLU is no longer needed there, because the smallest code stands for 0, and negative numbers are clamped to this
+    code. In fp32 the results have the same bits as if the first layer passed floats. Everything else between two
+    layers, such as an addition, a concatenation or an average pooling, gets floats, and computes in floating point.
 
     This function waits for the device.
 
@@ -676,6 +692,17 @@ def _find(op: str, model: nn.Module, filter_fn: FilterFn | None, needs_int8_inpu
     return list(found), [layer for layer in known if layer not in taken]
 
 
+def _fold(model: nn.Module, found: list[Any]) -> None:
+    """Fold batch norms into the convolutions among the layers in `found`, and log how many, and how many stay."""
+    convolutions = {layer for layer in found if isinstance(layer, nn.Conv1d | nn.Conv2d)}
+    norms = sum(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in model.modules())
+    if not convolutions or not norms:
+        return
+    pairs = foldable(model, convolutions, lambda norm: not _has_hooks(norm))
+    fold_(model, pairs)
+    LOG.info("folded %d of %d batch norms into convolutions", len(pairs), norms)
+
+
 def _what_was_done(model: nn.Module) -> str:
     """Return the end of an error message about a model without layers to replace.
 
@@ -749,9 +776,9 @@ def _switch_off_fused_kernels(model: nn.Module, new: set[nn.Module]) -> None:
 
 
 def _chain(model: nn.Module, static: set[Int8Product]) -> None:
-    """Let a static layer return codes if the next layer is static, with a ReLU or nothing between them.
+    """Let a static layer return codes if the next layer is static, with only layers between them that can pass codes.
 
-    Both layers must be used only once in the model.
+    Each of these layers must be used only once in the model. Layers that do nothing may be used again.
     """
     uses = Counter(id(module) for _, module in model.named_modules(remove_duplicate=False))
     for parent in model.modules():
@@ -759,16 +786,35 @@ def _chain(model: nn.Module, static: set[Int8Product]) -> None:
             continue
         layers = list(parent)
         for i, first in enumerate(layers):
-            has_relu = i + 1 < len(layers) and type(layers[i + 1]) is nn.ReLU and not _has_hooks(layers[i + 1])
-            second = layers[i + 1 + has_relu] if i + 1 + has_relu < len(layers) else None
-            if first not in static or second not in static or not uses[id(first)] == uses[id(second)] == 1:
+            if first not in static:
+                continue
+            end = next((j for j in range(i + 1, len(layers)) if not _passes_codes(layers[j])), len(layers))
+            second = layers[end] if end < len(layers) else None
+            between = range(i + 1, end)
+            alone = [first, second, *(layers[j] for j in between if type(layers[j]) is not nn.Identity)]
+            if second not in static or any(uses[id(layer)] != 1 for layer in alone):
                 continue
             assert second.input_scale is not None and second.input_zero_point is not None
-            if has_relu:
+            if any(type(layers[j]) is nn.ReLU for j in between):
                 # After a ReLU the range begins at 0, so the zero point is -128 already, with one exception. If all
                 # values were 0, the zero point is 0. It becomes -128 here, so that the smallest code stands for 0.
                 second.input_zero_point = torch.full_like(second.input_zero_point, -128)
-                parent[i + 1] = nn.Identity()
+            for j in between:
+                parent[j] = _on_codes(layers[j])
             # Copies, because safetensors refuses tensors that share memory.
             first.output_scale = second.input_scale.clone()
             first.output_zero_point = second.input_zero_point.clone()
+
+
+def _passes_codes(layer: nn.Module) -> bool:
+    """Return whether a layer without a weight computes the same from codes as from the numbers they stand for."""
+    if type(layer) is nn.MaxPool2d and layer.return_indices:
+        return False
+    return type(layer) in (nn.Identity, nn.ReLU, nn.MaxPool2d, nn.Flatten) and not _has_hooks(layer)
+
+
+def _on_codes(layer: nn.Module) -> nn.Module:
+    """Return the layer that takes the place of `layer` between layers that pass codes."""
+    if type(layer) in (nn.MaxPool2d, nn.Flatten):
+        return OnCodes(layer)
+    return nn.Identity()

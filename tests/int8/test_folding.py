@@ -1,0 +1,239 @@
+"""Batch norms that become part of int8 convolutions, and the layers through which codes pass."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+from amp_kernels.nn import Int8Conv2d
+from amp_kernels.nn.int8_conv import OnCodes
+from amp_kernels.quantization import convert_, prepare_, prepare_qat_, quantize_
+from amp_kernels.testing import randn
+
+
+def trained(model):
+    """With statistics and parameters of batch norms that change something, in eval mode."""
+    torch.manual_seed(0)
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm1d | nn.BatchNorm2d) and norm.running_mean is not None:
+            with torch.no_grad():
+                norm.running_mean.normal_()
+                norm.running_var.uniform_(0.3, 3)
+                for parameter in norm.parameters():
+                    parameter.normal_()
+    return model.eval()
+
+
+def in_sequence(**options):
+    return nn.Sequential(nn.Conv2d(3, 8, 3, **options), nn.BatchNorm2d(8), nn.ReLU())
+
+
+class Residual(nn.Module):
+    """As in a ResNet: layers that `forward` calls in order, and an addition."""
+
+    def __init__(self, width=8):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.bn2, self.conv2 = nn.BatchNorm2d(width), nn.Conv2d(width, width, 3, padding=1, bias=False)
+
+    def forward(self, x):
+        out = self.bn1(self.conv1(x)).relu()
+        return torch.relu(self.bn2(self.conv2(out)) + x)
+
+
+class Branches(nn.Module):
+    """Its `forward` cannot be traced, but that of the block can."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.norm, self.block = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), Residual()
+        self.seen = 0
+
+    def forward(self, x):
+        self.seen = x
+        x = self.norm(self.stem(x))
+        return self.block(x) if x.mean() > -99 else x
+
+
+class Reads(nn.Module):
+    """The result of the convolution is read twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8)
+
+    def forward(self, x):
+        x = self.conv(x)
+        return self.norm(x) + x
+
+
+class Twice(nn.Module):
+    """The batch norm follows two convolutions."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two, self.norm = nn.Conv2d(3, 3, 1), nn.Conv2d(3, 3, 1), nn.BatchNorm2d(3)
+
+    def forward(self, x):
+        return self.norm(self.two(self.norm(self.one(x))))
+
+
+MODELS = {  # the model, the channels of its input, and how many of its batch norms are folded
+    "sequence": (in_sequence, 3, 1),
+    "without bias": (lambda: in_sequence(bias=False), 3, 1),
+    "without affine": (lambda: nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8, affine=False)), 3, 1),
+    "residual": (Residual, 8, 2),
+    "nested": (lambda: nn.Sequential(in_sequence(padding=1), Residual(), nn.Sequential(Residual())), 3, 5),
+    "branches": (Branches, 3, 2),
+    "read twice": (Reads, 3, 0),
+    "used twice": (Twice, 3, 0),
+    "grouped": (lambda: nn.Sequential(nn.Conv2d(4, 4, 1), nn.Conv2d(4, 8, 3, groups=4), nn.BatchNorm2d(8)), 4, 0),
+    "before": (lambda: nn.Sequential(nn.BatchNorm2d(3), nn.Conv2d(3, 8, 3)), 3, 0),
+}
+
+
+def norms(model):
+    return sum(isinstance(module, nn.BatchNorm1d | nn.BatchNorm2d) for module in model.modules())
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_folded_computes_the_same(name, caplog):
+    make, channels, folded = MODELS[name]
+    model = trained(make())
+    x = randn(4, channels, 10, 9)
+    before, count = model(x), norms(model)
+    values = [dict(vars(module)) for module in model.modules()] if folded == 0 else []
+    with caplog.at_level("INFO", "amp_kernels"):
+        prepared = prepare_(copy.deepcopy(model))
+    assert norms(prepared) == count - folded
+    assert f"folded {folded} of {count} batch norms into convolutions" in caplog.messages
+    torch.testing.assert_close(prepared(x), before, rtol=1e-4, atol=1e-5)
+    for module, had in zip(model.modules(), values, strict=False):
+        assert vars(module).keys() == had.keys()
+    weight_only = quantize_(copy.deepcopy(model))
+    assert norms(weight_only) == count - folded
+    for int8 in (weight_only, convert_(prepared)):
+        assert (int8(x) - before).abs().max() <= 0.04 * before.abs().max()
+
+
+def test_a_trace_leaves_nothing_in_modules():
+    model = trained(Branches())
+    model(randn(1, 3, 9, 9))
+    seen = model.seen
+    quantize_(model)
+    assert model.seen is seen and type(model.stem) is Int8Conv2d and type(model.norm) is nn.BatchNorm2d
+
+
+def test_hooks_and_other_owners_keep_a_batch_norm():
+    hooked = trained(in_sequence())
+    hooked[1].register_forward_hook(lambda *_: None)
+    assert norms(quantize_(hooked)) == 1
+    shared = trained(nn.Sequential(*in_sequence(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)))
+    shared[4].bias = shared[1].bias
+    assert norms(quantize_(shared)) == 2
+    batch = trained(nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8, track_running_stats=False)))
+    assert norms(quantize_(batch)) == 1
+
+
+def test_lines_and_16_bits():
+    model = nn.Sequential(nn.Conv1d(3, 8, 3), nn.BatchNorm1d(8))
+    model = trained(model)
+    x = randn(4, 3, 20)
+    before = model(x)
+    half = quantize_(copy.deepcopy(model).bfloat16())
+    assert norms(half) == 0 and half[0].bias.dtype == half[0].weight.dtype == torch.bfloat16
+    assert (half(x.bfloat16()).float() - before).abs().max() <= 0.03 * before.abs().max()
+    mixed = copy.deepcopy(model)
+    mixed[0] = nn.Conv1d(3, 8, 3, bias=False).bfloat16()
+    assert quantize_(mixed)[0].bias.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("mode", ["dynamic", "static"])
+def test_training_for_int8_keeps_the_parameters_of_an_optimizer(mode):
+    model = trained(nn.Sequential(in_sequence(bias=False, padding=1), Residual(), nn.Flatten(), nn.Linear(8 * 36, 4)))
+    kept = [model[0][0].weight, model[0][1].bias, model[1].conv1.weight, model[1].bn2.bias]
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    prepare_qat_(model, mode).train()
+    assert norms(model) == 0
+    now = [model[0][0].weight, model[0][0].bias, model[1].conv1.weight, model[1].conv2.bias]
+    assert all(a is b for a, b in zip(kept, now, strict=True))
+    x = randn(8, 3, 6, 6)
+    before = [p.detach().clone() for p in kept]
+    model(x).square().mean().backward()
+    optimizer.step()
+    assert all(not torch.equal(a, b) for a, b in zip(before, now, strict=True))
+    expected = model.eval()(x)
+    assert torch.equal(convert_(model)(x), expected)
+
+
+def test_a_checkpoint_loads_into_a_new_model():
+    model, x = trained(nn.Sequential(in_sequence(bias=False), nn.Conv2d(8, 4, 1))), randn(2, 3, 8, 8)
+    int8 = quantize_(model, "dynamic")
+    fresh = quantize_(nn.Sequential(in_sequence(bias=False), nn.Conv2d(8, 4, 1)), "dynamic")  # in training mode
+    fresh.load_state_dict(int8.state_dict())
+    assert torch.equal(fresh.eval()(x), int8(x))
+
+
+# ------------------------------------------------------------------------------------- what codes pass through
+def between(*layers):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), *layers, nn.Conv2d(8, 4, 3, padding=1)).eval()
+
+
+@pytest.mark.parametrize(
+    ("layers", "passes"),
+    [
+        ((), True),
+        ((nn.ReLU(),), True),
+        ((nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)), True),
+        ((nn.MaxPool2d(3, 2, padding=1, ceil_mode=True), nn.ReLU()), True),
+        ((nn.Identity(),), True),
+        ((nn.AvgPool2d(2),), False),
+        ((nn.ReLU6(),), False),
+        ((nn.GELU(),), False),
+    ],
+    ids=lambda value: "-".join(type(layer).__name__ for layer in value) if isinstance(value, tuple) else str(value),
+)
+def test_codes_pass_only_through_layers_that_change_nothing(layers, passes):
+    model, x = trained(between(*copy.deepcopy(layers))), randn(2, 3, 12, 12)
+    before = model(x)
+    prepare_(model)(x)
+    int8 = convert_(model)
+    assert (int8[0].output_scale is not None) == passes
+    pools = [layer for layer in int8 if isinstance(layer, OnCodes)]
+    assert len(pools) == (passes and sum(isinstance(layer, nn.MaxPool2d) for layer in layers))
+    y = int8(x)
+    assert (y - before).abs().max() <= 0.05 * before.abs().max()
+    # The same bits as if the first layer passed numbers.
+    first, last = int8[0], int8[-1]
+    first.output_scale = first.output_zero_point = None
+    floats = first(x)
+    for layer in layers:
+        floats = floats if isinstance(layer, nn.BatchNorm2d) else layer(floats)
+    assert torch.equal(last(floats), y)
+
+
+def test_codes_pass_from_a_convolution_to_a_linear_layer():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten(), nn.Linear(8 * 25, 6), nn.ReLU()]
+    model, x = nn.Sequential(*layers, nn.Linear(6, 4)).eval(), randn(4, 3, 12, 12)
+    before = model(x)
+    prepare_(model)(x)
+    int8 = convert_(model)
+    assert [layer.output_scale is not None for layer in int8 if hasattr(layer, "output_scale")] == [True, True, False]
+    assert (int8(x) - before).abs().max() <= 0.03 * before.abs().max()
+
+
+def test_a_layer_that_is_used_twice_passes_numbers():
+    relu, pool = nn.ReLU(), nn.MaxPool2d(2)
+    torch.manual_seed(0)
+    convolutions = [nn.Conv2d(3, 3, 3, padding=1) for _ in range(4)]
+    model = nn.Sequential(
+        convolutions[0], relu, convolutions[1], relu, convolutions[2], pool, convolutions[3], pool
+    ).eval()
+    x = randn(2, 3, 12, 12)
+    prepare_(model)(x)
+    int8 = convert_(model)
+    assert all(layer.output_scale is None for layer in int8 if isinstance(layer, Int8Conv2d))
+    assert int8[1] is relu and int8[5] is pool
