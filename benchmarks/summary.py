@@ -315,7 +315,8 @@ def section(folder: Path, name: str, rows: list[Row]) -> Iterator[str]:
     found = list(lines(rows))
     yield f"### {name} on {folder.name}\n"
     yield f"{_where(rows[0])}. {verdicts(found)}."
-    yield " ".join(["Figures:", *(f"[{p.name}]({folder.name}/{p.name})" for p in sorted(folder.glob(f"{name}*.png")))])
+    figures = [figure for figure in (f"{name}.png", f"{name}_largest.png") if (folder / figure).exists()]
+    yield " ".join(["Figures:", *(f"[{figure}]({folder.name}/{figure})" for figure in figures)])
     yield ""
     yield from markdown(HEADERS, (line.cells("**") for line in found))
     absent = not_timed(rows)

@@ -67,6 +67,25 @@ def test_rows_of_a_small_run(name, tmp_path, common):
     assert (tmp_path / f"{name}.png").exists() and (tmp_path / f"{name}_largest.png").exists()
 
 
+@pytest.mark.slow
+def test_rows_of_a_small_convolution(tmp_path, common):
+    options = ["--device", "cpu", "--seconds", "0.01", "--no-compile", "--rehearse", "--out", tmp_path]
+    run("bench_int8_conv2d", *options)
+    with (tmp_path / "int8_conv2d.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert tuple(rows[0]) == common.FIELDS and rows[0]["contender"] == "amp_kernels.int8_conv2d"
+    timed = [row for row in rows if row["median_ms"]]
+    assert {"fp32 torch conv2d", "bf16 torch conv2d", "copy"} <= {row["contender"] for row in timed}
+    assert {f"torch.ao conv2d, {engine}" for engine in ("fbgemm", "onednn")} <= {row["contender"] for row in rows}
+    elements, operations = 2 * 12**2 * (16 + 32) + 32 * 9 * 16, 2 * (2 * 12**2) * 32 * (9 * 16)
+    for row in timed:
+        assert int(row["elements"]) == elements
+        if row["contender"] != "copy":
+            assert float(row["tera_ops"]) == pytest.approx(operations / float(row["median_ms"]) / 1e9, rel=1e-3)
+    run("plot", tmp_path)
+    assert (tmp_path / "int8_conv2d.png").exists()
+
+
 @pytest.mark.parametrize(("moves", "told"), [(True, ""), (False, "wrong: error 1 of the change, allowed 0.05")])
 def test_a_step_that_leaves_the_weights_is_not_timed(moves, told, common):
     """The rule for 8-bit states."""
@@ -262,6 +281,19 @@ def test_a_machine_s_section_counts_its_losses(summary, tmp_path):
     assert f"[sgd.png]({tmp_path.name}/sgd.png)" in told
     said = "wrong: error 1, in step, broken, float16, 1,000 elements"
     assert f"- absent: nosuch is not installed (1 case)\n- amp_kernels FusedSGD: {said} (1 case)" in told
+
+
+def test_a_section_shows_the_figures_of_its_own_benchmark(summary, tmp_path):
+    for name in ("int8", "int8_conv2d"):
+        write(tmp_path / f"{name}.csv", *ROWS)
+        (tmp_path / f"{name}.png").touch()
+    (tmp_path / "int8_largest.png").touch()
+    at = tmp_path.name
+    told = [line for line in summary.machine(tmp_path) if line.startswith("Figures:")]
+    assert told == [
+        f"Figures: [int8.png]({at}/int8.png) [int8_largest.png]({at}/int8_largest.png)",
+        f"Figures: [int8_conv2d.png]({at}/int8_conv2d.png)",
+    ]
 
 
 @pytest.mark.parametrize(
